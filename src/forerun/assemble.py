@@ -1,0 +1,132 @@
+"""Puts an engine together: drafter, verifier, policy, pool and scheduler for a loaded model.
+
+Knows: every constructor and how much memory there is. Does not know: requests, text, files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from forerun.cache.block_pool import BlockPool
+from forerun.cache.kv_cache import KVCache, bytes_per_block
+from forerun.config import DrafterConfig, EngineConfig
+from forerun.drafters.base import Drafter
+from forerun.drafters.draft_model import DraftModelDrafter
+from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.none import NoDrafter
+from forerun.engine.engine import Engine
+from forerun.engine.policy import AdaptivePolicy, FixedPolicy, Policy, VerifyCost, rows_to_measure
+from forerun.engine.scheduler import Scheduler
+from forerun.errors import ResourceError
+from forerun.kernels.ops import Kernels
+from forerun.models.base import LayerSpec, Model
+from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.speculation.growth import TreeGrower
+from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
+
+_NUM_TIMINGS = 3  # passes of which the median counts
+
+LoadDraft = Callable[[str], Model]
+
+
+def assemble(config: EngineConfig, model: Model, kernels: Kernels, max_model_len: int, load_draft: LoadDraft) -> Engine:
+    """An engine for `model` under `config`. Raises ResourceError if the KV pool does not fit."""
+    drafter = _drafter(config, kernels, load_draft)
+    kv_cache = _kv_cache(config, model, drafter, kernels, max_model_len)
+    if isinstance(drafter, DraftModelDrafter):
+        drafter.attach(kv_cache.layers[len(model.kv_specs) :])
+    pool = BlockPool(kv_cache.num_blocks)
+    return Engine(
+        model=model,
+        drafter=drafter,
+        verifier=CoupledVerifier(kernels) if config.verification == "coupled" else RejectionVerifier(config.chain_rule),
+        policy=_policy(config, model, drafter, kv_cache),
+        scheduler=Scheduler(
+            pool, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, max_model_len
+        ),
+        kv_cache=kv_cache,
+    )
+
+
+def _drafter(config: EngineConfig, kernels: Kernels, load_draft: LoadDraft) -> Drafter:
+    options = config.drafter
+    if options.name == "none":
+        return NoDrafter()
+    if options.name == "ngram":
+        return NgramDrafter(options.max_draft_tokens, options.ngram_min, options.ngram_max)
+    assert options.name == "draft" and options.model is not None
+    return _draft_model(config, options, kernels, load_draft(options.model))
+
+
+def _draft_model(config: EngineConfig, options: DrafterConfig, kernels: Kernels, model: Model) -> DraftModelDrafter:
+    grower = TreeGrower(kernels, coupled=config.verification == "coupled")
+    return DraftModelDrafter(
+        model,
+        grower,
+        block_size=config.block_size,
+        max_draft_tokens=options.max_draft_tokens,
+        width=options.tree_width,
+        max_rows=config.max_num_batched_tokens,
+    )
+
+
+def _kv_cache(
+    config: EngineConfig, model: Model, drafter: Drafter, kernels: Kernels, max_model_len: int
+) -> KVCache:
+    specs = (*model.kv_specs, *drafter.kv_specs)
+    num_blocks = config.num_kv_blocks or _num_blocks(config, specs, max_model_len)
+    needed = -(-max_model_len // config.block_size)
+    if num_blocks < needed:
+        raise ResourceError(
+            f"the KV cache has {num_blocks} blocks of {config.block_size} tokens, but one request of "
+            f"{max_model_len} tokens needs {needed}: lower max_model_len, or raise num_kv_blocks or kv_cache_bytes"
+        )
+    return KVCache(kernels, specs, num_blocks, config.block_size)
+
+
+def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], max_model_len: int) -> int:
+    """Blocks for every sequence at full length, as far as the memory for KV goes."""
+    wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
+    budget = config.kv_cache_bytes or available_bytes() // 4
+    per_block = bytes_per_block(specs, config.block_size)
+    return min(wanted, budget // per_block) if per_block else wanted
+
+
+def available_bytes() -> int:
+    """Memory a process could take now without swapping."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _policy(config: EngineConfig, model: Model, drafter: Drafter, kv_cache: KVCache) -> Policy:
+    if drafter.max_nodes <= 1 or not config.drafter.adaptive or config.drafter.tree_width > 1:
+        return FixedPolicy(drafter.max_nodes)
+    return AdaptivePolicy(drafter.max_nodes, measure_verify_cost(config, model, drafter.max_nodes, kv_cache))
+
+
+def measure_verify_cost(config: EngineConfig, model: Model, max_nodes: int, kv_cache: KVCache) -> VerifyCost:
+    """Time passes over a few numbers of rows on an empty cache."""
+    rows = rows_to_measure(max_nodes * config.max_num_seqs, config.max_num_batched_tokens)
+    return VerifyCost({num_rows: _time_pass(model, kv_cache, num_rows) for num_rows in rows})
+
+
+def _time_pass(model: Model, kv_cache: KVCache, num_rows: int) -> float:
+    num_blocks = min(kv_cache.num_blocks_for(num_rows), kv_cache.num_blocks)
+    rows = SequenceRows(
+        request_id="", block_table=range(num_blocks), start=0, span=(), tree_start=0,
+        tree_tokens=[0] * num_rows, tree_rows=range(num_rows),
+        tree_masks=[(1 << (i + 1)) - 1 for i in range(num_rows)], tree_depths=range(num_rows),
+    )
+    batch = ForwardBatch.build([rows], kv_cache.block_size)
+    times = []
+    for _ in range(_NUM_TIMINGS):
+        start = perf_counter()
+        with torch.inference_mode():
+            model.forward(batch, kv_cache.layers[: len(model.kv_specs)])
+        times.append(perf_counter() - start)
+    model.release("")
+    return median(times)

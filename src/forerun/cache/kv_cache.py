@@ -1,0 +1,65 @@
+"""The paged pool: KV tensors of every attention layer, target and drafter alike, under one block table.
+
+Knows: layer shapes, blocks, where accepted rows must go. Does not know: requests, trees, who decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from forerun.kernels.ops import Kernels, LayerKV
+from forerun.models.base import LayerSpec
+
+
+class Move(NamedTuple):
+    """Rows of one sequence that move to where plain decoding would have written them."""
+
+    block_table: Sequence[int]
+    sources: Sequence[int]  # logical rows, ascending
+    targets: Sequence[int]  # logical rows, ascending, each at most its source
+
+
+class KVCache:
+    """KV tensors for `num_blocks` blocks."""
+
+    def __init__(self, kernels: Kernels, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers = [_allocate(spec, num_blocks, block_size) for spec in specs]
+        self._kernels = kernels
+
+    def num_blocks_for(self, num_rows: int) -> int:
+        """Blocks that hold `num_rows` logical rows."""
+        return -(-num_rows // self.block_size)
+
+    def commit(self, moves: Iterable[Move]) -> None:
+        """Put accepted tree rows in a row behind their root, in every layer. A chain has nothing to move."""
+        sources, targets = [], []
+        for move in moves:
+            for source, target in zip(move.sources, move.targets, strict=True):
+                if source != target:
+                    sources.append(self._slot(move.block_table, source))
+                    targets.append(self._slot(move.block_table, target))
+        if sources and self.layers:
+            self._kernels.move_rows(
+                self.layers, torch.tensor(sources, dtype=torch.int32), torch.tensor(targets, dtype=torch.int32)
+            )
+
+    def _slot(self, block_table: Sequence[int], row: int) -> int:
+        block, offset = divmod(row, self.block_size)
+        return block_table[block] * self.block_size + offset
+
+
+def bytes_per_block(specs: Iterable[LayerSpec], block_size: int) -> int:
+    """Bytes one block takes over all layers."""
+    return sum(2 * s.num_kv_heads * s.head_dim * s.dtype.itemsize * block_size for s in specs)
+
+
+def _allocate(spec: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
+    return LayerKV(
+        keys=torch.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, block_size, dtype=spec.dtype),
+        values=torch.zeros(num_blocks, spec.num_kv_heads, block_size, spec.head_dim, dtype=spec.dtype),
+    )

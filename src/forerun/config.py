@@ -1,0 +1,101 @@
+"""Every option of the engine, frozen; the only module that reads the environment.
+
+Knows: names, defaults, ranges. Does not know: what any option does.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal
+
+from forerun.errors import ConfigError
+
+Verification = Literal["coupled", "rejection"]
+ChainRule = Literal["block", "token"]
+
+DRAFTER_NAMES = ("none", "ngram", "draft")
+MAX_TREE_NODES = 64  # one 64-bit ancestor mask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterConfig:
+    """Who drafts, and how much.
+
+    `max_draft_tokens` bounds the drafted tokens a step and request; the policy may draft fewer, also none.
+    `tree_width` above 1 makes a model drafter grow a best-first tree of that many children a node instead of a chain.
+    """
+
+    name: str = "none"
+    model: str | None = None  # for "draft"
+    max_draft_tokens: int = 5
+    tree_width: int = 1
+    adaptive: bool = True  # False: always draft max_draft_tokens
+    ngram_min: int = 2
+    ngram_max: int = 4
+
+    def __post_init__(self) -> None:
+        _choice("drafter", self.name, DRAFTER_NAMES)
+        _range("max_draft_tokens", self.max_draft_tokens, 1, MAX_TREE_NODES - 1)
+        _range("tree_width", self.tree_width, 1, 16)
+        _range("ngram_min", self.ngram_min, 1, 64)
+        _range("ngram_max", self.ngram_max, self.ngram_min, 64)
+        if self.name == "draft" and not self.model:
+            raise ConfigError("drafter 'draft' needs a draft model: give --draft-model a folder, a hub id or an embedded name")
+        if self.name != "draft" and self.model:
+            raise ConfigError(f"a draft model was given but the drafter is {self.name!r}: choose drafter 'draft'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine runs. Raises ConfigError for values out of range."""
+
+    model: str
+    dtype: str = "auto"
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    verification: Verification = "coupled"
+    chain_rule: ChainRule = "block"
+    max_model_len: int | None = None  # None: what the checkpoint was built for
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512  # rows a step may compute
+    block_size: int = 16
+    num_kv_blocks: int | None = None  # None: enough for max_num_seqs, bounded by kv_cache_bytes
+    kv_cache_bytes: int | None = None  # None: a quarter of the memory available at start
+    kernels: str = "auto"
+    threads: int | None = None
+    seed: int = 0  # for requests that bring none
+
+    def __post_init__(self) -> None:
+        _choice("verification", self.verification, ("coupled", "rejection"))
+        _choice("chain_rule", self.chain_rule, ("block", "token"))
+        _choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _choice("kernels", self.kernels, ("auto", "cpu", "reference"))
+        _choice("block_size", self.block_size, (4, 8, 16, 32, 64))
+        _range("max_num_seqs", self.max_num_seqs, 1, 4096)
+        _range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 65536)
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "threads"):
+            if getattr(self, name) is not None:
+                _range(name, getattr(self, name), 1, 2**50)
+
+
+def option_names() -> dict[str, tuple[str, ...]]:
+    """Every option by the class that holds it; a test freezes this list."""
+    return {cls.__name__: tuple(f.name for f in fields(cls)) for cls in (DrafterConfig, EngineConfig)}
+
+
+def cache_dir() -> Path:
+    """Where forerun keeps what it can make again (FORERUN_CACHE, else XDG_CACHE_HOME, else ~/.cache)."""
+    if "FORERUN_CACHE" in os.environ:
+        return Path(os.environ["FORERUN_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "forerun"
+
+
+def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
+
+
+def _range(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a whole number from {low} to {high}; got {value!r}")

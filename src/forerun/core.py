@@ -1,0 +1,300 @@
+"""The nouns of the engine: sampling parameters, requests, plans, outputs.
+
+Knows: plain values and how they are validated. Does not know: tensors, models, drafters. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Literal, NamedTuple, Protocol
+
+from forerun.errors import SamplingError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_LOGPROBS = 100
+MAX_SEED = 2**64 - 1
+
+
+class GrammarMask(Protocol):
+    """A hook that says which tokens may follow: the state after a prefix is a pure function of that prefix."""
+
+    def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int] | None:
+        """Token ids allowed after `output_token_ids` (None: all)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends. Names and meanings follow vLLM where it has them.
+
+    Raises SamplingError for values out of range or in contradiction.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    grammar: GrammarMask | None = None
+    seed: int | None = None  # None: one is drawn and reported
+    max_tokens: int | None = 16  # None: up to the model's context
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # how many alternatives beside the chosen token
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        _check_ranges(self)
+        _check_contradictions(self)
+
+    @property
+    def greedy(self) -> bool:
+        """Temperature 0: the most probable token, no randomness."""
+        return self.temperature == 0.0
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same parameters with the seed fixed."""
+        return replace(self, seed=seed)
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, Sequence):
+        return tuple(value)
+    raise SamplingError(f"{name} must be a string or a list, got {type(value).__name__}")
+
+
+def _check_ranges(params: SamplingParams) -> None:
+    """Refuse each value outside its own range."""
+    _number("temperature", params.temperature, 0.0, 100.0)
+    _number("top_p", params.top_p, 0.0, 1.0, low_open=True)
+    _number("min_p", params.min_p, 0.0, 1.0)
+    _number("repetition_penalty", params.repetition_penalty, 0.0, 100.0, low_open=True)
+    _number("presence_penalty", params.presence_penalty, -2.0, 2.0)
+    _number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
+    _whole("n", params.n, 1, 256)
+    _whole("top_k", params.top_k, -1, 2**31)
+    _whole("min_tokens", params.min_tokens, 0, 2**31)
+    for name, high in (("max_tokens", 2**31), ("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_LOGPROBS)):
+        if getattr(params, name) is not None:
+            _whole(name, getattr(params, name), 1 if name == "max_tokens" else 0, high)
+    if params.seed is not None:
+        _whole("seed", params.seed, 0, MAX_SEED)
+    for token_id, bias in params.logit_bias.items():
+        _whole("logit_bias key", token_id, 0, 2**31)
+        _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+
+def _number(name: str, value: Any, low: float, high: float, low_open: bool = False) -> None:
+    valid = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not valid or not (low < value <= high if low_open else low <= value <= high):
+        bracket = "(" if low_open else "["
+        raise SamplingError(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}")
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise SamplingError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
+
+
+def _check_contradictions(params: SamplingParams) -> None:
+    """Refuse values that are fine alone but not together."""
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise SamplingError(
+            f"min_tokens {params.min_tokens} is above max_tokens {params.max_tokens}: lower one or raise the other"
+        )
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise SamplingError("allowed_token_ids is empty, so no token could be chosen: name at least one, or leave it")
+    if any(not text for text in (*params.stop, *params.bad_words)):
+        raise SamplingError("stop and bad_words may not hold an empty string")
+
+
+class Status(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence being generated. Of `n` samples each is a request of its own.
+
+    `token_ids` are all known tokens, prompt first. The last of them is the *root*: its KV is never computed before
+    the step that chooses what follows it. `num_computed` counts the tokens whose KV is in the cache.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    sample_index: int = 0
+    parent_id: str = ""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    max_len: int = 0  # known tokens at which the request ends with "length"
+    speculate: bool = True
+    status: Status = Status.WAITING
+    token_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: Exception | None = None
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_output(self) -> int:
+        """How many tokens were generated so far."""
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def root_position(self) -> int:
+        """Position of the last known token."""
+        return len(self.token_ids) - 1
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be generated before "length"."""
+        return self.max_len - len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """What one request does in one step: a span of known tokens, then (if it has a root) a tree."""
+
+    request: Request
+    num_span: int  # known tokens to compute before the root
+    max_nodes: int  # tree nodes, the root included; 0: the span stops short of the root
+
+    @property
+    def reaches_root(self) -> bool:
+        """The step chooses this request's next token."""
+        return self.max_nodes > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step's work."""
+
+    scheduled: tuple[ScheduledRequest, ...]
+    preempted: tuple[Request, ...] = ()
+
+    @property
+    def deciding(self) -> tuple[ScheduledRequest, ...]:
+        """Those whose next token is chosen in this step."""
+        return tuple(item for item in self.scheduled if item.reaches_root)
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of one token under the model (before temperature and filters), and its rank from 1."""
+
+    logprob: float
+    rank: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Log-probabilities at one position: the chosen token and the most probable ones, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(slots=True)
+class DrafterCount:
+    """How one drafter fared."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """What a request cost and what speculation did for it."""
+
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0  # generated
+    num_steps: int = 0  # target passes that chose tokens
+    num_preemptions: int = 0
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0  # from the first to the last token
+    drafters: dict[str, DrafterCount] = field(default_factory=dict)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per target pass (tau)."""
+        return self.num_tokens / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoding speed after the first step's tokens; 0 when there was only one step."""
+        return self.num_tokens / (self.ttft_s + self.decode_s) if self.ttft_s + self.decode_s > 0 else 0.0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sample of a request."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    seed: int
+    token_sources: tuple[str, ...]  # who drafted each token; "" where the target chose it without a draft
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    cumulative_logprob: float | None = None
+    error: Exception | None = None
+    stats: RequestStats = field(default_factory=RequestStats)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All samples of a request, so far or finished."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepEmission:
+    """What one step added to one request."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    sources: tuple[str, ...]
+    logprobs: tuple[PositionLogprobs, ...] = ()

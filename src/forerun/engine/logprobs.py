@@ -1,0 +1,25 @@
+"""Log-probabilities of chosen tokens under the model itself, before temperature, penalties and filters.
+
+Knows: rows of logits. Does not know: requests, trees, sampling. A row's figures depend on that row alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.core import PositionLogprobs, TokenLogprob
+
+
+def position_logprobs(logits: Tensor, token: int, num_top: int) -> PositionLogprobs:
+    """The chosen token's log-probability and rank, and the `num_top` best, from logits [vocab_size]."""
+    row = torch.log_softmax(logits.double(), dim=0)  # [vocab_size]
+    rank = int((row > row[token]).sum()) + 1
+    return PositionLogprobs(TokenLogprob(float(row[token]), rank, token), _best(row, num_top))
+
+
+def _best(row: Tensor, num: int) -> tuple[TokenLogprob, ...]:
+    if num == 0:
+        return ()
+    values, ids = torch.sort(row, descending=True, stable=True)
+    return tuple(TokenLogprob(float(values[i]), i + 1, int(ids[i])) for i in range(min(num, row.shape[0])))

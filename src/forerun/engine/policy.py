@@ -1,0 +1,170 @@
+"""How many tree nodes a request gets in a step; none but the root is always one of the choices.
+
+Knows: measured costs of verifying and drafting, and how often a request's drafts were accepted. Does not know:
+trees, drafters' insides. What it decides changes speed, never tokens under the coupled rule; under the rejection
+rule it decides before anything is drawn, so the distribution stays the target's.
+
+A chain of k drafts of which each is accepted with chance a (given the one before) emits (1 - a^(k+1)) / (1 - a)
+tokens (Leviathan et al., arXiv 2211.17192, eq. 1); k maximises that over t_verify(k + 1) + k * t_draft.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from forerun.core import Request
+
+_PRIOR_DRAFTS = 8.0  # how many drafts the engine's average counts for in a new request
+_MEMORY = 0.97  # what a past draft counts for after another one
+_PROBE_EVERY = 24  # plain steps after which a request that stopped drafting tries once more
+_PROBE_DRAFTS = 2
+_GUESSED_DRAFT_SHARE = 0.15  # a draft token's cost over a plain step's, until it was measured
+
+
+class Policy(Protocol):
+    """Decides node budgets and learns from what came of them."""
+
+    def begin_step(self, num_deciding: int) -> None:
+        """A step begins in which about this many requests choose tokens."""
+
+    def node_budget(self, request: Request) -> int:
+        """Tree nodes, the root included."""
+
+    def learn(self, request: Request, num_drafted: int, num_tested: int, num_accepted: int) -> None:
+        """Of the drafted nodes `num_tested` were looked at and `num_accepted` accepted."""
+
+    def learn_draft_cost(self, seconds: float, num_drafted: int) -> None:
+        """Drafting this many tokens took this long."""
+
+    def end(self, request_id: str) -> None:
+        """Forget a request."""
+
+
+class FixedPolicy:
+    """Always the same number of nodes."""
+
+    def __init__(self, max_nodes: int) -> None:
+        self._max_nodes = max_nodes
+
+    def begin_step(self, num_deciding: int) -> None:
+        """Nothing depends on the load."""
+
+    def node_budget(self, request: Request) -> int:
+        """The fixed budget, or the root alone where the request asked not to speculate."""
+        return self._max_nodes if request.speculate else 1
+
+    def learn(self, request: Request, num_drafted: int, num_tested: int, num_accepted: int) -> None:
+        """Nothing to learn."""
+
+    def learn_draft_cost(self, seconds: float, num_drafted: int) -> None:
+        """Nothing to learn."""
+
+    def end(self, request_id: str) -> None:
+        """Nothing to forget."""
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """A fading count of tested and accepted drafts."""
+
+    tested: float = 0.0
+    accepted: float = 0.0
+
+    def add(self, tested: int, accepted: int) -> None:
+        """Count a step's drafts."""
+        fade = _MEMORY**tested
+        self.tested = self.tested * fade + tested
+        self.accepted = self.accepted * fade + accepted
+
+    def rate(self, prior: float) -> float:
+        """Chance that the next draft is accepted, leaning on `prior` while little is known."""
+        return (self.accepted + _PRIOR_DRAFTS * prior) / (self.tested + _PRIOR_DRAFTS)
+
+
+class VerifyCost:
+    """Seconds one forward over M rows takes, from measurements at a few M."""
+
+    def __init__(self, seconds_by_rows: Mapping[int, float]) -> None:
+        self._rows = sorted(seconds_by_rows)
+        self._seconds = [seconds_by_rows[rows] for rows in self._rows]
+
+    def __call__(self, num_rows: int) -> float:
+        """Linear between measured points and beyond the last."""
+        if len(self._rows) == 1:
+            return self._seconds[0]
+        high = min(max(bisect_left(self._rows, num_rows), 1), len(self._rows) - 1)
+        x0, x1 = self._rows[high - 1], self._rows[high]
+        y0, y1 = self._seconds[high - 1], self._seconds[high]
+        return y0 + (y1 - y0) * (num_rows - x0) / (x1 - x0)
+
+
+@dataclass(slots=True)
+class AdaptivePolicy:
+    """Chooses the number of drafts by expected tokens per second."""
+
+    max_nodes: int
+    verify_cost: VerifyCost
+    step_overhead_s: float = 0.0  # what a step costs beside its forward
+    min_draft_s: float = 0.0
+    _num_deciding: int = 1
+    _draft_s: float | None = None
+    _overall: Acceptance = field(default_factory=lambda: Acceptance(_PRIOR_DRAFTS, 0.7 * _PRIOR_DRAFTS))
+    _requests: dict[str, Acceptance] = field(default_factory=dict)
+    _plain_steps: dict[str, int] = field(default_factory=dict)
+
+    def begin_step(self, num_deciding: int) -> None:
+        """Remember the load: rows of all requests share one pass."""
+        self._num_deciding = max(1, num_deciding)
+
+    def node_budget(self, request: Request) -> int:
+        """The best budget for this request's acceptance at this load; now and then a probe while it is one."""
+        if not request.speculate or self.max_nodes <= 1:
+            return 1
+        best = max(range(self.max_nodes), key=lambda k: self._speed(request, k))
+        if best > 0:
+            return best + 1
+        waited = self._plain_steps.get(request.request_id, 0) + 1
+        self._plain_steps[request.request_id] = waited % _PROBE_EVERY
+        return min(_PROBE_DRAFTS + 1, self.max_nodes) if waited % _PROBE_EVERY == 0 else 1
+
+    def _speed(self, request: Request, num_drafts: int) -> float:
+        """Expected tokens per second of this request's share with `num_drafts` drafts."""
+        a = min(self._rate(request), 0.995)
+        tokens = (1.0 - a ** (num_drafts + 1)) / (1.0 - a)
+        rows = self._num_deciding * (num_drafts + 1)
+        return tokens / (self.verify_cost(rows) + self.step_overhead_s + num_drafts * self._draft_cost())
+
+    def _rate(self, request: Request) -> float:
+        overall = self._overall.accepted / self._overall.tested
+        known = self._requests.get(request.request_id)
+        return known.rate(overall) if known else overall
+
+    def _draft_cost(self) -> float:
+        guess = _GUESSED_DRAFT_SHARE * self.verify_cost(1)
+        return max(self._draft_s if self._draft_s is not None else guess, self.min_draft_s)
+
+    def learn(self, request: Request, num_drafted: int, num_tested: int, num_accepted: int) -> None:
+        """Update the request's and the engine's acceptance."""
+        if num_drafted:
+            self._overall.add(num_tested, num_accepted)
+            self._requests.setdefault(request.request_id, Acceptance()).add(num_tested, num_accepted)
+
+    def learn_draft_cost(self, seconds: float, num_drafted: int) -> None:
+        """A running mean that one slow step cannot move far."""
+        if num_drafted:
+            cost = seconds / num_drafted
+            self._draft_s = cost if self._draft_s is None else self._draft_s + 0.1 * (min(cost, 4 * self._draft_s) - self._draft_s)
+
+    def end(self, request_id: str) -> None:
+        """Drop what was learned about a request."""
+        self._requests.pop(request_id, None)
+        self._plain_steps.pop(request_id, None)
+
+
+def rows_to_measure(max_nodes: int, max_rows: int) -> Sequence[int]:
+    """Row counts at which the verify cost is measured at start."""
+    wanted = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+    return [rows for rows in wanted if rows <= max(min(max_rows, max(max_nodes, 8)), 1)]

@@ -1,0 +1,83 @@
+"""The exception tree: every error a user of forerun can meet.
+
+ForerunError
+├── ConfigError            an option is unknown, out of range, or contradicts another
+│   └── SamplingError      the same for one request's sampling parameters
+├── ModelError             a model cannot be loaded or used
+│   ├── ModelNotFoundError no such folder, embedded model or hub id
+│   ├── CheckpointError    a file is missing, truncated, corrupt, or of the wrong shape
+│   ├── UnsupportedError   the checkpoint asks for something forerun does not implement
+│   └── VocabularyError    tokenizer, target and draft do not share one vocabulary
+├── RequestError           one request cannot be served; others go on
+│   ├── PromptError        empty, too long, or with token ids outside the vocabulary
+│   └── LogitsError        the model produced NaN or infinity, or no token is allowed
+├── ResourceError          the machine has too little memory (or no such device)
+├── KernelError            a kernel backend was asked for that is not available here
+└── TrainingError          a training run cannot start or go on
+    └── DataError          a data or prompt file is missing or malformed
+
+Knows: names and what they mean. Does not know: anything else of forerun.
+Every message says what was found, what is allowed, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ForerunError(Exception):
+    """Base of every error forerun raises for its users."""
+
+
+class ConfigError(ForerunError):
+    """An option is unknown, out of range, or contradicts another."""
+
+
+class SamplingError(ConfigError):
+    """A sampling parameter of one request is out of range or contradicts another."""
+
+
+class ModelError(ForerunError):
+    """A model cannot be loaded or used."""
+
+
+class ModelNotFoundError(ModelError):
+    """There is no such folder, embedded model or hub id."""
+
+
+class CheckpointError(ModelError):
+    """A checkpoint file is missing, truncated, corrupt, or has a tensor of the wrong shape."""
+
+
+class UnsupportedError(ModelError):
+    """The checkpoint asks for something forerun does not implement."""
+
+
+class VocabularyError(ModelError):
+    """Tokenizer, target and draft do not share one vocabulary."""
+
+
+class RequestError(ForerunError):
+    """One request cannot be served; the others of its batch go on."""
+
+
+class PromptError(RequestError):
+    """The prompt is empty, too long, or holds token ids outside the vocabulary."""
+
+
+class LogitsError(RequestError):
+    """The model produced NaN or infinity, or the parameters allow no token at all."""
+
+
+class ResourceError(ForerunError):
+    """The machine has too little memory for what was asked, or lacks the device."""
+
+
+class KernelError(ForerunError):
+    """A kernel backend was asked for that is not available on this machine."""
+
+
+class TrainingError(ForerunError):
+    """A training run cannot start or cannot go on."""
+
+
+class DataError(TrainingError):
+    """A data or prompt file is missing or malformed."""

@@ -1,0 +1,177 @@
+"""The op contract: what every kernel backend computes, on which shapes, and what may alias.
+
+Knows: signatures, layouts, meanings. Does not know: who implements an op, nor models, requests or trees.
+
+Two rules hold for every op and every backend:
+
+* **Row invariance.** A row's result depends on that row's inputs alone: not on how many rows are in the call, in
+  which order, or on where in the cache its visible keys lie. Reductions run in a fixed order that depends only on
+  the row's own length. Tests compare bits.
+* **Functional style.** An op returns fresh tensors and writes only to the arguments named "in place", so that a
+  forward can be recorded and replayed.
+
+Activations are float32 and contiguous unless stated otherwise. Weights and KV keep the checkpoint's precision.
+
+Shape legend: M rows (tokens) of the batch, S sequences, R rows with logits, H hidden size, K/N linear input/output,
+V vocabulary, Q/G query/KV heads, D head size, B positions a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class HeadLayout(NamedTuple):
+    """How a fused qkv row is cut: `num_q` query heads, then `num_kv` key heads, then `num_kv` value heads."""
+
+    num_q: int
+    num_kv: int
+    head_dim: int
+    rotary_dim: int  # the first rotary_dim entries of a head are rotated, in two halves (the "neox" pairing)
+
+    @property
+    def row_size(self) -> int:
+        """Entries in one fused qkv row."""
+        return (self.num_q + 2 * self.num_kv) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One attention layer's share of the paged pool.
+
+    Keys lie transposed, so that one load reads the same coordinate of neighbouring positions.
+    """
+
+    keys: Tensor  # [num_blocks, G, D, B] float32 or bfloat16
+    values: Tensor  # [num_blocks, G, B, D] same dtype
+
+    @property
+    def block_size(self) -> int:
+        """Positions a block holds."""
+        return self.values.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """Which keys each row sees.
+
+    Logical row s of sequence b lies at block `block_tables[b, s // B]`, offset `s % B`. Row j sees, in this order,
+    logical rows 0 .. prefix_lens[j]-1, then `tree_starts[b] + i` for every set bit i of tree_masks[j], ascending.
+    The index in that order is the key's *visible index*; every reduction is laid out by it, never by where the key
+    lies, so a tree path gives the bits of the same tokens decoded one by one. A row sees at least itself.
+    """
+
+    seq_ids: Tensor  # [M] int32, row -> sequence
+    prefix_lens: Tensor  # [M] int32
+    tree_masks: Tensor  # [M] int64, 64 bits; 0 for rows outside a tree
+    tree_starts: Tensor  # [S] int32
+    block_tables: Tensor  # [S, max_blocks] int32
+    max_visible: int  # an upper bound of visible keys over all rows (for sizing work space only)
+
+
+class NoiseKeys(NamedTuple):
+    """What a row's Gumbel noise is a function of, besides the token id (see `forerun.speculation.noise`)."""
+
+    seeds: Tensor  # [R] int64 (read as 64 unsigned bits)
+    positions: Tensor  # [R] int64: absolute position of the token to be chosen
+    streams: Tensor  # [R] int64: which of several samples (`n`), and the purpose
+
+
+class PackedLinear(Protocol):
+    """A weight matrix in the layout its backend reads; opaque to everyone else."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K): outputs, inputs."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the packed weights occupy."""
+
+
+class Kernels(Protocol):
+    """A table of ops. Built once by `kernels.select` and passed through constructors."""
+
+    name: str
+
+    def describe(self) -> dict[str, str]:
+        """Op name -> where it runs ("reference", "avx2", "avx512", "portable", ...)."""
+
+    def pack_linear(self, weight: Tensor) -> PackedLinear:
+        """Pack `weight` [N, K] (float32, bfloat16 or float16; float16 is widened exactly) for `linear`."""
+
+    def linear(self, x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:
+        """x [M, K] times weight transposed, plus bias [N] float32, accumulated in float32 -> [M, N]."""
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Rows `token_ids` [M] int64 of `table` [V, H] (float32 or bfloat16) widened to float32 -> [M, H]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight [H] float32, row by row -> [M, H]."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """In place residual += x, then `rms_norm(residual)` -> [M, H]."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """(x - mean) / sqrt(var + eps) * weight + bias, row by row -> [M, H]."""
+
+    def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
+        """act(gate) * up for rows [gate | up] of 2F entries; activation "silu" or "gelu_tanh" -> [M, F]."""
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        heads: HeadLayout,
+        rope_table: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv: LayerKV,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Normalise (optional, per head, weights [D]) and rotate q and k, then write k and v into the pool.
+
+        qkv [M, row_size] is changed in place (only its q part is meaningful afterwards). rope_table
+        [max_position, rotary_dim] float32 holds cos in its first half and sin in its second. positions [M] int32;
+        slots [M] int32 is block * B + offset, pairwise different. kv is written in place.
+        """
+
+    def attention(
+        self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0
+    ) -> Tensor:
+        """Softmax attention of the q part of qkv [M, row_size] over each row's visible keys -> [M, Q * D].
+
+        window > 0: only the last `window` visible keys count (the row itself included).
+        The softmax is split every 256 visible keys (aligned to the visible index) and combined in that order.
+        """
+
+    def move_rows(self, kvs: list[LayerKV], sources: Tensor, targets: Tensor) -> None:
+        """In every layer copy the KV of slot sources[i] to slot targets[i], in order of i (both [n] int32).
+
+        In place. A source may be a later target, never an earlier one.
+        """
+
+    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys) -> Tensor:
+        """argmax over v of float64(logits[r, v]) / temperature + G(keys[r], v), ties to the lower id -> [R] int64.
+
+        logits [R, V] float32, -inf allowed. temperatures [R] float64; 0 means no noise: argmax(logits).
+        A row holding NaN or +inf, or nothing above -inf, gives -1.
+        """
+
+    def gumbel_topk(
+        self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys, k: int
+    ) -> tuple[Tensor, Tensor]:
+        """The k best of the same scores, best first, ties to the lower id -> ids [R, k] int64, scores [R, k] float64.
+
+        Places with a score of -inf (and whole rows that `gumbel_argmax` answers -1 for) hold id -1.
+        """
+
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+ATTENTION_SPLIT = 256  # visible keys a split of the softmax covers, in every backend
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

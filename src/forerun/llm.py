@@ -1,0 +1,275 @@
+"""LLM: the offline API. Load a model once, generate for many prompts.
+
+Knows: text, chat, loading, and how user requests become engine requests. Does not know: how a step works.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import count
+from typing import Any
+
+import torch
+
+from forerun.assemble import assemble
+from forerun.config import DrafterConfig, EngineConfig
+from forerun.core import Request, RequestOutput, SamplingParams
+from forerun.engine.engine import Engine
+from forerun.engine.outputs import RequestGroup, SampleRecord
+from forerun.engine.stopping import OutputText
+from forerun.errors import ConfigError, PromptError, SamplingError
+from forerun.kernels.ops import Kernels
+from forerun.kernels.select import select_kernels
+from forerun.models.loader import LoadedModel, load_model
+from forerun.progress import progress_bar
+from forerun.weights.tokenizer import IncrementalDetokenizer, Tokenizer, check_same_vocabulary
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+EMBEDDED_DRAFTS = {"mini": "mini-draft"}
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What engines on the same model have in common."""
+
+    loaded: LoadedModel
+    kernels: Kernels
+    drafts: dict[str, LoadedModel] = field(default_factory=dict)
+
+
+class LLM:
+    """A loaded model and an engine that runs it.
+
+    `options` are the fields of EngineConfig and DrafterConfig; `drafter` is the drafter's name and `draft_model` its
+    model. Raises ConfigError, ModelError and ResourceError before any work starts.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self._open(engine_config(model, options), None)
+
+    def _open(self, config: EngineConfig, shared: _Shared | None) -> None:
+        self.config = config
+        self._shared = shared or _load(config)
+        self.max_model_len = _max_model_len(config, self._shared.loaded)
+        self.engine: Engine = assemble(
+            config, self._shared.loaded.model, self._shared.kernels, self.max_model_len, self._load_draft
+        )
+        self._counter = count()
+        self._seeds = random.Random(config.seed)
+
+    def with_drafter(self, drafter: str | DrafterConfig, **options: Any) -> LLM:
+        """Another engine with another drafter (and other engine options) on the same weights and kernels.
+
+        `drafter` and `options` are read as in the constructor; engine options not given stay as they are.
+        """
+        kept = {f.name: getattr(self.config, f.name) for f in fields(EngineConfig) if f.name not in ("model", "drafter")}
+        other = object.__new__(LLM)
+        other._open(engine_config(self.config.model, {**kept, **options, "drafter": drafter}), self._shared)
+        return other
+
+    def _load_draft(self, name: str) -> Any:
+        drafts = self._shared.drafts
+        if name not in drafts:
+            loaded = load_model(name, self._shared.kernels, dtype=self.config.dtype, max_position=self.max_model_len)
+            check_same_vocabulary(self.tokenizer, loaded.tokenizer)
+            drafts[name] = loaded
+        return drafts[name].model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._shared.loaded.tokenizer
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The target: model, configuration and tokenizer."""
+        return self._shared.loaded
+
+    @property
+    def kernels(self) -> Kernels:
+        """The op table in use."""
+        return self._shared.kernels
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Cumulative seconds by phase of the step, and the number of steps."""
+        clock = self.engine.timings
+        return {f.name: getattr(clock, f.name) for f in fields(clock) if not f.name.startswith("_")}
+
+    # -- generating ---------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete every prompt (text, or token ids) -> one output a prompt, in order.
+
+        Raises PromptError and SamplingError before any work starts. A request that fails while running ends with
+        finish_reason "error"; the others go on.
+        """
+        listed = _as_prompts(prompts)
+        groups = [self._group(p, s) for p, s in zip(listed, _as_params(sampling_params, len(listed)), strict=True)]
+        for group in groups:
+            self.engine.add(group)
+        self._run(groups, progress)
+        return [group.output() for group in groups]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, through the model's chat template."""
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return self.generate([self.render_chat(c) for c in conversations], sampling_params, progress)
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt or conversation -> an output after every step. Closing the iterator aborts."""
+        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        given: Any = self.render_chat(prompt) if is_chat else prompt
+        group = self._group(given, sampling_params or SamplingParams())
+        self.engine.add(group)
+        return self._stream(group)
+
+    def _stream(self, group: RequestGroup) -> Iterator[RequestOutput]:
+        try:
+            while not group.finished:
+                if group in self._step():
+                    yield group.output()
+        finally:
+            self.engine.abort(group.request_id)
+
+    def render_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation up to where the answer begins."""
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _run(self, groups: Sequence[RequestGroup], progress: bool) -> None:
+        with progress_bar("requests", len(groups), progress) as advance:
+            try:
+                while not all(group.finished for group in groups):
+                    advance(sum(group.finished for group in self._step()))
+            except BaseException:
+                for group in groups:
+                    self.engine.abort(group.request_id)
+                raise
+
+    def _step(self) -> list[RequestGroup]:
+        with torch.inference_mode():
+            return self.engine.step()
+
+    # -- user requests to engine requests -----------------------------------------------------------------------
+
+    def _group(self, prompt: Prompt, params: SamplingParams) -> RequestGroup:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_prompt(token_ids, params)
+        self._check_params(params)
+        group_id = str(next(self._counter))
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+        requests = [self._request(group_id, i, tuple(token_ids), params, seed) for i in range(params.n)]
+        samples = [SampleRecord(r, OutputText(r, self._detokenizer(r))) for r in requests]
+        return RequestGroup(group_id, prompt if isinstance(prompt, str) else None, samples)
+
+    def _request(
+        self, group_id: str, index: int, token_ids: tuple[int, ...], params: SamplingParams, seed: int
+    ) -> Request:
+        room = self.max_model_len - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
+        return Request(
+            request_id=f"{group_id}-{index}",
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=seed,
+            sample_index=index,
+            parent_id=group_id,
+            bad_word_ids=self._bad_word_ids(params.bad_words),
+            stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
+            max_len=len(token_ids) + max_tokens,
+        )
+
+    def _detokenizer(self, request: Request) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(
+            self.tokenizer, request.prompt_token_ids, skip_special_tokens=request.params.skip_special_tokens
+        )
+
+    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is tokenized at the start of a text and after a space."""
+        spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
+        encoded = {tuple(self.tokenizer.encode(s, add_special_tokens=False)) for s in spellings}
+        return tuple(sorted(ids for ids in encoded if ids))
+
+    def _check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        vocab_size = self._shared.loaded.model.vocab_size
+        if not token_ids:
+            raise PromptError("the prompt is empty: give at least one token (the tokenizer adds none by itself)")
+        if len(token_ids) >= self.max_model_len:
+            raise PromptError(
+                f"the prompt has {len(token_ids)} tokens, but the context holds {self.max_model_len} including at least "
+                "one new token: shorten the prompt, or raise max_model_len as far as the model allows"
+            )
+        strange = next((t for t in token_ids if not isinstance(t, int) or not 0 <= t < vocab_size), None)
+        if strange is not None:
+            raise PromptError(f"the prompt holds token id {strange!r}; the model knows 0 to {vocab_size - 1}")
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab_size = self._shared.loaded.model.vocab_size
+        named = (*params.logit_bias, *(params.allowed_token_ids or ()), *params.stop_token_ids)
+        strange = next((t for t in named if not 0 <= t < vocab_size), None)
+        if strange is not None:
+            raise SamplingError(f"a sampling parameter names token id {strange}; the model knows 0 to {vocab_size - 1}")
+
+
+def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """EngineConfig from flat options. Raises ConfigError for one that does not exist."""
+    drafter_fields = {f.name for f in fields(DrafterConfig)} - {"name", "model"}
+    engine_fields = {f.name for f in fields(EngineConfig)} - {"model", "drafter"}
+    unknown = sorted(set(options) - drafter_fields - engine_fields - {"drafter", "draft_model"})
+    if unknown:
+        allowed = sorted(drafter_fields | engine_fields | {"drafter", "draft_model"})
+        raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(allowed)}")
+    name = options.get("drafter") or "none"
+    given = {k: v for k, v in options.items() if k in drafter_fields}
+    drafter = name if isinstance(name, DrafterConfig) else _named_drafter(model, name, options.get("draft_model"), given)
+    return EngineConfig(model=model, drafter=drafter, **{k: v for k, v in options.items() if k in engine_fields})
+
+
+def _named_drafter(model: str, name: str, draft_model: str | None, options: Mapping[str, Any]) -> DrafterConfig:
+    default = EMBEDDED_DRAFTS.get(model) if name == "draft" else None
+    return DrafterConfig(name=name, model=draft_model or default, **options)
+
+
+def _load(config: EngineConfig) -> _Shared:
+    kernels = select_kernels(config.kernels, config.threads)
+    return _Shared(load_model(config.model, kernels, dtype=config.dtype, max_position=config.max_model_len), kernels)
+
+
+def _max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:
+    built_for = loaded.model.max_position
+    if config.max_model_len is not None and config.max_model_len > built_for:
+        raise ConfigError(f"max_model_len {config.max_model_len} is above the {built_for} positions of {config.model}")
+    return config.max_model_len or built_for
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(given: SamplingParams | Sequence[SamplingParams] | None, num: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * num
+    if len(given) != num:
+        raise SamplingError(f"{len(given)} sampling parameters were given for {num} prompts: give one, or one each")
+    return list(given)

@@ -1,0 +1,65 @@
+"""What the engine asks of a model, whatever runs it.
+
+Knows: the forward's inputs and outputs and who keeps the state. Does not know: any architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.ops import LayerKV
+from forerun.models.batch import ForwardBatch
+
+
+class LayerSpec(NamedTuple):
+    """The KV shape of one attention layer."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """What a forward pass gives back."""
+
+    logits: Tensor  # [R, vocab_size] float32, one row per batch.logit_rows entry
+    hidden: dict[int, Tensor]  # layer index -> [M, hidden_size] float32, for the layers asked for
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedPath:
+    """Where a sequence stands after a step: `nodes` of its tree are known now, the rest is forgotten."""
+
+    request_id: str
+    nodes: tuple[int, ...]  # accepted tree nodes from the root on; () if only a span was computed
+
+
+class Model(Protocol):
+    """A causal language model over the paged pool (or over a state of its own)."""
+
+    vocab_size: int
+    max_position: int  # positions the model was built for
+    kv_specs: tuple[LayerSpec, ...]  # () for a model that keeps its own state
+    weight_bytes: int
+    num_parameters: int
+
+    def forward(
+        self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()
+    ) -> ForwardOutput:
+        """Compute every row of `batch`, writing its KV into `kvs` (one LayerKV per entry of kv_specs).
+
+        hidden_layers names the layers whose output (before the final norm; index 0 is the embedding, i the output
+        of layer i-1) is wanted for all rows.
+        """
+
+    def commit(self, paths: Sequence[CommittedPath]) -> None:
+        """Told after every step what became known. A model whose state is all in the pool has nothing to do."""
+
+    def release(self, request_id: str) -> None:
+        """The request ended or was preempted: forget its state."""

@@ -1,0 +1,171 @@
+"""From logits and a hypothetical prefix to the distribution of the next token.
+
+Knows: every sampling parameter, applied to one row after a given prefix. Does not know: where the prefix came from
+(plain decoding or a draft tree), who draws, or how.
+
+The same function serves plain decoding and every tree node, one row at a time, so sampling parameters compose with
+speculation exactly. Order: allowed tokens, logit bias, min_tokens, bad words, grammar; repetition, frequency and
+presence penalties; temperature; min-p, top-k, top-p. All arithmetic is float32 except probabilities (float64).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forerun.core import Request, SamplingParams
+
+NEG_INF = float("-inf")
+
+
+class ShapedRow(NamedTuple):
+    """A row ready for the draw: token v is drawn with probability softmax(logits / temperature)[v]."""
+
+    logits: Tensor  # [vocab_size] float32
+    temperature: float  # 0: the argmax
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Only the temperature matters: the row can go to the draw as it is."""
+    return not (_masks(params) or _penalizes(params) or (_filters(params) and not params.greedy))
+
+
+def shape_row(logits: Tensor, request: Request, path: Sequence[int]) -> ShapedRow:
+    """Apply the request's parameters to logits [vocab_size] after its known tokens plus `path`.
+
+    The input is left alone.
+    """
+    params = request.params
+    if is_plain(params):
+        return ShapedRow(logits, params.temperature)
+    row = logits.clone()
+    if _masks(params):
+        _apply_masks(row, request, path)
+    if _penalizes(params):
+        _apply_penalties(row, request, path)
+    if params.greedy or not _filters(params):
+        return ShapedRow(row, params.temperature)
+    return ShapedRow(_filter(row / params.temperature, params), 1.0)
+
+
+def probabilities(row: ShapedRow) -> Tensor:
+    """The distribution a shaped row stands for -> [vocab_size] float64; one-hot at temperature 0."""
+    if row.temperature == 0.0:
+        one_hot = torch.zeros(row.logits.shape[0], dtype=torch.float64)
+        one_hot[int(row.logits.argmax())] = 1.0
+        return one_hot
+    return torch.softmax(row.logits.double() / row.temperature, dim=0)
+
+
+def is_drawable(row: Tensor) -> bool:
+    """Some token has a finite logit and none is NaN or +inf."""
+    top = float(row.max())  # NaN wins torch's max
+    return top == top and abs(top) != float("inf")
+
+
+# -- what applies at all ----------------------------------------------------------------------------------------
+
+
+def _masks(params: SamplingParams) -> bool:
+    return bool(
+        params.logit_bias
+        or params.allowed_token_ids is not None
+        or params.bad_words
+        or params.grammar is not None
+        or params.min_tokens
+    )
+
+
+def _penalizes(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def _filters(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+# -- masks and biases (in place on the row) ---------------------------------------------------------------------
+
+
+def _apply_masks(row: Tensor, request: Request, path: Sequence[int]) -> None:
+    params = request.params
+    if params.allowed_token_ids is not None:
+        _allow_only(row, params.allowed_token_ids)
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
+        row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+    if request.num_output + len(path) < params.min_tokens:
+        _ban(row, request.stop_token_ids)
+    if request.bad_word_ids:
+        _ban(row, _completions([*request.token_ids, *path], request.bad_word_ids))
+    if params.grammar is not None:
+        allowed = params.grammar.allowed([*request.output_token_ids, *path])
+        if allowed is not None:
+            _allow_only(row, allowed)
+
+
+def _allow_only(row: Tensor, token_ids: Sequence[int]) -> None:
+    ids = torch.tensor(list(token_ids), dtype=torch.int64)
+    kept = row[ids].clone()
+    row.fill_(NEG_INF)
+    row[ids] = kept
+
+
+def _ban(row: Tensor, token_ids: Iterable[int]) -> None:
+    ids = list(token_ids)
+    if ids:
+        row[torch.tensor(ids, dtype=torch.int64)] = NEG_INF
+
+
+def _completions(tokens: Sequence[int], bad_words: Iterable[Sequence[int]]) -> set[int]:
+    """Last tokens of the bad words whose other tokens end `tokens`."""
+    banned = set()
+    for word in bad_words:
+        head = len(word) - 1
+        if head == 0 or list(tokens[-head:]) == list(word[:-1]):
+            banned.add(word[-1])
+    return banned
+
+
+# -- penalties (in place on the row) ----------------------------------------------------------------------------
+
+
+def _apply_penalties(row: Tensor, request: Request, path: Sequence[int]) -> None:
+    params = request.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*request.token_ids, *path}), dtype=torch.int64)
+        values = row[seen]
+        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    counts = Counter([*request.output_token_ids, *path])
+    if counts and (params.frequency_penalty or params.presence_penalty):
+        ids = torch.tensor(list(counts), dtype=torch.int64)
+        amounts = torch.tensor(list(counts.values()), dtype=torch.float32)
+        row[ids] -= params.frequency_penalty * amounts + params.presence_penalty
+
+
+# -- filters ----------------------------------------------------------------------------------------------------
+
+
+def _filter(row: Tensor, params: SamplingParams) -> Tensor:
+    """min-p, top-k, top-p on tempered logits [vocab_size]; ties at a boundary go to the lower id."""
+    if params.min_p > 0.0:
+        row = row.masked_fill(torch.softmax(row, dim=0) < params.min_p * torch.softmax(row, dim=0).max(), NEG_INF)
+    if params.top_k <= 0 and params.top_p >= 1.0:
+        return row
+    order = torch.argsort(row, descending=True, stable=True)
+    num_kept = min(params.top_k, row.shape[0]) if params.top_k > 0 else row.shape[0]
+    if params.top_p < 1.0:
+        num_kept = min(num_kept, _nucleus_size(row[order[:num_kept]], params.top_p))
+    filtered = torch.full_like(row, NEG_INF)
+    filtered[order[:num_kept]] = row[order[:num_kept]]
+    return filtered
+
+
+def _nucleus_size(sorted_logits: Tensor, top_p: float) -> int:
+    """The fewest best tokens whose probabilities reach top_p; at least one."""
+    cumulative = torch.softmax(sorted_logits.double(), dim=0).cumsum(0)
+    return int((cumulative < top_p).sum()) + 1

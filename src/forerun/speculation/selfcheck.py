@@ -1,0 +1,109 @@
+"""Does the rejection rule give the target's distribution? Asked of the very code that drafts and verifies.
+
+Knows: a toy target and a toy drafter over a few tokens, small enough that the true law of their texts is a table.
+Does not know: real models. Drafts are drawn by TreeGrower, verified by RejectionVerifier, over several steps, so
+that randomness wrongly shared between steps shows too; texts are counted and compared by Pearson's chi-square.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from forerun.core import Request, SamplingParams
+from forerun.kernels.ops import Kernels
+from forerun.speculation.growth import Draft, Leaf, TreeGrower
+from forerun.speculation.tree import ROOT
+from forerun.speculation.verifier import Candidate, RejectionVerifier
+from forerun.speculation.verify import Choice
+
+_VOCAB = 3
+_TEXT_LEN = 4
+_SMALLEST_P_VALUE = 1e-5  # what chance alone would go below once in 100,000 checks
+
+
+@dataclass(frozen=True, slots=True)
+class RuleCheck:
+    """One rule on one tree shape."""
+
+    rule: str
+    num_samples: int
+    chi_square: float
+    degrees: int
+    p_value: float
+
+    @property
+    def passed(self) -> bool:
+        """The counts fit the target's law."""
+        return self.p_value > _SMALLEST_P_VALUE
+
+
+def check_rejection(
+    kernels: Kernels, num_samples: int = 3000, seed: int = 0, temperature: float = 1.0
+) -> list[RuleCheck]:
+    """Test the token rule, block verification and recursive rejection on `num_samples` texts each."""
+    cases = [("token", "token", (1, 1, 1)), ("block", "block", (1, 1, 1)), ("recursive", "block", (2, 2))]
+    return [_check(name, _Toy(kernels, rule, widths, seed, temperature), num_samples) for name, rule, widths in cases]
+
+
+def _check(name: str, toy: _Toy, num_samples: int) -> RuleCheck:
+    counts = Counter(toy.text(seed) for seed in range(num_samples))
+    expected = {text: num_samples * toy.probability(text) for text in product(range(_VOCAB), repeat=_TEXT_LEN)}
+    statistic = sum((counts[text] - mean) ** 2 / mean for text, mean in expected.items())
+    degrees = len(expected) - 1
+    return RuleCheck(name, num_samples, statistic, degrees, chi_square_p_value(statistic, degrees))
+
+
+def chi_square_p_value(statistic: float, degrees: int) -> float:
+    """Chance that a chi-square variable exceeds `statistic`: the regularised upper incomplete gamma function."""
+    half = torch.tensor([degrees / 2.0, statistic / 2.0], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+class _Toy:
+    """A target and a drafter whose logits are tables over the last token, and a loop that speculates with them."""
+
+    def __init__(self, kernels: Kernels, chain_rule: str, widths: Sequence[int], seed: int, temperature: float) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._target = torch.randn(_VOCAB, _VOCAB, generator=generator)  # [last token, next token]
+        self._drafter = self._target + torch.randn(_VOCAB, _VOCAB, generator=generator)
+        self._params = SamplingParams(temperature=temperature, max_tokens=None)
+        self._grower = TreeGrower(kernels, coupled=False)
+        self._verifier = RejectionVerifier(chain_rule)
+        self._widths = widths
+
+    def text(self, seed: int) -> tuple[int, ...]:
+        """The first tokens of one speculative run."""
+        request = Request("check", (0,), self._params, seed)
+        while request.num_output < _TEXT_LEN:
+            request.token_ids += self._step(request)
+        return tuple(request.output_token_ids[:_TEXT_LEN])
+
+    def _step(self, request: Request) -> list[int]:
+        draft = self._draft(request)
+        logits = self._target[torch.tensor(draft.tree.tokens)]  # [num_nodes, vocab_size]
+        [choice] = self._verifier.verify(logits, [Candidate(request, draft.tree, 0)])
+        assert isinstance(choice, Choice)
+        return [*(draft.tree.tokens[node] for node in choice.nodes[1:]), choice.token]
+
+    def _draft(self, request: Request) -> Draft:
+        draft = Draft(request, max_nodes=16)
+        leaves = [Leaf(draft, ROOT)]
+        for width in self._widths:
+            logits = self._drafter[torch.tensor([draft.tree.tokens[leaf.node] for leaf in leaves])]
+            grown = self._grower.grow(leaves, logits, width, "toy")
+            leaves = [Leaf(draft, node) for nodes in grown for node in nodes]
+        return draft
+
+    def probability(self, text: Sequence[int]) -> float:
+        """The target's probability of a text after the prompt."""
+        law: Tensor = torch.softmax(self._target.double() / self._params.temperature, dim=1)
+        chance, last = 1.0, 0
+        for token in text:
+            chance, last = chance * float(law[last, token]), token
+        return chance

@@ -1,0 +1,170 @@
+"""Verification of one step's trees: logits in, choices out.
+
+Knows: which logit rows belong to which tree, the requests' parameters, which rule is in force. Does not know: the
+rules themselves (verify.py), models, caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from forerun.core import Request
+from forerun.errors import LogitsError
+from forerun.kernels.ops import Kernels
+from forerun.speculation import verify
+from forerun.speculation.growth import noise_keys
+from forerun.speculation.noise import Purpose, step_position, stream_id, uniform
+from forerun.speculation.sampling import ShapedRow, is_drawable, probabilities, shape_row
+from forerun.speculation.tree import ROOT, DraftTree
+from forerun.speculation.verify import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A tree to verify and where its logits are: node i's row is `first_row + i`."""
+
+    request: Request
+    tree: DraftTree
+    first_row: int
+
+
+class CoupledVerifier:
+    """Every token is the target's own choice under the position's noise.
+
+    All requests walk down together, a level at a time, and only rows on accepted paths are ever looked at.
+    """
+
+    coupled = True
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def verify(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
+        """Decide every candidate from logits [R, vocab_size]; a request with unusable logits gets its error."""
+        walks = [_Walk(candidate) for candidate in candidates]
+        active = walks
+        while active:
+            tokens = self._choose(logits, active)
+            active = [walk for walk, token in zip(active, tokens, strict=True) if walk.advance(token)]
+        return [walk.outcome for walk in walks]
+
+    def _choose(self, logits: Tensor, walks: Sequence[_Walk]) -> list[int]:
+        """The target's token after each walk's current node; -1 where there is none."""
+        rows = [walk.shape(logits) for walk in walks]
+        stacked = rows[0].logits[None] if len(rows) == 1 else torch.stack([row.logits for row in rows])  # [n, V]
+        temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float64)  # [n]
+        requests = [walk.candidate.request for walk in walks]
+        keys = noise_keys(
+            [request.seed for request in requests],
+            [walk.position for walk in walks],
+            [stream_id(request.sample_index, Purpose.TARGET) for request in requests],
+        )
+        chosen: list[int] = self._kernels.gumbel_argmax(stacked, temperatures, keys).tolist()
+        return chosen
+
+
+class _Walk:
+    """One request's way down its tree."""
+
+    __slots__ = ("candidate", "nodes", "outcome")
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidate = candidate
+        self.nodes = [ROOT]
+        self.outcome: Choice | LogitsError = bad_logits(candidate.request)
+
+    @property
+    def position(self) -> int:
+        """Position of the token to choose next."""
+        return self.candidate.request.root_position + len(self.nodes)
+
+    def shape(self, logits: Tensor) -> ShapedRow:
+        tree, request = self.candidate.tree, self.candidate.request
+        row = logits[self.candidate.first_row + self.nodes[-1]]  # [vocab_size]
+        return shape_row(row, request, tree.path_tokens(self.nodes[-1]) if len(self.nodes) > 1 else ())
+
+    def advance(self, token: int) -> bool:
+        """Take the chosen token; whether the walk goes on."""
+        if token < 0:
+            return False
+        child = self.candidate.tree.child_with(self.nodes[-1], token)
+        if child is None:
+            self.outcome = Choice(tuple(self.nodes), token)
+            return False
+        self.nodes.append(child)
+        return True
+
+
+class RejectionVerifier:
+    """Accept or replace drafts so that the output has the target's distribution."""
+
+    coupled = False
+
+    def __init__(self, chain_rule: str) -> None:
+        self._chain_rule = verify.verify_chain_block if chain_rule == "block" else verify.verify_chain_token
+
+    def verify(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
+        """Decide every candidate from logits [R, vocab_size]; a request with unusable logits gets its error."""
+        return [self._verify_one(logits, candidate) for candidate in candidates]
+
+    def _verify_one(self, logits: Tensor, candidate: Candidate) -> Choice | LogitsError:
+        rule = self._chain_rule if candidate.tree.is_chain else verify.verify_tree
+        distributions = _Distributions(logits, candidate)
+        try:
+            return rule(
+                candidate.tree,
+                distributions.at,
+                partial(_step_uniform, candidate.request, Purpose.ACCEPT),
+                partial(_draw, candidate.request),
+            )
+        except LogitsError as error:
+            return error
+
+
+class _Distributions:
+    """The target's distribution at each node, computed when a rule asks for it."""
+
+    def __init__(self, logits: Tensor, candidate: Candidate) -> None:
+        self._logits = logits
+        self._candidate = candidate
+        self._known: dict[int, Tensor] = {}
+
+    def at(self, node: int) -> Tensor:
+        """p after `node` -> [vocab_size] float64."""
+        if node not in self._known:
+            self._known[node] = self._compute(node)
+        return self._known[node]
+
+    def _compute(self, node: int) -> Tensor:
+        candidate = self._candidate
+        raw = self._logits[candidate.first_row + node]  # [vocab_size]
+        row = shape_row(raw, candidate.request, candidate.tree.path_tokens(node))
+        if not is_drawable(row.logits):
+            raise bad_logits(candidate.request)
+        return probabilities(row)
+
+
+def _step_uniform(request: Request, purpose: Purpose, node: int, index: int) -> float:
+    position = step_position(request.root_position, node)
+    return uniform(request.seed, position, stream_id(request.sample_index, purpose), index)
+
+
+def _draw(request: Request, weights: Tensor, node: int) -> int:
+    """A token with probability proportional to weights [vocab_size], by inversion."""
+    cumulative = weights.cumsum(0)
+    point = _step_uniform(request, Purpose.RECOVER, node, 0) * float(cumulative[-1])
+    token = int(torch.searchsorted(cumulative, torch.tensor(point, dtype=torch.float64), right=True))
+    return min(token, int(weights.nonzero()[-1]))
+
+
+def bad_logits(request: Request) -> LogitsError:
+    """The error of a request whose logits hold NaN or infinity, or allow no token."""
+    return LogitsError(
+        f"request {request.request_id}: the logits at position {request.root_position} hold NaN or infinity, or its "
+        "sampling parameters leave no token; check the checkpoint, or relax allowed_token_ids, bad_words or the grammar"
+    )
