@@ -1,0 +1,45 @@
+"""Log-probabilities are those of the model, and the same with and without speculation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forerun.core import SamplingParams
+from tests.support import harness
+from tests.support.toy import ToyModel
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def outputs(drafter: str, rows: int = 512):  # type: ignore[no-untyped-def]
+    params = SamplingParams(logprobs=3, prompt_logprobs=2, temperature=0.7, seed=1, max_tokens=15, top_k=5)
+    group = harness.request(0, PROMPT, params)
+    harness.run(harness.engine(drafter, max_num_batched_tokens=rows), [group])
+    return group.output()
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft", "draft-tree"])
+@pytest.mark.parametrize("rows", [3, 512])
+def test_equal_to_plain(drafter: str, rows: int) -> None:
+    plain, fast = outputs("none"), outputs(drafter, rows)
+    assert fast.outputs[0].logprobs == plain.outputs[0].logprobs
+    assert fast.prompt_logprobs == plain.prompt_logprobs
+    assert fast.outputs[0].cumulative_logprob == plain.outputs[0].cumulative_logprob
+
+
+def test_against_the_model() -> None:
+    out = outputs("draft")
+    tokens = [*PROMPT, *out.outputs[0].token_ids]
+    model = ToyModel()
+    assert out.prompt_logprobs is not None and out.outputs[0].logprobs is not None
+    entries = [*out.prompt_logprobs, *out.outputs[0].logprobs]
+    assert entries[0] is None and len(entries) == len(tokens)
+    for position, entry in enumerate(entries[1:], 1):
+        assert entry is not None
+        row = torch.log_softmax(model._logits(tokens[:position]).double(), 0)
+        assert entry.chosen.token_id == tokens[position]
+        assert entry.chosen.logprob == float(row[tokens[position]])
+        assert entry.chosen.rank == int((row > row[tokens[position]]).sum()) + 1
+        assert [t.rank for t in entry.top] == list(range(1, len(entry.top) + 1))
+        assert entry.top[0].token_id == int(row.argmax())

@@ -1,0 +1,109 @@
+"""Builds engines around the toy model and runs requests to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from forerun.assemble import assemble
+from forerun.config import DrafterConfig, EngineConfig
+from forerun.core import Request, SamplingParams
+from forerun.drafters.base import Drafter
+from forerun.engine.engine import Engine
+from forerun.engine.outputs import RequestGroup, SampleRecord
+from forerun.engine.policy import FixedPolicy
+from forerun.engine.stopping import OutputText
+from forerun.kernels.ops import Kernels
+from forerun.kernels.select import select_kernels
+from forerun.models.base import Model
+from tests.support.toy import LetterDetokenizer, NoisyToy, ToyModel
+
+DRAFTERS = {
+    "none": DrafterConfig(),
+    "ngram": DrafterConfig(name="ngram", ngram_min=1, ngram_max=3, adaptive=False),
+    "draft": DrafterConfig(name="draft", model="toy", max_draft_tokens=4, adaptive=False),
+    "draft-adaptive": DrafterConfig(name="draft", model="toy", max_draft_tokens=4),
+    "draft-tree": DrafterConfig(name="draft", model="toy", max_draft_tokens=9, tree_width=3, adaptive=False),
+}
+
+
+def kernels() -> Kernels:
+    """The reference: toy tests are about the engine, not about kernels."""
+    return select_kernels("reference")
+
+
+def engine(
+    drafter: str | DrafterConfig = "none",
+    model: Model | None = None,
+    draft: Model | None = None,
+    max_model_len: int = 96,
+    **options: Any,
+) -> Engine:
+    """An engine on the toy model, with a noisy copy of it as the draft."""
+    target = model or ToyModel()
+    config = EngineConfig(
+        model="toy",
+        drafter=DRAFTERS[drafter] if isinstance(drafter, str) else drafter,
+        block_size=options.pop("block_size", 4),
+        **options,
+    )
+    toy_draft = draft or (NoisyToy(target, 0.7) if isinstance(target, ToyModel) else target)
+    return assemble(config, target, kernels(), max_model_len, lambda name: toy_draft)
+
+
+def with_drafter(made: Engine, drafter: Drafter) -> Engine:
+    """The same engine with a drafter of the test's own, always at its full size."""
+    made.drafter = drafter
+    made.policy = FixedPolicy(drafter.max_nodes)
+    return made
+
+
+def request(
+    index: int, prompt: Sequence[int], params: SamplingParams, max_model_len: int = 96, stop: Sequence[int] = ()
+) -> RequestGroup:
+    """One request group with `n` samples, as LLM would make it."""
+    max_tokens = params.max_tokens or max_model_len
+    requests = [
+        Request(
+            request_id=f"{index}-{sample}",
+            prompt_token_ids=tuple(prompt),
+            params=params,
+            seed=params.seed if params.seed is not None else index,
+            sample_index=sample,
+            parent_id=str(index),
+            stop_token_ids=frozenset((*params.stop_token_ids, *stop)),
+            max_len=min(len(prompt) + max_tokens, max_model_len),
+        )
+        for sample in range(params.n)
+    ]
+    return RequestGroup(str(index), None, [SampleRecord(r, OutputText(r, LetterDetokenizer())) for r in requests])
+
+
+def run(made: Engine, groups: Sequence[RequestGroup], max_steps: int = 5000) -> list[list[list[int]]]:
+    """Add all groups, step to the end, and check that nothing is left behind -> tokens by group and sample."""
+    for group in groups:
+        made.add(group)
+    for _ in range(max_steps):
+        if not made.has_work:
+            break
+        made.step()
+        made.scheduler.check_integrity()
+    assert not made.has_work, "requests did not finish"
+    assert not made.groups and not made.records
+    return [[sample.request.output_token_ids for sample in group.samples] for group in groups]
+
+
+def plain(groups: Sequence[RequestGroup], **options: Any) -> list[list[list[int]]]:
+    """What plain decoding gives, one request at a time."""
+    return [run(engine("none", **options), [fresh(group)])[0] for group in groups]
+
+
+def fresh(group: RequestGroup) -> RequestGroup:
+    """The same group before anything happened to it."""
+    made = []
+    for sample in group.samples:
+        old = sample.request
+        new = replace(old, token_ids=[], block_ids=[], num_computed=0)
+        made.append(SampleRecord(new, OutputText(new, LetterDetokenizer())))
+    return RequestGroup(group.request_id, group.prompt, made)

@@ -1,0 +1,98 @@
+"""A toy language model that lives in the real KV pool, so that engine tests need no weights and hide no mistake.
+
+Its only layer writes each token id into the pool and its logits are a hash of every visible token *as read back from
+the pool*, in order. A wrong slot, mask, block table, commit or preemption therefore changes the text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.ops import LayerKV
+from forerun.models.base import CommittedPath, ForwardOutput, LayerSpec
+from forerun.models.batch import ForwardBatch
+
+
+class ToyModel:
+    """`memory` last visible tokens decide the logits (0: all of them); `spread` is their standard deviation."""
+
+    kv_specs = (LayerSpec(1, 2, torch.float32),)
+    weight_bytes = 0
+    num_parameters = 0
+
+    def __init__(self, vocab_size: int = 24, memory: int = 3, spread: float = 2.0, salt: str = "toy", max_position: int = 256) -> None:
+        self.vocab_size = vocab_size
+        self.max_position = max_position
+        self.num_rows_computed = 0
+        self._memory = memory
+        self._spread = spread
+        self._salt = salt
+
+    def forward(
+        self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()
+    ) -> ForwardOutput:
+        [kv] = kvs
+        self.num_rows_computed += batch.num_rows
+        for row in range(batch.num_rows):
+            self._write(kv, int(batch.slots[row]), int(batch.token_ids[row]), int(batch.positions[row]))
+        logits = [self._logits(self._visible(batch, kv, int(row))) for row in batch.logit_rows]
+        empty = torch.empty(0, self.vocab_size)
+        hidden = {layer: batch.token_ids.float()[:, None] for layer in hidden_layers}
+        return ForwardOutput(torch.stack(logits) if logits else empty, hidden)
+
+    def _write(self, kv: LayerKV, slot: int, token: int, position: int) -> None:
+        block, offset = divmod(slot, kv.block_size)
+        kv.keys[block, 0, :, offset] = torch.tensor([token, position], dtype=torch.float32)
+        kv.values[block, 0, offset, :] = torch.tensor([token, position], dtype=torch.float32)
+
+    def _visible(self, batch: ForwardBatch, kv: LayerKV, row: int) -> list[int]:
+        rows = batch.rows
+        sequence = int(rows.seq_ids[row])
+        mask = int(rows.tree_masks[row])
+        start = int(rows.tree_starts[sequence])
+        logical = [*range(int(rows.prefix_lens[row])), *(start + i for i in range(64) if mask >> i & 1)]
+        tokens = []
+        for index, place in enumerate(logical):
+            block = int(rows.block_tables[sequence, place // kv.block_size])
+            token, position = kv.keys[block, 0, :, place % kv.block_size].tolist()
+            assert position == index, f"row {row} sees position {position} as its visible key {index}"
+            tokens.append(int(token))
+        return tokens
+
+    def _logits(self, tokens: list[int]) -> Tensor:
+        seen = tokens[-self._memory :] if self._memory else tokens
+        digest = hashlib.sha256(f"{self._salt}{seen}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        return self._spread * torch.randn(self.vocab_size, generator=generator)
+
+    def commit(self, paths: Sequence[CommittedPath]) -> None:
+        pass
+
+    def release(self, request_id: str) -> None:
+        pass
+
+
+class NoisyToy(ToyModel):
+    """A drafter for ToyModel: the same logits, disturbed."""
+
+    def __init__(self, target: ToyModel, noise: float) -> None:
+        super().__init__(target.vocab_size, target._memory, target._spread, target._salt, target.max_position)
+        self._noise = noise
+
+    def _logits(self, tokens: list[int]) -> Tensor:
+        generator = torch.Generator().manual_seed(hash(tuple(tokens[-2:])) & 0x7FFFFFFF)
+        return super()._logits(tokens) + self._noise * torch.randn(self.vocab_size, generator=generator)
+
+
+class LetterDetokenizer:
+    """Token i is a letter; nothing is held back."""
+
+    def step(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+    def flush(self) -> str:
+        return ""

@@ -1,0 +1,269 @@
+"""Who may import whom, what stays free of torch, how long things may be: read from the syntax tree, nothing is run.
+
+The tables below are the rules. `docs/decisions` says why; a change here is a design decision, not a repair.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src"
+
+# Module or package (without "forerun.") -> what it may import of ours. The longest name that fits a module counts.
+# A package may import itself, except where SEPARATE says otherwise. errors is open to everyone.
+IMPORTS: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "core": (),
+    "config": (),
+    "mini": (),
+    "kernels": (),
+    "quant": ("kernels",),
+    "layers": ("quant", "kernels"),
+    "weights": ("config", "mini"),
+    "models": ("layers", "quant", "kernels", "weights", "core", "config"),
+    "models.base": ("models.batch", "kernels.ops"),
+    "models.batch": ("speculation.tree", "cache", "core", "kernels.ops"),
+    "cache": ("kernels", "core", "models.base"),
+    "speculation": ("core", "kernels"),
+    "drafters": ("drafters.base", "speculation", "models", "cache", "kernels.ops", "core"),
+    "engine": ("drafters.base", "speculation", "cache", "models", "kernels", "core", "config"),
+    "assemble": (
+        "engine",
+        "drafters",
+        "speculation",
+        "cache",
+        "models",
+        "weights",
+        "kernels",
+        "core",
+        "config",
+        "mini",
+    ),
+    "llm": (
+        "assemble",
+        "engine",
+        "drafters",
+        "speculation",
+        "cache",
+        "models",
+        "weights",
+        "kernels",
+        "core",
+        "config",
+        "mini",
+    ),
+    "": ("llm", "core", "config"),
+    "training": ("", "llm", "engine", "models", "weights", "kernels", "core", "config"),
+    "bench": ("", "llm", "engine", "models", "weights", "kernels", "speculation.selfcheck", "core", "config"),
+    "cli": ("",),  # anything: see ANYTHING
+}
+ANYTHING = ("cli",)
+SEPARATE = ("drafters",)  # files of these packages do not know each other, but for what IMPORTS names
+
+NO_TORCH = ("core", "config", "errors", "engine.scheduler", "cache.block_pool", "cache.prefix_cache")
+HEAVY = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "huggingface_hub")
+QUICK_START = "cli.app"  # `forerun --help` loads this, and must not load anything heavy
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+LONG_FILES: dict[str, str] = {}  # path from the root -> why it is longer
+LONG_FUNCTIONS: dict[str, str] = {}  # "module:function" -> why it is longer
+
+OPTIONS = {
+    "DrafterConfig": (
+        "name",
+        "model",
+        "max_draft_tokens",
+        "tree_width",
+        "adaptive",
+        "ngram_min",
+        "ngram_max",
+    ),
+    "EngineConfig": (
+        "model",
+        "dtype",
+        "drafter",
+        "verification",
+        "chain_rule",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+        "num_kv_blocks",
+        "kv_cache_bytes",
+        "kernels",
+        "threads",
+        "seed",
+    ),
+}
+
+
+@cache
+def module_paths() -> dict[str, Path]:
+    """Every module of ours, by its name without "forerun."; a package goes by its own name, the root by ""."""
+    names = {}
+    for path in sorted((SOURCE / "forerun").rglob("*.py")):
+        parts = path.relative_to(SOURCE / "forerun").with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(module_paths()[module].read_text("utf-8"))
+
+
+def imported_names(nodes: Iterator[ast.AST]) -> Iterator[str]:
+    """Full names of what import statements bring in: `from a.b import c` gives a.b.c."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import; write the full name"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def our_module(name: str) -> str | None:
+    """The module of ours behind an imported name, which may be something inside it; None for others' modules."""
+    if name != "forerun" and not name.startswith("forerun."):
+        return None
+    short = name.removeprefix("forerun").removeprefix(".")
+    while short not in module_paths() and "." in short:
+        short = short.rpartition(".")[0]
+    return short if short in module_paths() else ""
+
+
+def fits(module: str, prefix: str) -> bool:
+    return module == prefix or (prefix != "" and module.startswith(prefix + "."))
+
+
+def rule_for(module: str) -> str:
+    return max((prefix for prefix in IMPORTS if fits(module, prefix)), key=len)
+
+
+def allowed(module: str, target: str) -> bool:
+    rule = rule_for(module)
+    package = module.split(".")[0]
+    own = fits(target, package) and package not in SEPARATE and rule == package
+    named = any(fits(target, prefix) for prefix in (*IMPORTS[rule], "errors"))
+    return package in ANYTHING or own or named or target == module
+
+
+@pytest.mark.parametrize("module", sorted(module_paths()))
+def test_imports_follow_the_table(module: str) -> None:
+    targets = {our_module(name) for name in imported_names(ast.walk(tree_of(module)))} - {None}
+    wrong = sorted(target for target in targets if target is not None and not allowed(module, target))
+    assert not wrong, f"{module or 'forerun'} may not import {', '.join(wrong)}; see IMPORTS in this file"
+
+
+def test_every_package_has_a_rule() -> None:
+    packages = {name.split(".")[0] for name in module_paths()}
+    assert packages <= set(IMPORTS), f"add a row to IMPORTS for {sorted(packages - set(IMPORTS))}"
+
+
+def loaded_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements that run when a module is imported: not inside functions, not under TYPE_CHECKING."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        yield child
+        yield from loaded_at_import(child)
+
+
+def reached(module: str, with_packages: bool) -> dict[str, str]:
+    """Others' top-level modules loaded with `module`, directly or through ours -> the module of ours that does it."""
+    todo, seen, found = [module], set(), {}
+    while todo:
+        current = todo.pop()
+        if current in seen or current not in module_paths():
+            continue
+        seen.add(current)
+        if with_packages and current:
+            todo.append(current.rpartition(".")[0])
+        for name in imported_names(loaded_at_import(tree_of(current))):
+            ours = our_module(name)
+            if ours is None:
+                found.setdefault(name.split(".")[0], current)
+            else:
+                todo.append(ours)
+    return found
+
+
+@pytest.mark.parametrize("module", NO_TORCH)
+def test_no_torch_in(module: str) -> None:
+    assert "torch" not in reached(module, with_packages=False)
+
+
+def test_the_command_line_starts_without_heavy_imports() -> None:
+    found = reached(QUICK_START, with_packages=True)
+    assert not {name: found[name] for name in HEAVY if name in found}
+
+
+@pytest.mark.parametrize("module", sorted(module_paths()))
+def test_no_global_statement(module: str) -> None:
+    assert not [node.lineno for node in ast.walk(tree_of(module)) if isinstance(node, ast.Global)]
+
+
+@pytest.mark.parametrize("module", sorted(set(module_paths()) - {"config"}))
+def test_only_config_reads_the_environment(module: str) -> None:
+    names = set(imported_names(ast.walk(tree_of(module))))
+    attributes = {
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    assert not (names | attributes) & {"os.environ", "os.getenv", "os.environb"}
+
+
+def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Every function's dotted name and number of lines."""
+    for child in ast.iter_child_nodes(node):
+        name = prefix
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            name = f"{prefix}.{child.name}".lstrip(".")
+            if not isinstance(child, ast.ClassDef):
+                yield name, (child.end_lineno or child.lineno) - child.lineno + 1
+        yield from functions(child, name)
+
+
+def test_no_function_is_too_long() -> None:
+    found = {f"{m}:{name}": lines for m in module_paths() for name, lines in functions(tree_of(m))}
+    long = {name: lines for name, lines in found.items() if lines > MAX_FUNCTION_LINES}
+    assert not set(long) - set(LONG_FUNCTIONS), f"split these, or name them with a reason: {long}"
+    assert not set(LONG_FUNCTIONS) - set(long), "these exceptions are no longer needed"
+
+
+def test_no_file_is_too_long() -> None:
+    native = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".cc", ".h", ".hpp")]
+    counts = {
+        str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines())
+        for path in (*module_paths().values(), *native)
+    }
+    long = {path: lines for path, lines in counts.items() if lines > MAX_FILE_LINES}
+    assert not set(long) - set(LONG_FILES), f"split these, or name them with a reason: {long}"
+    assert not set(LONG_FILES) - set(long), "these exceptions are no longer needed"
+
+
+@pytest.mark.parametrize("module", sorted(module_paths()))
+def test_modules_and_public_functions_say_what_they_are(module: str) -> None:
+    tree = tree_of(module)
+    missing = [] if ast.get_docstring(tree) or not tree.body else ["the module"]
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            missing += [] if ast.get_docstring(node) else [node.name]
+    assert not missing, f"no docstring: {', '.join(missing)}"
+
+
+def test_options_are_frozen() -> None:
+    """A new option is a decision: write it down here and in docs/decisions."""
+    from forerun.config import option_names
+
+    assert option_names() == OPTIONS

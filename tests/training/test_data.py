@@ -1,0 +1,107 @@
+"""Reading sources, splits, leak removal, and the order of windows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forerun.errors import DataError, TrainingError
+from forerun.training import data
+from forerun.training.mixture import Mixture
+from forerun.training.prepare import prepare
+from forerun.training.recipe import Recipe
+
+
+def ignore(_line: str) -> None:
+    """Takes a report line and drops it."""
+
+
+def test_one_record_in_fifty_is_held_out(data_dir: Path) -> None:
+    split = data.split_source(data_dir, "mbpp_train_601_974", frozenset(), 0)
+    assert (len(split.train), len(split.heldout)) == (196, 4)
+    assert set(split.train).isdisjoint(split.heldout)
+
+
+def test_split_depends_on_the_seed_only(data_dir: Path) -> None:
+    first, again, other = (data.split_source(data_dir, "african_storybook_en", frozenset(), seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first.train != other.train
+
+
+def test_overlap_with_benchmarks_is_dropped(data_dir: Path, tmp_path: Path) -> None:
+    bench = tmp_path / "bench"
+    bench.mkdir()
+    records = list(data.read_records(data_dir, "african_storybook_en"))
+    quoted = " ".join(records[7]["text"].upper().split()[10:25])
+    (bench / "question.jsonl").write_text(json.dumps({"turns": [f"Read this: {quoted}"]}) + "\n")
+    leaks = data.benchmark_grams(bench)
+    assert len(leaks) == 5  # 2 + 15 words
+    split = data.split_source(data_dir, "african_storybook_en", leaks, 0)
+    assert split.num_leaked == 1
+    assert not any(records[7]["text"] in text for text in split.train)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gsm8k_train not found.*--data"):
+        next(data.read_records(tmp_path, "gsm8k_train"))
+    (tmp_path / "gsm8k_train.jsonl.xz").write_bytes(b"no archive")
+    with pytest.raises(DataError, match="is damaged"):
+        next(data.read_records(tmp_path, "gsm8k_train"))
+    with pytest.raises(DataError, match="no benchmark files"):
+        data.benchmark_grams(tmp_path / "bench")
+
+
+def test_prepared_folder_is_taken_again(recipe: Recipe, tmp_path: Path) -> None:
+    first = prepare(recipe, tmp_path / "run", ignore)
+    stamp = (tmp_path / "run" / "tokenizer.json").stat().st_mtime_ns
+    again = prepare(recipe, tmp_path / "run", ignore)
+    assert again.counts == first.counts
+    assert (tmp_path / "run" / "tokenizer.json").stat().st_mtime_ns == stamp
+    tokens = data.load_tokens(tmp_path / "run", "mbpp_train_601_974", "train")
+    assert len(tokens) == first.counts["mbpp_train_601_974"].train_tokens
+    assert (tokens == 0).sum() == first.counts["mbpp_train_601_974"].documents  # one separator each
+
+
+def test_too_little_text_for_the_vocabulary(recipe: Recipe, tmp_path: Path) -> None:
+    big = replace(recipe, model=replace(recipe.model, vocab_size=60000))
+    with pytest.raises(TrainingError, match="asks for 60000"):
+        prepare(big, tmp_path / "run", ignore)
+
+
+def make_mixture() -> Mixture:
+    """Two sources whose tokens tell where they stand."""
+    sources = {"a": np.arange(101, dtype=np.uint16), "b": np.arange(1000, 1801, dtype=np.uint16)}
+    return Mixture(sources, {"a": 3.0, "b": 1.0}, seq_len=10, seed=5)
+
+
+def test_shares_hold_in_every_stretch() -> None:
+    mixture = make_mixture()
+    for _ in range(5):
+        batch = mixture.next_batch(8)
+        assert batch.shape == (8, 11)
+        assert int((batch[:, 0] < 1000).sum()) == 6
+
+
+def test_every_window_comes_once_an_epoch() -> None:
+    mixture = make_mixture()
+    starts = [int(row[0]) for row in mixture.next_batch(40) if row[0] < 1000]
+    epochs = [sorted(starts[begin : begin + 10]) for begin in (0, 10, 20)]
+    assert epochs == [list(range(0, 100, 10))] * 3
+    assert starts[:10] != starts[10:20]
+
+
+def test_order_goes_on_from_counts() -> None:
+    whole, first, second = make_mixture(), make_mixture(), make_mixture()
+    wanted = whole.next_batch(30)
+    first.next_batch(13)
+    second.counts.update(first.counts)
+    assert second.next_batch(17).equal(wanted[13:])
+
+
+def test_too_short_a_source_is_refused() -> None:
+    with pytest.raises(DataError, match="source a has 5 tokens"):
+        Mixture({"a": np.zeros(5, dtype=np.uint16)}, {"a": 1.0}, seq_len=10, seed=0)

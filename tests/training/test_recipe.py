@@ -1,0 +1,63 @@
+"""Recipes: the committed ones are valid, and every kind of mistake is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forerun.errors import ConfigError
+from forerun.training.recipe import load_recipe, with_data_dir
+
+COMMITTED = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_recipes_load(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.name == path.stem
+    assert not Path(recipe.data.dir).is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("seed = 3", "seed = 3\ncolour = 1", "unknown recipe field colour; allowed are name, seed"),
+        ("[run]", "[run]\nlog_evry = 1", "unknown recipe field run.log_evry"),
+        ("seed = 3", "", "recipe field seed is missing"),
+        ("steps = 8", "steps = 'many'", "schedule.steps = 'many' should be of type int"),
+        ("seed = 3", "seed = true", "seed = True should be of type int"),
+        ("num_kv_heads = 1", "num_kv_heads = 3", "num_kv_heads 3"),
+        ("seq_len = 16", "seq_len = 17", "schedule.seq_len"),
+        ("tokens_per_step = 128", "tokens_per_step = 100", "schedule.tokens_per_step"),
+        ("decay_steps = 3", "decay_steps = 9", "exceed schedule.steps"),
+        ("warmup_steps = 2", "warmup_steps = 0", "schedule.warmup_steps"),
+        ("heldout_every = 4", "heldout_every = 3", "run.heldout_every"),
+        ("african_storybook_en", "african_storybok", "unknown source mix.african_storybok; allowed are classic_young"),
+        ("mbpp_train_601_974 = 1", "mbpp_train_601_974 = 0", "must be positive"),
+        ("seed = 3", "seed = ", "not valid TOML"),
+    ],
+)
+def test_mistakes_are_named(recipe_path: Path, old: str, new: str, message: str) -> None:
+    recipe_path.write_text(recipe_path.read_text().replace(old, new, 1))
+    with pytest.raises(ConfigError) as error:
+        load_recipe(recipe_path)
+    assert message in str(error.value)
+
+
+def test_missing_file() -> None:
+    with pytest.raises(ConfigError, match="cannot read recipe nowhere"):
+        load_recipe(Path("nowhere.toml"))
+
+
+def test_schedule_warms_up_stays_and_decays(recipe_path: Path) -> None:
+    schedule = load_recipe(recipe_path).schedule
+    scales = [schedule.learning_rate_scale(step) for step in range(schedule.steps)]
+    assert scales == pytest.approx([0.5, 1, 1, 1, 1, 1, 2 / 3, 1 / 3])
+    assert [schedule.seq_len_at(step) for step in (0, 4, 5, 7)] == [16, 16, 32, 32]
+
+
+def test_data_dir_option_wins(recipe_path: Path) -> None:
+    recipe = load_recipe(recipe_path)
+    assert with_data_dir(recipe, None) is recipe
+    assert with_data_dir(recipe, Path("elsewhere")).data.dir == "elsewhere"

@@ -1,0 +1,129 @@
+"""The loop: resuming is exact, stopping saves, the stable state outlives the decay, distillation imitates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from forerun.cli.train import app
+from forerun.errors import TrainingError
+from forerun.training.checkpoint import read_checkpoint
+from forerun.training.console import Console
+from forerun.training.distill import continue_text
+from forerun.training.export import load_model
+from forerun.training.lm import train_lm
+from forerun.training.net import Net
+from forerun.training.recipe import DistillConfig, Recipe
+from forerun.training.train import StepReport
+
+
+class StopAt(Console):
+    """Asks for a stop at a given step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def on_report(self, report: StepReport) -> None:
+        """Stops once the step is reached."""
+        self.stopping = report.step >= self.step
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Reads the weights of the last checkpoint."""
+    weights: dict[str, torch.Tensor] = read_checkpoint(folder / "last.pt")["model"]
+    return weights
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Compares weights bit for bit."""
+    assert left.keys() == right.keys()
+    assert all(left[name].equal(right[name]) for name in left)
+
+
+@pytest.mark.parametrize("stop", [4, 6], ids=["stable phase", "decay phase"])
+def test_interrupted_equals_uninterrupted(recipe: Recipe, tmp_path: Path, stop: int) -> None:
+    assert train_lm(recipe, tmp_path / "whole", False, Console())
+    assert not train_lm(recipe, tmp_path / "parts", False, StopAt(stop))
+    assert read_checkpoint(tmp_path / "parts" / "last.pt")["step"] == stop
+    assert train_lm(recipe, tmp_path / "parts", False, Console())
+    assert_equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
+
+
+def test_more_steps_go_on_from_before_the_decay(recipe: Recipe, tmp_path: Path) -> None:
+    longer = replace(recipe, schedule=replace(recipe.schedule, steps=12))
+    assert train_lm(recipe, tmp_path / "run", False, Console())
+    assert train_lm(longer, tmp_path / "run", False, Console())
+    assert train_lm(longer, tmp_path / "whole", False, Console())
+    assert_equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "run"))
+
+
+def test_fresh_starts_anew_and_shapes_are_checked(recipe: Recipe, tmp_path: Path) -> None:
+    train_lm(recipe, tmp_path / "run", False, Console())
+    wider = replace(recipe, model=replace(recipe.model, ffn_size=64))
+    with pytest.raises(TrainingError, match="--fresh"):
+        train_lm(wider, tmp_path / "run", False, Console())
+    assert train_lm(wider, tmp_path / "run", True, Console())
+
+
+def test_damaged_checkpoint_is_named(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "last.pt").write_bytes(b"nothing")
+    with pytest.raises(TrainingError, match=r"last\.pt cannot be read"):
+        train_lm(recipe, tmp_path / "run", False, Console())
+
+
+def test_results_are_written(recipe: Recipe, tmp_path: Path) -> None:
+    train_lm(recipe, tmp_path / "run", False, Console())
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert set(metrics["history"][-1]["heldout"]) == {"stories", "code"}
+    assert metrics["history"][-1]["loss"] < metrics["history"][0]["loss"]
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def distilling(recipe: Recipe, teacher: Path) -> Recipe:
+    """Turns the tiny recipe into one that imitates `teacher`."""
+    options = DistillConfig(str(teacher), 512, 0.5, sample_batch=8, prompt_tokens=8, continuation_tokens=24)
+    return replace(recipe, model=replace(recipe.model, num_layers=1), distill=options)
+
+
+def test_distillation_runs_and_keeps_the_vocabulary(recipe: Recipe, tmp_path: Path) -> None:
+    train_lm(recipe, tmp_path / "target", False, Console())
+    student = distilling(recipe, tmp_path / "target" / "export")
+    assert train_lm(student, tmp_path / "draft", False, Console())
+    files = [tmp_path / name / "export" / "tokenizer.json" for name in ("target", "draft")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    metrics = json.loads((tmp_path / "draft" / "metrics.json").read_text())
+    assert metrics["history"][-1]["loss"] < metrics["history"][0]["loss"]
+    assert 0 < metrics["acceptance_rate"]["stories"] <= 1
+    assert len(load_model(tmp_path / "draft" / "export").model.layers) == 1
+
+
+def test_greedy_rows_follow_the_argmax(recipe: Recipe) -> None:
+    torch.manual_seed(0)
+    net = Net(recipe.model)
+    prompts = torch.randint(0, 300, (4, 5))
+    greedy = torch.tensor([True, True, False, False])
+    text = continue_text(net, prompts, 6, greedy, torch.Generator().manual_seed(0))
+    assert text.shape == (4, 11)
+    assert text[:, :5].equal(prompts)
+    with torch.no_grad():
+        assert net(text[:2, :-1]).argmax(-1)[:, 4:].equal(text[:2, 5:])
+
+
+def test_command_trains_and_reports(recipe_path: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["lm", str(recipe_path), "--out", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.output
+    assert "step 8" in result.output
+    assert "held-out bits per byte: stories" in result.output
+    assert "finished:" in result.output
+    exported = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "copy")])
+    assert result.output.startswith("step 8 written")
+    assert (tmp_path / "copy" / "model.safetensors").read_bytes() == exported
