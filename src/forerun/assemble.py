@@ -46,9 +46,7 @@ def assemble(config: EngineConfig, model: Model, kernels: Kernels, max_model_len
         drafter=drafter,
         verifier=CoupledVerifier(kernels) if config.verification == "coupled" else RejectionVerifier(config.chain_rule),
         policy=_policy(config, model, drafter, kv_cache),
-        scheduler=Scheduler(
-            pool, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, max_model_len
-        ),
+        scheduler=Scheduler(pool, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, max_model_len),
         kv_cache=kv_cache,
     )
 
@@ -75,9 +73,7 @@ def _draft_model(config: EngineConfig, options: DrafterConfig, kernels: Kernels,
     )
 
 
-def _kv_cache(
-    config: EngineConfig, model: Model, drafter: Drafter, kernels: Kernels, max_model_len: int
-) -> KVCache:
+def _kv_cache(config: EngineConfig, model: Model, drafter: Drafter, kernels: Kernels, max_model_len: int) -> KVCache:
     specs = (*model.kv_specs, *drafter.kv_specs)
     num_blocks = config.num_kv_blocks or _num_blocks(config, specs, max_model_len)
     needed = -(-max_model_len // config.block_size)
@@ -117,9 +113,15 @@ def measure_verify_cost(config: EngineConfig, model: Model, max_nodes: int, kv_c
 def _time_pass(model: Model, kv_cache: KVCache, num_rows: int) -> float:
     num_blocks = min(kv_cache.num_blocks_for(num_rows), kv_cache.num_blocks)
     rows = SequenceRows(
-        request_id="", block_table=range(num_blocks), start=0, span=(), tree_start=0,
-        tree_tokens=[0] * num_rows, tree_rows=range(num_rows),
-        tree_masks=[(1 << (i + 1)) - 1 for i in range(num_rows)], tree_depths=range(num_rows),
+        request_id="",
+        block_table=range(num_blocks),
+        start=0,
+        span=(),
+        tree_start=0,
+        tree_tokens=[0] * num_rows,
+        tree_rows=range(num_rows),
+        tree_masks=[(1 << (i + 1)) - 1 for i in range(num_rows)],
+        tree_depths=range(num_rows),
     )
     batch = ForwardBatch.build([rows], kv_cache.block_size)
     times = []

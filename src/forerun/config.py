@@ -42,7 +42,9 @@ class DrafterConfig:
         _range("ngram_min", self.ngram_min, 1, 64)
         _range("ngram_max", self.ngram_max, self.ngram_min, 64)
         if self.name == "draft" and not self.model:
-            raise ConfigError("drafter 'draft' needs a draft model: give --draft-model a folder, a hub id or an embedded name")
+            raise ConfigError(
+                "drafter 'draft' needs a draft model: give --draft-model a folder, a hub id or an embedded name"
+            )
         if self.name != "draft" and self.model:
             raise ConfigError(f"a draft model was given but the drafter is {self.name!r}: choose drafter 'draft'")
 

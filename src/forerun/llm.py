@@ -24,7 +24,8 @@ from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
 from forerun.models.loader import LoadedModel, load_model
 from forerun.progress import progress_bar
-from forerun.weights.tokenizer import IncrementalDetokenizer, Tokenizer, check_same_vocabulary
+from forerun.weights.detokenizer import IncrementalDetokenizer
+from forerun.weights.tokenizer import Tokenizer, check_same_vocabulary
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -65,7 +66,9 @@ class LLM:
 
         `drafter` and `options` are read as in the constructor; engine options not given stay as they are.
         """
-        kept = {f.name: getattr(self.config, f.name) for f in fields(EngineConfig) if f.name not in ("model", "drafter")}
+        kept = {
+            f.name: getattr(self.config, f.name) for f in fields(EngineConfig) if f.name not in ("model", "drafter")
+        }
         other = object.__new__(LLM)
         other._open(engine_config(self.config.model, {**kept, **options, "drafter": drafter}), self._shared)
         return other
@@ -133,8 +136,9 @@ class LLM:
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Complete one prompt or conversation -> an output after every step. Closing the iterator aborts."""
-        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        given: Any = self.render_chat(prompt) if is_chat else prompt
+        given: Any = prompt
+        if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            given = self.render_chat(given)
         group = self._group(given, sampling_params or SamplingParams())
         self.engine.add(group)
         return self._stream(group)
@@ -149,8 +153,7 @@ class LLM:
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation up to where the answer begins."""
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode_chat(messages)
 
     def _run(self, groups: Sequence[RequestGroup], progress: bool) -> None:
         with progress_bar("requests", len(groups), progress) as advance:
@@ -197,9 +200,7 @@ class LLM:
         )
 
     def _detokenizer(self, request: Request) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(
-            self.tokenizer, request.prompt_token_ids, skip_special_tokens=request.params.skip_special_tokens
-        )
+        return IncrementalDetokenizer(self.tokenizer, request.prompt_token_ids)
 
     def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is tokenized at the start of a text and after a space."""
@@ -225,7 +226,8 @@ class LLM:
         named = (*params.logit_bias, *(params.allowed_token_ids or ()), *params.stop_token_ids)
         strange = next((t for t in named if not 0 <= t < vocab_size), None)
         if strange is not None:
-            raise SamplingError(f"a sampling parameter names token id {strange}; the model knows 0 to {vocab_size - 1}")
+            known = f"the model knows 0 to {vocab_size - 1}"
+            raise SamplingError(f"a sampling parameter names token id {strange}; {known}")
 
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
@@ -238,7 +240,9 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(allowed)}")
     name = options.get("drafter") or "none"
     given = {k: v for k, v in options.items() if k in drafter_fields}
-    drafter = name if isinstance(name, DrafterConfig) else _named_drafter(model, name, options.get("draft_model"), given)
+    drafter = (
+        name if isinstance(name, DrafterConfig) else _named_drafter(model, name, options.get("draft_model"), given)
+    )
     return EngineConfig(model=model, drafter=drafter, **{k: v for k, v in options.items() if k in engine_fields})
 
 

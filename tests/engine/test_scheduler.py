@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import pytest
 
 from forerun.cache.block_pool import BlockPool
 from forerun.core import Request, SamplingParams, Status
@@ -16,7 +15,9 @@ MAX_LEN = 40
 
 def request(index: int, prompt_len: int, max_tokens: int) -> Request:
     params = SamplingParams(max_tokens=max_tokens)
-    return Request(str(index), tuple(range(prompt_len)), params, seed=index, max_len=min(prompt_len + max_tokens, MAX_LEN))
+    return Request(
+        str(index), tuple(range(prompt_len)), params, seed=index, max_len=min(prompt_len + max_tokens, MAX_LEN)
+    )
 
 
 requests = st.lists(st.tuples(st.integers(1, MAX_LEN - 1), st.integers(1, 20)), min_size=1, max_size=12)

@@ -135,7 +135,9 @@ def test_context_limit() -> None:
     for drafter in ("ngram", "draft", "draft-tree"):
         again = [harness.fresh(g) for g in wanted]
         assert harness.run(harness.engine(drafter), again) == harness.plain(wanted)
-        assert all(len(s.request.token_ids) == 96 and s.request.finish_reason == "length" for g in again for s in g.samples)
+        assert all(
+            len(s.request.token_ids) == 96 and s.request.finish_reason == "length" for g in again for s in g.samples
+        )
 
 
 def test_speculation_can_be_switched_off_per_request() -> None:

@@ -1,4 +1,4 @@
-"""The acceptance rules preserve the target's distribution: every outcome enumerated, no sampling, no tolerance to hide in."""
+"""The acceptance rules preserve the target's distribution: every outcome enumerated, no sampling."""
 
 from __future__ import annotations
 
@@ -78,14 +78,12 @@ def without_replacement(q: Tensor, width: int) -> Iterator[tuple[Text, float]]:
             yield order, chance
 
 
-def grow_all(
-    q: dict[Text, Tensor], widths: tuple[int, ...], random: bool
-) -> Iterator[tuple[DraftTree, float]]:
+def grow_all(q: dict[Text, Tensor], widths: tuple[int, ...], random: bool) -> Iterator[tuple[DraftTree, float]]:
     """Every tree the drafter can draw, with its chance."""
 
     def rebuild(choices: list[Text]) -> DraftTree:
         fresh, frontier, index = DraftTree(0), [ROOT], 0
-        for width in widths:
+        for _ in widths:
             new = []
             for node in frontier:
                 prefix = tuple(fresh.path_tokens(node))
@@ -94,7 +92,9 @@ def grow_all(
             frontier = new
         return fresh
 
-    def walk(choices: list[Text], prefixes: list[Text], depth: int, chance: float) -> Iterator[tuple[list[Text], float]]:
+    def walk(
+        choices: list[Text], prefixes: list[Text], depth: int, chance: float
+    ) -> Iterator[tuple[list[Text], float]]:
         if depth == len(widths):
             yield choices, chance
             return
@@ -114,7 +114,9 @@ def grow_all(
         yield rebuild(choices), chance
 
 
-def law_of(rule, p: dict[Text, Tensor], q: dict[Text, Tensor], widths: tuple[int, ...], random: bool) -> dict[Text, float]:  # type: ignore[no-untyped-def]
+def law_of(
+    rule, p: dict[Text, Tensor], q: dict[Text, Tensor], widths: tuple[int, ...], random: bool
+) -> dict[Text, float]:  # type: ignore[no-untyped-def]
     """The exact law of the first len(widths)+1 tokens when the rule's output is continued by plain decoding."""
     length = len(widths) + 1
     law: dict[Text, float] = defaultdict(float)
@@ -122,8 +124,8 @@ def law_of(rule, p: dict[Text, Tensor], q: dict[Text, Tensor], widths: tuple[int
         last: list[tuple[tuple[int, ...], Tensor]] = []
 
         def run(coins: Coins, tree: DraftTree = tree, last: list[tuple[tuple[int, ...], Tensor]] = last) -> None:
-            def draw(weights: Tensor, node: int) -> int:
-                last.append((tuple(tree.path_tokens(node)), weights / weights.sum()))
+            def draw(left: Tensor, node: int) -> int:
+                last.append((tuple(tree.path_tokens(node)), left / left.sum()))
                 return -1
 
             rule(tree, lambda node: p[tuple(tree.path_tokens(node))], coins.accept, draw)

@@ -12,7 +12,7 @@ from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Drafter
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
-from forerun.engine.policy import FixedPolicy
+from forerun.engine.policy import AdaptivePolicy, FixedPolicy, VerifyCost
 from forerun.engine.stopping import OutputText
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
@@ -49,7 +49,10 @@ def engine(
         **options,
     )
     toy_draft = draft or (NoisyToy(target, 0.7) if isinstance(target, ToyModel) else target)
-    return assemble(config, target, kernels(), max_model_len, lambda name: toy_draft)
+    made = assemble(config, target, kernels(), max_model_len, lambda name: toy_draft)
+    if isinstance(made.policy, AdaptivePolicy):  # a toy's rows cost too much to be worth drafting
+        made.policy.verify_cost = VerifyCost({1: 1.0})
+    return made
 
 
 def with_drafter(made: Engine, drafter: Drafter) -> Engine:

@@ -24,7 +24,9 @@ class ToyModel:
     weight_bytes = 0
     num_parameters = 0
 
-    def __init__(self, vocab_size: int = 24, memory: int = 3, spread: float = 2.0, salt: str = "toy", max_position: int = 256) -> None:
+    def __init__(
+        self, vocab_size: int = 24, memory: int = 3, spread: float = 2.0, salt: str = "toy", max_position: int = 256
+    ) -> None:
         self.vocab_size = vocab_size
         self.max_position = max_position
         self.num_rows_computed = 0
@@ -32,9 +34,7 @@ class ToyModel:
         self._spread = spread
         self._salt = salt
 
-    def forward(
-        self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()
-    ) -> ForwardOutput:
+    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
         [kv] = kvs
         self.num_rows_computed += batch.num_rows
         for row in range(batch.num_rows):
@@ -91,8 +91,8 @@ class NoisyToy(ToyModel):
 class LetterDetokenizer:
     """Token i is a letter; nothing is held back."""
 
-    def step(self, token_ids: Sequence[int]) -> str:
+    def feed(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(ord("a") + token % 26) for token in token_ids)
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         return ""

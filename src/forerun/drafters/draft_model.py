@@ -102,7 +102,9 @@ class DraftModelDrafter:
     def _forward(self, frontier: Sequence[Leaf]) -> Tensor:
         """Logits after every leaf -> [len(frontier), vocab_size]; leaves of one draft stand together."""
         drafts = list({id(leaf.draft): leaf.draft for leaf in frontier}.values())
-        return self._run([self._level(draft, [leaf.node for leaf in frontier if leaf.draft is draft]) for draft in drafts])
+        return self._run(
+            [self._level(draft, [leaf.node for leaf in frontier if leaf.draft is draft]) for draft in drafts]
+        )
 
     def _level(self, draft: Draft, nodes: Sequence[int]) -> SequenceRows:
         """Known tokens not computed yet, then these nodes; both count as computed from here on."""

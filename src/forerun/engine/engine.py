@@ -217,9 +217,7 @@ class Engine:
             request.num_computed += len(nodes)
         return Observed(request, entry.first_row, entry.item.num_span, nodes, tokens)
 
-    def _emit(
-        self, entry: _Work, choice: Choice, logits: Tensor
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _emit(self, entry: _Work, choice: Choice, logits: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Append the accepted tokens and the one after them, as far as the request goes on -> (nodes, tokens)."""
         assert entry.tree is not None
         tree, record = entry.tree, entry.record
@@ -256,8 +254,6 @@ class Engine:
                 del self.groups[request.parent_id]
 
 
-
-
 def _wants_span_logits(item: ScheduledRequest) -> bool:
     """The span holds prompt tokens whose successors' log-probabilities were asked for."""
     request = item.request
@@ -283,9 +279,7 @@ def _sequence(entry: _Work) -> SequenceRows:
 
 def _move(seen: Observed, root: int) -> Move:
     """Accepted nodes to the rows right behind the root."""
-    return Move(
-        seen.request.block_ids, [root + node for node in seen.nodes], range(root, root + len(seen.nodes))
-    )
+    return Move(seen.request.block_ids, [root + node for node in seen.nodes], range(root, root + len(seen.nodes)))
 
 
 def _token_logprobs(

@@ -156,7 +156,9 @@ class AdaptivePolicy:
         """A running mean that one slow step cannot move far."""
         if num_drafted:
             cost = seconds / num_drafted
-            self._draft_s = cost if self._draft_s is None else self._draft_s + 0.1 * (min(cost, 4 * self._draft_s) - self._draft_s)
+            self._draft_s = (
+                cost if self._draft_s is None else self._draft_s + 0.1 * (min(cost, 4 * self._draft_s) - self._draft_s)
+            )
 
     def end(self, request_id: str) -> None:
         """Drop what was learned about a request."""

@@ -16,10 +16,10 @@ from forerun.core import Request
 class Detokenizer(Protocol):
     """Turns tokens into text piece by piece."""
 
-    def step(self, token_ids: Sequence[int]) -> str:
+    def feed(self, token_ids: Sequence[int]) -> str:
         """The text these tokens add; never half a character."""
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         """What is still held back, once no more tokens come."""
 
 
@@ -44,17 +44,17 @@ class OutputText:
         request = self.request
         enough = request.num_output >= request.params.min_tokens
         if enough and token in request.stop_token_ids:
-            self.text += self.detokenizer.flush()
+            self.text += self.detokenizer.finish()
             request.finish_reason, request.stop_reason = "stop", token
         elif not self._completes_stop(token) and request.num_remaining <= 0:
-            self.text += self.detokenizer.flush()
+            self.text += self.detokenizer.finish()
             request.finish_reason = "length"
         return request.finish_reason is not None
 
     def _completes_stop(self, token: int) -> bool:
         """Append the token's text; whether that completes a stop string, which then ends text and request."""
         before = len(self.text)
-        self.text += self.detokenizer.step([token])
+        self.text += self.detokenizer.feed([token])
         found = _first_stop(self.text, self.request.params.stop, before)
         if found is None or self.request.num_output < self.request.params.min_tokens:
             return False

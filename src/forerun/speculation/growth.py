@@ -73,12 +73,19 @@ class TreeGrower:
             shape_row(logits[i], leaf.draft.request, leaf.draft.tree.path_tokens(leaf.node))
             for i, leaf in enumerate(leaves)
         ]
-        stacked = logits if all(r.logits.data_ptr() == logits[i].data_ptr() for i, r in enumerate(rows)) else (
-            torch.stack([row.logits for row in rows])  # [num_leaves, vocab_size]
+        stacked = (
+            logits
+            if all(r.logits.data_ptr() == logits[i].data_ptr() for i, r in enumerate(rows))
+            else (
+                torch.stack([row.logits for row in rows])  # [num_leaves, vocab_size]
+            )
         )
         if width == 1:
             ids = self._kernels.gumbel_argmax(stacked, _temperatures(rows), self._keys(leaves))
-            return [self._append(leaf, row, [token], None, source) for leaf, row, token in zip(leaves, rows, ids.tolist(), strict=True)]
+            return [
+                self._append(leaf, row, [token], None, source)
+                for leaf, row, token in zip(leaves, rows, ids.tolist(), strict=True)
+            ]
         ids, scores = self._kernels.gumbel_topk(stacked, _temperatures(rows), self._keys(leaves), width)
         return [
             self._append(leaf, row, tokens, values, source)

@@ -20,7 +20,7 @@ from forerun.speculation import verify
 from forerun.speculation.growth import noise_keys
 from forerun.speculation.noise import Purpose, step_position, stream_id, uniform
 from forerun.speculation.sampling import ShapedRow, is_drawable, probabilities, shape_row
-from forerun.speculation.tree import ROOT, DraftTree
+from forerun.speculation.tree import DraftTree
 from forerun.speculation.verify import Choice
 
 
@@ -51,7 +51,7 @@ class CoupledVerifier:
         while active:
             tokens = self._choose(logits, active)
             active = [walk for walk, token in zip(active, tokens, strict=True) if walk.advance(token)]
-        return [walk.outcome for walk in walks]
+        return [walk.outcome for walk in walks if walk.outcome is not None]
 
     def _choose(self, logits: Tensor, walks: Sequence[_Walk]) -> list[int]:
         """The target's token after each walk's current node; -1 where there is none."""
@@ -69,35 +69,30 @@ class CoupledVerifier:
 
 
 class _Walk:
-    """One request's way down its tree."""
+    """One request's way down its tree, and the rows it needs for it."""
 
-    __slots__ = ("candidate", "nodes", "outcome")
+    __slots__ = ("candidate", "outcome", "path")
 
     def __init__(self, candidate: Candidate) -> None:
         self.candidate = candidate
-        self.nodes = [ROOT]
-        self.outcome: Choice | LogitsError = bad_logits(candidate.request)
+        self.path = verify.CoupledWalk(candidate.tree)
+        self.outcome: Choice | LogitsError | None = None
 
     @property
     def position(self) -> int:
         """Position of the token to choose next."""
-        return self.candidate.request.root_position + len(self.nodes)
+        return self.candidate.request.root_position + len(self.path.nodes)
 
     def shape(self, logits: Tensor) -> ShapedRow:
-        tree, request = self.candidate.tree, self.candidate.request
-        row = logits[self.candidate.first_row + self.nodes[-1]]  # [vocab_size]
-        return shape_row(row, request, tree.path_tokens(self.nodes[-1]) if len(self.nodes) > 1 else ())
+        """The current node's row under the request's parameters."""
+        node = self.path.nodes[-1]
+        row = logits[self.candidate.first_row + node]  # [vocab_size]
+        return shape_row(row, self.candidate.request, self.candidate.tree.path_tokens(node) if node else ())
 
     def advance(self, token: int) -> bool:
         """Take the chosen token; whether the walk goes on."""
-        if token < 0:
-            return False
-        child = self.candidate.tree.child_with(self.nodes[-1], token)
-        if child is None:
-            self.outcome = Choice(tuple(self.nodes), token)
-            return False
-        self.nodes.append(child)
-        return True
+        self.outcome = self.path.advance(token) if token >= 0 else bad_logits(self.candidate.request)
+        return self.outcome is None
 
 
 class RejectionVerifier:
@@ -113,17 +108,21 @@ class RejectionVerifier:
         return [self._verify_one(logits, candidate) for candidate in candidates]
 
     def _verify_one(self, logits: Tensor, candidate: Candidate) -> Choice | LogitsError:
-        rule = self._chain_rule if candidate.tree.is_chain else verify.verify_tree
-        distributions = _Distributions(logits, candidate)
-        try:
-            return rule(
-                candidate.tree,
-                distributions.at,
-                partial(_step_uniform, candidate.request, Purpose.ACCEPT),
-                partial(_draw, candidate.request),
-            )
-        except LogitsError as error:
-            return error
+        if not candidate.tree.is_chain:
+            return _run_rule(verify.verify_tree, logits, candidate)
+        outcome = _run_rule(self._chain_rule, logits, candidate)
+        if isinstance(outcome, LogitsError):  # block verification looks ahead; the token rule stops where plain would
+            return _run_rule(verify.verify_chain_token, logits, candidate)
+        return outcome
+
+
+def _run_rule(rule: verify.Rule, logits: Tensor, candidate: Candidate) -> Choice | LogitsError:
+    request = candidate.request
+    accept = partial(_step_uniform, request, Purpose.ACCEPT)
+    try:
+        return rule(candidate.tree, _Distributions(logits, candidate).at, accept, partial(_draw, request))
+    except LogitsError as error:
+        return error
 
 
 class _Distributions:

@@ -35,18 +35,25 @@ class Choice(NamedTuple):
 TargetDistribution = Callable[[int], Tensor]  # node -> p after that node, [vocab_size] float64
 Uniform = Callable[[int, int], float]  # (node, index) -> a uniform number in (0, 1) of this step's own
 Draw = Callable[[Tensor, int], int]  # (unnormalised distribution, node) -> a token drawn from it
+Rule = Callable[[DraftTree, TargetDistribution, Uniform, Draw], Choice]
 
 
-def walk_coupled(tree: DraftTree, choose: Callable[[int], int]) -> Choice:
-    """Follow the target's own choices down the tree: `choose(node)` is its token after that node."""
-    node, nodes = ROOT, [ROOT]
-    while True:
-        token = choose(node)
-        child = tree.child_with(node, token)
+class CoupledWalk:
+    """The coupled rule: follow the target's own choices down the tree until a choice has no node."""
+
+    __slots__ = ("_tree", "nodes")
+
+    def __init__(self, tree: DraftTree) -> None:
+        self._tree = tree
+        self.nodes = [ROOT]
+
+    def advance(self, token: int) -> Choice | None:
+        """The target chose `token` after the last node: the outcome, or None if the walk goes on below it."""
+        child = self._tree.child_with(self.nodes[-1], token)
         if child is None:
-            return Choice(tuple(nodes), token)
-        nodes.append(child)
-        node = child
+            return Choice(tuple(self.nodes), token)
+        self.nodes.append(child)
+        return None
 
 
 def verify_tree(tree: DraftTree, target: TargetDistribution, accept: Uniform, draw: Draw) -> Choice:

@@ -1,0 +1,81 @@
+"""The policy: nothing is always a choice, and what is chosen follows costs and acceptance."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.core import Request, SamplingParams
+from forerun.engine.policy import AdaptivePolicy, FixedPolicy, VerifyCost, rows_to_measure
+
+FLAT = VerifyCost({1: 1.0, 64: 1.02})
+STEEP = VerifyCost({1: 1.0, 2: 2.0, 64: 64.0})
+
+
+def request(**options) -> Request:  # type: ignore[no-untyped-def]
+    return Request("r", (1,), SamplingParams(), seed=0, **options)
+
+
+def taught(policy: AdaptivePolicy, accepted: int, tested: int) -> AdaptivePolicy:
+    for _ in range(40):
+        policy.learn(request(), tested, tested, accepted)
+    policy.learn_draft_cost(0.05, 1)
+    return policy
+
+
+def test_cheap_verification_and_good_drafts_are_used_fully() -> None:
+    assert taught(AdaptivePolicy(6, FLAT), 5, 5).node_budget(request()) == 6
+
+
+def test_bad_drafts_are_not_used_but_tried_again() -> None:
+    policy = taught(AdaptivePolicy(6, FLAT), 0, 5)
+    budgets = [policy.node_budget(request()) for _ in range(100)]
+    assert budgets.count(1) >= 94
+    assert any(budget > 1 for budget in budgets)
+
+
+def test_costly_verification_switches_good_drafts_off() -> None:
+    assert taught(AdaptivePolicy(6, STEEP), 4, 5).node_budget(request()) == 1
+
+
+def test_load_counts() -> None:
+    """Rows that are free alone are not free among many requests."""
+    cost = VerifyCost({1: 1.0, 16: 1.05, 32: 8.0})
+    policy = taught(AdaptivePolicy(6, cost), 4, 5)
+    policy.begin_step(1)
+    assert policy.node_budget(request()) > 3
+    policy.begin_step(16)
+    assert policy.node_budget(request()) == 1
+
+
+def test_one_requests_drafts_do_not_decide_for_another() -> None:
+    policy = taught(AdaptivePolicy(6, FLAT), 5, 5)
+    bad = Request("bad", (1,), SamplingParams(), seed=0)
+    for _ in range(40):
+        policy.learn(bad, 5, 1, 0)
+    assert policy.node_budget(bad) < policy.node_budget(request())
+    policy.end("bad")
+    policy.end("r")
+    assert not policy._requests and not policy._plain_steps
+
+
+@pytest.mark.parametrize("policy", [AdaptivePolicy(6, FLAT), FixedPolicy(6)])
+def test_a_request_may_refuse(policy) -> None:  # type: ignore[no-untyped-def]
+    assert policy.node_budget(request(speculate=False)) == 1
+
+
+def test_one_slow_step_does_not_move_the_cost_far() -> None:
+    policy = AdaptivePolicy(6, FLAT)
+    for _ in range(20):
+        policy.learn_draft_cost(0.01, 1)
+    policy.learn_draft_cost(50.0, 1)
+    assert policy._draft_cost() < 0.02
+
+
+def test_verify_cost_interpolates() -> None:
+    cost = VerifyCost({1: 1.0, 3: 2.0, 5: 6.0})
+    assert [cost(n) for n in (1, 2, 3, 4, 5, 7)] == [1.0, 1.5, 2.0, 4.0, 6.0, 10.0]
+
+
+def test_rows_to_measure() -> None:
+    assert rows_to_measure(6, 512)[-1] == 8
+    assert rows_to_measure(6, 2) == [1, 2]
