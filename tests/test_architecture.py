@@ -25,7 +25,8 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "quant": ("kernels",),
     "layers": ("quant", "kernels"),
-    "weights": ("config", "mini"),
+    "progress": (),
+    "weights": ("", "config", "mini"),  # "": to find the installed package's folder
     "models": ("layers", "quant", "kernels", "weights", "core", "config"),
     "models.base": ("models.batch", "kernels.ops"),
     "models.batch": ("speculation.tree", "cache", "core", "kernels.ops"),
@@ -47,6 +48,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     ),
     "llm": (
         "assemble",
+        "progress",
         "engine",
         "drafters",
         "speculation",
@@ -59,8 +61,19 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "mini",
     ),
     "": ("llm", "core", "config"),
-    "training": ("", "llm", "engine", "models", "weights", "kernels", "core", "config"),
-    "bench": ("", "llm", "engine", "models", "weights", "kernels", "speculation.selfcheck", "core", "config"),
+    "training": ("", "llm", "progress", "engine", "models", "weights", "kernels", "core", "config"),
+    "bench": (
+        "",
+        "llm",
+        "progress",
+        "engine",
+        "models",
+        "weights",
+        "kernels",
+        "speculation.selfcheck",
+        "core",
+        "config",
+    ),
     "cli": ("",),  # anything: see ANYTHING
 }
 ANYTHING = ("cli",)
@@ -242,7 +255,7 @@ def test_no_function_is_too_long() -> None:
 
 
 def test_no_file_is_too_long() -> None:
-    native = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".cc", ".h", ".hpp")]
+    native = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h", ".inc")]
     counts = {
         str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines())
         for path in (*module_paths().values(), *native)

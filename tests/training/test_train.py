@@ -14,7 +14,7 @@ from forerun.cli.train import app
 from forerun.errors import TrainingError
 from forerun.training.checkpoint import read_checkpoint
 from forerun.training.console import Console
-from forerun.training.distill import continue_text
+from forerun.training.distill import continue_text, draw_ids
 from forerun.training.export import load_model
 from forerun.training.lm import train_lm
 from forerun.training.net import Net
@@ -115,6 +115,12 @@ def test_greedy_rows_follow_the_argmax(recipe: Recipe) -> None:
     assert text[:, :5].equal(prompts)
     with torch.no_grad():
         assert net(text[:2, :-1]).argmax(-1)[:, 4:].equal(text[:2, 5:])
+
+
+def test_drawn_ids_follow_the_distribution() -> None:
+    wanted = torch.tensor([0.0, 0.5, 0.2, 0.0, 0.3, 0.0])
+    drawn = draw_ids(wanted.expand(20_000, 6), torch.Generator().manual_seed(0))
+    torch.testing.assert_close(drawn.flatten().bincount(minlength=6) / 20_000, wanted, rtol=0, atol=0.015)
 
 
 def test_command_trains_and_reports(recipe_path: Path, tmp_path: Path) -> None:

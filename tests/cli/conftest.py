@@ -1,0 +1,35 @@
+"""Running `forerun` inside the test process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run() -> Run:
+    """run("generate", "hello", status=0) -> the result, its exit status checked."""
+    from forerun.cli.app import app
+
+    def invoke(*arguments: str, status: int = 0, stdin: str | None = None) -> Result:
+        result = CliRunner().invoke(app, list(arguments), input=stdin, catch_exceptions=False)
+        assert result.exit_code == status, result.output
+        return result
+
+    return invoke
+
+
+@pytest.fixture
+def run_json(run: Run) -> Callable[..., Any]:
+    """The same with --json -> the parsed output."""
+
+    def invoke(*arguments: str, status: int = 0, stdin: str | None = None) -> Any:
+        return json.loads(run(*arguments, "--json", status=status, stdin=stdin).stdout)
+
+    return invoke

@@ -1,0 +1,79 @@
+"""The command as a whole: version, help, how errors end it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import __version__
+
+COMMANDS = ("demo", "generate", "chat", "bench", "verify", "inspect", "train")
+
+
+def test_version(run: Any) -> None:
+    assert run("--version").stdout == f"forerun {__version__}\n"
+
+
+def test_help_names_every_command(run: Any) -> None:
+    text = run("--help").stdout
+    assert all(name in text for name in COMMANDS)
+
+
+def test_starting_imports_nothing_heavy() -> None:
+    code = "import sys, forerun.cli.app; print(*sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect", "verify", "chat", "demo"])
+def test_an_unknown_model_is_one_clear_line(run: Any, command: str, tmp_path: Path) -> None:
+    prompt = ["some text"] if command == "generate" else []
+    result = run(command, *prompt, "--model", str(tmp_path / "nothing"), status=2, stdin="")
+    assert result.stderr.startswith("error: there is no model") and str(tmp_path / "nothing") in result.stderr
+    assert result.stdout == "" and "Traceback" not in result.stderr
+
+
+def test_two_models_are_refused(run: Any) -> None:
+    assert "two models were given" in run("inspect", "mini", "--model", "other", status=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--temperature", "-1"], "temperature must be a number in [0, 100]"),
+        (["--top-p", "0"], "top_p must be"),
+        (["--max-tokens", "0"], "max_tokens must be"),
+        (["--min-tokens", "9", "--max-tokens", "3"], "min_tokens 9 is above max_tokens 3"),
+        (["--logit-bias", "abc"], "--logit-bias must be ID=VALUE"),
+        (["--logit-bias", "3=x"], "must be numbers"),
+        (["--logit-bias", "99999999=1"], "token id 99999999"),
+        (["--stop", ""], "may not hold an empty string"),
+        (["--drafter", "magic"], "drafter must be one of"),
+        (["--draft-model", "mini-draft", "--drafter", "ngram"], "choose drafter 'draft'"),
+        (["--dtype", "int3"], "dtype must be one of"),
+        (["--kernels", "cuda"], "kernels must be one of"),
+        (["--verification", "typical"], "verification must be one of"),
+        (["--max-model-len", "99999999"], "max_model_len 99999999"),
+        (["--threads", "0"], "threads must be"),
+    ],
+)
+def test_bad_values_are_named(run: Any, arguments: list[str], said: str) -> None:
+    result = run("generate", "some text", *arguments, status=2)
+    assert result.stderr.startswith("error: ") and said in " ".join(result.stderr.split())
+
+
+def test_ctrl_c_ends_with_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("forerun.cli.generate.open_llm", interrupted)
+    assert run("generate", "some text", status=130).stderr == "error: interrupted\n"
+
+
+def test_a_closed_pipe_leaves_no_trace() -> None:
+    command = f"{sys.executable} -m forerun.cli generate 'some text' --max-tokens 64 --temperature 0 | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr

@@ -1,0 +1,93 @@
+"""`forerun bench speed`, `forerun verify` and `forerun inspect`: JSON fields, exit status, bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROW = {"drafter", "tokens_per_s", "speedup", "acceptance_length", "identical"}
+CHECK = {
+    "drafter", "temperature", "num_prompts", "num_tokens", "num_steps", "acceptance_length", "differences",
+}  # fmt: skip
+INSPECT = {
+    "model", "folder", "family", "implementation", "num_parameters", "sizes", "dtype", "context", "tokenizer",
+    "chat_template", "drafters", "memory", "kernels",
+}  # fmt: skip
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        {"category": "chat", "turns": ["Hello, how are you?", "Why is that?"]},
+        {"category": "story", "turns": ["Tell me a story about a cat."]},
+        {"prompt": "Once upon a time there was"},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    return str(path)
+
+
+def test_bench_json(run_json: Any, prompts: str) -> None:
+    options = ("--prompts", prompts, "--max-tokens", "8", "--repeats", "1", "--by-category")
+    report = run_json("bench", "speed", "--model", "mini", "--drafters", "none,ngram,draft", *options)
+    assert [row["drafter"] for row in report["rows"]] == ["none", "ngram", "draft"]
+    assert all(set(row) == ROW and row["identical"] is True for row in report["rows"])
+    assert report["rows"][0]["speedup"] == 1.0 and report["rows"][0]["acceptance_length"] == 1.0
+    assert {"cpu", "cores", "isa", "commit", "forerun"} <= set(report["machine"])
+    assert list(report["categories"]) == ["chat", "story", "other"] and report["num_prompts"] == 3
+
+
+def test_bench_table(run: Any, prompts: str) -> None:
+    options = ("--prompts", prompts, "--max-tokens", "4", "--repeats", "1", "--limit", "1", "-t", "1")
+    lines = run("bench", "speed", "--drafters", "ngram", *options).stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["drafter", "none", "ngram"]
+
+
+def test_a_bad_prompt_file_is_named_with_its_line(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": }\n', "utf-8")
+    for command in (["bench", "speed"], ["verify"]):
+        assert f"{path}:2: not JSON" in run(*command, "--prompts", str(path), status=2).stderr.replace("\n", "")
+
+
+@pytest.mark.parametrize("command", [["bench", "speed"], ["verify"]])
+def test_an_unknown_drafter_is_refused(run: Any, command: list[str]) -> None:
+    assert "there is no drafter magic" in run(*command, "--drafters", "ngram,magic", status=2).stderr
+
+
+def test_verify_finds_no_difference(run_json: Any, prompts: str) -> None:
+    options = ("--prompts", prompts, "--max-tokens", "12", "--temperature", "0,1")
+    report = run_json("verify", "mini", "--drafters", "ngram,draft", *options)
+    assert report["identical"] and report["passed"] and report["rejection"]["passed"]
+    assert [(c["drafter"], c["temperature"]) for c in report["checks"]] == [
+        ("ngram", 0.0), ("draft", 0.0), ("ngram", 1.0), ("draft", 1.0),
+    ]  # fmt: skip
+    assert all(set(check) == CHECK and check["differences"] == [] for check in report["checks"])
+
+
+def test_verify_exits_1_on_a_difference(run: Any, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.bench.equality.first_difference", lambda a, b: 2)
+    options = ("--prompts", prompts, "--max-tokens", "4", "--temperature", "0", "--limit", "1")
+    said = run("verify", "mini", "--drafters", "ngram", *options, status=1).stdout
+    assert "differs first at token 2" in said and "DIFFERENT" in said
+
+
+def test_temperatures_must_be_numbers(run: Any) -> None:
+    assert "temperatures must be numbers" in run("verify", "mini", "--temperature", "0,warm", status=2).stderr
+
+
+def test_inspect_json(run_json: Any) -> None:
+    report = run_json("inspect", "mini")
+    assert set(report) == INSPECT
+    assert report["drafters"] == {"ngram": "always", "draft": "with mini-draft"} and report["chat_template"] is True
+    memory = report["memory"]
+    assert memory["kv_bytes_at_full_context"] == memory["kv_bytes_per_token"] * report["context"] > 0
+    assert {"linear", "attention", "gumbel_argmax"} <= set(report["kernels"])
+
+
+def test_inspect_table(run: Any) -> None:
+    text = run("inspect", "mini").stdout
+    assert "parameters" in text and "KV cache" in text and "mini-draft" in text

@@ -1,0 +1,221 @@
+"""Small random checkpoints of every family, made by transformers, and a greedy loop over a bare model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.ops import Kernels, LayerKV
+from forerun.models.base import ForwardOutput, Model
+from forerun.models.batch import ForwardBatch, SequenceRows
+
+REPO = Path(__file__).resolve().parents[2]
+SHARED_DATA = REPO.parent / "shared" / "data"
+STORIES = SHARED_DATA / "weights" / "stories260K"
+VOCAB_SIZE = 96
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 500.0,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 2.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [2.0, 3.0, 4.0],
+    "partial_rotary_factor": 0.75,
+    "rope_theta": 10000.0,
+}
+# name -> (model_type, fields beyond SIZES)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied-biased": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-yarn-mscale": ("llama", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 16}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3-window": ("phi3", {"sliding_window": 9}),
+    "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+}
+
+
+def random_hf_model(model_type: str, fields: dict[str, Any] | None = None, seed: int = 0) -> Any:
+    """A transformers model of SIZES (changed by `fields`) with random weights, biases and norms, in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(model_type, **{**SIZES, **(fields or {})})
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            spread = 0.1 if parameter.dim() == 1 else 0.15
+            parameter.normal_(1.0 if "norm" in name else 0.0, spread)
+    return model
+
+
+def save_checkpoint(model: Any, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    """Save a transformers model in `dtype` with a tokenizer beside it; the model itself is rounded to `dtype`."""
+    model.to(dtype)
+    model.save_pretrained(folder, **options)
+    write_tokenizer(folder, min(model.config.vocab_size, VOCAB_SIZE))
+    return folder
+
+
+def make_checkpoint(case: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Save one of CASES."""
+    model_type, fields = CASES[case]
+    return save_checkpoint(random_hf_model(model_type, fields), folder, dtype)
+
+
+def write_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> None:
+    """A byte-level tokenizer with single characters as tokens, ids 0 to 2 special."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: vocab_size - 3]
+    vocab = {name: index for index, name in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}', encoding="utf-8"
+    )
+
+
+def new_kvs(model: Model, num_blocks: int, block_size: int = 4) -> list[LayerKV]:
+    """An empty pool."""
+    return [
+        LayerKV(
+            torch.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, block_size, dtype=spec.dtype),
+            torch.zeros(num_blocks, spec.num_kv_heads, block_size, spec.head_dim, dtype=spec.dtype),
+        )
+        for spec in model.kv_specs
+    ]
+
+
+class Runner:
+    """One sequence on a bare model with a pool of its own."""
+
+    def __init__(self, model: Model, max_tokens: int, block_size: int = 4, request_id: str = "r") -> None:
+        self.model = model
+        self.block_size = block_size
+        self.table = list(range(-(-max_tokens // block_size)))
+        self.kvs = new_kvs(model, len(self.table), block_size)
+        self.request_id = request_id
+
+    def span(self, tokens: Sequence[int], start: int = 0, hidden: Sequence[int] = ()) -> ForwardOutput:
+        """Logits of every token of a span."""
+        rows = SequenceRows(
+            self.request_id, self.table, start, tokens, start + len(tokens), span_logits=True
+        )
+        return self.model.forward(ForwardBatch.build([rows], self.block_size), self.kvs, hidden)
+
+    def tree(self, tokens: Sequence[int], parents: Sequence[int], start: int, span: Sequence[int] = ()) -> Tensor:
+        """Logits of every node of a tree whose root is at `start`, after a span that ends there."""
+        masks, depths = tree_masks(parents)
+        rows = SequenceRows(
+            self.request_id, self.table, start - len(span), span, start, tokens, range(len(tokens)), masks, depths
+        )
+        return self.model.forward(ForwardBatch.build([rows], self.block_size), self.kvs).logits
+
+    def root(self, token: int, start: int, span: Sequence[int] = ()) -> Tensor:
+        """Logits after one token: plain decoding."""
+        return self.tree([token], [-1], start, span)[0]
+
+
+def tree_masks(parents: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Ancestor masks and depths of a tree given by parents (-1 for the root)."""
+    masks: list[int] = []
+    depths: list[int] = []
+    for node, parent in enumerate(parents):
+        masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return masks, depths
+
+
+def greedy(model: Model, prompt: Sequence[int], num_tokens: int, stop: Sequence[int] = ()) -> list[int]:
+    """Plain greedy decoding over a bare model."""
+    from forerun.models.base import CommittedPath
+
+    runner = Runner(model, len(prompt) + num_tokens + 1, block_size=16)
+    tokens, span = list(prompt), list(prompt[:-1])
+    while len(tokens) < len(prompt) + num_tokens:
+        logits = runner.root(tokens[-1], len(tokens) - 1, span)
+        model.commit([CommittedPath(runner.request_id, (0,))])
+        span = []
+        tokens.append(int(logits.argmax()))
+        if tokens[-1] in stop:
+            break
+    model.release(runner.request_id)
+    return tokens[len(prompt) :]
+
+
+
+def reference_kernels() -> Kernels:
+    """The torch reference."""
+    from forerun.kernels.select import select_kernels
+
+    return select_kernels("reference")
+
+
+def hf_logits(folder: Path, tokens: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What transformers computes for a saved folder in `dtype`, all at once -> [len(tokens), V] float64."""
+    return hf_model(folder, dtype)(torch.tensor([list(tokens)])).logits[0].double()
+
+
+def hf_logits_stepwise(folder: Path, tokens: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The same token by token -> [len(tokens), V] float64."""
+    model, cache, rows = hf_model(folder, dtype), None, []
+    for token in tokens:
+        out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        rows.append(out.logits[0, -1].double())
+    return torch.stack(rows)
+
+
+def hf_model(folder: Path, dtype: torch.dtype) -> Any:
+    """A saved folder in transformers. float64 is the exact arithmetic on the stored weights."""
+    from transformers import AutoModelForCausalLM
+
+    loaded = torch.float32 if dtype == torch.float64 else dtype
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=loaded, attn_implementation="eager")
+    return model.eval().requires_grad_(False).to(dtype) if dtype == torch.float64 else model.eval().requires_grad_(False)
+
+
+def rms_error(found: Tensor, truth: Tensor) -> float:
+    """Root of the mean squared difference."""
+    return float((found.double() - truth).pow(2).mean().sqrt())

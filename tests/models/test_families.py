@@ -1,0 +1,125 @@
+"""Every family against transformers: logits, prefill and decode, trees, hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.models.loader import LoadedModel, load_model
+from tests.models import factory
+from tests.models.factory import CASES, Runner
+
+LENGTH = 26  # beyond every window and beyond the original context of the scaled ropes
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def tokens(length: int = LENGTH) -> list[int]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, factory.VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield factory.make_checkpoint(request.param, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(folder, factory.reference_kernels())
+
+
+def assert_as_good_as_transformers(folder: Path, found: torch.Tensor, dtype: torch.dtype) -> None:
+    """At most twice the error of transformers at the same dtype, over all positions and at several."""
+    truth = factory.hf_logits(folder, tokens(), torch.float64)
+    theirs = factory.hf_logits(folder, tokens(), dtype)
+    assert factory.rms_error(found, truth) <= 2 * factory.rms_error(theirs, truth)
+    for position in (0, 5, 11, 17, LENGTH - 1):
+        error = factory.rms_error(found[position], truth[position])
+        typical = factory.rms_error(theirs, truth)
+        assert error <= 3 * typical, f"position {position}"
+
+
+def test_prefill_matches_transformers(folder: Path, loaded: LoadedModel) -> None:
+    assert_as_good_as_transformers(folder, Runner(loaded.model, 40).span(tokens()).logits, torch.float32)
+
+
+def test_decode_gives_the_bits_of_prefill(loaded: LoadedModel) -> None:
+    whole = Runner(loaded.model, 40).span(tokens()).logits
+    runner = Runner(loaded.model, 40)
+    for position, token in enumerate(tokens()):
+        assert torch.equal(runner.root(token, position), whole[position]), position
+
+
+def test_chunks_and_trees_give_the_bits_of_prefill(loaded: LoadedModel) -> None:
+    known = tokens()
+    whole = Runner(loaded.model, 40).span(known).logits
+    runner = Runner(loaded.model, 40)
+    assert torch.equal(runner.span(known[:7]).logits, whole[:7])
+    # root 12; 13 and a wrong token below it; 14 below 13, a wrong one below the wrong one; 15 below 14
+    tree = [known[12], 5, known[13], 6, known[14], known[15]]
+    logits = runner.tree(tree, [-1, 0, 0, 1, 2, 4], 12, known[7:12])
+    assert torch.equal(logits[[0, 2, 4, 5]], whole[12:16])
+
+
+def test_counts_are_those_of_transformers(folder: Path, loaded: LoadedModel) -> None:
+    module = factory.hf_model(folder, torch.float32)
+    assert loaded.model.num_parameters == sum(p.numel() for p in module.parameters())
+    assert loaded.model.weight_bytes >= 4 * loaded.model.num_parameters
+    assert loaded.implementation == "forerun"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("case", ["llama-tied-biased", "mistral-window", "qwen2", "qwen3", "phi3", "llama3"])
+def test_half_precision_checkpoints(case: str, dtype: str, tmp_path: Path) -> None:
+    folder = factory.make_checkpoint(case, tmp_path, DTYPES[dtype])
+    model = load_model(folder, factory.reference_kernels()).model
+    assert model.kv_specs[0].dtype == (torch.bfloat16 if dtype == "bf16" else torch.float32)
+    assert_as_good_as_transformers(folder, Runner(model, 40).span(tokens()).logits, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("stored", ["f32", "bf16"])
+def test_dtype_option(stored: str, tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("llama", tmp_path, DTYPES[stored])
+    kernels = factory.reference_kernels()
+    wide = load_model(folder, kernels, dtype="float32").model
+    narrow = load_model(folder, kernels, dtype="bfloat16").model
+    assert wide.kv_specs[0].dtype == torch.float32 and narrow.kv_specs[0].dtype == torch.bfloat16
+    assert wide.weight_bytes > narrow.weight_bytes
+    assert_as_good_as_transformers(folder, Runner(wide, 40).span(tokens()).logits, torch.float32)
+    assert_as_good_as_transformers(folder, Runner(narrow, 40).span(tokens()).logits, torch.bfloat16)
+
+
+def test_dynamic_rope_beyond_its_context_equals_decoding_token_by_token(tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("llama-dynamic", tmp_path)
+    model = load_model(folder, factory.reference_kernels()).model
+    assert model.max_position == 128  # 64 times factor 2
+    known = tokens(90)
+    found = Runner(model, 100).span(known).logits
+    truth = factory.hf_logits_stepwise(folder, known, torch.float32)
+    assert factory.rms_error(found, truth) < 1e-5
+
+
+def test_hidden_states_are_those_of_transformers(tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("llama", tmp_path)
+    model = load_model(folder, factory.reference_kernels()).model
+    hidden = Runner(model, 40).span(tokens(), hidden=(0, 1, 2)).hidden
+    module = factory.hf_model(folder, torch.float32)
+    theirs = module(torch.tensor([tokens()]), output_hidden_states=True).hidden_states
+    assert torch.allclose(hidden[0], theirs[0][0], atol=1e-5)
+    assert torch.allclose(hidden[1], theirs[1][0], atol=1e-5)
+    assert torch.allclose(module.model.norm(hidden[2]), theirs[2][0], atol=1e-4)
+
+
+def test_only_the_wanted_rows_have_logits(tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("llama", tmp_path)
+    model = load_model(folder, factory.reference_kernels()).model
+    known = tokens()
+    whole = Runner(model, 40).span(known).logits
+    runner = Runner(model, 40)
+    rows = factory.SequenceRows("r", runner.table, 0, known[:8], 9)
+    silent = model.forward(factory.ForwardBatch.build([rows], 4), runner.kvs)
+    assert silent.logits.shape == (0, factory.VOCAB_SIZE)
+    assert torch.equal(runner.root(known[9], 9, known[8:9]), whole[9])

@@ -1,0 +1,40 @@
+"""A real model: stories260K writes its published greedy sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forerun.models.loader import load_model
+from forerun.weights.llama2c import convert_llama2c
+from tests.models import factory
+
+pytestmark = pytest.mark.skipif(not factory.STORIES.exists(), reason="../shared/data/weights is not here")
+BOS = 1
+
+
+def published_sample() -> str:
+    """The first code block's text after the command."""
+    card = (factory.STORIES / "stories260K.md").read_text(encoding="utf-8")
+    block = card.split("-t 0.0\n", 1)[1]
+    return block.split("```", 1)[0].strip()
+
+
+@pytest.mark.parametrize("name", ["stories260K.bin", "stories260K_v1.bin"])
+def test_greedy_sample(name: str, tmp_path: Path) -> None:
+    folder = convert_llama2c(factory.STORIES / name, factory.STORIES / "tok512.bin", tmp_path)
+    loaded = load_model(folder, factory.reference_kernels())
+    sample = published_sample()
+    num_tokens = 256 if name.endswith("K.bin") else 40
+    text = loaded.tokenizer.decode(factory.greedy(loaded.model, [BOS], num_tokens))
+    assert len(text) > 80 and sample.startswith(text.strip())
+    assert num_tokens < 256 or text.strip() == sample
+
+
+def test_quantized_stories(tmp_path: Path) -> None:
+    source = factory.SHARED_DATA / "weights" / "stories3M-q80"
+    folder = convert_llama2c(source / "stories3M-q80.bin", source / "tok4096.bin", tmp_path)
+    loaded = load_model(folder, factory.reference_kernels())
+    text = loaded.tokenizer.decode(factory.greedy(loaded.model, [BOS], 24))
+    assert text.startswith("Once upon a time, there was a little girl named Lily.")
