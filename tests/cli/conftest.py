@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def weights_are_read_once() -> Iterator[None]:
+    """Commands of one test session share loaded weights; engines are built anew for each."""
+    import forerun.llm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forerun.llm, "load_model", cache(forerun.llm.load_model))
+        patch.setattr(forerun.llm, "select_kernels", cache(forerun.llm.select_kernels))
+        yield
 
 
 @pytest.fixture

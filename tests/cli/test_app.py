@@ -56,7 +56,7 @@ def test_two_models_are_refused(run: Any) -> None:
         (["--dtype", "int3"], "dtype must be one of"),
         (["--kernels", "cuda"], "kernels must be one of"),
         (["--verification", "typical"], "verification must be one of"),
-        (["--max-model-len", "99999999"], "max_model_len 99999999"),
+        (["--max-model-len", "99999999"], "the positions this model can use; got 99999999"),
         (["--threads", "0"], "threads must be"),
     ],
 )

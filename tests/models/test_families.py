@@ -42,20 +42,26 @@ def assert_as_good_as_transformers(folder: Path, found: torch.Tensor, dtype: tor
         assert error <= 3 * typical, f"position {position}"
 
 
-def test_prefill_matches_transformers(folder: Path, loaded: LoadedModel) -> None:
-    assert_as_good_as_transformers(folder, Runner(loaded.model, 40).span(tokens()).logits, torch.float32)
+def test_prefill_matches_transformers(folder: Path, prefilled: torch.Tensor) -> None:
+    assert_as_good_as_transformers(folder, prefilled, torch.float32)
 
 
-def test_decode_gives_the_bits_of_prefill(loaded: LoadedModel) -> None:
-    whole = Runner(loaded.model, 40).span(tokens()).logits
+@pytest.fixture(scope="module")
+def prefilled(loaded: LoadedModel) -> torch.Tensor:
+    return Runner(loaded.model, 40).span(tokens()).logits
+
+
+def test_decode_gives_the_bits_of_prefill(loaded: LoadedModel, prefilled: torch.Tensor) -> None:
     runner = Runner(loaded.model, 40)
-    for position, token in enumerate(tokens()):
-        assert torch.equal(runner.root(token, position), whole[position]), position
+    for position, token in enumerate(tokens(4)):
+        assert torch.equal(runner.root(token, position), prefilled[position]), position
+    runner.span(tokens()[4:22], 4)
+    for position, token in enumerate(tokens()[22:], 22):
+        assert torch.equal(runner.root(token, position), prefilled[position]), position
 
 
-def test_chunks_and_trees_give_the_bits_of_prefill(loaded: LoadedModel) -> None:
-    known = tokens()
-    whole = Runner(loaded.model, 40).span(known).logits
+def test_chunks_and_trees_give_the_bits_of_prefill(loaded: LoadedModel, prefilled: torch.Tensor) -> None:
+    known, whole = tokens(), prefilled
     runner = Runner(loaded.model, 40)
     assert torch.equal(runner.span(known[:7]).logits, whole[:7])
     # root 12; 13 and a wrong token below it; 14 below 13, a wrong one below the wrong one; 15 below 14
@@ -93,11 +99,12 @@ def test_dtype_option(stored: str, tmp_path: Path) -> None:
 
 
 def test_dynamic_rope_beyond_its_context_equals_decoding_token_by_token(tmp_path: Path) -> None:
-    folder = factory.make_checkpoint("llama-dynamic", tmp_path)
+    fields = {**CASES["llama-dynamic"][1], "max_position_embeddings": 8}
+    folder = factory.save_checkpoint(factory.random_hf_model("llama", fields), tmp_path)
     model = load_model(folder, factory.reference_kernels()).model
-    assert model.max_position == 128  # 64 times factor 2
-    known = tokens(90)
-    found = Runner(model, 100).span(known).logits
+    assert model.max_position == 16  # 8 times factor 2
+    known = tokens(16)
+    found = Runner(model, 16).span(known).logits
     truth = factory.hf_logits_stepwise(folder, known, torch.float32)
     assert factory.rms_error(found, truth) < 1e-5
 
