@@ -5,7 +5,6 @@ Knows: every constructor and how much memory there is. Does not know: requests, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
@@ -25,11 +24,13 @@ from forerun.engine.scheduler import Scheduler
 from forerun.errors import ResourceError
 from forerun.kernels.ops import Kernels
 from forerun.models.base import LayerSpec, Model
+from forerun.models.memory import available_bytes, check_memory
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.speculation.growth import TreeGrower
 from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
 
 _NUM_TIMINGS = 3  # passes of which the median counts
+_ASSUMED_BYTES = 4 << 30  # memory of a machine that does not say
 
 LoadDraft = Callable[[str], Model]
 
@@ -82,20 +83,16 @@ def _kv_cache(config: EngineConfig, model: Model, drafter: Drafter, kernels: Ker
             f"the KV cache has {num_blocks} blocks of {config.block_size} tokens, but one request of "
             f"{max_model_len} tokens needs {needed}: lower max_model_len, or raise num_kv_blocks or kv_cache_bytes"
         )
+    check_memory(num_blocks * bytes_per_block(specs, config.block_size), f"a KV cache of {num_blocks} blocks")
     return KVCache(kernels, specs, num_blocks, config.block_size)
 
 
 def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], max_model_len: int) -> int:
     """Blocks for every sequence at full length, as far as the memory for KV goes."""
     wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
-    budget = config.kv_cache_bytes or available_bytes() // 4
+    budget = config.kv_cache_bytes or (available_bytes() or _ASSUMED_BYTES) // 4
     per_block = bytes_per_block(specs, config.block_size)
     return min(wanted, budget // per_block) if per_block else wanted
-
-
-def available_bytes() -> int:
-    """Memory a process could take now without swapping."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _policy(config: EngineConfig, model: Model, drafter: Drafter, kv_cache: KVCache) -> Policy:

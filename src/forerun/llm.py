@@ -76,7 +76,7 @@ class LLM:
     def _load_draft(self, name: str) -> Any:
         drafts = self._shared.drafts
         if name not in drafts:
-            loaded = load_model(name, self._shared.kernels, dtype=self.config.dtype, max_position=self.max_model_len)
+            loaded = load_model(name, self._shared.kernels, dtype=self.config.dtype)
             check_same_vocabulary(self.tokenizer, loaded.tokenizer)
             drafts[name] = loaded
         return drafts[name].model

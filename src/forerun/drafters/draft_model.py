@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from torch import Tensor
 
 from forerun.core import Request
 from forerun.drafters.base import Observed
 from forerun.kernels.ops import LayerKV
-from forerun.models.base import Model
+from forerun.models.base import CommittedPath, Model
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.speculation.growth import Draft, Leaf, TreeGrower
 from forerun.speculation.tree import ROOT
@@ -61,18 +62,20 @@ class DraftModelDrafter:
 
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
         """Accepted nodes this model had computed are known tokens now; the rest is forgotten."""
+        paths = []
         for seen in observed:
             progress = self._progress.get(seen.request.request_id)
-            if progress is not None:
-                for node in seen.nodes:
-                    if node not in progress.nodes:
-                        break
-                    progress.num_computed += 1
+            if progress is not None and progress.nodes:
+                nodes = tuple(takewhile(progress.nodes.__contains__, seen.nodes))
+                progress.num_computed += len(nodes)
                 progress.nodes.clear()
+                paths.append(CommittedPath(seen.request.request_id, nodes))
+        self._model.commit(paths)
 
     def end(self, request_id: str) -> None:
         """Forget the request."""
         self._progress.pop(request_id, None)
+        self._model.release(request_id)
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Grow all trees level by level, one forward a level for all requests."""

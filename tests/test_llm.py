@@ -1,0 +1,189 @@
+"""LLM: what users call, and what they get told when they ask for something that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun import LLM, DrafterConfig, EngineConfig, SamplingParams
+from forerun.errors import ConfigError, ModelNotFoundError, PromptError, ResourceError, SamplingError
+from tests.support import mini
+
+
+def params(**options) -> SamplingParams:  # type: ignore[no-untyped-def]
+    return SamplingParams(**{"max_tokens": 5, "seed": 1, **options})
+
+
+def test_outputs_come_in_order_and_complete() -> None:
+    outputs = mini.plain().generate(mini.PROMPTS, params(ignore_eos=True))
+    assert [o.prompt for o in outputs] == list(mini.PROMPTS)
+    for output in outputs:
+        [sample] = output.outputs
+        assert output.finished and sample.finish_reason == "length" and len(sample.token_ids) == 5
+        assert (
+            sample.text
+            == mini.plain().tokenizer.decode([*output.prompt_token_ids, *sample.token_ids])[
+                len(mini.plain().tokenizer.decode(output.prompt_token_ids)) :
+            ]
+        )
+
+
+def test_parameters_by_prompt_and_token_prompts() -> None:
+    llm = mini.plain()
+    outputs = llm.generate([[5, 6, 7], "A"], [params(max_tokens=2, ignore_eos=True), params(ignore_eos=True)])
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [2, 5]
+    assert llm.generate([5, 6, 7], params())[0].prompt_token_ids == (5, 6, 7)
+
+
+def test_chat_uses_the_template() -> None:
+    llm = mini.plain()
+    messages = [{"role": "user", "content": "Hello"}]
+    [output] = llm.chat(messages, params())
+    text = llm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+    assert "Hello" in text and text != "Hello"
+    assert output.outputs[0].token_ids == llm.chat([messages], params())[0].outputs[0].token_ids
+
+
+def test_unseeded_requests_differ_and_report_their_seed() -> None:
+    llm = mini.plain()
+    a, b = llm.generate(["A", "A"], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert a.outputs[0].token_ids != b.outputs[0].token_ids
+    [again] = llm.generate("A", SamplingParams(max_tokens=12, ignore_eos=True, seed=b.outputs[0].seed))
+    assert again.outputs[0].token_ids == b.outputs[0].token_ids
+
+
+def test_a_prompt_fills_the_context_but_for_one_token() -> None:
+    llm = mini.plain()
+    [output] = llm.generate([[5] * (llm.max_model_len - 1)], params(max_tokens=None, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 1 and output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "empty"), ([], "empty"), ([5] * 512, "512 tokens"), ([5, 9999], "token id 9999"), ([-1], "token id -1")],
+)
+def test_bad_prompts(prompt, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(PromptError, match=message):
+        mini.plain().generate([prompt, "fine"], params())
+    assert not mini.plain().engine.has_work, "nothing was started"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -2},
+        {"top_k": 2.5},
+        {"min_p": -1.0},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": 3.0},
+        {"frequency_penalty": float("inf")},
+        {"max_tokens": 0},
+        {"min_tokens": 6, "max_tokens": 5},
+        {"n": 0},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"logprobs": 1000},
+        {"allowed_token_ids": ()},
+        {"stop": ("",)},
+        {"stop": 7},
+        {"logit_bias": {1: 1e9}},
+        {"logit_bias": {-1: 1.0}},
+    ],
+)
+def test_bad_sampling_values(options) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(SamplingError) as caught:
+        SamplingParams(**options)
+    assert any(name in str(caught.value) for name in options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"logit_bias": {8192: 1.0}}, {"allowed_token_ids": [9000]}, {"stop_token_ids": [8192]}]
+)
+def test_sampling_values_outside_the_vocabulary(options) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(SamplingError, match="8191"):
+        mini.plain().generate("A", params(**options))
+
+
+def test_number_of_parameters_must_match() -> None:
+    with pytest.raises(SamplingError, match="2 sampling parameters"):
+        mini.plain().generate(["A"], [params(), params()])
+
+
+def test_unknown_option_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no_such_option.*block_size"):
+        LLM("mini", no_such_option=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 7},
+        {"max_num_seqs": 0},
+        {"kernels": "gpu"},
+        {"dtype": "int3"},
+        {"verification": "typical"},
+        {"drafter": "medium"},
+        {"drafter": "ngram", "draft_model": "mini-draft"},
+        {"drafter": "ngram", "ngram_min": 5, "ngram_max": 2},
+        {"drafter": "ngram", "max_draft_tokens": 64},
+        {"max_model_len": 10**6},
+    ],
+)
+def test_bad_options(options) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError):
+        LLM("mini", **options)
+
+
+def test_draft_without_a_model() -> None:
+    with pytest.raises(ConfigError, match="draft model"):
+        EngineConfig(model="somewhere", drafter=DrafterConfig(name="draft"))
+
+
+def test_unknown_model() -> None:
+    with pytest.raises(ModelNotFoundError, match="mini"):
+        LLM("no/such-model-anywhere")
+
+
+def test_a_pool_too_small_for_one_request() -> None:
+    with pytest.raises(ResourceError, match="3 blocks"):
+        mini.plain().with_drafter("none", num_kv_blocks=3)
+
+
+def test_more_memory_than_the_machine_has() -> None:
+    with pytest.raises(ResourceError, match="GB"):
+        mini.plain().with_drafter("none", num_kv_blocks=10**9)
+
+
+def test_with_drafter_keeps_other_options() -> None:
+    llm = mini.plain().with_drafter("draft", max_draft_tokens=2)
+    assert llm.max_model_len == 512 and llm.config.max_num_seqs == 16
+    assert llm.config.drafter == DrafterConfig(name="draft", model="mini-draft", max_draft_tokens=2)
+    assert llm.loaded is mini.plain().loaded
+
+
+def test_progress_bar_changes_nothing() -> None:
+    sampling = params(ignore_eos=True)
+    shown = mini.plain().generate(mini.PROMPTS, sampling, progress=True)
+    assert [o.outputs[0].text for o in shown] == [
+        o.outputs[0].text for o in mini.plain().generate(mini.PROMPTS, sampling)
+    ]
+
+
+def test_keyboard_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = mini.drafting("draft")
+    step, calls = type(llm)._step, []
+
+    def interrupted(self):  # type: ignore[no-untyped-def]
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(type(llm), "_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(mini.PROMPTS, params(max_tokens=30))
+    assert not llm.engine.has_work and not llm.engine.groups
+    llm.engine.scheduler.check_integrity()
