@@ -152,6 +152,12 @@ def test_a_pool_too_small_for_one_request() -> None:
         mini.plain().with_drafter("none", num_kv_blocks=3)
 
 
+def test_a_context_nobody_asked_for_is_cut_to_the_pool() -> None:
+    llm = mini.plain().with_drafter("none", max_model_len=None, num_kv_blocks=3)
+    assert llm.max_model_len == 48
+    assert mini.plain().with_drafter("none", max_model_len=None).max_model_len == 512
+
+
 def test_more_memory_than_the_machine_has() -> None:
     with pytest.raises(ResourceError, match="GB"):
         mini.plain().with_drafter("none", num_kv_blocks=10**9)

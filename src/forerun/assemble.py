@@ -21,11 +21,11 @@ from forerun.drafters.none import NoDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.policy import AdaptivePolicy, FixedPolicy, Policy, VerifyCost, rows_to_measure
 from forerun.engine.scheduler import Scheduler
-from forerun.errors import ResourceError
+from forerun.errors import ConfigError, ResourceError
 from forerun.kernels.ops import Kernels
 from forerun.models.base import LayerSpec, Model
-from forerun.models.memory import available_bytes, check_memory
 from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.models.memory import available_bytes, check_memory
 from forerun.speculation.growth import TreeGrower
 from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
 
@@ -35,19 +35,25 @@ _ASSUMED_BYTES = 4 << 30  # memory of a machine that does not say
 LoadDraft = Callable[[str], Model]
 
 
-def assemble(config: EngineConfig, model: Model, kernels: Kernels, max_model_len: int, load_draft: LoadDraft) -> Engine:
-    """An engine for `model` under `config`. Raises ResourceError if the KV pool does not fit."""
+def assemble(config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft) -> Engine:
+    """An engine for `model` under `config`. Raises ConfigError or ResourceError if the context does not fit."""
     drafter = _drafter(config, kernels, load_draft)
-    kv_cache = _kv_cache(config, model, drafter, kernels, max_model_len)
+    kv_cache = _kv_cache(config, model, drafter, kernels)
     if isinstance(drafter, DraftModelDrafter):
         drafter.attach(kv_cache.layers[len(model.kv_specs) :])
-    pool = BlockPool(kv_cache.num_blocks)
+    max_model_len = min(_longest(config, model), kv_cache.num_rows)
     return Engine(
         model=model,
         drafter=drafter,
         verifier=CoupledVerifier(kernels) if config.verification == "coupled" else RejectionVerifier(config.chain_rule),
         policy=_policy(config, model, drafter, kv_cache),
-        scheduler=Scheduler(pool, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, max_model_len),
+        scheduler=Scheduler(
+            BlockPool(kv_cache.num_blocks),
+            config.block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            max_model_len,
+        ),
         kv_cache=kv_cache,
     )
 
@@ -74,22 +80,33 @@ def _draft_model(config: EngineConfig, options: DrafterConfig, kernels: Kernels,
     )
 
 
-def _kv_cache(config: EngineConfig, model: Model, drafter: Drafter, kernels: Kernels, max_model_len: int) -> KVCache:
+def _longest(config: EngineConfig, model: Model) -> int:
+    """The context asked for, or all the model was built for."""
+    if config.max_model_len is not None and config.max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is above the {model.max_position} positions of {config.model}"
+        )
+    return config.max_model_len or model.max_position
+
+
+def _kv_cache(config: EngineConfig, model: Model, drafter: Drafter, kernels: Kernels) -> KVCache:
+    """The pool. A context nobody asked for is cut to what the memory holds; one asked for must fit."""
     specs = (*model.kv_specs, *drafter.kv_specs)
-    num_blocks = config.num_kv_blocks or _num_blocks(config, specs, max_model_len)
-    needed = -(-max_model_len // config.block_size)
+    longest = _longest(config, model)
+    num_blocks = config.num_kv_blocks or _num_blocks(config, specs, longest)
+    needed = -(-longest // config.block_size) if config.max_model_len is not None else 1
     if num_blocks < needed:
         raise ResourceError(
-            f"the KV cache has {num_blocks} blocks of {config.block_size} tokens, but one request of "
-            f"{max_model_len} tokens needs {needed}: lower max_model_len, or raise num_kv_blocks or kv_cache_bytes"
+            f"the KV cache has {num_blocks} blocks of {config.block_size} tokens, but one request of {longest} tokens "
+            f"needs {needed}: lower max_model_len, or raise num_kv_blocks or kv_cache_bytes"
         )
     check_memory(num_blocks * bytes_per_block(specs, config.block_size), f"a KV cache of {num_blocks} blocks")
     return KVCache(kernels, specs, num_blocks, config.block_size)
 
 
-def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], max_model_len: int) -> int:
+def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int) -> int:
     """Blocks for every sequence at full length, as far as the memory for KV goes."""
-    wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
+    wanted = config.max_num_seqs * -(-longest // config.block_size)
     budget = config.kv_cache_bytes or (available_bytes() or _ASSUMED_BYTES) // 4
     per_block = bytes_per_block(specs, config.block_size)
     return min(wanted, budget // per_block) if per_block else wanted

@@ -54,10 +54,7 @@ class LLM:
     def _open(self, config: EngineConfig, shared: _Shared | None) -> None:
         self.config = config
         self._shared = shared or _load(config)
-        self.max_model_len = _max_model_len(config, self._shared.loaded)
-        self.engine: Engine = assemble(
-            config, self._shared.loaded.model, self._shared.kernels, self.max_model_len, self._load_draft
-        )
+        self.engine: Engine = assemble(config, self._shared.loaded.model, self._shared.kernels, self._load_draft)
         self._counter = count()
         self._seeds = random.Random(config.seed)
 
@@ -95,6 +92,11 @@ class LLM:
     def kernels(self) -> Kernels:
         """The op table in use."""
         return self._shared.kernels
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens a request may have, prompt and output together."""
+        return self.engine.scheduler.max_model_len
 
     @property
     def timings(self) -> dict[str, float]:
@@ -254,13 +256,6 @@ def _named_drafter(model: str, name: str, draft_model: str | None, options: Mapp
 def _load(config: EngineConfig) -> _Shared:
     kernels = select_kernels(config.kernels, config.threads)
     return _Shared(load_model(config.model, kernels, dtype=config.dtype, max_position=config.max_model_len), kernels)
-
-
-def _max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:
-    built_for = loaded.model.max_position
-    if config.max_model_len is not None and config.max_model_len > built_for:
-        raise ConfigError(f"max_model_len {config.max_model_len} is above the {built_for} positions of {config.model}")
-    return config.max_model_len or built_for
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -14,7 +14,7 @@ CHECK = {
 }  # fmt: skip
 INSPECT = {
     "model", "folder", "family", "implementation", "num_parameters", "sizes", "dtype", "context", "tokenizer",
-    "chat_template", "drafters", "memory", "kernels",
+    "chat_template", "drafters", "memory", "backend", "kernels",
 }  # fmt: skip
 
 

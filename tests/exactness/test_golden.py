@@ -1,4 +1,4 @@
-"""A published text, reproduced: stories260K's greedy sample, with every drafter, on the fast kernels and on the reference."""
+"""A published text, reproduced: stories260K's greedy sample, with every drafter, on both backends."""
 
 from __future__ import annotations
 

@@ -192,11 +192,13 @@ def reference_kernels() -> Kernels:
     return select_kernels("reference")
 
 
+@torch.no_grad()
 def hf_logits(folder: Path, tokens: Sequence[int], dtype: torch.dtype) -> Tensor:
     """What transformers computes for a saved folder in `dtype`, all at once -> [len(tokens), V] float64."""
     return hf_model(folder, dtype)(torch.tensor([list(tokens)])).logits[0].double()
 
 
+@torch.no_grad()
 def hf_logits_stepwise(folder: Path, tokens: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The same token by token -> [len(tokens), V] float64."""
     model, cache, rows = hf_model(folder, dtype), None, []
@@ -211,9 +213,10 @@ def hf_model(folder: Path, dtype: torch.dtype) -> Any:
     """A saved folder in transformers. float64 is the exact arithmetic on the stored weights."""
     from transformers import AutoModelForCausalLM
 
-    loaded = torch.float32 if dtype == torch.float64 else dtype
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=loaded, attn_implementation="eager")
-    return model.eval().requires_grad_(False).to(dtype) if dtype == torch.float64 else model.eval().requires_grad_(False)
+    if dtype != torch.float64:  # `to` would round the rope frequencies too, which stay float32 when loaded
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval().requires_grad_(False).to(dtype)
 
 
 def rms_error(found: Tensor, truth: Tensor) -> float:

@@ -91,7 +91,7 @@ def test_missing_tensors_are_refused(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in module.state_dict().items() if "h.1.mlp" not in name}
     module.save_pretrained(tmp_path, state_dict=state)
     factory.write_tokenizer(tmp_path)
-    with pytest.raises(CheckpointError, match="lacks .* tensors"):
+    with pytest.raises(CheckpointError, match=r"lacks .* tensors"):
         load_model(tmp_path, factory.reference_kernels())
 
 

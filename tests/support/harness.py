@@ -46,10 +46,11 @@ def engine(
         model="toy",
         drafter=DRAFTERS[drafter] if isinstance(drafter, str) else drafter,
         block_size=options.pop("block_size", 4),
+        max_model_len=max_model_len,
         **options,
     )
     toy_draft = draft or (NoisyToy(target, 0.7) if isinstance(target, ToyModel) else target)
-    made = assemble(config, target, kernels(), max_model_len, lambda name: toy_draft)
+    made = assemble(config, target, kernels(), lambda name: toy_draft)
     if isinstance(made.policy, AdaptivePolicy):  # a toy's rows cost too much to be worth drafting
         made.policy.verify_cost = VerifyCost({1: 1.0})
     return made

@@ -31,6 +31,11 @@ class KVCache:
         self.layers = [_allocate(spec, num_blocks, block_size) for spec in specs]
         self._kernels = kernels
 
+    @property
+    def num_rows(self) -> int:
+        """Logical rows all blocks hold together."""
+        return self.num_blocks * self.block_size
+
     def num_blocks_for(self, num_rows: int) -> int:
         """Blocks that hold `num_rows` logical rows."""
         return -(-num_rows // self.block_size)

@@ -29,7 +29,7 @@ class Scheduler:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_num_rows = max_num_rows
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
 
@@ -92,8 +92,8 @@ class Scheduler:
         num_span = request.root_position - request.num_computed
         if num_span >= rows_left:
             return ScheduledRequest(request, min(num_span, rows_left), 0)
-        room = min(request.num_remaining, self._max_model_len - len(request.token_ids))
-        max_nodes = max(1, min(node_budget, rows_left - num_span, room, self._max_model_len - request.root_position))
+        room = min(request.num_remaining, self.max_model_len - len(request.token_ids))
+        max_nodes = max(1, min(node_budget, rows_left - num_span, room, self.max_model_len - request.root_position))
         return ScheduledRequest(request, num_span, max_nodes)
 
     def _reserve(self, request: Request, item: ScheduledRequest) -> bool:

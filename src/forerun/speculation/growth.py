@@ -127,11 +127,7 @@ class TreeGrower:
 def noise_keys(seeds: Sequence[int], positions: Sequence[int], streams: Sequence[int]) -> NoiseKeys:
     """Keys as tensors; 64-bit seeds keep their bits."""
     signed = [seed - (1 << 64) if seed >> 63 else seed for seed in seeds]
-    return NoiseKeys(
-        torch.tensor(signed, dtype=torch.int64),
-        torch.tensor(positions, dtype=torch.int64),
-        torch.tensor(streams, dtype=torch.int64),
-    )
+    return NoiseKeys(*torch.tensor([signed, positions, streams], dtype=torch.int64).unbind(0))  # each [R]
 
 
 def _temperatures(rows: Sequence[ShapedRow]) -> Tensor:

@@ -1,0 +1,133 @@
+"""attention: against plain softmax in float64, and the same bits wherever the keys lie and whoever else is there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.kernels.cases import (
+    ISAS,
+    attention_case,
+    attention_truth,
+    cpu_kernels,
+    kernels_named,
+    laid_out_plainly,
+    rms_error,
+)
+
+from forerun.kernels.ops import HeadLayout
+
+BACKENDS = ("reference", *ISAS)
+HEADS = (
+    HeadLayout(1, 1, 64, 64),
+    HeadLayout(2, 1, 128, 64),
+    HeadLayout(8, 8, 8, 8),
+    HeadLayout(14, 2, 64, 64),
+    HeadLayout(3, 1, 40, 40),
+    HeadLayout(9, 1, 96, 96),
+)
+
+
+@pytest.mark.parametrize("isa", BACKENDS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_error_is_at_most_twice_torchs(isa: str, heads: HeadLayout) -> None:
+    case = attention_case([1, 30, 300], num_nodes=4, heads=heads)
+    exact, torchs = attention_truth(case)
+    assert rms_error(case.run(kernels_named(isa)), exact) <= 2 * rms_error(torchs, exact) + 1e-8
+
+
+@pytest.mark.parametrize("isa", BACKENDS)
+@pytest.mark.parametrize("block_size", (4, 8, 12, 16, 32))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("window", (0, 1, 20, 300))
+def test_block_sizes_windows_and_dtypes(isa: str, block_size: int, dtype: torch.dtype, window: int) -> None:
+    heads = HeadLayout(4, 2, 32, 32)
+    case = attention_case([3, 250, 530], num_nodes=5, heads=heads, block_size=block_size, dtype=dtype)
+    exact, torchs = attention_truth(case, window=window)
+    assert rms_error(case.run(kernels_named(isa), window=window), exact) <= 2 * rms_error(torchs, exact) + 1e-8
+
+
+@pytest.mark.parametrize("isa", ("reference", "avx512", "avx2"))
+@pytest.mark.parametrize("window", (0, 40))
+def test_a_row_has_the_same_bits_in_every_batch(isa: str, window: int) -> None:
+    kernels = kernels_named(isa)
+    case = attention_case([5, 17, 120, 255, 600], num_nodes=8)
+    alone = torch.cat([case.row(row).run(kernels, window=window) for row in range(40)])
+    for num_rows in range(1, 41) if isa != "reference" else (1, 2, 7, 40):
+        order = torch.randperm(40)[:num_rows]
+        assert torch.equal(case.pick(torch.arange(num_rows)).run(kernels, window=window), alone[:num_rows])
+        assert torch.equal(case.pick(order).run(kernels, window=window), alone[order])
+
+
+@pytest.mark.parametrize("isa", BACKENDS)
+@pytest.mark.parametrize("block_size", (4, 16, 32))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_row(isa: str, block_size: int, dtype: torch.dtype) -> None:
+    kernels = kernels_named(isa)
+    heads = HeadLayout(3, 1, 48, 48)
+    case = attention_case([1, 13, 250, 505], num_nodes=20, heads=heads, block_size=block_size, dtype=dtype)
+    for window in (0, 33):
+        out = case.run(kernels, window=window)
+        for row in range(0, 80, 3):
+            for plain_block_size in (8, 16):
+                plain = laid_out_plainly(case, row, plain_block_size)
+                assert torch.equal(plain.run(kernels, window=window)[0], out[row])
+
+
+@pytest.mark.parametrize("isa", BACKENDS)
+def test_a_tree_of_64_nodes_uses_the_sign_bit(isa: str) -> None:
+    case = attention_case([10], num_nodes=64, heads=HeadLayout(2, 2, 16, 16))
+    masks = case.rows.tree_masks.clone()
+    masks[63] = -1  # a chain of 64
+    case = replace(case, rows=replace(case.rows, tree_masks=masks))
+    exact, torchs = attention_truth(case)
+    assert rms_error(case.run(kernels_named(isa)), exact) <= 2 * rms_error(torchs, exact) + 1e-8
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_instruction_sets_and_thread_counts_agree_bit_by_bit(isa: str) -> None:
+    for heads, dtype in ((HEADS[0], torch.float32), (HEADS[3], torch.bfloat16), (HEADS[4], torch.float32)):
+        case = attention_case([2, 700], num_nodes=4, heads=heads, dtype=dtype)
+        expected = case.run(cpu_kernels("portable", 1))
+        for threads in (1, 2, 5):
+            assert torch.equal(case.run(cpu_kernels(isa, threads)), expected)
+            assert torch.equal(case.row(7).run(cpu_kernels(isa, threads)), expected[7:])
+
+
+@pytest.mark.parametrize("isa", BACKENDS)
+def test_garbage_in_unseen_slots_does_not_matter(isa: str) -> None:
+    kernels = kernels_named(isa)
+    case = attention_case([21, 270], num_nodes=3)
+    clean = case.run(kernels)
+    seen = torch.zeros(case.kv.values.shape[0], 16, dtype=torch.bool)
+    for sequence, prefix in enumerate((21, 270)):
+        for logical in range(prefix + 3):
+            seen[int(case.rows.block_tables[sequence, logical // 16]), logical % 16] = True
+    case.kv.keys.transpose(2, 3).masked_fill_(~seen[:, None, :, None], torch.nan)
+    case.kv.values.masked_fill_(~seen[:, None, :, None], torch.nan)
+    assert torch.equal(case.run(kernels), clean)
+
+
+@pytest.mark.parametrize("isa", BACKENDS)
+def test_nan_stays_in_its_row(isa: str) -> None:
+    kernels = kernels_named(isa)
+    case = attention_case([40], num_nodes=4)
+    clean = case.run(kernels)
+    case.qkv[2] = torch.nan
+    dirty = case.run(kernels)
+    assert dirty[2].isnan().all()
+    assert torch.equal(dirty[[0, 1, 3]], clean[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_extreme_scores(isa: str) -> None:
+    case = attention_case([600], num_nodes=2)
+    case.qkv.mul_(100)
+    exact, torchs = attention_truth(case)
+    assert rms_error(case.run(cpu_kernels(isa)), exact) <= 2 * rms_error(torchs, exact) + 1e-7
+
+
+def test_heads_too_wide_for_the_extension_fall_back() -> None:
+    case = attention_case([20], num_nodes=2, heads=HeadLayout(1, 1, 320, 320))
+    assert torch.equal(case.run(cpu_kernels()), case.run(kernels_named("reference")))

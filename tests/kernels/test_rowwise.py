@@ -1,0 +1,188 @@
+"""Norms, activations, embedding, rope and the cache: against torch in float64, row by row, instruction set by set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.kernels.cases import ISAS, cpu_kernels, kernels_named, rms_error
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.errors import KernelError
+from forerun.kernels.ops import HeadLayout, Kernels, LayerKV
+
+WIDTHS = (1, 7, 16, 100, 384, 1000)
+Op = Callable[[Kernels, Tensor], Tensor]
+
+
+def _ops(width: int) -> dict[str, tuple[Op, Callable[[Tensor], Tensor]]]:
+    """Name -> (the op, its definition in the dtype of its argument)."""
+    generator = torch.Generator().manual_seed(width)
+    weight = torch.randn(width, generator=generator)
+    bias = torch.randn(width, generator=generator)
+    up = torch.randn(1, width, generator=generator)
+
+    def rms(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight.to(x.dtype)
+
+    def gated(act: str) -> Op:
+        return lambda k, x: k.gated_act(torch.cat([x, up.expand_as(x)], 1).contiguous(), act)
+
+    def norm(x: Tensor) -> Tensor:
+        return functional.layer_norm(x, (width,), weight.to(x.dtype), bias.to(x.dtype), 1e-5)
+
+    return {
+        "rms_norm": (lambda k, x: k.rms_norm(x, weight, 1e-5), rms),
+        "add_rms_norm": (lambda k, x: k.add_rms_norm(x, x * 3, weight, 1e-5), lambda x: rms(x + x * 3)),
+        "layer_norm": (lambda k, x: k.layer_norm(x, weight, bias, 1e-5), norm),
+        "layer_norm without bias": (
+            lambda k, x: k.layer_norm(x, weight, None, 1e-5),
+            lambda x: functional.layer_norm(x, (width,), weight.to(x.dtype), None, 1e-5),
+        ),
+        "silu": (gated("silu"), lambda x: functional.silu(x) * up.to(x.dtype)),
+        "gelu_tanh": (gated("gelu_tanh"), lambda x: functional.gelu(x, approximate="tanh") * up.to(x.dtype)),
+    }
+
+
+@pytest.mark.parametrize("isa", ("reference", *ISAS))
+@pytest.mark.parametrize("width", WIDTHS)
+def test_error_is_at_most_twice_torchs(isa: str, width: int) -> None:
+    kernels = kernels_named(isa)
+    x = torch.randn(50, width, generator=torch.Generator().manual_seed(1)) * 4
+    for name, (op, definition) in _ops(width).items():
+        truth = definition(x.double())
+        floor = 1e-7 * float(truth.abs().mean() + 1e-3)
+        assert rms_error(op(kernels, x), truth) <= 2 * rms_error(definition(x), truth) + floor, name
+
+
+@pytest.mark.parametrize("isa", ("reference", "avx512", "avx2"))
+@pytest.mark.parametrize("width", (7, 384))
+def test_a_row_has_the_same_bits_in_every_batch(isa: str, width: int) -> None:
+    kernels = kernels_named(isa)
+    x = torch.randn(40, width)
+    for name, (op, _) in _ops(width).items():
+        alone = torch.cat([op(kernels, row[None].clone()) for row in x])
+        for num_rows in range(1, 41):
+            order = torch.randperm(40)[:num_rows]
+            assert torch.equal(op(kernels, x[:num_rows].clone()), alone[:num_rows]), name
+            assert torch.equal(op(kernels, x[order]), alone[order]), name
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_instruction_sets_agree_bit_by_bit(isa: str, width: int) -> None:
+    x = torch.cat([torch.randn(30, width) * 10.0**exponent for exponent in (-20, -3, 0, 1, 2, 20)])
+    for name, (op, _) in _ops(width).items():
+        ours, portable = op(cpu_kernels(isa), x), op(cpu_kernels("portable", 1), x)
+        assert torch.equal(ours.nan_to_num(), portable.nan_to_num()), name
+        assert torch.equal(ours.isnan(), portable.isnan()), name
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_activations_at_the_edges(isa: str) -> None:
+    x = torch.tensor([[0.0, -0.0, 1e-30, -1e-30, 87.0, -87.0, 104.0, -104.0, 1e30, -1e30, torch.inf, torch.nan]])
+    out = cpu_kernels(isa).gated_act(torch.cat([x, torch.ones_like(x)], 1), "silu")
+    expected = functional.silu(x.double()).float()
+    assert torch.allclose(out, expected, rtol=3e-7, atol=1e-38, equal_nan=True)
+
+
+def test_the_residual_is_updated_in_place() -> None:
+    for kernels in (kernels_named("reference"), cpu_kernels()):
+        x, residual, weight = torch.randn(3, 20), torch.randn(3, 20), torch.ones(20)
+        expected = residual + x
+        out = kernels.add_rms_norm(x, residual, weight, 1e-6)
+        assert torch.equal(residual, expected)
+        assert torch.equal(out, kernels.rms_norm(expected, weight, 1e-6))
+
+
+@pytest.mark.parametrize("isa", ("reference", *ISAS))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_embedding_is_exact_and_checks_its_ids(isa: str, dtype: torch.dtype) -> None:
+    kernels = kernels_named(isa)
+    table = torch.randn(50, 37).to(dtype)
+    ids = torch.randint(50, (9,))
+    assert torch.equal(kernels.embedding(ids, table), table[ids].float())
+    for wrong in (50, -51):
+        with pytest.raises(IndexError):
+            kernels.embedding(torch.tensor([1, wrong]), table)
+
+
+def test_unknown_names_and_places_are_refused() -> None:
+    for kernels in (kernels_named("reference"), cpu_kernels()):
+        with pytest.raises(KernelError, match="activation"):
+            kernels.gated_act(torch.randn(1, 4), "relu")
+    heads, table = HeadLayout(1, 1, 8, 8), torch.randn(4, 8)
+    kv = LayerKV(torch.zeros(2, 1, 8, 4), torch.zeros(2, 1, 4, 8))
+    for position, slot in ((4, 0), (-1, 0), (0, 8), (0, -1)):
+        places = (torch.tensor([position]).int(), torch.tensor([slot]).int())
+        with pytest.raises(IndexError):
+            cpu_kernels().rope_and_cache(torch.randn(1, 24), heads, table, *places, kv)
+
+
+HEADS = (HeadLayout(6, 2, 64, 64), HeadLayout(4, 4, 8, 8), HeadLayout(3, 1, 40, 20), HeadLayout(2, 2, 48, 24))
+
+
+def _rope(
+    kernels: Kernels, heads: HeadLayout, dtype: torch.dtype, block_size: int, order: Tensor, norms: bool
+) -> list[Tensor]:
+    """Rows `order` of a fixed problem -> q after the op, and the keys and values found at the rows' slots."""
+    generator = torch.Generator().manual_seed(3)
+    qkv = torch.randn(40, heads.row_size, generator=generator)[order]
+    angles = torch.randn(100, heads.rotary_dim // 2, generator=generator)
+    table = torch.cat([angles.cos(), angles.sin()], 1)
+    positions = torch.randperm(100, generator=generator)[:40].int()[order]
+    slots = torch.randperm(20 * block_size, generator=generator)[:40].int()[order]
+    weights = torch.randn(2, heads.head_dim, generator=generator)
+    kv = LayerKV(
+        torch.zeros(20, heads.num_kv, heads.head_dim, block_size, dtype=dtype),
+        torch.zeros(20, heads.num_kv, block_size, heads.head_dim, dtype=dtype),
+    )
+    q_norm, k_norm = (weights[0].clone(), weights[1].clone()) if norms else (None, None)
+    kernels.rope_and_cache(qkv, heads, table, positions, slots, kv, q_norm, k_norm, 1e-6)
+    blocks, offsets = slots.long() // block_size, slots.long() % block_size
+    queries = qkv[:, : heads.num_q * heads.head_dim]
+    return [queries, kv.keys[blocks, :, :, offsets].float(), kv.values[blocks, :, offsets].float()]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("norms", (False, True))
+def test_rope_against_the_reference(isa: str, heads: HeadLayout, dtype: torch.dtype, norms: bool) -> None:
+    everything = torch.arange(40)
+    for block_size in (4, 16):
+        ours = _rope(cpu_kernels(isa), heads, dtype, block_size, everything, norms)
+        reference = _rope(kernels_named("reference"), heads, dtype, block_size, everything, norms)
+        portable = _rope(cpu_kernels("portable", 1), heads, dtype, block_size, everything, norms)
+        tolerance = 1e-2 if dtype is torch.bfloat16 else 2e-6
+        assert torch.allclose(ours[0], reference[0], rtol=2e-6, atol=2e-6)
+        assert torch.allclose(ours[1], reference[1], rtol=tolerance, atol=tolerance)
+        assert torch.equal(ours[2], reference[2])  # rounding to bfloat16 included
+        assert all(torch.equal(a, b) for a, b in zip(ours, portable, strict=True))
+
+
+@pytest.mark.parametrize("isa", ("reference", "avx512", "avx2"))
+def test_rope_rows_have_the_same_bits_in_every_batch(isa: str) -> None:
+    kernels = kernels_named(isa)
+    whole = _rope(kernels, HEADS[0], torch.float32, 16, torch.arange(40), True)
+    for num_rows in (1, 2, 3, 7, 33):
+        order = torch.randperm(40)[:num_rows]
+        part = _rope(kernels, HEADS[0], torch.float32, 16, order, True)
+        assert all(torch.equal(a, b[order]) for a, b in zip(part, whole, strict=True))
+
+
+@pytest.mark.parametrize("isa", ("reference", *ISAS))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_move_rows_in_order(isa: str, dtype: torch.dtype) -> None:
+    kvs = [LayerKV(torch.randn(3, 2, 5, 4).to(dtype), torch.randn(3, 2, 4, 5).to(dtype)) for _ in range(2)]
+    before = [LayerKV(kv.keys.clone(), kv.values.clone()) for kv in kvs]
+    sources, targets = [7, 9, 11], [6, 7, 9]  # 7 and 9 are read before they are written
+    kernels_named(isa).move_rows(kvs, torch.tensor(sources).int(), torch.tensor(targets).int())
+    for kv, old in zip(kvs, before, strict=True):
+        for source, target in zip(sources, targets, strict=True):
+            new_key, old_key = kv.keys[target // 4, :, :, target % 4], old.keys[source // 4, :, :, source % 4]
+            assert torch.equal(new_key, old_key)
+            assert torch.equal(kv.values[target // 4, :, target % 4], old.values[source // 4, :, source % 4])
+        assert torch.equal(kv.keys[0], old.keys[0])

@@ -1,0 +1,141 @@
+"""config.json: real ones, both spellings of rope, and everything that must be refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from forerun.errors import CheckpointError, UnsupportedError
+from forerun.models.config import ModelConfig, estimate_bytes, num_parameters
+from forerun.models.families import FAMILIES
+from forerun.models.loader import find_family
+from tests.models import factory
+
+BASE: dict[str, Any] = {**factory.SIZES, "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+REAL = factory.SHARED_DATA / "configs" / "hf"
+
+
+def read(**changes: Any) -> ModelConfig:
+    raw = {**BASE, **changes}
+    return ModelConfig.read(raw, FAMILIES[raw["model_type"]])
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="../shared/data/configs is not here")
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Llama-3.1-8B-Instruct", 8.03),
+        ("Llama-3.2-1B-Instruct", 1.236),
+        ("Mistral-7B-Instruct-v0.3", 7.248),
+        ("Qwen2.5-7B-Instruct", 7.616),
+        ("Qwen3-8B", 8.191),
+        ("phi-4", 14.66),
+    ],
+)
+def test_real_configs_have_the_published_sizes(name: str, billions: float) -> None:
+    raw = json.loads((REAL / f"{name}.config.json").read_text())
+    family = find_family(raw)
+    assert family is not None
+    config = ModelConfig.read(raw, family)
+    assert num_parameters(config) / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert estimate_bytes(config, 2, 4096) > 2 * num_parameters(config)
+    assert set(config.windows) == {0}
+
+
+def test_both_spellings_of_rope_agree() -> None:
+    scaling = {"type": "linear", "factor": 2.0}
+    old = read(rope_theta=5e4, rope_scaling=scaling)
+    raw = {name: value for name, value in BASE.items() if name != "rope_theta"}
+    raw["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}
+    new = ModelConfig.read(raw, FAMILIES["llama"])
+    assert old.rope == new.rope and new.rope.theta == 5e4
+    assert old.max_position == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [
+        ({}, 64),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 256),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, 256),
+        ({"rope_scaling": {"rope_type": "default"}}, 64),
+        ({"rope_scaling": factory.LLAMA3}, 64),
+    ],
+)
+def test_reachable_positions(changes: dict[str, Any], positions: int) -> None:
+    assert read(**changes).max_position == positions
+
+
+def test_windows() -> None:
+    assert read(model_type="mistral").windows == (4096, 4096)
+    assert read(model_type="mistral", sliding_window=None).windows == (0, 0)
+    assert read(model_type="qwen2", sliding_window=8).windows == (0, 0)
+    used = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}
+    assert read(**used, max_window_layers=1).windows == (0, 8)
+    assert read(**used, layer_types=["sliding_attention", "full_attention"]).windows == (8, 0)
+
+
+def test_fields_that_change_nothing_are_ignored() -> None:
+    config = read(
+        pretraining_tp=2, attention_dropout=0.1, _name_or_path="x", attn_implementation="sdpa", rope_interleaved=False,
+        unsloth_version="2024", hidden_dropout=0.3, use_cache=False, quantization_config=None, initializer_range=0.1,
+    )  # fmt: skip
+    assert config == read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
+        ({"attention_multiplier": 0.5}, "attention_multiplier"),
+        ({"sliding_window": 128}, "sliding_window"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"head_dim": 7}, "7 entries of every head"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: gptq"),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "type 'mrope'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "type 'longrope'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "surprise": 1}}, "surprise"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
+    ],
+)
+def test_unsupported_fields_are_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        read(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"vocab_size": "many"}, "vocab_size must be a whole number of at least 1, got 'many'"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"num_hidden_layers": None}, "lacks 'num_hidden_layers'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+        ({"num_attention_heads": 5}, "not a multiple of num_attention_heads 5"),
+        ({"attention_bias": "yes"}, "attention_bias"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"rope_scaling": "linear"}, "must be an object"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'factor'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor"),
+        ({"rope_scaling": {**factory.LLAMA3, "high_freq_factor": 0.5}}, "low_freq_factor < high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"factor": 3.0}}, "differ"),
+        ({"model_type": "qwen2", "layer_types": "full"}, "layer_types must be a list of strings"),
+    ],
+)
+def test_malformed_fields_are_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        read(**changes)
+
+
+def test_estimates_follow_the_options() -> None:
+    config = read()
+    assert estimate_bytes(config, 4) > estimate_bytes(config, 2) > estimate_bytes(config, 2, 1)
