@@ -163,9 +163,7 @@ class Kernels(Protocol):
         A row holding NaN or +inf, or nothing above -inf, gives -1.
         """
 
-    def gumbel_topk(
-        self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys, k: int
-    ) -> tuple[Tensor, Tensor]:
+    def gumbel_topk(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys, k: int) -> tuple[Tensor, Tensor]:
         """The k best of the same scores, best first, ties to the lower id -> ids [R, k] int64, scores [R, k] float64.
 
         Places with a score of -inf (and whole rows that `gumbel_argmax` answers -1 for) hold id -1.

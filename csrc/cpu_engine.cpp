@@ -1,0 +1,183 @@
+#include "cpu_engine.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace forerun {
+namespace {
+
+// Rough nanoseconds of work below which waking or even telling another thread costs more than it brings.
+constexpr int64_t kWorthSharing = 4000;
+constexpr int64_t kChunksPerThread = 8;      // so that a descheduled thread holds up a small part only
+constexpr int64_t kSmallestChunk = 1000;     // nanoseconds
+constexpr int64_t kRowBlockBytes = 192 << 10;  // activations that stay in the second-level cache beside a panel
+constexpr int64_t kUnitBytes = 48 << 10;     // weights a unit of few rows reads
+constexpr int64_t kPartSize = 16384;         // tokens of a vocabulary piece
+constexpr int64_t kUnitsPerThread = 4;       // attention splits a row's keys when there are fewer units than this
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t element_size(Dtype dtype) { return dtype == Dtype::kBFloat16 ? 2 : 4; }
+
+const KernelTable* find_table(const std::string& isa) {
+    if (isa == "portable") return &portable_kernels();
+    if (isa == "avx2") return avx2_kernels();
+    if (isa == "avx512") return avx512_kernels();
+    return nullptr;
+}
+
+const KernelTable* pick_table(const std::string& isa) {
+    const KernelTable* table = find_table(isa.empty() ? CpuEngine::available().front() : isa);
+    if (table == nullptr) throw std::invalid_argument("instruction set '" + isa + "' is not available on this CPU");
+    return table;
+}
+
+template <class Args>
+struct Job {
+    void (*kernel)(const Args&, int64_t, int64_t);
+    const Args* args;
+    int64_t units, chunk;
+
+    static void run(const void* job_pointer, int64_t index) {
+        const Job& job = *static_cast<const Job*>(job_pointer);
+        job.kernel(*job.args, index * job.chunk, std::min(job.units, (index + 1) * job.chunk));
+    }
+};
+
+}  // namespace
+
+CpuEngine::CpuEngine(int num_threads, const std::string& isa) : table_(pick_table(isa)), pool_(num_threads) {}
+
+std::vector<std::string> CpuEngine::available() {
+    std::vector<std::string> names;
+    for (const char* name : {"avx512", "avx2", "portable"}) {
+        if (find_table(name) != nullptr) names.emplace_back(name);
+    }
+    return names;
+}
+
+template <class Args>
+void CpuEngine::share(void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t units,
+                      int64_t work_per_unit) {
+    if (units <= 0) return;
+    if (pool_.num_threads() == 1 || units * work_per_unit < kWorthSharing) return kernel(args, 0, units);
+    const int64_t even = divide_up(units, pool_.num_threads() * kChunksPerThread);
+    const int64_t chunk = std::max<int64_t>({1, even, kSmallestChunk / std::max<int64_t>(1, work_per_unit)});
+    const Job<Args> job{kernel, &args, units, chunk};
+    pool_.run(&Job<Args>::run, &job, divide_up(units, chunk));
+}
+
+void CpuEngine::pack(const PackArgs& args) { share(table_->pack, args, divide_up(args.n, kLanes), args.k * 16); }
+
+void CpuEngine::linear(LinearArgs args) {
+    const int64_t panels = divide_up(args.n, kLanes), group = table_->panel_group;
+    const int64_t panel_bytes = args.k * kLanes * element_size(args.dtype);
+    const int64_t row_bytes = args.k * static_cast<int64_t>(sizeof(float));
+    args.rows_per_unit = std::max<int64_t>(24, kRowBlockBytes / std::max<int64_t>(row_bytes, 1) / 12 * 12);
+    const int64_t rows = std::min(args.m, args.rows_per_unit);
+    const int64_t wanted = std::max<int64_t>(1, kUnitBytes / std::max<int64_t>(1, panel_bytes * divide_up(rows, 6)));
+    const int64_t balanced = std::max<int64_t>(1, panels / (pool_.num_threads() * kChunksPerThread));
+    args.panels_per_unit = divide_up(std::min(wanted, balanced), group) * group;
+    const int64_t units = divide_up(panels, args.panels_per_unit) * divide_up(args.m, args.rows_per_unit);
+    share(table_->linear, args, units, args.panels_per_unit * args.k * divide_up(rows, 4));
+}
+
+void CpuEngine::norm(const NormArgs& args, bool subtract_mean) {
+    share(subtract_mean ? table_->layer_norm : table_->rms_norm, args, args.m, args.h / 4);
+}
+
+void CpuEngine::gated_act(const GatedArgs& args) { share(table_->gated_act, args, args.m, args.f); }
+
+void CpuEngine::embedding(const EmbeddingArgs& args) { share(table_->embedding, args, args.m, args.h / 8); }
+
+void CpuEngine::rope_and_cache(const RopeArgs& args) {
+    share(table_->rope_and_cache, args, args.m, args.heads.row_size() / 2);
+}
+
+void CpuEngine::attention(AttentionArgs args, int64_t max_visible) {
+    const Heads& heads = args.heads;
+    const int64_t pairs = args.m * heads.num_kv;
+    const int64_t visible = args.window > 0 ? std::min(max_visible, args.window) : max_visible;
+    const int64_t work = visible * heads.head_dim * (heads.num_q / heads.num_kv) / 8;  // for a pair
+    args.max_splits = divide_up(max_visible, kAttentionSplit);
+    const bool apart = args.max_splits > 1 && pairs < pool_.num_threads() * kUnitsPerThread && pool_.num_threads() > 1;
+    if (!apart) return share(table_->attention, args, pairs, work);
+    const size_t size = static_cast<size_t>(args.m * heads.num_q * args.max_splits * (heads.head_dim + 2));
+    const std::unique_ptr<float[]> partials(new float[size]);
+    args.partials = partials.get();
+    share(table_->attention_split, args, pairs * args.max_splits, work / args.max_splits + 1);
+    share(table_->attention_combine, args, pairs, args.max_splits * heads.head_dim);
+}
+
+namespace {
+
+// Merges the parts' sorted lists of one row.
+void merge_parts(const GumbelArgs& args, int64_t row, int64_t* ids, double* scores) {
+    std::vector<int64_t> next(static_cast<size_t>(args.parts), 0);
+    for (int64_t place = 0; place < args.k; ++place) {
+        int64_t best = -1;
+        for (int64_t part = 0; part < args.parts; ++part) {
+            const int64_t at = next[static_cast<size_t>(part)];
+            if (at >= args.k) continue;
+            const int64_t mine = (row * args.parts + part) * args.k + at;
+            if (best < 0 || args.scores[mine] > args.scores[best]) best = mine;  // earlier parts hold lower ids
+        }
+        ids[row * args.k + place] = args.ids[best];
+        scores[row * args.k + place] = args.scores[best];
+        ++next[static_cast<size_t>(best / args.k - row * args.parts)];
+    }
+}
+
+}  // namespace
+
+void CpuEngine::gumbel(GumbelArgs args, int64_t* ids, double* scores) {
+    std::vector<double> unwanted(scores == nullptr ? static_cast<size_t>(args.r * args.k) : 0);
+    if (scores == nullptr) scores = unwanted.data();
+    args.part_size = args.v <= 2 * kPartSize ? divide_up(std::max<int64_t>(args.v, 1), 64) * 64 : kPartSize;
+    args.parts = divide_up(std::max<int64_t>(args.v, 1), args.part_size);
+    const int64_t units = args.r * args.parts;
+    std::vector<float> maxima(static_cast<size_t>(units));
+    args.maxima = maxima.data();
+    share(table_->gumbel_maxima, args, units, args.part_size / 16);
+    std::vector<int64_t> part_ids;
+    std::vector<double> part_scores;
+    args.ids = ids;
+    args.scores = scores;
+    if (args.parts > 1) {
+        part_ids.resize(static_cast<size_t>(units * args.k));
+        part_scores.resize(static_cast<size_t>(units * args.k));
+        args.ids = part_ids.data();
+        args.scores = part_scores.data();
+    }
+    share(table_->gumbel_search, args, units, args.part_size);
+    for (int64_t row = 0; args.parts > 1 && row < args.r; ++row) merge_parts(args, row, ids, scores);
+}
+
+namespace {
+
+template <class T>
+void move_slot(const KV& kv, int64_t num_kv, int64_t head_dim, int64_t source, int64_t target) {
+    const int64_t b = kv.block_size, head_size = head_dim * b;
+    const int64_t from = source / b * num_kv * head_size, to = target / b * num_kv * head_size;
+    T* keys = static_cast<T*>(kv.keys);
+    T* values = static_cast<T*>(kv.values);
+    for (int64_t head = 0; head < num_kv; ++head) {
+        const int64_t from_head = from + head * head_size, to_head = to + head * head_size;
+        for (int64_t i = 0; i < head_dim; ++i) {
+            keys[to_head + i * b + target % b] = keys[from_head + i * b + source % b];
+            values[to_head + target % b * head_dim + i] = values[from_head + source % b * head_dim + i];
+        }
+    }
+}
+
+}  // namespace
+
+void CpuEngine::move_rows(const KV& kv, int64_t num_kv, int64_t head_dim, const int32_t* sources,
+                          const int32_t* targets, int64_t num) {
+    for (int64_t i = 0; i < num; ++i) {
+        kv.dtype == Dtype::kBFloat16 ? move_slot<uint16_t>(kv, num_kv, head_dim, sources[i], targets[i])
+                                     : move_slot<float>(kv, num_kv, head_dim, sources[i], targets[i]);
+    }
+}
+
+}  // namespace forerun

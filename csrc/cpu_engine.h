@@ -1,0 +1,44 @@
+// Ops over whole tensors: picks the instruction set, cuts an op into units and hands them to the thread pool.
+// Knows: pointers, sizes, how much work is worth sharing. Does not know: Python, models.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernel_table.h"
+#include "thread_pool.h"
+
+namespace forerun {
+
+class CpuEngine {
+public:
+    // isa: "" for the best this CPU has, else a name of `available()`. Throws std::invalid_argument.
+    CpuEngine(int num_threads, const std::string& isa);
+
+    static std::vector<std::string> available();
+    const char* isa() const { return table_->name; }
+    int num_threads() const { return pool_.num_threads(); }
+
+    void pack(const PackArgs& args);
+    void linear(LinearArgs args);
+    void norm(const NormArgs& args, bool subtract_mean);
+    void gated_act(const GatedArgs& args);
+    void embedding(const EmbeddingArgs& args);
+    void rope_and_cache(const RopeArgs& args);
+    void attention(AttentionArgs args, int64_t max_visible);
+    // Best k of every row -> ids [r, k], scores [r, k] (may be null).
+    void gumbel(GumbelArgs args, int64_t* ids, double* scores);
+
+    static void move_rows(const KV& kv, int64_t num_kv, int64_t head_dim, const int32_t* sources,
+                          const int32_t* targets, int64_t num);
+
+private:
+    template <class Args>
+    void share(void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t units, int64_t work_per_unit);
+
+    const KernelTable* table_;
+    ThreadPool pool_;
+};
+
+}  // namespace forerun

@@ -1,0 +1,142 @@
+// What one instruction set's kernels are: plain argument structs and a table of functions over ranges of units.
+// Knows shapes and pointers. Does not know threads (cpu_engine.cpp cuts the ranges) nor Python (bindings.cpp).
+// Shape letters as in src/forerun/kernels/ops.py.
+#pragma once
+
+#include <cstdint>
+
+namespace forerun {
+
+enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
+
+constexpr int64_t kLanes = 16;            // outputs in a weight panel, keys in a score group
+constexpr int64_t kChunk = 128;           // inputs summed before they join the running total
+constexpr int64_t kAttentionSplit = 256;  // visible keys in a split of the softmax
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeadsPerGroup = 64;
+
+struct LinearArgs {
+    const float* x;      // [m, k]
+    const void* weight;  // [panels, k, 16]
+    const float* bias;   // [n] or null
+    float* y;            // [m, n]
+    int64_t m, n, k;
+    Dtype dtype;
+    int64_t panels_per_unit, rows_per_unit;  // a unit is a group of panels times a block of rows
+};
+
+struct PackArgs {
+    const void* weight;  // [n, k]
+    void* packed;        // [panels, k, 16], the last panel zero-padded
+    int64_t n, k;
+    Dtype dtype;
+};
+
+struct NormArgs {
+    const float* x;       // [m, h]
+    float* residual;      // [m, h] or null: residual += x is what gets normalised
+    const float* weight;  // [h]
+    const float* bias;    // [h] or null
+    float* y;             // [m, h]
+    int64_t m, h;
+    float eps;
+};
+
+struct GatedArgs {
+    const float* x;  // [m, 2f]: gate, up
+    float* y;        // [m, f]
+    int64_t m, f;
+    Activation activation;
+};
+
+struct EmbeddingArgs {
+    const int64_t* ids;  // [m]
+    const void* table;   // [v, h]
+    float* y;            // [m, h]
+    int64_t m, h;
+    Dtype dtype;
+};
+
+struct Heads {
+    int64_t num_q, num_kv, head_dim, rotary_dim;
+    int64_t row_size() const { return (num_q + 2 * num_kv) * head_dim; }
+};
+
+struct KV {
+    void* keys;    // [blocks, G, D, B]
+    void* values;  // [blocks, G, B, D]
+    int64_t block_size;
+    Dtype dtype;
+};
+
+struct RopeArgs {
+    float* qkv;            // [m, row_size]
+    Heads heads;
+    const float* table;    // [max_position, rotary_dim]: cos, sin
+    const int32_t* positions;  // [m]
+    const int32_t* slots;      // [m]
+    KV kv;
+    const float* q_norm;  // [D] or null
+    const float* k_norm;  // [D] or null
+    float eps;
+    int64_t m;
+};
+
+struct AttentionArgs {
+    const float* qkv;  // [m, row_size]
+    float* y;          // [m, Q * D]
+    Heads heads;
+    KV kv;
+    const int32_t* seq_ids;       // [m]
+    const int32_t* prefix_lens;   // [m]
+    const int64_t* tree_masks;    // [m]
+    const int32_t* tree_starts;   // [s]
+    const int32_t* block_tables;  // [s, max_blocks]
+    int64_t max_blocks;
+    float scale;
+    int64_t window;
+    int64_t m;
+    int64_t max_splits;
+    float* partials;  // [m, Q, max_splits, D + 2] when the splits of a row are computed apart, else null
+};
+
+struct GumbelArgs {
+    const float* logits;         // [r, v]
+    const double* temperatures;  // [r]
+    const int64_t *seeds, *positions, *streams;  // [r]
+    int64_t r, v, k;
+    int64_t parts, part_size;  // a row's vocabulary is searched in `parts` pieces
+    float* maxima;             // [r, parts] scratch: the pieces' largest logits, NaN for a piece holding NaN or +inf
+    int64_t* ids;              // [r, parts, k] scratch or result
+    double* scores;            // [r, parts, k]
+};
+
+// Every function computes units [begin, end) of its op.
+struct KernelTable {
+    const char* name;
+    int64_t panel_group;  // panels a unit of one row should hold a multiple of
+    void (*pack)(const PackArgs&, int64_t begin, int64_t end);        // unit: a panel
+    void (*linear)(const LinearArgs&, int64_t begin, int64_t end);    // unit: panels x rows
+    void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);    // unit: a row, also below
+    void (*layer_norm)(const NormArgs&, int64_t begin, int64_t end);
+    void (*gated_act)(const GatedArgs&, int64_t begin, int64_t end);
+    void (*embedding)(const EmbeddingArgs&, int64_t begin, int64_t end);
+    void (*rope_and_cache)(const RopeArgs&, int64_t begin, int64_t end);
+    void (*attention)(const AttentionArgs&, int64_t begin, int64_t end);          // unit: row x KV head
+    void (*attention_split)(const AttentionArgs&, int64_t begin, int64_t end);    // unit: row x KV head x split
+    void (*attention_combine)(const AttentionArgs&, int64_t begin, int64_t end);  // unit: row x KV head
+    void (*gumbel_maxima)(const GumbelArgs&, int64_t begin, int64_t end);         // unit: row x part
+    void (*gumbel_search)(const GumbelArgs&, int64_t begin, int64_t end);         // unit: row x part
+};
+
+const KernelTable& portable_kernels();
+#ifdef FORERUN_X86
+const KernelTable* avx2_kernels();    // null if this CPU has none
+const KernelTable* avx512_kernels();  // likewise
+#else
+inline const KernelTable* avx2_kernels() { return nullptr; }
+inline const KernelTable* avx512_kernels() { return nullptr; }
+#endif
+
+}  // namespace forerun

@@ -1,0 +1,149 @@
+// 16 virtual float lanes on two 256-bit registers. Knows intrinsics only; every wrapper header offers the same names
+// with the same rounding, so that the kernels give the same bits on every instruction set.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace forerun::avx2 {
+
+struct F {
+    __m256 a, b;
+};
+struct I {
+    __m256i a, b;
+};
+
+// Accumulators that fit the 16 registers beside weights and a broadcast; see linear.inc and attention.inc.
+constexpr int kMaxTileRows = 6;
+constexpr int tile_panels(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+constexpr int kAttentionTiles = 4;
+
+inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F set1(float v) {
+    const __m256 s = _mm256_set1_ps(v);
+    return {s, s};
+}
+inline F broadcast(const float* p) {
+    const __m256 s = _mm256_broadcast_ss(p);
+    return {s, s};
+}
+inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, F v) {
+    _mm256_storeu_ps(p, v.a);
+    _mm256_storeu_ps(p + 8, v.b);
+}
+inline F load(const uint16_t* p) {  // bfloat16
+    const __m256i lo = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m256i hi = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(hi, 16))};
+}
+
+// Where lane `lane` of a bfloat16 weight panel lies: neighbours in one 32-bit word are lanes i and i + 8, so one load
+// becomes two vectors with a shift and a mask.
+constexpr int panel_slot(int lane) { return lane < 8 ? 2 * lane : 2 * (lane - 8) + 1; }
+inline F load_panel(const uint16_t* p) {
+    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))))};
+}
+inline F load_panel(const float* p) { return load(p); }
+
+inline F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline F fnma(F x, F y, F z) { return {_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b)}; }
+inline F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }  // x < y ? x : y
+inline F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }  // x > y ? x : y
+
+// Bit i of the result: x[i] < y[i] (false for NaN), x[i] > y[i].
+inline uint32_t less(F x, F y) {
+    return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ))) |
+           static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))) << 8;
+}
+inline uint32_t equal(F x, F y) {
+    return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_EQ_OQ))) |
+           static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_EQ_OQ))) << 8;
+}
+
+// Folds halves: 16 -> 8 -> 4 -> 2 -> 1, in this order on every instruction set.
+inline float sum(F v) {
+    const __m256 eight = _mm256_add_ps(v.a, v.b);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+inline float maximum(F v) {
+    const __m256 eight = _mm256_max_ps(v.a, v.b);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+inline I iset1(uint32_t v) {
+    const __m256i s = _mm256_set1_epi32(static_cast<int>(v));
+    return {s, s};
+}
+inline I iota() {
+    return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+}
+inline I load_words(const uint32_t* p) {
+    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
+inline I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline I isub(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+inline I ixor(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+template <int N>
+inline I shift_left(I x) {
+    return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)};
+}
+template <int N>
+inline I shift_right_signed(I x) {
+    return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)};
+}
+template <int N>
+inline I shift_right(I x) {
+    return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
+}
+inline I as_int(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+inline F as_float(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }  // signed
+
+inline void multiply_wide(__m256i x, __m256i m, __m256i& high, __m256i& low) {
+    const __m256i even = _mm256_mul_epu32(x, m);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), m);
+    low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+    high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+}
+// 32 x 32 -> 64 bit products, lane by lane.
+inline void multiply_wide(I x, uint32_t multiplier, I& high, I& low) {
+    const __m256i m = _mm256_set1_epi32(static_cast<int>(multiplier));
+    multiply_wide(x.a, m, high.a, low.a);
+    multiply_wide(x.b, m, high.b, low.b);
+}
+inline void interleave(__m256i w0, __m256i w1, __m256i w2, __m256i w3, uint32_t* out) {
+    const __m256i p0 = _mm256_unpacklo_epi32(w0, w1), p1 = _mm256_unpackhi_epi32(w0, w1);
+    const __m256i p2 = _mm256_unpacklo_epi32(w2, w3), p3 = _mm256_unpackhi_epi32(w2, w3);
+    const __m256i q0 = _mm256_unpacklo_epi64(p0, p2), q1 = _mm256_unpackhi_epi64(p0, p2);
+    const __m256i q2 = _mm256_unpacklo_epi64(p1, p3), q3 = _mm256_unpackhi_epi64(p1, p3);
+    __m256i* to = reinterpret_cast<__m256i*>(out);
+    _mm256_storeu_si256(to, _mm256_permute2x128_si256(q0, q1, 0x20));
+    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(q2, q3, 0x20));
+    _mm256_storeu_si256(to + 2, _mm256_permute2x128_si256(q0, q1, 0x31));
+    _mm256_storeu_si256(to + 3, _mm256_permute2x128_si256(q2, q3, 0x31));
+}
+// out[4 * i + j] = wj[i]
+inline void store_interleaved(I w0, I w1, I w2, I w3, uint32_t* out) {
+    interleave(w0.a, w1.a, w2.a, w3.a, out);
+    interleave(w0.b, w1.b, w2.b, w3.b, out + 32);
+}
+
+inline float square_root(float v) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(v))); }
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace forerun::avx2

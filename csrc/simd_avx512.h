@@ -1,0 +1,107 @@
+// 16 float lanes in one 512-bit register. Same names and rounding as simd_avx2.h. Needs AVX-512 F, BW, DQ and VL.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace forerun::avx512 {
+
+struct F {
+    __m512 v;
+};
+struct I {
+    __m512i v;
+};
+
+constexpr int kMaxTileRows = 12;
+constexpr int tile_panels(int rows) { return rows == 1 ? 8 : rows <= 4 ? 4 : 2; }
+constexpr int kAttentionTiles = 8;
+
+inline F zero() { return {_mm512_setzero_ps()}; }
+inline F set1(float v) { return {_mm512_set1_ps(v)}; }
+inline F broadcast(const float* p) { return {_mm512_set1_ps(*p)}; }
+inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, F v) { _mm512_storeu_ps(p, v.v); }
+inline F load(const uint16_t* p) {  // bfloat16
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))};
+}
+constexpr int panel_slot(int lane) { return lane; }
+inline F load_panel(const uint16_t* p) { return load(p); }
+inline F load_panel(const float* p) { return load(p); }
+
+inline F add(F x, F y) { return {_mm512_add_ps(x.v, y.v)}; }
+inline F sub(F x, F y) { return {_mm512_sub_ps(x.v, y.v)}; }
+inline F mul(F x, F y) { return {_mm512_mul_ps(x.v, y.v)}; }
+inline F div(F x, F y) { return {_mm512_div_ps(x.v, y.v)}; }
+inline F fma(F x, F y, F z) { return {_mm512_fmadd_ps(x.v, y.v, z.v)}; }
+inline F fnma(F x, F y, F z) { return {_mm512_fnmadd_ps(x.v, y.v, z.v)}; }
+inline F min(F x, F y) { return {_mm512_min_ps(x.v, y.v)}; }
+inline F max(F x, F y) { return {_mm512_max_ps(x.v, y.v)}; }
+inline uint32_t less(F x, F y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP_LT_OQ); }
+inline uint32_t equal(F x, F y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP_EQ_OQ); }
+
+inline float sum(F v) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v.v), _mm512_extractf32x8_ps(v.v, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+inline float maximum(F v) {
+    const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(v.v), _mm512_extractf32x8_ps(v.v, 1));
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+inline I iset1(uint32_t v) { return {_mm512_set1_epi32(static_cast<int>(v))}; }
+inline I iota() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
+inline I load_words(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline I iadd(I x, I y) { return {_mm512_add_epi32(x.v, y.v)}; }
+inline I isub(I x, I y) { return {_mm512_sub_epi32(x.v, y.v)}; }
+inline I ixor(I x, I y) { return {_mm512_xor_si512(x.v, y.v)}; }
+template <int N>
+inline I shift_left(I x) {
+    return {_mm512_slli_epi32(x.v, N)};
+}
+template <int N>
+inline I shift_right_signed(I x) {
+    return {_mm512_srai_epi32(x.v, N)};
+}
+template <int N>
+inline I shift_right(I x) {
+    return {_mm512_srli_epi32(x.v, N)};
+}
+inline I as_int(F x) { return {_mm512_castps_si512(x.v)}; }
+inline F as_float(I x) { return {_mm512_castsi512_ps(x.v)}; }
+inline F to_float(I x) { return {_mm512_cvtepi32_ps(x.v)}; }  // signed
+
+inline void multiply_wide(I x, uint32_t multiplier, I& high, I& low) {
+    const __m512i m = _mm512_set1_epi32(static_cast<int>(multiplier));
+    const __m512i even = _mm512_mul_epu32(x.v, m);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(x.v, 32), m);
+    low.v = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+    high.v = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+}
+// out[4 * i + j] = wj[i]
+inline void store_interleaved(I w0, I w1, I w2, I w3, uint32_t* out) {
+    const __m512i p0 = _mm512_unpacklo_epi32(w0.v, w1.v), p1 = _mm512_unpackhi_epi32(w0.v, w1.v);
+    const __m512i p2 = _mm512_unpacklo_epi32(w2.v, w3.v), p3 = _mm512_unpackhi_epi32(w2.v, w3.v);
+    const __m512i q[4] = {_mm512_unpacklo_epi64(p0, p2), _mm512_unpackhi_epi64(p0, p2), _mm512_unpacklo_epi64(p1, p3),
+                          _mm512_unpackhi_epi64(p1, p3)};
+    // 128-bit part i of q[j] holds the four words of index 4 * i + j.
+    for (int j = 0; j < 4; ++j) {
+        __m128i* to = reinterpret_cast<__m128i*>(out) + j;
+        _mm_storeu_si128(to, _mm512_castsi512_si128(q[j]));
+        _mm_storeu_si128(to + 4, _mm512_extracti32x4_epi32(q[j], 1));
+        _mm_storeu_si128(to + 8, _mm512_extracti32x4_epi32(q[j], 2));
+        _mm_storeu_si128(to + 12, _mm512_extracti32x4_epi32(q[j], 3));
+    }
+}
+
+inline float square_root(float v) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(v))); }
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace forerun::avx512

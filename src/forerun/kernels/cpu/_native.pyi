@@ -1,0 +1,93 @@
+"""The C++ extension. Every `int` named like a tensor is its address; 0 stands for an absent one."""
+
+LANES: int
+MAX_HEAD_DIM: int
+MAX_HEADS_PER_GROUP: int
+
+def available_isas() -> list[str]: ...
+
+class CpuEngine:
+    def __init__(self, num_threads: int, isa: str) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def num_threads(self) -> int: ...
+    def pack(self, weight: int, packed: int, n: int, k: int, dtype: int, /) -> None: ...
+    def linear(self, x: int, weight: int, bias: int, y: int, m: int, n: int, k: int, dtype: int, /) -> None: ...
+    def norm(
+        self, x: int, residual: int, weight: int, bias: int, y: int, m: int, h: int, eps: float, subtract_mean: bool, /
+    ) -> None: ...
+    def gated_act(self, x: int, y: int, m: int, f: int, activation: int, /) -> None: ...
+    def embedding(self, ids: int, table: int, y: int, m: int, h: int, vocab_size: int, dtype: int, /) -> None: ...
+    def rope_and_cache(
+        self,
+        qkv: int,
+        num_q: int,
+        num_kv: int,
+        head_dim: int,
+        rotary_dim: int,
+        table: int,
+        max_position: int,
+        positions: int,
+        slots: int,
+        keys: int,
+        values: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: int,
+        q_norm: int,
+        k_norm: int,
+        eps: float,
+        m: int,
+        /,
+    ) -> None: ...
+    def attention(
+        self,
+        qkv: int,
+        y: int,
+        num_q: int,
+        num_kv: int,
+        head_dim: int,
+        keys: int,
+        values: int,
+        block_size: int,
+        dtype: int,
+        seq_ids: int,
+        prefix_lens: int,
+        tree_masks: int,
+        tree_starts: int,
+        block_tables: int,
+        max_blocks: int,
+        scale: float,
+        window: int,
+        m: int,
+        max_visible: int,
+        /,
+    ) -> None: ...
+    def gumbel(
+        self,
+        logits: int,
+        temperatures: int,
+        seeds: int,
+        positions: int,
+        streams: int,
+        r: int,
+        v: int,
+        k: int,
+        ids: int,
+        scores: int,
+        /,
+    ) -> None: ...
+    def move_rows(
+        self,
+        keys: int,
+        values: int,
+        block_size: int,
+        dtype: int,
+        num_kv: int,
+        head_dim: int,
+        sources: int,
+        targets: int,
+        num: int,
+        /,
+    ) -> None: ...

@@ -1,0 +1,261 @@
+"""CpuKernels: the op contract on the C++ extension.
+
+Knows: which addresses and sizes an op needs, and refuses tensors whose memory is not what C++ would read. Does not
+know: arithmetic, models. Kept thin on purpose: a small model's forward is some hundred calls of these methods.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.errors import KernelError
+from forerun.kernels.cpu import _native
+from forerun.kernels.ops import AttentionRows, HeadLayout, LayerKV, NoiseKeys, PackedLinear
+from forerun.kernels.reference import OPS, ReferenceKernels, check_activation, check_weight
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+_ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLinear:
+    """Weights in panels of 16 outputs, [panel][k][16], the last one zero-padded."""
+
+    panels: Tensor  # flat
+    address: int
+    num_outputs: int
+    num_inputs: int
+    dtype_code: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.num_outputs, self.num_inputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.panels.nbytes
+
+
+class CpuKernels:
+    """Every op in C++, on one thread pool that belongs to this object."""
+
+    def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
+        """`threads`: None for every core this process may use. `isa`: None for the best this CPU has."""
+        num_threads = len(os.sched_getaffinity(0)) if threads is None else threads
+        if num_threads < 1:
+            raise KernelError(f"threads must be at least 1, not {threads}")
+        if isa is not None and isa not in _native.available_isas():
+            raise KernelError(f"isa {isa!r} is not available here; choose from {', '.join(_native.available_isas())}")
+        self.engine = _native.CpuEngine(num_threads, isa or "")
+        self.name = f"cpu-{self.engine.isa}"
+        self._reference = ReferenceKernels()
+
+    @property
+    def num_threads(self) -> int:
+        """Threads an op may run on, the caller included."""
+        return self.engine.num_threads
+
+    def describe(self) -> dict[str, str]:
+        """Every op runs on the instruction set chosen at the start."""
+        return dict.fromkeys(OPS, self.engine.isa)
+
+    def pack_linear(self, weight: Tensor) -> PackedLinear:
+        """See `Kernels.pack_linear`."""
+        check_weight(weight)
+        source = (weight.float() if weight.dtype is torch.float16 else weight).contiguous()
+        num_outputs, num_inputs = source.shape
+        num_panels = -(-num_outputs // _native.LANES)
+        panels = torch.empty(num_panels * num_inputs * _native.LANES, dtype=source.dtype)
+        code = _DTYPE_CODES[source.dtype]
+        self.engine.pack(source.data_ptr(), panels.data_ptr(), num_outputs, num_inputs, code)
+        return CpuLinear(panels, panels.data_ptr(), num_outputs, num_inputs, code)
+
+    def linear(self, x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:
+        """See `Kernels.linear`."""
+        if not isinstance(weight, CpuLinear):
+            raise KernelError(f"weights packed by {type(weight).__name__} given to the C++ kernels")
+        num_rows, width = x.shape
+        if width != weight.num_inputs:
+            raise KernelError(f"linear: x has {width} columns, the weight {weight.num_inputs} inputs")
+        out = torch.empty(num_rows, weight.num_outputs)
+        self.engine.linear(
+            _floats(x),
+            weight.address,
+            0 if bias is None else _floats(bias),
+            out.data_ptr(),
+            num_rows,
+            weight.num_outputs,
+            width,
+            weight.dtype_code,
+        )
+        return out
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """See `Kernels.embedding`."""
+        vocab_size, width = table.shape
+        out = torch.empty(token_ids.shape[0], width)
+        code = _dtype_code(table)
+        ids = _address(token_ids, torch.int64)
+        self.engine.embedding(ids, table.data_ptr(), out.data_ptr(), out.shape[0], width, vocab_size, code)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`."""
+        out = torch.empty_like(x)
+        num_rows, width = x.shape
+        self.engine.norm(_floats(x), 0, _floats(weight), 0, out.data_ptr(), num_rows, width, eps, False)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.add_rms_norm`."""
+        out = torch.empty_like(x)
+        num_rows, width = x.shape
+        self.engine.norm(_floats(x), _floats(residual), _floats(weight), 0, out.data_ptr(), num_rows, width, eps, False)
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """See `Kernels.layer_norm`."""
+        out = torch.empty_like(x)
+        num_rows, width = x.shape
+        shift = 0 if bias is None else _floats(bias)
+        self.engine.norm(_floats(x), 0, _floats(weight), shift, out.data_ptr(), num_rows, width, eps, True)
+        return out
+
+    def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
+        """See `Kernels.gated_act`."""
+        check_activation(activation)
+        num_rows, width = gate_up.shape
+        out = torch.empty(num_rows, width // 2)
+        code = _ACTIVATION_CODES[activation]
+        self.engine.gated_act(_floats(gate_up), out.data_ptr(), num_rows, width // 2, code)
+        return out
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        heads: HeadLayout,
+        rope_table: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv: LayerKV,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """See `Kernels.rope_and_cache`."""
+        code = _dtype_code(kv.keys)
+        self.engine.rope_and_cache(
+            _floats(qkv),
+            heads.num_q,
+            heads.num_kv,
+            heads.head_dim,
+            heads.rotary_dim,
+            _floats(rope_table),
+            rope_table.shape[0],
+            _address(positions, torch.int32),
+            _address(slots, torch.int32),
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            kv.values.shape[0],
+            kv.values.shape[2],
+            code,
+            0 if q_norm is None else _floats(q_norm),
+            0 if k_norm is None else _floats(k_norm),
+            eps,
+            qkv.shape[0],
+        )
+
+    def attention(
+        self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0
+    ) -> Tensor:
+        """See `Kernels.attention`."""
+        num_q, num_kv, head_dim, _ = heads
+        if head_dim > _native.MAX_HEAD_DIM or num_q > num_kv * _native.MAX_HEADS_PER_GROUP:
+            return self._reference.attention(qkv, heads, kv, rows, scale, window)
+        num_rows = qkv.shape[0]
+        out = torch.empty(num_rows, num_q * head_dim)
+        code = _dtype_code(kv.keys)
+        self.engine.attention(
+            _floats(qkv),
+            out.data_ptr(),
+            num_q,
+            num_kv,
+            head_dim,
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            kv.values.shape[2],
+            code,
+            _address(rows.seq_ids, torch.int32),
+            _address(rows.prefix_lens, torch.int32),
+            _address(rows.tree_masks, torch.int64),
+            _address(rows.tree_starts, torch.int32),
+            _address(rows.block_tables, torch.int32),
+            rows.block_tables.shape[1],
+            scale,
+            window,
+            num_rows,
+            rows.max_visible,
+        )
+        return out
+
+    def move_rows(self, kvs: list[LayerKV], sources: Tensor, targets: Tensor) -> None:
+        """See `Kernels.move_rows`."""
+        source, target = _address(sources, torch.int32), _address(targets, torch.int32)
+        num = sources.shape[0]
+        for kv in kvs:
+            _, num_kv, block_size, head_dim = kv.values.shape
+            code = _dtype_code(kv.keys)
+            self.engine.move_rows(
+                kv.keys.data_ptr(), kv.values.data_ptr(), block_size, code, num_kv, head_dim, source, target, num
+            )
+
+    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys) -> Tensor:
+        """See `Kernels.gumbel_argmax`."""
+        ids = torch.empty(logits.shape[0], dtype=torch.int64)
+        self._gumbel(logits, temperatures, keys, 1, ids, 0)
+        return ids
+
+    def gumbel_topk(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys, k: int) -> tuple[Tensor, Tensor]:
+        """See `Kernels.gumbel_topk`."""
+        ids = torch.empty(logits.shape[0], k, dtype=torch.int64)
+        scores = torch.empty(logits.shape[0], k, dtype=torch.float64)
+        self._gumbel(logits, temperatures, keys, k, ids, scores.data_ptr())
+        return ids, scores
+
+    def _gumbel(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys, k: int, ids: Tensor, scores: int) -> None:
+        num_rows, vocab_size = logits.shape
+        self.engine.gumbel(
+            _floats(logits),
+            _address(temperatures, torch.float64),
+            _address(keys.seeds, torch.int64),
+            _address(keys.positions, torch.int64),
+            _address(keys.streams, torch.int64),
+            num_rows,
+            vocab_size,
+            k,
+            ids.data_ptr(),
+            scores,
+        )
+
+
+def _address(tensor: Tensor, dtype: torch.dtype) -> int:
+    if tensor.dtype is not dtype or not tensor.is_contiguous():
+        raise KernelError(f"an op was given {tensor.dtype} {list(tensor.shape)}, it needs contiguous {dtype}")
+    return tensor.data_ptr()
+
+
+def _floats(tensor: Tensor) -> int:
+    return _address(tensor, torch.float32)
+
+
+def _dtype_code(tensor: Tensor) -> int:
+    code = _DTYPE_CODES.get(tensor.dtype)
+    if code is None or not tensor.is_contiguous():
+        raise KernelError(f"tables and caches are contiguous float32 or bfloat16, not {tensor.dtype}")
+    return code

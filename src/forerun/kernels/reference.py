@@ -1,0 +1,267 @@
+"""The torch reference: what every op means, computed plainly.
+
+Knows: the arithmetic of the contract in `ops`. Does not know: speed. Every row is computed by itself from a fresh
+copy, so its arithmetic is literally the same calls whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.errors import KernelError
+from forerun.kernels import philox
+from forerun.kernels.ops import (
+    ACTIVATIONS,
+    ATTENTION_SPLIT,
+    WEIGHT_DTYPES,
+    AttentionRows,
+    HeadLayout,
+    LayerKV,
+    NoiseKeys,
+    PackedLinear,
+)
+
+OPS = (
+    "pack_linear",
+    "linear",
+    "embedding",
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "gated_act",
+    "rope_and_cache",
+    "attention",
+    "move_rows",
+    "gumbel_argmax",
+    "gumbel_topk",
+)
+
+
+_CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLinear:
+    """A weight matrix widened to float32, which is exact."""
+
+    weight: Tensor  # [N, K] float32
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.weight.nbytes
+
+
+class ReferenceKernels:
+    """Every op of `forerun.kernels.ops.Kernels` in torch."""
+
+    name = "reference"
+
+    def describe(self) -> dict[str, str]:
+        """Every op runs here."""
+        return dict.fromkeys(OPS, self.name)
+
+    def pack_linear(self, weight: Tensor) -> PackedLinear:
+        """See `Kernels.pack_linear`."""
+        check_weight(weight)
+        return ReferenceLinear(weight.float().contiguous())
+
+    def linear(self, x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:
+        """See `Kernels.linear`."""
+        if not isinstance(weight, ReferenceLinear):
+            raise KernelError(f"weights packed by {type(weight).__name__} given to the reference kernels")
+        out = _by_row(lambda row: _multiply(weight.weight, row), x, weight.shape[0])
+        return out if bias is None else out + bias
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """See `Kernels.embedding`."""
+        return table[token_ids].float()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`."""
+        return _by_row(lambda row: _rms_norm(row, weight, eps), x, x.shape[1])
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.add_rms_norm`."""
+        residual.add_(x)
+        return self.rms_norm(residual, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """See `Kernels.layer_norm`."""
+        return _by_row(lambda row: functional.layer_norm(row, row.shape, weight, bias, eps), x, x.shape[1])
+
+    def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
+        """See `Kernels.gated_act`."""
+        check_activation(activation)
+        size = gate_up.shape[1] // 2
+
+        def gate(row: Tensor) -> Tensor:
+            acted = functional.silu(row[:size]) if activation == "silu" else _gelu_tanh(row[:size])
+            return acted * row[size:]
+
+        return _by_row(gate, gate_up, size)
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        heads: HeadLayout,
+        rope_table: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv: LayerKV,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """See `Kernels.rope_and_cache`."""
+        num_q, num_kv = heads.num_q, heads.num_kv
+        for row, position, slot in zip(qkv, positions.tolist(), slots.tolist(), strict=True):
+            parts = row.view(num_q + 2 * num_kv, heads.head_dim)
+            block, offset = divmod(slot, kv.block_size)
+            for index in range(num_q + num_kv):
+                norm = q_norm if index < num_q else k_norm
+                parts[index] = _rotate(_head_norm(parts[index], norm, eps), rope_table[position], heads.rotary_dim)
+            kv.keys[block, :, :, offset] = parts[num_q : num_q + num_kv].to(kv.keys.dtype)
+            kv.values[block, :, offset, :] = parts[num_q + num_kv :].to(kv.values.dtype)
+
+    def attention(
+        self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0
+    ) -> Tensor:
+        """See `Kernels.attention`."""
+        out = torch.empty(qkv.shape[0], heads.num_q * heads.head_dim)
+        for row in range(qkv.shape[0]):
+            logical = _visible(rows, row)  # [L]
+            first = max(0, len(logical) - window) if window else 0
+            table = rows.block_tables[int(rows.seq_ids[row])].long()
+            blocks, offsets = table[logical // kv.block_size], logical % kv.block_size
+            keys = kv.keys[blocks, :, :, offsets].float()  # [L, G, D]
+            values = kv.values[blocks, :, offsets].float()  # [L, G, D]
+            query = qkv[row, : heads.num_q * heads.head_dim].clone().view(heads.num_kv, -1, heads.head_dim)
+            out[row] = torch.cat(
+                [
+                    _attend(query[g], keys[:, g].contiguous(), values[:, g].contiguous(), scale, first).view(-1)
+                    for g in range(heads.num_kv)
+                ]
+            )
+        return out
+
+    def move_rows(self, kvs: list[LayerKV], sources: Tensor, targets: Tensor) -> None:
+        """See `Kernels.move_rows`."""
+        for kv in kvs:
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                (block, offset), (to_block, to_offset) = divmod(source, kv.block_size), divmod(target, kv.block_size)
+                kv.keys[to_block, :, :, to_offset] = kv.keys[block, :, :, offset]
+                kv.values[to_block, :, to_offset] = kv.values[block, :, offset]
+
+    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys) -> Tensor:
+        """See `Kernels.gumbel_argmax`."""
+        return self.gumbel_topk(logits, temperatures, keys, 1)[0][:, 0].contiguous()
+
+    def gumbel_topk(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys, k: int) -> tuple[Tensor, Tensor]:
+        """See `Kernels.gumbel_topk`."""
+        ids = torch.full((logits.shape[0], k), -1, dtype=torch.int64)
+        scores = torch.full((logits.shape[0], k), -torch.inf, dtype=torch.float64)
+        for row in range(logits.shape[0]):
+            row_scores = _gumbel_scores(logits[row].numpy(), float(temperatures[row]), keys, row)
+            best = np.argsort(-row_scores, kind="stable")[:k]  # stable: ties to the lower id
+            best = best[row_scores[best] > -np.inf]
+            ids[row, : len(best)] = torch.from_numpy(best)
+            scores[row, : len(best)] = torch.from_numpy(row_scores[best])
+        return ids, scores
+
+
+def check_weight(weight: Tensor) -> None:
+    """Refuse what no backend packs."""
+    if weight.dim() != 2 or weight.dtype not in WEIGHT_DTYPES:
+        raise KernelError(f"linear weights are [N, K] of {WEIGHT_DTYPES}, not {list(weight.shape)} of {weight.dtype}")
+
+
+def check_activation(activation: str) -> None:
+    """Refuse an unknown activation."""
+    if activation not in ACTIVATIONS:
+        raise KernelError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+
+
+def _by_row(function: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
+    out = torch.empty(x.shape[0], width)
+    for row in range(x.shape[0]):
+        out[row] = function(x[row].clone())  # a copy, so that alignment is always the allocator's
+    return out
+
+
+def _multiply(weight: Tensor, row: Tensor) -> Tensor:
+    """Matrix times vector in chunks of inputs: one long sum of a plain gemv would be several times less exact."""
+    parts = zip(weight.split(_CHUNK, dim=1), row.split(_CHUNK), strict=True)
+    return functools.reduce(torch.add, (torch.mv(columns, inputs) for columns, inputs in parts))
+
+
+def _rms_norm(row: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return row * torch.rsqrt(row.square().mean() + eps) * weight
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def _head_norm(head: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return head if weight is None else _rms_norm(head.clone(), weight, eps)
+
+
+def _rotate(head: Tensor, angles: Tensor, rotary_dim: int) -> Tensor:
+    half = rotary_dim // 2
+    first, second = head[:half], head[half:rotary_dim]
+    cos, sin = angles[:half], angles[half:rotary_dim]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, head[rotary_dim:]])
+
+
+def _visible(rows: AttentionRows, row: int) -> Tensor:
+    """Logical rows that row `row` sees, in the order of their visible index -> [L] int64."""
+    mask = int(rows.tree_masks[row])
+    start = int(rows.tree_starts[int(rows.seq_ids[row])])
+    ancestors = [start + bit for bit in range(64) if mask >> bit & 1]
+    return torch.cat([torch.arange(int(rows.prefix_lens[row])), torch.tensor(ancestors, dtype=torch.int64)])
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, first: int) -> Tensor:
+    """Attention of the heads of one group [Hg, D] over keys and values [L, D], split by split -> [Hg, D]."""
+    top = torch.full((query.shape[0], 1), -torch.inf)
+    total = torch.zeros(query.shape[0], 1)
+    out = torch.zeros_like(query)
+    for start in range(first - first % ATTENTION_SPLIT, len(keys), ATTENTION_SPLIT):
+        part = slice(max(first, start), start + ATTENTION_SPLIT)
+        scores = query @ keys[part].clone().T * scale  # [Hg, n]
+        new_top = torch.maximum(top, scores.amax(dim=1, keepdim=True))
+        weights = torch.exp(scores - new_top)
+        shrink = torch.exp(top - new_top)
+        total = total * shrink + weights.sum(dim=1, keepdim=True)
+        out = out * shrink + weights @ values[part].clone()
+        top = new_top
+    return out / total
+
+
+def _gumbel_scores(
+    logits: npt.NDArray[np.float32], temperature: float, keys: NoiseKeys, row: int
+) -> npt.NDArray[np.float64]:
+    """Scores of one row; all -inf for a row that has no answer -> [V] float64."""
+    if not np.all(logits < np.inf):  # NaN or +inf
+        return np.full(logits.shape, -np.inf)
+    scores = logits.astype(np.float64)
+    if not temperature > 0.0:
+        return scores
+    seed = int(keys.seeds[row]) & 0xFFFFFFFFFFFFFFFF
+    noise = philox.gumbel(seed, int(keys.positions[row]), int(keys.streams[row]), len(logits))
+    with np.errstate(over="ignore"):
+        return scores / temperature + noise
