@@ -1,0 +1,70 @@
+"""Paged grouped-query attention with rotary positions.
+
+Knows: its matrices, head layout, window and rope table. Does not know: the batch, the pool's owner, the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from forerun.kernels.ops import AttentionRows, HeadLayout, Kernels, LayerKV
+from forerun.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """How one attention layer computes, apart from its weights."""
+
+    heads: HeadLayout
+    scale: float
+    window: int = 0  # 0: every visible key counts
+    norm_eps: float = 0.0  # of the q and k norms
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over each query and each key head."""
+
+    query: Tensor  # [D] float32
+    key: Tensor  # [D] float32
+
+
+class Attention:
+    """qkv projection, rotation and cache write, attention, output projection."""
+
+    def __init__(
+        self, kernels: Kernels, shape: AttentionShape, qkv: Linear, out: Linear, rope_table: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> None:  # fmt: skip
+        """`qkv` [row_size, H] with q, k, v rows in this order; `out` [H, Q * D]; rope_table [P, rotary_dim]."""
+        self._kernels = kernels
+        self.shape = shape
+        self.qkv = qkv
+        self.out = out
+        self.rope_table = rope_table
+        self.norms = norms
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix of the layer."""
+        return (self.qkv, self.out)
+
+    def __call__(self, x: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor, rows: AttentionRows) -> Tensor:
+        """x [M, H] -> [M, H]; the rows' keys and values are written to `slots` of `kv`."""
+        shape, norms = self.shape, self.norms
+        qkv = self.qkv(x)  # [M, row_size]
+        self._kernels.rope_and_cache(
+            qkv,
+            shape.heads,
+            self.rope_table,
+            positions,
+            slots,
+            kv,
+            q_norm=None if norms is None else norms.query,
+            k_norm=None if norms is None else norms.key,
+            eps=shape.norm_eps,
+        )
+        mixed = self._kernels.attention(qkv, shape.heads, kv, rows, shape.scale, shape.window)  # [M, Q * D]
+        return self.out(mixed)

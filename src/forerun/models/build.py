@@ -1,0 +1,138 @@
+"""From a checkpoint's tensors to a decoder.
+
+Knows: which tensors a family has, that q, k, v (and gate, up) become one matrix. Does not know: storage formats
+(quant.formats picks one by the tensors that exist), files, or memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from forerun.errors import CheckpointError
+from forerun.kernels.ops import Kernels
+from forerun.layers.attention import Attention, AttentionShape, HeadNorms
+from forerun.layers.embedding import Embedding
+from forerun.layers.linear import Linear
+from forerun.layers.mlp import GatedMLP
+from forerun.layers.norm import RMSNorm
+from forerun.layers.rotary import rope_table
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts
+from forerun.models.family import Family
+from forerun.quant.base import Part, TensorSource
+from forerun.quant.formats import find_format
+
+Progress = Callable[[int, int], None]  # (layers done, layers in all)
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """What every piece of a model is read with."""
+
+    config: ModelConfig
+    family: Family
+    source: TensorSource
+    kernels: Kernels
+    dtype: torch.dtype | None  # None: as stored
+    max_position: int
+
+    def decoder(self, progress: Progress | None = None) -> Decoder:
+        """Read everything; raises CheckpointError for missing or misshapen tensors."""
+        table = self._embedding_table()
+        parts = DecoderParts(
+            embedding=Embedding(self.kernels, table),
+            layers=self._layers(progress),
+            final_norm=self._norm(self.family.names.final_norm, self.config.hidden_size),
+            lm_head=self._lm_head(),
+            tie_embeddings=self.config.tie_embeddings,
+        )
+        kv_dtype = torch.bfloat16 if table.dtype == torch.bfloat16 else torch.float32
+        return Decoder(parts, self.max_position, kv_dtype)
+
+    def _layers(self, progress: Progress | None) -> tuple[DecoderLayer, ...]:
+        rope = rope_table(self.config.rope, self.max_position)  # [P, rotary_dim], shared by all layers
+        total, layers = self.config.num_layers, list[DecoderLayer]()
+        for index in range(total):
+            layers.append(self._layer(index, rope))
+            if progress is not None:
+                progress(index + 1, total)
+        return tuple(layers)
+
+    def _layer(self, index: int, rope: Tensor) -> DecoderLayer:
+        names, hidden = self.family.names, self.config.hidden_size
+        prefix = names.layer.format(index=index)
+        return DecoderLayer(
+            attention_norm=self._norm(f"{prefix}.{names.attention_norm}", hidden),
+            attention=self._attention(index, prefix, rope),
+            mlp_norm=self._norm(f"{prefix}.{names.mlp_norm}", hidden),
+            mlp=self._mlp(prefix),
+        )
+
+    def _attention(self, index: int, prefix: str, rope: Tensor) -> Attention:
+        config, names = self.config, self.family.names
+        heads, hidden = config.heads, config.hidden_size
+        shape = AttentionShape(heads, config.attention_scale, config.windows[index], config.norm_eps)
+        rows = tuple(count * heads.head_dim for count in (heads.num_q, heads.num_kv, heads.num_kv))
+        qkv = self._linear(_parts(prefix, names.qkv, rows), hidden, config.biases.qkv)
+        out = self._linear(_parts(prefix, (names.out,), (hidden,)), rows[0], config.biases.out)
+        return Attention(self.kernels, shape, qkv, out, rope, self._head_norms(prefix))
+
+    def _head_norms(self, prefix: str) -> HeadNorms | None:
+        if not self.config.qk_norm:
+            return None
+        read = partial(self._vector, size=self.config.heads.head_dim)
+        names = self.family.names
+        return HeadNorms(read(f"{prefix}.{names.query_norm}.weight"), read(f"{prefix}.{names.key_norm}.weight"))
+
+    def _mlp(self, prefix: str) -> GatedMLP:
+        config, names = self.config, self.family.names
+        hidden, ffn = config.hidden_size, config.ffn_size
+        gate_up = self._linear(_parts(prefix, names.gate_up, (ffn, ffn)), hidden, config.biases.mlp)
+        down = self._linear(_parts(prefix, (names.down,), (hidden,)), ffn, config.biases.mlp)
+        return GatedMLP(self.kernels, gate_up, down, config.activation)
+
+    def _linear(self, parts: list[Part], columns: int, has_bias: bool) -> Linear:
+        form = find_format(self.source, parts[0].prefix)
+        if form is None:
+            raise CheckpointError(
+                f"the checkpoint has no tensor {parts[0].prefix}.weight, which config.json asks for; it is incomplete "
+                "or of another family"
+            )
+        weight = form.read(self.source, parts, columns, self.kernels, self.dtype)
+        return Linear(weight, self._bias(parts) if has_bias else None)
+
+    def _bias(self, parts: list[Part]) -> Tensor:
+        return torch.cat([self._vector(f"{part.prefix}.bias", part.rows) for part in parts])  # [N]
+
+    def _norm(self, name: str, size: int) -> RMSNorm:
+        return RMSNorm(self.kernels, self._vector(f"{name}.weight", size), self.config.norm_eps)
+
+    def _vector(self, name: str, size: int) -> Tensor:
+        return aligned(self.source.tensor(name, (size,)).float())  # [size]
+
+    def _embedding_table(self) -> Tensor:
+        name = f"{self.family.names.embedding}.weight"
+        table = self.source.tensor(name, (self.config.vocab_size, self.config.hidden_size))  # [V, H]
+        dtype = self.dtype or (torch.float32 if table.dtype == torch.float16 else table.dtype)
+        return aligned(table.to(dtype))
+
+    def _lm_head(self) -> Linear:
+        module = self.family.names.embedding if self.config.tie_embeddings else self.family.names.lm_head
+        return self._linear([Part(module, self.config.vocab_size)], self.config.hidden_size, has_bias=False)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """A copy in memory of torch's own: a mapped file lies at any address, and sums may depend on it."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _parts(prefix: str, names: tuple[str, ...], rows: tuple[int, ...]) -> list[Part]:
+    """The modules below `prefix`; a single name holds the rows of all."""
+    if len(names) == 1:
+        rows = (sum(rows),)
+    return [Part(f"{prefix}.{name}", count) for name, count in zip(names, rows, strict=True)]

@@ -1,0 +1,176 @@
+"""ModelConfig: what config.json says about a decoder, read strictly.
+
+Knows: the fields all families share, which other fields change nothing, and how the rest is refused. Does not know:
+files, tensors, or any single family (a Family says how it differs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.errors import CheckpointError, UnsupportedError
+from forerun.kernels.ops import HeadLayout
+from forerun.layers.rotary import RopeSpec
+from forerun.models.family import Biases, Family
+from forerun.models.fields import Fields, words
+from forerun.models.rope_config import ROPE_FIELDS, reachable_positions, read_rope
+
+COMMON_FIELDS = words(
+    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim hidden_act rms_norm_eps max_position_embeddings tie_word_embeddings bos_token_id eos_token_id "
+    "torch_dtype dtype"
+)
+# Fields of these names are about training, generation, or how to split the same arithmetic; they change no logit.
+# (pretraining_tp computes the same products in slices; dropout is off outside training.)
+INERT_FIELDS = words(
+    "architectures pad_token_id unk_token_id initializer_range use_cache pretraining_tp attn_implementation "
+    "output_attentions output_hidden_states num_labels decoder_start_token_id forced_bos_token_id "
+    "forced_eos_token_id max_length min_length is_llama_config transformers_version chunk_size_feed_forward "
+    "embd_pdrop resid_pdrop hidden_dropout attention_dropout tokenizer_class use_bfloat16 auto_map "
+    "attention_probs_dropout_prob"
+)
+# An unknown field whose name holds one of these words, set to something, is refused: it may change the computation.
+TELLING_WORDS = words(
+    "scal multiplier bias norm soft rope rotary window expert moe attn attention alibi head layer hidden quant lora "
+    "act residual logit cap parallel interleav sparse mask position embed mtp"
+)
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape and arithmetic of one decoder."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    ffn_size: int
+    num_layers: int
+    heads: HeadLayout
+    activation: str  # one of ops.ACTIVATIONS
+    norm_eps: float
+    rope: RopeSpec
+    max_position: int  # positions the checkpoint says it can use
+    windows: tuple[int, ...]  # a layer; 0: no window
+    biases: Biases
+    qk_norm: bool
+    tie_embeddings: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @staticmethod
+    def read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
+        """Read a config.json object; raises CheckpointError (malformed) or UnsupportedError (beyond forerun)."""
+        _refuse_unknown(raw, family)
+        fields = Fields(raw, family.defaults)
+        num_layers = fields.integer("num_hidden_layers")
+        rope = read_rope(raw, fields, family, _head_dim(fields))
+        starts = fields.token_ids("bos_token_id")
+        return ModelConfig(
+            model_type=family.model_type,
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=fields.integer("hidden_size"),
+            ffn_size=fields.integer("intermediate_size"),
+            num_layers=num_layers,
+            heads=_read_heads(fields, rope.rotary_dim),
+            activation=_read_activation(fields),
+            norm_eps=fields.number("rms_norm_eps"),
+            rope=rope,
+            max_position=reachable_positions(rope, fields.integer("max_position_embeddings")),
+            windows=family.windows(fields, num_layers),
+            biases=family.biases(fields),
+            qk_norm=family.qk_norm,
+            tie_embeddings=fields.flag("tie_word_embeddings"),
+            bos_token_id=starts[0] if starts else None,
+            eos_token_ids=fields.token_ids("eos_token_id"),
+        )
+
+    @property
+    def attention_scale(self) -> float:
+        """What query-key products are multiplied by."""
+        return float(self.heads.head_dim**-0.5)
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Entries of all matrices and norms; a tied output layer is counted once."""
+    hidden, attended = config.hidden_size, config.heads.num_q * config.heads.head_dim
+    layer = hidden * (config.heads.row_size + attended + 3 * config.ffn_size + 2)
+    layer += config.heads.row_size * config.biases.qkv + hidden * config.biases.out
+    layer += (2 * config.ffn_size + hidden) * config.biases.mlp + 2 * config.heads.head_dim * config.qk_norm
+    tables = config.vocab_size * hidden * (1 if config.tie_embeddings else 2)
+    return config.num_layers * layer + tables + hidden
+
+
+def estimate_bytes(config: ModelConfig, bytes_per_weight: float, max_position: int | None = None) -> int:
+    """Memory the loaded model will need: weights, a second copy of a tied table (packed), and the rope table."""
+    entries = num_parameters(config) + config.vocab_size * config.hidden_size * config.tie_embeddings
+    positions = config.max_position if max_position is None else max_position
+    return int(entries * bytes_per_weight) + positions * config.rope.rotary_dim * 4
+
+
+def _refuse_unknown(raw: Mapping[str, Any], family: Family) -> None:
+    known = COMMON_FIELDS | INERT_FIELDS | ROPE_FIELDS | family.fields
+    for name, value in raw.items():
+        if name in known or name.startswith("_") or "dropout" in name or _says_nothing(value):
+            continue
+        if any(word in name for word in TELLING_WORDS):
+            raise UnsupportedError(_refusal(name, value, family))
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or value is False or value in ("", [], {})
+
+
+def _refusal(name: str, value: Any, family: Family) -> str:
+    if name == "quantization_config":
+        method = value.get("quant_method", "unnamed") if isinstance(value, Mapping) else value
+        return (
+            f"the checkpoint is quantized (quantization_config: {method}); supported are float32, bfloat16 and "
+            "float16 weights; take the unquantized checkpoint"
+        )
+    fields = ", ".join(sorted(family.fields)) or "none beyond the common ones"
+    return (
+        f"config.json sets {name} = {str(value)[:60]!r}, which forerun does not know for {family.model_type} models "
+        f"and which may change what they compute; known special fields: {fields}; remove the field if it changes "
+        "nothing, or load the model through transformers (implementation='transformers')"
+    )
+
+
+def _head_dim(fields: Fields) -> int:
+    heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    given = fields.get("head_dim") is not None
+    if not given and hidden % heads:
+        raise CheckpointError(
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads} and there is no "
+            "head_dim; correct the file"
+        )
+    return fields.integer("head_dim") if given else hidden // heads
+
+
+def _read_heads(fields: Fields, rotary_dim: int) -> HeadLayout:
+    num_q = fields.integer("num_attention_heads")
+    num_kv = fields.integer("num_key_value_heads", default=num_q)
+    if num_q % num_kv:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {num_q} is not a multiple of num_key_value_heads {num_kv}; "
+            "correct the file"
+        )
+    return HeadLayout(num_q, num_kv, _head_dim(fields), rotary_dim)
+
+
+def _read_activation(fields: Fields) -> str:
+    name = fields.text("hidden_act", default="silu")
+    if name not in ACTIVATION_NAMES:
+        raise UnsupportedError(
+            f"config.json: hidden_act is {name!r}; supported are {', '.join(ACTIVATION_NAMES)}; load the model "
+            "through transformers (implementation='transformers')"
+        )
+    return ACTIVATION_NAMES[name]

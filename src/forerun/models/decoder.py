@@ -1,0 +1,145 @@
+"""The one decoder all native families share: attention and feed-forward layers between residual additions.
+
+Knows: the order of ops in a forward pass. Does not know: families, storage formats, files, who called.
+
+The pass is a straight line of kernel calls that looks at no row count (but for a chunk nobody wants logits of), so
+that a backend may record it once and replay it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.ops import LayerKV
+from forerun.layers.attention import Attention
+from forerun.layers.embedding import Embedding
+from forerun.layers.linear import Linear
+from forerun.layers.norm import RMSNorm
+from forerun.models.base import CommittedPath, ForwardOutput, LayerSpec
+from forerun.models.batch import ForwardBatch
+
+
+class FeedForward(Protocol):
+    """What follows attention in a layer: dense or a mixture of experts."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix of the layer."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, H] -> [M, H]."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer. Its norms include the residual addition before them."""
+
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: FeedForward
+
+    def __call__(self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        """x [M, H] normalised by attention_norm -> the layer's last addend [M, H]; residual is added to in place."""
+        x = self.attention(x, kv, batch.positions, batch.slots, batch.rows)  # [M, H]
+        x = self.mlp_norm.add(x, residual)
+        return self.mlp(x)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderParts:
+    """Everything a decoder is made of."""
+
+    embedding: Embedding
+    layers: tuple[DecoderLayer, ...]
+    final_norm: RMSNorm
+    lm_head: Linear
+    tie_embeddings: bool
+
+
+class Decoder:
+    """A causal decoder over the paged pool. Implements `models.base.Model`."""
+
+    def __init__(self, parts: DecoderParts, max_position: int, kv_dtype: torch.dtype) -> None:
+        """`max_position`: rows of the rope tables the layers hold."""
+        self.parts = parts
+        self.max_position = max_position
+        self.vocab_size, self.hidden_size = parts.embedding.table.shape
+        self.kv_specs = tuple(_kv_spec(layer, kv_dtype) for layer in parts.layers)
+        self.weight_bytes = _count_bytes(parts)
+        self.num_parameters = _count_parameters(parts)
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()
+    ) -> ForwardOutput:
+        """See `models.base.Model`."""
+        assert len(kvs) == len(self.parts.layers), (len(kvs), len(self.parts.layers))
+        hidden: dict[int, Tensor] = {}
+        residual = self.parts.embedding(batch.token_ids)  # [M, H]
+        x = self._norm_before(0)(residual)
+        for index, layer in enumerate(self.parts.layers):
+            _keep(hidden, hidden_layers, index, residual)
+            x = layer(x, residual, batch, kvs[index])
+            x = self._norm_before(index + 1).add(x, residual)
+        _keep(hidden, hidden_layers, len(self.parts.layers), residual)
+        return ForwardOutput(self._logits(x, batch), hidden)
+
+    def commit(self, paths: Sequence[CommittedPath]) -> None:
+        """All state is in the pool: nothing to do."""
+
+    def release(self, request_id: str) -> None:
+        """All state is in the pool: nothing to do."""
+
+    def _norm_before(self, index: int) -> RMSNorm:
+        """The norm whose input is the output of layer index - 1."""
+        layers = self.parts.layers
+        return layers[index].attention_norm if index < len(layers) else self.parts.final_norm
+
+    def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        if not batch.all_logits:
+            x = x.index_select(0, batch.logit_rows)  # [R, H]
+        if x.shape[0] == 0:
+            return x.new_empty((0, self.vocab_size))
+        return self.parts.lm_head(x)  # [R, V]
+
+
+def _keep(hidden: dict[int, Tensor], wanted: Sequence[int], index: int, residual: Tensor) -> None:
+    """Copy the residual stream if it is asked for (the next layer adds to it in place)."""
+    if index in wanted:
+        hidden[index] = residual.clone()  # [M, H]
+
+
+def _kv_spec(layer: DecoderLayer, dtype: torch.dtype) -> LayerSpec:
+    heads = layer.attention.shape.heads
+    return LayerSpec(heads.num_kv, heads.head_dim, dtype)
+
+
+def _linears(parts: DecoderParts) -> list[Linear]:
+    layers = [linear for layer in parts.layers for linear in (*layer.attention.linears, *layer.mlp.linears)]
+    return [*layers, parts.lm_head]
+
+
+def _norm_tensors(parts: DecoderParts) -> list[Tensor]:
+    tensors = [parts.final_norm.weight]
+    for layer in parts.layers:
+        tensors += [layer.attention_norm.weight, layer.mlp_norm.weight]
+        if layer.attention.norms is not None:
+            tensors += [layer.attention.norms.query, layer.attention.norms.key]
+    return tensors
+
+
+def _count_bytes(parts: DecoderParts) -> int:
+    linears = sum(linear.nbytes for linear in _linears(parts))
+    return linears + sum(tensor.nbytes for tensor in _norm_tensors(parts)) + parts.embedding.table.nbytes
+
+
+def _count_parameters(parts: DecoderParts) -> int:
+    linears = sum(linear.num_parameters for linear in _linears(parts))
+    table = 0 if parts.tie_embeddings else parts.embedding.table.numel()
+    return linears + table + sum(tensor.numel() for tensor in _norm_tensors(parts))

@@ -1,0 +1,50 @@
+"""Qwen2 and Qwen2.5: biases on q, k and v; optionally a sliding window in the later layers."""
+
+from __future__ import annotations
+
+from forerun.errors import UnsupportedError
+from forerun.models.family import Biases, Family
+from forerun.models.fields import Fields
+
+WINDOW_FIELDS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def _biases(fields: Fields) -> Biases:
+    return Biases(qkv=True)
+
+
+def qwen_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """The window of every layer: from `layer_types`, else for layers from `max_window_layers` on."""
+    used = fields.flag("use_sliding_window")
+    window = fields.integer("sliding_window", default=0, minimum=0) if used else 0
+    types = fields.texts("layer_types")
+    if types is None:
+        first = fields.integer("max_window_layers", default=0, minimum=0)
+        return tuple(window if index >= first else 0 for index in range(num_layers))
+    _check_types(types, num_layers, used)
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _check_types(types: tuple[str, ...], num_layers: int, used: bool) -> None:
+    unknown = sorted(set(types) - set(LAYER_TYPES))
+    if unknown or len(types) != num_layers:
+        raise UnsupportedError(
+            f"config.json: layer_types must name {num_layers} layers, each one of {', '.join(LAYER_TYPES)}; "
+            f"got {len(types)} names" + (f", among them {', '.join(unknown)}" if unknown else "")
+        )
+    if "sliding_attention" in types and not used:
+        raise UnsupportedError(
+            "config.json: layer_types asks for sliding_attention but use_sliding_window is false; make them agree"
+        )
+
+
+QWEN_DEFAULTS = {"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+
+QWEN2 = Family(
+    model_type="qwen2",
+    defaults=QWEN_DEFAULTS,
+    fields=WINDOW_FIELDS,
+    biases=_biases,
+    windows=qwen_windows,
+)

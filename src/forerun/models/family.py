@@ -1,0 +1,71 @@
+"""What distinguishes one family of decoders from another, as data.
+
+Knows: the questions (which fields, which biases, which windows, which tensor names). Does not know: the answers,
+which are one small file a family in `models/families`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from forerun.models.fields import Fields
+
+
+class Biases(NamedTuple):
+    """Which linear layers add a bias."""
+
+    qkv: bool = False
+    out: bool = False
+    mlp: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Where a family's tensors are, below `model.layers.N.` for those of a layer.
+
+    Several names in `qkv` or `gate_up` are joined by rows in this order; one name is a matrix already joined.
+    """
+
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.{index}"
+    final_norm: str = "model.norm"
+    lm_head: str = "lm_head"
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+
+
+def no_biases(fields: Fields) -> Biases:
+    """Families without biases."""
+    return Biases()
+
+
+def no_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """Families whose layers all see everything."""
+    return (0,) * num_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One `model_type`.
+
+    `defaults` are transformers' values for fields a config.json may leave out. `fields` are the names this family
+    understands beyond the common ones (`models.config.COMMON_FIELDS`). `rope_kinds` are the rope scalings it uses.
+    """
+
+    model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fields: frozenset[str] = frozenset()
+    names: TensorNames = TensorNames()
+    qk_norm: bool = False
+    partial_rotary: bool = False
+    rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
+    biases: Callable[[Fields], Biases] = no_biases
+    windows: Callable[[Fields, int], tuple[int, ...]] = no_windows

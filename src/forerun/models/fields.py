@@ -1,0 +1,107 @@
+"""Reading config.json strictly: typed access with errors that name the field.
+
+Knows: JSON values and how to complain about them. Does not know: which fields a model has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forerun.errors import CheckpointError
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text; for tables of field names."""
+    return frozenset(text.split())
+
+
+class Fields:
+    """A JSON object with a family's defaults for absent fields; `null` is a value of its own, as in transformers."""
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], where: str = "config.json") -> None:
+        self._values = values
+        self._defaults = defaults
+        self._where = where
+
+    def given(self, name: str) -> bool:
+        """Whether the file itself has a value other than null for the field."""
+        return self._values.get(name) is not None
+
+    def get(self, name: str) -> Any:
+        """The value, the family's default if the file has no such field, None if there is neither; unchecked."""
+        return self._values.get(name, self._defaults.get(name))
+
+    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+        """A whole number of at least `minimum`."""
+        value = self._need(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self._wrong(name, value, f"a whole number of at least {minimum}")
+        return value
+
+    def number(self, name: str, default: float | None = None, minimum: float = 0.0) -> float:
+        """A finite number of at least `minimum`."""
+        value = self._need(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(name, value, "a number")
+        if not math.isfinite(value) or value < minimum:
+            raise self._wrong(name, value, f"a finite number of at least {minimum:g}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """true or false."""
+        value = self._need(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._need(name, default)
+        if not isinstance(value, str):
+            raise self._wrong(name, value, "a string")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...] | None:
+        """A list of strings, None if absent."""
+        value = self.get(name)
+        if value is not None and not _is_list_of(value, str):
+            raise self._wrong(name, value, "a list of strings")
+        return None if value is None else tuple(value)
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of `length` numbers."""
+        value = self._need(name, None)
+        if not _is_list_of(value, int | float) or len(value) != length:
+            raise self._wrong(name, value, f"a list of {length} numbers")
+        return tuple(float(entry) for entry in value)
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One token id or a list of them; () if absent."""
+        value = self.get(name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not _is_list_of(ids, int):
+            raise self._wrong(name, value, "a token id or a list of token ids")
+        return tuple(ids)
+
+    def _need(self, name: str, default: Any) -> Any:
+        value = self.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise CheckpointError(f"{self._where} lacks {name!r}; copy the file again from where the model came from")
+        return value
+
+    def _wrong(self, name: str, value: Any, wanted: str) -> CheckpointError:
+        return CheckpointError(f"{self._where}: {name} must be {wanted}, got {_short(value)}; correct the file")
+
+
+def _is_list_of(value: Any, kind: Any) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    return all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

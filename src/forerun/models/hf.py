@@ -1,0 +1,209 @@
+"""Any causal language model through transformers: exact, at reference speed.
+
+Knows: transformers' AutoModelForCausalLM and its caches. Does not know: architectures, the paged pool.
+
+Every row is one call over one token. So a row's bits cannot depend on what else is in the batch, and a tree node,
+which runs on a copy of its parent's cache, gives the bits of the same tokens decoded one by one. Caches are copied,
+never cropped, so recurrent models (Mamba, RWKV) work like the others. The price is the copying and the lost batching.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from forerun.errors import CheckpointError, UnsupportedError
+from forerun.kernels.ops import LayerKV
+from forerun.models.base import CommittedPath, ForwardOutput, LayerSpec
+from forerun.models.batch import ForwardBatch, SequenceRows
+
+CACHE_NAMES = ("past_key_values", "cache_params", "state")
+POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "context_length")
+UNBOUNDED_POSITIONS = 1 << 20  # for models that state no limit (recurrent ones)
+
+
+@dataclass(slots=True)
+class _State:
+    """What transformers needs to go on with one request."""
+
+    cache: Any = None  # after `tokens`; None before the first
+    tokens: list[int] = field(default_factory=list)  # known tokens computed
+    nodes: dict[int, _Node] = field(default_factory=dict)  # of the tree since the last commit
+
+
+class _Node(NamedTuple):
+    token_id: int
+    cache: Any  # after the node
+
+
+class _Row(NamedTuple):
+    logits: Tensor  # [V] float32
+    hidden: tuple[Tensor, ...]  # a layer: [H]
+
+
+class HFModel:
+    """A transformers model that keeps its own state by request. Implements `models.base.Model`.
+
+    A draft model must be told what was accepted (`commit`) like a target: its state is not in the pool.
+    """
+
+    kv_specs: tuple[LayerSpec, ...] = ()
+
+    def __init__(self, module: Any) -> None:
+        """`module` is a loaded AutoModelForCausalLM in evaluation mode."""
+        self._module = module
+        self._cache_name = _cache_name(module)
+        self._states: dict[str, _State] = {}
+        config = module.config.get_text_config()
+        self.num_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = module.get_output_embeddings().weight.shape[0]
+        self.max_position: int = _max_position(config)
+        parameters = list(module.parameters())
+        self.weight_bytes = sum(p.nbytes for p in parameters)
+        self.num_parameters = sum(p.numel() for p in parameters)
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()
+    ) -> ForwardOutput:
+        """See `models.base.Model`. hidden_layers: all but the last layer's output, which transformers normalises."""
+        if any(layer >= self.num_layers for layer in hidden_layers):
+            raise UnsupportedError(
+                f"hidden states of layers {list(hidden_layers)} were asked for; through transformers those of layers 0 "
+                f"to {self.num_layers - 1} can be had: choose another drafter"
+            )
+        rows = [row for sequence in batch.sequences for row in self._sequence(sequence, bool(hidden_layers))]
+        hidden = {layer: torch.stack([row.hidden[layer] for row in rows]) for layer in hidden_layers}  # [M, H]
+        wanted = [rows[index].logits for index in batch.logit_rows.tolist()]
+        return ForwardOutput(torch.stack(wanted) if wanted else torch.empty(0, self.vocab_size), hidden)
+
+    def commit(self, paths: Sequence[CommittedPath]) -> None:
+        """Go on from the last accepted node of each request."""
+        for path in paths:
+            state = self._states.get(path.request_id)
+            if state is None:
+                continue
+            if path.nodes:
+                accepted = [state.nodes[node] for node in path.nodes]
+                state.tokens.extend(node.token_id for node in accepted)
+                state.cache = accepted[-1].cache
+            state.nodes.clear()
+
+    def release(self, request_id: str) -> None:
+        """Forget a request."""
+        self._states.pop(request_id, None)
+
+    def _sequence(self, rows: SequenceRows, hidden: bool) -> Iterator[_Row]:
+        """All rows of one sequence, in the batch's order."""
+        state = self._state_at(rows)
+        for token_id in rows.span:
+            yield self._extend(state, token_id, hidden)
+        if 0 in rows.tree_rows:
+            state.nodes.clear()
+        for node, token_id, mask in zip(rows.tree_rows, rows.tree_tokens, rows.tree_masks, strict=True):
+            yield self._node(state, node, token_id, mask, hidden)
+
+    def _state_at(self, rows: SequenceRows) -> _State:
+        """The request's state after `start` tokens; recomputed if it has gone further (after a preemption)."""
+        state = self._states.setdefault(rows.request_id, _State())
+        start = rows.start if rows.span else rows.tree_start
+        assert start <= len(state.tokens), f"{rows.request_id}: row {start} comes, {len(state.tokens)} are committed"
+        if start < len(state.tokens):
+            known = state.tokens[:start]
+            state = self._states[rows.request_id] = _State()
+            for token_id in known:
+                self._extend(state, token_id, hidden=False)
+        return state
+
+    def _extend(self, state: _State, token_id: int, hidden: bool) -> _Row:
+        row, state.cache = self._call(token_id, state.cache, hidden)
+        state.tokens.append(token_id)
+        return row
+
+    def _node(self, state: _State, node: int, token_id: int, mask: int, hidden: bool) -> _Row:
+        ancestors = (mask & ~(1 << node)).bit_length() - 1  # the nearest: parents come before their children
+        parent = state.cache if ancestors < 0 else state.nodes[ancestors].cache
+        row, cache = self._call(token_id, copy.deepcopy(parent), hidden)
+        state.nodes[node] = _Node(token_id, cache)
+        return row
+
+    def _call(self, token_id: int, cache: Any, hidden: bool) -> tuple[_Row, Any]:
+        """One token after `cache` (which transformers changes in place)."""
+        out = self._module(
+            input_ids=torch.tensor([[token_id]]),
+            use_cache=True,
+            output_hidden_states=hidden,
+            **{self._cache_name: cache},
+        )
+        states = tuple(layer[0, -1].float() for layer in out.hidden_states) if hidden else ()
+        return _Row(out.logits[0, -1].float(), states), getattr(out, self._cache_name)
+
+
+def load_hf_model(folder: Path, dtype: torch.dtype | None) -> HFModel:
+    """Load a local folder; dtype None keeps the stored precision (float16 is widened).
+
+    Raises CheckpointError for missing or misshapen tensors, UnsupportedError for what transformers cannot run.
+    """
+    loaded: Any
+    with _quiet():
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(
+                str(folder), local_files_only=True, dtype=dtype or "auto", output_loading_info=True,
+                attn_implementation="eager",
+            )  # fmt: skip
+        except (ValueError, KeyError, ImportError) as error:
+            raise UnsupportedError(f"transformers cannot run {folder} as a causal language model: {error}") from error
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"transformers cannot load {folder}: {error}") from error
+    module, report = loaded
+    missing = sorted(str(name) for name in report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} tensors, e.g. {', '.join(missing[:3])}; the checkpoint is incomplete: "
+            "download or copy it again"
+        )
+    if any(parameter.dtype == torch.float16 for parameter in module.parameters()):
+        module = module.float()
+    return HFModel(module.eval())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own progress bars and warnings."""
+    hf_logging: Any = logging
+    shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+def _cache_name(module: Any) -> str:
+    accepted = inspect.signature(module.forward).parameters
+    name = next((name for name in CACHE_NAMES if name in accepted), None)
+    if name is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} keeps no cache between tokens that forerun knows ({', '.join(CACHE_NAMES)}); "
+            "choose another model"
+        )
+    return name
+
+
+def _max_position(config: Any) -> int:
+    sizes = [getattr(config, name, None) for name in POSITION_FIELDS]
+    return next((size for size in sizes if isinstance(size, int) and size > 0), UNBOUNDED_POSITIONS)

@@ -1,0 +1,165 @@
+"""load_model: from a name to a model that runs.
+
+Knows: the order of loading, and what is checked before anything large is read. Does not know: any family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from forerun.errors import CheckpointError, ConfigError, UnsupportedError
+from forerun.kernels.ops import Kernels
+from forerun.models.base import Model
+from forerun.models.build import Builder, Progress
+from forerun.models.config import ModelConfig, estimate_bytes
+from forerun.models.families import FAMILIES
+from forerun.models.family import Family
+from forerun.models.memory import check_memory
+from forerun.weights.checkpoint import Checkpoint, has_weights, read_json
+from forerun.weights.resolve import resolve_model
+from forerun.weights.tokenizer import Tokenizer, check_vocabulary
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+Implementation = Literal["auto", "forerun", "transformers"]
+DTYPES: dict[str, torch.dtype | None] = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+INERT_TENSORS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model and everything that was read with it."""
+
+    model: Model
+    tokenizer: Tokenizer
+    folder: Path
+    raw_config: Mapping[str, Any]  # config.json
+    config: ModelConfig | None  # None for a model that runs through transformers
+    implementation: str  # "forerun" or "transformers"
+
+
+def load_model(
+    name_or_path: str | Path,
+    kernels: Kernels,
+    dtype: str = "auto",
+    max_position: int | None = None,
+    progress: Progress | None = None,
+    implementation: Implementation = "auto",
+) -> LoadedModel:
+    """Load an embedded model, a folder or a hub id.
+
+    dtype: "auto" keeps the stored precision (float16 is widened). max_position: positions to build for, at most what
+    the checkpoint can use. progress(done, total) is called as layers are read. implementation "auto" runs families
+    forerun knows natively and all others through transformers.
+    Raises the ModelErrors and ResourceError before any weight is read where that can be known.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    folder = resolve_model(name_or_path)
+    raw = read_json(folder / "config.json")
+    if _choose(raw, implementation) == "transformers":
+        return _load_through_transformers(folder, raw, DTYPES[dtype], max_position)
+    return _load_native(folder, raw, kernels, dtype, max_position, progress)
+
+
+def find_family(raw: Mapping[str, Any]) -> Family | None:
+    """The family of a config.json, None if forerun has no implementation of its own."""
+    return FAMILIES.get(_model_type(raw))
+
+
+def read_config(folder: Path) -> ModelConfig | None:
+    """A folder's configuration without its weights, None for models that run through transformers."""
+    raw = read_json(folder / "config.json")
+    family = find_family(raw)
+    return None if family is None else ModelConfig.read(raw, family)
+
+
+def _model_type(raw: Mapping[str, Any]) -> str:
+    found = raw.get("model_type")
+    if not isinstance(found, str):
+        raise CheckpointError(
+            f"config.json has no model_type (got {found!r}); forerun implements {', '.join(FAMILIES)} and runs others "
+            "through transformers: name the family in config.json"
+        )
+    return found
+
+
+def _choose(raw: Mapping[str, Any], implementation: Implementation) -> str:
+    family = find_family(raw)
+    if implementation == "forerun" and family is None:
+        raise UnsupportedError(
+            f"forerun has no implementation of {_model_type(raw)} models, only of {', '.join(FAMILIES)}; "
+            "load it through transformers (implementation='transformers')"
+        )
+    if implementation == "auto":
+        return "transformers" if family is None else "forerun"
+    return implementation
+
+
+def _load_native(
+    folder: Path, raw: Mapping[str, Any], kernels: Kernels, dtype: str, max_position: int | None,
+    progress: Progress | None,
+) -> LoadedModel:  # fmt: skip
+    family = find_family(raw)
+    assert family is not None
+    config = ModelConfig.read(raw, family)
+    positions = _positions(config.max_position, max_position)
+    checkpoint = Checkpoint.open(folder)
+    check_memory(_bytes_needed(config, family, checkpoint, DTYPES[dtype], positions), f"loading {folder}")
+    tokenizer = Tokenizer.from_folder(folder)
+    check_vocabulary(tokenizer, config.vocab_size)
+    model = Builder(config, family, checkpoint, kernels, DTYPES[dtype], positions).decoder(progress)
+    _refuse_unread(checkpoint, config, family)
+    return LoadedModel(model, tokenizer, folder, raw, config, "forerun")
+
+
+def _refuse_unread(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> None:
+    """Tensors of the decoder that were not used mean that it computes something else than was trained."""
+    names = family.names
+    layers = tuple(names.layer.format(index=index) + "." for index in range(config.num_layers))
+    own = (*layers, f"{names.embedding}.", f"{names.final_norm}.", f"{names.lm_head}.")
+    unused = [name for name in checkpoint.unread if name.startswith(own) and not name.endswith(INERT_TENSORS)]
+    if config.tie_embeddings:  # a stored copy of the table, as transformers has it
+        unused = [name for name in unused if name != f"{names.lm_head}.weight"]
+    if unused:
+        raise UnsupportedError(
+            f"{checkpoint.folder} has {len(unused)} tensors that config.json of a {config.model_type} model does not "
+            f"ask for, e.g. {', '.join(unused[:3])}; weights and config.json do not belong together, or load the model "
+            "through transformers (implementation='transformers')"
+        )
+
+
+def _bytes_needed(
+    config: ModelConfig, family: Family, checkpoint: Checkpoint, dtype: torch.dtype | None, positions: int
+) -> int:
+    stored = dtype or checkpoint.dtype(f"{family.names.embedding}.weight")
+    return estimate_bytes(config, 2 if stored == torch.bfloat16 else 4, positions)
+
+
+def _positions(possible: int, wanted: int | None) -> int:
+    if wanted is None:
+        return possible
+    if not 1 <= wanted <= possible:
+        raise ConfigError(
+            f"max_position must be from 1 to {possible}, the positions this model can use; got {wanted}"
+        )
+    return wanted
+
+
+def _load_through_transformers(
+    folder: Path, raw: Mapping[str, Any], dtype: torch.dtype | None, max_position: int | None
+) -> LoadedModel:
+    from forerun.models.hf import load_hf_model  # imports transformers, which takes seconds
+
+    _model_type(raw)
+    if not has_weights(folder) and not any(folder.glob("*.bin")):
+        Checkpoint.open(folder)  # says what is missing
+    tokenizer = Tokenizer.from_folder(folder)
+    model = load_hf_model(folder, dtype)
+    check_vocabulary(tokenizer, model.vocab_size)
+    model.max_position = _positions(model.max_position, max_position)
+    return LoadedModel(model, tokenizer, folder, raw, None, "transformers")

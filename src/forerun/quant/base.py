@@ -1,0 +1,68 @@
+"""The Weight protocol: a matrix of a linear layer, however it is stored.
+
+Knows: what a layer asks of a stored matrix, and what a storage format asks of a checkpoint. Does not know: any
+storage format, file layout or architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.ops import Kernels
+
+
+class Weight(Protocol):
+    """A matrix [N, K] in some storage."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K): outputs, inputs."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the stored matrix occupies."""
+
+    def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [M, K] times the matrix transposed, plus bias [N] float32 -> [M, N] float32."""
+
+    def dequantize(self) -> Tensor:
+        """The matrix this weight stands for -> [N, K] float32 (the oracle of its tests)."""
+
+
+class TensorSource(Protocol):
+    """Where the tensors of a checkpoint come from."""
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds a tensor of that name."""
+
+    def tensor(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """Read one tensor; raises CheckpointError if it is missing or not of `shape`."""
+
+
+class Part(NamedTuple):
+    """One module of a checkpoint that becomes some rows of a matrix."""
+
+    prefix: str
+    rows: int
+
+
+class WeightFormat(Protocol):
+    """Recognises and reads one storage format."""
+
+    name: str
+
+    def matches(self, source: TensorSource, prefix: str) -> bool:
+        """Whether the module `prefix` is stored in this format."""
+
+    def read(
+        self, source: TensorSource, parts: Sequence[Part], columns: int, kernels: Kernels, dtype: torch.dtype | None
+    ) -> Weight:
+        """Read the modules, put their rows one after the other, and pack them -> [sum of rows, columns].
+
+        dtype, if given, is the precision a dense matrix is converted to; quantized formats have their own.
+        Raises CheckpointError for missing or misshapen tensors.
+        """

@@ -1,0 +1,60 @@
+"""Dense weights: float32, bfloat16 or float16 matrices in the layout the kernels read.
+
+Knows: `NAME.weight` tensors and `Kernels.pack_linear`. Does not know: quantization or architectures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.ops import Kernels
+from forerun.quant.base import Part, TensorSource
+
+
+class DenseWeight:
+    """A matrix packed by the kernels that multiply with it."""
+
+    def __init__(self, kernels: Kernels, matrix: Tensor) -> None:
+        """Pack `matrix` [N, K]."""
+        self._kernels = kernels
+        self._packed = kernels.pack_linear(matrix)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self._packed.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed matrix."""
+        return self._packed.nbytes
+
+    def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [M, K] -> [M, N]."""
+        return self._kernels.linear(x, self._packed, bias)
+
+    def dequantize(self) -> Tensor:
+        """The matrix itself: multiplying by the identity adds only zeros, so every entry comes back exactly."""
+        identity = torch.eye(self.shape[1])  # [K, K]
+        return self._kernels.linear(identity, self._packed, None).T.contiguous()  # [N, K]
+
+
+class DenseFormat:
+    """`PREFIX.weight` tensors; the format of every checkpoint that is not quantized."""
+
+    name = "dense"
+
+    def matches(self, source: TensorSource, prefix: str) -> bool:
+        """Whether `PREFIX.weight` exists."""
+        return source.has(f"{prefix}.weight")
+
+    def read(
+        self, source: TensorSource, parts: Sequence[Part], columns: int, kernels: Kernels, dtype: torch.dtype | None
+    ) -> DenseWeight:
+        """Read, convert, join by rows and pack."""
+        tensors = [source.tensor(f"{part.prefix}.weight", (part.rows, columns)) for part in parts]
+        matrix = torch.cat([tensor if dtype is None else tensor.to(dtype) for tensor in tensors])  # [N, K], a copy
+        return DenseWeight(kernels, matrix)

@@ -1,0 +1,66 @@
+"""From what a user typed to a model folder.
+
+Knows: embedded names, local folders, hub ids, in this order. Does not know: what is in the folder.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import forerun
+from forerun.errors import ModelNotFoundError
+
+EMBEDDED = {"mini": "mini/target", "mini-draft": "mini/draft"}
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+
+
+def resolve_model(name_or_path: str | Path) -> Path:
+    """The folder of a model given by embedded name, path or hub id.
+
+    Raises ModelNotFoundError, which lists what was tried.
+    """
+    name = str(name_or_path)
+    tried: list[str] = []
+    if name in EMBEDDED:
+        return _embedded(name)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    tried.append(f"a folder {folder}" + (" (it is a file: give the folder)" if folder.is_file() else ""))
+    if not folder.is_absolute() and HUB_ID.fullmatch(name):
+        found = _download(name, tried)
+        if found is not None:
+            return found
+    raise ModelNotFoundError(
+        f"there is no model {name!r}; tried {'; '.join(tried)}; the embedded models are {', '.join(EMBEDDED)}"
+    )
+
+
+def _embedded(name: str) -> Path:
+    folder = Path(forerun.__file__).parent / EMBEDDED[name]
+    if not (folder / "config.json").exists():
+        raise ModelNotFoundError(
+            f"the embedded model {name!r} is missing from this installation ({folder}); install forerun again"
+        )
+    return folder
+
+
+def _download(name: str, tried: list[str]) -> Path | None:
+    """The hub's snapshot, from its cache if the network is away; None (and a note in `tried`) if there is none."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        tried.append("the hub (huggingface_hub is not installed)")
+        return None
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # the hub library raises dozens of kinds, from offline to gated
+        tried.append(f"the hub id {name} ({_first_line(error)})")
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

@@ -1,0 +1,243 @@
+"""Tokenizer: text to token ids and back, for one model folder.
+
+Knows: tokenizer.json, sentencepiece models, and the settings beside them; any other kind is read through
+transformers, imported only then (it takes seconds). Does not know: models or requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from forerun.errors import CheckpointError, PromptError, VocabularyError
+from forerun.weights.chat import read_template, render
+from forerun.weights.checkpoint import read_optional_json
+from forerun.weights.decoders import piece_rule
+from forerun.weights.detokenizer import IncrementalDetokenizer
+from forerun.weights.sentencepiece import build_tokenizer, read_sentencepiece
+
+TOKENIZER_FILE = "tokenizer.json"
+SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "tokenizer.model.v3", "tokenizer.model.v1")
+OTHER_FILES = ("vocab.json", "vocab.txt")  # read through transformers
+SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Tokenizer:
+    """A tokenizer of the `tokenizers` library with what forerun adds: exact streaming, chat templates, end tokens."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any], eos_token_ids: Sequence[int] = (),
+        template: str | None = None,
+    ) -> None:  # fmt: skip
+        """`settings` is the content of tokenizer_config.json; `eos_token_ids` are those the model's files name."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._settings = settings
+        self._special_tokens = {role: _token_text(settings.get(role)) for role in SPECIAL_ROLES}
+        self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._rule = piece_rule(json.loads(backend.to_str()).get("decoder"))
+        self._bytes: dict[int, bytes] = {}
+        self.chat_template = template
+        self.bos_token_id = self._special_id("bos_token")
+        own_end = self._special_id("eos_token")
+        self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *([] if own_end is None else [own_end])]))
+        if "add_bos_token" in settings or "add_eos_token" in settings:
+            self._follow_flags()
+
+    @staticmethod
+    def from_folder(folder: Path) -> Tokenizer:
+        """Read a model folder's tokenizer; raises CheckpointError if there is none or it is damaged."""
+        settings = read_optional_json(folder / "tokenizer_config.json")
+        for role, text in read_optional_json(folder / "special_tokens_map.json").items():
+            settings.setdefault(role, text)
+        backend, converted = _read_backend(folder)
+        settings = {**converted, **settings}
+        return Tokenizer(backend, settings, _end_ids(folder), read_template(folder, settings))
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id, so that ids can index a table."""
+        return max(self._backend.get_vocab().values(), default=-1) + 1
+
+    @property
+    def strips_leading_space(self) -> bool:
+        """Whether a space at the very start of a text is dropped (sentencepiece)."""
+        return self._rule is not None and self._rule.strip_leading
+
+    @property
+    def has_token_bytes(self) -> bool:
+        """Whether every token has bytes of its own; if not, decoding looks at neighbours."""
+        return self._rule is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with a start token where the model has one unless told otherwise."""
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; equal to what an IncrementalDetokenizer gives piece by piece.
+
+        Bytes that are not UTF-8 become U+FFFD. Spaces before punctuation stay as the model wrote them
+        (`clean_up_tokenization_spaces` is not applied: it cannot be streamed and loses text).
+        """
+        if not skip_special_tokens:
+            return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
+        detokenizer = IncrementalDetokenizer(self)
+        return detokenizer.feed(token_ids) + detokenizer.finish()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to a text; b"" for special tokens and ids without a token."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._make_bytes(token_id)
+        return known
+
+    def decode_window(self, token_ids: Sequence[int]) -> str:
+        """The library's own text of a few tokens, special tokens left out."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str | None:
+        """The token's name in the vocabulary, None for an id without a token."""
+        name: str | None = self._backend.id_to_token(token_id)
+        return name
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token called `text`, None if there is none."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is a control token, invisible in texts."""
+        return token_id in self._special_ids
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token name -> id, added tokens included."""
+        return dict(self._backend.get_vocab())
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The text of a conversation, ready for `encode(text, add_special_tokens=False)`.
+
+        Messages are objects with "role" and "content". `variables` reach the template. Raises PromptError.
+        """
+        if self.chat_template is None:
+            raise PromptError("this model has no chat template; use plain prompts (`generate`) instead of chat")
+        names = {role: text for role, text in self._special_tokens.items() if text is not None}
+        given = {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        return render(self.chat_template, messages, {**names, **given, **variables})
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation."""
+        return self.encode(self.apply_chat_template(messages, add_generation_prompt), add_special_tokens=False)
+
+    def _make_bytes(self, token_id: int) -> bytes:
+        name = self.token_text(token_id)
+        if name is None or token_id in self._special_ids or self._rule is None:
+            return b""
+        return self._rule.to_bytes(name)
+
+    def _special_id(self, role: str) -> int | None:
+        text = self._special_tokens[role]
+        return None if text is None else self.token_id(text)
+
+    def _follow_flags(self) -> None:
+        """Add start and end tokens as tokenizer_config.json says, which wins over tokenizer.json in transformers."""
+        start, end = self._flagged("add_bos_token", "bos_token"), self._flagged("add_eos_token", "eos_token")
+        pieces = ([f"{start[0]}:0"] if start else []) + ["$A:0"] + ([f"{end[0]}:0"] if end else [])
+        used = [token for token in (start, end) if token is not None]
+        self._backend.post_processor = TemplateProcessing(
+            single=" ".join(pieces), pair=" ".join([*pieces, "$B:1"]), special_tokens=list(dict.fromkeys(used))
+        )
+
+    def _flagged(self, flag: str, role: str) -> tuple[str, int] | None:
+        text, token_id = self._special_tokens[role], self._special_id(role)
+        return (text, token_id) if self._settings.get(flag) and text is not None and token_id is not None else None
+
+
+def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
+    """Refuse a tokenizer with ids the model has no row for; raises VocabularyError.
+
+    A model may have more rows than the tokenizer has tokens: tables are often padded.
+    """
+    if tokenizer.vocab_size > model_vocab_size:
+        raise VocabularyError(
+            f"the tokenizer has token ids up to {tokenizer.vocab_size - 1} but the model only {model_vocab_size} "
+            "rows; tokenizer files and weights do not belong together: use those the model was published with"
+        )
+
+
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """Refuse a draft whose token ids mean other texts than the target's; raises VocabularyError naming the first."""
+    ours, theirs = target.vocabulary(), draft.vocabulary()
+    if ours == theirs:
+        return
+    different = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    different.sort(key=lambda name: ours.get(name, theirs.get(name, 0)))
+    first = different[0]
+    raise VocabularyError(
+        f"target and draft have different vocabularies: {len(different)} tokens differ, the first is {first!r} (id "
+        f"{ours.get(first, 'none')} in the target, {theirs.get(first, 'none')} in the draft); choose a draft model "
+        "with the target's tokenizer"
+    )
+
+
+def _read_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """The library's tokenizer, and special tokens that only the tokenizer's own file names."""
+    path = folder / TOKENIZER_FILE
+    if not path.exists():
+        pieces = next((folder / name for name in SENTENCEPIECE_FILES if (folder / name).exists()), None)
+        return _through_transformers(folder) if pieces is None else _from_sentencepiece(pieces)
+    try:
+        return tokenizers.Tokenizer.from_file(str(path)), {}
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{path} is damaged: {error}; download or copy the file again") from error
+
+
+def _from_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    vocabulary = read_sentencepiece(path)
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    found = {role: name for role, name in roles.items() if name in vocabulary.pieces}
+    return build_tokenizer(vocabulary, found.get("bos_token")), found
+
+
+def _through_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Let transformers convert whatever tokenizer the folder has."""
+    if not any((folder / name).exists() for name in OTHER_FILES):
+        known = ", ".join((TOKENIZER_FILE, *SENTENCEPIECE_FILES, *OTHER_FILES))
+        raise CheckpointError(
+            f"{folder} has no tokenizer ({known}); copy it from where the model came from"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # anything from a missing library to a damaged file
+        raise CheckpointError(f"transformers cannot read the tokenizer of {folder}: {error}") from error
+    backend = getattr(converted, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise CheckpointError(
+            f"the tokenizer of {folder} ({type(converted).__name__}) cannot be converted; supply a {TOKENIZER_FILE}"
+        )
+    return backend, {role: getattr(converted, role, None) for role in SPECIAL_ROLES}
+
+
+def _end_ids(folder: Path) -> tuple[int, ...]:
+    """The end tokens named by generation_config.json, else by config.json."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_optional_json(folder / name).get("eos_token_id")
+        if value is not None:
+            ids = value if isinstance(value, list) else [value]
+            return tuple(entry for entry in ids if isinstance(entry, int) and not isinstance(entry, bool))
+    return ()
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token as settings write it: text, or an object with `content`."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
