@@ -1,0 +1,67 @@
+# Everything a fresh clone needs: `make demo`, `make test`, `make check`.
+#
+# torch is installed first and by itself, as a CPU build, so that no other package can bring in a CUDA build of several
+# gigabytes. For a CUDA build: make TORCH=torch==2.13.0
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+STAMPS := $(VENV)/.stamps
+SOURCES := $(shell find src csrc CMakeLists.txt -type f -not -name '*.py[co]' 2>/dev/null)
+
+.PHONY: help venv install demo test check format bench clean
+
+help:
+	@echo "make demo     install, then the same text plainly and with speculation, side by side"
+	@echo "make test     install, then every test"
+	@echo "make check    ruff, mypy --strict, architecture test"
+	@echo "make bench    speed on the shipped prompts, and engine overhead"
+	@echo "make format   rewrite the code in the project's style"
+	@echo "make clean    remove the virtual environment and build outputs"
+
+venv: $(STAMPS)/venv
+install: $(STAMPS)/install
+
+$(STAMPS)/venv:
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH)"
+	@$(PIP) install "$(TORCH)" 2>/dev/null || $(PIP) install "$(TORCH)" --index-url $(TORCH_INDEX)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/tools: pyproject.toml $(STAMPS)/venv
+	@echo "installing the build tools"
+	@$(PIP) install "scikit-build-core>=0.11" "nanobind>=2.7" ninja
+	@touch $@
+
+$(STAMPS)/install: $(STAMPS)/tools $(SOURCES)
+	@echo "building and installing forerun"
+	@$(PIP) install --no-build-isolation ".[dev]"
+	@$(BIN)/python -c "from forerun.kernels.select import select_kernels as s, selection_report as r; print(r(s()))"
+	@touch $@
+
+demo: install
+	@$(BIN)/forerun demo
+
+test: install
+	$(BIN)/python -m pytest
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src/forerun
+	$(BIN)/python -m pytest -q -n 0 tests/test_architecture.py
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install
+	$(BIN)/forerun bench speed --model mini --drafters none,ngram,draft
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

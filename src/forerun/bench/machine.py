@@ -1,0 +1,67 @@
+"""What a measurement was taken on: processor, cores, versions, commit.
+
+Knows: where this machine keeps such facts. Does not know: what is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun import __version__
+from forerun.kernels.ops import Kernels
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def describe_machine(kernels: Kernels | None = None) -> dict[str, Any]:
+    """Facts that belong beside every figure, as plain values."""
+    facts: dict[str, Any] = {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "forerun": __version__,
+        "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+    if kernels is not None:
+        facts["kernels"] = kernels.name
+        facts["isa"] = sorted(set(kernels.describe().values()))
+    return facts
+
+
+def cpu_model() -> str:
+    """The processor's name, as the system knows it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def commit() -> str | None:
+    """The commit of the checkout forerun was installed from or runs in; None outside one."""
+    for folder in (PACKAGE, Path.cwd()):
+        root = _git(folder, "rev-parse", "--show-toplevel")
+        if root and (Path(root) / "src" / "forerun" / "core.py").exists():
+            head = _git(folder, "rev-parse", "--short", "HEAD")
+            dirty = _git(folder, "status", "--porcelain", "--untracked-files=no")
+            return f"{head}+changes" if head and dirty else head
+    return None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

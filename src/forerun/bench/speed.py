@@ -1,0 +1,202 @@
+"""Speed of drafters against plain decoding on the same prompts.
+
+Knows: how to measure on a noisy machine. Does not know: files, terminals, how an engine works.
+
+The drafters take turns prompt by prompt, in a rotating order, so that a slow minute of the machine hits all of them.
+A prompt's time is its requests' time from arrival to the last token (prefill included), the median over repeats.
+A speed-up is taken within a round of one prompt (plain time over the drafter's time, in seconds a token), and what
+is reported is the median over rounds, then over prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from forerun.bench.conversation import run_cases
+from forerun.bench.prompts import PromptCase
+from forerun.core import CompletionOutput, RequestStats, SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.llm import LLM
+
+PLAIN = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One drafter's answers to one case, once."""
+
+    token_ids: tuple[tuple[int, ...], ...]  # a turn each
+    num_tokens: int
+    num_steps: int
+    seconds: float
+    decode_s: float
+    decode_tokens: float
+    drafted: int
+    accepted: int
+
+    @staticmethod
+    def of(answers: Sequence[CompletionOutput]) -> Run:
+        """The sums over a case's turns."""
+        stats = [answer.stats for answer in answers]
+        counts = [count for s in stats for count in s.drafters.values()]
+        return Run(
+            token_ids=tuple(answer.token_ids for answer in answers),
+            num_tokens=sum(s.num_tokens for s in stats),
+            num_steps=sum(s.num_steps for s in stats),
+            seconds=sum(s.ttft_s + s.decode_s for s in stats),
+            decode_s=sum(s.decode_s for s in stats),
+            decode_tokens=sum(decode_tokens(s) for s in stats),
+            drafted=sum(count.drafted for count in counts),
+            accepted=sum(count.accepted for count in counts),
+        )
+
+
+def decode_tokens(stats: RequestStats) -> float:
+    """Tokens emitted after the first step, which belongs to the prefill; that step counts as an average one."""
+    return stats.acceptance_length * max(0, stats.num_steps - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedRow:
+    """One line of the report; `identical` is None where another sample is to be expected (rejection rule, T > 0)."""
+
+    drafter: str
+    tokens_per_s: float
+    speedup: float
+    acceptance_length: float
+    identical: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedDetail:
+    """What stands behind a row."""
+
+    num_prompts: int
+    num_tokens: int
+    drafted: int
+    accepted: int
+    decode_tokens_per_s: float
+    decode_speedup: float
+    slowest_speedup: float  # of a single prompt
+    fastest_speedup: float
+
+
+Rounds = list[list[dict[str, Run]]]  # case -> repeat -> drafter -> run
+Step = Callable[[int], None]
+
+
+def measure(
+    engines: Mapping[str, LLM],
+    cases: Sequence[PromptCase],
+    params: SamplingParams,
+    repeats: int,
+    advance: Step = lambda _: None,
+) -> Rounds:
+    """Run every case `repeats` times with every engine, interleaved; each case has a seed of its own."""
+    warm_up(engines.values(), cases[0], params)
+    rounds: Rounds = []
+    for index, case in enumerate(cases):
+        seeded = params.with_seed((params.seed or 0) + index)
+        rounds.append([_round(engines, case, seeded, index + repeat) for repeat in range(repeats)])
+        advance(1)
+    return rounds
+
+
+def warm_up(engines: Iterable[LLM], case: PromptCase, params: SamplingParams) -> None:
+    """Run one case with every engine, uncounted."""
+    for llm in engines:
+        run_cases(llm, [case], [replace(params, seed=params.seed or 0)])
+
+
+def _round(engines: Mapping[str, LLM], case: PromptCase, params: SamplingParams, shift: int) -> dict[str, Run]:
+    names = list(engines)
+    order = names[shift % len(names) :] + names[: shift % len(names)]
+    runs = {name: Run.of(run_cases(engines[name], [case], [params])[0]) for name in order}
+    return {name: runs[name] for name in names}
+
+
+def rows(rounds: Rounds, compare: bool) -> list[SpeedRow]:
+    """One row a drafter, plain first; `compare`: the tokens must be those of the plain run."""
+    return [_row(name, rounds, compare) for name in rounds[0][0]]
+
+
+def _row(name: str, rounds: Rounds, compare: bool) -> SpeedRow:
+    runs = [runs_by_name[name] for repeats in rounds for runs_by_name in repeats]
+    same = all(r[name].token_ids == r[PLAIN].token_ids for repeats in rounds for r in repeats)
+    return SpeedRow(
+        drafter=name,
+        tokens_per_s=round(median(_per_case(rounds, lambda r: _rate(r[name].num_tokens, r[name].seconds))), 2),
+        speedup=round(median(_speedups(name, rounds)), 3),
+        acceptance_length=round(_rate(sum(run.num_tokens for run in runs), sum(run.num_steps for run in runs)), 3),
+        identical=same if compare else None,
+    )
+
+
+def detail(name: str, rounds: Rounds) -> SpeedDetail:
+    """The figures behind a drafter's row."""
+    runs = [repeats[0][name] for repeats in rounds]
+    speedups = _speedups(name, rounds)
+    return SpeedDetail(
+        num_prompts=len(rounds),
+        num_tokens=sum(run.num_tokens for run in runs),
+        drafted=sum(run.drafted for run in runs),
+        accepted=sum(run.accepted for run in runs),
+        decode_tokens_per_s=round(median(_per_case(rounds, lambda r: _decode_rate(r[name]))), 2),
+        decode_speedup=round(
+            median(_per_case(rounds, lambda r: _over(_decode_rate(r[name]), _decode_rate(r[PLAIN])))), 3
+        ),
+        slowest_speedup=round(min(speedups), 3),
+        fastest_speedup=round(max(speedups), 3),
+    )
+
+
+def _speedups(name: str, rounds: Rounds) -> list[float]:
+    return _per_case(rounds, lambda r: _over(_pace(r[PLAIN]), _pace(r[name])))
+
+
+def _per_case(rounds: Rounds, figure: Callable[[dict[str, Run]], float]) -> list[float]:
+    """A figure of every case: the median over its repeats."""
+    return [median(figure(runs) for runs in repeats) for repeats in rounds]
+
+
+def _pace(run: Run) -> float:
+    return _rate(run.seconds, run.num_tokens)
+
+
+def _decode_rate(run: Run) -> float:
+    return _rate(run.decode_tokens, run.decode_s)
+
+
+def _decode_speedup(runs: dict[str, Run], name: str) -> float:
+    return _over(_decode_rate(runs[name]), _decode_rate(runs[PLAIN]))
+
+
+def _rate(amount: float, per: float) -> float:
+    return amount / per if per else 0.0
+
+
+def _over(value: float, base: float) -> float:
+    """A ratio; 1 where there is nothing to compare (a run of one step has no decode time)."""
+    return value / base if value and base else 1.0
+
+
+def report(rounds: Rounds, cases: Sequence[PromptCase], compare: bool, by_category: bool) -> dict[str, Any]:
+    """Rows and details as plain values; with `by_category` also the rows of each category."""
+    result: dict[str, Any] = {
+        "rows": [asdict(row) for row in rows(rounds, compare)],
+        "details": {name: asdict(detail(name, rounds)) for name in rounds[0][0]},
+    }
+    if by_category:
+        names = dict.fromkeys(case.category for case in cases)
+        result["categories"] = {
+            name: [asdict(row) for row in rows(_of_category(rounds, cases, name), compare)] for name in names
+        }
+    return result
+
+
+def _of_category(rounds: Rounds, cases: Sequence[PromptCase], category: str) -> Rounds:
+    return [repeats for repeats, case in zip(rounds, cases, strict=True) if case.category == category]

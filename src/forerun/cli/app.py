@@ -1,0 +1,89 @@
+"""The command `forerun`: its sub-commands, and what happens when one fails.
+
+Knows: which commands there are and how errors, Ctrl-C and a closed pipe end them. Does not know: what they do.
+Nothing heavy is imported here: every command imports torch and the engine when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from forerun import __version__
+from forerun.cli import bench, chat, demo, generate, inspect, verify
+from forerun.cli.console import print_error
+from forerun.cli.train import app as train_app
+from forerun.errors import ForerunError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class CleanGroup(TyperGroup):
+    """Turns what a user can cause into one line and an exit status; everything else keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command."""
+        try:
+            return super().invoke(ctx)
+        except ForerunError as error:
+            print_error(str(error))
+            raise typer.Exit(EXIT_USER_ERROR) from error
+        except KeyboardInterrupt as error:
+            print_error("interrupted")
+            raise typer.Exit(EXIT_INTERRUPTED) from error
+        except BrokenPipeError as error:
+            _drop_stdout()
+            raise typer.Exit(EXIT_BROKEN_PIPE) from error
+
+
+def _drop_stdout() -> None:
+    """Send what is still buffered nowhere, so that the interpreter does not complain when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+app = typer.Typer(
+    name="forerun",
+    cls=CleanGroup,
+    help="Run open language models faster, with the same output: lossless speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
+bench_app.command("speed")(bench.speed)
+
+app.command("demo")(demo.demo)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.add_typer(bench_app, name="bench")
+app.command("verify")(verify.verify)
+app.command("inspect")(inspect.inspect)
+app.add_typer(train_app, name="train")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"forerun {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Run open language models faster, with the same output: lossless speculative decoding."""
+
+
+def main() -> None:
+    """What the installed command `forerun` calls."""
+    app()

@@ -1,0 +1,124 @@
+"""`forerun bench speed`: drafters against plain decoding, on one model and one set of prompts.
+
+Knows: options and tables. Does not know: how speed is measured (`forerun.bench.speed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.bench.prompts import PromptCase, read_prompts
+from forerun.cli import options as opt
+from forerun.cli.console import out, print_json, print_note, table
+from forerun.cli.engine import open_llm, other_engine
+from forerun.core import SamplingParams
+from forerun.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forerun.llm import LLM
+
+PLAIN = "none"
+
+
+def speed(
+    model_name: opt.ModelArgument = None,
+    model: opt.ModelOption = None,
+    drafters: opt.Drafters = "none,ngram,draft",
+    prompts: opt.PromptsFile = None,
+    limit: opt.Limit = None,
+    max_tokens: opt.MaxTokens = 128,
+    temperature: opt.Temperature = 0.0,
+    repeats: Annotated[int, typer.Option(help="Runs of every prompt and drafter.", min=1)] = 3,
+    seed: opt.Seed = 0,
+    by_category: Annotated[bool, typer.Option(help="Also a table for each category of the prompts.")] = False,
+    json: opt.JsonOption = False,
+    draft_model: opt.DraftModel = None,
+    max_draft_tokens: opt.MaxDraftTokens = 5,
+    tree_width: opt.TreeWidth = 1,
+    adaptive: opt.Adaptive = True,
+    verification: opt.Verification = "coupled",
+    dtype: opt.Dtype = "auto",
+    max_model_len: opt.MaxModelLen = None,
+    kernels: opt.KernelsName = "auto",
+    threads: opt.Threads = None,
+) -> None:
+    """Measure tokens per second of each drafter, interleaved prompt by prompt; medians."""
+    wanted = opt.names(drafters)
+    check_drafters(wanted)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    cases = read_prompts(prompts, limit)
+    name = opt.chosen_model(model_name, model)
+    plain = open_llm(
+        name, PLAIN, max_draft_tokens=max_draft_tokens, tree_width=tree_width, adaptive=adaptive,
+        verification=verification, dtype=dtype, max_model_len=max_model_len, kernels=kernels, threads=threads,
+        max_num_seqs=1,
+    )  # fmt: skip
+    engines = engines_by_name(plain, wanted, draft_model)
+    report = _measure(engines, cases, params, repeats, by_category)
+    settings = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "temperature": temperature}
+    report |= {**settings, "repeats": repeats, "verification": verification, "seed": seed}
+    print_json(report) if json else _show(report)
+
+
+def engines_by_name(plain: LLM, names: Sequence[str], draft_model: str | None) -> dict[str, LLM]:
+    """An engine for every drafter on the same weights, plain first."""
+    others = [name for name in names if name != PLAIN]
+    return {PLAIN: plain, **{name: other_engine(plain, name, draft_model) for name in others}}
+
+
+def _measure(
+    engines: dict[str, LLM], cases: Sequence[PromptCase], params: SamplingParams, repeats: int, by_category: bool
+) -> dict[str, Any]:
+    from forerun.bench.conversation import fitting_cases
+    from forerun.bench.machine import describe_machine
+    from forerun.bench.speed import measure, report
+    from forerun.progress import progress_bar
+
+    plain = engines[PLAIN]
+    fitting = fitting_cases(plain, cases)
+    with progress_bar("prompts", len(fitting), shown=_on_terminal()) as advance:
+        rounds = measure(engines, fitting, params, repeats, advance)
+    compare = params.greedy or plain.config.verification == "coupled"
+    result = report(rounds, fitting, compare, by_category)
+    return {**result, "num_prompts": len(fitting), "num_too_long": len(cases) - len(fitting),
+            "machine": describe_machine(plain.kernels)}  # fmt: skip
+
+
+def _on_terminal() -> bool:
+    from forerun.cli.console import err
+
+    return err().is_terminal
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = out()
+    console.print(_rows(report["rows"], f"{report['model']}, {report['num_prompts']} prompts, "
+                        f"temperature {report['temperature']:g}"))  # fmt: skip
+    for category, rows in report.get("categories", {}).items():
+        console.print()
+        console.print(_rows(rows, category))
+    machine = report["machine"]
+    print_note(f"{machine['cpu']}, {machine['cores']} cores, {', '.join(machine['isa'])}, commit {machine['commit']}")
+    if report["num_too_long"]:
+        print_note(f"{report['num_too_long']} prompts are longer than the context and were left out")
+
+
+def _rows(rows: Sequence[dict[str, Any]], title: str) -> Any:
+    result = table("drafter", "tokens/s", "speed-up", "acceptance length", "identical", title=title)
+    for row in rows:
+        same = {True: "yes", False: "NO", None: "-"}[row["identical"]]
+        figures = (f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}x", f"{row['acceptance_length']:.2f}")
+        result.add_row(row["drafter"], *figures, same)
+    return result
+
+
+def check_drafters(names: Sequence[str]) -> None:
+    """Raise ConfigError for a drafter that does not exist, before a model is loaded."""
+    from forerun.config import DRAFTER_NAMES
+
+    unknown = [name for name in names if name not in DRAFTER_NAMES]
+    if unknown:
+        raise ConfigError(f"there is no drafter {', '.join(unknown)}; choose from {', '.join(DRAFTER_NAMES)}")

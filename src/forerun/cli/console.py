@@ -1,0 +1,47 @@
+"""What commands print with: two consoles, one line for an error, one way to write JSON.
+
+Knows: terminals. Does not know: commands.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+def out() -> Console:
+    """The console on standard output."""
+    return Console(highlight=False)
+
+
+def err() -> Console:
+    """The console on standard error: errors, progress, notes."""
+    return Console(stderr=True, highlight=False)
+
+
+def print_error(message: str) -> None:
+    """One line on standard error."""
+    err().print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+
+
+def print_note(message: str) -> None:
+    """One dim line on standard error."""
+    err().print(f"[dim]{escape(message)}[/]", soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """A value as JSON on standard output, nothing else there."""
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False))
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """A plain table: the first column to the left, figures to the right."""
+    result = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, 2))
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="left" if index == 0 else "right")
+    return result

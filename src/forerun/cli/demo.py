@@ -1,0 +1,141 @@
+"""`forerun demo`: the same text plainly and with speculation, side by side.
+
+Knows: the screen. Does not know: how text is made. On a terminal both texts are written live; the figures come from
+further runs without a display, in turns, so that drawing does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from forerun.cli import options as opt
+from forerun.cli.console import out
+from forerun.cli.drafted import DraftedText, Piece, has_colour, legend, render
+from forerun.cli.engine import open_llm, other_engine
+from forerun.cli.generate import as_prompt
+from forerun.core import CompletionOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.llm import LLM
+
+PROMPT = "Tell me a story about a little bird who wanted to see the sea."
+PLAIN = "none"
+MIN_PANEL_LINES = 8
+FRAMES_PER_S = 12
+
+
+def demo(
+    prompt: Annotated[str, typer.Argument(help="What to ask.")] = PROMPT,
+    model: opt.ModelOption = None,
+    drafter: opt.DrafterName = None,
+    draft_model: opt.DraftModel = None,
+    max_tokens: opt.MaxTokens = 160,
+    temperature: opt.Temperature = 0.0,
+    seed: opt.Seed = 0,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each.", min=1)] = 5,
+    kernels: opt.KernelsName = "auto",
+    threads: opt.Threads = None,
+) -> None:
+    """Write one text twice, without and with speculation; show that it is the same, and how much faster."""
+    name = opt.chosen_model(None, model)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    chosen = drafter or opt.default_drafter(name, draft_model)
+    plain = open_llm(name, PLAIN, kernels=kernels, threads=threads, max_num_seqs=1)
+    drafted = other_engine(plain, chosen, draft_model)
+    Demo(name, prompt, chosen, plain, drafted, params).run(repeats)
+
+
+class Demo:
+    """Two columns that fill, then a line of figures."""
+
+    def __init__(self, model: str, prompt: str, drafter: str, plain: LLM, drafted: LLM, params: SamplingParams) -> None:
+        self.title = f"forerun demo: {model}, drafter {drafter}, temperature {params.temperature:g}"
+        self.prompt = prompt
+        self.engines = (plain, drafted)
+        self.params = params
+        self.pieces: tuple[list[Piece], list[Piece]] = ([], [])
+        self.console = out()
+        self.coloured = has_colour(self.console)
+
+    def run(self, repeats: int) -> None:
+        """Warm up, write both texts (live on a terminal), measure, show the screen."""
+        for llm in self.engines:
+            self._generate(llm)
+        if self.console.is_terminal:
+            self._write_live()
+        runs = [[self._generate(llm) for llm in self.engines] for _ in range(repeats)]
+        plain, drafted = runs[0]
+        self._fill(plain, drafted)
+        self.console.print(self._screen(self._verdict(runs)))
+
+    def _generate(self, llm: LLM) -> CompletionOutput:
+        output = llm.generate([as_prompt(llm, self.prompt, None)], self.params)[0].outputs[0]
+        if output.error is not None:
+            raise output.error
+        return output
+
+    def _fill(self, *outputs: CompletionOutput) -> None:
+        for column, llm, output in zip(self.pieces, self.engines, outputs, strict=True):
+            column[:] = DraftedText(llm.tokenizer, as_prompt(llm, self.prompt, None)).take(output)
+
+    def _write_live(self) -> None:
+        """Both texts as they come, one after the other; the picture is gone afterwards."""
+        empty = Text("")
+        with Live(self._screen(empty), console=self.console, transient=True, auto_refresh=False) as live:
+            for frame, _ in enumerate(self._steps()):
+                if frame % 2 == 0:
+                    live.update(self._screen(empty), refresh=True)
+
+    def _steps(self) -> Iterator[None]:
+        for column, llm in zip(self.pieces, self.engines, strict=True):
+            token_ids = as_prompt(llm, self.prompt, None)
+            text = DraftedText(llm.tokenizer, token_ids)
+            for output in llm.stream(token_ids, self.params):
+                column.extend(text.take(output.outputs[0]))
+                yield
+
+    def _screen(self, below: RenderableType) -> Group:
+        """Title, prompt, the two texts, and what is said below them."""
+        columns = Table.grid(expand=True, padding=(0, 1))
+        columns.add_column(ratio=1)
+        columns.add_column(ratio=1)
+        columns.add_row(self._panel("plain", self.pieces[0]), self._panel("with speculation", self.pieces[1]))
+        question = Text("prompt: ", style="dim").append(self.prompt, style="default")
+        return Group(Text(self.title, style="bold"), question, columns, below)
+
+    def _panel(self, title: str, pieces: list[Piece]) -> Panel:
+        """As much of the end of a text as fits half a screen."""
+        text = render(pieces, marked=False)
+        width, height = self.console.width // 2 - 5, max(MIN_PANEL_LINES, self.console.height - 9)
+        lines = text.wrap(Console(width=width), width)
+        shown = Text("\n").join(lines[-height:]) if self.console.is_terminal else text
+        return Panel(shown, title=title, title_align="left")
+
+    def _verdict(self, runs: list[list[CompletionOutput]]) -> Group:
+        """Identical or not, the two speeds, the speed-up, the acceptance length."""
+        same = all(plain.token_ids == drafted.token_ids for plain, drafted in runs)
+        speeds = [median(run[i].stats.tokens_per_s for run in runs) for i in (0, 1)]
+        speedup = median(run[1].stats.tokens_per_s / run[0].stats.tokens_per_s for run in runs)
+        stats = runs[0][1].stats
+        first = Text.assemble(
+            ("identical", "bold green") if same else ("DIFFERENT", "bold red"),
+            f": {stats.num_tokens} tokens, acceptance length {stats.acceptance_length:.2f}",
+        )
+        if self.coloured:
+            sources = [piece.source for piece in self.pieces[1]]
+            first = first.append("; ").append_text(legend(sources, marked=False))
+        second = Text.assemble(
+            f"plain {speeds[0]:.0f} tokens/s, with speculation {speeds[1]:.0f} tokens/s: ",
+            (f"{speedup:.2f}x", "bold"),
+            f" (median of {len(runs)} runs)",
+        )
+        return Group(first, second)

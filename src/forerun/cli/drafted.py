@@ -1,0 +1,94 @@
+"""Shows who drafted which part of a text.
+
+Knows: colours, and how tokens become pieces of the visible text. Does not know: engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from forerun.core import CompletionOutput
+
+STYLES = {"ngram": "green", "draft": "cyan"}
+OTHER_STYLE = "magenta"
+
+
+class Piece(NamedTuple):
+    """A piece of visible text and the drafter it came from ("": the target chose it without a draft)."""
+
+    text: str
+    source: str
+
+
+class DraftedText:
+    """Cuts a growing answer into pieces by drafter."""
+
+    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int]) -> None:
+        from forerun.weights.detokenizer import IncrementalDetokenizer
+
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
+        self._num_tokens = 0
+        self._shown = 0  # characters handed out
+        self._waiting: list[tuple[int, str]] = []  # lengths of pieces not handed out yet
+
+    def take(self, output: CompletionOutput) -> list[Piece]:
+        """The pieces that became visible since the last call."""
+        for index in range(self._num_tokens, len(output.token_ids)):
+            text = self._detokenizer.feed([output.token_ids[index]])
+            self._waiting.append((len(text), output.token_sources[index]))
+        self._num_tokens = len(output.token_ids)
+        pieces = list(self._visible(output.text))
+        if output.finish_reason is not None and self._shown < len(output.text):
+            pieces.append(Piece(output.text[self._shown :], ""))
+            self._shown = len(output.text)
+        return pieces
+
+    def _visible(self, text: str) -> Iterable[Piece]:
+        """Whole pieces, as far as the text reaches: its end may be held back for a stop string."""
+        while self._waiting and self._shown + self._waiting[0][0] <= len(text):
+            length, source = self._waiting.pop(0)
+            if length:
+                yield Piece(text[self._shown : self._shown + length], source)
+            self._shown += length
+
+
+def render(pieces: Sequence[Piece], marked: bool) -> Text:
+    """Pieces as coloured text; `marked` puts accepted runs in square brackets instead."""
+    result = Text()
+    for run in _runs(pieces):
+        if marked and run.source:
+            result.append(f"[{run.text}]")
+        else:
+            result.append(run.text, STYLES.get(run.source, OTHER_STYLE) if run.source else None)
+    return result
+
+
+def _runs(pieces: Sequence[Piece]) -> Iterable[Piece]:
+    """Neighbouring pieces of one drafter joined."""
+    run = Piece("", "")
+    for piece in pieces:
+        if piece.source == run.source:
+            run = Piece(run.text + piece.text, run.source)
+        else:
+            if run.text:
+                yield run
+            run = piece
+    if run.text:
+        yield run
+
+
+def has_colour(console: Console) -> bool:
+    """Whether colours would be seen; where not, accepted runs are put in brackets."""
+    return console.color_system is not None and not console.no_color
+
+
+def legend(sources: Iterable[str], marked: bool) -> Text:
+    """What the colours, or brackets, mean."""
+    if marked:
+        return Text("[in brackets]: drafted and accepted")
+    named = [Text(name, STYLES.get(name, OTHER_STYLE)) for name in dict.fromkeys(sources) if name]
+    return Text("drafted by ").append_text(Text(", ").join(named)) if named else Text("nothing was drafted")

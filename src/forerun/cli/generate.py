@@ -1,0 +1,207 @@
+"""`forerun generate`: complete one prompt.
+
+Knows: where a prompt comes from and how an answer is shown. Does not know: how it is made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.cli import options as opt
+from forerun.cli.console import err, out, print_json, print_note
+from forerun.cli.drafted import DraftedText, has_colour, legend, render
+from forerun.cli.engine import open_llm, stats_dict, stats_line
+from forerun.core import CompletionOutput, RequestOutput, SamplingParams
+from forerun.errors import ConfigError, DataError, PromptError
+
+if TYPE_CHECKING:
+    from forerun.llm import LLM
+
+
+def generate(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL] [PROMPT]", help="One argument is the prompt; of two, the first is the model."),
+    ] = None,
+    model: opt.ModelOption = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Through the chat template, or as it stands. Default: chat if there is one."),
+    ] = None,
+    stream: Annotated[bool, typer.Option(help="Show text as it is made.")] = True,
+    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour tokens by who drafted them.")] = False,
+    json: opt.JsonOption = False,
+    max_tokens: opt.MaxTokens = 256,
+    temperature: opt.Temperature = 0.7,
+    top_p: opt.TopP = 1.0,
+    top_k: opt.TopK = 0,
+    min_p: opt.MinP = 0.0,
+    seed: opt.Seed = 0,
+    num_samples: Annotated[int, typer.Option(help="Independent answers.", rich_help_panel=opt.SAMPLING)] = 1,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    presence_penalty: opt.PresencePenalty = 0.0,
+    frequency_penalty: opt.FrequencyPenalty = 0.0,
+    logit_bias: opt.LogitBias = None,
+    allowed_token_ids: opt.AllowedTokens = None,
+    bad_words: opt.BadWords = None,
+    min_tokens: opt.MinTokens = 0,
+    stop: opt.Stop = None,
+    stop_token_ids: opt.StopTokens = None,
+    ignore_eos: opt.IgnoreEos = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: this many alternatives a token.", rich_help_panel=opt.SAMPLING)
+    ] = None,
+    drafter: opt.DrafterName = None,
+    draft_model: opt.DraftModel = None,
+    max_draft_tokens: opt.MaxDraftTokens = 5,
+    tree_width: opt.TreeWidth = 1,
+    adaptive: opt.Adaptive = True,
+    verification: opt.Verification = "coupled",
+    dtype: opt.Dtype = "auto",
+    max_model_len: opt.MaxModelLen = None,
+    kernels: opt.KernelsName = "auto",
+    threads: opt.Threads = None,
+) -> None:
+    """Complete a prompt, given as an argument, with --file or on standard input."""
+    given = locals()
+    name, prompt = _model_and_prompt(arguments or [], model, file)
+    params = _sampling_params(given)
+    llm = _open(name, given)
+    asked = as_prompt(llm, prompt, chat)
+    _answer(llm, asked, params, as_json=json, stream=stream, show_drafts=show_drafts)
+
+
+def _open(name: str, given: dict[str, Any]) -> LLM:
+    """The engine the options ask for, with room for this command's samples only."""
+    engine = ("max_draft_tokens", "tree_width", "adaptive", "verification", "dtype", "max_model_len", "kernels")
+    options = {key: given[key] for key in (*engine, "threads")}
+    drafter = given["drafter"] or opt.default_drafter(name, given["draft_model"])
+    return open_llm(name, drafter, given["draft_model"], max_num_seqs=given["num_samples"], **options)
+
+
+def _sampling_params(given: dict[str, Any]) -> SamplingParams:
+    same = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty")
+    more = ("frequency_penalty", "min_tokens", "ignore_eos", "logprobs")
+    lists: dict[str, Any] = {name: tuple(given[name] or ()) for name in ("bad_words", "stop", "stop_token_ids")}
+    allowed = tuple(given["allowed_token_ids"]) if given["allowed_token_ids"] else None
+    return SamplingParams(
+        n=given["num_samples"],
+        logit_bias=opt.biases(given["logit_bias"]),
+        allowed_token_ids=allowed,
+        **{name: given[name] for name in (*same, *more)},
+        **lists,
+    )
+
+
+def _model_and_prompt(arguments: Sequence[str], model: str | None, file: Path | None) -> tuple[str, str]:
+    """Sort out `[MODEL] [PROMPT]`, --model, --file and standard input. Raises ConfigError or PromptError."""
+    if len(arguments) > 2:
+        raise ConfigError(f"{len(arguments)} arguments were given: put the prompt in quotes")
+    if file is not None and len(arguments) == 2:
+        raise ConfigError("the prompt was given twice, as an argument and with --file: give one")
+    rest = list(arguments)
+    named = rest.pop(0) if len(rest) == 2 or (rest and file is not None) else None
+    prompt = rest[0] if rest else _read_prompt(file)
+    if not prompt.strip():
+        raise PromptError("the prompt is empty: give some text")
+    return opt.chosen_model(named, model), prompt
+
+
+def _read_prompt(file: Path | None) -> str:
+    if file is None and sys.stdin.isatty():
+        raise ConfigError("there is no prompt: give it as an argument, with --file, or on standard input")
+    try:
+        return file.read_text("utf-8") if file is not None else sys.stdin.read()
+    except OSError as error:
+        raise DataError(f"cannot read the prompt from {file}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"the prompt is not UTF-8 text (byte {error.start})") from error
+
+
+def as_prompt(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
+    """Token ids, through the chat template where there is one unless told otherwise."""
+    if chat is False or (chat is None and llm.tokenizer.chat_template is None):
+        return llm.tokenizer.encode(prompt)
+    return llm.render_chat([{"role": "user", "content": prompt}])
+
+
+def _answer(
+    llm: LLM, prompt: list[int], params: SamplingParams, *, as_json: bool, stream: bool, show_drafts: bool
+) -> None:
+    if as_json:
+        print_json(_as_json(_checked(llm.generate([prompt], params)[0])))
+        return
+    if params.n == 1 and stream:
+        output = _stream(llm, prompt, params, show_drafts)
+    else:
+        output = _checked(llm.generate([prompt], params)[0])
+        _show(llm, output, show_drafts)
+    if show_drafts:
+        sources = [source for sample in output.outputs for source in sample.token_sources]
+        err().print(legend(sources, marked=not has_colour(out())))
+    for sample in output.outputs:
+        print_note(stats_line(llm, sample.stats, [*prompt, *sample.token_ids]))
+
+
+def _checked(output: RequestOutput) -> RequestOutput:
+    """Raise what went wrong while the request ran."""
+    for sample in output.outputs:
+        if sample.error is not None:
+            raise sample.error
+    return output
+
+
+def _stream(llm: LLM, prompt: list[int], params: SamplingParams, show_drafts: bool) -> RequestOutput:
+    """Write text as it comes."""
+    console, text = out(), DraftedText(llm.tokenizer, prompt)
+    output: RequestOutput | None = None
+    for output in llm.stream(prompt, params):
+        pieces = text.take(output.outputs[0])
+        if show_drafts:
+            console.print(render(pieces, not has_colour(console)), end="", soft_wrap=True)
+        else:
+            typer.echo("".join(piece.text for piece in pieces), nl=False)
+    typer.echo()
+    assert output is not None
+    return _checked(output)
+
+
+def _show(llm: LLM, output: RequestOutput, show_drafts: bool) -> None:
+    """Write finished samples, numbered if there are several."""
+    console = out()
+    for sample in output.outputs:
+        if len(output.outputs) > 1:
+            console.print(f"[bold]#{sample.index + 1}[/]")
+        pieces = DraftedText(llm.tokenizer, output.prompt_token_ids).take(sample)
+        if show_drafts:
+            console.print(render(pieces, not has_colour(console)), soft_wrap=True)
+        else:
+            typer.echo(sample.text)
+
+
+def _as_json(output: RequestOutput) -> dict[str, Any] | list[dict[str, Any]]:
+    """One object, or a list of them for several samples."""
+    samples = [_sample_json(sample) for sample in output.outputs]
+    return samples[0] if len(samples) == 1 else samples
+
+
+def _sample_json(sample: CompletionOutput) -> dict[str, Any]:
+    """The fields are fixed by a test; "logprobs" is there only when asked for."""
+    result: dict[str, Any] = {
+        "text": sample.text,
+        "token_ids": list(sample.token_ids),
+        "finish_reason": sample.finish_reason,
+        "stats": stats_dict(sample.stats),
+    }
+    if sample.logprobs is not None:
+        result["logprobs"] = [
+            {"chosen": entry.chosen._asdict(), "top": [other._asdict() for other in entry.top]}
+            for entry in sample.logprobs
+        ]
+    return result

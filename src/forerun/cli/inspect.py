@@ -1,0 +1,141 @@
+"""`forerun inspect`: what a checkpoint is, what can draft for it, what it needs, which kernels run it.
+
+Knows: how to sum up a loaded model. Does not know: formats and families.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from forerun.cli import options as opt
+from forerun.cli.console import err, out, print_json, table
+from forerun.cli.engine import kernel_choice
+
+if TYPE_CHECKING:
+    from forerun.models.loader import LoadedModel
+
+
+def inspect(
+    model_name: opt.ModelArgument = None,
+    model: opt.ModelOption = None,
+    json: opt.JsonOption = False,
+    dtype: opt.Dtype = "auto",
+    kernels: opt.KernelsName = "auto",
+    threads: opt.Threads = None,
+) -> None:
+    """Say what a model is, what can draft for it, the memory it needs and the kernels chosen for it."""
+    report = _inspect(opt.chosen_model(model_name, model), dtype, kernels, threads)
+    print_json(report) if json else _show(report)
+
+
+def _inspect(name: str, dtype: str, kernels_name: str, threads: int | None) -> dict[str, Any]:
+    with err().status(f"loading {name}"):
+        from forerun.kernels.select import select_kernels
+        from forerun.models.loader import load_model
+
+        kernels = select_kernels(kernels_name, threads)
+        loaded = load_model(name, kernels, dtype=dtype)
+    return {
+        "model": name,
+        "folder": str(loaded.folder),
+        **_describe(loaded),
+        "tokenizer": {"vocab_size": loaded.tokenizer.vocab_size, "eos_token_ids": list(loaded.tokenizer.eos_token_ids)},
+        "chat_template": loaded.tokenizer.chat_template is not None,
+        "drafters": _drafters(name, loaded),
+        "memory": _memory(loaded),
+        "backend": dict(zip(("name", "reason"), kernel_choice(kernels), strict=True)),
+        "kernels": kernels.describe(),
+    }
+
+
+def _describe(loaded: LoadedModel) -> dict[str, Any]:
+    """Family and sizes, as config.json gives them."""
+    raw = loaded.raw_config
+    sizes = {
+        "num_layers": raw.get("num_hidden_layers"),
+        "hidden_size": raw.get("hidden_size"),
+        "intermediate_size": raw.get("intermediate_size"),
+        "num_heads": raw.get("num_attention_heads"),
+        "num_kv_heads": raw.get("num_key_value_heads", raw.get("num_attention_heads")),
+        "vocab_size": loaded.model.vocab_size,
+    }
+    return {
+        "family": raw.get("model_type"),
+        "implementation": loaded.implementation,
+        "num_parameters": loaded.model.num_parameters,
+        "sizes": sizes,
+        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        "context": loaded.model.max_position,
+    }
+
+
+def _drafters(name: str, loaded: LoadedModel) -> dict[str, str]:
+    """Drafter -> why it can, or what it needs."""
+    from forerun.llm import EMBEDDED_DRAFTS
+
+    if name in EMBEDDED_DRAFTS:
+        draft = f"with {EMBEDDED_DRAFTS[name]}"
+    else:
+        draft = f"with a model of the same {loaded.tokenizer.vocab_size} tokens (--draft-model)"
+    return {"ngram": "always", "draft": draft}
+
+
+def _memory(loaded: LoadedModel) -> dict[str, int]:
+    """Bytes; a model that keeps its own state has no KV of ours to count."""
+    per_token = sum(2 * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize for spec in loaded.model.kv_specs)
+    return {
+        "weights_bytes": loaded.model.weight_bytes,
+        "kv_bytes_per_token": per_token,
+        "kv_bytes_at_full_context": per_token * loaded.model.max_position,
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = out()
+    result = table("", "", title=f"[bold]{report['model']}[/]")
+    result.show_header = False
+    result.columns[1].justify = "left"
+    for label, value in _lines(report):
+        result.add_row(label, value)
+    console.print(result)
+
+
+def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    sizes, memory = report["sizes"], report["memory"]
+    shape = f"{sizes['num_layers']} layers of {sizes['hidden_size']}, {sizes['num_heads']} heads"
+    return [
+        ("family", f"{report['family']} (run by {report['implementation']})"),
+        ("parameters", f"{report['num_parameters'] / 1e6:.1f}M, stored as {report['dtype']}"),
+        ("shape", f"{shape}, {sizes['num_kv_heads']} for keys and values"),
+        ("context", f"{report['context']} tokens"),
+        ("tokenizer", f"{report['tokenizer']['vocab_size']} tokens"),
+        ("chat template", "yes" if report["chat_template"] else "no"),
+        ("can draft", "; ".join(f"{name}: {how}" for name, how in report["drafters"].items())),
+        ("weights", _size(memory["weights_bytes"])),
+        ("KV cache", _kv(memory)),
+        ("backend", f"{report['backend']['name']}: {report['backend']['reason']}"),
+        ("kernels", _kernels(report["kernels"])),
+    ]
+
+
+def _kv(memory: dict[str, int]) -> str:
+    if not memory["kv_bytes_per_token"]:
+        return "kept by transformers"
+    full = _size(memory["kv_bytes_at_full_context"])
+    return f"{_size(memory['kv_bytes_per_token'])} a token, {full} at full context"
+
+
+def _kernels(ops: dict[str, str]) -> str:
+    """Ops by where they run, those on the reference by name."""
+    places: dict[str, list[str]] = {}
+    for op, place in ops.items():
+        places.setdefault(place, []).append(op)
+    return "; ".join(f"{place}: {', '.join(sorted(names))}" for place, names in sorted(places.items()))
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"

@@ -1,0 +1,117 @@
+"""The options several commands share, and how they become settings of the engine and of a request.
+
+Knows: names, help texts and how to read lists. Does not know: what an option does; ranges are checked in
+`forerun.config` and `forerun.core`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forerun.errors import ConfigError
+
+DEFAULT_MODEL = "mini"
+ENGINE, SAMPLING, DRAFTING = "Engine", "Sampling", "Drafting"
+
+
+def _option(help_text: str, panel: str, *names: str) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=True)
+
+
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help="A folder, a hub id or an embedded model.", show_default="mini")
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", "-m", help="A folder, a hub id or an embedded model.", show_default="mini")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+Dtype = Annotated[str, _option("auto (as stored), float32 or bfloat16.", ENGINE)]
+KernelsName = Annotated[str, _option("auto, cpu or reference.", ENGINE)]
+Threads = Annotated[int | None, _option("Threads to compute with; all cores unless given.", ENGINE)]
+MaxModelLen = Annotated[int | None, _option("Context to make room for; the model's own unless given.", ENGINE)]
+Verification = Annotated[str, _option("coupled (same seed, same text) or rejection (same distribution).", DRAFTING)]
+
+DrafterName = Annotated[
+    str | None,
+    typer.Option(
+        help="none, ngram or draft. Default: draft where there is a draft model, else ngram.", rich_help_panel=DRAFTING
+    ),
+]
+DraftModel = Annotated[str | None, _option("The draft model of drafter 'draft'.", DRAFTING)]
+MaxDraftTokens = Annotated[int, _option("Most tokens drafted a step.", DRAFTING)]
+TreeWidth = Annotated[int, _option("Children a node of a draft model's tree; 1 is a chain.", DRAFTING)]
+Adaptive = Annotated[bool, _option("Choose each step's drafts by measured cost and acceptance.", DRAFTING)]
+
+MaxTokens = Annotated[int, _option("Most tokens to generate.", SAMPLING, "--max-tokens", "-n")]
+Temperature = Annotated[float, _option("0 always takes the most probable token.", SAMPLING, "--temperature", "-t")]
+TopP = Annotated[float, _option("Keep the most probable tokens up to this share.", SAMPLING)]
+TopK = Annotated[int, _option("Keep this many tokens; 0 keeps all.", SAMPLING)]
+MinP = Annotated[float, _option("Drop tokens below this share of the best one's probability.", SAMPLING)]
+RepetitionPenalty = Annotated[float, _option("Above 1: less of what the text already holds.", SAMPLING)]
+PresencePenalty = Annotated[float, _option("Subtracted once from tokens already generated.", SAMPLING)]
+FrequencyPenalty = Annotated[float, _option("Subtracted as often as a token was generated.", SAMPLING)]
+LogitBias = Annotated[list[str] | None, _option("ID=VALUE added to a token's logit; repeatable.", SAMPLING)]
+AllowedTokens = Annotated[
+    list[int] | None, _option("Only these token ids; repeatable.", SAMPLING, "--allowed-token-id")
+]
+BadWords = Annotated[list[str] | None, _option("Never write this; repeatable.", SAMPLING, "--bad-word")]
+Seed = Annotated[int, _option("The same seed gives the same text.", SAMPLING)]
+MinTokens = Annotated[int, _option("Do not end before this many tokens.", SAMPLING)]
+Stop = Annotated[list[str] | None, _option("End before this text; repeatable.", SAMPLING)]
+StopTokens = Annotated[list[int] | None, _option("End at this token id; repeatable.", SAMPLING, "--stop-token-id")]
+IgnoreEos = Annotated[bool, _option("Go on after the model's end token.", SAMPLING, "--ignore-eos")]
+
+PromptsFile = Annotated[
+    Path | None, typer.Option(help="A .jsonl file of prompts; the twelve that come with forerun unless given.")
+]
+Limit = Annotated[int | None, typer.Option(help="Use this many prompts, spread evenly over the file.")]
+Drafters = Annotated[str, typer.Option(help="Names, separated by commas: none, ngram, draft.")]
+
+
+def chosen_model(argument: str | None, option: str | None) -> str:
+    """The model, given by position or by --model. Raises ConfigError if both are given and differ."""
+    if argument and option and argument != option:
+        raise ConfigError(f"two models were given, {argument} and --model {option}: give one")
+    return argument or option or DEFAULT_MODEL
+
+
+def names(text: str) -> list[str]:
+    """The parts of a list separated by commas. Raises ConfigError if there is none."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ConfigError(f"a list separated by commas is needed, got {text!r}")
+    return list(dict.fromkeys(parts))
+
+
+def numbers(text: str, what: str) -> list[float]:
+    """The numbers of a list separated by commas. Raises ConfigError naming what is not a number."""
+    return [_number(part, what) for part in names(text)]
+
+
+def _number(text: str, what: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{what} must be numbers separated by commas, got {text!r}") from None
+
+
+def biases(pairs: list[str] | None) -> dict[int, float]:
+    """`--logit-bias ID=VALUE` options as a mapping. Raises ConfigError for one of another form."""
+    result = {}
+    for pair in pairs or ():
+        token_id, sign, value = pair.partition("=")
+        if not sign or not token_id.strip().isdigit():
+            raise ConfigError(f"--logit-bias must be ID=VALUE, such as 42=-5, got {pair!r}")
+        result[int(token_id)] = _number(value, "--logit-bias values")
+    return result
+
+
+def default_drafter(model: str, draft_model: str | None) -> str:
+    """The drafter used where none is named: a draft model where there is one, else n-grams."""
+    from forerun.llm import EMBEDDED_DRAFTS
+
+    return "draft" if draft_model or model in EMBEDDED_DRAFTS else "ngram"

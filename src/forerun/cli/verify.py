@@ -1,0 +1,134 @@
+"""`forerun verify`: is the output with drafters the output without?
+
+Knows: options, tables, the exit status. Does not know: how outputs are compared (`forerun.bench.equality`) nor how
+the rejection rule is tested (`forerun.speculation.selfcheck`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.bench.prompts import PromptCase, read_prompts
+from forerun.cli import options as opt
+from forerun.cli.bench import PLAIN, check_drafters, engines_by_name
+from forerun.cli.console import err, out, print_json, table
+from forerun.cli.engine import open_llm
+from forerun.core import SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.llm import LLM
+
+EXIT_DIFFERENT = 1
+
+
+def verify(
+    model_name: opt.ModelArgument = None,
+    model: opt.ModelOption = None,
+    drafters: opt.Drafters = "ngram,draft",
+    prompts: opt.PromptsFile = None,
+    limit: opt.Limit = None,
+    max_tokens: opt.MaxTokens = 64,
+    temperature: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0,0.7,1",
+    seed: opt.Seed = 0,
+    batch_size: Annotated[int, typer.Option(help="Conversations the drafters run at once.", min=1)] = 8,
+    json: opt.JsonOption = False,
+    draft_model: opt.DraftModel = None,
+    max_draft_tokens: opt.MaxDraftTokens = 5,
+    tree_width: opt.TreeWidth = 1,
+    adaptive: opt.Adaptive = True,
+    dtype: opt.Dtype = "auto",
+    max_model_len: opt.MaxModelLen = None,
+    kernels: opt.KernelsName = "auto",
+    threads: opt.Threads = None,
+) -> None:
+    """Compare every drafter's tokens with plain decoding, and test the rejection rule. Exit status 1: a difference."""
+    wanted = [name for name in opt.names(drafters) if name != PLAIN]
+    check_drafters(wanted)
+    params = [
+        SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed)
+        for t in opt.numbers(temperature, "temperatures")
+    ]
+    cases = read_prompts(prompts, limit)
+    name = opt.chosen_model(model_name, model)
+    plain = open_llm(
+        name, PLAIN, max_draft_tokens=max_draft_tokens, tree_width=tree_width, adaptive=adaptive, dtype=dtype,
+        max_model_len=max_model_len, kernels=kernels, threads=threads, max_num_seqs=batch_size,
+    )  # fmt: skip
+    report: dict[str, Any] = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "seed": seed}
+    report |= _compare(engines_by_name(plain, wanted, draft_model), cases, params, batch_size)
+    report["rejection"] = _check_rejection(plain)
+    report["identical"] = not any(check["differences"] for check in report["checks"])
+    report["passed"] = report["identical"] and report["rejection"]["passed"]
+    print_json(report) if json else _show(report)
+    if not report["passed"]:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _compare(
+    engines: dict[str, LLM], cases: Sequence[PromptCase], params: Sequence[SamplingParams], batch_size: int
+) -> dict[str, Any]:
+    from forerun.bench.conversation import fitting_cases
+    from forerun.bench.equality import check_equality
+    from forerun.bench.machine import describe_machine
+    from forerun.progress import progress_bar
+
+    plain = engines.pop(PLAIN)
+    fitting = fitting_cases(plain, cases)
+    total = len(fitting) * len(params) * (1 + len(engines))
+    with progress_bar("conversations", total, shown=err().is_terminal) as advance:
+        checks = check_equality(plain, engines, fitting, params, batch_size, advance)
+    return {
+        "checks": [{**asdict(check), "acceptance_length": round(check.acceptance_length, 3)} for check in checks],
+        "num_too_long": len(cases) - len(fitting),
+        "machine": describe_machine(plain.kernels),
+    }
+
+
+def _check_rejection(llm: LLM) -> dict[str, Any]:
+    """The rejection rule's chi-square tests on cases small enough to enumerate, with the kernels in use."""
+    from forerun.speculation.selfcheck import check_rejection
+
+    with err().status("testing the rejection rule's distribution"):
+        checks = check_rejection(llm.kernels)
+    return {
+        "passed": all(check.passed for check in checks),
+        "cases": [{**asdict(check), "passed": check.passed} for check in checks],
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = out()
+    result = table("drafter", "temperature", "prompts", "tokens", "acceptance length", "different")
+    for check in report["checks"]:
+        length, different = f"{check['acceptance_length']:.2f}", str(len(check["differences"]))
+        figures = (f"{check['temperature']:g}", str(check["num_prompts"]), str(check["num_tokens"]))
+        result.add_row(check["drafter"], *figures, length, different)
+    console.print(result)
+    for check in report["checks"]:
+        for difference in check["differences"]:
+            console.print(_describe(check, difference), soft_wrap=True)
+    _show_rejection(report["rejection"])
+    if report["num_too_long"]:
+        console.print(f"{report['num_too_long']} prompts are longer than the context and were left out")
+    console.print("[bold green]identical[/]" if report["passed"] else "[bold red]DIFFERENT[/]")
+
+
+def _describe(check: dict[str, Any], difference: dict[str, Any]) -> str:
+    turn = f" turn {difference['turn'] + 1}" if difference["turn"] else ""
+    return (
+        f"{check['drafter']} at temperature {check['temperature']:g}: {difference['prompt']}{turn} differs first at "
+        f"token {difference['position']}: plain {difference['expected']}, drafted {difference['got']}"
+    )
+
+
+def _show_rejection(rejection: dict[str, Any]) -> None:
+    for case in rejection["cases"]:
+        verdict = "[green]passed[/]" if case["passed"] else "[red]FAILED[/]"
+        out().print(
+            f"rejection rule, {case['rule']}: chi-square {case['chi_square']:.1f} over {case['degrees']} degrees, "
+            f"p = {case['p_value']:.3f}, {case['num_samples']} texts: {verdict}"
+        )
