@@ -1,0 +1,100 @@
+"""Writing a trained network as a Hugging Face Llama folder, and reading one back for training.
+
+Knows the files of such a folder. Knows nothing of how the weights came about.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+from tokenizers import Tokenizer
+
+from forerun.errors import CheckpointError, VocabularyError
+from forerun.training.chat import END_OF_TEXT, TURN_END
+from forerun.training.net import Net, NetConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def llama_config(config: NetConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Describes the network as a Llama `config.json` does."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id(TURN_END),
+        "torch_dtype": "bfloat16",
+    }
+
+
+def export_model(net: Net, tokenizer_dir: Path, folder: Path) -> None:
+    """Writes weights (rounded to bfloat16), configuration and tokenizer of a model into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        shutil.copy(tokenizer_dir / name, folder / name)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ends = [tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)]
+    write_json(folder / "config.json", llama_config(net.config, tokenizer))
+    write_json(folder / "generation_config.json", {"eos_token_id": ends, "pad_token_id": ends[1]})
+    weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in net.state_dict().items()}
+    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes a JSON file."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def load_model(folder: Path) -> Net:
+    """Reads an exported folder back in float32; raises CheckpointError if it is not one."""
+    try:
+        table = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        net = Net(net_config(table))
+        weights = load_file(folder / "model.safetensors")
+        net.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} is no model exported by `forerun train lm`: {error}") from error
+    return net.eval()
+
+
+def net_config(table: dict[str, Any]) -> NetConfig:
+    """Reads the shape from a `config.json`."""
+    return NetConfig(
+        vocab_size=table["vocab_size"],
+        hidden_size=table["hidden_size"],
+        num_layers=table["num_hidden_layers"],
+        num_heads=table["num_attention_heads"],
+        num_kv_heads=table["num_key_value_heads"],
+        head_dim=table["head_dim"],
+        ffn_size=table["intermediate_size"],
+        max_positions=table["max_position_embeddings"],
+        rope_theta=table["rope_theta"],
+        norm_eps=table["rms_norm_eps"],
+    )
+
+
+def check_same_vocabulary(teacher: Net, vocab_size: int) -> None:
+    """Refuses a student whose vocabulary is not its teacher's."""
+    if teacher.config.vocab_size != vocab_size:
+        raise VocabularyError(
+            f"the teacher has {teacher.config.vocab_size} tokens, model.vocab_size is {vocab_size}; make them equal"
+        )

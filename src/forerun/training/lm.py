@@ -1,0 +1,100 @@
+"""`forerun train lm` from a recipe to an exported model: the parts put together.
+
+Knows the run folder: `data/`, checkpoints, `metrics.json`, `loss.png`, `export/`. The parts know the work.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from forerun.training.checkpoint import LAST, read_checkpoint
+from forerun.training.console import Console
+from forerun.training.data import Tokens, load_tokens
+from forerun.training.distill import OWN_TEXT, sample_own_text
+from forerun.training.export import check_same_vocabulary, export_model, load_model
+from forerun.training.heldout import Heldout, acceptance_rate
+from forerun.training.losses import Loss, distillation_loss, next_token_loss
+from forerun.training.net import Net, NetConfig
+from forerun.training.plots import draw_history
+from forerun.training.prepare import Prepared, prepare
+from forerun.training.recipe import Recipe
+from forerun.training.tokenizer import token_lens_bytes
+from forerun.training.train import Trainer
+
+
+def train_lm(recipe: Recipe, folder: Path, fresh: bool, console: Console) -> bool:
+    """Trains the model of `recipe` in `folder` and exports it to `folder/export`; returns False if stopped early.
+
+    Goes on from the last checkpoint in `folder` unless `fresh`. A stopped run is exported as it is.
+    """
+    if fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    prepared = prepare(recipe, folder / "data", console.say)
+    trainer = make_trainer(recipe, prepared, folder, console)
+    console.say("going on from a checkpoint" if trainer.resume() else "starting anew")
+    with console.watching(recipe.schedule.steps, trainer.step):
+        finished = trainer.run(console)
+    write_results(trainer, prepared, folder)
+    return finished
+
+
+def make_trainer(recipe: Recipe, prepared: Prepared, folder: Path, console: Console) -> Trainer:
+    """Builds network, loss and data of a run."""
+    torch.manual_seed(recipe.seed)
+    net = Net(recipe.model)
+    train = {name: load_tokens(prepared.folder, name, "train") for name in recipe.mix}
+    heldout = make_heldout(recipe, prepared)
+    loss, weights = make_loss(recipe, net, train, prepared, console)
+    return Trainer(recipe, net, loss, train, weights, heldout, folder)
+
+
+def make_heldout(recipe: Recipe, prepared: Prepared) -> Heldout:
+    """Picks the held-out windows of a run."""
+    tokens = {name: load_tokens(prepared.folder, name, "heldout") for name in recipe.mix}
+    lens_bytes = token_lens_bytes(prepared.tokenizer)
+    return Heldout.build(tokens, lens_bytes, recipe.schedule.seq_len, recipe.run.heldout_windows)
+
+
+def make_loss(
+    recipe: Recipe, net: Net, train: dict[str, Tokens], prepared: Prepared, console: Console
+) -> tuple[Loss, dict[str, float]]:
+    """Chooses the loss and the mix; when distilling, adds the teacher's own text to `train`."""
+    if recipe.distill is None:
+        return next_token_loss(net, recipe.run.compile), recipe.mix
+    teacher = load_model(Path(recipe.distill.teacher))
+    check_same_vocabulary(teacher, recipe.model.vocab_size)
+    train[OWN_TEXT] = sample_own_text(recipe, teacher, train, prepared.folder, console.say)
+    share = recipe.distill.sample_share
+    weights = {**recipe.mix, OWN_TEXT: sum(recipe.mix.values()) * share / (1 - share)}
+    return distillation_loss(net, teacher, recipe.run.compile), weights
+
+
+def write_results(trainer: Trainer, prepared: Prepared, folder: Path) -> None:
+    """Writes the exported model, the metrics and the picture."""
+    recipe = trainer.recipe
+    export_model(trainer.net, prepared.folder, folder / "export")
+    metrics = {
+        "step": trainer.step,
+        "history": [asdict(line) for line in trainer.history],
+        "sources": {name: asdict(count) for name, count in prepared.counts.items()},
+    }
+    if recipe.distill is not None:
+        teacher = load_model(Path(recipe.distill.teacher))
+        metrics["acceptance_rate"] = acceptance_rate(trainer.net, teacher, trainer.heldout)
+    (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+    draw_history(trainer.history, folder / "loss.png")
+
+
+def export_run(run_dir: Path, folder: Path) -> int:
+    """Exports the last checkpoint of a run, also one under way, into `folder`; returns its step."""
+    state = read_checkpoint(run_dir / LAST)
+    net = Net(NetConfig(**state["recipe"]["model"]))
+    net.load_state_dict(state["model"])
+    export_model(net, run_dir / "data", folder)
+    return int(state["step"])

@@ -1,0 +1,39 @@
+"""What is minimized: the next token of the text, or a teacher's whole distribution over it.
+
+Knows logits. Knows nothing of data or steps. A loss takes windows [batch, seq + 1] and returns a scalar in nats per
+token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from forerun.training.net import Net
+
+Loss = Callable[[Tensor], Tensor]
+
+
+def next_token_loss(net: Net, compiled: bool) -> Loss:
+    """Makes the cross-entropy of the next token under `net`."""
+
+    def loss(windows: Tensor) -> Tensor:
+        logits = net(windows[:, :-1])  # [batch, seq, vocab]
+        return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+
+    return torch.compile(loss, dynamic=False) if compiled else loss
+
+
+def distillation_loss(net: Net, teacher: Net, compiled: bool) -> Loss:
+    """Makes the divergence KL(teacher || net), averaged over the tokens of the windows."""
+
+    def loss(windows: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(windows[:, :-1]).flatten(0, 1).log_softmax(-1)  # [tokens, vocab]
+        given = net(windows[:, :-1]).flatten(0, 1).log_softmax(-1)
+        return F.kl_div(given, wanted, reduction="batchmean", log_target=True)
+
+    return torch.compile(loss, dynamic=False) if compiled else loss
