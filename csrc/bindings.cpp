@@ -1,13 +1,16 @@
 // The only file here that knows Python: addresses and sizes in, engine calls out.
 // Tensors arrive as integers (tensor.data_ptr()), which costs a tenth of converting array objects; the Python side
 // (src/forerun/kernels/cpu/backend.py) checks dtypes, shapes and contiguity before it hands over an address.
+//
+// An op that may be part of a forward pass is bound twice under one name and with the same arguments: on CpuEngine it
+// runs, on Program it is recorded.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <stdexcept>
-
 #include "cpu_engine.h"
+#include "memory.h"
+#include "program.h"
 
 namespace nb = nanobind;
 
@@ -31,77 +34,90 @@ void call(int64_t work, Call body) {
     body();
 }
 
-// An index outside its table would read or write foreign memory: refuse it here.
-template <class T>
-void check_range(const char* what, const T* values, int64_t num, int64_t limit) {
-    for (int64_t i = 0; i < num; ++i) {
-        if (values[i] < 0 || values[i] >= limit) {
-            throw std::out_of_range(std::string(what) + " " + std::to_string(values[i]) + " is outside 0 .. " +
-                                    std::to_string(limit - 1));
-        }
-    }
+LinearArgs linear(Address x, Address weight, Address bias, Address y, int64_t m, int64_t n, int64_t k, int dtype) {
+    return {at<float>(x), at<void>(weight), at<float>(bias), at<float>(y), m, n, k, Dtype{dtype}, 0, 0};
+}
+
+NormArgs norm(Address x, Address residual, Address weight, Address bias, Address y, int64_t m, int64_t h, float eps,
+              bool subtract_mean) {
+    return {at<float>(x), at<float>(residual), at<float>(weight), at<float>(bias), at<float>(y), m, h, eps,
+            subtract_mean};
+}
+
+GatedArgs gated_act(Address x, Address y, int64_t m, int64_t f, int activation) {
+    return {at<float>(x), at<float>(y), m, f, Activation{activation}};
+}
+
+EmbeddingArgs embedding(Address ids, Address table, Address y, int64_t m, int64_t h, int64_t v, int dtype) {
+    return {at<int64_t>(ids), at<void>(table), at<float>(y), m, h, v, Dtype{dtype}};
+}
+
+SelectArgs select_rows(Address x, Address row_ids, Address y, int64_t r, int64_t h) {
+    return {at<float>(x), at<int64_t>(row_ids), at<float>(y), r, h};
+}
+
+RopeArgs rope_and_cache(Address qkv, int64_t num_q, int64_t num_kv, int64_t head_dim, int64_t rotary_dim, Address table,
+                        int64_t max_position, Address positions, Address slots, Address keys, Address values,
+                        int64_t num_blocks, int64_t block_size, int dtype, Address q_norm, Address k_norm, float eps,
+                        int64_t m) {
+    return {at<float>(qkv),
+            {num_q, num_kv, head_dim, rotary_dim},
+            at<float>(table),
+            at<int32_t>(positions),
+            at<int32_t>(slots),
+            {at<void>(keys), at<void>(values), block_size, Dtype{dtype}},
+            at<float>(q_norm),
+            at<float>(k_norm),
+            eps,
+            m,
+            max_position,
+            num_blocks * block_size};
+}
+
+AttentionArgs attention(Address qkv, Address y, int64_t num_q, int64_t num_kv, int64_t head_dim, Address keys,
+                        Address values, int64_t block_size, int dtype, Address seq_ids, Address prefix_lens,
+                        Address tree_masks, Address tree_starts, Address block_tables, int64_t max_blocks, float scale,
+                        int64_t window, int64_t m, int64_t max_visible) {
+    return {at<float>(qkv),
+            at<float>(y),
+            {num_q, num_kv, head_dim, 0},
+            {at<void>(keys), at<void>(values), block_size, Dtype{dtype}},
+            at<int32_t>(seq_ids),
+            at<int32_t>(prefix_lens),
+            at<int64_t>(tree_masks),
+            at<int32_t>(tree_starts),
+            at<int32_t>(block_tables),
+            max_blocks,
+            scale,
+            window,
+            m,
+            max_visible,
+            0,
+            nullptr};
+}
+
+int64_t work_of(const LinearArgs& args) { return args.m * args.n * args.k; }
+int64_t work_of(const NormArgs& args) { return args.m * args.h; }
+int64_t work_of(const GatedArgs& args) { return args.m * args.f * 4; }
+int64_t work_of(const EmbeddingArgs& args) { return args.m * args.h; }
+int64_t work_of(const SelectArgs& args) { return args.r * args.h; }
+int64_t work_of(const RopeArgs& args) { return args.m * args.heads.row_size(); }
+int64_t work_of(const AttentionArgs& args) {
+    return args.m * args.heads.num_q * args.heads.head_dim * args.max_visible * 2;
+}
+
+template <class Args, class... Given>
+void bind_op(nb::class_<CpuEngine>& engine, nb::class_<Program>& program, const char* name, Args (*make)(Given...),
+             void (CpuEngine::*op)(const Args&)) {
+    engine.def(name, [make, op](CpuEngine& self, Given... given) {
+        const Args args = make(given...);
+        call(work_of(args), [&] { (self.*op)(args); });
+    });
+    program.def(name, [make, op](Program& self, Given... given) { self.add(make(given...), op); });
 }
 
 void pack(CpuEngine& engine, Address weight, Address packed, int64_t n, int64_t k, int dtype) {
     call(n * k, [&] { engine.pack({at<void>(weight), at<void>(packed), n, k, Dtype{dtype}}); });
-}
-
-void linear(CpuEngine& engine, Address x, Address weight, Address bias, Address y, int64_t m, int64_t n, int64_t k,
-            int dtype) {
-    LinearArgs args{at<float>(x), at<void>(weight), at<float>(bias), at<float>(y), m, n, k, Dtype{dtype}, 0, 0};
-    call(m * n * k, [&] { engine.linear(args); });
-}
-
-void norm(CpuEngine& engine, Address x, Address residual, Address weight, Address bias, Address y, int64_t m, int64_t h,
-          float eps, bool subtract_mean) {
-    const NormArgs args{at<float>(x), at<float>(residual), at<float>(weight), at<float>(bias), at<float>(y), m, h, eps};
-    call(m * h, [&] { engine.norm(args, subtract_mean); });
-}
-
-void gated_act(CpuEngine& engine, Address x, Address y, int64_t m, int64_t f, int activation) {
-    call(m * f * 4, [&] { engine.gated_act({at<float>(x), at<float>(y), m, f, Activation{activation}}); });
-}
-
-void embedding(CpuEngine& engine, Address ids, Address table, Address y, int64_t m, int64_t h, int64_t vocab_size,
-               int dtype) {
-    check_range("token id", at<int64_t>(ids), m, vocab_size);
-    call(m * h, [&] { engine.embedding({at<int64_t>(ids), at<void>(table), at<float>(y), m, h, Dtype{dtype}}); });
-}
-
-void rope_and_cache(CpuEngine& engine, Address qkv, int64_t num_q, int64_t num_kv, int64_t head_dim, int64_t rotary_dim,
-                    Address table, int64_t max_position, Address positions, Address slots, Address keys, Address values,
-                    int64_t num_blocks, int64_t block_size, int dtype, Address q_norm, Address k_norm, float eps,
-                    int64_t m) {
-    check_range("position", at<int32_t>(positions), m, max_position);
-    check_range("cache slot", at<int32_t>(slots), m, num_blocks * block_size);
-    const Heads heads{num_q, num_kv, head_dim, rotary_dim};
-    const KV kv{at<void>(keys), at<void>(values), block_size, Dtype{dtype}};
-    const RopeArgs args{at<float>(qkv),     heads, at<float>(table),  at<int32_t>(positions),
-                        at<int32_t>(slots), kv,    at<float>(q_norm), at<float>(k_norm),
-                        eps,                m};
-    call(m * heads.row_size(), [&] { engine.rope_and_cache(args); });
-}
-
-void attention(CpuEngine& engine, Address qkv, Address y, int64_t num_q, int64_t num_kv, int64_t head_dim, Address keys,
-               Address values, int64_t block_size, int dtype, Address seq_ids, Address prefix_lens, Address tree_masks,
-               Address tree_starts, Address block_tables, int64_t max_blocks, float scale, int64_t window, int64_t m,
-               int64_t max_visible) {
-    const AttentionArgs args{at<float>(qkv),
-                             at<float>(y),
-                             {num_q, num_kv, head_dim, 0},
-                             {at<void>(keys), at<void>(values), block_size, Dtype{dtype}},
-                             at<int32_t>(seq_ids),
-                             at<int32_t>(prefix_lens),
-                             at<int64_t>(tree_masks),
-                             at<int32_t>(tree_starts),
-                             at<int32_t>(block_tables),
-                             max_blocks,
-                             scale,
-                             window,
-                             m,
-                             0,
-                             nullptr};
-    call(m * num_q * head_dim * max_visible * 2, [&] { engine.attention(args, max_visible); });
 }
 
 void gumbel(CpuEngine& engine, Address logits, Address temperatures, Address seeds, Address positions, Address streams,
@@ -124,6 +140,12 @@ void move_rows(CpuEngine&, Address keys, Address values, int64_t block_size, int
                          at<int32_t>(sources), at<int32_t>(targets), num);
 }
 
+void run_program(Program& program, const std::vector<Address>& addresses, int64_t rows, int64_t logit_rows,
+                 int64_t max_blocks, int64_t max_visible) {
+    const nb::gil_scoped_release released;
+    program.run(addresses, {rows, logit_rows, max_blocks, max_visible});
+}
+
 }  // namespace
 }  // namespace forerun
 
@@ -133,17 +155,28 @@ NB_MODULE(_native, module) {
     module.attr("MAX_HEAD_DIM") = kMaxHeadDim;
     module.attr("MAX_HEADS_PER_GROUP") = kMaxHeadsPerGroup;
     module.def("available_isas", &CpuEngine::available);
-    nb::class_<CpuEngine>(module, "CpuEngine")
-        .def(nb::init<int, const std::string&>())
-        .def_prop_ro("isa", [](const CpuEngine& engine) { return std::string(engine.isa()); })
+    module.def("prefer_huge_pages", [](Address address, size_t size) { prefer_huge_pages(at<void>(address), size); });
+
+    nb::class_<CpuEngine> engine(module, "CpuEngine");
+    engine.def(nb::init<int, const std::string&>())
+        .def_prop_ro("isa", [](const CpuEngine& self) { return std::string(self.isa()); })
         .def_prop_ro("num_threads", &CpuEngine::num_threads)
         .def("pack", &pack)
-        .def("linear", &linear)
-        .def("norm", &norm)
-        .def("gated_act", &gated_act)
-        .def("embedding", &embedding)
-        .def("rope_and_cache", &rope_and_cache)
-        .def("attention", &attention)
         .def("gumbel", &gumbel)
         .def("move_rows", &move_rows);
+
+    nb::class_<Program> program(module, "Program");
+    program.def(nb::init<CpuEngine&>(), nb::keep_alive<1, 2>())
+        .def_prop_ro("num_steps", &Program::num_steps)
+        .def("bind", &Program::bind)
+        .def("finish", &Program::finish)
+        .def("run", &run_program);
+
+    bind_op(engine, program, "linear", &linear, &CpuEngine::linear);
+    bind_op(engine, program, "norm", &norm, &CpuEngine::norm);
+    bind_op(engine, program, "gated_act", &gated_act, &CpuEngine::gated_act);
+    bind_op(engine, program, "embedding", &embedding, &CpuEngine::embedding);
+    bind_op(engine, program, "select_rows", &select_rows, &CpuEngine::select_rows);
+    bind_op(engine, program, "rope_and_cache", &rope_and_cache, &CpuEngine::rope_and_cache);
+    bind_op(engine, program, "attention", &attention, &CpuEngine::attention);
 }

@@ -32,6 +32,17 @@ const KernelTable* pick_table(const std::string& isa) {
     return table;
 }
 
+// An index outside its table would read or write foreign memory: refuse it here.
+template <class T>
+void check_range(const char* what, const T* values, int64_t num, int64_t limit) {
+    for (int64_t i = 0; i < num; ++i) {
+        if (values[i] < 0 || values[i] >= limit) {
+            throw std::out_of_range(std::string(what) + " " + std::to_string(values[i]) + " is outside 0 .. " +
+                                    std::to_string(limit - 1));
+        }
+    }
+}
+
 template <class Args>
 struct Job {
     void (*kernel)(const Args&, int64_t, int64_t);
@@ -69,7 +80,8 @@ void CpuEngine::share(void (*kernel)(const Args&, int64_t, int64_t), const Args&
 
 void CpuEngine::pack(const PackArgs& args) { share(table_->pack, args, divide_up(args.n, kLanes), args.k * 16); }
 
-void CpuEngine::linear(LinearArgs args) {
+void CpuEngine::linear(const LinearArgs& given) {
+    LinearArgs args = given;
     const int64_t panels = divide_up(args.n, kLanes), group = table_->panel_group;
     const int64_t panel_bytes = args.k * kLanes * element_size(args.dtype);
     const int64_t row_bytes = args.k * static_cast<int64_t>(sizeof(float));
@@ -82,19 +94,33 @@ void CpuEngine::linear(LinearArgs args) {
     share(table_->linear, args, units, args.panels_per_unit * args.k * divide_up(rows, 4));
 }
 
-void CpuEngine::norm(const NormArgs& args, bool subtract_mean) {
-    share(subtract_mean ? table_->layer_norm : table_->rms_norm, args, args.m, args.h / 4);
+void CpuEngine::norm(const NormArgs& args) {
+    share(args.subtract_mean ? table_->layer_norm : table_->rms_norm, args, args.m, args.h / 4);
 }
 
 void CpuEngine::gated_act(const GatedArgs& args) { share(table_->gated_act, args, args.m, args.f); }
 
-void CpuEngine::embedding(const EmbeddingArgs& args) { share(table_->embedding, args, args.m, args.h / 8); }
+void CpuEngine::embedding(const EmbeddingArgs& args) {
+    check_range("token id", args.ids, args.m, args.v);
+    share(table_->embedding, args, args.m, args.h / 8);
+}
+
+void CpuEngine::select_rows(const SelectArgs& args) {
+    for (int64_t row = 0; row < args.r; ++row) {
+        const float* from = args.x + (args.row_ids ? args.row_ids[row] : row) * args.h;
+        std::copy_n(from, args.h, args.y + row * args.h);
+    }
+}
 
 void CpuEngine::rope_and_cache(const RopeArgs& args) {
+    check_range("position", args.positions, args.m, args.max_position);
+    check_range("cache slot", args.slots, args.m, args.num_slots);
     share(table_->rope_and_cache, args, args.m, args.heads.row_size() / 2);
 }
 
-void CpuEngine::attention(AttentionArgs args, int64_t max_visible) {
+void CpuEngine::attention(const AttentionArgs& given) {
+    AttentionArgs args = given;
+    const int64_t max_visible = args.max_visible;
     const Heads& heads = args.heads;
     const int64_t pairs = args.m * heads.num_kv;
     const int64_t visible = args.window > 0 ? std::min(max_visible, args.window) : max_visible;

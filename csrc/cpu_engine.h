@@ -21,12 +21,13 @@ public:
     int num_threads() const { return pool_.num_threads(); }
 
     void pack(const PackArgs& args);
-    void linear(LinearArgs args);
-    void norm(const NormArgs& args, bool subtract_mean);
+    void linear(const LinearArgs& args);
+    void norm(const NormArgs& args);
     void gated_act(const GatedArgs& args);
-    void embedding(const EmbeddingArgs& args);
-    void rope_and_cache(const RopeArgs& args);
-    void attention(AttentionArgs args, int64_t max_visible);
+    void embedding(const EmbeddingArgs& args);         // throws std::out_of_range
+    void rope_and_cache(const RopeArgs& args);         // throws std::out_of_range
+    void attention(const AttentionArgs& args);
+    void select_rows(const SelectArgs& args);
     // Best k of every row -> ids [r, k], scores [r, k] (may be null).
     void gumbel(GumbelArgs args, int64_t* ids, double* scores);
 

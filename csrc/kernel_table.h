@@ -41,6 +41,7 @@ struct NormArgs {
     float* y;             // [m, h]
     int64_t m, h;
     float eps;
+    bool subtract_mean;  // a layer norm
 };
 
 struct GatedArgs {
@@ -50,11 +51,18 @@ struct GatedArgs {
     Activation activation;
 };
 
+struct SelectArgs {
+    const float* x;         // [m, h]
+    const int64_t* row_ids;  // [r], or null for all rows in order
+    float* y;               // [r, h]
+    int64_t r, h;
+};
+
 struct EmbeddingArgs {
     const int64_t* ids;  // [m]
     const void* table;   // [v, h]
     float* y;            // [m, h]
-    int64_t m, h;
+    int64_t m, h, v;
     Dtype dtype;
 };
 
@@ -81,6 +89,7 @@ struct RopeArgs {
     const float* k_norm;  // [D] or null
     float eps;
     int64_t m;
+    int64_t max_position, num_slots;  // what positions and slots stay below
 };
 
 struct AttentionArgs {
@@ -97,7 +106,8 @@ struct AttentionArgs {
     float scale;
     int64_t window;
     int64_t m;
-    int64_t max_splits;
+    int64_t max_visible;  // an upper bound of the keys a row sees
+    int64_t max_splits;   // set by the engine, as is the next
     float* partials;  // [m, Q, max_splits, D + 2] when the splits of a row are computed apart, else null
 };
 

@@ -26,6 +26,7 @@ from forerun.kernels.ops import Kernels
 from forerun.models.base import LayerSpec, Model
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.memory import available_bytes, check_memory
+from forerun.models.recorded import record
 from forerun.speculation.growth import TreeGrower
 from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
 
@@ -39,8 +40,10 @@ def assemble(config: EngineConfig, model: Model, kernels: Kernels, load_draft: L
     """An engine for `model` under `config`. Raises ConfigError or ResourceError if the context does not fit."""
     drafter = _drafter(config, kernels, load_draft)
     kv_cache = _kv_cache(config, model, drafter, kernels)
+    own_kvs = kv_cache.layers[: len(model.kv_specs)]
     if isinstance(drafter, DraftModelDrafter):
-        drafter.attach(kv_cache.layers[len(model.kv_specs) :])
+        drafter.attach(kv_cache.layers[len(own_kvs) :], kernels)
+    model = record(model, kernels, own_kvs, drafter.hidden_layers)
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
     return Engine(
         model=model,

@@ -139,9 +139,7 @@ class Runner:
 
     def span(self, tokens: Sequence[int], start: int = 0, hidden: Sequence[int] = ()) -> ForwardOutput:
         """Logits of every token of a span."""
-        rows = SequenceRows(
-            self.request_id, self.table, start, tokens, start + len(tokens), span_logits=True
-        )
+        rows = SequenceRows(self.request_id, self.table, start, tokens, start + len(tokens), span_logits=True)
         return self.model.forward(ForwardBatch.build([rows], self.block_size), self.kvs, hidden)
 
     def tree(self, tokens: Sequence[int], parents: Sequence[int], start: int, span: Sequence[int] = ()) -> Tensor:
@@ -184,12 +182,11 @@ def greedy(model: Model, prompt: Sequence[int], num_tokens: int, stop: Sequence[
     return tokens[len(prompt) :]
 
 
-
-def reference_kernels() -> Kernels:
-    """The torch reference."""
+def make_kernels(name: str = "auto") -> Kernels:
+    """The kernels a user gets, or the torch reference."""
     from forerun.kernels.select import select_kernels
 
-    return select_kernels("reference")
+    return select_kernels(name, threads=1)
 
 
 @torch.no_grad()

@@ -6,8 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forerun.errors import CheckpointError, UnsupportedError
+from forerun.layers.rotary import rope_table
 from forerun.models.config import ModelConfig, estimate_bytes, num_parameters
 from forerun.models.families import FAMILIES
 from forerun.models.loader import find_family
@@ -114,9 +117,10 @@ def test_unsupported_fields_are_refused(changes: dict[str, Any], named: str) -> 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"vocab_size": "many"}, "vocab_size must be a whole number of at least 1, got 'many'"),
+        ({"vocab_size": "many"}, "vocab_size must be a whole number from 1 to 2147483647, got 'many'"),
         ({"hidden_size": 0}, "hidden_size"),
         ({"hidden_size": True}, "hidden_size"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers must be a whole number from 1 to 10000"),
         ({"num_hidden_layers": None}, "lacks 'num_hidden_layers'"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
@@ -139,3 +143,51 @@ def test_malformed_fields_are_refused(changes: dict[str, Any], named: str) -> No
 def test_estimates_follow_the_options() -> None:
     config = read()
     assert estimate_bytes(config, 4) > estimate_bytes(config, 2) > estimate_bytes(config, 2, 1)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**40) | st.floats() | st.sampled_from(["", "silu", "yarn", "linear"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["rope_type", "factor", "rope_theta", "x"]), inner, max_size=3)
+    ),
+    max_leaves=4,
+)
+FIELDS = sorted(
+    {*BASE, "rope_scaling", "rope_parameters", "head_dim", "layer_types", "sliding_window", "max_window_layers"}
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(sorted(FAMILIES)), st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=3))
+def test_any_value_is_read_or_refused(model_type: str, changes: dict[str, Any]) -> None:
+    raw = {**BASE, **changes, "model_type": model_type}
+    try:
+        config = ModelConfig.read(raw, FAMILIES[model_type])
+    except (CheckpointError, UnsupportedError) as error:
+        assert "config.json" in str(error)
+    else:
+        assert len(config.windows) == config.num_layers and config.heads.rotary_dim % 2 == 0
+        assert estimate_bytes(config, 2) > 0
+        if config.rope.rotary_dim < 1000:
+            assert rope_table(config.rope, 4).isfinite().all()
+
+
+SCALINGS = {
+    "llama": [factory.YARN, factory.LLAMA3, {"rope_type": "dynamic", "factor": 2.0}],
+    "phi3": [factory.LONGROPE],
+}
+numbers = st.none() | st.integers(-3, 2**40) | st.floats()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.sampled_from(sorted(SCALINGS)))
+def test_any_rope_is_read_or_refused(data: st.DataObject, model_type: str) -> None:
+    scaling = data.draw(st.sampled_from(SCALINGS[model_type]))
+    changed = data.draw(st.dictionaries(st.sampled_from(sorted(scaling)), numbers, max_size=2))
+    raw = {**BASE, "model_type": model_type, "rope_scaling": {**scaling, **changed}}
+    try:
+        config = ModelConfig.read(raw, FAMILIES[model_type])
+    except (CheckpointError, UnsupportedError):
+        return
+    assert rope_table(config.rope, 4).isfinite().all()

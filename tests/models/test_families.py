@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,14 @@ def tokens(length: int = LENGTH) -> list[int]:
     return torch.randint(3, factory.VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
-@pytest.fixture(scope="module", params=CASES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield factory.make_checkpoint(request.param, tmp_path_factory.mktemp("model"))
+BOTH = ("llama-tied-biased", "mistral-window", "qwen3", "phi3-longrope")  # cases that also run on the reference
 
 
-@pytest.fixture(scope="module")
-def loaded(folder: Path) -> LoadedModel:
-    return load_model(folder, factory.reference_kernels())
+@pytest.fixture(scope="module", params=[*CASES, *(f"{case} reference" for case in BOTH)])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    case, _, kernels = request.param.partition(" ")
+    folder = factory.make_checkpoint(case, tmp_path_factory.mktemp("model"))
+    return load_model(folder, factory.make_kernels(kernels or "auto"))
 
 
 def assert_as_good_as_transformers(folder: Path, found: torch.Tensor, dtype: torch.dtype) -> None:
@@ -42,8 +41,8 @@ def assert_as_good_as_transformers(folder: Path, found: torch.Tensor, dtype: tor
         assert error <= 3 * typical, f"position {position}"
 
 
-def test_prefill_matches_transformers(folder: Path, prefilled: torch.Tensor) -> None:
-    assert_as_good_as_transformers(folder, prefilled, torch.float32)
+def test_prefill_matches_transformers(loaded: LoadedModel, prefilled: torch.Tensor) -> None:
+    assert_as_good_as_transformers(loaded.folder, prefilled, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +69,8 @@ def test_chunks_and_trees_give_the_bits_of_prefill(loaded: LoadedModel, prefille
     assert torch.equal(logits[[0, 2, 4, 5]], whole[12:16])
 
 
-def test_counts_are_those_of_transformers(folder: Path, loaded: LoadedModel) -> None:
-    module = factory.hf_model(folder, torch.float32)
+def test_counts_are_those_of_transformers(loaded: LoadedModel) -> None:
+    module = factory.hf_model(loaded.folder, torch.float32)
     assert loaded.model.num_parameters == sum(p.numel() for p in module.parameters())
     assert loaded.model.weight_bytes >= 4 * loaded.model.num_parameters
     assert loaded.implementation == "forerun"
@@ -81,7 +80,7 @@ def test_counts_are_those_of_transformers(folder: Path, loaded: LoadedModel) -> 
 @pytest.mark.parametrize("case", ["llama-tied-biased", "mistral-window", "qwen2", "qwen3", "phi3", "llama3"])
 def test_half_precision_checkpoints(case: str, dtype: str, tmp_path: Path) -> None:
     folder = factory.make_checkpoint(case, tmp_path, DTYPES[dtype])
-    model = load_model(folder, factory.reference_kernels()).model
+    model = load_model(folder, factory.make_kernels()).model
     assert model.kv_specs[0].dtype == (torch.bfloat16 if dtype == "bf16" else torch.float32)
     assert_as_good_as_transformers(folder, Runner(model, 40).span(tokens()).logits, DTYPES[dtype])
 
@@ -89,7 +88,7 @@ def test_half_precision_checkpoints(case: str, dtype: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("stored", ["f32", "bf16"])
 def test_dtype_option(stored: str, tmp_path: Path) -> None:
     folder = factory.make_checkpoint("llama", tmp_path, DTYPES[stored])
-    kernels = factory.reference_kernels()
+    kernels = factory.make_kernels()
     wide = load_model(folder, kernels, dtype="float32").model
     narrow = load_model(folder, kernels, dtype="bfloat16").model
     assert wide.kv_specs[0].dtype == torch.float32 and narrow.kv_specs[0].dtype == torch.bfloat16
@@ -101,7 +100,7 @@ def test_dtype_option(stored: str, tmp_path: Path) -> None:
 def test_dynamic_rope_beyond_its_context_equals_decoding_token_by_token(tmp_path: Path) -> None:
     fields = {**CASES["llama-dynamic"][1], "max_position_embeddings": 8}
     folder = factory.save_checkpoint(factory.random_hf_model("llama", fields), tmp_path)
-    model = load_model(folder, factory.reference_kernels()).model
+    model = load_model(folder, factory.make_kernels()).model
     assert model.max_position == 16  # 8 times factor 2
     known = tokens(16)
     found = Runner(model, 16).span(known).logits
@@ -111,7 +110,7 @@ def test_dynamic_rope_beyond_its_context_equals_decoding_token_by_token(tmp_path
 
 def test_hidden_states_are_those_of_transformers(tmp_path: Path) -> None:
     folder = factory.make_checkpoint("llama", tmp_path)
-    model = load_model(folder, factory.reference_kernels()).model
+    model = load_model(folder, factory.make_kernels()).model
     hidden = Runner(model, 40).span(tokens(), hidden=(0, 1, 2)).hidden
     module = factory.hf_model(folder, torch.float32)
     theirs = module(torch.tensor([tokens()]), output_hidden_states=True).hidden_states
@@ -122,7 +121,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path) -> None:
 
 def test_only_the_wanted_rows_have_logits(tmp_path: Path) -> None:
     folder = factory.make_checkpoint("llama", tmp_path)
-    model = load_model(folder, factory.reference_kernels()).model
+    model = load_model(folder, factory.make_kernels()).model
     known = tokens()
     whole = Runner(model, 40).span(known).logits
     runner = Runner(model, 40)

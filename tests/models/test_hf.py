@@ -31,7 +31,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Model:
-    loaded = load_model(folder, factory.reference_kernels())
+    loaded = load_model(folder, factory.make_kernels())
     assert loaded.implementation == "transformers" and loaded.config is None
     return loaded.model
 
@@ -80,7 +80,7 @@ def test_hidden_states(model: Model) -> None:
 
 def test_known_families_run_through_transformers_too(tmp_path: Path) -> None:
     folder = factory.make_checkpoint("qwen3", tmp_path)
-    kernels = factory.reference_kernels()
+    kernels = factory.make_kernels()
     theirs = load_model(folder, kernels, implementation="transformers").model
     ours = load_model(folder, kernels, implementation="forerun").model
     assert torch.allclose(Runner(theirs, 20).span(KNOWN).logits, Runner(ours, 20).span(KNOWN).logits, atol=1e-5)
@@ -92,7 +92,7 @@ def test_missing_tensors_are_refused(tmp_path: Path) -> None:
     module.save_pretrained(tmp_path, state_dict=state)
     factory.write_tokenizer(tmp_path)
     with pytest.raises(CheckpointError, match=r"lacks .* tensors"):
-        load_model(tmp_path, factory.reference_kernels())
+        load_model(tmp_path, factory.make_kernels())
 
 
 def test_no_causal_model_is_refused(tmp_path: Path) -> None:
@@ -100,4 +100,4 @@ def test_no_causal_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UnsupportedError, match="no-such-model"):
-        load_model(tmp_path, factory.reference_kernels())
+        load_model(tmp_path, factory.make_kernels())

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path | str, **options: Any) -> Any:
-    return load_model(folder, factory.reference_kernels(), **options)
+    return load_model(folder, factory.make_kernels(), **options)
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -195,4 +195,14 @@ def test_too_little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_available_memory_is_known() -> None:
+    assert (memory.available_bytes() or 0) > 1 << 20
+
+
+def test_a_container_has_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert memory.available_bytes() == 400000
+    (tmp_path / "memory.max").write_text("max\n")
     assert (memory.available_bytes() or 0) > 1 << 20

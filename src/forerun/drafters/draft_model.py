@@ -17,9 +17,10 @@ from torch import Tensor
 
 from forerun.core import Request
 from forerun.drafters.base import Observed
-from forerun.kernels.ops import LayerKV
+from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.base import CommittedPath, Model
 from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.models.recorded import record
 from forerun.speculation.growth import Draft, Leaf, TreeGrower
 from forerun.speculation.tree import ROOT
 
@@ -52,9 +53,10 @@ class DraftModelDrafter:
         self._kvs: Sequence[LayerKV] = ()
         self._progress: dict[str, _Progress] = {}
 
-    def attach(self, kvs: Sequence[LayerKV]) -> None:
-        """Where the pool keeps this drafter's layers."""
+    def attach(self, kvs: Sequence[LayerKV], kernels: Kernels) -> None:
+        """Where the pool keeps this drafter's layers; the model's forward is recorded for them."""
         self._kvs = kvs
+        self._model = record(self._model, kernels, kvs)
 
     def begin(self, request: Request) -> None:
         """Nothing is computed yet; the model catches up when it first drafts."""

@@ -204,8 +204,9 @@ def _by_row(function: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tens
 
 def _multiply(weight: Tensor, row: Tensor) -> Tensor:
     """Matrix times vector in chunks of inputs: one long sum of a plain gemv would be several times less exact."""
-    parts = zip(weight.split(_CHUNK, dim=1), row.split(_CHUNK), strict=True)
-    return functools.reduce(torch.add, (torch.mv(columns, inputs) for columns, inputs in parts))
+    starts = range(0, len(row), _CHUNK)
+    parts = (torch.mv(weight[:, start : start + _CHUNK], row[start : start + _CHUNK]) for start in starts)
+    return functools.reduce(torch.add, parts)
 
 
 def _rms_norm(row: Tensor, weight: Tensor, eps: float) -> Tensor:

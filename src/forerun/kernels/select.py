@@ -5,13 +5,17 @@ Knows: backends and what they declare. Does not know: what the ops compute, nor 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from forerun.errors import KernelError
 from forerun.kernels.ops import Kernels
 from forerun.kernels.reference import OPS, ReferenceKernels
+
+if TYPE_CHECKING:
+    from forerun.kernels.cpu.program import Recorder
 
 BACKENDS = ("auto", "cpu", "reference")
 
@@ -37,6 +41,18 @@ class KernelTable:
             function: Callable[..., Any] = getattr(backend, op, None) or getattr(reference, op)
             setattr(self, op, function)
 
+    @contextmanager
+    def replaced_by(self, other: Any) -> Iterator[None]:
+        """Inside this context everyone who holds the table calls the ops of `other`. One thread at a time."""
+        own = {op: getattr(self, op) for op in OPS}
+        try:
+            for op in OPS:
+                setattr(self, op, getattr(other, op))
+            yield
+        finally:
+            for op, function in own.items():
+                setattr(self, op, function)
+
     def describe(self) -> dict[str, str]:
         """Op name -> where it runs."""
         return dict(self._places)
@@ -60,6 +76,20 @@ def select_kernels(name: str = "auto", threads: int | None = None, isa: str | No
     backend = CpuKernels(threads, isa)
     reason = f"{backend.engine.isa} on {backend.num_threads} thread(s)"
     return _table(backend, Selection("cpu", reason))
+
+
+@contextmanager
+def recording(kernels: Kernels, max_rows: int) -> Iterator[Recorder | None]:
+    """Inside this context the ops of `kernels` are written down by the recorder it gives; None if they cannot be."""
+    backend = getattr(kernels, "backend", None)
+    if backend is None or not isinstance(kernels, KernelTable) or not hasattr(backend, "engine"):
+        yield None
+        return
+    from forerun.kernels.cpu.program import Recorder
+
+    recorder = Recorder(backend, max_rows)
+    with kernels.replaced_by(recorder):
+        yield recorder
 
 
 def selection_report(kernels: Kernels) -> str:

@@ -36,6 +36,7 @@ TELLING_WORDS = words(
     "scal multiplier bias norm soft rope rotary window expert moe attn attention alibi head layer hidden quant lora "
     "act residual logit cap parallel interleav sparse mask position embed mtp"
 )
+MAX_LAYERS = 10_000  # an absurd value must not become an absurd allocation
 ACTIVATION_NAMES = {
     "silu": "silu",
     "swish": "silu",
@@ -71,7 +72,7 @@ class ModelConfig:
         """Read a config.json object; raises CheckpointError (malformed) or UnsupportedError (beyond forerun)."""
         _refuse_unknown(raw, family)
         fields = Fields(raw, family.defaults)
-        num_layers = fields.integer("num_hidden_layers")
+        num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
         rope = read_rope(raw, fields, family, _head_dim(fields))
         starts = fields.token_ids("bos_token_id")
         return ModelConfig(

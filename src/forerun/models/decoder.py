@@ -74,10 +74,8 @@ class Decoder:
         self.weight_bytes = _count_bytes(parts)
         self.num_parameters = _count_parameters(parts)
 
-    @torch.inference_mode()
-    def forward(
-        self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()
-    ) -> ForwardOutput:
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
         """See `models.base.Model`."""
         assert len(kvs) == len(self.parts.layers), (len(kvs), len(self.parts.layers))
         hidden: dict[int, Tensor] = {}

@@ -5,11 +5,13 @@ Knows: JSON values and how to complain about them. Does not know: which fields a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forerun.errors import CheckpointError
+
+MAX_NUMBER = 1e12
+MAX_SIZE = 2**31 - 1  # sizes and positions are 32-bit in the kernels
 
 
 def words(text: str) -> frozenset[str]:
@@ -33,20 +35,22 @@ class Fields:
         """The value, the family's default if the file has no such field, None if there is neither; unchecked."""
         return self._values.get(name, self._defaults.get(name))
 
-    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`."""
+    def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
+        """A whole number from `minimum` to `maximum`."""
         value = self._need(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self._wrong(name, value, f"a whole number of at least {minimum}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self._wrong(name, value, f"a whole number from {minimum} to {maximum}")
         return value
 
-    def number(self, name: str, default: float | None = None, minimum: float = 0.0) -> float:
-        """A finite number of at least `minimum`."""
+    def number(
+        self, name: str, default: float | None = None, minimum: float = 0.0, maximum: float = MAX_NUMBER
+    ) -> float:
+        """A number from `minimum` to `maximum`."""
         value = self._need(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(name, value, "a number")
-        if not math.isfinite(value) or value < minimum:
-            raise self._wrong(name, value, f"a finite number of at least {minimum:g}")
+        if not minimum <= value <= maximum:  # false for NaN
+            raise self._wrong(name, value, f"a number from {minimum:g} to {maximum:g}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:

@@ -65,18 +65,16 @@ class HFModel:
         self._cache_name = _cache_name(module)
         self._states: dict[str, _State] = {}
         config = module.config.get_text_config()
-        self.num_layers: int = config.num_hidden_layers
-        self.hidden_size: int = config.hidden_size
-        self.vocab_size: int = module.get_output_embeddings().weight.shape[0]
+        head = module.get_output_embeddings()
+        self.num_layers: int = getattr(config, "num_hidden_layers", 0)
+        self.vocab_size: int = config.vocab_size if head is None else head.weight.shape[0]
         self.max_position: int = _max_position(config)
         parameters = list(module.parameters())
         self.weight_bytes = sum(p.nbytes for p in parameters)
         self.num_parameters = sum(p.numel() for p in parameters)
 
-    @torch.inference_mode()
-    def forward(
-        self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()
-    ) -> ForwardOutput:
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
         """See `models.base.Model`. hidden_layers: all but the last layer's output, which transformers normalises."""
         if any(layer >= self.num_layers for layer in hidden_layers):
             raise UnsupportedError(

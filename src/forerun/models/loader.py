@@ -144,9 +144,7 @@ def _positions(possible: int, wanted: int | None) -> int:
     if wanted is None:
         return possible
     if not 1 <= wanted <= possible:
-        raise ConfigError(
-            f"max_position must be from 1 to {possible}, the positions this model can use; got {wanted}"
-        )
+        raise ConfigError(f"max_position must be from 1 to {possible}, the positions this model can use; got {wanted}")
     return wanted
 
 
@@ -159,6 +157,8 @@ def _load_through_transformers(
     if not has_weights(folder) and not any(folder.glob("*.bin")):
         Checkpoint.open(folder)  # says what is missing
     tokenizer = Tokenizer.from_folder(folder)
+    stored = sum(path.stat().st_size for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
+    check_memory(stored, f"loading {folder}")
     model = load_hf_model(folder, dtype)
     check_vocabulary(tokenizer, model.vocab_size)
     model.max_position = _positions(model.max_position, max_position)

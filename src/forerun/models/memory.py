@@ -1,6 +1,6 @@
 """Whether the machine has the memory for what is about to be loaded.
 
-Knows: /proc/meminfo and sysconf. Does not know: models.
+Knows: /proc/meminfo, the limits of a container, sysconf. Does not know: models.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ from pathlib import Path
 from forerun.errors import ResourceError
 
 MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int | None:
     """Memory that can be taken without swapping, None where the system does not say."""
+    known = [size for size in (_of_machine(), _of_container()) if size is not None]
+    return min(known, default=None)
+
+
+def _of_machine() -> int | None:
     try:
         for line in MEMINFO.read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
@@ -22,6 +28,17 @@ def available_bytes() -> int | None:
     except (OSError, ValueError):
         pass
     return _from_sysconf()
+
+
+def _of_container() -> int | None:
+    """What a container's limit (cgroup v2) leaves, None without one; pages of files count as free."""
+    try:
+        limit = int((CGROUP / "memory.max").read_text())  # "max": no limit
+        used = int((CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return max(limit - used + int(stat.get("inactive_file", 0)), 0)
+    except (OSError, ValueError):
+        return None
 
 
 def _from_sysconf() -> int | None:

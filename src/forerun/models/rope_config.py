@@ -15,6 +15,7 @@ from forerun.models.family import Family
 from forerun.models.fields import Fields, words
 
 ROPE_FIELDS = words("rope_theta rope_scaling rope_parameters original_max_position_embeddings partial_rotary_factor")
+MAX_FACTOR = 10_000.0  # of a context; beyond it float32 frequencies lose their meaning
 _ALWAYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _YARN = "factor original_max_position_embeddings attention_factor mscale mscale_all_dim beta_fast beta_slow truncate"
 _LLAMA3 = "factor original_max_position_embeddings low_freq_factor high_freq_factor"
@@ -38,7 +39,7 @@ def read_rope(raw: Mapping[str, Any], fields: Fields, family: Family, head_dim: 
     scaling = Fields(table, {}, where="config.json's rope scaling")
     rotary_dim = _rotary_dim(fields, scaling, family, head_dim)
     _check_dimensions(rotary_dim, kind)
-    theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0), minimum=1.0)
+    theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0), minimum=2.0)
     return _SPECS[kind](scaling, fields, rotary_dim, theta)
 
 
@@ -115,7 +116,12 @@ def _default(scaling: Fields, fields: Fields, rotary_dim: int, theta: float) -> 
 
 
 def _linear(scaling: Fields, fields: Fields, rotary_dim: int, theta: float) -> RopeSpec:
-    return RopeSpec(kind="linear", rotary_dim=rotary_dim, theta=theta, factor=scaling.number("factor", minimum=1.0))
+    return RopeSpec(
+        kind="linear",
+        rotary_dim=rotary_dim,
+        theta=theta,
+        factor=scaling.number("factor", minimum=1.0, maximum=MAX_FACTOR),
+    )
 
 
 def _dynamic(scaling: Fields, fields: Fields, rotary_dim: int, theta: float) -> RopeSpec:
@@ -123,27 +129,25 @@ def _dynamic(scaling: Fields, fields: Fields, rotary_dim: int, theta: float) -> 
         kind="dynamic",
         rotary_dim=rotary_dim,
         theta=theta,
-        factor=scaling.number("factor", minimum=1.0),
+        factor=scaling.number("factor", minimum=1.0, maximum=MAX_FACTOR),
         original_max_position=fields.integer("max_position_embeddings"),
     )
 
 
 def _original(scaling: Fields, fields: Fields) -> int:
     """Positions of the first training: the top-level field wins, as in transformers."""
-    fallback = scaling.integer(
-        "original_max_position_embeddings", default=fields.integer("max_position_embeddings")
-    )
-    return fields.integer("original_max_position_embeddings", default=fallback)
+    fallback = scaling.integer("original_max_position_embeddings", default=fields.integer("max_position_embeddings"))
+    return fields.integer("original_max_position_embeddings", default=fallback, minimum=2)
 
 
 def _stretch(scaling: Fields, fields: Fields) -> float:
     """`factor`, else the ratio of the two context lengths."""
     ratio = fields.integer("max_position_embeddings") / _original(scaling, fields)
-    return scaling.number("factor", default=ratio, minimum=0.0)
+    return scaling.number("factor", default=ratio, minimum=1e-6, maximum=MAX_FACTOR)
 
 
 def _optional(scaling: Fields, name: str) -> float | None:
-    return scaling.number(name) if scaling.given(name) else None
+    return scaling.number(name, maximum=MAX_FACTOR) if scaling.given(name) else None
 
 
 def _yarn(scaling: Fields, fields: Fields, rotary_dim: int, theta: float) -> RopeSpec:
@@ -173,7 +177,7 @@ def _llama3(scaling: Fields, fields: Fields, rotary_dim: int, theta: float) -> R
         kind="llama3",
         rotary_dim=rotary_dim,
         theta=theta,
-        factor=scaling.number("factor", minimum=1.0),
+        factor=scaling.number("factor", minimum=1.0, maximum=MAX_FACTOR),
         original_max_position=_original(scaling, fields),
         low_freq_factor=low,
         high_freq_factor=high,

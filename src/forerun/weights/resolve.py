@@ -13,6 +13,7 @@ from forerun.errors import ModelNotFoundError
 
 EMBEDDED = {"mini": "mini/target", "mini-draft": "mini/draft"}
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+HUB_COPIES = ("original/*", "consolidated*", "onnx/*")  # the same weights in other layouts
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 
@@ -26,7 +27,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
     if name in EMBEDDED:
         return _embedded(name)
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():
         return folder
     tried.append(f"a folder {folder}" + (" (it is a file: give the folder)" if folder.is_file() else ""))
     if not folder.is_absolute() and HUB_ID.fullmatch(name):
@@ -55,7 +56,7 @@ def _download(name: str, tried: list[str]) -> Path | None:
         tried.append("the hub (huggingface_hub is not installed)")
         return None
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_COPIES)))
     except Exception as error:  # the hub library raises dozens of kinds, from offline to gated
         tried.append(f"the hub id {name} ({_first_line(error)})")
         return None

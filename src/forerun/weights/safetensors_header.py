@@ -90,7 +90,7 @@ def _entry(path: Path, name: str, fields: Any) -> TensorEntry:
     if not isinstance(fields, dict):
         raise _broken(path, f"the header entry of tensor {name} is not an object")
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if dtype not in DTYPE_BITS:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _broken(path, f"tensor {name} has the unknown dtype {str(dtype)[:40]!r}")
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _broken(path, f"tensor {name} has a malformed shape or data_offsets")

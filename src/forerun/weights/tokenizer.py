@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from forerun.errors import CheckpointError, PromptError, VocabularyError
 from forerun.weights.chat import read_template, render
@@ -38,7 +37,6 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._settings = settings
         self._special_tokens = {role: _token_text(settings.get(role)) for role in SPECIAL_ROLES}
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._rule = piece_rule(json.loads(backend.to_str()).get("decoder"))
@@ -47,8 +45,6 @@ class Tokenizer:
         self.bos_token_id = self._special_id("bos_token")
         own_end = self._special_id("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *([] if own_end is None else [own_end])]))
-        if "add_bos_token" in settings or "add_eos_token" in settings:
-            self._follow_flags()
 
     @staticmethod
     def from_folder(folder: Path) -> Tokenizer:
@@ -56,7 +52,7 @@ class Tokenizer:
         settings = read_optional_json(folder / "tokenizer_config.json")
         for role, text in read_optional_json(folder / "special_tokens_map.json").items():
             settings.setdefault(role, text)
-        backend, converted = _read_backend(folder)
+        backend, converted = _read_backend(folder, settings)
         settings = {**converted, **settings}
         return Tokenizer(backend, settings, _end_ids(folder), read_template(folder, settings))
 
@@ -146,19 +142,6 @@ class Tokenizer:
         text = self._special_tokens[role]
         return None if text is None else self.token_id(text)
 
-    def _follow_flags(self) -> None:
-        """Add start and end tokens as tokenizer_config.json says, which wins over tokenizer.json in transformers."""
-        start, end = self._flagged("add_bos_token", "bos_token"), self._flagged("add_eos_token", "eos_token")
-        pieces = ([f"{start[0]}:0"] if start else []) + ["$A:0"] + ([f"{end[0]}:0"] if end else [])
-        used = [token for token in (start, end) if token is not None]
-        self._backend.post_processor = TemplateProcessing(
-            single=" ".join(pieces), pair=" ".join([*pieces, "$B:1"]), special_tokens=list(dict.fromkeys(used))
-        )
-
-    def _flagged(self, flag: str, role: str) -> tuple[str, int] | None:
-        text, token_id = self._special_tokens[role], self._special_id(role)
-        return (text, token_id) if self._settings.get(flag) and text is not None and token_id is not None else None
-
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
     """Refuse a tokenizer with ids the model has no row for; raises VocabularyError.
@@ -187,32 +170,32 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     )
 
 
-def _read_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+def _read_backend(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """The library's tokenizer, and special tokens that only the tokenizer's own file names."""
     path = folder / TOKENIZER_FILE
     if not path.exists():
         pieces = next((folder / name for name in SENTENCEPIECE_FILES if (folder / name).exists()), None)
-        return _through_transformers(folder) if pieces is None else _from_sentencepiece(pieces)
+        return _through_transformers(folder) if pieces is None else _from_sentencepiece(pieces, settings)
     try:
         return tokenizers.Tokenizer.from_file(str(path)), {}
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{path} is damaged: {error}; download or copy the file again") from error
 
 
-def _from_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+def _from_sentencepiece(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """A start token comes first unless `add_bos_token` is false (a tokenizer.json says so itself)."""
     vocabulary = read_sentencepiece(path)
     roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     found = {role: name for role, name in roles.items() if name in vocabulary.pieces}
-    return build_tokenizer(vocabulary, found.get("bos_token")), found
+    start = found.get("bos_token") if settings.get("add_bos_token", True) else None
+    return build_tokenizer(vocabulary, start), found
 
 
 def _through_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """Let transformers convert whatever tokenizer the folder has."""
     if not any((folder / name).exists() for name in OTHER_FILES):
         known = ", ".join((TOKENIZER_FILE, *SENTENCEPIECE_FILES, *OTHER_FILES))
-        raise CheckpointError(
-            f"{folder} has no tokenizer ({known}); copy it from where the model came from"
-        )
+        raise CheckpointError(f"{folder} has no tokenizer ({known}); copy it from where the model came from")
     from transformers import AutoTokenizer
 
     try:

@@ -7,6 +7,7 @@ know: arithmetic, models. Kept thin on purpose: a small model's forward is some 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
+from forerun.kernels.cpu.arena import WeightArena
 from forerun.kernels.ops import AttentionRows, HeadLayout, LayerKV, NoiseKeys, PackedLinear
 from forerun.kernels.reference import OPS, ReferenceKernels, check_activation, check_weight
 
@@ -54,6 +56,9 @@ class CpuKernels:
             raise KernelError(f"isa {isa!r} is not available here; choose from {', '.join(_native.available_isas())}")
         self.engine = _native.CpuEngine(num_threads, isa or "")
         self.name = f"cpu-{self.engine.isa}"
+        self._ops: _native.CpuEngine | _native.Program = self.engine  # what forward ops are told to
+        self._empty: Callable[[int, int], Tensor] = torch.empty
+        self._arena = WeightArena()
         self._reference = ReferenceKernels()
 
     @property
@@ -71,7 +76,7 @@ class CpuKernels:
         source = (weight.float() if weight.dtype is torch.float16 else weight).contiguous()
         num_outputs, num_inputs = source.shape
         num_panels = -(-num_outputs // _native.LANES)
-        panels = torch.empty(num_panels * num_inputs * _native.LANES, dtype=source.dtype)
+        panels = self._arena.take(num_panels * num_inputs * _native.LANES, source.dtype)
         code = _DTYPE_CODES[source.dtype]
         self.engine.pack(source.data_ptr(), panels.data_ptr(), num_outputs, num_inputs, code)
         return CpuLinear(panels, panels.data_ptr(), num_outputs, num_inputs, code)
@@ -83,8 +88,8 @@ class CpuKernels:
         num_rows, width = x.shape
         if width != weight.num_inputs:
             raise KernelError(f"linear: x has {width} columns, the weight {weight.num_inputs} inputs")
-        out = torch.empty(num_rows, weight.num_outputs)
-        self.engine.linear(
+        out = self._empty(num_rows, weight.num_outputs)
+        self._ops.linear(
             _floats(x),
             weight.address,
             0 if bias is None else _floats(bias),
@@ -99,41 +104,41 @@ class CpuKernels:
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """See `Kernels.embedding`."""
         vocab_size, width = table.shape
-        out = torch.empty(token_ids.shape[0], width)
+        out = self._empty(token_ids.shape[0], width)
         code = _dtype_code(table)
         ids = _address(token_ids, torch.int64)
-        self.engine.embedding(ids, table.data_ptr(), out.data_ptr(), out.shape[0], width, vocab_size, code)
+        self._ops.embedding(ids, table.data_ptr(), out.data_ptr(), out.shape[0], width, vocab_size, code)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""
-        out = torch.empty_like(x)
         num_rows, width = x.shape
-        self.engine.norm(_floats(x), 0, _floats(weight), 0, out.data_ptr(), num_rows, width, eps, False)
+        out = self._empty(num_rows, width)
+        self._ops.norm(_floats(x), 0, _floats(weight), 0, out.data_ptr(), num_rows, width, eps, False)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.add_rms_norm`."""
-        out = torch.empty_like(x)
         num_rows, width = x.shape
-        self.engine.norm(_floats(x), _floats(residual), _floats(weight), 0, out.data_ptr(), num_rows, width, eps, False)
+        out = self._empty(num_rows, width)
+        self._ops.norm(_floats(x), _floats(residual), _floats(weight), 0, out.data_ptr(), num_rows, width, eps, False)
         return out
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """See `Kernels.layer_norm`."""
-        out = torch.empty_like(x)
         num_rows, width = x.shape
+        out = self._empty(num_rows, width)
         shift = 0 if bias is None else _floats(bias)
-        self.engine.norm(_floats(x), 0, _floats(weight), shift, out.data_ptr(), num_rows, width, eps, True)
+        self._ops.norm(_floats(x), 0, _floats(weight), shift, out.data_ptr(), num_rows, width, eps, True)
         return out
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         """See `Kernels.gated_act`."""
         check_activation(activation)
         num_rows, width = gate_up.shape
-        out = torch.empty(num_rows, width // 2)
+        out = self._empty(num_rows, width // 2)
         code = _ACTIVATION_CODES[activation]
-        self.engine.gated_act(_floats(gate_up), out.data_ptr(), num_rows, width // 2, code)
+        self._ops.gated_act(_floats(gate_up), out.data_ptr(), num_rows, width // 2, code)
         return out
 
     def rope_and_cache(
@@ -150,7 +155,7 @@ class CpuKernels:
     ) -> None:
         """See `Kernels.rope_and_cache`."""
         code = _dtype_code(kv.keys)
-        self.engine.rope_and_cache(
+        self._ops.rope_and_cache(
             _floats(qkv),
             heads.num_q,
             heads.num_kv,
@@ -177,11 +182,11 @@ class CpuKernels:
         """See `Kernels.attention`."""
         num_q, num_kv, head_dim, _ = heads
         if head_dim > _native.MAX_HEAD_DIM or num_q > num_kv * _native.MAX_HEADS_PER_GROUP:
-            return self._reference.attention(qkv, heads, kv, rows, scale, window)
+            return self._uncommon_attention(qkv, heads, kv, rows, scale, window)
         num_rows = qkv.shape[0]
-        out = torch.empty(num_rows, num_q * head_dim)
+        out = self._empty(num_rows, num_q * head_dim)
         code = _dtype_code(kv.keys)
-        self.engine.attention(
+        self._ops.attention(
             _floats(qkv),
             out.data_ptr(),
             num_q,
@@ -203,6 +208,11 @@ class CpuKernels:
             rows.max_visible,
         )
         return out
+
+    def _uncommon_attention(
+        self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int
+    ) -> Tensor:
+        return self._reference.attention(qkv, heads, kv, rows, scale, window)
 
     def move_rows(self, kvs: list[LayerKV], sources: Tensor, targets: Tensor) -> None:
         """See `Kernels.move_rows`."""

@@ -1,0 +1,85 @@
+"""A model whose forward pass was written down once and is replayed without Python.
+
+Knows: that kernels can record. Does not know: what the model computes. Batches with more rows than were recorded for
+(prefill chunks) take the model's own forward, where Python's share does not matter; both give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from forerun.kernels.ops import Kernels, LayerKV
+from forerun.kernels.select import recording
+from forerun.models.base import CommittedPath, ForwardOutput, Model
+from forerun.models.batch import ForwardBatch
+
+if TYPE_CHECKING:
+    from forerun.kernels.cpu.program import Inputs, Program
+
+MAX_RECORDED_ROWS = 64
+
+
+class RecordedModel:
+    """A model bound to one pool, its forward recorded. Implements `models.base.Model`."""
+
+    def __init__(
+        self,
+        model: Model,
+        program: Program,
+        make_inputs: type[Inputs],
+        kvs: Sequence[LayerKV],
+        hidden_layers: Sequence[int],
+    ) -> None:
+        self.vocab_size = model.vocab_size
+        self.max_position = model.max_position
+        self.kv_specs = model.kv_specs
+        self.weight_bytes = model.weight_bytes
+        self.num_parameters = model.num_parameters
+        self._model = model
+        self._program = program
+        self._make_inputs = make_inputs
+        self._kvs = kvs
+        self._hidden_layers = tuple(hidden_layers)
+
+    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
+        """See `models.base.Model`."""
+        assert len(kvs) == len(self._kvs) and (not kvs or kvs[0] is self._kvs[0]), "recorded for another pool"
+        assert tuple(hidden_layers) == self._hidden_layers, "recorded for other hidden layers"
+        if batch.num_rows > self._program.max_rows:
+            return self._model.forward(batch, kvs, hidden_layers)
+        inputs = self._make_inputs(batch.token_ids, batch.positions, batch.slots, batch.rows, batch.logit_rows)
+        logits, *hidden = self._program.run(inputs)
+        return ForwardOutput(logits, dict(zip(self._hidden_layers, hidden, strict=True)))
+
+    def commit(self, paths: Sequence[CommittedPath]) -> None:
+        """See `models.base.Model`."""
+        self._model.commit(paths)
+
+    def release(self, request_id: str) -> None:
+        """See `models.base.Model`."""
+        self._model.release(request_id)
+
+
+def record(model: Model, kernels: Kernels, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> Model:
+    """The model with its forward recorded for `kvs`; the model itself where kernels or model cannot be recorded."""
+    if not model.kv_specs:
+        return model
+    with recording(kernels, MAX_RECORDED_ROWS) as recorder, torch.no_grad():
+        if recorder is None:
+            return model
+        inputs = recorder.inputs
+        batch = ForwardBatch(
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            slots=inputs.slots,
+            rows=inputs.rows,
+            logit_rows=inputs.logit_rows,
+            sequences=(),
+            all_logits=False,
+        )
+        out = model.forward(batch, kvs, hidden_layers)
+        program = recorder.finish([out.logits, *(out.hidden[layer] for layer in hidden_layers)])
+    return RecordedModel(model, program, type(inputs), kvs, hidden_layers)

@@ -1,0 +1,174 @@
+"""The recorded program: a replay gives the bits of the eager ops, for every number of rows, and frees Python of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from tests.kernels.cases import attention_case, cpu_kernels
+from torch import Tensor
+
+from forerun.errors import KernelError
+from forerun.kernels.ops import AttentionRows, HeadLayout, Kernels, LayerKV, PackedLinear
+from forerun.kernels.select import recording, select_kernels
+
+HEADS = HeadLayout(4, 2, 16, 16)
+HIDDEN, FEED_FORWARD, VOCAB, LAYERS = 48, 80, 100, 3
+
+inputs_module = pytest.importorskip("forerun.kernels.cpu.program")
+Inputs = inputs_module.Inputs
+
+
+@dataclass
+class Toy:
+    """A decoder in miniature: every op of a forward pass, in functional style."""
+
+    kernels: Kernels
+    matrices: list[list[PackedLinear]]
+    norm: Tensor
+    table: Tensor
+    rope: Tensor
+    head: PackedLinear
+
+    @staticmethod
+    def make(kernels: Kernels) -> Toy:
+        generator = torch.Generator().manual_seed(0)
+        q_size = HEADS.num_q * HEADS.head_dim
+        shapes = ((HEADS.row_size, HIDDEN), (HIDDEN, q_size), (2 * FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD))
+        matrices = [
+            [kernels.pack_linear(torch.randn(shape, generator=generator).bfloat16() * 0.2) for shape in shapes]
+            for _ in range(LAYERS)
+        ]
+        return Toy(
+            kernels,
+            matrices,
+            torch.rand(HIDDEN, generator=generator) + 0.5,
+            torch.randn(VOCAB, HIDDEN, generator=generator).bfloat16(),
+            torch.randn(1000, HEADS.rotary_dim, generator=generator),
+            kernels.pack_linear(torch.randn(VOCAB, HIDDEN, generator=generator)),
+        )
+
+    def forward(self, inputs: inputs_module.Inputs, kvs: list[LayerKV]) -> list[Tensor]:
+        """Logits at the logit rows, the middle residual stream."""
+        k = self.kernels
+        residual = k.embedding(inputs.token_ids, self.table)
+        x = k.rms_norm(residual, self.norm, 1e-6)
+        middle = residual.clone()
+        for (qkv, out, gate_up, down), kv in zip(self.matrices, kvs, strict=True):
+            fused = k.linear(x, qkv)
+            k.rope_and_cache(fused, HEADS, self.rope, inputs.positions, inputs.slots, kv, eps=1e-6)
+            x = k.linear(k.attention(fused, HEADS, kv, inputs.rows, 0.25), out)
+            x = k.add_rms_norm(x, residual, self.norm, 1e-6)
+            x = k.linear(k.gated_act(k.linear(x, gate_up), "silu"), down)
+            x = k.add_rms_norm(x, residual, self.norm, 1e-6)
+            if kv is kvs[1]:
+                middle = residual.clone()
+        return [k.linear(x.index_select(0, inputs.logit_rows), self.head), middle]
+
+
+def _kvs(seed: int = 0) -> list[LayerKV]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (100, HEADS.num_kv, HEADS.head_dim, 16)
+    return [
+        LayerKV(torch.randn(shape, generator=generator), torch.randn(100, 2, 16, 16, generator=generator))
+        for _ in range(LAYERS)
+    ]
+
+
+def _batch(prefixes: list[int], num_nodes: int, logit_rows: list[int] | None = None) -> inputs_module.Inputs:
+    """Random trees behind prefixes of these lengths."""
+    case = attention_case(prefixes, num_nodes, HEADS)
+    rows: AttentionRows = case.rows
+    num_rows = len(rows.seq_ids)
+    logical = rows.tree_starts[rows.seq_ids.long()].long() + torch.arange(num_rows) % num_nodes
+    blocks = rows.block_tables[rows.seq_ids.long(), logical // 16].long()
+    ids = torch.arange(num_rows) * 7 % VOCAB
+    wanted = torch.tensor(list(range(num_rows)) if logit_rows is None else logit_rows, dtype=torch.int64)
+    return Inputs(ids, logical.int(), (blocks * 16 + logical % 16).int(), rows, wanted)
+
+
+def _record(toy: Toy, kvs: list[LayerKV], max_rows: int) -> inputs_module.Program:
+    with recording(toy.kernels, max_rows) as recorder:
+        assert recorder is not None
+        return recorder.finish(toy.forward(recorder.inputs, kvs))
+
+
+@pytest.fixture(scope="module")
+def toy() -> Toy:
+    cpu_kernels()
+    return Toy.make(select_kernels("cpu", threads=2))
+
+
+def test_a_replay_has_the_bits_of_the_eager_ops(toy: Toy) -> None:
+    recorded, eager = _kvs(), _kvs()
+    program = _record(toy, recorded, 64)
+    assert program.num_steps == 3 + LAYERS * 9 + 1 + 2
+    batches = [_batch([5], 1), _batch([40], 8), _batch([3, 300, 17], 6), _batch([9] * 8, 8), _batch([30], 8, [2, 5])]
+    for batch in [*batches, *reversed(batches), _batch([30], 5, [])]:
+        results = zip(program.run(batch), toy.forward(batch, eager), strict=True)
+        assert all(torch.equal(replayed, expected) for replayed, expected in results)
+        for one, other in zip(recorded, eager, strict=True):
+            assert torch.equal(one.keys, other.keys)
+            assert torch.equal(one.values, other.values)
+
+
+def test_outputs_are_fresh_and_buffers_are_shared(toy: Toy) -> None:
+    kvs = _kvs()
+    program = _record(toy, kvs, 32)
+    first = program.run(_batch([5], 4))
+    kept = [tensor.clone() for tensor in first]
+    program.run(_batch([50], 9))
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(first, kept, strict=True))
+    (buffers,) = [part for part in program._keep if isinstance(part, list) and part]
+    assert len(buffers) < 10
+
+
+def test_the_ops_are_the_eager_ones_again_afterwards(toy: Toy) -> None:
+    x = torch.randn(3, HIDDEN)
+    expected = toy.kernels.rms_norm(x, toy.norm, 1e-6)
+    with pytest.raises(KernelError), recording(toy.kernels, 8) as recorder:
+        assert recorder is not None
+        toy.kernels.embedding(recorder.inputs.token_ids, toy.table).add_(1)
+    assert torch.equal(toy.kernels.rms_norm(x, toy.norm, 1e-6), expected)
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda x, k: torch.softmax(x, 0),
+        lambda x, k: x + 1,
+        lambda x, k: x[0],
+        lambda x, k: x.sum().item(),
+        lambda x, k: k.pack_linear(x),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(toy: Toy, misuse: Callable[[Tensor, Kernels], object]) -> None:
+    with recording(toy.kernels, 8) as recorder:
+        assert recorder is not None
+        activation = toy.kernels.embedding(recorder.inputs.token_ids, toy.table)
+        with pytest.raises(KernelError):
+            misuse(activation, toy.kernels)
+        with pytest.raises(KernelError):
+            recorder.finish([activation, torch.zeros(8, 4)])
+
+
+def test_bad_batches_are_refused(toy: Toy) -> None:
+    program = _record(toy, _kvs(), 8)
+    with pytest.raises(KernelError, match="at most 8"):
+        program.run(_batch([5], 9))
+    batch = _batch([5], 3)
+    for wrong in (
+        replace(batch.rows, seq_ids=batch.rows.seq_ids.long()),
+        replace(batch.rows, tree_masks=batch.rows.tree_masks.int()),
+    ):
+        with pytest.raises(KernelError, match="contiguous"):
+            program.run(Inputs(batch.token_ids, batch.positions, batch.slots, wrong, batch.logit_rows))
+    with pytest.raises(IndexError):
+        program.run(Inputs(batch.token_ids + VOCAB, batch.positions, batch.slots, batch.rows, batch.logit_rows))
+
+
+def test_the_reference_does_not_record() -> None:
+    with recording(select_kernels("reference"), 8) as recorder:
+        assert recorder is None

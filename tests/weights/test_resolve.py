@@ -1,0 +1,56 @@
+"""From names to folders, and what is said when there is nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from forerun.errors import ModelNotFoundError
+from forerun.weights import resolve
+from forerun.weights.resolve import resolve_model
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    assert resolve_model(tmp_path) == tmp_path
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_an_embedded_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve.forerun, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(ModelNotFoundError, match="'mini' is missing from this installation"):
+        resolve_model("mini")
+    (tmp_path / "mini" / "draft").mkdir(parents=True)
+    (tmp_path / "mini" / "draft" / "config.json").write_text("{}")
+    assert resolve_model("mini-draft") == tmp_path / "mini" / "draft"
+
+
+def test_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path / name))
+    assert resolve_model("someone/some-model.v1") == tmp_path / "someone/some-model.v1"
+
+
+def test_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, **_: object) -> str:
+        raise OSError("the network is away\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelNotFoundError) as error:
+        resolve_model("someone/some-model")
+    message = str(error.value)
+    assert "a folder someone/some-model" in message and "OSError: the network is away)" in message
+    assert "embedded models are mini, mini-draft" in message
+
+
+@pytest.mark.parametrize("name", ["/absolute/none", "./none", "a/b/c", "", "../x"])
+def test_what_cannot_be_a_hub_id_is_not_looked_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("looked up"))
+    with pytest.raises(ModelNotFoundError, match="tried"):
+        resolve_model(name)
+
+
+def test_a_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelNotFoundError, match="it is a file: give the folder"):
+        resolve_model(tmp_path / "model.safetensors")

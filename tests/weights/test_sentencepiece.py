@@ -1,0 +1,115 @@
+"""Sentencepiece models: the same ids as the sentencepiece library, and damage that is named."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.errors import CheckpointError, ForerunError, UnsupportedError
+from forerun.weights.sentencepiece import ModelType, PieceType, read_sentencepiece
+from forerun.weights.tokenizer import Tokenizer
+from tests.weights import makers
+
+MODELS = ["llama2/tokenizer.model", "mistral/tokenizer.model.v1", "mistral/tokenizer.model.v3"]
+SENTENCES = [
+    "Once upon a time there was a café.",
+    "  two  spaces ", "tabs\tand\nnewlines\n\n", "日本語とemoji 😀👩‍👩‍👧", "aaaaaaaaaaaaa",
+    "def f(x):\n    return x ** 2  # square", "1234567890 3.14159", "ÀÉÎ ß µ ﬁ", "мама мыла раму", "",
+]  # fmt: skip
+
+
+def library(path: Path) -> Any:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    return sentencepiece.SentencePieceProcessor(model_file=str(path))
+
+
+@pytest.mark.skipif(not makers.REAL.exists(), reason="../shared/data/tokenizers is not here")
+@pytest.mark.parametrize("name", MODELS)
+def test_real_models(name: str, tmp_path: Path) -> None:
+    path = makers.REAL / name
+    truth = library(path)
+    (tmp_path / "tokenizer.model").write_bytes(path.read_bytes())
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.vocab_size == truth.vocab_size()
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
+    for text in SENTENCES:
+        assert tokenizer.encode(text, add_special_tokens=False) == truth.encode(text), text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("a")[0] == 1
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    assert Tokenizer.from_folder(tmp_path).encode("a")[0] != 1
+
+
+@pytest.mark.skipif(not makers.REAL.exists(), reason="../shared/data/tokenizers is not here")
+@pytest.mark.parametrize(
+    ("golden", "files", "model_type"),
+    [
+        ("llama-spm", {"llama2/tokenizer.model": "tokenizer.model"}, "llama"),
+        ("gpt-2", {"gpt2/vocab.json": "vocab.json", "gpt2/merges.txt": "merges.txt"}, "gpt2"),
+    ],
+)
+def test_golden_tokenizations_of_llama_cpp(golden: str, files: dict[str, str], model_type: str, tmp_path: Path) -> None:
+    for source, name in files.items():
+        (tmp_path / name).write_bytes((makers.REAL / source).read_bytes())
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    stem = makers.REAL / "ggml-vocab" / f"ggml-vocab-{golden}.gguf"
+    texts = Path(f"{stem}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    lines = Path(f"{stem}.out").read_text().splitlines()
+    assert len(lines) > 40
+    for text, line in zip(texts, lines, strict=False):  # the last text is empty
+        assert tokenizer.encode(text, add_special_tokens=False) == [int(word) for word in line.split()], text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = tmp_path_factory.mktemp("trained")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES[:6] * 3 + makers.TEXTS),
+        model_prefix=str(folder / "tokenizer"), vocab_size=360,
+        model_type=request.param, byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    return folder
+
+
+def test_trained_models(trained: Path) -> None:
+    truth = library(trained / "tokenizer.model")
+    tokenizer = Tokenizer.from_folder(trained)
+    vocabulary = read_sentencepiece(trained / "tokenizer.model")
+    assert vocabulary.remove_extra_whitespaces and vocabulary.charsmap
+    assert len(vocabulary.ids_of(PieceType.BYTE)) == 256
+    for text in SENTENCES:
+        assert tokenizer.encode(text, add_special_tokens=False) == truth.encode(text), (vocabulary.model_type, text)
+    assert vocabulary.model_type in (ModelType.BPE, ModelType.UNIGRAM)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"\x0a", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"hello", b"\x0a\x02\x08\x01"]
+)
+def test_damage(raw: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(raw)
+    with pytest.raises(CheckpointError, match="sentencepiece model"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_unsupported_kind(tmp_path: Path) -> None:
+    piece = b"\x0a\x03" + b"\x0a\x01a"
+    (tmp_path / "tokenizer.model").write_bytes(piece + b"\x12\x02\x18\x03")
+    with pytest.raises(UnsupportedError, match="type 3"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60))
+def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.model"
+    path.write_bytes(raw)
+    with contextlib.suppress(ForerunError):
+        read_sentencepiece(path)

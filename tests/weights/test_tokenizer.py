@@ -1,0 +1,188 @@
+"""Tokenizer folders against transformers, settings, chat templates, vocabulary checks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.errors import CheckpointError, PromptError, VocabularyError
+from forerun.weights.tokenizer import Tokenizer, check_same_vocabulary, check_vocabulary
+from tests.weights import makers
+
+TEXT = "Once upon a time,\n  there was a café 日本 😀 </s>x"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}\n{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content | trim }}{% generation %}.{% endgeneration %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}{{ extra | default({}) | tojson }}"
+)
+MESSAGES = [{"role": "user", "content": " hi ü "}]
+
+
+@pytest.fixture(params=["byte_level", "sentencepiece", "wordpiece"])
+def made(request: pytest.FixtureRequest) -> Tokenizer:
+    tokenizer: Tokenizer = getattr(makers, request.param)()
+    return tokenizer
+
+
+def transformers_tokenizer(folder: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}],
+)
+def test_encoding_is_that_of_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
+    names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    for index, maker in enumerate((makers.byte_level, makers.sentencepiece)):
+        (tmp_path / str(index)).mkdir()
+        folder = makers.save(maker(), tmp_path / str(index), **names, **settings)
+        ours, theirs = Tokenizer.from_folder(folder), transformers_tokenizer(folder)
+        for special in (True, False):
+            assert ours.encode(TEXT, special) == theirs.encode(TEXT, add_special_tokens=special)
+        ids = ours.encode(TEXT)
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def test_identity_of_tokens(made: Tokenizer) -> None:
+    for token_id in (0, 1, made.vocab_size - 1):
+        name = made.token_text(token_id)
+        assert name is not None and made.token_id(name) == token_id
+    assert made.token_text(made.vocab_size) is None and made.token_bytes(made.vocab_size + 5) == b""
+    assert made.bos_token_id is not None and made.is_special(made.bos_token_id)
+    assert made.vocab_size == max(made.vocabulary().values()) + 1
+
+
+def test_end_tokens_come_from_every_file(tmp_path: Path) -> None:
+    folder = makers.save(makers.byte_level(), tmp_path, eos_token="</s>", bos_token=None)
+    (folder / "config.json").write_text('{"eos_token_id": 7}')
+    assert Tokenizer.from_folder(folder).eos_token_ids == (7, 1)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9, 1]}')
+    assert Tokenizer.from_folder(folder).eos_token_ids == (9, 1)
+    assert Tokenizer.from_folder(folder).bos_token_id is None
+
+
+def test_special_tokens_map(tmp_path: Path) -> None:
+    folder = makers.save(makers.byte_level(), tmp_path)
+    (folder / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}}')
+    assert Tokenizer.from_folder(folder).bos_token_id == 0
+
+
+def test_truncation_and_padding_are_off(tmp_path: Path) -> None:
+    made = makers.byte_level()
+    made._backend.enable_truncation(2)
+    made._backend.enable_padding(length=99)
+    folder = makers.save(made, tmp_path)
+    assert 2 < len(Tokenizer.from_folder(folder).encode("Once upon a time")) < 99
+
+
+@pytest.mark.parametrize("place", ["config", "file", "named", "json"])
+def test_chat_templates_wherever_they_are(place: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"bos_token": "<s>"}
+    if place == "config":
+        settings["chat_template"] = TEMPLATE
+    elif place == "named":
+        settings["chat_template"] = [{"name": "tool", "template": "x"}, {"name": "default", "template": TEMPLATE}]
+    elif place == "file":
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    else:
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    tokenizer = Tokenizer.from_folder(makers.save(makers.byte_level(), tmp_path, **settings))
+    text = tokenizer.apply_chat_template(MESSAGES)
+    assert text == "<s>[user]hi ü.\n[assistant]{}"
+    assert tokenizer.apply_chat_template(MESSAGES, False, extra={"ü": 1}) == '<s>[user]hi ü.\n{"ü": 1}'
+    assert tokenizer.encode_chat(MESSAGES) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_chat_templates_that_refuse(tmp_path: Path) -> None:
+    folder = makers.save(makers.byte_level(), tmp_path, chat_template=TEMPLATE)
+    tokenizer = Tokenizer.from_folder(folder)
+    with pytest.raises(PromptError, match="no system"):
+        tokenizer.apply_chat_template([{"role": "system", "content": "x"}])
+    with pytest.raises(PromptError, match="conversation is empty"):
+        tokenizer.apply_chat_template([])
+    with pytest.raises(PromptError, match="no chat template"):
+        makers.byte_level().apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize("template", ["{{ messages.__class__.__mro__ }}", "{{ messages[0].content.nope.deeper }}"])
+def test_chat_templates_are_confined(template: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(makers.save(makers.byte_level(), tmp_path, chat_template=template))
+    with pytest.raises(PromptError):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
+def test_broken_templates(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(makers.save(makers.byte_level(), tmp_path, chat_template="{% for %}"))
+    with pytest.raises(CheckpointError, match="not valid jinja"):
+        tokenizer.apply_chat_template(MESSAGES)
+    with pytest.raises(CheckpointError, match="must be a string"):
+        Tokenizer.from_folder(makers.save(makers.byte_level(), tmp_path, chat_template=3))
+
+
+@pytest.mark.skipif(not makers.REAL.exists(), reason="../shared/data/tokenizers is not here")
+def test_published_templates_render_as_in_transformers() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    from forerun.weights.chat import render
+
+    talk = [*MESSAGES, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "And now?"}]
+    variables = {"bos_token": "<s>", "eos_token": "</s>", "date_string": "26 Jul 2024"}
+    files = sorted((makers.REAL / "chat_templates").glob("*.jinja"))
+    assert len(files) > 10
+    for path in files:
+        template = path.read_text(encoding="utf-8")
+        given = {**variables, **({"functions": "[]", "datetime": "now"} if "firefunction" in path.name else {})}
+        try:
+            (text,), _ = render_jinja_template([talk], chat_template=template, add_generation_prompt=True, **given)
+        except TypeError:  # a template that needs tools
+            with pytest.raises(PromptError):
+                render(template, talk, {**given, "add_generation_prompt": True, "tools": None, "documents": None})
+            continue
+        found = render(template, talk, {**given, "add_generation_prompt": True, "tools": None, "documents": None})
+        assert found == text, path.name
+
+
+def test_damaged_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_folders_only_transformers_can_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("abab") == [2, 2] and tokenizer.eos_token_ids == (3,)
+
+
+def test_vocabulary_checks() -> None:
+    tokenizer = makers.byte_level()
+    check_vocabulary(tokenizer, tokenizer.vocab_size)
+    check_vocabulary(tokenizer, tokenizer.vocab_size + 100)
+    with pytest.raises(VocabularyError, match="do not belong together"):
+        check_vocabulary(tokenizer, tokenizer.vocab_size - 1)
+    check_same_vocabulary(tokenizer, makers.byte_level())
+    with pytest.raises(VocabularyError, match="different vocabularies"):
+        check_same_vocabulary(tokenizer, makers.sentencepiece())
+
+
+def test_transformers_is_not_imported_for_a_tokenizer_file(tmp_path: Path) -> None:
+    folder = makers.save(makers.byte_level(), tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from forerun.weights.tokenizer import Tokenizer; "
+        f"Tokenizer.from_folder(Path({str(folder)!r})).encode('x'); "
+        "assert not {'transformers', 'sentencepiece', 'torch._dynamo'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
