@@ -101,6 +101,7 @@ OPTIONS = {
     "EngineConfig": (
         "model",
         "dtype",
+        "implementation",
         "drafter",
         "verification",
         "chain_rule",

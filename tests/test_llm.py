@@ -43,6 +43,25 @@ def test_chat_uses_the_template() -> None:
     assert output.outputs[0].token_ids == llm.chat([messages], params())[0].outputs[0].token_ids
 
 
+def test_special_tokens_are_shown_on_request() -> None:
+    llm = mini.plain()
+    end = llm.tokenizer.token_id("<|im_end|>")
+    assert end is not None
+    forced = {"allowed_token_ids": (end,), "ignore_eos": True, "max_tokens": 2}
+    assert llm.generate("A", params(**forced))[0].outputs[0].text == ""
+    assert llm.generate("A", params(**forced, skip_special_tokens=False))[0].outputs[0].text == "<|im_end|>" * 2
+
+
+def test_implementation_can_be_insisted_on() -> None:
+    from forerun.errors import ForerunError
+
+    llm = LLM("mini", implementation="transformers", max_model_len=64)
+    assert llm.loaded.implementation == "transformers"
+    assert llm.generate("A", params(temperature=0.0))[0].outputs[0].token_ids
+    with pytest.raises(ForerunError):
+        LLM("mini", implementation="other")
+
+
 def test_unseeded_requests_differ_and_report_their_seed() -> None:
     llm = mini.plain()
     a, b = llm.generate(["A", "A"], SamplingParams(max_tokens=12, ignore_eos=True))
@@ -168,6 +187,11 @@ def test_with_drafter_keeps_other_options() -> None:
     assert llm.max_model_len == 512 and llm.config.max_num_seqs == 16
     assert llm.config.drafter == DrafterConfig(name="draft", model="mini-draft", max_draft_tokens=2)
     assert llm.loaded is mini.plain().loaded
+
+
+def test_a_tiny_pool_can_be_drafted_for() -> None:
+    made = mini.drafting("draft", max_model_len=20, num_kv_blocks=2)
+    assert len(made.generate("A", params(max_tokens=None, ignore_eos=True))[0].outputs[0].token_ids) == 19
 
 
 def test_progress_bar_changes_nothing() -> None:

@@ -14,6 +14,7 @@ from forerun.errors import ConfigError
 
 Verification = Literal["coupled", "rejection"]
 ChainRule = Literal["block", "token"]
+Implementation = Literal["auto", "forerun", "transformers"]
 
 DRAFTER_NAMES = ("none", "ngram", "draft")
 MAX_TREE_NODES = 64  # one 64-bit ancestor mask
@@ -55,6 +56,7 @@ class EngineConfig:
 
     model: str
     dtype: str = "auto"
+    implementation: Implementation = "auto"  # "forerun" or "transformers": insist on that one
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     verification: Verification = "coupled"
     chain_rule: ChainRule = "block"
@@ -72,6 +74,7 @@ class EngineConfig:
         _choice("verification", self.verification, ("coupled", "rejection"))
         _choice("chain_rule", self.chain_rule, ("block", "token"))
         _choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _choice("implementation", self.implementation, ("auto", "forerun", "transformers"))
         _choice("kernels", self.kernels, ("auto", "cpu", "reference"))
         _choice("block_size", self.block_size, (4, 8, 16, 32, 64))
         _range("max_num_seqs", self.max_num_seqs, 1, 4096)

@@ -202,7 +202,8 @@ class LLM:
         )
 
     def _detokenizer(self, request: Request) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(self.tokenizer, request.prompt_token_ids)
+        texts = self.tokenizer if request.params.skip_special_tokens else self.tokenizer.with_special_tokens()
+        return IncrementalDetokenizer(texts, request.prompt_token_ids)
 
     def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is tokenized at the start of a text and after a space."""
@@ -255,7 +256,14 @@ def _named_drafter(model: str, name: str, draft_model: str | None, options: Mapp
 
 def _load(config: EngineConfig) -> _Shared:
     kernels = select_kernels(config.kernels, config.threads)
-    return _Shared(load_model(config.model, kernels, dtype=config.dtype, max_position=config.max_model_len), kernels)
+    loaded = load_model(
+        config.model,
+        kernels,
+        dtype=config.dtype,
+        max_position=config.max_model_len,
+        implementation=config.implementation,
+    )
+    return _Shared(loaded, kernels)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

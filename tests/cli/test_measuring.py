@@ -13,7 +13,8 @@ CHECK = {
     "drafter", "temperature", "num_prompts", "num_tokens", "num_steps", "acceptance_length", "differences",
 }  # fmt: skip
 INSPECT = {
-    "model", "folder", "family", "implementation", "num_parameters", "sizes", "dtype", "context", "tokenizer",
+    "model", "folder", "family", "implementation", "num_parameters", "sizes", "dtype", "context",
+    "usable_context", "tokenizer",
     "chat_template", "drafters", "memory", "backend", "kernels",
 }  # fmt: skip
 
@@ -70,9 +71,17 @@ def test_verify_finds_no_difference(run_json: Any, prompts: str) -> None:
 
 def test_verify_exits_1_on_a_difference(run: Any, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.bench.equality.first_difference", lambda a, b: 2)
+    monkeypatch.setattr("forerun.cli.verify._check_rejection", lambda llm: {"passed": True, "cases": []})
     options = ("--prompts", prompts, "--max-tokens", "4", "--temperature", "0", "--limit", "1")
     said = run("verify", "mini", "--drafters", "ngram", *options, status=1).stdout
     assert "differs first at token 2" in said and "DIFFERENT" in said
+
+
+def test_verify_exits_1_when_the_rejection_rule_fails(run: Any, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {"rule": "token", "num_samples": 9, "chi_square": 99.0, "degrees": 3, "p_value": 0.0, "passed": False}
+    monkeypatch.setattr("forerun.cli.verify._check_rejection", lambda llm: {"passed": False, "cases": [case]})
+    options = ("--prompts", prompts, "--max-tokens", "4", "--temperature", "0", "--limit", "1")
+    assert "FAILED" in run("verify", "mini", "--drafters", "ngram", *options, status=1).stdout
 
 
 def test_temperatures_must_be_numbers(run: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_stop_string_is_held_back_while_it_may_begin() -> None:
         made.step()
         shown.append(group.output().outputs[0].text)
     assert shown[:4] == ["b", "b", "b", "bcde"]
-    assert all(later.startswith(earlier) for earlier, later in zip(shown, shown[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(shown))
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "draft"])

@@ -76,6 +76,11 @@ def test_verify_cost_interpolates() -> None:
     assert [cost(n) for n in (1, 2, 3, 4, 5, 7)] == [1.0, 1.5, 2.0, 4.0, 6.0, 10.0]
 
 
+def test_a_disturbed_measurement_is_mended() -> None:
+    cost = VerifyCost({1: 1.0, 2: 9.0, 4: 1.5})
+    assert [cost(n) for n in (1, 2, 4)] == [1.0, 1.5, 1.5]
+
+
 def test_rows_to_measure() -> None:
     assert rows_to_measure(6, 512)[-1] == 8
     assert rows_to_measure(6, 2) == [1, 2]

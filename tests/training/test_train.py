@@ -16,7 +16,7 @@ from forerun.training.checkpoint import read_checkpoint
 from forerun.training.console import Console
 from forerun.training.distill import continue_text, draw_ids
 from forerun.training.export import load_model
-from forerun.training.lm import train_lm
+from forerun.training.lm import make_net, train_lm
 from forerun.training.net import Net
 from forerun.training.recipe import DistillConfig, Recipe
 from forerun.training.train import StepReport
@@ -85,6 +85,22 @@ def test_results_are_written(recipe: Recipe, tmp_path: Path) -> None:
     assert metrics["history"][-1]["loss"] < metrics["history"][0]["loss"]
     pytest.importorskip("matplotlib")
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_start_from_takes_weights_and_tokenizer(recipe: Recipe, tmp_path: Path) -> None:
+    train_lm(recipe, tmp_path / "first", False, Console())
+    more = replace(recipe, start_from=str(tmp_path / "first" / "export"), seed=4)
+    assert (
+        make_net(more)
+        .state_dict()["model.norm.weight"]
+        .equal(load_model(tmp_path / "first" / "export").state_dict()["model.norm.weight"])
+    )
+    train_lm(more, tmp_path / "second", False, Console())
+    losses = [json.loads((tmp_path / name / "metrics.json").read_text())["history"] for name in ("first", "second")]
+    assert losses[1][-1]["loss"] < losses[0][-1]["loss"]
+    wider = replace(more, model=replace(recipe.model, ffn_size=64))
+    with pytest.raises(TrainingError, match="another shape"):
+        make_net(wider)
 
 
 def distilling(recipe: Recipe, teacher: Path) -> Recipe:

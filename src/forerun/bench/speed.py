@@ -185,17 +185,21 @@ def _over(value: float, base: float) -> float:
 
 
 def report(rounds: Rounds, cases: Sequence[PromptCase], compare: bool, by_category: bool) -> dict[str, Any]:
-    """Rows and details as plain values; with `by_category` also the rows of each category."""
-    result: dict[str, Any] = {
-        "rows": [asdict(row) for row in rows(rounds, compare)],
-        "details": {name: asdict(detail(name, rounds)) for name in rounds[0][0]},
-    }
+    """Rows and details as plain values; with `by_category` also those of each category."""
+    result: dict[str, Any] = {"rows": _rows(rounds, compare), "details": _details(rounds)}
     if by_category:
-        names = dict.fromkeys(case.category for case in cases)
-        result["categories"] = {
-            name: [asdict(row) for row in rows(_of_category(rounds, cases, name), compare)] for name in names
-        }
+        parts = {name: _of_category(rounds, cases, name) for name in dict.fromkeys(case.category for case in cases)}
+        result["categories"] = {name: _rows(part, compare) for name, part in parts.items()}
+        result["category_details"] = {name: _details(part) for name, part in parts.items()}
     return result
+
+
+def _rows(rounds: Rounds, compare: bool) -> list[dict[str, Any]]:
+    return [asdict(row) for row in rows(rounds, compare)]
+
+
+def _details(rounds: Rounds) -> dict[str, dict[str, Any]]:
+    return {name: asdict(detail(name, rounds)) for name in rounds[0][0]}
 
 
 def _of_category(rounds: Rounds, cases: Sequence[PromptCase], category: str) -> Rounds:

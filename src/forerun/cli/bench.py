@@ -95,22 +95,24 @@ def _on_terminal() -> bool:
 
 def _show(report: dict[str, Any]) -> None:
     console = out()
-    console.print(_rows(report["rows"], f"{report['model']}, {report['num_prompts']} prompts, "
-                        f"temperature {report['temperature']:g}"))  # fmt: skip
+    title = f"{report['model']}, {report['num_prompts']} prompts, temperature {report['temperature']:g}"
+    console.print(_table(report["rows"], report["details"], title))
     for category, rows in report.get("categories", {}).items():
         console.print()
-        console.print(_rows(rows, category))
+        console.print(_table(rows, report["category_details"][category], category))
     machine = report["machine"]
     print_note(f"{machine['cpu']}, {machine['cores']} cores, {', '.join(machine['isa'])}, commit {machine['commit']}")
     if report["num_too_long"]:
         print_note(f"{report['num_too_long']} prompts are longer than the context and were left out")
 
 
-def _rows(rows: Sequence[dict[str, Any]], title: str) -> Any:
-    result = table("drafter", "tokens/s", "speed-up", "acceptance length", "identical", title=title)
+def _table(rows: Sequence[dict[str, Any]], details: dict[str, dict[str, Any]], title: str) -> Any:
+    """Speed and speed-up with the prefill, then of decoding alone."""
+    result = table("drafter", "tokens/s", "speed-up", "decoding", "tokens a step", "identical", title=title)
     for row in rows:
         same = {True: "yes", False: "NO", None: "-"}[row["identical"]]
-        figures = (f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}x", f"{row['acceptance_length']:.2f}")
+        decoding = f"{details[row['drafter']]['decode_speedup']:.2f}x"
+        figures = (f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}x", decoding, f"{row['acceptance_length']:.2f}")
         result.add_row(row["drafter"], *figures, same)
     return result
 

@@ -27,19 +27,22 @@ from forerun.core import CompletionOutput, SamplingParams
 if TYPE_CHECKING:
     from forerun.llm import LLM
 
-PROMPT = "Tell me a story about a little bird who wanted to see the sea."
+OPENING = "Once upon a time there was a little bird who wanted to see the sea."
 PLAIN = "none"
 MIN_PANEL_LINES = 8
+PANEL_BORDER = 4  # columns
 FRAMES_PER_S = 12
 
 
 def demo(
-    prompt: Annotated[str, typer.Argument(help="What to ask.")] = PROMPT,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to ask. Unless given, the model goes on with the opening of a story.")
+    ] = None,
     model: opt.ModelOption = None,
     drafter: opt.DrafterName = None,
     draft_model: opt.DraftModel = None,
     max_tokens: opt.MaxTokens = 160,
-    temperature: opt.Temperature = 0.0,
+    temperature: opt.Temperature = 0.7,
     seed: opt.Seed = 0,
     repeats: Annotated[int, typer.Option(help="Timed runs of each.", min=1)] = 5,
     kernels: opt.KernelsName = "auto",
@@ -51,16 +54,21 @@ def demo(
     chosen = drafter or opt.default_drafter(name, draft_model)
     plain = open_llm(name, PLAIN, kernels=kernels, threads=threads, max_num_seqs=1)
     drafted = other_engine(plain, chosen, draft_model)
-    Demo(name, prompt, chosen, plain, drafted, params).run(repeats)
+    token_ids = as_prompt(plain, prompt or OPENING, chat=None if prompt else False)
+    Demo(name, prompt or OPENING, token_ids, (plain, drafted), params).run(repeats)
 
 
 class Demo:
     """Two columns that fill, then a line of figures."""
 
-    def __init__(self, model: str, prompt: str, drafter: str, plain: LLM, drafted: LLM, params: SamplingParams) -> None:
+    def __init__(
+        self, model: str, prompt: str, token_ids: list[int], engines: tuple[LLM, LLM], params: SamplingParams
+    ) -> None:
+        drafter = engines[1].config.drafter.name
         self.title = f"forerun demo: {model}, drafter {drafter}, temperature {params.temperature:g}"
         self.prompt = prompt
-        self.engines = (plain, drafted)
+        self.token_ids = token_ids
+        self.engines = engines
         self.params = params
         self.pieces: tuple[list[Piece], list[Piece]] = ([], [])
         self.console = out()
@@ -78,14 +86,14 @@ class Demo:
         self.console.print(self._screen(self._verdict(runs)))
 
     def _generate(self, llm: LLM) -> CompletionOutput:
-        output = llm.generate([as_prompt(llm, self.prompt, None)], self.params)[0].outputs[0]
+        output = llm.generate([self.token_ids], self.params)[0].outputs[0]
         if output.error is not None:
             raise output.error
         return output
 
     def _fill(self, *outputs: CompletionOutput) -> None:
         for column, llm, output in zip(self.pieces, self.engines, outputs, strict=True):
-            column[:] = DraftedText(llm.tokenizer, as_prompt(llm, self.prompt, None)).take(output)
+            column[:] = DraftedText(llm.tokenizer, self.token_ids).take(output)
 
     def _write_live(self) -> None:
         """Both texts as they come, one after the other; the picture is gone afterwards."""
@@ -97,17 +105,14 @@ class Demo:
 
     def _steps(self) -> Iterator[None]:
         for column, llm in zip(self.pieces, self.engines, strict=True):
-            token_ids = as_prompt(llm, self.prompt, None)
-            text = DraftedText(llm.tokenizer, token_ids)
-            for output in llm.stream(token_ids, self.params):
+            text = DraftedText(llm.tokenizer, self.token_ids)
+            for output in llm.stream(self.token_ids, self.params):
                 column.extend(text.take(output.outputs[0]))
                 yield
 
     def _screen(self, below: RenderableType) -> Group:
         """Title, prompt, the two texts, and what is said below them."""
-        columns = Table.grid(expand=True, padding=(0, 1))
-        columns.add_column(ratio=1)
-        columns.add_column(ratio=1)
+        columns = Table.grid(padding=(0, 1))
         columns.add_row(self._panel("plain", self.pieces[0]), self._panel("with speculation", self.pieces[1]))
         question = Text("prompt: ", style="dim").append(self.prompt, style="default")
         return Group(Text(self.title, style="bold"), question, columns, below)
@@ -115,10 +120,10 @@ class Demo:
     def _panel(self, title: str, pieces: list[Piece]) -> Panel:
         """As much of the end of a text as fits half a screen."""
         text = render(pieces, marked=False)
-        width, height = self.console.width // 2 - 5, max(MIN_PANEL_LINES, self.console.height - 9)
-        lines = text.wrap(Console(width=width), width)
+        width, height = (self.console.width - 1) // 2, max(MIN_PANEL_LINES, self.console.height - 9)
+        lines = text.wrap(Console(width=width), width - PANEL_BORDER)
         shown = Text("\n").join(lines[-height:]) if self.console.is_terminal else text
-        return Panel(shown, title=title, title_align="left")
+        return Panel(shown, title=title, title_align="left", width=width)
 
     def _verdict(self, runs: list[list[CompletionOutput]]) -> Group:
         """Identical or not, the two speeds, the speed-up, the acceptance length."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from forerun.cli import options as opt
-from forerun.cli.console import err, out, print_json, table
-from forerun.cli.engine import kernel_choice
+from forerun.cli.console import out, print_json, table
+from forerun.cli.engine import kernel_choice, open_llm
 
 if TYPE_CHECKING:
     from forerun.models.loader import LoadedModel
@@ -29,22 +29,19 @@ def inspect(
 
 
 def _inspect(name: str, dtype: str, kernels_name: str, threads: int | None) -> dict[str, Any]:
-    with err().status(f"loading {name}"):
-        from forerun.kernels.select import select_kernels
-        from forerun.models.loader import load_model
-
-        kernels = select_kernels(kernels_name, threads)
-        loaded = load_model(name, kernels, dtype=dtype)
+    llm = open_llm(name, "none", dtype=dtype, kernels=kernels_name, threads=threads, max_num_seqs=1)
+    loaded = llm.loaded
     return {
         "model": name,
         "folder": str(loaded.folder),
         **_describe(loaded),
+        "usable_context": llm.max_model_len,
         "tokenizer": {"vocab_size": loaded.tokenizer.vocab_size, "eos_token_ids": list(loaded.tokenizer.eos_token_ids)},
         "chat_template": loaded.tokenizer.chat_template is not None,
         "drafters": _drafters(name, loaded),
         "memory": _memory(loaded),
-        "backend": dict(zip(("name", "reason"), kernel_choice(kernels), strict=True)),
-        "kernels": kernels.describe(),
+        "backend": dict(zip(("name", "reason"), kernel_choice(llm.kernels), strict=True)),
+        "kernels": llm.kernels.describe(),
     }
 
 
@@ -107,7 +104,7 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("family", f"{report['family']} (run by {report['implementation']})"),
         ("parameters", f"{report['num_parameters'] / 1e6:.1f}M, stored as {report['dtype']}"),
         ("shape", f"{shape}, {sizes['num_kv_heads']} for keys and values"),
-        ("context", f"{report['context']} tokens"),
+        ("context", _context(report)),
         ("tokenizer", f"{report['tokenizer']['vocab_size']} tokens"),
         ("chat template", "yes" if report["chat_template"] else "no"),
         ("can draft", "; ".join(f"{name}: {how}" for name, how in report["drafters"].items())),
@@ -116,6 +113,12 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("backend", f"{report['backend']['name']}: {report['backend']['reason']}"),
         ("kernels", _kernels(report["kernels"])),
     ]
+
+
+def _context(report: dict[str, Any]) -> str:
+    """The model's own, and what the memory at hand holds where that is less."""
+    less = report["usable_context"] < report["context"]
+    return f"{report['context']} tokens" + (f", {report['usable_context']} with the memory at hand" if less else "")
 
 
 def _kv(memory: dict[str, int]) -> str:

@@ -39,7 +39,10 @@ def verify(
     draft_model: opt.DraftModel = None,
     max_draft_tokens: opt.MaxDraftTokens = 5,
     tree_width: opt.TreeWidth = 1,
-    adaptive: opt.Adaptive = True,
+    adaptive: Annotated[
+        bool,
+        typer.Option(help="Draft as in use; by default always, so that more is tested.", rich_help_panel=opt.DRAFTING),
+    ] = False,
     dtype: opt.Dtype = "auto",
     max_model_len: opt.MaxModelLen = None,
     kernels: opt.KernelsName = "auto",

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 from forerun.core import Request
@@ -85,11 +86,15 @@ class Acceptance:
 
 
 class VerifyCost:
-    """Seconds one forward over M rows takes, from measurements at a few M."""
+    """Seconds one forward over M rows takes, from measurements at a few M.
+
+    More rows never cost less: where a measurement says so, the one of fewer rows was disturbed.
+    """
 
     def __init__(self, seconds_by_rows: Mapping[int, float]) -> None:
         self._rows = sorted(seconds_by_rows)
-        self._seconds = [seconds_by_rows[rows] for rows in self._rows]
+        descending = (seconds_by_rows[rows] for rows in reversed(self._rows))
+        self._seconds = list(accumulate(descending, min))[::-1]
 
     def __call__(self, num_rows: int) -> float:
         """Linear between measured points and beyond the last."""
@@ -107,8 +112,6 @@ class AdaptivePolicy:
 
     max_nodes: int
     verify_cost: VerifyCost
-    step_overhead_s: float = 0.0  # what a step costs beside its forward
-    min_draft_s: float = 0.0
     _num_deciding: int = 1
     _draft_s: float | None = None
     _overall: Acceptance = field(default_factory=lambda: Acceptance(_PRIOR_DRAFTS, 0.7 * _PRIOR_DRAFTS))
@@ -135,7 +138,7 @@ class AdaptivePolicy:
         a = min(self._rate(request), 0.995)
         tokens = (1.0 - a ** (num_drafts + 1)) / (1.0 - a)
         rows = self._num_deciding * (num_drafts + 1)
-        return tokens / (self.verify_cost(rows) + self.step_overhead_s + num_drafts * self._draft_cost())
+        return tokens / (self.verify_cost(rows) + num_drafts * self._draft_cost())
 
     def _rate(self, request: Request) -> float:
         overall = self._overall.accepted / self._overall.tested
@@ -143,8 +146,7 @@ class AdaptivePolicy:
         return known.rate(overall) if known else overall
 
     def _draft_cost(self) -> float:
-        guess = _GUESSED_DRAFT_SHARE * self.verify_cost(1)
-        return max(self._draft_s if self._draft_s is not None else guess, self.min_draft_s)
+        return self._draft_s if self._draft_s is not None else _GUESSED_DRAFT_SHARE * self.verify_cost(1)
 
     def learn(self, request: Request, num_drafted: int, num_tested: int, num_accepted: int) -> None:
         """Update the request's and the engine's acceptance."""

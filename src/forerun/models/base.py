@@ -49,9 +49,7 @@ class Model(Protocol):
     weight_bytes: int
     num_parameters: int
 
-    def forward(
-        self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()
-    ) -> ForwardOutput:
+    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
         """Compute every row of `batch`, writing its KV into `kvs` (one LayerKV per entry of kv_specs).
 
         hidden_layers names the layers whose output (before the final norm; index 0 is the embedding, i the output

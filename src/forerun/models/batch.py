@@ -93,9 +93,7 @@ class _Columns:
 
     def _add_tree(self, sequence: SequenceRows) -> None:
         start = sequence.tree_start
-        columns = zip(
-            sequence.tree_tokens, sequence.tree_rows, sequence.tree_masks, sequence.tree_depths, strict=True
-        )
+        columns = zip(sequence.tree_tokens, sequence.tree_rows, sequence.tree_masks, sequence.tree_depths, strict=True)
         for token_id, node, mask, depth in columns:
             self._add_row(sequence, token_id, start + depth, start + node, start, mask)
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from forerun.config import Implementation
 from forerun.errors import CheckpointError, ConfigError, UnsupportedError
 from forerun.kernels.ops import Kernels
 from forerun.models.base import Model
@@ -25,7 +26,6 @@ from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer, check_vocabulary
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-Implementation = Literal["auto", "forerun", "transformers"]
 DTYPES: dict[str, torch.dtype | None] = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 INERT_TENSORS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
 

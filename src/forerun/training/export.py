@@ -17,8 +17,7 @@ from tokenizers import Tokenizer
 from forerun.errors import CheckpointError, VocabularyError
 from forerun.training.chat import END_OF_TEXT, TURN_END
 from forerun.training.net import Net, NetConfig
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+from forerun.training.tokenizer import TOKENIZER_FILES
 
 
 def llama_config(config: NetConfig, tokenizer: Tokenizer) -> dict[str, Any]:

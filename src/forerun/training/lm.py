@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from forerun.errors import TrainingError
 from forerun.training.checkpoint import LAST, read_checkpoint
 from forerun.training.console import Console
 from forerun.training.data import Tokens, load_tokens
@@ -46,12 +47,22 @@ def train_lm(recipe: Recipe, folder: Path, fresh: bool, console: Console) -> boo
 
 def make_trainer(recipe: Recipe, prepared: Prepared, folder: Path, console: Console) -> Trainer:
     """Builds network, loss and data of a run."""
-    torch.manual_seed(recipe.seed)
-    net = Net(recipe.model)
+    net = make_net(recipe)
     train = {name: load_tokens(prepared.folder, name, "train") for name in recipe.mix}
     heldout = make_heldout(recipe, prepared)
     loss, weights = make_loss(recipe, net, train, prepared, console)
     return Trainer(recipe, net, loss, train, weights, heldout, folder)
+
+
+def make_net(recipe: Recipe) -> Net:
+    """Makes the network, random or with the weights of `start_from`; raises TrainingError if its shape differs."""
+    torch.manual_seed(recipe.seed)
+    if not recipe.start_from:
+        return Net(recipe.model)
+    net = load_model(Path(recipe.start_from))
+    if net.config != recipe.model:
+        raise TrainingError(f"{recipe.start_from} has another shape than [model]: {net.config}; make them equal")
+    return net
 
 
 def make_heldout(recipe: Recipe, prepared: Prepared) -> Heldout:

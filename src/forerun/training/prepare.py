@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from forerun.errors import TrainingError
 from forerun.training import data
 from forerun.training.recipe import Recipe
-from forerun.training.tokenizer import save_tokenizer, train_tokenizer
+from forerun.training.tokenizer import TOKENIZER_FILES, save_tokenizer, train_tokenizer
 
 Report = Callable[[str], None]
 
@@ -56,10 +56,10 @@ def prepare_anew(recipe: Recipe, folder: Path, report: Report) -> dict[str, data
 
 
 def make_tokenizer(recipe: Recipe, folder: Path, splits: dict[str, data.Split], report: Report) -> Tokenizer:
-    """Trains the tokenizer, or copies the teacher's so that both models share one vocabulary."""
-    if recipe.distill is not None:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(Path(recipe.distill.teacher) / name, folder / name)
+    """Trains the tokenizer, or copies that of the model the run starts from or imitates."""
+    if recipe.tokenizer_from:
+        for name in TOKENIZER_FILES:
+            shutil.copy(Path(recipe.tokenizer_from) / name, folder / name)
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
     report(f"training a tokenizer of {recipe.model.vocab_size} tokens")
     total = sum(recipe.mix.values())

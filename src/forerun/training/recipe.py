@@ -120,11 +120,17 @@ class Recipe:
     model: NetConfig
     schedule: ScheduleConfig
     mix: dict[str, float]
+    start_from: str = ""  # an exported model whose weights and tokenizer the run begins with; "" begins at random
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
     distill: DistillConfig | None = None
+
+    @property
+    def tokenizer_from(self) -> str:
+        """The exported model whose tokenizer is taken; "" means that one is trained."""
+        return self.distill.teacher if self.distill else self.start_from
 
     def __post_init__(self) -> None:
         for name, weight in self.mix.items():

@@ -17,7 +17,7 @@ from forerun.errors import CheckpointError, PromptError, VocabularyError
 from forerun.weights.chat import read_template, render
 from forerun.weights.checkpoint import read_optional_json
 from forerun.weights.decoders import piece_rule
-from forerun.weights.detokenizer import IncrementalDetokenizer
+from forerun.weights.detokenizer import IncrementalDetokenizer, TokenTexts
 from forerun.weights.sentencepiece import build_tokenizer, read_sentencepiece
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -115,6 +115,14 @@ class Tokenizer:
         """Token name -> id, added tokens included."""
         return dict(self._backend.get_vocab())
 
+    def with_special_tokens(self) -> TokenTexts:
+        """The same tokens for an IncrementalDetokenizer, special ones shown by their names."""
+        return _Unskipped(self)
+
+    def special_text(self, token_id: int) -> str:
+        """A special token's name, "" for any other token."""
+        return (self.token_text(token_id) or "") if token_id in self._special_ids else ""
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
@@ -141,6 +149,21 @@ class Tokenizer:
     def _special_id(self, role: str) -> int | None:
         text = self._special_tokens[role]
         return None if text is None else self.token_id(text)
+
+
+class _Unskipped:
+    """A tokenizer whose special tokens have texts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.strips_leading_space = tokenizer.strips_leading_space
+        self.has_token_bytes = tokenizer.has_token_bytes
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.special_text(token_id).encode() or self._tokenizer.token_bytes(token_id)
+
+    def decode_window(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
