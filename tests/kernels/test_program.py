@@ -121,8 +121,7 @@ def test_outputs_are_fresh_and_buffers_are_shared(toy: Toy) -> None:
     kept = [tensor.clone() for tensor in first]
     program.run(_batch([50], 9))
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(first, kept, strict=True))
-    (buffers,) = [part for part in program._keep if isinstance(part, list) and part]
-    assert len(buffers) < 10
+    assert program.num_buffers < 10
 
 
 def test_the_ops_are_the_eager_ones_again_afterwards(toy: Toy) -> None:
@@ -152,6 +151,19 @@ def test_what_cannot_be_replayed_is_refused(toy: Toy, misuse: Callable[[Tensor, 
             misuse(activation, toy.kernels)
         with pytest.raises(KernelError):
             recorder.finish([activation, torch.zeros(8, 4)])
+
+
+def test_nothing_may_be_computed_from_a_placeholder_and_weights_are_kept(toy: Toy) -> None:
+    with recording(toy.kernels, 8) as recorder:
+        assert recorder is not None
+        with pytest.raises(KernelError):
+            recorder.inputs.positions + 1
+        activation = toy.kernels.embedding(recorder.inputs.token_ids, toy.table)
+        out = toy.kernels.rms_norm(activation, toy.norm * 2, 1e-6)  # a weight nobody else holds
+        program = recorder.finish([out])
+    batch = _batch([5], 3)
+    expected = toy.kernels.rms_norm(toy.kernels.embedding(batch.token_ids, toy.table), toy.norm * 2, 1e-6)
+    assert torch.equal(program.run(batch)[0], expected)
 
 
 def test_bad_batches_are_refused(toy: Toy) -> None:

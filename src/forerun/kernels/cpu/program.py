@@ -17,10 +17,24 @@ from torch import Tensor
 
 from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
-from forerun.kernels.cpu.backend import CpuKernels
+from forerun.kernels.cpu.backend import CpuKernels, CpuLinear
 from forerun.kernels.ops import AttentionRows
 
 _PLAIN_ACCESS = frozenset({"__get__", "data_ptr", "is_contiguous", "size", "dim", "stride", "numel"})
+
+
+_INT32, _INT64 = torch.int32, torch.int64
+FORWARD_OPS = (
+    "linear",
+    "embedding",
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "gated_act",
+    "rope_and_cache",
+    "attention",
+)
+_INPUT_DTYPES = (_INT64, _INT32, _INT32, _INT64, _INT32, _INT32, _INT64, _INT32, _INT32)
 
 
 class Inputs:
@@ -57,18 +71,29 @@ class Program:
     """A recorded forward, to be run on batches of up to `max_rows` rows."""
 
     def __init__(
-        self, native: _native.Program, max_rows: int, outputs: Sequence[tuple[bool, int]], keep: Sequence[Any]
+        self,
+        native: _native.Program,
+        max_rows: int,
+        outputs: Sequence[tuple[bool, int]],
+        buffers: Sequence[Tensor],
+        keep: Sequence[Any],
     ) -> None:
         """`outputs`: for each whether it has a row per logit row (else per batch row), and its width."""
         self.max_rows = max_rows
         self._native = native
         self._outputs = tuple(outputs)
-        self._keep = tuple(keep)  # weights and buffers whose addresses were recorded
+        self._buffers = tuple(buffers)
+        self._keep = tuple(keep)  # weights whose addresses were recorded
 
     @property
     def num_steps(self) -> int:
         """Ops a run executes."""
         return self._native.num_steps
+
+    @property
+    def num_buffers(self) -> int:
+        """Pieces of memory its activations share."""
+        return len(self._buffers)
 
     def run(self, inputs: Inputs) -> list[Tensor]:
         """Execute the ops -> the recorded outputs, in fresh tensors."""
@@ -104,6 +129,8 @@ class Recorder(CpuKernels):
         self._born: dict[int, int] = {}  # address of a live activation -> step that may first write it
         self._keep: list[Any] = []
         self.inputs = self._placeholders()
+        for op in FORWARD_OPS:
+            setattr(self, op, self._keeping(getattr(self, op)))
 
     def finish(self, outputs: Sequence[Tensor]) -> Program:
         """Close the recording; a run of the program returns these outputs."""
@@ -122,7 +149,7 @@ class Recorder(CpuKernels):
             native.finish(self._max_rows, self._max_logit_rows)
         except ValueError as error:
             raise KernelError(str(error)) from error
-        return Program(native, self._max_rows, shapes, [self.inputs, self._buffers, self._keep])
+        return Program(native, self._max_rows, shapes, self._buffers, self._keep)
 
     def select_rows(self, x: Tensor, row_ids: Tensor | None) -> Tensor:
         """Rows `row_ids` of x, or a copy of all of them."""
@@ -131,10 +158,6 @@ class Recorder(CpuKernels):
         ids = 0 if row_ids is None else row_ids.data_ptr()
         self._native_program.select_rows(x.data_ptr(), ids, out.data_ptr(), num_rows, x.shape[1])
         return out
-
-    def keep(self, owner: object) -> None:
-        """Let the program own what its addresses point into."""
-        self._keep.append(owner)
 
     def pack_linear(self, weight: Tensor) -> NoReturn:
         """Weights are packed before a recording."""
@@ -155,22 +178,37 @@ class Recorder(CpuKernels):
     def _uncommon_attention(self, *_: object) -> NoReturn:
         raise KernelError("attention with such wide heads or groups cannot be recorded")
 
+    def _keeping(self, op: Callable[..., Any]) -> Callable[..., Any]:
+        """The op, after taking hold of every weight whose address it writes down (the cache is the caller's)."""
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            for given in (*args, *kwargs.values()):
+                if isinstance(given, (Tensor, CpuLinear)) and not isinstance(given, _Activation):
+                    self._keep.append(given)
+            return op(*args, **kwargs)
+
+        return record
+
     def _placeholders(self) -> Inputs:
         num_rows = self._max_rows
+
+        def unknown(dtype: torch.dtype, *shape: int) -> Tensor:
+            return _Activation.over(torch.zeros(shape, dtype=dtype), self)
+
         rows = AttentionRows(
-            seq_ids=torch.zeros(num_rows, dtype=torch.int32),
-            prefix_lens=torch.zeros(num_rows, dtype=torch.int32),
-            tree_masks=torch.zeros(num_rows, dtype=torch.int64),
-            tree_starts=torch.zeros(1, dtype=torch.int32),
-            block_tables=torch.zeros(1, 1, dtype=torch.int32),
+            seq_ids=unknown(_INT32, num_rows),
+            prefix_lens=unknown(_INT32, num_rows),
+            tree_masks=unknown(_INT64, num_rows),
+            tree_starts=unknown(_INT32, 1),
+            block_tables=unknown(_INT32, 1, 1),
             max_visible=1,
         )
         return Inputs(
-            token_ids=torch.zeros(num_rows, dtype=torch.int64),
-            positions=torch.zeros(num_rows, dtype=torch.int32),
-            slots=torch.zeros(num_rows, dtype=torch.int32),
+            token_ids=unknown(_INT64, num_rows),
+            positions=unknown(_INT32, num_rows),
+            slots=unknown(_INT32, num_rows),
             rows=rows,
-            logit_rows=torch.zeros(self._max_logit_rows, dtype=torch.int64),
+            logit_rows=unknown(_INT64, self._max_logit_rows),
         )
 
     def _buffer(self, num_rows: int, width: int) -> Tensor:
@@ -194,7 +232,11 @@ class Recorder(CpuKernels):
 
 
 class _Activation(Tensor):
-    """A tensor whose values exist only when the program runs. Kernel ops take it; torch may not touch it."""
+    """A tensor whose values exist only when the program runs. Kernel ops take it; torch may not touch it.
+
+    The batch's own tensors are such activations too while recording: whatever torch computed from them once would be
+    wrong for the next batch.
+    """
 
     recorder: Recorder
 
@@ -233,7 +275,3 @@ def _checked(inputs: Inputs) -> tuple[Tensor, ...]:
         if tensor.dtype is not placeholder_dtype or not tensor.is_contiguous():
             raise KernelError(f"a recorded forward was given {tensor.dtype}, it needs contiguous {placeholder_dtype}")
     return tensors
-
-
-_INT32, _INT64 = torch.int32, torch.int64
-_INPUT_DTYPES = (_INT64, _INT32, _INT32, _INT64, _INT32, _INT32, _INT64, _INT32, _INT32)
