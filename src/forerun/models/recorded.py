@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from forerun.errors import KernelError
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.kernels.select import recording
 from forerun.models.base import CommittedPath, ForwardOutput, Model
@@ -70,16 +71,21 @@ def record(model: Model, kernels: Kernels, kvs: Sequence[LayerKV], hidden_layers
     with recording(kernels, MAX_RECORDED_ROWS) as recorder, torch.no_grad():
         if recorder is None:
             return model
-        inputs = recorder.inputs
-        batch = ForwardBatch(
-            token_ids=inputs.token_ids,
-            positions=inputs.positions,
-            slots=inputs.slots,
-            rows=inputs.rows,
-            logit_rows=inputs.logit_rows,
-            sequences=(),
-            all_logits=False,
-        )
-        out = model.forward(batch, kvs, hidden_layers)
-        program = recorder.finish([out.logits, *(out.hidden[layer] for layer in hidden_layers)])
-    return RecordedModel(model, program, type(inputs), kvs, hidden_layers)
+        try:
+            out = model.forward(_placeholder_batch(recorder.inputs), kvs, hidden_layers)
+            program = recorder.finish([out.logits, *(out.hidden[layer] for layer in hidden_layers)])
+        except KernelError:  # an op the recorder cannot write down: the model's own forward stays
+            return model
+    return RecordedModel(model, program, type(recorder.inputs), kvs, hidden_layers)
+
+
+def _placeholder_batch(inputs: Inputs) -> ForwardBatch:
+    return ForwardBatch(
+        token_ids=inputs.token_ids,
+        positions=inputs.positions,
+        slots=inputs.slots,
+        rows=inputs.rows,
+        logit_rows=inputs.logit_rows,
+        sequences=(),
+        all_logits=False,
+    )

@@ -15,17 +15,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.core import Request
 from forerun.kernels.ops import Kernels, NoiseKeys
 from forerun.speculation.noise import Purpose, step_position, stream_id
-from forerun.speculation.sampling import ShapedRow, probabilities, shape_row
+from forerun.speculation.sampling import ShapedRow, is_plain, probabilities, shape_row
 from forerun.speculation.tree import ROOT, DraftTree
 
-# Widths below one come from the rejection rule's need to decide how much to draw before seeing what was drawn: a
-# child's chance by its rank alone. Rough figures; they steer cost, never correctness.
+# A child's chance by its rank alone, for the rejection rule, which must not prune a node by its own value. Rough
+# figures: they steer cost, never correctness.
 _RANK_SURVIVAL = (0.6, 0.2, 0.1, 0.05)
 
 
@@ -69,28 +70,28 @@ class TreeGrower:
 
     def grow(self, leaves: Sequence[Leaf], logits: Tensor, width: int, source: str) -> list[list[int]]:
         """Draw up to `width` children for every leaf from logits [num_leaves, vocab_size] -> new nodes by leaf."""
-        rows = [
-            shape_row(logits[i], leaf.draft.request, leaf.draft.tree.path_tokens(leaf.node))
+        shaped, temperatures = _shape(leaves, logits)
+        heat, keys = as_temperatures(temperatures), self._keys(leaves)
+        if width == 1:
+            tokens = [[token] for token in self._kernels.gumbel_argmax(shaped, heat, keys).tolist()]
+            scores: list[list[float] | None] = [None] * len(leaves)
+        else:
+            ids, values = self._kernels.gumbel_topk(shaped, heat, keys, width)
+            tokens, scores = ids.tolist(), values.tolist()
+        return [
+            self._append(
+                leaf,
+                ShapedRow(shaped[i], temperatures[i]) if self._records(temperatures[i]) else None,
+                tokens[i],
+                scores[i],
+                source,
+            )
             for i, leaf in enumerate(leaves)
         ]
-        stacked = (
-            logits
-            if all(r.logits.data_ptr() == logits[i].data_ptr() for i, r in enumerate(rows))
-            else (
-                torch.stack([row.logits for row in rows])  # [num_leaves, vocab_size]
-            )
-        )
-        if width == 1:
-            ids = self._kernels.gumbel_argmax(stacked, _temperatures(rows), self._keys(leaves))
-            return [
-                self._append(leaf, row, [token], None, source)
-                for leaf, row, token in zip(leaves, rows, ids.tolist(), strict=True)
-            ]
-        ids, scores = self._kernels.gumbel_topk(stacked, _temperatures(rows), self._keys(leaves), width)
-        return [
-            self._append(leaf, row, tokens, values, source)
-            for leaf, row, tokens, values in zip(leaves, rows, ids.tolist(), scores.tolist(), strict=True)
-        ]
+
+    def _records(self, temperature: float) -> bool:
+        """q must be kept beside the children."""
+        return not self._coupled and temperature > 0.0
 
     def _keys(self, leaves: Sequence[Leaf]) -> NoiseKeys:
         pairs = [self._key(leaf) for leaf in leaves]
@@ -105,15 +106,15 @@ class TreeGrower:
         return step_position(request.root_position, leaf.node), stream_id(request.sample_index, Purpose.DRAFT)
 
     def _append(
-        self, leaf: Leaf, row: ShapedRow, tokens: list[int], scores: list[float] | None, source: str
+        self, leaf: Leaf, q: ShapedRow | None, tokens: list[int], scores: list[float] | None, source: str
     ) -> list[int]:
+        """Hang drawn tokens below a leaf; `q` is what they were drawn from, None without randomness to account for."""
         draft, node = leaf
         kept = [token for token in tokens if token >= 0][: draft.num_free]
         if not kept:
             return []
-        random = not self._coupled and row.temperature > 0.0
-        new = draft.tree.draw_children(node, kept, probabilities(row) if random else None, source)
-        draft.survival += self._child_survival(draft.survival[node], len(new), scores, random)
+        new = draft.tree.draw_children(node, kept, probabilities(q) if q is not None else None, source)
+        draft.survival += self._child_survival(draft.survival[node], len(new), scores, q is not None)
         return new
 
     def _child_survival(self, parent: float, num: int, scores: list[float] | None, by_rank: bool) -> list[float]:
@@ -124,11 +125,24 @@ class TreeGrower:
         return [parent + math.log(max(weight / sum(weights), 1e-9)) for weight in weights]
 
 
+def _shape(leaves: Sequence[Leaf], logits: Tensor) -> tuple[Tensor, list[float]]:
+    """Logits under each leaf's own parameters and prefix, and the temperature that is left to apply."""
+    if all(is_plain(leaf.draft.request.params) for leaf in leaves):
+        return logits, [leaf.draft.request.params.temperature for leaf in leaves]
+    rows = [
+        shape_row(logits[i], leaf.draft.request, leaf.draft.tree.path_tokens(leaf.node))
+        for i, leaf in enumerate(leaves)
+    ]
+    return torch.stack([row.logits for row in rows]), [row.temperature for row in rows]  # [num_leaves, vocab_size]
+
+
 def noise_keys(seeds: Sequence[int], positions: Sequence[int], streams: Sequence[int]) -> NoiseKeys:
     """Keys as tensors; 64-bit seeds keep their bits."""
     signed = [seed - (1 << 64) if seed >> 63 else seed for seed in seeds]
-    return NoiseKeys(*torch.tensor([signed, positions, streams], dtype=torch.int64).unbind(0))  # each [R]
+    flat = torch.from_numpy(np.array([*signed, *positions, *streams], dtype=np.int64))
+    return NoiseKeys(*flat.split_with_sizes([len(seeds)] * 3))  # each [R]
 
 
-def _temperatures(rows: Sequence[ShapedRow]) -> Tensor:
-    return torch.tensor([row.temperature for row in rows], dtype=torch.float64)  # [R]
+def as_temperatures(values: Sequence[float]) -> Tensor:
+    """Temperatures as the kernels take them -> [R] float64."""
+    return torch.from_numpy(np.array(values, dtype=np.float64))

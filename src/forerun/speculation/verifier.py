@@ -17,7 +17,7 @@ from forerun.core import Request
 from forerun.errors import LogitsError
 from forerun.kernels.ops import Kernels
 from forerun.speculation import verify
-from forerun.speculation.growth import noise_keys
+from forerun.speculation.growth import as_temperatures, noise_keys
 from forerun.speculation.noise import Purpose, step_position, stream_id, uniform
 from forerun.speculation.sampling import ShapedRow, is_drawable, probabilities, shape_row
 from forerun.speculation.tree import DraftTree
@@ -57,13 +57,13 @@ class CoupledVerifier:
         """The target's token after each walk's current node; -1 where there is none."""
         rows = [walk.shape(logits) for walk in walks]
         stacked = rows[0].logits[None] if len(rows) == 1 else torch.stack([row.logits for row in rows])  # [n, V]
-        temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float64)  # [n]
         requests = [walk.candidate.request for walk in walks]
         keys = noise_keys(
             [request.seed for request in requests],
             [walk.position for walk in walks],
             [stream_id(request.sample_index, Purpose.TARGET) for request in requests],
         )
+        temperatures = as_temperatures([row.temperature for row in rows])
         chosen: list[int] = self._kernels.gumbel_argmax(stacked, temperatures, keys).tolist()
         return chosen
 
