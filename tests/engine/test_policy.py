@@ -71,6 +71,15 @@ def test_one_slow_step_does_not_move_the_cost_far() -> None:
     assert policy._draft_cost() < 0.02
 
 
+def test_reading_a_prompt_first_does_not_switch_drafting_off() -> None:
+    """The first draft of a request costs a whole prefill of the draft model."""
+    policy = AdaptivePolicy(6, FLAT)
+    policy.learn_draft_cost(30.0, 3)
+    for _ in range(3):
+        policy.learn_draft_cost(0.09, 3)
+    assert policy.node_budget(request()) > 2
+
+
 def test_verify_cost_interpolates() -> None:
     cost = VerifyCost({1: 1.0, 3: 2.0, 5: 6.0})
     assert [cost(n) for n in (1, 2, 3, 4, 5, 7)] == [1.0, 1.5, 2.0, 4.0, 6.0, 10.0]

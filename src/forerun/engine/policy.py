@@ -23,6 +23,7 @@ _MEMORY = 0.97  # what a past draft counts for after another one
 _PROBE_EVERY = 24  # plain steps after which a request that stopped drafting tries once more
 _PROBE_DRAFTS = 2
 _GUESSED_DRAFT_SHARE = 0.15  # a draft token's cost over a plain step's, until it was measured
+_MAX_JUMP, _RISE, _FALL = 4.0, 0.1, 0.5  # how far and how fast a draft's cost follows one step's
 
 
 class Policy(Protocol):
@@ -155,12 +156,15 @@ class AdaptivePolicy:
             self._requests.setdefault(request.request_id, Acceptance()).add(num_tested, num_accepted)
 
     def learn_draft_cost(self, seconds: float, num_drafted: int) -> None:
-        """A running mean that one slow step cannot move far."""
+        """A running mean that falls quickly and rises slowly.
+
+        A drafter that first has to read a prompt, or a busy machine, makes single steps look dear; taking that at its
+        word would switch drafting off, and then nothing would correct it.
+        """
         if num_drafted:
-            cost = seconds / num_drafted
-            self._draft_s = (
-                cost if self._draft_s is None else self._draft_s + 0.1 * (min(cost, 4 * self._draft_s) - self._draft_s)
-            )
+            known = self._draft_cost()
+            cost = min(seconds / num_drafted, _MAX_JUMP * known)
+            self._draft_s = known + (_FALL if cost < known else _RISE) * (cost - known)
 
     def end(self, request_id: str) -> None:
         """Drop what was learned about a request."""
