@@ -158,9 +158,13 @@ class Engine:
         if growing:
             start = perf_counter()
             self.drafter.propose(growing)
-            num_drafted = max(len(draft.tree) for draft in growing) - 1
-            self.policy.learn_draft_cost(perf_counter() - start, num_drafted)
+            self._learn_draft_cost(growing, perf_counter() - start)
         return [self._work(item, drafts.get(item.request.request_id)) for item in plan.scheduled]
+
+    def _learn_draft_cost(self, drafts: Sequence[Draft], seconds: float) -> None:
+        """Tell the policy, but for a request's first draft: its drafter had the prompt to read."""
+        if all(self.records[draft.request.request_id].num_steps > 0 for draft in drafts):
+            self.policy.learn_draft_cost(seconds, max(len(draft.tree) for draft in drafts) - 1)
 
     def _work(self, item: ScheduledRequest, draft: Draft | None) -> _Work:
         record = self.records[item.request.request_id]
