@@ -11,9 +11,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Between two ops of a forward Python needs a few microseconds: long enough to bridge that, short enough that an idle
-// engine leaves the cores to others.
-constexpr auto kSpinTime = std::chrono::microseconds(50);
+// Between two forwards of a draft Python needs some 100 microseconds, and waking a sleeper costs as much again: long
+// enough to bridge that, short enough that an idle engine leaves the cores to others.
+constexpr auto kSpinTime = std::chrono::microseconds(250);
 constexpr int kPausesBetweenLooks = 16;
 constexpr int kLooksBeforeYield = 64;
 constexpr uint64_t kRemaining = 0xFFFFFFFFu;

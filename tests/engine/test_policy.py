@@ -29,7 +29,7 @@ def test_cheap_verification_and_good_drafts_are_used_fully() -> None:
 def test_bad_drafts_are_not_used_but_tried_again() -> None:
     policy = taught(AdaptivePolicy(6, FLAT), 0, 5)
     budgets = [policy.node_budget(request()) for _ in range(100)]
-    assert budgets.count(1) >= 94
+    assert budgets.count(1) >= 90
     assert any(budget > 1 for budget in budgets)
 
 

@@ -102,6 +102,7 @@ class DraftModelDrafter:
             while draft.request.root_position - progress.num_computed >= self._max_rows:
                 end = progress.num_computed + self._max_rows
                 self._run([_rows(draft, progress.num_computed, end, ())])
+                draft.num_caught_up += end - progress.num_computed
                 progress.num_computed = end
 
     def _forward(self, frontier: Sequence[Leaf]) -> Tensor:
@@ -115,6 +116,7 @@ class DraftModelDrafter:
         """Known tokens not computed yet, then these nodes; both count as computed from here on."""
         progress, root = self._progress[draft.request.request_id], draft.request.root_position
         rows = _rows(draft, progress.num_computed, root, nodes)
+        draft.num_caught_up += root - progress.num_computed
         progress.num_computed = root
         progress.nodes.update(nodes)
         return rows

@@ -28,6 +28,8 @@ from forerun.speculation.tree import DraftTree
 from forerun.speculation.verifier import Candidate
 from forerun.speculation.verify import Choice
 
+_USUAL_LAG = 1  # tokens a drafter lags behind after a step that accepted everything
+
 
 class Verifier(Protocol):
     """Turns logits into choices under one acceptance rule."""
@@ -162,8 +164,8 @@ class Engine:
         return [self._work(item, drafts.get(item.request.request_id)) for item in plan.scheduled]
 
     def _learn_draft_cost(self, drafts: Sequence[Draft], seconds: float) -> None:
-        """Tell the policy, but for a request's first draft: its drafter had the prompt to read."""
-        if all(self.records[draft.request.request_id].num_steps > 0 for draft in drafts):
+        """Tell the policy, but for steps in which a drafter first had to read what it had missed."""
+        if sum(draft.num_caught_up for draft in drafts) <= _USUAL_LAG * len(drafts):
             self.policy.learn_draft_cost(seconds, max(len(draft.tree) for draft in drafts) - 1)
 
     def _work(self, item: ScheduledRequest, draft: Draft | None) -> _Work:

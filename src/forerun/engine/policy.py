@@ -21,6 +21,7 @@ from forerun.core import Request
 _PRIOR_DRAFTS = 8.0  # how many drafts the engine's average counts for in a new request
 _MEMORY = 0.97  # what a past draft counts for after another one
 _PROBE_EVERY = 24  # plain steps after which a request that stopped drafting tries once more
+_PROBE_STEPS = 2  # in the first of them a drafter may have to catch up; the second shows what drafting costs
 _PROBE_DRAFTS = 2
 _GUESSED_DRAFT_SHARE = 0.15  # a draft token's cost over a plain step's, until it was measured
 _MAX_JUMP, _RISE, _FALL = 4.0, 0.1, 0.5  # how far and how fast a draft's cost follows one step's
@@ -130,9 +131,9 @@ class AdaptivePolicy:
         best = max(range(self.max_nodes), key=lambda k: self._speed(request, k))
         if best > 0:
             return best + 1
-        waited = self._plain_steps.get(request.request_id, 0) + 1
-        self._plain_steps[request.request_id] = waited % _PROBE_EVERY
-        return min(_PROBE_DRAFTS + 1, self.max_nodes) if waited % _PROBE_EVERY == 0 else 1
+        waited = (self._plain_steps.get(request.request_id, 0) + 1) % _PROBE_EVERY
+        self._plain_steps[request.request_id] = waited
+        return min(_PROBE_DRAFTS + 1, self.max_nodes) if waited >= _PROBE_EVERY - _PROBE_STEPS else 1
 
     def _speed(self, request: Request, num_drafts: int) -> float:
         """Expected tokens per second of this request's share with `num_drafts` drafts."""

@@ -36,6 +36,7 @@ class Draft:
 
     request: Request
     max_nodes: int
+    num_caught_up: int = 0  # known tokens the drafter had to compute before it could draft
     tree: DraftTree = field(init=False)
     survival: list[float] = field(init=False)  # log chance of each node, the drafter's own estimate
 
