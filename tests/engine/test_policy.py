@@ -80,6 +80,16 @@ def test_reading_a_prompt_first_does_not_switch_drafting_off() -> None:
     assert policy.node_budget(request()) > 2
 
 
+def test_overhead_makes_drafting_worth_more() -> None:
+    """A step's fixed cost is paid once for all the tokens it emits."""
+    cost = VerifyCost({1: 1.0, 2: 1.3, 64: 20.0})
+    lean, heavy = taught(AdaptivePolicy(6, cost), 3, 5), taught(AdaptivePolicy(6, cost), 3, 5)
+    for _ in range(60):
+        heavy.learn_step_cost(1, 1.0, 0.9)
+        heavy.learn_step_cost(500, 999.0, 9.0)  # a prefill chunk says nothing about decoding
+    assert heavy.node_budget(request()) > lean.node_budget(request())
+
+
 def test_verify_cost_interpolates() -> None:
     cost = VerifyCost({1: 1.0, 3: 2.0, 5: 6.0})
     assert [cost(n) for n in (1, 2, 3, 4, 5, 7)] == [1.0, 1.5, 2.0, 4.0, 6.0, 10.0]

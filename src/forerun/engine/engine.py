@@ -123,19 +123,19 @@ class Engine:
         clock = self.timings
         clock.start()
         plan = self._schedule()
-        clock.lap("schedule_s")
+        overhead_s = clock.lap("schedule_s")
         work = self._draft(plan)
         clock.lap("draft_s")
         batch = self._build(work)
-        clock.lap("build_s")
+        overhead_s += clock.lap("build_s")
         out = self.model.forward(batch, self._kvs, self.drafter.hidden_layers)
-        clock.lap("forward_s")
+        forward_s = clock.lap("forward_s")
         choices = self._verify(work, out)
-        clock.lap("verify_s")
+        overhead_s += clock.lap("verify_s")
         observed = self._commit(work, choices, out)
         self.drafter.observe(observed, out.hidden)
         changed = self._finish(work)
-        clock.lap("commit_s")
+        self.policy.learn_step_cost(batch.num_rows, forward_s, overhead_s + clock.lap("commit_s"))
         return changed
 
     @property

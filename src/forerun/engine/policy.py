@@ -42,6 +42,9 @@ class Policy(Protocol):
     def learn_draft_cost(self, seconds: float, num_drafted: int) -> None:
         """Drafting this many tokens took this long."""
 
+    def learn_step_cost(self, num_rows: int, forward_s: float, overhead_s: float) -> None:
+        """A pass over this many rows took this long, and the step around it, drafting apart, this much more."""
+
     def end(self, request_id: str) -> None:
         """Forget a request."""
 
@@ -63,6 +66,9 @@ class FixedPolicy:
         """Nothing to learn."""
 
     def learn_draft_cost(self, seconds: float, num_drafted: int) -> None:
+        """Nothing to learn."""
+
+    def learn_step_cost(self, num_rows: int, forward_s: float, overhead_s: float) -> None:
         """Nothing to learn."""
 
     def end(self, request_id: str) -> None:
@@ -98,6 +104,11 @@ class VerifyCost:
         descending = (seconds_by_rows[rows] for rows in reversed(self._rows))
         self._seconds = list(accumulate(descending, min))[::-1]
 
+    @property
+    def max_rows(self) -> int:
+        """The most rows that were measured."""
+        return self._rows[-1]
+
     def __call__(self, num_rows: int) -> float:
         """Linear between measured points and beyond the last."""
         if len(self._rows) == 1:
@@ -116,6 +127,8 @@ class AdaptivePolicy:
     verify_cost: VerifyCost
     _num_deciding: int = 1
     _draft_s: float | None = None
+    _overhead_s: float = 0.0
+    _slowness: float = 1.0  # passes in a running engine over those measured alone: caches are colder, contexts longer
     _overall: Acceptance = field(default_factory=lambda: Acceptance(_PRIOR_DRAFTS, 0.7 * _PRIOR_DRAFTS))
     _requests: dict[str, Acceptance] = field(default_factory=dict)
     _plain_steps: dict[str, int] = field(default_factory=dict)
@@ -140,7 +153,7 @@ class AdaptivePolicy:
         a = min(self._rate(request), 0.995)
         tokens = (1.0 - a ** (num_drafts + 1)) / (1.0 - a)
         rows = self._num_deciding * (num_drafts + 1)
-        return tokens / (self.verify_cost(rows) + num_drafts * self._draft_cost())
+        return tokens / (self._slowness * self.verify_cost(rows) + self._overhead_s + num_drafts * self._draft_cost())
 
     def _rate(self, request: Request) -> float:
         overall = self._overall.accepted / self._overall.tested
@@ -166,6 +179,13 @@ class AdaptivePolicy:
             known = self._draft_cost()
             cost = min(seconds / num_drafted, _MAX_JUMP * known)
             self._draft_s = known + (_FALL if cost < known else _RISE) * (cost - known)
+
+    def learn_step_cost(self, num_rows: int, forward_s: float, overhead_s: float) -> None:
+        """Running means of a step's overhead and of how much slower passes are than when measured alone."""
+        if num_rows <= self.verify_cost.max_rows:
+            ratio = min(forward_s / self.verify_cost(num_rows), _MAX_JUMP * self._slowness)
+            self._slowness += _RISE * (ratio - self._slowness)
+            self._overhead_s += _RISE * (min(overhead_s, self.verify_cost(num_rows)) - self._overhead_s)
 
     def end(self, request_id: str) -> None:
         """Drop what was learned about a request."""
