@@ -50,7 +50,7 @@ def demo(
 ) -> None:
     """Write one text twice, without and with speculation; show that it is the same, and how much faster."""
     name = opt.chosen_model(None, model)
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
     chosen = drafter or opt.default_drafter(name, draft_model)
     plain = open_llm(name, PLAIN, kernels=kernels, threads=threads, max_num_seqs=1)
     drafted = other_engine(plain, chosen, draft_model)
