@@ -1,13 +1,11 @@
-"""Every option of the engine, frozen; the only module that reads the environment.
+"""Every option of the engine, frozen; the only module that may read the environment.
 
 Knows: names, defaults, ranges. Does not know: what any option does.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Literal
 
 from forerun.errors import ConfigError
@@ -87,13 +85,6 @@ class EngineConfig:
 def option_names() -> dict[str, tuple[str, ...]]:
     """Every option by the class that holds it; a test freezes this list."""
     return {cls.__name__: tuple(f.name for f in fields(cls)) for cls in (DrafterConfig, EngineConfig)}
-
-
-def cache_dir() -> Path:
-    """Where forerun keeps what it can make again (FORERUN_CACHE, else XDG_CACHE_HOME, else ~/.cache)."""
-    if "FORERUN_CACHE" in os.environ:
-        return Path(os.environ["FORERUN_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "forerun"
 
 
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

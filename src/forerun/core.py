@@ -288,13 +288,3 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepEmission:
-    """What one step added to one request."""
-
-    request: Request
-    token_ids: tuple[int, ...]
-    sources: tuple[str, ...]
-    logprobs: tuple[PositionLogprobs, ...] = ()

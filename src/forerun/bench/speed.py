@@ -171,10 +171,6 @@ def _decode_rate(run: Run) -> float:
     return _rate(run.decode_tokens, run.decode_s)
 
 
-def _decode_speedup(runs: dict[str, Run], name: str) -> float:
-    return _over(_decode_rate(runs[name]), _decode_rate(runs[PLAIN]))
-
-
 def _rate(amount: float, per: float) -> float:
     return amount / per if per else 0.0
 
