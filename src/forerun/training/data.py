@@ -53,7 +53,7 @@ class Split:
 
 def read_records(data_dir: Path, name: str) -> Iterator[dict[str, Any]]:
     """Reads the records of source `name`; raises DataError if its file is missing or damaged."""
-    path = data_dir / f"{name}.jsonl.xz"
+    path = data_dir / f"{SOURCES[name].file or name}.jsonl.xz"
     if not path.is_file():
         raise DataError(f"training source {name} not found: no file {path}; pass the right folder with --data")
     try:

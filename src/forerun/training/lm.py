@@ -77,13 +77,13 @@ def make_loss(
 ) -> tuple[Loss, dict[str, float]]:
     """Chooses the loss and the mix; when distilling, adds the teacher's own text to `train`."""
     if recipe.distill is None:
-        return next_token_loss(net, recipe.run.compile), recipe.mix
+        return next_token_loss(net, recipe.run), recipe.mix
     teacher = load_model(Path(recipe.distill.teacher))
     check_same_vocabulary(teacher, recipe.model.vocab_size)
     train[OWN_TEXT] = sample_own_text(recipe, teacher, train, prepared.folder, console.say)
     share = recipe.distill.sample_share
     weights = {**recipe.mix, OWN_TEXT: sum(recipe.mix.values()) * share / (1 - share)}
-    return distillation_loss(net, teacher, recipe.run.compile), weights
+    return distillation_loss(net, teacher, recipe.run), weights
 
 
 def write_results(trainer: Trainer, prepared: Prepared, folder: Path) -> None:

@@ -13,27 +13,35 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forerun.training.net import Net
+from forerun.training.recipe import RunConfig
 
 Loss = Callable[[Tensor], Tensor]
 
 
-def next_token_loss(net: Net, compiled: bool) -> Loss:
+def lower_precision(dtype: torch.dtype) -> torch.autocast:
+    """Runs matrix products in `dtype`, everything that sums in float32."""
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16)
+
+
+def next_token_loss(net: Net, run: RunConfig) -> Loss:
     """Makes the cross-entropy of the next token under `net`."""
 
     def loss(windows: Tensor) -> Tensor:
-        logits = net(windows[:, :-1])  # [batch, seq, vocab]
-        return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        with lower_precision(run.dtype):
+            logits = net(windows[:, :-1])  # [batch, seq, vocab]
+            return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
-    return torch.compile(loss, dynamic=False) if compiled else loss
+    return torch.compile(loss, dynamic=False) if run.compile else loss
 
 
-def distillation_loss(net: Net, teacher: Net, compiled: bool) -> Loss:
+def distillation_loss(net: Net, teacher: Net, run: RunConfig) -> Loss:
     """Makes the divergence KL(teacher || net), averaged over the tokens of the windows."""
 
     def loss(windows: Tensor) -> Tensor:
-        with torch.no_grad():
-            wanted = teacher(windows[:, :-1]).flatten(0, 1).log_softmax(-1)  # [tokens, vocab]
-        given = net(windows[:, :-1]).flatten(0, 1).log_softmax(-1)
-        return F.kl_div(given, wanted, reduction="batchmean", log_target=True)
+        with lower_precision(run.dtype):
+            with torch.no_grad():
+                wanted = teacher(windows[:, :-1]).flatten(0, 1).float().log_softmax(-1)  # [tokens, vocab]
+            given = net(windows[:, :-1]).flatten(0, 1).float().log_softmax(-1)
+            return F.kl_div(given, wanted, reduction="batchmean", log_target=True)
 
-    return torch.compile(loss, dynamic=False) if compiled else loss
+    return torch.compile(loss, dynamic=False) if run.compile else loss

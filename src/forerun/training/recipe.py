@@ -12,6 +12,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+import torch
+
 from forerun.errors import ConfigError
 from forerun.training.net import NetConfig
 from forerun.training.sources import SOURCES
@@ -84,6 +86,9 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
 
+PRECISIONS = ("float32", "bfloat16")
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """How a run is watched and saved; `*_every` count steps."""
@@ -93,10 +98,18 @@ class RunConfig:
     heldout_every: int = 200
     heldout_windows: int = 16  # of each domain
     compile: bool = False
+    precision: str = "float32"  # of the matrix products; weights, sums and the optimizer's state stay float32
 
     def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"run.precision = {self.precision!r} is unknown; allowed are {', '.join(PRECISIONS)}")
         if self.heldout_every % self.log_every:
             raise ConfigError("run.heldout_every is not a multiple of run.log_every")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the matrix products."""
+        return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
 
 
 @dataclass(frozen=True)

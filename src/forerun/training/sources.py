@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.training.chat import Turn, ask, render_chat
+from forerun.training.quotes import quoting_tasks
 
 Record = Mapping[str, Any]
 Reader = Callable[[Record, random.Random], list[str]]
 
 MAX_PIECE_CHARS = 6000
 MAX_SOURCE_CHARS = 3500
+QUOTED_CHARS = (500, 2400)
 BOOK_HEADER = re.compile(r"^\s*##? (Title|Author|Year):.*$|^-{5,}$", re.MULTILINE)
 CALCULATION = re.compile(r"<<.*?>>")
 MEETING_NOISE = re.compile(r"\{\w+\}\s*")
@@ -41,11 +43,12 @@ CODE_REQUESTS = ("{text}", "{text} Write it in Python.", "Solve this in Python:\
 
 @dataclass(frozen=True)
 class Source:
-    """A file `NAME.jsonl.xz`, the domain it is counted under and its reader."""
+    """The domain a source is counted under, its reader and its file `FILE.jsonl.xz` ("" is the source's own name)."""
 
     domain: str
     licence: str
     read: Reader
+    file: str = ""
 
 
 def clean(text: str) -> str:
@@ -179,6 +182,13 @@ def instruction(record: Record, _rng: random.Random) -> list[str]:
     return [ask(f"{wanted}\n\n{clean(case['input'])}", clean(case["output"])) for case in record["instances"]]
 
 
+def quotes(record: Record, rng: random.Random) -> list[str]:
+    """Reads running text as tasks that are answered with sentences of it."""
+    text = clean(BOOK_HEADER.sub("", clean(record["text"])))
+    parts = pieces(text, rng.randint(*QUOTED_CHARS))
+    return [ask(task, answer) for part in parts for task, answer in quoting_tasks(part, rng)]
+
+
 PUBLIC_DOMAIN = "public domain (US)"
 SOURCES: Mapping[str, Source] = {
     "classic_young_readers": Source("stories", PUBLIC_DOMAIN, book),
@@ -194,6 +204,9 @@ SOURCES: Mapping[str, Source] = {
     "scitldr_A_train": Source("summarization", "Apache-2.0", abstract),
     "scitldr_A_dev": Source("summarization", "Apache-2.0", abstract),
     "qmsum_train": Source("summarization", "MIT", meeting),
+    "textbook_quotes": Source("summarization", "CC BY 4.0", quotes, "openstax_ccby"),
+    "young_readers_quotes": Source("summarization", PUBLIC_DOMAIN, quotes, "classic_young_readers"),
+    "general_quotes": Source("summarization", PUBLIC_DOMAIN, quotes, "classic_general"),
     "python_small_programs": Source("code", "MIT, BSD-3, Apache-2.0", program),
     "python_libraries": Source("code", "MIT, BSD-3, Apache-2.0", program),
     "exercism_pairs": Source("code", "MIT", exercise),

@@ -48,14 +48,14 @@ class Watcher(Protocol):
         """Tells whether to save and stop after this step."""
 
 
-def make_optimizers(net: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """Gives Muon the matrices of the layers and AdamW the rest."""
+def make_optimizers(net: nn.Module, config: OptimizerConfig, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+    """Gives Muon, computing in `dtype`, the matrices of the layers and AdamW the rest."""
     matrices: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, weight in net.named_parameters():
         (matrices if weight.ndim == 2 and "embed_tokens" not in name else rest).append(weight)
     adamw = torch.optim.AdamW(rest, lr=config.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    return [Muon(matrices, config.muon_lr, config.muon_momentum, config.muon_weight_decay), adamw]
+    return [Muon(matrices, config.muon_lr, config.muon_momentum, config.muon_weight_decay, dtype), adamw]
 
 
 class Trainer:
@@ -73,7 +73,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.net, self.loss, self.heldout, self.folder = recipe, net, loss, heldout, folder
         schedule = recipe.schedule
-        self.optimizers = make_optimizers(net, recipe.optimizer)
+        self.optimizers = make_optimizers(net, recipe.optimizer, recipe.run.dtype)
         self.base_rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
         self.mixtures = {
             seq_len: Mixture(sources, weights, seq_len, recipe.seed)
