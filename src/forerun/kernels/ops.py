@@ -24,6 +24,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from forerun.kernels.grouped import GroupedMatrix
+
 
 class HeadLayout(NamedTuple):
     """How a fused qkv row is cut: `num_q` query heads, then `num_kv` key heads, then `num_kv` value heads."""
@@ -103,6 +105,9 @@ class Kernels(Protocol):
 
     def pack_linear(self, weight: Tensor) -> PackedLinear:
         """Pack `weight` [N, K] (float32, bfloat16 or float16; float16 is widened exactly) for `linear`."""
+
+    def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
+        """Pack small integers with group scales for `linear`, whose arithmetic on them `kernels.grouped` defines."""
 
     def linear(self, x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:
         """x [M, K] times weight transposed, plus bias [N] float32, accumulated in float32 -> [M, N]."""

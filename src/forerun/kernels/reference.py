@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from forerun.errors import KernelError
 from forerun.kernels import philox
+from forerun.kernels.grouped import GroupedMatrix, ReferenceGrouped, multiply_grouped, pack_reference
 from forerun.kernels.ops import (
     ACTIVATIONS,
     ATTENTION_SPLIT,
@@ -31,6 +32,7 @@ from forerun.kernels.ops import (
 
 OPS = (
     "pack_linear",
+    "pack_grouped",
     "linear",
     "embedding",
     "rms_norm",
@@ -79,11 +81,18 @@ class ReferenceKernels:
         check_weight(weight)
         return ReferenceLinear(weight.float().contiguous())
 
+    def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
+        """See `Kernels.pack_grouped`."""
+        return pack_reference(matrix)
+
     def linear(self, x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
-        if not isinstance(weight, ReferenceLinear):
+        if isinstance(weight, ReferenceGrouped):
+            out = _by_row(lambda row: multiply_grouped(weight, row), x, weight.shape[0])
+        elif isinstance(weight, ReferenceLinear):
+            out = _by_row(lambda row: _multiply(weight.weight, row), x, weight.shape[0])
+        else:
             raise KernelError(f"weights packed by {type(weight).__name__} given to the reference kernels")
-        out = _by_row(lambda row: _multiply(weight.weight, row), x, weight.shape[0])
         return out if bias is None else out + bias
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:

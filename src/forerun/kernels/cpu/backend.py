@@ -16,6 +16,7 @@ from torch import Tensor
 from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.arena import WeightArena
+from forerun.kernels.grouped import GroupedMatrix, ReferenceGrouped
 from forerun.kernels.ops import AttentionRows, HeadLayout, LayerKV, NoiseKeys, PackedLinear
 from forerun.kernels.reference import OPS, ReferenceKernels, check_activation, check_weight
 
@@ -81,8 +82,14 @@ class CpuKernels:
         self.engine.pack(source.data_ptr(), panels.data_ptr(), num_outputs, num_inputs, code)
         return CpuLinear(panels, panels.data_ptr(), num_outputs, num_inputs, code)
 
+    def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
+        """See `Kernels.pack_grouped`."""
+        return self._reference.pack_grouped(matrix)
+
     def linear(self, x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
+        if isinstance(weight, ReferenceGrouped):
+            return self._reference.linear(x, weight, bias)
         if not isinstance(weight, CpuLinear):
             raise KernelError(f"weights packed by {type(weight).__name__} given to the C++ kernels")
         num_rows, width = x.shape

@@ -163,6 +163,10 @@ class Recorder(CpuKernels):
         """Weights are packed before a recording."""
         raise KernelError("pack_linear cannot be recorded")
 
+    def pack_grouped(self, matrix: object) -> NoReturn:
+        """Weights are packed before a recording."""
+        raise KernelError("pack_grouped cannot be recorded")
+
     def move_rows(self, *_: object) -> NoReturn:
         """Not part of a forward."""
         raise KernelError("move_rows cannot be recorded")

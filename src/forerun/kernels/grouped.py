@@ -1,0 +1,154 @@
+"""Matrices of small integers with a scale for every group of inputs: what quantized storage formats turn into.
+
+Knows: the interchange form, which integers and scales it stands for, how activations become 8-bit integers, and the
+plain torch arithmetic that specifies the product. Does not know: file formats, nor how a backend lays it out.
+
+The product of a row is defined step by step, so that every backend can give the same bits:
+
+1. The row x [K] is permuted by `input_order` if there is one.
+2. It is cut into steps (`steps_of`). Each activation group has the scale a = max|x| / 127 (float32) and the integers
+   q = round_half_even(x * (1 / a)) in -127 .. 127, both the quotient and the product rounded; a = 0 gives q = 0.
+3. Steps are visited in ascending order. With the integers w = codes - zero of an output's row and the exact integer
+   dot product d = sum(w * q), acc = fma(scale * a, float(d), acc); if there are offsets, then
+   acc = fma(-(offset * a), float(sum(q)), acc). acc starts at 0; products in front of an fma are rounded to float32.
+4. The bias is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forerun.errors import KernelError
+
+SMALLEST_GROUP = 16
+MAX_STEP = 128
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMatrix:
+    """w[n, k] = scales[n, g] * (codes[n, k] - zero) - offsets[n, g], where g = k // group_size.
+
+    `codes` hold at most 2 ** bits different values. Column k multiplies input `input_order[k]`. The last group may be
+    shorter than the others.
+    """
+
+    codes: Tensor  # [N, K] uint8
+    scales: Tensor  # [N, num_groups] float32
+    bits: int  # 2 .. 8
+    zero: int  # what stands for the integer 0, 0 .. 2 ** bits - 1
+    group_size: int  # a multiple of 16, or K
+    offsets: Tensor | None = None  # [N, num_groups] float32
+    input_order: Tensor | None = None  # [K] int64, a permutation
+
+    def __post_init__(self) -> None:
+        rows, columns = self.codes.shape
+        if self.group_size % SMALLEST_GROUP and self.group_size != columns:
+            raise KernelError(f"group size {self.group_size} is neither a multiple of {SMALLEST_GROUP} nor all inputs")
+        if not 2 <= self.bits <= 8 or not 0 <= self.zero < 1 << self.bits:
+            raise KernelError(f"{self.bits} bits around zero point {self.zero} are not supported; 2 to 8 bits are")
+        wanted = (rows, -(-columns // self.group_size))
+        for name, tensor in (("scales", self.scales), ("offsets", self.offsets)):
+            if tensor is not None and (tensor.shape != wanted or tensor.dtype is not torch.float32):
+                raise KernelError(f"{name} are {tensor.dtype} {list(tensor.shape)}, not float32 {list(wanted)}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self) -> Tensor:
+        """The matrix it stands for, inputs in their own order -> [N, K] float32."""
+        columns = self.codes.shape[1]
+        group_ids = torch.arange(columns) // self.group_size  # [K]
+        dense = (self.codes.float() - self.zero) * self.scales[:, group_ids]
+        if self.offsets is not None:
+            dense -= self.offsets[:, group_ids]
+        if self.input_order is None:
+            return dense
+        own = torch.empty_like(dense)
+        own[:, self.input_order] = dense
+        return own
+
+
+class Step(NamedTuple):
+    """Neighbouring inputs with one weight scale and one activation scale."""
+
+    start: int
+    end: int
+    group: int  # whose weight scale holds
+    activation_group: int  # whose activation scale holds
+
+
+def steps_of(columns: int, group_size: int) -> list[Step]:
+    """How the inputs of a row are summed: each weight group in steps of at most 128 inputs.
+
+    Every step has an activation scale of its own, except that groups of 16 share one two by two.
+    """
+    steps: list[Step] = []
+    for group, first in enumerate(range(0, columns, group_size)):
+        last = min(first + group_size, columns)
+        for start in range(first, last, MAX_STEP):
+            activation = start // (2 * group_size) if group_size == SMALLEST_GROUP else len(steps)
+            steps.append(Step(start, min(start + MAX_STEP, last), group, activation))
+    return steps
+
+
+def quantize_row(x: Tensor, steps: Sequence[Step]) -> tuple[Tensor, Tensor]:
+    """A row [K] as whole numbers [K] float32 and the scale of every activation group [num_activation_groups]."""
+    whole, scales = torch.empty_like(x), torch.zeros(steps[-1].activation_group + 1)
+    for index in range(len(scales)):
+        members = [step for step in steps if step.activation_group == index]
+        part = slice(members[0].start, members[-1].end)
+        scales[index] = x[part].abs().max() / 127
+        inverse = 1 / scales[index] if scales[index] > 0 else torch.zeros(())
+        whole[part] = (x[part] * inverse).round().clamp(-127, 127)
+    return whole, scales
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceGrouped:
+    """A grouped matrix as the reference multiplies with it."""
+
+    matrix: GroupedMatrix
+    weights: Tensor  # [N, K] float32, codes - zero
+    steps: Sequence[Step]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.matrix.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.weights.nbytes + self.matrix.scales.nbytes
+
+
+def pack_reference(matrix: GroupedMatrix) -> ReferenceGrouped:
+    """Lay a grouped matrix out for `multiply_grouped`."""
+    return ReferenceGrouped(matrix, matrix.codes.float() - matrix.zero, steps_of(matrix.shape[1], matrix.group_size))
+
+
+def multiply_grouped(packed: ReferenceGrouped, row: Tensor) -> Tensor:
+    """One row [K] times the matrix transposed -> [N] float32."""
+    matrix = packed.matrix
+    x = row if matrix.input_order is None else row[matrix.input_order]
+    whole, activation_scales = quantize_row(x, packed.steps)
+    total = torch.zeros(matrix.shape[0])
+    for start, end, group, activation in packed.steps:
+        dots = packed.weights[:, start:end] @ whole[start:end]  # exact: whole numbers below 2^24
+        a = activation_scales[activation]
+        total = _fma(matrix.scales[:, group] * a, dots, total)
+        if matrix.offsets is not None:
+            total = _fma(-(matrix.offsets[:, group] * a), whole[start:end].sum(), total)
+    return total
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c, the product not rounded (the sum twice in rare cases, hence last bits may differ from C++)."""
+    return (a.double() * b.double() + c.double()).float()
