@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "chain.h"
 #include "cpu_engine.h"
 #include "memory.h"
 #include "program.h"
@@ -146,6 +147,17 @@ void run_program(Program& program, const std::vector<Address>& addresses, int64_
     program.run(addresses, {rows, logit_rows, max_blocks, max_visible});
 }
 
+void draft_chains(CpuEngine& engine, Program& program, const std::vector<Address>& addresses, int64_t rows,
+                  int64_t max_blocks, int64_t max_visible, Address temperatures, Address seeds, Address streams,
+                  Address noise_positions, Address num_active, int64_t steps, int64_t r, int64_t vocab,
+                  int64_t block_size, int64_t logits_step, Address ids) {
+    const ChainArgs args{at<double>(temperatures), at<int64_t>(seeds),      at<int64_t>(streams),
+                         at<int64_t>(noise_positions), at<int64_t>(num_active), steps, r, vocab, block_size,
+                         logits_step, at<int64_t>(ids)};
+    const nb::gil_scoped_release released;
+    run_chains(engine, program, addresses, {rows, r, max_blocks, max_visible}, args);
+}
+
 }  // namespace
 }  // namespace forerun
 
@@ -163,6 +175,7 @@ NB_MODULE(_native, module) {
         .def_prop_ro("num_threads", &CpuEngine::num_threads)
         .def("pack", &pack)
         .def("gumbel", &gumbel)
+        .def("draft_chains", &draft_chains)
         .def("move_rows", &move_rows);
 
     nb::class_<Program> program(module, "Program");

@@ -20,7 +20,7 @@ from forerun.drafters.base import Observed
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.base import CommittedPath, Model
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.models.recorded import record
+from forerun.models.recorded import RecordedModel, record
 from forerun.speculation.growth import Draft, Leaf, TreeGrower
 from forerun.speculation.tree import ROOT
 
@@ -85,7 +85,31 @@ class DraftModelDrafter:
         if not active:
             return
         self._catch_up(active)
-        frontier = [Leaf(draft, ROOT) for draft in active]
+        if not self._draft_chains(active):
+            self._grow_levels(active)
+
+    def _draft_chains(self, drafts: Sequence[Draft]) -> bool:
+        """Chains in one call of the recorded model; False, and nothing done, where that does not go."""
+        longest_first = sorted(drafts, key=lambda draft: -draft.num_free)
+        model, noise = self._model, self._grower.chain_noise(longest_first) if self._width == 1 else None
+        if noise is None or not isinstance(model, RecordedModel) or not self._fits(model, drafts):
+            return False
+        batch = ForwardBatch.build([self._level(draft, [ROOT]) for draft in longest_first], self._block_size)
+        chains = model.draft_chains(batch, noise, self._grower.must_keep_logits(drafts))
+        self._grower.append_chains(longest_first, chains, self.name)
+        for draft in drafts:  # the last token drawn has not been through the model
+            self._progress[draft.request.request_id].nodes.update(range(min(len(draft.tree), draft.max_nodes - 1)))
+        return True
+
+    def _fits(self, model: RecordedModel, drafts: Sequence[Draft]) -> bool:
+        rows = [
+            draft.request.root_position + 1 - self._progress[draft.request.request_id].num_computed for draft in drafts
+        ]
+        return sum(rows) <= model.max_chain_rows
+
+    def _grow_levels(self, drafts: Sequence[Draft]) -> None:
+        """Level by level, each drawn and shaped in Python."""
+        frontier = [Leaf(draft, ROOT) for draft in drafts]
         while frontier:
             logits = self._forward(frontier)
             grown = self._grower.grow(frontier, logits, self._width, self.name)

@@ -83,6 +83,23 @@ class NoiseKeys(NamedTuple):
     streams: Tensor  # [R] int64: which of several samples (`n`), and the purpose
 
 
+class ChainNoise(NamedTuple):
+    """The noise of R chains that are drawn token by token, longest chain first."""
+
+    temperatures: Tensor  # [R] float64
+    seeds: Tensor  # [R] int64
+    streams: Tensor  # [R] int64
+    positions: Tensor  # [steps, R] int64: what `NoiseKeys.positions` is at each step
+    num_active: Tensor  # [steps] int64: rows, from the first, whose chain has that many tokens
+
+
+class Chains(NamedTuple):
+    """Drawn chains: tokens, -1 from where a chain ends, and, if they were kept, the logits they were drawn from."""
+
+    ids: Tensor  # [steps, R] int64
+    logits: Tensor | None  # [steps, R, V] float32
+
+
 class PackedLinear(Protocol):
     """A weight matrix in the layout its backend reads; opaque to everyone else."""
 

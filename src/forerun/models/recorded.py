@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forerun.errors import KernelError
-from forerun.kernels.ops import Kernels, LayerKV
+from forerun.kernels.ops import ChainNoise, Chains, Kernels, LayerKV
 from forerun.kernels.select import recording
 from forerun.models.base import CommittedPath, ForwardOutput, Model
 from forerun.models.batch import ForwardBatch
@@ -51,9 +51,17 @@ class RecordedModel:
         assert tuple(hidden_layers) == self._hidden_layers, "recorded for other hidden layers"
         if batch.num_rows > self._program.max_rows:
             return self._model.forward(batch, kvs, hidden_layers)
-        inputs = self._make_inputs(batch.token_ids, batch.positions, batch.slots, batch.rows, batch.logit_rows)
-        logits, *hidden = self._program.run(inputs)
+        logits, *hidden = self._program.run(self._inputs(batch))
         return ForwardOutput(logits, dict(zip(self._hidden_layers, hidden, strict=True)))
+
+    @property
+    def max_chain_rows(self) -> int:
+        """Rows a batch for `draft_chains` may have; 0 if this forward returns more than logits."""
+        return 0 if self._hidden_layers else self._program.max_rows
+
+    def draft_chains(self, batch: ForwardBatch, noise: ChainNoise, keep_logits: bool) -> Chains:
+        """Run the batch, whose logit rows are one root a sequence, and draw a chain below each, level by level."""
+        return self._program.run_chains(self._inputs(batch), noise, self._kvs[0].block_size, keep_logits)
 
     def commit(self, paths: Sequence[CommittedPath]) -> None:
         """See `models.base.Model`."""
@@ -62,6 +70,9 @@ class RecordedModel:
     def release(self, request_id: str) -> None:
         """See `models.base.Model`."""
         self._model.release(request_id)
+
+    def _inputs(self, batch: ForwardBatch) -> Inputs:
+        return self._make_inputs(batch.token_ids, batch.positions, batch.slots, batch.rows, batch.logit_rows)
 
 
 def record(model: Model, kernels: Kernels, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> Model:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import Request
-from forerun.kernels.ops import Kernels, NoiseKeys
+from forerun.kernels.ops import ChainNoise, Chains, Kernels, NoiseKeys
 from forerun.speculation.noise import Purpose, step_position, stream_id
 from forerun.speculation.sampling import ShapedRow, is_plain, probabilities, shape_row
 from forerun.speculation.tree import ROOT, DraftTree
@@ -100,11 +101,46 @@ class TreeGrower:
 
     def _key(self, leaf: Leaf) -> tuple[int, int]:
         """(position, stream): the target's own noise of the position, or fresh noise of this step and node."""
-        request = leaf.draft.request
+        request, depth = leaf.draft.request, leaf.draft.tree.depths[leaf.node]
+        return self._noise_position(request, leaf.node, depth), self._stream(request)
+
+    def _noise_position(self, request: Request, node: int, depth: int) -> int:
         if self._coupled:
-            position = request.root_position + leaf.draft.tree.depths[leaf.node] + 1
-            return position, stream_id(request.sample_index, Purpose.TARGET)
-        return step_position(request.root_position, leaf.node), stream_id(request.sample_index, Purpose.DRAFT)
+            return request.root_position + depth + 1
+        return step_position(request.root_position, node)
+
+    def _stream(self, request: Request) -> int:
+        return stream_id(request.sample_index, Purpose.TARGET if self._coupled else Purpose.DRAFT)
+
+    def chain_noise(self, drafts: Sequence[Draft]) -> ChainNoise | None:
+        """The noise of chains that fill `drafts`, longest first; None if a drafter's logits must be shaped first."""
+        requests = [draft.request for draft in drafts]
+        if not all(is_plain(request.params) for request in requests):
+            return None
+        lengths = [draft.num_free for draft in drafts]
+        assert lengths == sorted(lengths, reverse=True) and all(len(draft.tree) == 1 for draft in drafts)
+        steps = range(lengths[0])
+        wide = [*(request.seed for request in requests), *(self._stream(request) for request in requests)]
+        wide += [self._noise_position(request, step, step) for step in steps for request in requests]  # node = depth
+        wide += [sum(length > step for length in lengths) for step in steps]
+        num = len(drafts)
+        parts = _signed(wide).split_with_sizes([num, num, num * len(steps), len(steps)])
+        seeds, streams, positions, num_active = parts
+        heat = as_temperatures([request.params.temperature for request in requests])
+        return ChainNoise(heat, seeds, streams, positions.view(len(steps), num), num_active)
+
+    def must_keep_logits(self, drafts: Sequence[Draft]) -> bool:
+        """Whether q has to be recorded for one of these drafts."""
+        return any(self._records(draft.request.params.temperature) for draft in drafts)
+
+    def append_chains(self, drafts: Sequence[Draft], chains: Chains, source: str) -> None:
+        """Hang chains below the roots: tokens drawn with `chain_noise`, ended by -1, and what they were drawn from."""
+        for i, (draft, column) in enumerate(zip(drafts, chains.ids.T.tolist(), strict=True)):
+            temperature = draft.request.params.temperature
+            logits = chains.logits if self._records(temperature) else None
+            for step, token in enumerate(takewhile(lambda token: token >= 0, column)):
+                q = None if logits is None else ShapedRow(logits[step, i], temperature)
+                self._append(Leaf(draft, step), q, [token], None, source)
 
     def _append(
         self, leaf: Leaf, q: ShapedRow | None, tokens: list[int], scores: list[float] | None, source: str
@@ -139,9 +175,12 @@ def _shape(leaves: Sequence[Leaf], logits: Tensor) -> tuple[Tensor, list[float]]
 
 def noise_keys(seeds: Sequence[int], positions: Sequence[int], streams: Sequence[int]) -> NoiseKeys:
     """Keys as tensors; 64-bit seeds keep their bits."""
-    signed = [seed - (1 << 64) if seed >> 63 else seed for seed in seeds]
-    flat = torch.from_numpy(np.array([*signed, *positions, *streams], dtype=np.int64))
-    return NoiseKeys(*flat.split_with_sizes([len(seeds)] * 3))  # each [R]
+    return NoiseKeys(*_signed([*seeds, *positions, *streams]).split_with_sizes([len(seeds)] * 3))  # each [R]
+
+
+def _signed(values: Sequence[int]) -> Tensor:
+    """64-bit words by their bits -> [len(values)] int64."""
+    return torch.from_numpy(np.array([v - (1 << 64) if v >> 63 else v for v in values], dtype=np.int64))
 
 
 def as_temperatures(values: Sequence[float]) -> Tensor:

@@ -1,5 +1,7 @@
 """The C++ extension. Every `int` named like a tensor is its address; 0 stands for an absent one."""
 
+from collections.abc import Sequence
+
 LANES: int
 MAX_HEAD_DIM: int
 MAX_HEADS_PER_GROUP: int
@@ -82,6 +84,26 @@ class CpuEngine(_Ops):
         k: int,
         ids: int,
         scores: int,
+        /,
+    ) -> None: ...
+    def draft_chains(
+        self,
+        program: Program,
+        addresses: Sequence[int],
+        rows: int,
+        max_blocks: int,
+        max_visible: int,
+        temperatures: int,
+        seeds: int,
+        streams: int,
+        noise_positions: int,
+        num_active: int,
+        steps: int,
+        r: int,
+        vocab: int,
+        block_size: int,
+        logits_step: int,
+        ids: int,
         /,
     ) -> None: ...
     def move_rows(

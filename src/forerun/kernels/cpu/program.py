@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.backend import CpuKernels, CpuLinear
-from forerun.kernels.ops import AttentionRows
+from forerun.kernels.ops import AttentionRows, ChainNoise, Chains
 
 _PLAIN_ACCESS = frozenset({"__get__", "data_ptr", "is_contiguous", "size", "dim", "stride", "numel"})
 
@@ -72,6 +72,7 @@ class Program:
 
     def __init__(
         self,
+        engine: _native.CpuEngine,
         native: _native.Program,
         max_rows: int,
         outputs: Sequence[tuple[bool, int]],
@@ -80,6 +81,7 @@ class Program:
     ) -> None:
         """`outputs`: for each whether it has a row per logit row (else per batch row), and its width."""
         self.max_rows = max_rows
+        self._engine = engine
         self._native = native
         self._outputs = tuple(outputs)
         self._buffers = tuple(buffers)
@@ -107,6 +109,37 @@ class Program:
         rows = inputs.rows
         self._native.run(addresses, num_rows, num_logit_rows, rows.block_tables.shape[1], rows.max_visible)
         return outputs
+
+    def run_chains(self, inputs: Inputs, noise: ChainNoise, block_size: int, keep_logits: bool) -> Chains:
+        """Draft chains below the roots of all sequences of the batch: one root a sequence, the only logit rows.
+
+        The forward must return logits alone. Bits are those of `run` and `gumbel_argmax` level by level.
+        """
+        num_rows, (steps, num_chains) = inputs.token_ids.shape[0], noise.positions.shape
+        assert len(self._outputs) == 1 and num_chains == inputs.logit_rows.shape[0] and num_rows <= self.max_rows
+        width = self._outputs[0][1]
+        logits = torch.empty(steps if keep_logits else 1, num_chains, width)
+        ids = torch.empty(steps, num_chains, dtype=_INT64)
+        rows = inputs.rows
+        self._engine.draft_chains(
+            self._native,
+            [tensor.data_ptr() for tensor in (*_checked(inputs), logits)],
+            num_rows,
+            rows.block_tables.shape[1],
+            rows.max_visible,
+            noise.temperatures.data_ptr(),
+            noise.seeds.data_ptr(),
+            noise.streams.data_ptr(),
+            noise.positions.data_ptr(),
+            noise.num_active.data_ptr(),
+            steps,
+            num_chains,
+            width,
+            block_size,
+            logits.stride(0) if keep_logits else 0,
+            ids.data_ptr(),
+        )
+        return Chains(ids, logits if keep_logits else None)
 
 
 class Recorder(CpuKernels):
@@ -149,7 +182,7 @@ class Recorder(CpuKernels):
             native.finish(self._max_rows, self._max_logit_rows)
         except ValueError as error:
             raise KernelError(str(error)) from error
-        return Program(native, self._max_rows, shapes, self._buffers, self._keep)
+        return Program(self.engine, native, self._max_rows, shapes, self._buffers, self._keep)
 
     def select_rows(self, x: Tensor, row_ids: Tensor | None) -> Tensor:
         """Rows `row_ids` of x, or a copy of all of them."""

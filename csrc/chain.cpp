@@ -1,0 +1,102 @@
+#include "chain.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace forerun {
+namespace {
+
+template <class T>
+const T* at(const std::vector<uintptr_t>& addresses, Slot slot) {
+    return reinterpret_cast<const T*>(addresses[slot]);
+}
+
+// The rows of one level of all chains: node `depth` of sequence i in row i.
+struct Level {
+    std::vector<int64_t> token_ids, logit_rows, tree_masks;
+    std::vector<int32_t> positions, slots, seq_ids, prefix_lens;
+    const int32_t *roots, *tables;
+    int64_t max_blocks, block_size, largest_root = 0;
+
+    Level(const std::vector<uintptr_t>& addresses, const RunSizes& sizes, const ChainArgs& args)
+        : token_ids(static_cast<size_t>(args.r)),
+          logit_rows(token_ids),
+          tree_masks(token_ids),
+          positions(static_cast<size_t>(args.r)),
+          slots(positions),
+          seq_ids(positions),
+          prefix_lens(positions),
+          roots(at<int32_t>(addresses, kTreeStarts)),
+          tables(at<int32_t>(addresses, kBlockTables)),
+          max_blocks(sizes.max_blocks),
+          block_size(args.block_size) {
+        for (int64_t i = 0; i < args.r; ++i) {
+            const auto row = static_cast<size_t>(i);
+            logit_rows[row] = i;
+            seq_ids[row] = static_cast<int32_t>(i);
+            prefix_lens[row] = roots[i];
+            largest_root = std::max<int64_t>(largest_root, roots[i]);
+        }
+    }
+
+    void descend(int64_t depth, int64_t rows, const int64_t* drawn) {
+        for (int64_t i = 0; i < rows; ++i) {
+            const auto row = static_cast<size_t>(i);
+            const int64_t position = roots[i] + depth;
+            if (position / block_size >= max_blocks) throw std::out_of_range("a chain outgrew its block table");
+            token_ids[row] = std::max<int64_t>(drawn[i], 0);  // a row without an answer goes on idly
+            positions[row] = static_cast<int32_t>(position);
+            slots[row] = tables[i * max_blocks + position / block_size] * static_cast<int32_t>(block_size) +
+                         static_cast<int32_t>(position % block_size);
+            tree_masks[row] = depth >= 63 ? -1 : (int64_t{2} << depth) - 1;
+        }
+    }
+
+    void put_into(std::vector<uintptr_t>& addresses) const {
+        addresses[kTokenIds] = reinterpret_cast<uintptr_t>(token_ids.data());
+        addresses[kPositions] = reinterpret_cast<uintptr_t>(positions.data());
+        addresses[kSlots] = reinterpret_cast<uintptr_t>(slots.data());
+        addresses[kLogitRows] = reinterpret_cast<uintptr_t>(logit_rows.data());
+        addresses[kSeqIds] = reinterpret_cast<uintptr_t>(seq_ids.data());
+        addresses[kPrefixLens] = reinterpret_cast<uintptr_t>(prefix_lens.data());
+        addresses[kTreeMasks] = reinterpret_cast<uintptr_t>(tree_masks.data());
+    }
+};
+
+void draw(CpuEngine& engine, const ChainArgs& args, const float* logits, int64_t step) {
+    GumbelArgs gumbel{};
+    gumbel.logits = logits;
+    gumbel.temperatures = args.temperatures;
+    gumbel.seeds = args.seeds;
+    gumbel.positions = args.noise_positions + step * args.r;
+    gumbel.streams = args.streams;
+    gumbel.r = args.num_active[step];
+    gumbel.v = args.vocab;
+    gumbel.k = 1;
+    int64_t* ids = args.ids + step * args.r;
+    engine.gumbel(gumbel, ids, nullptr);
+    std::fill(ids + gumbel.r, ids + args.r, -1);
+    for (int64_t i = 0; step > 0 && i < gumbel.r; ++i) {
+        if (ids[i - args.r] < 0) ids[i] = -1;  // below a row without an answer there is none either
+    }
+}
+
+}  // namespace
+
+void run_chains(CpuEngine& engine, Program& program, std::vector<uintptr_t> addresses, const RunSizes& sizes,
+                const ChainArgs& args) {
+    if (addresses.size() != kNumSlots) throw std::invalid_argument("chains need a forward that returns logits alone");
+    Level level(addresses, sizes, args);
+    program.run(addresses, sizes);
+    for (int64_t step = 0;; ++step) {
+        draw(engine, args, at<float>(addresses, kLogits), step);
+        if (step + 1 == args.steps) return;
+        const int64_t rows = args.num_active[step + 1];
+        level.descend(step + 1, rows, args.ids + step * args.r);
+        level.put_into(addresses);
+        addresses[kLogits] += static_cast<uintptr_t>(args.logits_step) * sizeof(float);
+        program.run(addresses, {rows, rows, sizes.max_blocks, level.largest_root + step + 2});
+    }
+}
+
+}  // namespace forerun

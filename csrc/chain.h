@@ -1,0 +1,43 @@
+// Chains of drafted tokens without Python between them: forward, draw, forward, draw.
+// Knows the order of a program's address slots and how a chain's next row follows from its last. Does not know what
+// the program computes (program.h), nor who decides how long chains are (src/forerun/speculation/growth.py).
+#pragma once
+
+#include <vector>
+
+#include "cpu_engine.h"
+#include "program.h"
+
+namespace forerun {
+
+// Slots of a recorded forward, as src/forerun/kernels/cpu/program.py binds them.
+enum Slot : size_t {
+    kTokenIds,
+    kPositions,
+    kSlots,
+    kLogitRows,
+    kSeqIds,
+    kPrefixLens,
+    kTreeMasks,
+    kTreeStarts,
+    kBlockTables,
+    kLogits,
+    kNumSlots
+};
+
+struct ChainArgs {
+    const double* temperatures;       // [r]
+    const int64_t *seeds, *streams;   // [r]
+    const int64_t* noise_positions;   // [steps, r]
+    const int64_t* num_active;        // [steps]: how many rows, the first ones, still draw; never rising
+    int64_t steps, r, vocab, block_size;
+    int64_t logits_step;  // floats between the logits of two steps; 0: each step overwrites the last
+    int64_t* ids;         // [steps, r]: the drawn tokens, -1 where none was
+};
+
+// Runs `program` on a batch whose r logit rows are the roots of r sequences, draws a token for each row, runs it on
+// those tokens as the children of the roots, and so on. The forward of the last token is not run.
+void run_chains(CpuEngine& engine, Program& program, std::vector<uintptr_t> addresses, const RunSizes& sizes,
+                const ChainArgs& args);
+
+}  // namespace forerun
