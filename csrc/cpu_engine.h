@@ -6,7 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "grouped_layout.h"
 #include "kernel_table.h"
+#include "scratch.h"
 #include "thread_pool.h"
 
 namespace forerun {
@@ -22,6 +24,8 @@ public:
 
     void pack(const PackArgs& args);
     void linear(const LinearArgs& args);
+    void pack_grouped(const PackGroupedArgs& args);
+    void grouped(const GroupedArgs& args);
     void norm(const NormArgs& args);
     void gated_act(const GatedArgs& args);
     void embedding(const EmbeddingArgs& args);         // throws std::out_of_range
@@ -40,6 +44,7 @@ private:
 
     const KernelTable* table_;
     ThreadPool pool_;
+    Scratch scratch_;
 };
 
 }  // namespace forerun
