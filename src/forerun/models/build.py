@@ -24,8 +24,9 @@ from forerun.layers.rotary import rope_table
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts
 from forerun.models.family import Family
-from forerun.quant.base import Part, TensorSource
+from forerun.quant.base import Part, TensorSource, WeightFormat
 from forerun.quant.formats import find_format
+from forerun.quant.gguf import read_floats
 
 Progress = Callable[[int, int], None]  # (layers done, layers in all)
 
@@ -40,6 +41,7 @@ class Builder:
     kernels: Kernels
     dtype: torch.dtype | None  # None: as stored
     max_position: int
+    choose_format: Callable[[TensorSource, str], WeightFormat | None] = find_format
 
     def decoder(self, progress: Progress | None = None) -> Decoder:
         """Read everything; raises CheckpointError for missing or misshapen tensors."""
@@ -97,7 +99,7 @@ class Builder:
         return GatedMLP(self.kernels, gate_up, down, config.activation)
 
     def _linear(self, parts: list[Part], columns: int, has_bias: bool) -> Linear:
-        form = find_format(self.source, parts[0].prefix)
+        form = self.choose_format(self.source, parts[0].prefix)
         if form is None:
             raise CheckpointError(
                 f"the checkpoint has no tensor {parts[0].prefix}.weight, which config.json asks for; it is incomplete "
@@ -117,7 +119,7 @@ class Builder:
 
     def _embedding_table(self) -> Tensor:
         name = f"{self.family.names.embedding}.weight"
-        table = self.source.tensor(name, (self.config.vocab_size, self.config.hidden_size))  # [V, H]
+        table = read_floats(self.source, name, (self.config.vocab_size, self.config.hidden_size))  # [V, H]
         dtype = self.dtype or (torch.float32 if table.dtype == torch.float16 else table.dtype)
         return aligned(table.to(dtype))
 

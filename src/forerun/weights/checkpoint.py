@@ -21,6 +21,7 @@ from forerun.weights.safetensors_header import TensorEntry, read_header
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+INTEGER_DTYPES = ("I8", "U8", "I16", "I32", "I64")
 
 
 class Checkpoint:
@@ -75,7 +76,21 @@ class Checkpoint:
 
     def tensor(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """Read a floating tensor in its stored precision; raises CheckpointError if missing or not of `shape`."""
-        entry, _ = self._entry(name), self.dtype(name)
+        self.dtype(name)
+        return self._read_shaped(name, shape)
+
+    def integers(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """Read a tensor of whole numbers in their stored width; raises CheckpointError likewise."""
+        stored = self._entry(name).dtype
+        if stored not in INTEGER_DTYPES:
+            raise CheckpointError(
+                f"tensor {name} of {self._files[name]} is stored as {stored}, not as integers "
+                f"({', '.join(INTEGER_DTYPES)}); weights and config.json do not belong together"
+            )
+        return self._read_shaped(name, shape)
+
+    def _read_shaped(self, name: str, shape: Sequence[int] | None) -> Tensor:
+        entry = self._entry(name)
         if shape is not None and entry.shape != tuple(shape):
             raise CheckpointError(
                 f"tensor {name} of {self._files[name]} has shape {list(entry.shape)}, config.json asks for "
@@ -143,7 +158,7 @@ def _no_weights(folder: Path) -> CheckpointError:
     return CheckpointError(
         f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
         + (f" (found {', '.join(others[:5])})" if others else "")
-        + "; save the model as safetensors, e.g. with transformers' save_pretrained"
+        + "; save the model as safetensors, e.g. with transformers' save_pretrained, or give the path of a .gguf file"
     )
 
 
