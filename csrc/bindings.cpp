@@ -94,6 +94,7 @@ AttentionArgs attention(Address qkv, Address y, int64_t num_q, int64_t num_kv, i
             m,
             max_visible,
             0,
+            0,
             nullptr};
 }
 

@@ -37,6 +37,7 @@ public:
 private:
     template <class Args>
     void share(void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t units, int64_t work_per_unit);
+    int64_t rows_together(const AttentionArgs& args) const;
 
     const KernelTable* table_;
     ThreadPool pool_;
