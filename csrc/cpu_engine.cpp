@@ -1,7 +1,10 @@
 #include "cpu_engine.h"
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
+
+#include "memory.h"
 
 namespace forerun {
 namespace {
@@ -12,6 +15,7 @@ constexpr int64_t kChunksPerThread = 8;      // so that a descheduled thread hol
 constexpr int64_t kSmallestChunk = 1000;     // nanoseconds
 constexpr int64_t kRowBlockBytes = 192 << 10;  // activations that stay in the second-level cache beside a panel
 constexpr int64_t kUnitBytes = 48 << 10;     // weights a unit of few rows reads
+constexpr int64_t kReadPiece = 4 << 20;      // bytes of memory read as one unit; what is left over is not read
 constexpr int64_t kPartSize = 16384;         // tokens of a vocabulary piece
 constexpr int64_t kUnitsPerThread = 4;       // attention splits a row's keys when there are fewer units than this
 
@@ -209,6 +213,21 @@ void move_slot(const KV& kv, int64_t num_kv, int64_t head_dim, int64_t source, i
 }
 
 }  // namespace
+
+uint64_t CpuEngine::stream_read(const void* data, int64_t size) {
+    struct Reading {
+        const char* data;
+        std::atomic<uint64_t> mixed{0};
+    } reading;
+    reading.data = static_cast<const char*>(data);
+    const auto read = [](const void* context, int64_t piece) {
+        auto* shared = const_cast<Reading*>(static_cast<const Reading*>(context));
+        const void* from = shared->data + piece * kReadPiece;
+        shared->mixed.fetch_xor(read_streams(from, kReadPiece), std::memory_order_relaxed);
+    };
+    pool_.run(read, &reading, size / kReadPiece);
+    return reading.mixed.load();
+}
 
 void CpuEngine::move_rows(const KV& kv, int64_t num_kv, int64_t head_dim, const int32_t* sources,
                           const int32_t* targets, int64_t num) {

@@ -61,10 +61,11 @@ struct SelectArgs {
 
 struct EmbeddingArgs {
     const int64_t* ids;  // [m]
-    const void* table;   // [v, h]
+    const void* table;   // [v, h], or the same packed for `linear`
     float* y;            // [m, h]
     int64_t m, h, v;
     Dtype dtype;
+    bool packed;
 };
 
 struct Heads {
