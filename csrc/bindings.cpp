@@ -65,8 +65,9 @@ GatedArgs gated_act(Address x, Address y, int64_t m, int64_t f, int activation) 
     return {at<float>(x), at<float>(y), m, f, Activation{activation}};
 }
 
-EmbeddingArgs embedding(Address ids, Address table, Address y, int64_t m, int64_t h, int64_t v, int dtype) {
-    return {at<int64_t>(ids), at<void>(table), at<float>(y), m, h, v, Dtype{dtype}};
+EmbeddingArgs embedding(Address ids, Address table, Address y, int64_t m, int64_t h, int64_t v, int dtype,
+                        bool packed) {
+    return {at<int64_t>(ids), at<void>(table), at<float>(y), m, h, v, Dtype{dtype}, packed};
 }
 
 SelectArgs select_rows(Address x, Address row_ids, Address y, int64_t r, int64_t h) {
@@ -109,6 +110,7 @@ AttentionArgs attention(Address qkv, Address y, int64_t num_q, int64_t num_kv, i
             window,
             m,
             max_visible,
+            0,
             0,
             nullptr};
 }
@@ -207,6 +209,10 @@ NB_MODULE(_native, module) {
         .def("pack_grouped", &pack_grouped)
         .def("gumbel", &gumbel)
         .def("draft_chains", &draft_chains)
+        .def("stream_read", [](CpuEngine& self, Address data, int64_t size) {
+            const nb::gil_scoped_release released;
+            return self.stream_read(at<void>(data), size);
+        })
         .def("move_rows", &move_rows);
 
     nb::class_<Program> program(module, "Program");

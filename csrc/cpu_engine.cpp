@@ -1,7 +1,10 @@
 #include "cpu_engine.h"
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
+
+#include "memory.h"
 
 namespace forerun {
 namespace {
@@ -14,6 +17,7 @@ constexpr int64_t kRowBlockBytes = 192 << 10;  // activations that stay in the s
 constexpr int64_t kGroupedRowBytes = 512 << 10;  // likewise, activations of one byte
 constexpr int64_t kUnitBytes = 48 << 10;     // weights a unit of few rows reads
 constexpr int64_t kLine = 64;                // bytes in a cache line
+constexpr int64_t kReadPiece = 4 << 20;      // bytes of memory read as one unit; what is left over is not read
 constexpr int64_t kPartSize = 16384;         // tokens of a vocabulary piece
 constexpr int64_t kUnitsPerThread = 4;       // attention splits a row's keys when there are fewer units than this
 
@@ -148,21 +152,33 @@ void CpuEngine::rope_and_cache(const RopeArgs& args) {
     share(table_->rope_and_cache, args, args.m, args.heads.row_size() / 2);
 }
 
+int64_t CpuEngine::rows_together(const AttentionArgs& args) const {
+    int64_t runs = 1;
+    for (int64_t row = 1; row < args.m; ++row) runs += args.seq_ids[row] != args.seq_ids[row - 1];
+    const int64_t fitting = std::max<int64_t>(1, kMaxHeadsPerGroup / (args.heads.num_q / args.heads.num_kv));
+    int64_t rows = std::min({kMaxRowsTogether, fitting, std::max<int64_t>(1, args.m / runs)});
+    const int64_t wanted = pool_.num_threads() * kUnitsPerThread;  // else cores would stand idle
+    while (rows > 1 && divide_up(args.m, rows) * args.heads.num_kv * args.max_splits < wanted) rows /= 2;
+    return rows;
+}
+
 void CpuEngine::attention(const AttentionArgs& given) {
     AttentionArgs args = given;
     const int64_t max_visible = args.max_visible;
     const Heads& heads = args.heads;
-    const int64_t pairs = args.m * heads.num_kv;
-    const int64_t visible = args.window > 0 ? std::min(max_visible, args.window) : max_visible;
-    const int64_t work = visible * heads.head_dim * (heads.num_q / heads.num_kv) / 8;  // for a pair
     args.max_splits = divide_up(max_visible, kAttentionSplit);
+    args.rows_per_unit = rows_together(args);
+    const int64_t pairs = divide_up(args.m, args.rows_per_unit) * heads.num_kv;
+    const int64_t visible = args.window > 0 ? std::min(max_visible, args.window) : max_visible;
+    const int64_t queries = args.rows_per_unit * (heads.num_q / heads.num_kv);
+    const int64_t work = visible * heads.head_dim * queries / 8;  // for a pair
     const bool apart = args.max_splits > 1 && pairs < pool_.num_threads() * kUnitsPerThread && pool_.num_threads() > 1;
     if (!apart) return share(table_->attention, args, pairs, work);
     const size_t size = static_cast<size_t>(args.m * heads.num_q * args.max_splits * (heads.head_dim + 2));
     const std::unique_ptr<float[]> partials(new float[size]);
     args.partials = partials.get();
     share(table_->attention_split, args, pairs * args.max_splits, work / args.max_splits + 1);
-    share(table_->attention_combine, args, pairs, args.max_splits * heads.head_dim);
+    share(table_->attention_combine, args, args.m * heads.num_kv, args.max_splits * heads.head_dim);
 }
 
 namespace {
@@ -227,6 +243,21 @@ void move_slot(const KV& kv, int64_t num_kv, int64_t head_dim, int64_t source, i
 }
 
 }  // namespace
+
+uint64_t CpuEngine::stream_read(const void* data, int64_t size) {
+    struct Reading {
+        const char* data;
+        std::atomic<uint64_t> mixed{0};
+    } reading;
+    reading.data = static_cast<const char*>(data);
+    const auto read = [](const void* context, int64_t piece) {
+        auto* shared = const_cast<Reading*>(static_cast<const Reading*>(context));
+        const void* from = shared->data + piece * kReadPiece;
+        shared->mixed.fetch_xor(read_streams(from, kReadPiece), std::memory_order_relaxed);
+    };
+    pool_.run(read, &reading, size / kReadPiece);
+    return reading.mixed.load();
+}
 
 void CpuEngine::move_rows(const KV& kv, int64_t num_kv, int64_t head_dim, const int32_t* sources,
                           const int32_t* targets, int64_t num) {

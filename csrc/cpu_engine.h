@@ -35,12 +35,16 @@ public:
     // Best k of every row -> ids [r, k], scores [r, k] (may be null).
     void gumbel(GumbelArgs args, int64_t* ids, double* scores);
 
+    // Reads memory from end to end on all threads: what weights can at best be read with.
+    uint64_t stream_read(const void* data, int64_t size);
+
     static void move_rows(const KV& kv, int64_t num_kv, int64_t head_dim, const int32_t* sources,
                           const int32_t* targets, int64_t num);
 
 private:
     template <class Args>
     void share(void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t units, int64_t work_per_unit);
+    int64_t rows_together(const AttentionArgs& args) const;
 
     const KernelTable* table_;
     ThreadPool pool_;

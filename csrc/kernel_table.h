@@ -17,6 +17,7 @@ constexpr int64_t kGroupedBlock = 16;     // inputs a grouped matrix is filled u
 constexpr int64_t kMaxUnitRows = 96;       // rows of a unit of a grouped matrix
 constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kMaxHeadsPerGroup = 64;
+constexpr int64_t kMaxRowsTogether = 16;  // rows of a sequence that read its keys together
 
 struct LinearArgs {
     const float* x;      // [m, k]
@@ -87,10 +88,11 @@ struct SelectArgs {
 
 struct EmbeddingArgs {
     const int64_t* ids;  // [m]
-    const void* table;   // [v, h]
+    const void* table;   // [v, h], or the same packed for `linear`
     float* y;            // [m, h]
     int64_t m, h, v;
     Dtype dtype;
+    bool packed;
 };
 
 struct Heads {
@@ -134,7 +136,8 @@ struct AttentionArgs {
     int64_t window;
     int64_t m;
     int64_t max_visible;  // an upper bound of the keys a row sees
-    int64_t max_splits;   // set by the engine, as is the next
+    int64_t max_splits;     // set by the engine, as are the next two
+    int64_t rows_per_unit;  // neighbouring rows in a unit, at most kMaxRowsTogether and 64 query vectors a KV head
     float* partials;  // [m, Q, max_splits, D + 2] when the splits of a row are computed apart, else null
 };
 
@@ -160,8 +163,8 @@ struct KernelTable {
     void (*gated_act)(const GatedArgs&, int64_t begin, int64_t end);
     void (*embedding)(const EmbeddingArgs&, int64_t begin, int64_t end);
     void (*rope_and_cache)(const RopeArgs&, int64_t begin, int64_t end);
-    void (*attention)(const AttentionArgs&, int64_t begin, int64_t end);          // unit: row x KV head
-    void (*attention_split)(const AttentionArgs&, int64_t begin, int64_t end);    // unit: row x KV head x split
+    void (*attention)(const AttentionArgs&, int64_t begin, int64_t end);          // unit: rows x KV head
+    void (*attention_split)(const AttentionArgs&, int64_t begin, int64_t end);    // unit: rows x KV head x split
     void (*attention_combine)(const AttentionArgs&, int64_t begin, int64_t end);  // unit: row x KV head
     void (*gumbel_maxima)(const GumbelArgs&, int64_t begin, int64_t end);         // unit: row x part
     void (*gumbel_search)(const GumbelArgs&, int64_t begin, int64_t end);         // unit: row x part

@@ -19,7 +19,8 @@ struct I {
 // Accumulators that fit the 16 registers beside weights and a broadcast; see linear.inc and attention.inc.
 constexpr int kMaxTileRows = 6;
 constexpr int tile_panels(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
-constexpr int kAttentionTiles = 4;
+constexpr int kMaxHeadsTogether = 4;  // query vectors that share the loads of their keys
+constexpr int attention_tiles(int heads) { return heads == 1 ? 4 : heads == 2 ? 2 : 1; }
 
 inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline F set1(float v) {

@@ -17,7 +17,8 @@ struct I {
 
 constexpr int kMaxTileRows = 8;
 constexpr int tile_panels(int rows) { return rows <= 4 ? 4 : 2; }
-constexpr int kAttentionTiles = 8;
+constexpr int kMaxHeadsTogether = 8;  // query vectors that share the loads of their keys
+constexpr int attention_tiles(int heads) { return heads <= 2 ? 8 / heads : heads <= 5 ? 4 : 2; }
 
 inline F zero() { return {_mm512_setzero_ps()}; }
 inline F set1(float v) { return {_mm512_set1_ps(v)}; }

@@ -16,7 +16,8 @@ struct I {
 
 constexpr int kMaxTileRows = 4;
 constexpr int tile_panels(int) { return 1; }
-constexpr int kAttentionTiles = 2;
+constexpr int kMaxHeadsTogether = 4;  // query vectors that share the loads of their keys
+constexpr int attention_tiles(int heads) { return heads == 1 ? 2 : 1; }
 
 template <class Op>
 inline F map(Op op) {

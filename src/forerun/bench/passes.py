@@ -32,7 +32,7 @@ class Passes:
         self.model = record(model, kernels, self.cache.layers)
         self._vocab_size = model.vocab_size
         self._windows = [layer.attention.shape.window for layer in model.parts.layers]
-        self.weight_bytes = model.weight_bytes - model.parts.embedding.table.nbytes
+        self.weight_bytes = model.weight_bytes - model.parts.embedding.nbytes
 
     @property
     def recorded(self) -> bool:

@@ -112,10 +112,9 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def estimate_bytes(config: ModelConfig, bytes_per_weight: float, max_position: int | None = None) -> int:
-    """Memory the loaded model will need: weights, a second copy of a tied table (packed), and the rope table."""
-    entries = num_parameters(config) + config.vocab_size * config.hidden_size * config.tie_embeddings
+    """Memory the loaded model will need: weights and the rope table."""
     positions = config.max_position if max_position is None else max_position
-    return int(entries * bytes_per_weight) + positions * config.rope.rotary_dim * 4
+    return int(num_parameters(config) * bytes_per_weight) + positions * config.rope.rotary_dim * 4
 
 
 def _refuse_unknown(raw: Mapping[str, Any], family: Family) -> None:

@@ -108,13 +108,19 @@ class CpuKernels:
             )
         return out
 
-    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+    def embedding(self, token_ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
         """See `Kernels.embedding`."""
         vocab_size, width = table.shape
         out = self._empty(token_ids.shape[0], width)
-        code = _dtype_code(table)
+        packed = isinstance(table, CpuLinear)
+        if isinstance(table, CpuLinear):
+            address, code = table.address, table.dtype_code
+        elif isinstance(table, Tensor):
+            address, code = table.data_ptr(), _dtype_code(table)
+        else:
+            raise KernelError(f"an embedding table packed by {type(table).__name__} given to the C++ kernels")
         ids = _address(token_ids, torch.int64)
-        self._ops.embedding(ids, table.data_ptr(), out.data_ptr(), out.shape[0], width, vocab_size, code)
+        self._ops.embedding(ids, address, out.data_ptr(), out.shape[0], width, vocab_size, code, packed)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
