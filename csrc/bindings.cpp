@@ -36,7 +36,7 @@ void call(int64_t work, Call body) {
 }
 
 LinearArgs linear(Address x, Address weight, Address bias, Address y, int64_t m, int64_t n, int64_t k, int dtype) {
-    return {at<float>(x), at<void>(weight), at<float>(bias), at<float>(y), m, n, k, Dtype{dtype}, 0, 0};
+    return {at<float>(x), at<void>(weight), at<float>(bias), at<float>(y), m, n, k, Dtype{dtype}, 0, 0, nullptr};
 }
 
 GroupedArgs grouped(Address x, Address weight, Address bias, Address y, Address order, int64_t m, int64_t n, int64_t k,

@@ -15,6 +15,7 @@ constexpr int64_t kChunksPerThread = 8;      // so that a descheduled thread hol
 constexpr int64_t kSmallestChunk = 1000;     // nanoseconds
 constexpr int64_t kRowBlockBytes = 192 << 10;  // activations that stay in the second-level cache beside a panel
 constexpr int64_t kGroupedRowBytes = 512 << 10;  // likewise, activations of one byte
+constexpr int64_t kSplitInputs = 32;         // only multiples of this many inputs are split into parts
 constexpr int64_t kUnitBytes = 48 << 10;     // weights a unit of few rows reads
 constexpr int64_t kLine = 64;                // bytes in a cache line
 constexpr int64_t kReadPiece = 4 << 20;      // bytes of memory read as one unit; what is left over is not read
@@ -91,16 +92,24 @@ void CpuEngine::pack(const PackArgs& args) { share(table_->pack, args, divide_up
 
 void CpuEngine::linear(const LinearArgs& given) {
     LinearArgs args = given;
-    const int64_t panels = divide_up(args.n, kLanes), group = table_->panel_group;
+    const bool split = table_->split_activations && args.dtype == Dtype::kBFloat16 && args.k % kSplitInputs == 0;
+    const int64_t panels = divide_up(args.n, kLanes), group = table_->panel_group, row_tile = split ? 16 : 6;
     const int64_t panel_bytes = args.k * kLanes * element_size(args.dtype);
     const int64_t row_bytes = args.k * static_cast<int64_t>(sizeof(float));
-    args.rows_per_unit = std::max<int64_t>(24, kRowBlockBytes / std::max<int64_t>(row_bytes, 1) / 12 * 12);
+    const int64_t step = 2 * row_tile;
+    args.rows_per_unit = std::max(2 * step, kRowBlockBytes / std::max<int64_t>(row_bytes, 1) / step * step);
     const int64_t rows = std::min(args.m, args.rows_per_unit);
-    const int64_t wanted = std::max<int64_t>(1, kUnitBytes / std::max<int64_t>(1, panel_bytes * divide_up(rows, 6)));
+    const int64_t part = std::max<int64_t>(1, panel_bytes * divide_up(rows, row_tile));
+    const int64_t wanted = std::max<int64_t>(1, kUnitBytes / part);
     const int64_t balanced = std::max<int64_t>(1, panels / (pool_.num_threads() * kChunksPerThread));
     args.panels_per_unit = divide_up(std::min(wanted, balanced), group) * group;
     const int64_t units = divide_up(panels, args.panels_per_unit) * divide_up(args.m, args.rows_per_unit);
-    share(table_->linear, args, units, args.panels_per_unit * args.k * divide_up(rows, 4));
+    const int64_t work = args.panels_per_unit * args.k * divide_up(rows, split ? 16 : 4);
+    if (!split) return share(table_->linear, args, units, work);
+    const Scratch::Piece piece = scratch_.take(static_cast<size_t>(args.m * args.k) * 3 * sizeof(uint16_t));
+    args.parts = static_cast<uint16_t*>(piece.memory());
+    share(table_->split_activations, args, args.m, args.k / 4);
+    share(table_->linear, args, units, work);
 }
 
 void CpuEngine::pack_grouped(const PackGroupedArgs& args) {

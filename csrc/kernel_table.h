@@ -27,6 +27,7 @@ struct LinearArgs {
     int64_t m, n, k;
     Dtype dtype;
     int64_t panels_per_unit, rows_per_unit;  // a unit is a group of panels times a block of rows
+    uint16_t* parts;  // [m, 3, k] where activations are split into parts for it, else null
 };
 
 struct PackArgs {
@@ -157,6 +158,7 @@ struct KernelTable {
     const char* name;
     int64_t panel_group;  // panels a unit of one row should hold a multiple of
     void (*pack)(const PackArgs&, int64_t begin, int64_t end);        // unit: a panel
+    void (*split_activations)(const LinearArgs&, int64_t begin, int64_t end);  // unit: a row; null where not wanted
     void (*linear)(const LinearArgs&, int64_t begin, int64_t end);    // unit: panels x rows
     void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);    // unit: a row, also below
     void (*layer_norm)(const NormArgs&, int64_t begin, int64_t end);
@@ -178,7 +180,7 @@ const KernelTable* avx2_kernels();    // null if this CPU has none
 const KernelTable* avx2vnni_kernels();    // likewise, as are the others; differs from avx2 in grouped kernels only
 const KernelTable* avx512_kernels();
 const KernelTable* avx512vnni_kernels();  // differs from avx512 in grouped kernels only
-const KernelTable* amx_kernels();         // differs from avx512vnni in grouped kernels only
+const KernelTable* amx_kernels();         // differs from avx512vnni in grouped and dense kernels
 #else
 inline const KernelTable* avx2_kernels() { return nullptr; }
 inline const KernelTable* avx2vnni_kernels() { return nullptr; }

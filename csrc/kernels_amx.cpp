@@ -1,4 +1,4 @@
-// The grouped kernels of avx512vnni, and for many rows those on AMX tiles.
+// Products on AMX tiles: dense bfloat16 weights, and grouped weights where the rows are many.
 #define FORERUN_ISA amx
 #include "kernel_table.h"
 #include "simd_avx512.h"
@@ -17,10 +17,14 @@ namespace {
 
 #include "grouped_amx.inc"
 
+#include "linear_amx.inc"
+
 KernelTable extend(KernelTable table) {
     table.name = "avx512amx";
     table.grouped_quantize = amx_quantize;
     table.grouped = amx_grouped;
+    table.split_activations = split_activations;
+    table.linear = amx_linear;
     return table;
 }
 
@@ -41,7 +45,10 @@ namespace forerun {
 
 const KernelTable* amx_kernels() {
     const KernelTable* base = avx512vnni_kernels();
-    if (base == nullptr || !__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-int8")) return nullptr;
+    if (base == nullptr || !__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-int8") ||
+        !__builtin_cpu_supports("amx-bf16")) {
+        return nullptr;
+    }
     static const bool permitted = amx::tiles_permitted();
     static const KernelTable table = amx::extend(*base);
     return permitted ? &table : nullptr;
