@@ -169,3 +169,18 @@ def test_an_int8_cache_is_near_the_float32_cache(isa: str) -> None:
     assert float(difference.abs().max()) > 0
     assert bool((difference.abs() <= bound).all())
     assert float(difference.square().mean().sqrt()) < 0.01 * float(exact.run(kernels_named(isa), scale).std())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("window", (0, 1, 3, 20, 250))
+def test_a_span_has_the_bits_of_its_rows_alone(isa: str, window: int) -> None:
+    """Neighbouring rows that share no counted key at all, some, or all but the last ones, across a split's end."""
+    for heads, dtype in ((HeadLayout(7, 1, 24, 24), torch.float32), (HeadLayout(2, 2, 80, 80), torch.int8)):
+        case = attention_case([300], num_nodes=40, heads=heads, dtype=dtype)
+        lengths = torch.arange(241, 281, dtype=torch.int32)
+        case = replace(case, rows=replace(case.rows, prefix_lens=lengths, tree_masks=torch.zeros(40).long()))
+        together = case.run(cpu_kernels(isa), window=window)
+        alone = torch.cat([case.row(row).run(cpu_kernels(isa), window=window) for row in range(40)])
+        assert torch.equal(together, alone)
+        exact, torchs = attention_truth(case, window=window)
+        assert rms_error(together, exact) <= 2 * rms_error(torchs, exact) + 1e-8
