@@ -39,6 +39,22 @@ LinearArgs linear(Address x, Address weight, Address bias, Address y, int64_t m,
     return {at<float>(x), at<void>(weight), at<float>(bias), at<float>(y), m, n, k, Dtype{dtype}, 0, 0};
 }
 
+GroupedArgs grouped(Address x, Address weight, Address bias, Address y, Address order, int64_t m, int64_t n, int64_t k,
+                    int64_t group_size, int storage, bool half, bool has_offsets, int64_t zero) {
+    GroupedArgs args{};
+    args.x = at<float>(x);
+    args.weight = at<uint8_t>(weight);
+    args.bias = at<float>(bias);
+    args.y = at<float>(y);
+    args.order = at<int64_t>(order);
+    args.m = m;
+    args.n = n;
+    args.k = k;
+    args.zero = zero;
+    args.layout = grouped_layout(k, group_size, storage, half, has_offsets);
+    return args;
+}
+
 NormArgs norm(Address x, Address residual, Address weight, Address bias, Address y, int64_t m, int64_t h, float eps,
               bool subtract_mean) {
     return {at<float>(x), at<float>(residual), at<float>(weight), at<float>(bias), at<float>(y), m, h, eps,
@@ -49,8 +65,9 @@ GatedArgs gated_act(Address x, Address y, int64_t m, int64_t f, int activation) 
     return {at<float>(x), at<float>(y), m, f, Activation{activation}};
 }
 
-EmbeddingArgs embedding(Address ids, Address table, Address y, int64_t m, int64_t h, int64_t v, int dtype) {
-    return {at<int64_t>(ids), at<void>(table), at<float>(y), m, h, v, Dtype{dtype}};
+EmbeddingArgs embedding(Address ids, Address table, Address y, int64_t m, int64_t h, int64_t v, int dtype,
+                        bool packed) {
+    return {at<int64_t>(ids), at<void>(table), at<float>(y), m, h, v, Dtype{dtype}, packed};
 }
 
 SelectArgs select_rows(Address x, Address row_ids, Address y, int64_t r, int64_t h) {
@@ -104,6 +121,7 @@ AttentionArgs attention(Address qkv, Address y, int64_t num_q, int64_t num_kv, i
 }
 
 int64_t work_of(const LinearArgs& args) { return args.m * args.n * args.k; }
+int64_t work_of(const GroupedArgs& args) { return args.m * args.n * args.k; }
 int64_t work_of(const NormArgs& args) { return args.m * args.h; }
 int64_t work_of(const GatedArgs& args) { return args.m * args.f * 4; }
 int64_t work_of(const EmbeddingArgs& args) { return args.m * args.h; }
@@ -125,6 +143,18 @@ void bind_op(nb::class_<CpuEngine>& engine, nb::class_<Program>& program, const 
 
 void pack(CpuEngine& engine, Address weight, Address packed, int64_t n, int64_t k, int dtype) {
     call(n * k, [&] { engine.pack({at<void>(weight), at<void>(packed), n, k, Dtype{dtype}}); });
+}
+
+int64_t grouped_bytes(int64_t n, int64_t k, int64_t group_size, int storage, bool half, bool has_offsets) {
+    return (n + kLanes - 1) / kLanes * grouped_layout(k, group_size, storage, half, has_offsets).panel_bytes;
+}
+
+void pack_grouped(CpuEngine& engine, Address codes, Address scales, Address offsets, Address packed, int64_t n,
+                  int64_t k, int64_t group_size, int storage, bool half) {
+    const GroupedLayout layout = grouped_layout(k, group_size, storage, half, offsets != 0);
+    const PackGroupedArgs args{at<uint8_t>(codes), at<void>(scales), at<void>(offsets), at<uint8_t>(packed), n, k,
+                               layout};
+    call(n * k, [&] { engine.pack_grouped(args); });
 }
 
 void gumbel(CpuEngine& engine, Address logits, Address temperatures, Address seeds, Address positions, Address streams,
@@ -172,6 +202,7 @@ NB_MODULE(_native, module) {
     module.attr("LANES") = kLanes;
     module.attr("MAX_HEAD_DIM") = kMaxHeadDim;
     module.attr("MAX_HEADS_PER_GROUP") = kMaxHeadsPerGroup;
+    module.def("grouped_bytes", &grouped_bytes);
     module.def("available_isas", &CpuEngine::available);
     module.def("prefer_huge_pages", [](Address address, size_t size) { prefer_huge_pages(at<void>(address), size); });
 
@@ -180,8 +211,13 @@ NB_MODULE(_native, module) {
         .def_prop_ro("isa", [](const CpuEngine& self) { return std::string(self.isa()); })
         .def_prop_ro("num_threads", &CpuEngine::num_threads)
         .def("pack", &pack)
+        .def("pack_grouped", &pack_grouped)
         .def("gumbel", &gumbel)
         .def("draft_chains", &draft_chains)
+        .def("stream_read", [](CpuEngine& self, Address data, int64_t size) {
+            const nb::gil_scoped_release released;
+            return self.stream_read(at<void>(data), size);
+        })
         .def("move_rows", &move_rows);
 
     nb::class_<Program> program(module, "Program");
@@ -192,6 +228,7 @@ NB_MODULE(_native, module) {
         .def("run", &run_program);
 
     bind_op(engine, program, "linear", &linear, &CpuEngine::linear);
+    bind_op(engine, program, "grouped", &grouped, &CpuEngine::grouped);
     bind_op(engine, program, "norm", &norm, &CpuEngine::norm);
     bind_op(engine, program, "gated_act", &gated_act, &CpuEngine::gated_act);
     bind_op(engine, program, "embedding", &embedding, &CpuEngine::embedding);

@@ -1,7 +1,10 @@
 #include "cpu_engine.h"
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
+
+#include "memory.h"
 
 namespace forerun {
 namespace {
@@ -11,7 +14,10 @@ constexpr int64_t kWorthSharing = 4000;
 constexpr int64_t kChunksPerThread = 8;      // so that a descheduled thread holds up a small part only
 constexpr int64_t kSmallestChunk = 1000;     // nanoseconds
 constexpr int64_t kRowBlockBytes = 192 << 10;  // activations that stay in the second-level cache beside a panel
+constexpr int64_t kGroupedRowBytes = 512 << 10;  // likewise, activations of one byte
 constexpr int64_t kUnitBytes = 48 << 10;     // weights a unit of few rows reads
+constexpr int64_t kLine = 64;                // bytes in a cache line
+constexpr int64_t kReadPiece = 4 << 20;      // bytes of memory read as one unit; what is left over is not read
 constexpr int64_t kPartSize = 16384;         // tokens of a vocabulary piece
 constexpr int64_t kUnitsPerThread = 4;       // attention splits a row's keys when there are fewer units than this
 
@@ -22,7 +28,10 @@ int64_t element_size(Dtype dtype) { return dtype == Dtype::kBFloat16 ? 2 : 4; }
 const KernelTable* find_table(const std::string& isa) {
     if (isa == "portable") return &portable_kernels();
     if (isa == "avx2") return avx2_kernels();
+    if (isa == "avx2vnni") return avx2vnni_kernels();
     if (isa == "avx512") return avx512_kernels();
+    if (isa == "avx512vnni") return avx512vnni_kernels();
+    if (isa == "avx512amx") return amx_kernels();
     return nullptr;
 }
 
@@ -61,7 +70,7 @@ CpuEngine::CpuEngine(int num_threads, const std::string& isa) : table_(pick_tabl
 
 std::vector<std::string> CpuEngine::available() {
     std::vector<std::string> names;
-    for (const char* name : {"avx512", "avx2", "portable"}) {
+    for (const char* name : {"avx512amx", "avx512vnni", "avx512", "avx2vnni", "avx2", "portable"}) {
         if (find_table(name) != nullptr) names.emplace_back(name);
     }
     return names;
@@ -92,6 +101,31 @@ void CpuEngine::linear(const LinearArgs& given) {
     args.panels_per_unit = divide_up(std::min(wanted, balanced), group) * group;
     const int64_t units = divide_up(panels, args.panels_per_unit) * divide_up(args.m, args.rows_per_unit);
     share(table_->linear, args, units, args.panels_per_unit * args.k * divide_up(rows, 4));
+}
+
+void CpuEngine::pack_grouped(const PackGroupedArgs& args) {
+    share(&pack_grouped_panels, args, divide_up(args.n, kLanes), args.k * 16);
+}
+
+void CpuEngine::grouped(const GroupedArgs& given) {
+    if (given.m <= 0) return;
+    GroupedArgs args = given;
+    const GroupedLayout& layout = args.layout;
+    const int64_t panels = divide_up(args.n, kLanes), group = table_->panel_group;
+    args.rows_per_unit = std::clamp<int64_t>(kGroupedRowBytes / layout.k_padded / 48 * 48, 48, kMaxUnitRows);
+    const int64_t rows = std::min(args.m, args.rows_per_unit);
+    const int64_t wanted = std::max<int64_t>(1, kUnitBytes / (layout.panel_bytes * divide_up(rows, 12)));
+    const int64_t balanced = std::max<int64_t>(1, panels / (pool_.num_threads() * kChunksPerThread));
+    args.panels_per_unit = divide_up(std::min(wanted, balanced), group) * group;
+    const int64_t units = divide_up(panels, args.panels_per_unit) * divide_up(args.m, args.rows_per_unit);
+    args.row_words = divide_up(layout.k_padded, kLine) * kLine / 4;
+    const size_t words = static_cast<size_t>(args.m * args.row_words);
+    const size_t steps = static_cast<size_t>(args.m * layout.num_steps * 3);
+    const Scratch::Piece piece = scratch_.take(4 * (words + steps) + kLine);  // tiles may read a line too many
+    args.words = static_cast<int32_t*>(piece.memory());
+    args.steps = reinterpret_cast<float*>(args.words + words);
+    share(table_->grouped_quantize, args, args.m, args.k / 4);
+    share(table_->grouped, args, units, args.panels_per_unit * args.k * divide_up(rows, 4) / 2);
 }
 
 void CpuEngine::norm(const NormArgs& args) {
@@ -223,6 +257,21 @@ void move_any_slot(const KV& kv, int64_t num_kv, int64_t head_dim, int64_t sourc
 }
 
 }  // namespace
+
+uint64_t CpuEngine::stream_read(const void* data, int64_t size) {
+    struct Reading {
+        const char* data;
+        std::atomic<uint64_t> mixed{0};
+    } reading;
+    reading.data = static_cast<const char*>(data);
+    const auto read = [](const void* context, int64_t piece) {
+        auto* shared = const_cast<Reading*>(static_cast<const Reading*>(context));
+        const void* from = shared->data + piece * kReadPiece;
+        shared->mixed.fetch_xor(read_streams(from, kReadPiece), std::memory_order_relaxed);
+    };
+    pool_.run(read, &reading, size / kReadPiece);
+    return reading.mixed.load();
+}
 
 void CpuEngine::move_rows(const KV& kv, int64_t num_kv, int64_t head_dim, const int32_t* sources,
                           const int32_t* targets, int64_t num) {

@@ -6,7 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "grouped_layout.h"
 #include "kernel_table.h"
+#include "scratch.h"
 #include "thread_pool.h"
 
 namespace forerun {
@@ -22,6 +24,8 @@ public:
 
     void pack(const PackArgs& args);
     void linear(const LinearArgs& args);
+    void pack_grouped(const PackGroupedArgs& args);
+    void grouped(const GroupedArgs& args);
     void norm(const NormArgs& args);
     void gated_act(const GatedArgs& args);
     void embedding(const EmbeddingArgs& args);         // throws std::out_of_range
@@ -30,6 +34,9 @@ public:
     void select_rows(const SelectArgs& args);
     // Best k of every row -> ids [r, k], scores [r, k] (may be null).
     void gumbel(GumbelArgs args, int64_t* ids, double* scores);
+
+    // Reads memory from end to end on all threads: what weights can at best be read with.
+    uint64_t stream_read(const void* data, int64_t size);
 
     static void move_rows(const KV& kv, int64_t num_kv, int64_t head_dim, const int32_t* sources,
                           const int32_t* targets, int64_t num);
@@ -41,6 +48,7 @@ private:
 
     const KernelTable* table_;
     ThreadPool pool_;
+    Scratch scratch_;
 };
 
 }  // namespace forerun

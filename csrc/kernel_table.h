@@ -13,6 +13,8 @@ enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
 constexpr int64_t kLanes = 16;            // outputs in a weight panel, keys in a score group
 constexpr int64_t kChunk = 128;           // inputs summed before they join the running total
 constexpr int64_t kAttentionSplit = 256;  // visible keys in a split of the softmax
+constexpr int64_t kGroupedBlock = 16;     // inputs a grouped matrix is filled up to a multiple of
+constexpr int64_t kMaxUnitRows = 96;       // rows of a unit of a grouped matrix
 constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kMaxHeadsPerGroup = 64;
 constexpr int64_t kMaxRowsTogether = 16;  // rows of a sequence that read its keys together
@@ -29,9 +31,34 @@ struct LinearArgs {
 
 struct PackArgs {
     const void* weight;  // [n, k]
-    void* packed;        // [panels, k, 16], the last panel zero-padded
+    void* packed;        // [panels, k, 16], k even if dtype has two bytes, the last panel zero-padded
     int64_t n, k;
     Dtype dtype;
+};
+
+// See grouped_layout.h.
+struct GroupedLayout {
+    int64_t group_size, num_groups, num_steps;
+    int64_t k_padded;
+    int64_t high_at, scales_at, offsets_at;  // bytes from a panel's start; offsets_at is 0 where there are none
+    int64_t panel_bytes;
+    int storage;  // bits a code occupies
+    bool half;    // scales and offsets are float16, else float32
+};
+
+struct GroupedArgs {
+    const float* x;         // [m, k]
+    const uint8_t* weight;  // [panels, panel_bytes]
+    const float* bias;      // [n] or null
+    float* y;               // [m, n]
+    const int64_t* order;   // [k]: column i of the weight multiplies input order[i]; or null
+    int64_t m, n, k;
+    int64_t zero;  // what a code of 0 stands for is -zero
+    GroupedLayout layout;
+    int64_t panels_per_unit, rows_per_unit;  // set by the engine, as are the next
+    int64_t row_words;                       // k / 4, filled up to whole lines of 64 bytes
+    int32_t* words;                          // [m, row_words] scratch: the activations as integers
+    float* steps;                            // [m, num_steps, 3] scratch: scales and sums
 };
 
 struct NormArgs {
@@ -61,10 +88,11 @@ struct SelectArgs {
 
 struct EmbeddingArgs {
     const int64_t* ids;  // [m]
-    const void* table;   // [v, h]
+    const void* table;   // [v, h], or the same packed for `linear`
     float* y;            // [m, h]
     int64_t m, h, v;
     Dtype dtype;
+    bool packed;
 };
 
 struct Heads {
@@ -142,15 +170,23 @@ struct KernelTable {
     void (*attention_combine)(const AttentionArgs&, int64_t begin, int64_t end);  // unit: row x KV head
     void (*gumbel_maxima)(const GumbelArgs&, int64_t begin, int64_t end);         // unit: row x part
     void (*gumbel_search)(const GumbelArgs&, int64_t begin, int64_t end);         // unit: row x part
+    void (*grouped_quantize)(const GroupedArgs&, int64_t begin, int64_t end);     // unit: a row
+    void (*grouped)(const GroupedArgs&, int64_t begin, int64_t end);              // unit: panels x rows
 };
 
 const KernelTable& portable_kernels();
 #ifdef FORERUN_X86
 const KernelTable* avx2_kernels();    // null if this CPU has none
-const KernelTable* avx512_kernels();  // likewise
+const KernelTable* avx2vnni_kernels();    // likewise, as are the others; differs from avx2 in grouped kernels only
+const KernelTable* avx512_kernels();
+const KernelTable* avx512vnni_kernels();  // differs from avx512 in grouped kernels only
+const KernelTable* amx_kernels();         // differs from avx512vnni in grouped kernels only
 #else
 inline const KernelTable* avx2_kernels() { return nullptr; }
+inline const KernelTable* avx2vnni_kernels() { return nullptr; }
 inline const KernelTable* avx512_kernels() { return nullptr; }
+inline const KernelTable* avx512vnni_kernels() { return nullptr; }
+inline const KernelTable* amx_kernels() { return nullptr; }
 #endif
 
 }  // namespace forerun

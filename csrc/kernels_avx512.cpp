@@ -1,9 +1,8 @@
 // The kernels compiled for avx512; the build gives this file its compiler flags.
-#include "kernel_table.h"
-#include "simd_avx512.h"
-
 #define FORERUN_ISA avx512
 #define FORERUN_ISA_NAME "avx512"
+#include "kernel_table.h"
+#include "simd_avx512.h"
 #include "kernels_impl.inc"
 
 namespace forerun {

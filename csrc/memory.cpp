@@ -1,7 +1,5 @@
 #include "memory.h"
 
-#include <cstdint>
-
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -18,6 +16,25 @@ void prefer_huge_pages(void* address, size_t size) {
     (void)address;
     (void)size;
 #endif
+}
+
+uint64_t read_streams(const void* data, size_t size) {
+    constexpr size_t kStreams = 4, kLine = 64, kAhead = 2048;
+    const char* from = static_cast<const char*>(data);
+    const size_t stride = size / kStreams;
+    uint64_t mixed[8] = {};
+    for (size_t at = 0; at + kLine <= stride; at += kLine) {
+        for (size_t stream = 0; stream < kStreams; ++stream) {
+            const char* line = from + stream * stride + at;
+            __builtin_prefetch(line + kAhead);
+            uint64_t words[8];
+            __builtin_memcpy(words, line, kLine);
+            for (int i = 0; i < 8; ++i) mixed[i] ^= words[i];
+        }
+    }
+    uint64_t all = 0;
+    for (uint64_t word : mixed) all ^= word;
+    return all;
 }
 
 }  // namespace forerun

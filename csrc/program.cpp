@@ -12,6 +12,11 @@ void Program::list_fields(LinearArgs& args, Fields& fields) {
     fields.rows = &args.m;
 }
 
+void Program::list_fields(GroupedArgs& args, Fields& fields) {
+    fields.add_addresses(args.x, args.weight, args.bias, args.y);
+    fields.rows = &args.m;
+}
+
 void Program::list_fields(NormArgs& args, Fields& fields) {
     fields.add_addresses(args.x, args.residual, args.weight, args.bias, args.y);
     fields.rows = &args.m;

@@ -68,6 +68,7 @@ private:
     };
 
     static void list_fields(LinearArgs& args, Fields& fields);
+    static void list_fields(GroupedArgs& args, Fields& fields);
     static void list_fields(NormArgs& args, Fields& fields);
     static void list_fields(GatedArgs& args, Fields& fields);
     static void list_fields(EmbeddingArgs& args, Fields& fields);

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace forerun::avx2 {
+namespace forerun::FORERUN_ISA {
 
 struct F {
     __m256 a, b;
@@ -47,15 +47,31 @@ inline F load(const uint16_t* p) {  // bfloat16
     return {_mm256_castsi256_ps(_mm256_slli_epi32(lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(hi, 16))};
 }
 
-// Where lane `lane` of a bfloat16 weight panel lies: neighbours in one 32-bit word are lanes i and i + 8, so one load
-// becomes two vectors with a shift and a mask.
-constexpr int panel_slot(int lane) { return lane < 8 ? 2 * lane : 2 * (lane - 8) + 1; }
+// Weights of two neighbouring inputs. bfloat16: of each input the neighbours in one 32-bit word are lanes i and i + 8,
+// so one load becomes two vectors with a shift and a mask.
+constexpr int pair_place(int input, int lane) { return 16 * input + (lane < 8 ? 2 * lane : 2 * (lane - 8) + 1); }
 inline F load_panel(const uint16_t* p) {
     const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)),
             _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))))};
 }
 inline F load_panel(const float* p) { return load(p); }
+template <class T>
+struct PanelPair {
+    const T* at;  // loaded when wanted: registers are few
+};
+template <class T>
+inline PanelPair<T> load_pair(const T* p) {
+    return {p};
+}
+template <class T>
+inline F first_of(PanelPair<T> pair) {
+    return load_panel(pair.at);
+}
+template <class T>
+inline F second_of(PanelPair<T> pair) {
+    return load_panel(pair.at + 16);
+}
 
 inline F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
@@ -152,4 +168,106 @@ inline void store_interleaved(I w0, I w1, I w2, I w3, uint32_t* out) {
 inline float square_root(float v) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(v))); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
-}  // namespace forerun::avx2
+// Grouped weights (grouped.inc). A line is 64 bytes: unsigned weights of 16 outputs times 4 inputs, output by output.
+constexpr int kMaxGroupedRows = 4;
+constexpr int grouped_panels(int, int rows) { return rows == 1 ? 2 : 1; }
+
+// The lanes, which fit, as bytes.
+inline void store_bytes(int8_t* p, I x) {
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+
+struct Bytes {
+    __m256i a, b;
+};
+inline Bytes load_line(const uint8_t* p) {
+    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+}
+// (bytes >> N) & MASK, where MASK keeps no bit that came from a neighbour.
+template <int N, int MASK>
+inline Bytes bits_down(Bytes x) {
+    const __m256i mask = _mm256_set1_epi8(MASK);
+    return {_mm256_and_si256(_mm256_srli_epi16(x.a, N), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, N), mask)};
+}
+template <int N, int MASK>
+inline Bytes bits_up(Bytes x) {
+    const __m256i mask = _mm256_set1_epi8(MASK);
+    return {_mm256_and_si256(_mm256_slli_epi16(x.a, N), mask), _mm256_and_si256(_mm256_slli_epi16(x.b, N), mask)};
+}
+inline Bytes either(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+template <int BIT>
+inline __m256i spread_bits(uint32_t bits) {
+    const __m256i which = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201u));
+    const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(bits)), byte);
+    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, which), which), _mm256_set1_epi8(BIT));
+}
+// Sets BIT, which is clear, in every byte whose bit among the 64 at p is set.
+template <int BIT>
+inline Bytes set_bits(Bytes x, const uint8_t* p) {
+    uint32_t masks[2];
+    std::memcpy(masks, p, 8);
+    return {_mm256_or_si256(x.a, spread_bits<BIT>(masks[0])), _mm256_or_si256(x.b, spread_bits<BIT>(masks[1]))};
+}
+inline F load_half(const uint16_t* p) {  // float16
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+            _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+
+#ifdef __AVXVNNI__
+constexpr int kByteBias = 0;
+template <int BITS>
+using Weights = Bytes;
+template <int BITS>
+inline Bytes prepare(Bytes x) {
+    return x;
+}
+// acc plus the products of four lines with 16 activations, four of them at words, words + stride, ...
+template <int BITS>
+inline I dot(I acc, const Bytes (&w)[4], const int32_t* words, int stride) {
+    for (int j = 0; j < 4; ++j) {
+        const __m256i q = _mm256_set1_epi32(words[j * stride]);
+        acc.a = _mm256_dpbusd_avx_epi32(acc.a, w[j].a, q);
+        acc.b = _mm256_dpbusd_avx_epi32(acc.b, w[j].b, q);
+    }
+    return acc;
+}
+#else
+// Pairs of products are summed in 16 bits: 8-bit weights would overflow, so those become signed by taking away
+// kByteBias, and their signs go over to the activations: 2 * 128 * 127 fits.
+constexpr int kByteBias = 128;
+template <int BITS>
+using Weights = Bytes;
+template <int BITS>
+inline Bytes prepare(Bytes x) {
+    if (BITS < 8) return x;
+    const __m256i bias = _mm256_set1_epi8(-128);
+    return {_mm256_xor_si256(x.a, bias), _mm256_xor_si256(x.b, bias)};
+}
+template <int BITS>
+inline __m256i pair_sums(__m256i w, __m256i q) {
+    return BITS < 8 ? _mm256_maddubs_epi16(w, q) : _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(q, w));
+}
+template <int BITS>
+inline I dot(I acc, const Bytes (&w)[4], const int32_t* words, int stride) {
+    constexpr int kSums = BITS <= 5 ? 4 : BITS <= 6 ? 2 : 1;  // lines whose pair sums add up without overflow
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (int j = 0; j < 4; j += kSums) {
+        __m256i q = _mm256_set1_epi32(words[j * stride]);
+        __m256i a = pair_sums<BITS>(w[j].a, q), b = pair_sums<BITS>(w[j].b, q);
+        for (int i = 1; i < kSums; ++i) {
+            q = _mm256_set1_epi32(words[(j + i) * stride]);
+            a = _mm256_add_epi16(a, pair_sums<BITS>(w[j + i].a, q));
+            b = _mm256_add_epi16(b, pair_sums<BITS>(w[j + i].b, q));
+        }
+        acc.a = _mm256_add_epi32(acc.a, _mm256_madd_epi16(a, ones));
+        acc.b = _mm256_add_epi32(acc.b, _mm256_madd_epi16(b, ones));
+    }
+    return acc;
+}
+#endif
+
+}  // namespace forerun::FORERUN_ISA

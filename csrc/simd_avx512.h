@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace forerun::avx512 {
+namespace forerun::FORERUN_ISA {
 
 struct F {
     __m512 v;
@@ -15,8 +15,8 @@ struct I {
     __m512i v;
 };
 
-constexpr int kMaxTileRows = 12;
-constexpr int tile_panels(int rows) { return rows == 1 ? 8 : rows <= 4 ? 4 : 2; }
+constexpr int kMaxTileRows = 8;
+constexpr int tile_panels(int rows) { return rows <= 4 ? 4 : 2; }
 constexpr int kMaxHeadsTogether = 8;  // query vectors that share the loads of their keys
 constexpr int attention_tiles(int heads) { return heads <= 2 ? 8 / heads : heads <= 5 ? 4 : 2; }
 
@@ -32,9 +32,30 @@ inline F load(const uint16_t* p) {  // bfloat16
     const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))};
 }
-constexpr int panel_slot(int lane) { return lane; }
-inline F load_panel(const uint16_t* p) { return load(p); }
-inline F load_panel(const float* p) { return load(p); }
+// Weights of two neighbouring inputs. bfloat16: one 32-bit word holds both of a lane, so that one load becomes two
+// vectors with a shuffle (which leaves the ports of fma alone) and a mask.
+constexpr int pair_place(int input, int lane) { return 2 * lane + input; }
+template <class T>
+struct PanelPair {
+    const T* at;
+};
+template <>
+struct PanelPair<uint16_t> {
+    __m512i words;
+};
+inline PanelPair<float> load_pair(const float* p) { return {p}; }
+inline F first_of(PanelPair<float> pair) { return load(pair.at); }
+inline F second_of(PanelPair<float> pair) { return load(pair.at + 16); }
+inline PanelPair<uint16_t> load_pair(const uint16_t* p) { return {_mm512_loadu_si512(p)}; }
+inline F first_of(PanelPair<uint16_t> pair) {
+    const __m512i order = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(-1, -1, 0, 1, -1, -1, 4, 5, -1, -1, 8, 9, -1, -1, 12, 13));
+    return {_mm512_castsi512_ps(_mm512_shuffle_epi8(pair.words, order))};
+}
+inline F second_of(PanelPair<uint16_t> pair) {
+    const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+    return {_mm512_castsi512_ps(_mm512_and_si512(pair.words, mask))};
+}
 
 inline F add(F x, F y) { return {_mm512_add_ps(x.v, y.v)}; }
 inline F sub(F x, F y) { return {_mm512_sub_ps(x.v, y.v)}; }
@@ -108,4 +129,89 @@ inline void store_interleaved(I w0, I w1, I w2, I w3, uint32_t* out) {
 inline float square_root(float v) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(v))); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
-}  // namespace forerun::avx512
+// Grouped weights (grouped.inc). A line is 64 bytes: unsigned weights of 16 outputs times 4 inputs, output by output.
+constexpr int kMaxGroupedRows = 12;
+constexpr int grouped_panels(int bits, int rows) { return rows <= (bits == 8 ? 8 : 4) ? 2 : 1; }
+
+// The lanes, which fit, as bytes.
+inline void store_bytes(int8_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v)); }
+
+struct Bytes {
+    __m512i v;
+};
+inline Bytes load_line(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+// (bytes >> N) & MASK, where MASK keeps no bit that came from a neighbour.
+template <int N, int MASK>
+inline Bytes bits_down(Bytes x) {
+    return {_mm512_and_si512(_mm512_srli_epi16(x.v, N), _mm512_set1_epi8(MASK))};
+}
+template <int N, int MASK>
+inline Bytes bits_up(Bytes x) {
+    return {_mm512_and_si512(_mm512_slli_epi16(x.v, N), _mm512_set1_epi8(MASK))};
+}
+inline Bytes either(Bytes x, Bytes y) { return {_mm512_or_si512(x.v, y.v)}; }
+// Sets BIT, which is clear, in every byte whose bit among the 64 at p is set.
+template <int BIT>
+inline Bytes set_bits(Bytes x, const uint8_t* p) {
+    uint64_t mask;
+    std::memcpy(&mask, p, 8);
+    return {_mm512_mask_add_epi8(x.v, mask, x.v, _mm512_set1_epi8(BIT))};
+}
+inline F load_half(const uint16_t* p) {  // float16
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+
+#ifdef __AVX512VNNI__
+constexpr int kByteBias = 0;
+template <int BITS>
+using Weights = Bytes;
+template <int BITS>
+inline Bytes prepare(Bytes x) {
+    return x;
+}
+// acc plus the products of four lines with 16 activations, four of them at words, words + stride, ...
+template <int BITS>
+inline I dot(I acc, const Bytes (&w)[4], const int32_t* words, int stride) {
+    for (int j = 0; j < 4; ++j) {
+        // acc.v = _mm512_dpbusd_epi32(acc.v, w[j].v, _mm512_set1_epi32(words[j * stride])), but compilers load the
+        // word by an instruction of its own, for want of which a tile would run out of issue slots.
+        asm("vpdpbusd %1%{1to16%}, %2, %0" : "+v"(acc.v) : "m"(words[j * stride]), "v"(w[j].v));
+    }
+    return acc;
+}
+#else
+// Pairs of products are summed in 16 bits: 8-bit weights would overflow, so those become signed by taking away
+// kByteBias, and their signs go over to the activations: 2 * 128 * 127 fits.
+constexpr int kByteBias = 128;
+template <int BITS>
+struct Weights {
+    __m512i size;
+    __mmask64 negative;
+};
+template <int BITS>
+inline Weights<BITS> prepare(Bytes x) {
+    if (BITS < 8) return {x.v, 0};
+    const __m512i w = _mm512_xor_si512(x.v, _mm512_set1_epi8(-128));
+    return {_mm512_abs_epi8(w), _mm512_movepi8_mask(w)};
+}
+template <int BITS>
+inline __m512i pair_sums(const Weights<BITS>& w, int32_t word) {
+    __m512i q = _mm512_set1_epi32(word);
+    if (BITS == 8) q = _mm512_mask_sub_epi8(q, w.negative, _mm512_setzero_si512(), q);
+    return _mm512_maddubs_epi16(w.size, q);
+}
+template <int BITS>
+inline I dot(I acc, const Weights<BITS> (&w)[4], const int32_t* words, int stride) {
+    constexpr int kSums = BITS <= 5 ? 4 : BITS <= 6 ? 2 : 1;  // lines whose pair sums add up without overflow
+    for (int j = 0; j < 4; j += kSums) {
+        __m512i sums = pair_sums<BITS>(w[j], words[j * stride]);
+        for (int i = 1; i < kSums; ++i) {
+            sums = _mm512_add_epi16(sums, pair_sums<BITS>(w[j + i], words[(j + i) * stride]));
+        }
+        acc.v = _mm512_add_epi32(acc.v, _mm512_madd_epi16(sums, _mm512_set1_epi16(1)));
+    }
+    return acc;
+}
+#endif
+
+}  // namespace forerun::FORERUN_ISA

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace forerun::portable {
+namespace forerun::FORERUN_ISA {
 
 struct F {
     float v[16];
@@ -59,9 +59,24 @@ inline F load(const int8_t* p) {
 inline F load(const uint16_t* p) {  // bfloat16
     return map([=](int i) { return bits_to_float(static_cast<uint32_t>(p[i]) << 16); });
 }
-constexpr int panel_slot(int lane) { return lane; }
-inline F load_panel(const uint16_t* p) { return load(p); }
-inline F load_panel(const float* p) { return load(p); }
+// Weights of two neighbouring inputs.
+constexpr int pair_place(int input, int lane) { return 16 * input + lane; }
+template <class T>
+struct PanelPair {
+    const T* at;
+};
+template <class T>
+inline PanelPair<T> load_pair(const T* p) {
+    return {p};
+}
+template <class T>
+inline F first_of(PanelPair<T> pair) {
+    return load(pair.at);
+}
+template <class T>
+inline F second_of(PanelPair<T> pair) {
+    return load(pair.at + 16);
+}
 
 inline F add(const F& x, const F& y) {
     return map([&](int i) { return x.v[i] + y.v[i]; });
@@ -169,4 +184,73 @@ inline void store_interleaved(const I& w0, const I& w1, const I& w2, const I& w3
 inline float square_root(float v) { return __builtin_sqrtf(v); }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
-}  // namespace forerun::portable
+// Grouped weights (grouped.inc). A line is 64 bytes: unsigned weights of 16 outputs times 4 inputs, output by output.
+constexpr int kMaxGroupedRows = 4;
+constexpr int grouped_panels(int, int) { return 1; }
+
+// The lanes, which fit, as bytes.
+inline void store_bytes(int8_t* p, const I& x) {
+    for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(static_cast<int32_t>(x.v[i]));
+}
+
+struct Bytes {
+    uint8_t v[64];
+};
+template <class Op>
+inline Bytes bmap(Op op) {
+    Bytes r;
+    for (int i = 0; i < 64; ++i) r.v[i] = static_cast<uint8_t>(op(i));
+    return r;
+}
+inline Bytes load_line(const uint8_t* p) {
+    Bytes r;
+    std::memcpy(r.v, p, sizeof r.v);
+    return r;
+}
+// (bytes >> N) & MASK
+template <int N, int MASK>
+inline Bytes bits_down(const Bytes& x) {
+    return bmap([&](int i) { return x.v[i] >> N & MASK; });
+}
+template <int N, int MASK>
+inline Bytes bits_up(const Bytes& x) {
+    return bmap([&](int i) { return x.v[i] << N & MASK; });
+}
+inline Bytes either(const Bytes& x, const Bytes& y) {
+    return bmap([&](int i) { return x.v[i] | y.v[i]; });
+}
+// Sets BIT, which is clear, in every byte whose bit among the 64 at p is set.
+template <int BIT>
+inline Bytes set_bits(const Bytes& x, const uint8_t* p) {
+    return bmap([&](int i) { return x.v[i] | (p[i / 8] >> i % 8 & 1) * BIT; });
+}
+inline float half_to_float(uint16_t half) {
+    const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, rest = half & 0x7FFFu;
+    if (rest >= 0x7C00u) return bits_to_float(sign | 0x7F800000u | (rest & 0x3FFu) << 13);
+    const float size = bits_to_float(rest << 13) * bits_to_float(0x77800000u);  // 2^112: exact, subnormals included
+    return bits_to_float(sign | float_to_bits(size));
+}
+inline F load_half(const uint16_t* p) {
+    return map([=](int i) { return half_to_float(p[i]); });
+}
+
+constexpr int kByteBias = 0;
+template <int BITS>
+using Weights = Bytes;
+template <int BITS>
+inline const Bytes& prepare(const Bytes& x) {
+    return x;
+}
+// acc plus the products of four lines with 16 activations, four of them at words, words + stride, ...
+template <int BITS>
+inline I dot(I acc, const Bytes (&w)[4], const int32_t* words, int stride) {
+    for (int j = 0; j < 4; ++j) {
+        int8_t q[4];
+        std::memcpy(q, words + j * stride, 4);
+        for (int lane = 0; lane < 16; ++lane)
+            for (int i = 0; i < 4; ++i) acc.v[lane] += static_cast<uint32_t>(w[j].v[4 * lane + i] * q[i]);
+    }
+    return acc;
+}
+
+}  // namespace forerun::FORERUN_ISA

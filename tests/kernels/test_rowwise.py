@@ -105,6 +105,8 @@ def test_embedding_is_exact_and_checks_its_ids(isa: str, dtype: torch.dtype) -> 
     table = torch.randn(50, 37).to(dtype)
     ids = torch.randint(50, (9,))
     assert torch.equal(kernels.embedding(ids, table), table[ids].float())
+    packed = kernels.pack_linear(table)  # an output layer that is also the table
+    assert torch.equal(kernels.embedding(ids, packed), table[ids].float())
     for wrong in (50, -51):
         with pytest.raises(IndexError):
             kernels.embedding(torch.tensor([1, wrong]), table)

@@ -52,5 +52,5 @@ def test_what_cannot_be_a_hub_id_is_not_looked_up(name: str, monkeypatch: pytest
 
 def test_a_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelNotFoundError, match="it is a file: give the folder"):
+    with pytest.raises(ModelNotFoundError, match="it is a file: give the folder, or a .gguf file"):
         resolve_model(tmp_path / "model.safetensors")

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from forerun import __version__
-from forerun.cli import bench, chat, demo, generate, inspect, verify
+from forerun.cli import bench, chat, curve, demo, generate, inspect, perplexity, quantize, verify, widen
 from forerun.cli.console import print_error
 from forerun.cli.train import app as train_app
 from forerun.errors import ForerunError
@@ -59,6 +59,9 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
 bench_app.command("speed")(bench.speed)
+bench_app.command("curve")(curve.curve)
+bench_app.command("prefill")(curve.prefill)
+bench_app.command("widen")(widen.widen)
 
 app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
@@ -66,6 +69,8 @@ app.command("chat")(chat.chat)
 app.add_typer(bench_app, name="bench")
 app.command("verify")(verify.verify)
 app.command("inspect")(inspect.inspect)
+app.command("quantize")(quantize.quantize)
+app.command("perplexity")(perplexity.perplexity)
 app.add_typer(train_app, name="train")
 
 

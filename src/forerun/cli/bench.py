@@ -58,10 +58,19 @@ def speed(
         kernels=kernels, threads=threads, max_num_seqs=1,
     )  # fmt: skip
     engines = engines_by_name(plain, wanted, draft_model)
+    _note_widened(plain)
     report = _measure(engines, cases, params, repeats, by_category)
     settings = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "temperature": temperature}
     report |= {**settings, "repeats": repeats, "verification": verification, "seed": seed}
     print_json(report) if json else _show(report)
+
+
+def _note_widened(llm: LLM) -> None:
+    from forerun.bench.widen import MARK
+
+    origin = llm.loaded.raw_config.get(MARK)
+    if origin:
+        print_note(f"this model was widened from {origin['model']}: it writes that model's text at a larger one's cost")
 
 
 def engines_by_name(plain: LLM, names: Sequence[str], draft_model: str | None) -> dict[str, LLM]:

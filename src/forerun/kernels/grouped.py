@@ -7,7 +7,8 @@ The product of a row is defined step by step, so that every backend can give the
 
 1. The row x [K] is permuted by `input_order` if there is one.
 2. It is cut into steps (`steps_of`). Each activation group has the scale a = max|x| / 127 (float32) and the integers
-   q = round_half_even(x * (1 / a)) in -127 .. 127, both the quotient and the product rounded; a = 0 gives q = 0.
+   q = round_half_even(x * (1 / a)) in -127 .. 127, both the quotient and the product rounded; where 1 / a is not
+   finite (a is 0, or far below what matters) q = 0. NaN or infinity in a row makes all its outputs NaN.
 3. Steps are visited in ascending order. With the integers w = codes - zero of an output's row and the exact integer
    dot product d = sum(w * q), acc = fma(scale * a, float(d), acc); if there are offsets, then
    acc = fma(-(offset * a), float(sum(q)), acc). acc starts at 0; products in front of an fma are rounded to float32.
@@ -105,7 +106,8 @@ def quantize_row(x: Tensor, steps: Sequence[Step]) -> tuple[Tensor, Tensor]:
         members = [step for step in steps if step.activation_group == index]
         part = slice(members[0].start, members[-1].end)
         scales[index] = x[part].abs().max() / 127
-        inverse = 1 / scales[index] if scales[index] > 0 else torch.zeros(())
+        inverse = 1 / scales[index]
+        inverse = inverse if inverse.isfinite() else torch.zeros(())
         whole[part] = (x[part] * inverse).round().clamp(-127, 127)
     return whole, scales
 

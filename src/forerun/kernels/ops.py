@@ -171,8 +171,11 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:
         """x [M, K] times weight transposed, plus bias [N] float32, accumulated in float32 -> [M, N]."""
 
-    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """Rows `token_ids` [M] int64 of `table` [V, H] (float32 or bfloat16) widened to float32 -> [M, H]."""
+    def embedding(self, token_ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
+        """Rows `token_ids` [M] int64 of `table` [V, H] (float32 or bfloat16) widened to float32 -> [M, H].
+
+        The table may be one that was packed by `pack_linear`, so that a tied output layer and it are one.
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight [H] float32, row by row -> [M, H]."""

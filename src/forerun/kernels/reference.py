@@ -96,8 +96,12 @@ class ReferenceKernels:
             raise KernelError(f"weights packed by {type(weight).__name__} given to the reference kernels")
         return out if bias is None else out + bias
 
-    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+    def embedding(self, token_ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
         """See `Kernels.embedding`."""
+        if isinstance(table, ReferenceLinear):
+            table = table.weight
+        if not isinstance(table, Tensor):
+            raise KernelError(f"an embedding table packed by {type(table).__name__} given to the reference kernels")
         return table[token_ids].float()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.errors import CheckpointError
 from forerun.kernels.ops import Kernels
 from forerun.layers.attention import Attention, AttentionShape, HeadNorms
-from forerun.layers.embedding import Embedding
+from forerun.layers.embedding import Embedding, TableEmbedding, TiedEmbedding
 from forerun.layers.linear import Linear
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.norm import RMSNorm
@@ -24,8 +24,10 @@ from forerun.layers.rotary import rope_table
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts
 from forerun.models.family import Family
-from forerun.quant.base import Part, TensorSource
+from forerun.quant.base import Part, TensorSource, WeightFormat
+from forerun.quant.dense import DenseWeight
 from forerun.quant.formats import find_format
+from forerun.quant.gguf import read_floats
 
 Progress = Callable[[int, int], None]  # (layers done, layers in all)
 
@@ -40,19 +42,19 @@ class Builder:
     kernels: Kernels
     dtype: torch.dtype | None  # None: as stored
     max_position: int
+    choose_format: Callable[[TensorSource, str], WeightFormat | None] = find_format
 
     def decoder(self, progress: Progress | None = None) -> Decoder:
         """Read everything; raises CheckpointError for missing or misshapen tensors."""
-        table = self._embedding_table()
+        head = self._lm_head()
         parts = DecoderParts(
-            embedding=Embedding(self.kernels, table),
+            embedding=self._embedding(head),
             layers=self._layers(progress),
             final_norm=self._norm(self.family.names.final_norm, self.config.hidden_size),
-            lm_head=self._lm_head(),
+            lm_head=head,
             tie_embeddings=self.config.tie_embeddings,
         )
-        kv_dtype = torch.bfloat16 if table.dtype == torch.bfloat16 else torch.float32
-        return Decoder(parts, self.max_position, kv_dtype)
+        return Decoder(parts, self.max_position, self._kv_dtype(parts))
 
     def _layers(self, progress: Progress | None) -> tuple[DecoderLayer, ...]:
         rope = rope_table(self.config.rope, self.max_position)  # [P, rotary_dim], shared by all layers
@@ -97,7 +99,7 @@ class Builder:
         return GatedMLP(self.kernels, gate_up, down, config.activation)
 
     def _linear(self, parts: list[Part], columns: int, has_bias: bool) -> Linear:
-        form = find_format(self.source, parts[0].prefix)
+        form = self.choose_format(self.source, parts[0].prefix)
         if form is None:
             raise CheckpointError(
                 f"the checkpoint has no tensor {parts[0].prefix}.weight, which config.json asks for; it is incomplete "
@@ -115,11 +117,23 @@ class Builder:
     def _vector(self, name: str, size: int) -> Tensor:
         return aligned(self.source.tensor(name, (size,)).float())  # [size]
 
-    def _embedding_table(self) -> Tensor:
-        name = f"{self.family.names.embedding}.weight"
-        table = self.source.tensor(name, (self.config.vocab_size, self.config.hidden_size))  # [V, H]
+    def _embedding(self, head: Linear) -> Embedding:
+        """The table; rows of the output layer's matrix where the two are one and its format can read rows."""
+        if self.config.tie_embeddings and isinstance(head.weight, DenseWeight):
+            return TiedEmbedding(head.weight)
+        table = self._stored_table()
         dtype = self.dtype or (torch.float32 if table.dtype == torch.float16 else table.dtype)
-        return aligned(table.to(dtype))
+        return TableEmbedding(self.kernels, aligned(table.to(dtype)))
+
+    def _kv_dtype(self, parts: DecoderParts) -> torch.dtype:
+        """float32 beside float32 and float16 matrices, bfloat16 beside bfloat16 and quantized ones."""
+        weight = parts.layers[0].attention.linears[0].weight if parts.layers else parts.lm_head.weight
+        dtype = self.dtype or (weight.dtype if isinstance(weight, DenseWeight) else torch.bfloat16)
+        return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+    def _stored_table(self) -> Tensor:
+        name = f"{self.family.names.embedding}.weight"
+        return read_floats(self.source, name, (self.config.vocab_size, self.config.hidden_size))  # [V, H]
 
     def _lm_head(self) -> Linear:
         module = self.family.names.embedding if self.config.tie_embeddings else self.family.names.lm_head

@@ -16,6 +16,7 @@ from forerun.layers.rotary import RopeSpec
 from forerun.models.family import Biases, Family
 from forerun.models.fields import Fields, words
 from forerun.models.rope_config import ROPE_FIELDS, reachable_positions, read_rope
+from forerun.quant.formats import check_quantization
 
 COMMON_FIELDS = words(
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
@@ -111,10 +112,9 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def estimate_bytes(config: ModelConfig, bytes_per_weight: float, max_position: int | None = None) -> int:
-    """Memory the loaded model will need: weights, a second copy of a tied table (packed), and the rope table."""
-    entries = num_parameters(config) + config.vocab_size * config.hidden_size * config.tie_embeddings
+    """Memory the loaded model will need: weights and the rope table."""
     positions = config.max_position if max_position is None else max_position
-    return int(entries * bytes_per_weight) + positions * config.rope.rotary_dim * 4
+    return int(num_parameters(config) * bytes_per_weight) + positions * config.rope.rotary_dim * 4
 
 
 def _refuse_unknown(raw: Mapping[str, Any], family: Family) -> None:
@@ -122,7 +122,9 @@ def _refuse_unknown(raw: Mapping[str, Any], family: Family) -> None:
     for name, value in raw.items():
         if name in known or name.startswith("_") or "dropout" in name or _says_nothing(value):
             continue
-        if any(word in name for word in TELLING_WORDS):
+        if name == "quantization_config":
+            check_quantization(value)
+        elif any(word in name for word in TELLING_WORDS):
             raise UnsupportedError(_refusal(name, value, family))
 
 
@@ -131,12 +133,6 @@ def _says_nothing(value: Any) -> bool:
 
 
 def _refusal(name: str, value: Any, family: Family) -> str:
-    if name == "quantization_config":
-        method = value.get("quant_method", "unnamed") if isinstance(value, Mapping) else value
-        return (
-            f"the checkpoint is quantized (quantization_config: {method}); supported are float32, bfloat16 and "
-            "float16 weights; take the unquantized checkpoint"
-        )
     fields = ", ".join(sorted(family.fields)) or "none beyond the common ones"
     return (
         f"config.json sets {name} = {str(value)[:60]!r}, which forerun does not know for {family.model_type} models "

@@ -8,6 +8,7 @@ that a backend may record it once and replay it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -69,7 +70,7 @@ class Decoder:
         """`max_position`: rows of the rope tables the layers hold."""
         self.parts = parts
         self.max_position = max_position
-        self.vocab_size, self.hidden_size = parts.embedding.table.shape
+        self.vocab_size, self.hidden_size = parts.embedding.shape
         self.kv_specs = tuple(_kv_spec(layer, kv_dtype) for layer in parts.layers)
         self.weight_bytes = _count_bytes(parts)
         self.num_parameters = _count_parameters(parts)
@@ -134,10 +135,10 @@ def _norm_tensors(parts: DecoderParts) -> list[Tensor]:
 
 def _count_bytes(parts: DecoderParts) -> int:
     linears = sum(linear.nbytes for linear in _linears(parts))
-    return linears + sum(tensor.nbytes for tensor in _norm_tensors(parts)) + parts.embedding.table.nbytes
+    return linears + sum(tensor.nbytes for tensor in _norm_tensors(parts)) + parts.embedding.nbytes
 
 
 def _count_parameters(parts: DecoderParts) -> int:
     linears = sum(linear.num_parameters for linear in _linears(parts))
-    table = 0 if parts.tie_embeddings else parts.embedding.table.numel()
+    table = 0 if parts.tie_embeddings else math.prod(parts.embedding.shape)
     return linears + table + sum(tensor.numel() for tensor in _norm_tensors(parts))

@@ -6,22 +6,24 @@ Knows: the order of loading, and what is checked before anything large is read. 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from forerun.config import Implementation
-from forerun.errors import CheckpointError, ConfigError, UnsupportedError
+from forerun.errors import CheckpointError, ConfigError, ModelError, UnsupportedError
 from forerun.kernels.ops import Kernels
 from forerun.models.base import Model
 from forerun.models.build import Builder, Progress
 from forerun.models.config import ModelConfig, estimate_bytes
+from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
 from forerun.models.family import Family
 from forerun.models.memory import check_memory
 from forerun.weights.checkpoint import Checkpoint, has_weights, read_json
+from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
 from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer, check_vocabulary
 
@@ -36,8 +38,8 @@ class LoadedModel:
 
     model: Model
     tokenizer: Tokenizer
-    folder: Path
-    raw_config: Mapping[str, Any]  # config.json
+    folder: Path  # or the GGUF file
+    raw_config: Mapping[str, Any]  # config.json, or what it would be for a GGUF file
     config: ModelConfig | None  # None for a model that runs through transformers
     implementation: str  # "forerun" or "transformers"
 
@@ -50,7 +52,7 @@ def load_model(
     progress: Progress | None = None,
     implementation: Implementation = "auto",
 ) -> LoadedModel:
-    """Load an embedded model, a folder or a hub id.
+    """Load an embedded model, a folder, a GGUF file or a hub id.
 
     dtype: "auto" keeps the stored precision (float16 is widened). max_position: positions to build for, at most what
     the checkpoint can use. progress(done, total) is called as layers are read. implementation "auto" runs families
@@ -60,6 +62,8 @@ def load_model(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     folder = resolve_model(name_or_path)
+    if is_gguf(folder):
+        return _load_gguf(folder, kernels, dtype, max_position, progress, implementation)
     raw = read_json(folder / "config.json")
     if _choose(raw, implementation) == "transformers":
         return _load_through_transformers(folder, raw, DTYPES[dtype], max_position)
@@ -72,7 +76,9 @@ def find_family(raw: Mapping[str, Any]) -> Family | None:
 
 
 def read_config(folder: Path) -> ModelConfig | None:
-    """A folder's configuration without its weights, None for models that run through transformers."""
+    """The configuration of a folder or GGUF file without weights, None for models that run through transformers."""
+    if is_gguf(folder):
+        return _gguf_config(GgufCheckpoint.open(folder))
     raw = read_json(folder / "config.json")
     family = find_family(raw)
     return None if family is None else ModelConfig.read(raw, family)
@@ -111,18 +117,59 @@ def _load_native(
     checkpoint = Checkpoint.open(folder)
     check_memory(_bytes_needed(config, family, checkpoint, DTYPES[dtype], positions), f"loading {folder}")
     tokenizer = Tokenizer.from_folder(folder)
-    check_vocabulary(tokenizer, config.vocab_size)
-    model = Builder(config, family, checkpoint, kernels, DTYPES[dtype], positions).decoder(progress)
-    _refuse_unread(checkpoint, config, family)
+    model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress)
     return LoadedModel(model, tokenizer, folder, raw, config, "forerun")
 
 
-def _refuse_unread(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> None:
+def _load_gguf(
+    path: Path, kernels: Kernels, dtype: str, max_position: int | None, progress: Progress | None,
+    implementation: Implementation,
+) -> LoadedModel:  # fmt: skip
+    """A model from a GGUF file alone. dtype is for its plain matrices; quantized ones stay as they are."""
+    if implementation == "transformers":
+        raise UnsupportedError(f"{path} is a GGUF file, which forerun runs itself; leave `implementation` at 'auto'")
+    checkpoint = GgufCheckpoint.open(path)
+    family, config = _gguf_family(checkpoint), _gguf_config(checkpoint)
+    positions = _positions(config.max_position, max_position)
+    table_bytes = config.vocab_size * config.hidden_size * 4  # the embedding, decoded to float32
+    check_memory(checkpoint.nbytes + table_bytes + positions * config.rope.rotary_dim * 4, f"loading {path}")
+    tokenizer = checkpoint.tokenizer()
+    model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress)
+    return LoadedModel(model, tokenizer, path, checkpoint.config, config, "forerun")
+
+
+def _gguf_family(checkpoint: GgufCheckpoint) -> Family:
+    """The family, with longrope: a GGUF file may hold a divisor for every frequency whatever the family."""
+    family = find_family(checkpoint.config)
+    assert family is not None, checkpoint.config["model_type"]
+    return replace(family, rope_kinds=(*family.rope_kinds, "longrope"))
+
+
+def _gguf_config(checkpoint: GgufCheckpoint) -> ModelConfig:
+    try:
+        return ModelConfig.read(checkpoint.config, _gguf_family(checkpoint))
+    except ModelError as error:
+        raise type(error)(f"{checkpoint.folder}, its metadata read as a config.json: {error}") from error
+
+
+def _build(
+    config: ModelConfig, family: Family, checkpoint: Checkpoint | GgufCheckpoint, tokenizer: Tokenizer,
+    kernels: Kernels, dtype: torch.dtype | None, positions: int, progress: Progress | None,
+) -> Decoder:  # fmt: skip
+    """The decoder, after making sure that vocabulary, config and tensors belong together."""
+    check_vocabulary(tokenizer, config.vocab_size)
+    model = Builder(config, family, checkpoint, kernels, dtype, positions).decoder(progress)
+    _refuse_unread(checkpoint, config, family)
+    return model
+
+
+def _refuse_unread(checkpoint: Checkpoint | GgufCheckpoint, config: ModelConfig, family: Family) -> None:
     """Tensors of the decoder that were not used mean that it computes something else than was trained."""
     names = family.names
     layers = tuple(names.layer.format(index=index) + "." for index in range(config.num_layers))
     own = (*layers, f"{names.embedding}.", f"{names.final_norm}.", f"{names.lm_head}.")
     unused = [name for name in checkpoint.unread if name.startswith(own) and not name.endswith(INERT_TENSORS)]
+    unused = [name for name in unused if not _adds_nothing(checkpoint, name)]
     if config.tie_embeddings:  # a stored copy of the table, as transformers has it
         unused = [name for name in unused if name != f"{names.lm_head}.weight"]
     if unused:
@@ -133,9 +180,16 @@ def _refuse_unread(checkpoint: Checkpoint, config: ModelConfig, family: Family) 
         )
 
 
+def _adds_nothing(checkpoint: Checkpoint | GgufCheckpoint, name: str) -> bool:
+    """Whether it is a bias of zeros, as AutoGPTQ writes one for every matrix."""
+    return name.endswith(".bias") and not bool(checkpoint.tensor(name).any())
+
+
 def _bytes_needed(
     config: ModelConfig, family: Family, checkpoint: Checkpoint, dtype: torch.dtype | None, positions: int
 ) -> int:
+    if checkpoint.config.get("quantization_config"):  # kept as small as in the file; the float tensors may be widened
+        return checkpoint.nbytes + 8 * config.vocab_size * config.hidden_size
     stored = dtype or checkpoint.dtype(f"{family.names.embedding}.weight")
     return estimate_bytes(config, 2 if stored == torch.bfloat16 else 4, positions)
 

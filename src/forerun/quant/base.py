@@ -6,8 +6,8 @@ storage format, file layout or architecture.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,11 +36,18 @@ class Weight(Protocol):
 class TensorSource(Protocol):
     """Where the tensors of a checkpoint come from."""
 
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The checkpoint's config.json, whose `quantization_config` says how matrices are stored."""
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds a tensor of that name."""
 
     def tensor(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
-        """Read one tensor; raises CheckpointError if it is missing or not of `shape`."""
+        """Read one floating tensor; raises CheckpointError if it is missing or not of `shape`."""
+
+    def integers(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """Read one tensor of whole numbers, likewise."""
 
 
 class Part(NamedTuple):

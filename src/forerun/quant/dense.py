@@ -21,6 +21,7 @@ class DenseWeight:
         """Pack `matrix` [N, K]."""
         self._kernels = kernels
         self._packed = kernels.pack_linear(matrix)
+        self.dtype = matrix.dtype
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -35,6 +36,10 @@ class DenseWeight:
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [M, K] -> [M, N]."""
         return self._kernels.linear(x, self._packed, bias)
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        """Rows `row_ids` [M] int64 of the matrix -> [M, K] float32."""
+        return self._kernels.embedding(row_ids, self._packed)
 
     def dequantize(self) -> Tensor:
         """The matrix itself: multiplying by the identity adds only zeros, so every entry comes back exactly."""

@@ -1,16 +1,52 @@
-"""Which storage formats exist, in the order they are tried.
+"""Which storage formats exist, in the order they are tried, and which quantization settings are refused.
 
 Knows: the list. Does not know: how any of them works.
 """
 
 from __future__ import annotations
 
-from forerun.quant.base import TensorSource, WeightFormat
-from forerun.quant.dense import DenseFormat
+from collections.abc import Callable, Mapping
 
-FORMATS: tuple[WeightFormat, ...] = (DenseFormat(),)
+from forerun.errors import UnsupportedError
+from forerun.quant import awq, compressed, gptq
+from forerun.quant.awq import AwqFormat
+from forerun.quant.base import TensorSource, WeightFormat
+from forerun.quant.compressed import CompressedFormat
+from forerun.quant.dense import DenseFormat
+from forerun.quant.gguf import GgufFormat
+from forerun.quant.gptq import GptqFormat
+from forerun.quant.settings import REMEDY, SECTION, Settings
+
+FORMATS: tuple[WeightFormat, ...] = (GptqFormat(), AwqFormat(), CompressedFormat(), GgufFormat(), DenseFormat())
+PACKED_NAMES = ("qweight", "weight_packed")
+CHECKS: Mapping[str, Callable[[Settings], None]] = {
+    gptq.METHOD: gptq.check_gptq,
+    awq.METHOD: awq.check_awq,
+    compressed.METHOD: compressed.check_compressed,
+}
 
 
 def find_format(source: TensorSource, prefix: str) -> WeightFormat | None:
-    """The format in which the module `prefix` is stored, None if no tensors of it are there."""
+    """The format in which the module `prefix` is stored, None if no tensors of it are there.
+
+    Raises UnsupportedError for packed integers whose format config.json does not name.
+    """
+    packed = next((name for name in PACKED_NAMES if source.has(f"{prefix}.{name}")), None)
+    if packed is not None and not source.config.get(SECTION):
+        raise UnsupportedError(
+            f"{prefix}.{packed} holds packed integers, but config.json has no {SECTION} that says how; copy the "
+            "checkpoint with its config.json again"
+        )
     return next((form for form in FORMATS if form.matches(source, prefix)), None)
+
+
+def check_quantization(section: object) -> None:
+    """Raise UnsupportedError if the `quantization_config` of a config.json asks for what no format here reads."""
+    settings = Settings(section)
+    check = CHECKS.get(settings.method or "")
+    if check is None:
+        raise UnsupportedError(
+            f"the checkpoint is quantized ({SECTION}: {settings.get('quant_method') or 'unnamed'}); supported are "
+            f"{', '.join(CHECKS)} and unquantized weights; {REMEDY}"
+        )
+    check(settings)

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 SENTENCE_END = re.compile(r"(?<=[.!?][\"'”’)])\s+|(?<=[.!?])\s+")
 LONG_WORD = re.compile(r"[A-Za-z][a-z]{4,}")
-MIN_SENTENCES = 6
+RUNS = (2, 2, 3, 3, 4, 4, 6, 8, 12)  # sentences of a task's text
+LONGEST_REPEATED = 8
+SHORTEST_SUMMARIZED = 4
 QUESTIONS = (
     "{text}\n\nWhat does the text say about {topic}?",
     "{text}\n{topic}?",
@@ -21,6 +23,12 @@ QUESTIONS = (
     "{text}\nWhat do we learn about {topic} here?",
     "Quote the part about {topic}.\n\n{text}",
     "What is said about {topic} in this text?\n\n{text}",
+)
+REPETITIONS = (
+    "Repeat: {text}",
+    "Repeat this text word for word.\n\n{text}",
+    "{text}\n\nSay that again.",
+    "Copy the following text.\n\n{text}",
 )
 SUMMARIES = (
     "Summarize: {text}",
@@ -36,17 +44,27 @@ def sentences_of(text: str) -> list[str]:
 
 
 def quoting_tasks(text: str, rng: random.Random) -> list[tuple[str, str]]:
-    """Makes one task, with its answer, of a piece of text; none of a text that is too short."""
+    """Cuts a text into runs of sentences and makes one task, with its answer, of each."""
     sentences = sentences_of(text)
-    if len(sentences) < MIN_SENTENCES:
-        return []
-    body = " ".join(sentences)
-    if rng.random() < 0.5:
-        return [(rng.choice(SUMMARIES).format(text=body), main_sentences(sentences, rng.randint(2, 4)))]
+    tasks, start = [], 0
+    while start < len(sentences):
+        run = sentences[start : start + rng.choice(RUNS)]
+        start += len(run)
+        tasks.append(quoting_task(run, rng))
+    return [task for task in tasks if task[1]]
+
+
+def quoting_task(sentences: Sequence[str], rng: random.Random) -> tuple[str, str]:
+    """Makes a task of a run of sentences: repeat, summarize, or answer a question; the answer may be empty."""
+    text, draw = " ".join(sentences), rng.random()
+    if draw < 0.25 and len(sentences) <= LONGEST_REPEATED:
+        return rng.choice(REPETITIONS).format(text=text), text
+    if draw < 0.6 and len(sentences) >= SHORTEST_SUMMARIZED:
+        return rng.choice(SUMMARIES).format(text=text), main_sentences(sentences, rng.randint(1, len(sentences) // 2))
     start = rng.randrange(len(sentences))
     topic = topic_of(sentences[start])
-    answer = " ".join(sentences[start : start + rng.randint(1, 3)])
-    return [(rng.choice(QUESTIONS).format(text=body, topic=topic), answer)] if topic else []
+    answer = " ".join(sentences[start : start + rng.randint(1, 3)]) if topic else ""
+    return rng.choice(QUESTIONS).format(text=text, topic=topic), answer
 
 
 def main_sentences(sentences: Sequence[str], number: int) -> str:

@@ -20,7 +20,6 @@ Reader = Callable[[Record, random.Random], list[str]]
 
 MAX_PIECE_CHARS = 6000
 MAX_SOURCE_CHARS = 3500
-QUOTED_CHARS = (500, 2400)
 BOOK_HEADER = re.compile(r"^\s*##? (Title|Author|Year):.*$|^-{5,}$", re.MULTILINE)
 CALCULATION = re.compile(r"<<.*?>>")
 MEETING_NOISE = re.compile(r"\{\w+\}\s*")
@@ -185,8 +184,7 @@ def instruction(record: Record, _rng: random.Random) -> list[str]:
 def quotes(record: Record, rng: random.Random) -> list[str]:
     """Reads running text as tasks that are answered with sentences of it."""
     text = clean(BOOK_HEADER.sub("", clean(record["text"])))
-    parts = pieces(text, rng.randint(*QUOTED_CHARS))
-    return [ask(task, answer) for part in parts for task, answer in quoting_tasks(part, rng)]
+    return [ask(task, answer) for task, answer in quoting_tasks(text, rng)]
 
 
 PUBLIC_DOMAIN = "public domain (US)"

@@ -11,16 +11,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
 from forerun.errors import CheckpointError, UnsupportedError
-from forerun.weights.safetensors_header import TensorEntry, read_header
+from forerun.weights.safetensors_header import TensorEntry, data_start, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+INTEGER_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
+TORCH_DTYPES = FLOAT_DTYPES | INTEGER_DTYPES
 
 
 class Checkpoint:
@@ -32,7 +33,6 @@ class Checkpoint:
         self.config = config
         self._files = files  # tensor name -> file
         self._entries = entries
-        self._handles: dict[Path, Any] = {}
         self._unread = set(entries)
 
     @staticmethod
@@ -75,7 +75,21 @@ class Checkpoint:
 
     def tensor(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """Read a floating tensor in its stored precision; raises CheckpointError if missing or not of `shape`."""
-        entry, _ = self._entry(name), self.dtype(name)
+        self.dtype(name)
+        return self._read_shaped(name, shape)
+
+    def integers(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """Read a tensor of whole numbers in their stored width; raises CheckpointError likewise."""
+        stored = self._entry(name).dtype
+        if stored not in INTEGER_DTYPES:
+            raise CheckpointError(
+                f"tensor {name} of {self._files[name]} is stored as {stored}, not as integers "
+                f"({', '.join(INTEGER_DTYPES)}); weights and config.json do not belong together"
+            )
+        return self._read_shaped(name, shape)
+
+    def _read_shaped(self, name: str, shape: Sequence[int] | None) -> Tensor:
+        entry = self._entry(name)
         if shape is not None and entry.shape != tuple(shape):
             raise CheckpointError(
                 f"tensor {name} of {self._files[name]} has shape {list(entry.shape)}, config.json asks for "
@@ -92,15 +106,30 @@ class Checkpoint:
         return self._entries[name]
 
     def _read(self, name: str) -> Tensor:
-        path = self._files[name]
+        path, entry = self._files[name], self._entry(name)
         try:
-            if path not in self._handles:
-                self._handles[path] = safetensors.safe_open(str(path), framework="pt")
-            tensor: Tensor = self._handles[path].get_tensor(name)
-            self._unread.discard(name)
-        except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+            raw = read_bytes(path, entry)  # [nbytes] uint8
+        except OSError as error:
             raise CheckpointError(f"cannot read tensor {name} of {path}: {error}") from error
-        return tensor
+        self._unread.discard(name)
+        return raw.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+
+
+def read_bytes(path: Path, entry: TensorEntry) -> Tensor:
+    """A tensor's bytes in memory of their own -> [nbytes] uint8.
+
+    Read, not mapped: a mapped file counts as memory of the process for as long as any tensor of it lives.
+    """
+    raw = torch.empty(entry.nbytes, dtype=torch.uint8)
+    view = raw.numpy().data
+    with path.open("rb", buffering=0) as file:
+        file.seek(data_start(file) + entry.begin)
+        while view:
+            num_read = file.readinto(view)
+            if not num_read:
+                raise OSError("the file ends inside it")
+            view = view[num_read:]
+    return raw
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -143,7 +172,7 @@ def _no_weights(folder: Path) -> CheckpointError:
     return CheckpointError(
         f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
         + (f" (found {', '.join(others[:5])})" if others else "")
-        + "; save the model as safetensors, e.g. with transformers' save_pretrained"
+        + "; save the model as safetensors, e.g. with transformers' save_pretrained, or give the path of a .gguf file"
     )
 
 

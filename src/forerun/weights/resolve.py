@@ -1,6 +1,6 @@
-"""From what a user typed to a model folder.
+"""From what a user typed to a model folder, or to a GGUF file, which is a model by itself.
 
-Knows: embedded names, local folders, hub ids, in this order. Does not know: what is in the folder.
+Knows: embedded names, local folders and files, hub ids, in this order. Does not know: what is in them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
-    """The folder of a model given by embedded name, path or hub id.
+    """The folder or GGUF file of a model given by embedded name, path or hub id.
 
     Raises ModelNotFoundError, which lists what was tried.
     """
@@ -27,9 +27,10 @@ def resolve_model(name_or_path: str | Path) -> Path:
     if name in EMBEDDED:
         return _embedded(name)
     folder = Path(name).expanduser()
-    if name and folder.is_dir():
+    if name and (folder.is_dir() or (folder.is_file() and folder.suffix.lower() == ".gguf")):
         return folder
-    tried.append(f"a folder {folder}" + (" (it is a file: give the folder)" if folder.is_file() else ""))
+    is_other = " (it is a file: give the folder, or a .gguf file)" if folder.is_file() else ""
+    tried.append(f"a folder {folder}{is_other}")
     if not folder.is_absolute() and HUB_ID.fullmatch(name):
         found = _download(name, tried)
         if found is not None:

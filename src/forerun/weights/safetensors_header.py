@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 from forerun.errors import CheckpointError
 
@@ -46,6 +47,12 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     return _entries(path, table, size - 8 - length)
+
+
+def data_start(file: BinaryIO | RawIOBase) -> int:
+    """Where the data of an open file begins, in bytes; the file's header was checked before."""
+    file.seek(0)
+    return 8 + int.from_bytes(file.read(8) or b"", "little")
 
 
 def _header_length(path: Path, first: bytes, size: int) -> int:

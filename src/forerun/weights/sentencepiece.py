@@ -104,7 +104,7 @@ def read_sentencepiece(path: Path) -> Vocabulary:
 def _bpe(vocabulary: Vocabulary) -> models.BPE:
     """Joining the best-scoring pair first is BPE with merges ranked by the score of their result."""
     return models.BPE(
-        vocab=_unique_ids(vocabulary.pieces),
+        vocab=unique_ids(vocabulary.pieces),
         merges=_merges(vocabulary),
         unk_token=_unknown(vocabulary),
         fuse_unk=True,
@@ -127,7 +127,7 @@ def _unknown(vocabulary: Vocabulary) -> str | None:
     return vocabulary.pieces[ids[0]] if ids else None
 
 
-def _unique_ids(pieces: Sequence[str]) -> dict[str, int]:
+def unique_ids(pieces: Sequence[str]) -> dict[str, int]:
     """Piece -> id; a piece that occurs again gets a name nothing encodes to."""
     ids: dict[str, int] = {}
     for token_id, piece in enumerate(pieces):

@@ -31,16 +31,19 @@ class Tokenizer:
 
     def __init__(
         self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any], eos_token_ids: Sequence[int] = (),
-        template: str | None = None,
+        template: str | None = None, plain_ids: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`settings` is the content of tokenizer_config.json; `eos_token_ids` are those the model's files name."""
+        """`settings` is the content of tokenizer_config.json; `eos_token_ids` are those the model's files name.
+
+        The tokens `plain_ids` stand for their names, whatever the decoder would make of those.
+        """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._special_tokens = {role: _token_text(settings.get(role)) for role in SPECIAL_ROLES}
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._rule = piece_rule(json.loads(backend.to_str()).get("decoder"))
-        self._bytes: dict[int, bytes] = {}
+        self._bytes = {token_id: (self.token_text(token_id) or "").encode() for token_id in plain_ids}
         self.chat_template = template
         self.bos_token_id = self._special_id("bos_token")
         own_end = self._special_id("eos_token")
@@ -110,6 +113,10 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a control token, invisible in texts."""
         return token_id in self._special_ids
+
+    def to_json(self) -> str:
+        """The tokenizer.json that makes the same tokens."""
+        return str(self._backend.to_str())
 
     def vocabulary(self) -> dict[str, int]:
         """Token name -> id, added tokens included."""

@@ -7,17 +7,37 @@ MAX_HEAD_DIM: int
 MAX_HEADS_PER_GROUP: int
 
 def available_isas() -> list[str]: ...
+def grouped_bytes(n: int, k: int, group_size: int, storage: int, half: bool, has_offsets: bool, /) -> int: ...
 def prefer_huge_pages(address: int, size: int, /) -> None: ...
 
 class _Ops:
     """Run by CpuEngine, recorded by Program."""
 
     def linear(self, x: int, weight: int, bias: int, y: int, m: int, n: int, k: int, dtype: int, /) -> None: ...
+    def grouped(
+        self,
+        x: int,
+        weight: int,
+        bias: int,
+        y: int,
+        order: int,
+        m: int,
+        n: int,
+        k: int,
+        group_size: int,
+        storage: int,
+        half: bool,
+        has_offsets: bool,
+        zero: int,
+        /,
+    ) -> None: ...
     def norm(
         self, x: int, residual: int, weight: int, bias: int, y: int, m: int, h: int, eps: float, subtract_mean: bool, /
     ) -> None: ...
     def gated_act(self, x: int, y: int, m: int, f: int, activation: int, /) -> None: ...
-    def embedding(self, ids: int, table: int, y: int, m: int, h: int, vocab_size: int, dtype: int, /) -> None: ...
+    def embedding(
+        self, ids: int, table: int, y: int, m: int, h: int, vocab_size: int, dtype: int, packed: bool, /
+    ) -> None: ...
     def select_rows(self, x: int, row_ids: int, y: int, r: int, h: int, /) -> None: ...
     def rope_and_cache(
         self,
@@ -76,6 +96,19 @@ class CpuEngine(_Ops):
     @property
     def num_threads(self) -> int: ...
     def pack(self, weight: int, packed: int, n: int, k: int, dtype: int, /) -> None: ...
+    def pack_grouped(
+        self,
+        codes: int,
+        scales: int,
+        offsets: int,
+        packed: int,
+        n: int,
+        k: int,
+        group_size: int,
+        storage: int,
+        half: bool,
+        /,
+    ) -> None: ...
     def gumbel(
         self,
         logits: int,
@@ -90,6 +123,7 @@ class CpuEngine(_Ops):
         scores: int,
         /,
     ) -> None: ...
+    def stream_read(self, data: int, num_bytes: int, /) -> int: ...
     def draft_chains(
         self,
         program: Program,

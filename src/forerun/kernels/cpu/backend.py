@@ -16,7 +16,8 @@ from torch import Tensor
 from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.arena import WeightArena
-from forerun.kernels.grouped import GroupedMatrix, ReferenceGrouped
+from forerun.kernels.cpu.grouped import CpuGrouped, pack_matrix
+from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import AttentionRows, HeadLayout, LayerKV, NoiseKeys, PackedLinear
 from forerun.kernels.reference import OPS, ReferenceKernels, check_activation, check_weight
 
@@ -27,7 +28,7 @@ _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
-    """Weights in panels of 16 outputs, [panel][k][16], the last one zero-padded."""
+    """Weights in panels of 16 outputs, the last one zero-padded."""
 
     panels: Tensor  # flat
     address: int
@@ -78,44 +79,49 @@ class CpuKernels:
         source = (weight.float() if weight.dtype is torch.float16 else weight).contiguous()
         num_outputs, num_inputs = source.shape
         num_panels = -(-num_outputs // _native.LANES)
-        panels = self._arena.take(num_panels * num_inputs * _native.LANES, source.dtype)
+        stored_inputs = num_inputs + num_inputs % 2 * (source.dtype.itemsize == 2)  # two-byte weights lie in pairs
+        panels = self._arena.take(num_panels * stored_inputs * _native.LANES, source.dtype)
         code = _DTYPE_CODES[source.dtype]
         self.engine.pack(source.data_ptr(), panels.data_ptr(), num_outputs, num_inputs, code)
         return CpuLinear(panels, panels.data_ptr(), num_outputs, num_inputs, code)
 
     def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
         """See `Kernels.pack_grouped`."""
-        return self._reference.pack_grouped(matrix)
+        return pack_matrix(matrix, self.engine, self._arena)
 
     def linear(self, x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
-        if isinstance(weight, ReferenceGrouped):
-            return self._reference.linear(x, weight, bias)
-        if not isinstance(weight, CpuLinear):
+        if not isinstance(weight, (CpuLinear, CpuGrouped)):
             raise KernelError(f"weights packed by {type(weight).__name__} given to the C++ kernels")
         num_rows, width = x.shape
-        if width != weight.num_inputs:
-            raise KernelError(f"linear: x has {width} columns, the weight {weight.num_inputs} inputs")
-        out = self._empty(num_rows, weight.num_outputs)
-        self._ops.linear(
-            _floats(x),
-            weight.address,
-            0 if bias is None else _floats(bias),
-            out.data_ptr(),
-            num_rows,
-            weight.num_outputs,
-            width,
-            weight.dtype_code,
-        )
+        num_outputs, num_inputs = weight.shape
+        if width != num_inputs:
+            raise KernelError(f"linear: x has {width} columns, the weight {num_inputs} inputs")
+        out = self._empty(num_rows, num_outputs)
+        shift = 0 if bias is None else _floats(bias)
+        if isinstance(weight, CpuGrouped):
+            self._ops.grouped(
+                _floats(x), weight.address, shift, out.data_ptr(), weight.order_address, num_rows, *weight.sizes
+            )
+        else:
+            self._ops.linear(
+                _floats(x), weight.address, shift, out.data_ptr(), num_rows, num_outputs, width, weight.dtype_code
+            )
         return out
 
-    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+    def embedding(self, token_ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
         """See `Kernels.embedding`."""
         vocab_size, width = table.shape
         out = self._empty(token_ids.shape[0], width)
-        code = _dtype_code(table)
+        packed = isinstance(table, CpuLinear)
+        if isinstance(table, CpuLinear):
+            address, code = table.address, table.dtype_code
+        elif isinstance(table, Tensor):
+            address, code = table.data_ptr(), _dtype_code(table)
+        else:
+            raise KernelError(f"an embedding table packed by {type(table).__name__} given to the C++ kernels")
         ids = _address(token_ids, torch.int64)
-        self._ops.embedding(ids, table.data_ptr(), out.data_ptr(), out.shape[0], width, vocab_size, code)
+        self._ops.embedding(ids, address, out.data_ptr(), out.shape[0], width, vocab_size, code, packed)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

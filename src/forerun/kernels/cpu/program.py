@@ -18,6 +18,7 @@ from torch import Tensor
 from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.backend import CpuKernels, CpuLinear
+from forerun.kernels.cpu.grouped import CpuGrouped
 from forerun.kernels.ops import AttentionRows, ChainNoise, Chains
 
 _PLAIN_ACCESS = frozenset({"__get__", "data_ptr", "is_contiguous", "size", "dim", "stride", "numel"})
@@ -220,7 +221,7 @@ class Recorder(CpuKernels):
 
         def record(*args: Any, **kwargs: Any) -> Any:
             for given in (*args, *kwargs.values()):
-                if isinstance(given, (Tensor, CpuLinear)) and not isinstance(given, _Activation):
+                if isinstance(given, (Tensor, CpuLinear, CpuGrouped)) and not isinstance(given, _Activation):
                     self._keep.append(given)
             return op(*args, **kwargs)
 

@@ -1,0 +1,90 @@
+#include "grouped_layout.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace forerun {
+namespace {
+
+constexpr int64_t kLine = 64;
+constexpr int64_t kMaxStep = 128;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t lines(int64_t bytes) { return divide_up(bytes, kLine) * kLine; }
+
+int low_bits(int storage) { return storage < 4 ? 2 : storage < 8 ? 4 : 8; }
+
+int64_t plane_bytes(int64_t k_padded, int bits) { return lines(k_padded * kLanes * bits / 8); }
+
+// Puts a code's low bits where the low plane wants them: bits [0, BITS) of a byte hold line 0, and so on upwards.
+void put_low(uint8_t* plane, int64_t block, int line, int place, int bits, uint8_t code) {
+    const int lines_a_byte = 8 / bits;
+    uint8_t* to = plane + block * 32 * bits + line / lines_a_byte * kLine + place;
+    *to = static_cast<uint8_t>(*to | (code & ((1 << bits) - 1)) << line % lines_a_byte * bits);
+}
+
+void put_high(uint8_t* plane, int64_t block, int line, int place, int bits, uint8_t code) {
+    if (bits == 2) return put_low(plane, block, line, place, 2, code);
+    uint8_t* to = plane + block * 32 + line * 8 + place / 8;
+    *to = static_cast<uint8_t>(*to | (code & 1) << place % 8);
+}
+
+void pack_row(const PackGroupedArgs& args, int64_t row, int lane, uint8_t* panel) {
+    const int low = low_bits(args.layout.storage), high = args.layout.storage - low;
+    const uint8_t* codes = args.codes + row * args.k;
+    for (int64_t i = 0; i < args.k; ++i) {
+        const int64_t block = i / kGroupedBlock;
+        const int line = static_cast<int>(i % kGroupedBlock / 4), place = lane * 4 + static_cast<int>(i % 4);
+        if (low == 8) {
+            panel[block * 256 + line * kLine + place] = codes[i];
+            continue;
+        }
+        put_low(panel, block, line, place, low, codes[i]);
+        const uint8_t rest = static_cast<uint8_t>(codes[i] >> low);
+        if (high) put_high(panel + args.layout.high_at, block, line, place, high, rest);
+    }
+}
+
+void pack_scales(const void* scales, int64_t row, int lane, const GroupedLayout& layout, uint8_t* to) {
+    const int64_t size = layout.half ? 2 : 4;
+    const uint8_t* from = static_cast<const uint8_t*>(scales) + row * layout.num_groups * size;
+    for (int64_t group = 0; group < layout.num_groups; ++group) {
+        std::memcpy(to + (group * kLanes + lane) * size, from + group * size, static_cast<size_t>(size));
+    }
+}
+
+}  // namespace
+
+GroupedLayout grouped_layout(int64_t k, int64_t group_size, int storage, bool half, bool has_offsets) {
+    GroupedLayout layout{};
+    layout.storage = storage;
+    layout.half = half;
+    layout.group_size = group_size = std::min(group_size, k);
+    layout.k_padded = divide_up(k, kGroupedBlock) * kGroupedBlock;
+    layout.num_groups = divide_up(k, group_size);
+    const int64_t last = k - (layout.num_groups - 1) * group_size;
+    layout.num_steps = (layout.num_groups - 1) * divide_up(group_size, kMaxStep) + divide_up(last, kMaxStep);
+    const int64_t scale_bytes = lines(layout.num_groups * kLanes * (half ? 2 : 4));
+    const int low = low_bits(storage);
+    layout.high_at = plane_bytes(layout.k_padded, low);
+    layout.scales_at = layout.high_at + plane_bytes(layout.k_padded, storage - low);
+    layout.offsets_at = has_offsets ? layout.scales_at + scale_bytes : 0;
+    layout.panel_bytes = layout.scales_at + scale_bytes * (has_offsets ? 2 : 1);
+    return layout;
+}
+
+void pack_grouped_panels(const PackGroupedArgs& args, int64_t begin, int64_t end) {
+    const GroupedLayout& layout = args.layout;
+    for (int64_t index = begin; index < end; ++index) {
+        uint8_t* panel = args.packed + index * layout.panel_bytes;
+        std::memset(panel, 0, static_cast<size_t>(layout.panel_bytes));
+        for (int lane = 0; lane < kLanes && index * kLanes + lane < args.n; ++lane) {
+            const int64_t row = index * kLanes + lane;
+            pack_row(args, row, lane, panel);
+            pack_scales(args.scales, row, lane, layout, panel + layout.scales_at);
+            if (args.offsets) pack_scales(args.offsets, row, lane, layout, panel + layout.offsets_at);
+        }
+    }
+}
+
+}  // namespace forerun

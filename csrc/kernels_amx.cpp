@@ -1,0 +1,50 @@
+// The grouped kernels of avx512vnni, and for many rows those on AMX tiles.
+#define FORERUN_ISA amx
+#include "kernel_table.h"
+#include "simd_avx512.h"
+
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace forerun::amx {
+namespace {
+
+#include "math.inc"
+
+#include "tile.inc"
+
+#include "grouped_amx.inc"
+
+KernelTable extend(KernelTable table) {
+    table.name = "avx512amx";
+    table.grouped_quantize = amx_quantize;
+    table.grouped = amx_grouped;
+    return table;
+}
+
+// Linux lets a process use the tile registers only after it has asked (Documentation/arch/x86/xstate.rst).
+bool tiles_permitted() {
+#ifdef __linux__
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
+}  // namespace
+}  // namespace forerun::amx
+
+namespace forerun {
+
+const KernelTable* amx_kernels() {
+    const KernelTable* base = avx512vnni_kernels();
+    if (base == nullptr || !__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-int8")) return nullptr;
+    static const bool permitted = amx::tiles_permitted();
+    static const KernelTable table = amx::extend(*base);
+    return permitted ? &table : nullptr;
+}
+
+}  // namespace forerun

@@ -1,0 +1,100 @@
+"""How fast this machine reads memory: what a pass over weights can at best reach.
+
+Knows: a buffer far larger than the caches, and threads that read it from end to end. Does not know: models.
+
+Each thread multiplies the two halves of its share with each other: two streams in ascending order, the fastest plain
+read that needs no code of our own (a sum has one stream, `memchr` waits for every line). Where the kernels bring a
+read of their own, on their own threads, that one is used.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.errors import ResourceError
+from forerun.kernels.ops import Kernels
+from forerun.models.memory import available_bytes
+
+LEAST_BYTES = 256 << 20
+MOST_BYTES = 2 << 30
+TIMES_CACHE = 2  # buffer over the largest cache, of which a virtual machine has a share only
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@contextmanager
+def reader(kernels: Kernels, num_threads: int) -> Iterator[Callable[[], float]]:
+    """Inside this context a function that reads the buffer once -> bytes a second. The buffer lives as long."""
+    num_bytes = buffer_bytes()
+    buffer = _buffer(num_bytes)
+    native: Any = getattr(getattr(kernels, "backend", None), "engine", None)
+    if hasattr(native, "stream_read"):
+        address = buffer.data_ptr()
+        yield lambda: num_bytes / _seconds(lambda: native.stream_read(address, num_bytes))
+        return
+    own_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # every reading thread is one
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            shares = [(part[0], part[1]) for part in _shares(buffer, num_threads)]
+            yield lambda: num_bytes / _seconds(lambda: list(pool.map(_read, shares)))
+    finally:
+        torch.set_num_threads(own_threads)
+
+
+def buffer_bytes() -> int:
+    """Twice the largest cache, within bounds; raises ResourceError where the memory for it is missing."""
+    wanted = min(max(TIMES_CACHE * largest_cache(), LEAST_BYTES), MOST_BYTES)
+    available = available_bytes()
+    if available is not None and wanted > available // 2:
+        raise ResourceError(
+            f"measuring the read bandwidth needs a buffer of {wanted / 1e9:.2f} GB, {available / 1e9:.2f} GB are "
+            "available; close other programs"
+        )
+    return wanted
+
+
+def largest_cache(folder: Path = CACHES) -> int:
+    """Bytes of the largest cache the system tells of, 0 where it tells of none."""
+    sizes = [_size(path) for path in folder.glob("index*/size")]
+    return max(sizes, default=0)
+
+
+def _size(path: Path) -> int:
+    try:
+        text = path.read_text("ascii").strip()
+        return int(text[:-1]) * UNITS[text[-1]] if text[-1:] in UNITS else int(text)
+    except (OSError, ValueError):
+        return 0
+
+
+def _buffer(num_bytes: int) -> Tensor:
+    """Memory of its own pages, huge ones where there are such -> [num_bytes / 4] float32, every page touched."""
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
+
+
+def _shares(buffer: Tensor, num_threads: int) -> Tensor:
+    """Two streams a thread -> [num_threads, 2, n]; the few entries left over do not matter."""
+    return buffer[: len(buffer) - len(buffer) % (2 * num_threads)].view(num_threads, 2, -1)
+
+
+def _read(halves: tuple[Tensor, Tensor]) -> None:
+    torch.dot(*halves)
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    start = perf_counter()
+    action()
+    return perf_counter() - start

@@ -1,0 +1,90 @@
+"""Single forward passes of a bare model, with a cache that holds some context already.
+
+Knows: batches of one sequence, the pool, how many bytes a pass must read. Does not know: which passes are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from forerun.cache.kv_cache import KVCache, bytes_per_block
+from forerun.kernels.ops import Kernels
+from forerun.models.base import LayerSpec
+from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.models.decoder import Decoder
+from forerun.models.recorded import RecordedModel, record
+
+BLOCK_SIZE = 16  # of the engine's pool, unless told otherwise
+MAX_CHAIN = 64  # nodes of a draft tree
+
+
+class Passes:
+    """A model bound to a pool full of random keys and values, its forward recorded where the kernels can."""
+
+    def __init__(self, model: Decoder, kernels: Kernels, max_rows: int) -> None:
+        """`max_rows`: context and new tokens together."""
+        self.cache = KVCache(kernels, model.kv_specs, -(-max_rows // BLOCK_SIZE), BLOCK_SIZE)
+        for layer in self.cache.layers:
+            layer.keys.normal_()
+            layer.values.normal_()
+        self.model = record(model, kernels, self.cache.layers)
+        self._vocab_size = model.vocab_size
+        self._windows = [layer.attention.shape.window for layer in model.parts.layers]
+        self.weight_bytes = model.weight_bytes - model.parts.embedding.nbytes
+
+    @property
+    def recorded(self) -> bool:
+        """Whether passes of few rows run without Python in between."""
+        return isinstance(self.model, RecordedModel)
+
+    def chain(self, context: int, tokens: int) -> ForwardBatch:
+        """A draft chain of `tokens` nodes, root included, after `context` known tokens; logits for all."""
+        return self._batch(range(context, context), tokens)
+
+    def chunks(self, tokens: int, chunk: int) -> list[ForwardBatch]:
+        """A prompt of `tokens` in chunks, as the engine computes it: logits for the last token alone."""
+        spans = [range(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
+        last = spans[-1]
+        return [*(self._batch(span, 0) for span in spans[:-1]), self._batch(last[:-1], 1)]
+
+    def run(self, batch: ForwardBatch) -> None:
+        """Compute it."""
+        self.model.forward(batch, self.cache.layers)
+
+    def bytes_read(self, context: int, tokens: int) -> int:
+        """What a chain must read once: every matrix, and the keys and values its rows see."""
+        seen = context + tokens
+        per_position = [bytes_per_block([spec], 1) for spec in self.model.kv_specs]
+        positions = [min(seen, window + tokens - 1) if window else seen for window in self._windows]
+        return self.weight_bytes + sum(a * b for a, b in zip(per_position, positions, strict=True))
+
+    def _batch(self, span: range, nodes: int) -> ForwardBatch:
+        """Known tokens at the positions of `span`, then a chain of `nodes`."""
+        rows = SequenceRows(
+            request_id="",
+            block_table=range(self.cache.num_blocks),
+            start=span.start,
+            span=self._token_ids(len(span)),
+            tree_start=span.stop,
+            tree_tokens=self._token_ids(nodes),
+            tree_rows=range(nodes),
+            tree_masks=[(1 << (node + 1)) - 1 for node in range(nodes)],
+            tree_depths=range(nodes),
+        )
+        return ForwardBatch.build([rows], BLOCK_SIZE)
+
+    def _token_ids(self, count: int) -> list[int]:
+        return [(17 + 7919 * i) % self._vocab_size for i in range(count)]
+
+
+def kv_bytes(specs: Sequence[LayerSpec], max_rows: int) -> int:
+    """Memory of the pool `Passes` allocates."""
+    return -(-max_rows // BLOCK_SIZE) * bytes_per_block(specs, BLOCK_SIZE)
+
+
+def kv_specs(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[LayerSpec]:
+    """The specs a model will have, before it is made."""
+    kept = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+    return [LayerSpec(num_kv_heads, head_dim, kept)] * num_layers

@@ -1,0 +1,127 @@
+"""A model of a given shape with random weights, in memory only.
+
+Knows: how to make tensors that cost what trained ones cost: no zeros, no denormals, activations near 1. Does not
+know: timing, files. The values repeat after a million, which no cache and no kernel can make use of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.bench.shapes import Shape
+from forerun.bench.weight_kinds import Grouped, WeightKind
+from forerun.errors import CheckpointError
+from forerun.kernels.grouped import GroupedMatrix
+from forerun.kernels.ops import Kernels
+from forerun.models.build import Builder
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import Decoder
+from forerun.quant.base import Part, TensorSource, WeightFormat
+from forerun.quant.dense import DenseFormat
+from forerun.quant.grouped import GroupedWeight
+
+PERIOD = 1_000_003  # a prime, so that no two rows of a matrix begin alike
+SEED = 0
+
+
+class RandomSource:
+    """A checkpoint that has every tensor it is asked for. Implements `quant.base.TensorSource`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """`dtype`: of every tensor."""
+        self._dtype = dtype
+        self._pool = torch.randn(PERIOD, generator=torch.Generator().manual_seed(SEED))  # [PERIOD]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """No settings: the format is given."""
+        return {}
+
+    def has(self, name: str) -> bool:
+        """It has all of them."""
+        return True
+
+    def tensor(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """A matrix that keeps the size of what it multiplies, or a vector of entries around 1."""
+        if shape is None:
+            raise CheckpointError(f"random tensor {name} was asked for without a shape")
+        values = self._pool / math.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.1 * self._pool
+        return tiled(values.to(self._dtype), shape)
+
+    def integers(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """It has none."""
+        raise CheckpointError(f"random weights hold no integers, but {name} was asked for")
+
+
+class RandomGroupedFormat:
+    """Every matrix as random integers with scales. Implements `quant.base.WeightFormat`."""
+
+    name = "random"
+
+    def __init__(self, layout: Grouped) -> None:
+        generator = torch.Generator().manual_seed(SEED)
+        self._layout = layout
+        self._codes = torch.randint(0, 1 << layout.bits, (PERIOD,), generator=generator, dtype=torch.uint8)
+        self._scales = torch.rand(PERIOD, generator=generator) + 0.5  # [PERIOD]
+
+    def matches(self, source: TensorSource, prefix: str) -> bool:
+        """Whatever the module."""
+        return True
+
+    def read(
+        self, source: TensorSource, parts: Sequence[Part], columns: int, kernels: Kernels, dtype: torch.dtype | None
+    ) -> GroupedWeight:
+        """A random matrix for all parts together."""
+        return GroupedWeight(kernels, self._matrix(sum(part.rows for part in parts), columns))
+
+    def _matrix(self, rows: int, columns: int) -> GroupedMatrix:
+        layout = self._layout
+        spread = (1 << layout.bits) / math.sqrt(12)  # of evenly drawn codes
+        group_size = min(layout.group_size, columns)
+        drawn = self._scales / (spread * math.sqrt(columns))
+        drawn = drawn.half().float() if layout.half_scales else drawn
+        scales = tiled(drawn, (rows, -(-columns // group_size)))
+        offsets = scales * ((1 << layout.bits) / 2) if layout.offsets else None
+        codes = tiled(self._codes, (rows, columns))
+        return GroupedMatrix(codes, scales, layout.bits, layout.zero, group_size, offsets)
+
+
+def tiled(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """The values over and over -> a fresh contiguous tensor of `shape`."""
+    count = math.prod(shape)
+    return values.repeat(-(-count // len(values)))[:count].view(tuple(shape))
+
+
+def random_decoder(shape: Shape, kind: WeightKind, kernels: Kernels, max_position: int) -> Decoder:
+    """A decoder of the shape, its matrices stored as `kind` says. Check the memory first (`bytes_needed`)."""
+    form: WeightFormat = DenseFormat() if kind.grouped is None else RandomGroupedFormat(kind.grouped)
+    source = RandomSource(kind.dtype)
+    builder = Builder(shape.config, shape.family, source, kernels, None, max_position, lambda *_: form)
+    return builder.decoder()
+
+
+def bytes_needed(config: ModelConfig, kind: WeightKind, kernels: Kernels, max_position: int) -> int:
+    """Memory the model takes at most, the largest matrix counted twice more for while it is made."""
+    hidden, heads = config.hidden_size, config.heads
+    layer = hidden * (heads.row_size + heads.num_q * heads.head_dim + 3 * config.ffn_size)
+    table = config.vocab_size * hidden
+    largest = max(table, 2 * config.ffn_size * hidden, heads.row_size * hidden)
+    matrices = (config.num_layers * layer + table) * _bytes_per_weight(kind, kernels)
+    stored = 2 if kind.dtype is torch.bfloat16 else 4
+    rope = max_position * heads.rotary_dim * 4
+    return int(matrices + table * stored + 2 * largest * stored + rope)
+
+
+def _bytes_per_weight(kind: WeightKind, kernels: Kernels) -> float:
+    """At most; codes may be packed into 4 or 8 bits each. The reference widens everything to float32."""
+    slow = kernels.name == "reference"
+    if kind.grouped is None:
+        return 2 if kind.dtype is torch.bfloat16 and not slow else 4
+    per_scale = 8 if kind.grouped.offsets else 4
+    code = 5 if slow else 0.5 if kind.grouped.bits <= 4 else 1
+    return code + per_scale / kind.grouped.group_size

@@ -1,0 +1,89 @@
+"""The storages a shape can be measured in: dense types, plain integers, the block types of GGUF.
+
+Knows: names, and which bits, groups, zero points and offsets each has. Does not know: models, files, values.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from forerun.errors import ConfigError
+
+DENSE = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
+DEFAULT_GROUP = 128  # inputs a scale holds for where only the bits are given, as GPTQ and AWQ checkpoints have it
+INTEGERS = re.compile(r"int([2-8])(?::(\d+))?")
+GGUF = "gguf:"
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """The layout of a `GroupedMatrix`."""
+
+    bits: int
+    group_size: int
+    zero: int
+    offsets: bool
+    half_scales: bool = True  # scales are float16 numbers, which a backend may store in two bytes
+
+
+# The blocks of ggml-common.h as integers and scales. Scales of scales are multiplied out, which changes no value but
+# gives float32 numbers. The non-linear types look their 16 values up in a table of 8-bit integers around 0.
+GGUF_TYPES: dict[str, Grouped] = {
+    "q8_0": Grouped(8, 32, 128, False),
+    "q4_0": Grouped(4, 32, 8, False),
+    "q4_1": Grouped(4, 32, 0, True),
+    "q5_0": Grouped(5, 32, 16, False),
+    "q5_1": Grouped(5, 32, 0, True),
+    "q2_k": Grouped(2, 16, 0, True, False),
+    "q3_k": Grouped(3, 16, 4, False, False),
+    "q4_k": Grouped(4, 32, 0, True, False),
+    "q5_k": Grouped(5, 32, 0, True, False),
+    "q6_k": Grouped(6, 16, 32, False, False),
+    "iq4_nl": Grouped(8, 32, 128, False),
+    "iq4_xs": Grouped(8, 32, 128, False, False),
+}
+GGUF_DENSE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightKind:
+    """How the matrices of a measured model are stored: dense in `dtype`, or in groups of integers."""
+
+    name: str
+    dtype: torch.dtype  # of what is dense: everything, or the embedding table
+    grouped: Grouped | None
+
+
+def read_kind(name: str) -> WeightKind:
+    """bf16, f32, f16, int4, int4:32, gguf:Q4_K and so on; raises ConfigError for others."""
+    text = name.strip().lower()
+    if text in DENSE:
+        return WeightKind(text, DENSE[text], None)
+    if text.startswith(GGUF):
+        return _gguf(name, text.removeprefix(GGUF))
+    match = INTEGERS.fullmatch(text)
+    if match is None:
+        raise _unknown(name)
+    bits, group = int(match[1]), int(match[2] or DEFAULT_GROUP)
+    if group < 16 or group % 16:
+        raise ConfigError(f"weights {name!r}: a group must be a multiple of 16 inputs, such as int{bits}:32")
+    return WeightKind(text, torch.bfloat16, Grouped(bits, group, 1 << (bits - 1), False))
+
+
+def _gguf(name: str, block: str) -> WeightKind:
+    if block in GGUF_DENSE:
+        return WeightKind(GGUF + block, GGUF_DENSE[block], None)
+    if block not in GGUF_TYPES:
+        raise _unknown(name)
+    return WeightKind(GGUF + block, torch.bfloat16, GGUF_TYPES[block])
+
+
+def _unknown(name: str) -> ConfigError:
+    blocks = ", ".join((*GGUF_DENSE, *GGUF_TYPES))
+    return ConfigError(
+        f"weights {name!r} are unknown; choose {', '.join(DENSE)}, int2 to int8 (groups of {DEFAULT_GROUP}; int4:32 "
+        f"for another), or gguf:TYPE with one block type for all matrices: {blocks} (mixes such as Q4_K_M are several)"
+    )

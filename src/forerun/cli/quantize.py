@@ -1,0 +1,239 @@
+"""`forerun quantize`: a model in fewer bits, in a layout others load too.
+
+Knows: options, what is printed before and after. Does not know: how matrices are rounded (`forerun.quantize`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.cli import options as opt
+from forerun.cli.console import err, out, print_json, print_note, table
+from forerun.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forerun.kernels.ops import Kernels
+    from forerun.models.loader import LoadedModel
+    from forerun.quantize.perplexity import Perplexity
+    from forerun.quantize.settings import QuantizeSettings
+    from forerun.quantize.text import CalibrationText
+
+OWN_SEQUENCES = 32  # texts the model writes itself: slower to have than to read
+SEQUENCES = 128
+USUAL_LENGTH = 512
+MEASURED = 16  # held-out sequences that perplexity is measured on
+HF, GGUF = "With --format hf", "With --format gguf"
+FOREIGN_OPTIONS = {  # format -> parameters of the other one, by the option's name
+    "hf": {"mix": "--type"},
+    "gguf": {
+        "method": "--method", "bits": "--bits", "group_size": "--group-size", "sym": "--sym/--asym",
+        "act_order": "--act-order", "clip": "--clip", "damp": "--damp",
+    },
+}  # fmt: skip
+
+
+def quantize(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A folder, a hub id or an embedded model.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The folder (or with --format gguf, the file) that is written.")
+    ],
+    form: Annotated[str, typer.Option("--format", help="hf (GPTQ's or AWQ's layout) or gguf.")] = "hf",
+    method: Annotated[str, typer.Option(help="rtn (rounding), gptq or awq.", rich_help_panel=HF)] = "gptq",
+    bits: Annotated[int, typer.Option(help="8, 4, 3 or 2.", rich_help_panel=HF)] = 4,
+    group_size: Annotated[int, typer.Option(help="Inputs that share a scale; -1: a row.", rich_help_panel=HF)] = 128,
+    sym: Annotated[bool, typer.Option("--sym/--asym", help="Without or with zero points.", rich_help_panel=HF)] = True,
+    act_order: Annotated[
+        bool, typer.Option("--act-order", help="gptq: the largest inputs first.", rich_help_panel=HF)
+    ] = False,
+    clip: Annotated[
+        bool | None,
+        typer.Option(help="Search ranges smaller than the weights'.", show_default="with awq", rich_help_panel=HF),
+    ] = None,
+    damp: Annotated[
+        float, typer.Option(help="gptq: added to the Hessian's diagonal, a share of its mean.", rich_help_panel=HF)
+    ] = 0.01,
+    mix: Annotated[str, typer.Option("--type", help="Q4_K_M, Q8_0, Q4_0, ...", rich_help_panel=GGUF)] = "Q4_K_M",
+    calibration: Annotated[
+        Path | None, typer.Option(help=".txt or .jsonl of texts or prompts.", show_default="the model's own text")
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option(help="Sequences to calibrate with.", min=1, show_default="128; 32 of own text")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence.", min=2, show_default="512, or all the model can use")
+    ] = None,
+    perplexity: Annotated[
+        Path | None, typer.Option(help="Text to measure perplexity on.", show_default="a held-out part")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the text the model writes itself.")] = 0,
+    kernels: opt.KernelsName = "auto",
+    threads: opt.Threads = None,
+    json: opt.JsonOption = False,
+) -> None:
+    """Write a model in fewer bits, as others load it too. A run of gptq or awq goes on where it was interrupted."""
+    _refuse_others(context, form)
+    text = _TextOptions(calibration, sequences, length, perplexity, seed, kernels, threads)
+    if form == "gguf":
+        report = _quantize_gguf(model, target, mix, text)
+    else:
+        options = {"method": method, "bits": bits, "group_size": group_size, "sym": sym}
+        report = _quantize_hf(model, target, {**options, "act_order": act_order, "clip": clip, "damp": damp}, text)
+    print_json(report) if json else _show(report)
+
+
+@dataclass(frozen=True, slots=True)
+class _TextOptions:
+    """Which text a run reads, and what runs it."""
+
+    calibration: Path | None
+    sequences: int | None
+    length: int | None
+    perplexity: Path | None
+    seed: int
+    kernels: str
+    threads: int | None
+
+
+def _refuse_others(context: typer.Context, form: str) -> None:
+    """Raise ConfigError for a format there is not, and for options of the other one."""
+    if form not in FOREIGN_OPTIONS:
+        raise ConfigError(f"--format must be one of {', '.join(FOREIGN_OPTIONS)}; got {form!r}")
+    for name, option in FOREIGN_OPTIONS[form].items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"{option} is no option of --format {form}: leave it out, or choose the other format")
+
+
+def _quantize_hf(model: str, folder: Path, options: dict[str, Any], given: _TextOptions) -> dict[str, Any]:
+    from forerun.quantize.run import quantizable_parts
+    from forerun.quantize.settings import QuantizeSettings
+
+    settings = QuantizeSettings(**options)
+    ops = _kernels(given)
+    loaded = load(model, ops)
+    quantizable_parts(loaded, settings)
+    length = sequence_length(loaded, given.length)
+    text = _text(loaded, model, given, length)
+    measured = text.held_out if given.perplexity is None else _read(given.perplexity, loaded, length)
+    before = _figures(loaded, measured, loaded.folder)
+    _run(loaded, folder, settings, text)
+    after = _figures(load(str(folder), ops), measured, folder)
+    sizes = {"num_sequences": len(text.sequences), "length": length}
+    return {"model": model, "out": str(folder), "format": "hf", **options, **sizes, "before": before, "after": after}
+
+
+def _quantize_gguf(model: str, file: Path, mix: str, given: _TextOptions) -> dict[str, Any]:
+    from forerun.models.gguf_export import export_gguf
+    from forerun.progress import progress_bar
+    from forerun.weights.checkpoint import Checkpoint
+
+    _check_file(file)
+    ops = _kernels(given)
+    loaded = load(model, ops)
+    length = sequence_length(loaded, given.length)
+    num_tensors = sum(1 for _ in Checkpoint.open(loaded.folder))
+    with progress_bar("tensors", num_tensors, shown=err().is_terminal) as advance:
+        export_gguf(loaded.folder, file, mix, Path(model).name, lambda done, total: advance(1))
+    measured = (
+        _text(loaded, model, given, length).held_out
+        if given.perplexity is None
+        else _read(given.perplexity, loaded, length)
+    )
+    before, after = _figures(loaded, measured, loaded.folder), _figures(load(str(file), ops), measured, file)
+    return {"model": model, "out": str(file), "format": "gguf", "type": mix, "before": before, "after": after}
+
+
+def _check_file(file: Path) -> None:
+    if file.suffix != ".gguf" or file.exists():
+        raise ConfigError(f"{file} must be the name of a new file that ends in .gguf")
+
+
+def load(model: str, kernels: Kernels) -> LoadedModel:
+    """A model of its own, with a spinner on a terminal."""
+    from forerun.models.loader import load_model
+
+    with err().status(f"loading {model}"):
+        return load_model(model, kernels)
+
+
+def sequence_length(loaded: LoadedModel, wanted: int | None) -> int:
+    """Tokens of a sequence: as wanted, or the usual number. Raises ConfigError for more than the model can use."""
+    possible = loaded.model.max_position
+    if wanted is not None and wanted > possible:
+        raise ConfigError(f"--length must be at most {possible}, the positions this model can use; got {wanted}")
+    return min(USUAL_LENGTH, possible) if wanted is None else wanted
+
+
+def measure(loaded: LoadedModel, sequences: list[list[int]]) -> Perplexity:
+    """Perplexity over sequences, with a bar on a terminal."""
+    from forerun.progress import progress_bar
+    from forerun.quantize.perplexity import measure_perplexity
+
+    def num_bytes(token: int) -> int:
+        return len(loaded.tokenizer.token_bytes(token))
+
+    with progress_bar("perplexity", len(sequences), shown=err().is_terminal) as advance:
+        return measure_perplexity(loaded.model, sequences, num_bytes, advance)
+
+
+def _kernels(given: _TextOptions) -> Kernels:
+    from forerun.kernels.select import select_kernels
+
+    return select_kernels(given.kernels, given.threads)
+
+
+def _read(path: Path, loaded: LoadedModel, length: int, limit: int | None = None) -> list[list[int]]:
+    from forerun.quantize.text import cut, read_texts
+
+    return cut(read_texts(path), loaded.tokenizer, length, limit)
+
+
+def _text(loaded: LoadedModel, model: str, given: _TextOptions, length: int) -> CalibrationText:
+    """From the file, or else written by the model; a part of it held out."""
+    from forerun.quantize.text import split, with_held_out
+
+    wanted = given.sequences or (OWN_SEQUENCES if given.calibration is None else SEQUENCES)
+    if given.calibration is not None:
+        return split(_read(given.calibration, loaded, length, with_held_out(wanted)), wanted)
+    from forerun.llm import LLM
+    from forerun.quantize.selftext import sample_sequences
+
+    print_note("no --calibration text was given: the model writes its own")
+    llm = LLM(model, drafter="none", kernels=given.kernels, threads=given.threads)
+    return split(sample_sequences(llm, with_held_out(wanted), length, given.seed, err().is_terminal), wanted)
+
+
+def _run(loaded: LoadedModel, folder: Path, settings: QuantizeSettings, text: CalibrationText) -> None:
+    from forerun.progress import progress_bar
+    from forerun.quantize.run import quantize_model
+
+    total = loaded.config.num_layers if loaded.config is not None else 1  # None: quantize_model refuses it
+    with progress_bar("layers", total, shown=err().is_terminal) as advance:
+        quantize_model(loaded, folder, settings, text.sequences, advance)
+
+
+def _figures(loaded: LoadedModel, measured: list[list[int]], path: Path) -> dict[str, Any]:
+    from forerun.quantize.output import weight_bytes
+
+    found = measure(loaded, measured[:MEASURED])
+    return {
+        "perplexity": round(found.perplexity, 4),
+        "bits_per_byte": round(found.bits_per_byte, 5),
+        "weight_bytes": loaded.model.weight_bytes,
+        "file_bytes": weight_bytes(path),
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    result = table("", "perplexity", "bits per byte", "in memory", "on disk")
+    for name in ("before", "after"):
+        row = report[name]
+        sizes = (f"{row[key] / 1e6:.1f} MB" for key in ("weight_bytes", "file_bytes"))
+        result.add_row(name, f"{row['perplexity']:.3f}", f"{row['bits_per_byte']:.4f}", *sizes)
+    out().print(result)
+    out().print(f"written to {report['out']}", soft_wrap=True)

@@ -1,0 +1,111 @@
+"""Packing matrices of small integers for the C++ kernels.
+
+Knows: which storage holds a matrix without loss in the fewest bytes, and what C++ must be told about it. Does not
+know: the layout (csrc/grouped_layout.h) nor the arithmetic (`forerun.kernels.grouped`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forerun.errors import KernelError
+from forerun.kernels.cpu import _native
+from forerun.kernels.cpu.arena import WeightArena
+from forerun.kernels.grouped import GroupedMatrix
+
+STORAGES = (2, 3, 4, 5, 6, 8)  # bits a packed code may occupy
+
+
+class GroupedSizes(NamedTuple):
+    """What the op is told besides addresses and rows, in the order of its arguments."""
+
+    num_outputs: int
+    num_inputs: int
+    group_size: int
+    storage: int
+    half: bool  # scales and offsets are kept in float16, exactly
+    has_offsets: bool
+    zero: int
+
+
+@dataclass(frozen=True, slots=True)
+class CpuGrouped:
+    """A grouped matrix in panels of 16 outputs."""
+
+    panels: Tensor  # flat, uint8
+    address: int
+    order: Tensor | None  # [K] int64, contiguous
+    order_address: int  # 0 without an order
+    sizes: GroupedSizes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.sizes.num_outputs, self.sizes.num_inputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.panels.nbytes + (0 if self.order is None else self.order.nbytes)
+
+
+def pack_matrix(matrix: GroupedMatrix, engine: _native.CpuEngine, arena: WeightArena) -> CpuGrouped:
+    """Lay `matrix` out for the C++ kernels; raises KernelError where its tensors are not what C++ would read."""
+    _check(matrix)
+    half = _fits_half(matrix.scales) and (matrix.offsets is None or _fits_half(matrix.offsets))
+    sizes = GroupedSizes(
+        *matrix.shape, matrix.group_size, _storage(matrix.codes), half, matrix.offsets is not None, matrix.zero
+    )
+    num_outputs, num_inputs, group_size, storage, _, has_offsets, _ = sizes
+    num_bytes = _native.grouped_bytes(num_outputs, num_inputs, group_size, storage, half, has_offsets)
+    panels = arena.take(num_bytes, torch.uint8)
+    codes, scales = matrix.codes.contiguous(), _stored(matrix.scales, half)
+    offsets = None if matrix.offsets is None else _stored(matrix.offsets, half)
+    engine.pack_grouped(
+        codes.data_ptr(),
+        scales.data_ptr(),
+        _address(offsets),
+        panels.data_ptr(),
+        num_outputs,
+        num_inputs,
+        group_size,
+        storage,
+        half,
+    )
+    order = None if matrix.input_order is None else matrix.input_order.contiguous()
+    return CpuGrouped(panels, panels.data_ptr(), order, _address(order), sizes)
+
+
+def _check(matrix: GroupedMatrix) -> None:
+    num_outputs, num_inputs = matrix.shape
+    if num_outputs < 1 or num_inputs < 1:
+        raise KernelError(f"a grouped matrix of shape {[num_outputs, num_inputs]} is empty")
+    if matrix.codes.dtype is not torch.uint8:
+        raise KernelError(f"codes of a grouped matrix are uint8, not {matrix.codes.dtype}")
+    order = matrix.input_order
+    if order is None:
+        return
+    if order.dtype is not torch.int64 or not torch.equal(order.sort().values, torch.arange(num_inputs)):
+        raise KernelError(f"input_order must be an int64 permutation of 0 .. {num_inputs - 1}")
+
+
+def _storage(codes: Tensor) -> int:
+    """The fewest bits that hold every code."""
+    wanted = int(codes.max()).bit_length()
+    return next(bits for bits in STORAGES if bits >= wanted)
+
+
+def _fits_half(values: Tensor) -> bool:
+    return torch.equal(values.half().float(), values)
+
+
+def _stored(values: Tensor, half: bool) -> Tensor:
+    return (values.half() if half else values).contiguous()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

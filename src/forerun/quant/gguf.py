@@ -1,0 +1,95 @@
+"""Matrices of GGUF files: quantized blocks become grouped matrices, plain ones stay dense.
+
+Knows: what it needs of a source of blocks, and how modules of different block types become one matrix. Does not know:
+files, names, or what is in a block (`gguf_decode`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from forerun.errors import ModelError
+from forerun.kernels.grouped import GroupedMatrix
+from forerun.kernels.ops import Kernels
+from forerun.quant.base import Part, TensorSource, Weight
+from forerun.quant.dense import DenseFormat, DenseWeight
+from forerun.quant.gguf_decode import decode_rows, join_matrices
+from forerun.quant.grouped import GroupedWeight
+
+_ROWS_AT_ONCE = 4096  # of a table that is decoded to floats
+
+
+@runtime_checkable
+class BlockSource(Protocol):
+    """A TensorSource whose tensors may be stored in blocks."""
+
+    def block_type(self, name: str) -> str | None:
+        """The type of a quantized tensor, e.g. "Q4_K"; None for plain floats."""
+
+    def blocks(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """Its stored bytes by rows -> [rows, bytes of a row] uint8."""
+
+    def tensor(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """A tensor of plain floats."""
+
+    def describe(self, name: str) -> str:
+        """What messages call the tensor: its file and its name there."""
+
+
+class GgufFormat:
+    """`PREFIX.weight` in a source of blocks.
+
+    Modules of different block types are joined into one matrix with the finest groups and the most bits among them,
+    which changes no value; if one is quantized and another is not, all become float32.
+    """
+
+    name = "gguf"
+
+    def matches(self, source: TensorSource, prefix: str) -> bool:
+        """Whether the source has blocks and `PREFIX.weight` exists."""
+        return isinstance(source, BlockSource) and source.has(f"{prefix}.weight")
+
+    def read(
+        self, source: TensorSource, parts: Sequence[Part], columns: int, kernels: Kernels, dtype: torch.dtype | None
+    ) -> Weight:
+        """See `WeightFormat`; raises UnsupportedError for block types that are not known. dtype is for plain ones."""
+        assert isinstance(source, BlockSource)
+        kinds = {source.block_type(f"{part.prefix}.weight") for part in parts}
+        if kinds == {None}:
+            return DenseFormat().read(source, parts, columns, kernels, dtype)
+        if None in kinds:
+            tables = [read_floats(source, f"{part.prefix}.weight", (part.rows, columns)) for part in parts]
+            return DenseWeight(kernels, torch.cat([table.float() for table in tables]))
+        return GroupedWeight(kernels, join_matrices([_read(source, part, columns) for part in parts]))
+
+
+def read_floats(source: TensorSource, name: str, shape: tuple[int, int]) -> Tensor:
+    """A matrix [N, K] as floats: float32 from blocks, which is exact, else in its stored precision.
+
+    Raises what `tensor` and `decode_rows` raise.
+    """
+    if not isinstance(source, BlockSource) or source.block_type(name) is None:
+        return source.tensor(name, shape)
+    rows, table = source.blocks(name, shape), torch.empty(shape)
+    for start in range(0, shape[0], _ROWS_AT_ONCE):
+        part = slice(start, start + _ROWS_AT_ONCE)
+        table[part] = _decoded(source, name, rows[part]).dequantize()
+    return table
+
+
+def _read(source: BlockSource, part: Part, columns: int) -> GroupedMatrix:
+    name = f"{part.prefix}.weight"
+    return _decoded(source, name, source.blocks(name, (part.rows, columns)))
+
+
+def _decoded(source: BlockSource, name: str, rows: Tensor) -> GroupedMatrix:
+    kind = source.block_type(name)
+    assert kind is not None
+    try:
+        return decode_rows(kind, rows)
+    except ModelError as error:
+        raise type(error)(f"{source.describe(name)}: {error}") from error

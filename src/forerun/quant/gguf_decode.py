@@ -1,0 +1,239 @@
+"""What the blocks of GGUF's quantized tensor types stand for, as grouped matrices.
+
+Knows: the layout of every block type it lists, byte by byte. Does not know: files, names of tensors, kernels.
+Nothing is rounded: codes are the stored integers, scales the products of a float16 and a small integer, which float32
+holds exactly. The work is numpy's on a few threads: torch's own threads wait for each other after every small step,
+which on a busy machine takes far longer than the steps.
+Source: ggml-quants.c (dequantize_row_*) and ggml-common.h (the structs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from forerun.errors import CheckpointError, UnsupportedError
+from forerun.kernels.grouped import GroupedMatrix
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # ggml: kvalues_iq4nl
+_IQ4_TABLE = bytes(value + 128 for value in IQ4_VALUES).ljust(256, b"\0")
+_PORTION = 1 << 18  # entries decoded at a time
+
+
+Array = npt.NDArray[Any]
+
+
+class Decoded(NamedTuple):
+    """Blocks taken apart; b counts all blocks."""
+
+    codes: Array  # [b, block size] uint8
+    scales: Array  # [b, groups of a block] float32
+    offsets: Array | None = None  # the same, what is subtracted
+
+
+class BlockType(NamedTuple):
+    """One block type: how it is taken apart, and the numbers that hold for all its blocks."""
+
+    decode: Callable[[Array], Decoded]  # from [b, nbytes] uint8
+    size: int  # entries of a block
+    nbytes: int
+    group: int  # neighbouring entries with one scale
+    bits: int
+    zero: int
+
+
+def decode_rows(name: str, rows: Tensor) -> GroupedMatrix:
+    """The matrix of rows of blocks [N, bytes of a row] uint8; raises UnsupportedError for types not in BLOCK_TYPES.
+
+    Scales that are not finite raise CheckpointError.
+    """
+    if name not in BLOCK_TYPES:
+        raise UnsupportedError(
+            f"tensors of type {name} are not supported; supported are F32, F16, BF16 and {', '.join(BLOCK_TYPES)}; "
+            "take the model in one of these types"
+        )
+    kind, num_rows = BLOCK_TYPES[name], rows.shape[0]
+    codes, scales, offsets = _decode(kind, rows.reshape(-1, kind.nbytes).numpy())
+    if not np.isfinite(scales).all() or (offsets is not None and not np.isfinite(offsets).all()):
+        raise CheckpointError(f"its {name} blocks have scales that are not finite; the file is damaged, copy it again")
+    return GroupedMatrix(
+        codes=torch.from_numpy(codes).reshape(num_rows, -1),
+        scales=torch.from_numpy(scales).reshape(num_rows, -1),
+        bits=kind.bits,
+        zero=kind.zero,
+        group_size=kind.group,
+        offsets=None if offsets is None else torch.from_numpy(offsets).reshape(num_rows, -1),
+    )
+
+
+def _decode(kind: BlockType, blocks: Array) -> Decoded:
+    """Blocks in portions, so that what is in between stays small."""
+    step, count = _PORTION // kind.size, len(blocks)
+    starts = range(0, count, step)
+    codes = np.empty((count, kind.size), np.uint8)
+
+    def work(start: int) -> tuple[Array, Array | None]:
+        with np.errstate(invalid="ignore"):  # infinity times 0: refused by the caller
+            part = kind.decode(blocks[start : start + step])
+        codes[start : start + step] = part.codes
+        return part.scales, part.offsets
+
+    if len(starts) == 1:
+        found = [work(0)]
+    else:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            found = list(pool.map(work, starts))
+    offsets = [part for _, part in found if part is not None]
+    return Decoded(codes, np.concatenate([part for part, _ in found]), np.concatenate(offsets) if offsets else None)
+
+
+def join_matrices(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix:
+    """One matrix with the rows of all, which may be of different block types; every value stays as it is.
+
+    The result has the smallest group size, the largest zero point and as many bits as its codes then need.
+    """
+    if len(matrices) == 1:
+        return matrices[0]
+    group, zero = min(matrix.group_size for matrix in matrices), max(matrix.zero for matrix in matrices)
+    highest = max((1 << matrix.bits) - 1 + zero - matrix.zero for matrix in matrices)
+    has_offsets = any(matrix.offsets is not None for matrix in matrices)
+    return GroupedMatrix(
+        codes=torch.cat([matrix.codes + (zero - matrix.zero) for matrix in matrices]),
+        scales=torch.cat([_regrouped(matrix.scales, matrix.group_size // group) for matrix in matrices]),
+        bits=highest.bit_length(),
+        zero=zero,
+        group_size=group,
+        offsets=torch.cat([_offsets(matrix, group) for matrix in matrices]) if has_offsets else None,
+    )
+
+
+def _regrouped(table: Tensor, factor: int) -> Tensor:
+    """Every group cut into `factor` of them."""
+    return table.repeat_interleave(factor, dim=1) if factor > 1 else table
+
+
+def _offsets(matrix: GroupedMatrix, group: int) -> Tensor:
+    table = torch.zeros_like(matrix.scales) if matrix.offsets is None else matrix.offsets
+    return _regrouped(table, matrix.group_size // group)
+
+
+# -- pieces of blocks ---------------------------------------------------------------------------------------------
+
+
+def _half(blocks: Array, at: int) -> Array:
+    """The float16 at byte `at` of every block -> [b, 1] float32."""
+    return blocks[:, at : at + 2].copy().view("<f2").astype(np.float32)
+
+
+def _spread(packed: Array, width: int, bits: int) -> Array:
+    """Runs of `width` bytes hold 8 / bits planes: first the lowest bits of all of them, then the next -> [b, n]."""
+    runs = packed.reshape(len(packed), -1, width)  # [b, runs, width]
+    planes = np.empty((len(packed), runs.shape[1], 8 // bits, width), np.uint8)
+    mask = np.uint8((1 << bits) - 1)
+    for plane in range(8 // bits):
+        np.right_shift(runs, np.uint8(bits * plane), out=planes[:, :, plane])
+    np.bitwise_and(planes, mask, out=planes)
+    return planes.reshape(len(packed), -1)
+
+
+def _fifth_bits(blocks: Array, at: int) -> Array:
+    """32 bits, one an entry, lowest first -> [b, 32], 0 or 16."""
+    bits: Array = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little")
+    return bits << 4
+
+
+def _scales_and_mins(packed: Array) -> tuple[Array, Array]:
+    """Eight scales and eight minima of 6 bits each in 12 bytes (get_scale_min_k4) -> [b, 8] and [b, 8] float32."""
+    low, high, mixed = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = np.concatenate((low & 63, (mixed & 15) | (low >> 2 & 48)), axis=1)
+    minima = np.concatenate((high & 63, (mixed >> 4) | (high >> 2 & 48)), axis=1)
+    return scales.astype(np.float32), minima.astype(np.float32)
+
+
+# -- block types --------------------------------------------------------------------------------------------------
+
+
+def _q8_0(blocks: Array) -> Decoded:
+    return Decoded(blocks[:, 2:] ^ 128, _half(blocks, 0))  # two's complement: flipping the sign bit adds 128
+
+
+def _q4_0(blocks: Array) -> Decoded:
+    return Decoded(_spread(blocks[:, 2:], 16, 4), _half(blocks, 0))
+
+
+def _q4_1(blocks: Array) -> Decoded:
+    return Decoded(_spread(blocks[:, 4:], 16, 4), _half(blocks, 0), -_half(blocks, 2))
+
+
+def _q5_0(blocks: Array) -> Decoded:
+    return Decoded(_spread(blocks[:, 6:], 16, 4) | _fifth_bits(blocks, 2), _half(blocks, 0))
+
+
+def _q5_1(blocks: Array) -> Decoded:
+    return Decoded(_spread(blocks[:, 8:], 16, 4) | _fifth_bits(blocks, 4), _half(blocks, 0), -_half(blocks, 2))
+
+
+def _q2_k(blocks: Array) -> Decoded:
+    packed = blocks[:, :16]
+    scales, minima = (packed & 15).astype(np.float32), (packed >> 4).astype(np.float32)
+    return Decoded(_spread(blocks[:, 16:80], 32, 2), _half(blocks, 80) * scales, _half(blocks, 82) * minima)
+
+
+def _q3_k(blocks: Array) -> Decoded:
+    low, third = _spread(blocks[:, 32:96], 32, 2), _spread(blocks[:, :32], 32, 1)
+    scales = _spread(blocks[:, 96:104], 8, 4) | _spread(blocks[:, 104:108], 4, 2) << 4  # [b, 16], 32 stands for 0
+    return Decoded(low | third << 2, _half(blocks, 108) * (scales.astype(np.float32) - 32))
+
+
+def _q4_k(blocks: Array) -> Decoded:
+    scales, minima = _scales_and_mins(blocks[:, 4:16])
+    return Decoded(_spread(blocks[:, 16:], 32, 4), _half(blocks, 0) * scales, _half(blocks, 2) * minima)
+
+
+def _q5_k(blocks: Array) -> Decoded:
+    scales, minima = _scales_and_mins(blocks[:, 4:16])
+    codes = _spread(blocks[:, 48:], 32, 4) | _spread(blocks[:, 16:48], 32, 1) << 4
+    return Decoded(codes, _half(blocks, 0) * scales, _half(blocks, 2) * minima)
+
+
+def _q6_k(blocks: Array) -> Decoded:
+    codes = _spread(blocks[:, :128], 64, 4) | _spread(blocks[:, 128:192], 32, 2) << 4
+    scales = blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return Decoded(codes, _half(blocks, 208) * scales)
+
+
+def _iq4_nl(blocks: Array) -> Decoded:
+    return Decoded(_iq4_codes(_spread(blocks[:, 2:], 16, 4)), _half(blocks, 0))
+
+
+def _iq4_xs(blocks: Array) -> Decoded:
+    low, high = _spread(blocks[:, 4:8], 1, 4), _spread(blocks[:, 2:4], 1, 2)  # [b, 8] each
+    scales = (low | high << 4).astype(np.float32) - 32
+    return Decoded(_iq4_codes(_spread(blocks[:, 8:], 16, 4)), _half(blocks, 0) * scales)
+
+
+def _iq4_codes(indices: Array) -> Array:
+    found = indices.tobytes().translate(_IQ4_TABLE)  # ten times as fast as indexing
+    return np.frombuffer(found, np.uint8).reshape(indices.shape)
+
+
+BLOCK_TYPES = {
+    "Q8_0": BlockType(_q8_0, size=32, nbytes=34, group=32, bits=8, zero=128),
+    "Q4_0": BlockType(_q4_0, size=32, nbytes=18, group=32, bits=4, zero=8),
+    "Q4_1": BlockType(_q4_1, size=32, nbytes=20, group=32, bits=4, zero=0),
+    "Q5_0": BlockType(_q5_0, size=32, nbytes=22, group=32, bits=5, zero=16),
+    "Q5_1": BlockType(_q5_1, size=32, nbytes=24, group=32, bits=5, zero=0),
+    "Q2_K": BlockType(_q2_k, size=256, nbytes=84, group=16, bits=2, zero=0),
+    "Q3_K": BlockType(_q3_k, size=256, nbytes=110, group=16, bits=3, zero=4),
+    "Q4_K": BlockType(_q4_k, size=256, nbytes=144, group=32, bits=4, zero=0),
+    "Q5_K": BlockType(_q5_k, size=256, nbytes=176, group=32, bits=5, zero=0),
+    "Q6_K": BlockType(_q6_k, size=256, nbytes=210, group=16, bits=6, zero=32),
+    "IQ4_NL": BlockType(_iq4_nl, size=32, nbytes=18, group=32, bits=8, zero=128),
+    "IQ4_XS": BlockType(_iq4_xs, size=256, nbytes=136, group=32, bits=8, zero=128),
+}

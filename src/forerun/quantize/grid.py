@@ -1,0 +1,127 @@
+"""Grids of integers: the scale and zero point of a group of weights, and rounding to them.
+
+Knows: symmetric and asymmetric ranges, searching a smaller range, what a quantized matrix holds. Does not know: in
+which order weights are rounded, nor files.
+
+The value of a code is scale * (code - zero). Zero points are at least 1, so that the common layout, which stores them
+minus one, holds each; scales are rounded to the precision they are stored in before anything is rounded to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forerun.quantize.settings import QuantizeSettings
+
+SMALLEST_SCALE = 2.0**-20
+CLIP_RATIOS = tuple(1 - 0.025 * step for step in range(29))  # 1 down to 0.3
+
+
+class Grid(NamedTuple):
+    """A scale and a zero point a row, in a shape that broadcasts over the weights."""
+
+    scale: Tensor  # [N, 1] float32
+    zero: Tensor  # [N, 1] float32, whole
+
+    def codes(self, weights: Tensor, bits: int) -> Tensor:
+        """The nearest codes of weights [N, k] -> float32, whole."""
+        return (weights / self.scale + self.zero).round().clamp(0, (1 << bits) - 1)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """What codes [N, k] stand for."""
+        return self.scale * (codes - self.zero)
+
+    def rounded(self, weights: Tensor, bits: int) -> Tensor:
+        """The nearest values on the grid."""
+        return self.values(self.codes(weights, bits))
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A matrix of codes, inputs in their own order."""
+
+    codes: Tensor  # [N, K] uint8
+    scales: Tensor  # [N, groups] float32, representable in float16
+    zeros: Tensor  # [N, groups] float32, whole
+    group_ids: Tensor  # [K] int64
+
+    def dequantize(self) -> Tensor:
+        """The matrix it stands for -> [N, K] float32."""
+        return self.scales[:, self.group_ids] * (self.codes.float() - self.zeros[:, self.group_ids])
+
+    def rows(self, start: int, end: int) -> QuantizedMatrix:
+        """Some of its rows."""
+        part = slice(start, end)
+        return QuantizedMatrix(self.codes[part], self.scales[part], self.zeros[part], self.group_ids)
+
+    def above(self, other: QuantizedMatrix) -> QuantizedMatrix:
+        """Its rows, then those of another one with the same groups."""
+        pairs = ((self.codes, other.codes), (self.scales, other.scales), (self.zeros, other.zeros))
+        codes, scales, zeros = (torch.cat(pair) for pair in pairs)
+        return QuantizedMatrix(codes, scales, zeros, self.group_ids)
+
+
+def fit(weights: Tensor, settings: QuantizeSettings, dtype: torch.dtype, ratio: float = 1.0) -> Grid:
+    """The grid over the range of weights [N, k], times `ratio`; `dtype` is the checkpoint's own precision."""
+    low, high = weights.amin(1, keepdim=True).clamp(max=0) * ratio, weights.amax(1, keepdim=True).clamp(min=0) * ratio
+    top = (1 << settings.bits) - 1
+    if settings.sym:
+        scale = _storable(2 * torch.maximum(-low, high) / top, dtype)
+        return Grid(scale, torch.full_like(scale, float(1 << (settings.bits - 1))))
+    scale = torch.where(low == 0, high / (top - 1), (high - low) / top)  # a zero point of 1 wastes a code
+    scale = _storable(scale, dtype)
+    return Grid(scale, (-low / scale).round().clamp(1, top))
+
+
+def fit_clipped(weights: Tensor, settings: QuantizeSettings, dtype: torch.dtype, importance: Tensor | None) -> Grid:
+    """The grid over the share of the range that loses least, row by row.
+
+    The loss of a row's rounding error e is e importance e^T, with the inputs' second moments [k, k] as importance;
+    without, its square.
+    """
+    best = fit(weights, settings, dtype)
+    least = _loss(best.rounded(weights, settings.bits) - weights, importance)
+    for ratio in CLIP_RATIOS[1:]:
+        grid = fit(weights, settings, dtype, ratio)
+        loss = _loss(grid.rounded(weights, settings.bits) - weights, importance)
+        better = loss < least  # [N, 1]
+        least = torch.where(better, loss, least)
+        best = Grid(torch.where(better, grid.scale, best.scale), torch.where(better, grid.zero, best.zero))
+    return best
+
+
+def round_to_nearest(
+    weights: Tensor, settings: QuantizeSettings, dtype: torch.dtype, moments: Tensor | None = None
+) -> QuantizedMatrix:
+    """Every weight of [N, K] to the nearest value of its group's grid; `moments` [K, K] weigh the search of ranges."""
+    columns = weights.shape[1]
+    size = settings.group_of(columns)
+    codes, grids = torch.empty_like(weights, dtype=torch.uint8), list[Grid]()
+    for start in range(0, columns, size):
+        part = slice(start, start + size)
+        block = weights[:, part]
+        importance = None if moments is None else moments[part, part]
+        grids.append(fit_clipped(block, settings, dtype, importance) if settings.clips else fit(block, settings, dtype))
+        codes[:, part] = grids[-1].codes(block, settings.bits).to(torch.uint8)
+    return assembled(codes, grids, torch.arange(columns) // size)
+
+
+def assembled(codes: Tensor, grids: list[Grid], group_ids: Tensor) -> QuantizedMatrix:
+    """A matrix of codes [N, K] with the grids of its groups in order."""
+    scales = torch.cat([grid.scale for grid in grids], dim=1)  # [N, groups]
+    return QuantizedMatrix(codes, scales, torch.cat([grid.zero for grid in grids], dim=1), group_ids)
+
+
+def _loss(error: Tensor, importance: Tensor | None) -> Tensor:
+    """[N, k] -> [N, 1]."""
+    weighted = error if importance is None else error @ importance
+    return (weighted * error).sum(1, keepdim=True)
+
+
+def _storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded so that both the checkpoint's precision and float16, which the layouts ask for, hold it."""
+    return torch.where(scale > 0, scale, torch.ones_like(scale)).clamp(min=SMALLEST_SCALE).to(dtype).half().float()

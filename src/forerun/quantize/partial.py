@@ -1,0 +1,77 @@
+"""What a quantization run has finished, in OUT/.partial, so that an interrupted one goes on.
+
+Knows: a file a finished layer, the calibration text's state behind the last one, what the run was asked to do. Does
+not know: layers, methods. Every file is written aside and renamed, so none is ever half there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.errors import ConfigError
+
+FOLDER = ".partial"
+ASKED, STATE = "asked.json", "state.safetensors"
+NEXT_LAYER = "next_layer"
+
+
+class Partial:
+    """The finished part of a run."""
+
+    def __init__(self, out: Path, asked: Mapping[str, Any]) -> None:
+        """Start, or go on where a run that was asked the same stopped.
+
+        Raises ConfigError if `out` holds another run's work or a finished model.
+        """
+        if (out / "config.json").exists():
+            raise ConfigError(f"{out} already holds a model; choose another folder, or delete it first")
+        self._folder = out / FOLDER
+        self._folder.mkdir(parents=True, exist_ok=True)
+        wanted, path = json.dumps(asked, sort_keys=True), self._folder / ASKED
+        if path.exists() and path.read_text("utf-8") != wanted:
+            raise ConfigError(
+                f"{self._folder} holds a run on another model, text or options; give the same ones to go on, or delete "
+                "the folder to start again"
+            )
+        path.write_text(wanted, "utf-8")
+
+    @property
+    def next_layer(self) -> int:
+        """How many layers are finished."""
+        if not (self._folder / STATE).exists():
+            return 0
+        with safetensors.safe_open(str(self._folder / STATE), framework="pt") as file:
+            return int(file.metadata()[NEXT_LAYER])
+
+    def residuals(self) -> list[Tensor]:
+        """The stream behind the last finished layer."""
+        tensors = load_file(self._folder / STATE)
+        return [tensors[name] for name in sorted(tensors)]
+
+    def save_layer(self, index: int, tensors: Mapping[str, Tensor], residuals: Sequence[Tensor]) -> None:
+        """Layer `index` is finished: its tensors, and the stream behind it."""
+        self._save(dict(tensors), self.layer_file(index), None)
+        state = {f"{number:06}": tensor for number, tensor in enumerate(residuals)}
+        self._save(state, self._folder / STATE, {NEXT_LAYER: str(index + 1)})
+
+    def layer_file(self, index: int) -> Path:
+        """Where a finished layer's tensors are."""
+        return self._folder / f"layer-{index:05}.safetensors"
+
+    def remove(self) -> None:
+        """The model is written: nothing is left to go on with."""
+        shutil.rmtree(self._folder)
+
+    def _save(self, tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None) -> None:
+        aside = path.with_suffix(".new")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside, metadata)
+        os.replace(aside, path)

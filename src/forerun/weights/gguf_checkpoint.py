@@ -1,0 +1,149 @@
+"""A GGUF model as a checkpoint: tensors by Hugging Face's names and in its order of rows, a config, a tokenizer.
+
+Knows: how a model is spread over one or several files, and undoes llama.cpp's reordering of rows. Does not know: what
+is in the blocks of quantized tensors; those leave here as bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.errors import CheckpointError, UnsupportedError
+from forerun.weights.gguf_config import read_config
+from forerun.weights.gguf_file import GgufFile, GgufModel, GgufTensor
+from forerun.weights.gguf_metadata import Metadata
+from forerun.weights.gguf_names import gguf_name, halves_from_pairs, hugging_face_name, reordered_heads
+from forerun.weights.gguf_tokenizer import read_tokenizer
+from forerun.weights.tokenizer import Tokenizer
+
+SUFFIX = ".gguf"
+FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+MAX_FILES = 10_000
+_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_READ_WITH_CONFIG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+
+class GgufCheckpoint:
+    """The tensors of a GGUF model. `open` checks everything but the tensors' data, which is mapped."""
+
+    def __init__(self, files: Sequence[GgufFile]) -> None:
+        """Use `GgufCheckpoint.open`."""
+        self._model = GgufModel(files)
+        self._metadata = Metadata(files[0].path, files[0].metadata)
+        self.folder = files[0].path  # what messages name
+        self.config = read_config(self._model)
+        self._unread = set(self._model.tensors) - set(_READ_WITH_CONFIG)
+        self._num_heads = {"q": self.config["num_attention_heads"], "k": self.config["num_key_value_heads"]}
+        self._reorders = self._metadata.text("general.architecture") == "llama"
+
+    @staticmethod
+    def open(path: Path) -> GgufCheckpoint:
+        """Read the headers of a file and of those that belong to it; raises CheckpointError or UnsupportedError."""
+        first = GgufFile.open(path)
+        count = Metadata(path, first.metadata).integer("split.count", 1)
+        return GgufCheckpoint([first] if count <= 1 else _open_all(path, count))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(tensor.nbytes for tensor in self._model.tensors.values())
+
+    @property
+    def unread(self) -> list[str]:
+        """Names of the tensors nobody asked for so far, sorted."""
+        return sorted(map(hugging_face_name, self._unread))
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return gguf_name(name) in self._model.tensors
+
+    def block_type(self, name: str) -> str | None:
+        """The type of a quantized tensor, e.g. "Q4_K"; None for F32, F16 and BF16."""
+        stored = self._entry(name).layout.name
+        return None if stored in FLOAT_TYPES else stored
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype `tensor` gives; float32 for quantized tensors, which others decode."""
+        return FLOAT_TYPES.get(self._entry(name).layout.name, torch.float32)
+
+    def tensor(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """Read a floating tensor in its stored precision.
+
+        Raises CheckpointError if it is missing or not of `shape`, UnsupportedError if it is quantized.
+        """
+        entry = self._entry(name)
+        if self.block_type(name) is not None:
+            raise UnsupportedError(
+                f"{self.folder}: tensor {gguf_name(name)} is stored as {entry.layout.name}; only matrices may be "
+                f"quantized, this must be one of {', '.join(FLOAT_TYPES)}"
+            )
+        return self.blocks(name, shape).clone().view(FLOAT_TYPES[entry.layout.name]).reshape(entry.shape)
+
+    def integers(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """GGUF models have no tensors of plain integers; raises UnsupportedError."""
+        raise UnsupportedError(f"{self.folder}: tensor {gguf_name(name)} cannot be read as plain integers")
+
+    def blocks(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """The stored bytes by rows, in Hugging Face's order of rows -> [rows, bytes of a row] uint8, read-only."""
+        entry, own = self._entry(name), gguf_name(name)
+        if shape is not None and entry.shape != tuple(shape):
+            raise CheckpointError(
+                f"tensor {own} of {self.folder} has shape {list(entry.shape)}, its metadata asks for {list(shape)}; "
+                "convert the model again"
+            )
+        self._unread.discard(own)
+        rows, kind = self._model.rows(own), reordered_heads(own)
+        if kind is None or not self._reorders:
+            return rows
+        rows = rows.view(entry.shape[0], -1)  # the entries of a bias are rows of one
+        return rows[halves_from_pairs(entry.shape[0], self._heads(own, kind, entry.shape[0]))]
+
+    def describe(self, name: str) -> str:
+        """What messages call the tensor: its file and its name there."""
+        return f"{self.folder}: tensor {gguf_name(name)}"
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer in the file."""
+        return read_tokenizer(self._metadata)
+
+    def _heads(self, own: str, kind: str, num_rows: int) -> int:
+        heads = int(self._num_heads[kind])
+        if heads < 1 or num_rows % (2 * heads):
+            raise CheckpointError(f"{self.folder}: the {num_rows} rows of {own} are not {heads} heads of even size")
+        return heads
+
+    def _entry(self, name: str) -> GgufTensor:
+        own = gguf_name(name)
+        if own not in self._model.tensors:
+            raise CheckpointError(
+                f"{self.folder} has no tensor {own}, which its metadata asks for; the file is incomplete or of another "
+                "architecture"
+            )
+        return self._model.tensors[own]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file."""
+    return path.suffix.lower() == SUFFIX and path.is_file()
+
+
+def _open_all(path: Path, count: int) -> list[GgufFile]:
+    """The files of a model in several, the first one with the metadata first."""
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None or int(match[3]) != count or count > MAX_FILES:
+        raise CheckpointError(
+            f"{path} is one of {count} files of a model but is not named NAME-00001-of-{count:05d}.gguf; give the "
+            "files the names they were published with"
+        )
+    paths = [path.with_name(f"{match[1]}-{index:05d}-of-{match[3]}.gguf") for index in range(1, count + 1)]
+    missing = [each.name for each in paths if not each.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path.parent} lacks {len(missing)} of {count} files of the model: {', '.join(missing[:5])}"
+        )
+    return [GgufFile.open(each) for each in paths]

@@ -1,0 +1,249 @@
+"""GGUF metadata as the config.json that the same model would have.
+
+Knows: the keys of the architectures llama, qwen2, qwen3 and phi3, and what they mean in Hugging Face's terms. Does
+not know: how a config is used. Keys that may change what a model computes and that are not known are refused.
+Source: llama.cpp gguf-py/gguf/constants.py, convert_hf_to_gguf.py and llama-model.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from forerun.errors import CheckpointError, UnsupportedError
+from forerun.weights.gguf_file import GgufModel
+from forerun.weights.gguf_metadata import Metadata
+from forerun.weights.gguf_tokenizer import end_token_ids, special_token_id
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
+LLAMA3_SCALINGS = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))  # factor, low, high, original: Llama 3.1 and 3.2
+_READ = (
+    "context_length embedding_length block_count feed_forward_length attention.head_count attention.head_count_kv "
+    "attention.key_length attention.value_length attention.layer_norm_rms_epsilon attention.sliding_window "
+    "rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.factor rope.scaling.attn_factor "
+    "rope.scaling.original_context_length rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow"
+)
+# vocab_size is what the embedding table has; the others say how files were made or split the same arithmetic.
+_INERT = "vocab_size tensor_data_layout rope.scaling.finetuned attention.causal"
+
+
+def read_config(file: GgufModel) -> dict[str, Any]:
+    """What config.json would say; raises CheckpointError or UnsupportedError naming the key."""
+    metadata = Metadata(file.path, file.metadata)
+    arch = _architecture(metadata)
+    _refuse_unknown(metadata, arch)
+    vocab_size, hidden = _table_shape(file)
+    heads = metadata.integer(f"{arch}.attention.head_count")
+    head_dim = _head_dim(metadata, arch, hidden, heads)
+    config: dict[str, Any] = {
+        "model_type": arch,
+        "vocab_size": vocab_size,
+        "hidden_size": metadata.integer(f"{arch}.embedding_length"),
+        "intermediate_size": metadata.integer(f"{arch}.feed_forward_length"),
+        "num_hidden_layers": metadata.integer(f"{arch}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.integer(f"{arch}.attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": metadata.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.integer(f"{arch}.context_length"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": special_token_id(metadata, "bos", vocab_size),
+        "eos_token_id": list(end_token_ids(metadata)),
+        "dtype": _main_type(file),
+    }
+    config.update(_rope(file, metadata, arch, head_dim, config["max_position_embeddings"]))
+    config.update(_of_family(file, metadata, arch))
+    return config
+
+
+def _architecture(metadata: Metadata) -> str:
+    arch = metadata.text("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"{metadata.path} holds a model of the architecture {arch!r}; forerun runs GGUF files of "
+            f"{', '.join(ARCHITECTURES)}; load another model, or this one from its safetensors"
+        )
+    if metadata.get(f"{arch}.expert_count"):
+        raise UnsupportedError(f"{metadata.path} holds a mixture of experts; forerun runs dense models from GGUF files")
+    return arch
+
+
+def _refuse_unknown(metadata: Metadata, arch: str) -> None:
+    known = {f"{arch}.{key}" for key in (*_READ.split(), *_INERT.split())}
+    for key in metadata:
+        value = metadata.get(key)
+        if not key.startswith(f"{arch}.") or key in known or (np.isscalar(value) and not value):
+            continue
+        raise UnsupportedError(
+            f"{metadata.path} sets {key} = {str(value)[:60]}, which forerun does not know for the architecture {arch} "
+            f"and which may change what the model computes; known are {', '.join(_READ.split())}"
+        )
+
+
+def _table_shape(file: GgufModel) -> tuple[int, int]:
+    if "token_embd.weight" not in file.tensors:
+        raise CheckpointError(
+            f"{file.path} has no tensor token_embd.weight; it holds a vocabulary or a part of a model"
+        )
+    shape = file.tensors["token_embd.weight"].shape
+    if len(shape) != 2:
+        raise CheckpointError(f"{file.path}: token_embd.weight has shape {list(shape)}, not two dimensions")
+    return shape[0], shape[1]
+
+
+def _head_dim(metadata: Metadata, arch: str, hidden: int, heads: int) -> int:
+    if heads < 1:
+        raise metadata.wrong(f"{arch}.attention.head_count", "at least 1")
+    head_dim = metadata.integer(f"{arch}.attention.key_length", hidden // heads)
+    if head_dim < 1 or metadata.integer(f"{arch}.attention.value_length", head_dim) != head_dim:
+        raise UnsupportedError(
+            f"{metadata.path}: keys of {head_dim} and values of another size; supported are heads of one size"
+        )
+    return head_dim
+
+
+def _main_type(file: GgufModel) -> str:
+    """The tensor type most bytes are of."""
+    sizes: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        sizes[tensor.layout.name] = sizes.get(tensor.layout.name, 0) + tensor.nbytes
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _of_family(file: GgufModel, metadata: Metadata, arch: str) -> dict[str, Any]:
+    """Fields that only some families have."""
+    window = metadata.integer(f"{arch}.attention.sliding_window", 0)
+    if arch == "phi3":
+        return {"sliding_window": window or None}
+    if arch.startswith("qwen"):
+        if window:
+            raise UnsupportedError(
+                f"{metadata.path} sets {arch}.attention.sliding_window = {window} without saying in which layers; "
+                "load the model from its safetensors"
+            )
+        return {"attention_bias": "blk.0.attn_q.bias" in file.tensors} if arch == "qwen3" else {}
+    if window:
+        return {"model_type": "mistral", "sliding_window": window}
+    return {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
+
+
+def _rope(file: GgufModel, metadata: Metadata, arch: str, head_dim: int, positions: int) -> dict[str, Any]:
+    theta = _positive(metadata, f"{arch}.rope.freq_base", 10000.0)
+    rotary_dim = metadata.integer(f"{arch}.rope.dimension_count", head_dim)
+    fields: dict[str, Any] = {"rope_theta": theta}
+    if rotary_dim != head_dim:
+        fields["partial_rotary_factor"] = _share(rotary_dim, head_dim)
+    kind = metadata.text(f"{arch}.rope.scaling.type", "none")
+    scaling = _factors(file, metadata, arch, theta, rotary_dim, positions) or _scaling(metadata, arch, kind, positions)
+    if scaling:
+        fields["rope_scaling"] = scaling
+    if scaling.get("rope_type") == "longrope":
+        fields["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    return fields
+
+
+def _positive(metadata: Metadata, key: str, default: float) -> float:
+    value = metadata.number(key, default)
+    if value <= 0:
+        raise metadata.wrong(key, "above 0")
+    return value
+
+
+def _share(part: int, whole: int) -> float:
+    """part / whole, rounded so that int(whole * share) gives part again."""
+    share = part / whole
+    return share if int(whole * share) == part else math.nextafter(share, 2.0)
+
+
+def _scaling(metadata: Metadata, arch: str, kind: str, positions: int) -> dict[str, Any]:
+    """rope_scaling for the scalings that are a formula."""
+    prefix = f"{arch}.rope.scaling"
+    factor = _positive(metadata, f"{prefix}.factor", 1.0)
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return {}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise UnsupportedError(
+            f"{metadata.path} has a rope scaling of type {kind!r} without tensors of its factors; supported are none, "
+            "linear and yarn, and longrope with its factors"
+        )
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": metadata.integer(f"{prefix}.original_context_length", positions),
+        "beta_fast": metadata.number(f"{prefix}.yarn_beta_fast", 32.0),
+        "beta_slow": metadata.number(f"{prefix}.yarn_beta_slow", 1.0),
+    }
+    extra = metadata.number(f"{prefix}.attn_factor", 1.0)
+    if extra != 1.0:  # ggml multiplies it with yarn's own
+        scaling["attention_factor"] = extra * (1.0 + 0.1 * math.log(factor))
+    return scaling
+
+
+def _factors(
+    file: GgufModel, metadata: Metadata, arch: str, theta: float, rotary_dim: int, positions: int
+) -> dict[str, Any]:
+    """rope_scaling for files that store a divisor for every frequency, {} for others."""
+    if "rope_freqs.weight" in file.tensors:
+        found = _vector(file, "rope_freqs.weight", rotary_dim // 2)
+        return _as_llama3(found, theta, rotary_dim) or _as_longrope(found, positions, 1.0)
+    if "rope_factors_short.weight" in file.tensors:
+        found = _vector(file, "rope_factors_short.weight", rotary_dim // 2)
+        original = metadata.integer(f"{arch}.rope.scaling.original_context_length", positions)
+        stretch = positions / max(original, 2)
+        natural = math.sqrt(1 + math.log(stretch) / math.log(max(original, 2))) if stretch > 1 else 1.0
+        return _as_longrope(found, original, metadata.number(f"{arch}.rope.scaling.attn_factor", natural))
+    return {}
+
+
+def _as_longrope(factors: np.ndarray[Any, Any], original: int, amplitude: float) -> dict[str, Any]:
+    values = [float(value) for value in factors]
+    return {
+        "rope_type": "longrope",
+        "short_factor": values,
+        "long_factor": values,
+        "factor": 1.0,
+        "attention_factor": amplitude,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _as_llama3(factors: np.ndarray[Any, Any], theta: float, rotary_dim: int) -> dict[str, Any]:
+    """Llama 3's own scaling if these are its factors, so that frequencies get the same bits as from its config.json."""
+    for factor, low, high, original in LLAMA3_SCALINGS:
+        expected = llama3_factors(theta, rotary_dim, factor, low, high, original)
+        if np.allclose(factors, expected, rtol=1e-5, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+    return {}
+
+
+def llama3_factors(
+    theta: float, rotary_dim: int, factor: float, low: float, high: float, original: int
+) -> np.ndarray[Any, Any]:
+    """Divisors of the frequencies: wavelengths beyond original / low are stretched by factor, a ramp below."""
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
+    ramp = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+    return np.asarray(1 / ((1 - ramp) / factor + ramp))
+
+
+def _vector(file: GgufModel, name: str, length: int) -> np.ndarray[Any, Any]:
+    tensor = file.tensors[name]
+    if tensor.layout.name != "F32" or tensor.shape != (length,):
+        raise CheckpointError(
+            f"{file.path}: {name} is {tensor.layout.name} {list(tensor.shape)}, not F32 [{length}]; convert the model "
+            "again"
+        )
+    values = file.rows(name).numpy().copy().view("<f4").reshape(-1)
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        raise CheckpointError(f"{file.path}: {name} has entries that are not positive; convert the model again")
+    return values

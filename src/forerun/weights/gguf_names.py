@@ -1,0 +1,78 @@
+"""Tensor names: GGUF's and Hugging Face's, and which rows llama.cpp's converter reorders.
+
+Knows: the names of the decoders forerun runs. Does not know: shapes, files or types.
+Source: llama.cpp gguf-py/gguf/tensor_mapping.py and convert_hf_to_gguf.py (LlamaModel.permute).
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+
+_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_INNER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",  # Phi-3 stores both in one
+    "mlp.down_proj": "ffn_down",
+}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_OUTWARD = {theirs: ours for ours, theirs in {**_OUTER, **_INNER}.items() if ours != "mlp.gate_up_proj"}
+_REORDERED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
+
+
+def gguf_name(name: str) -> str:
+    """GGUF's name of a tensor named as Hugging Face does; names it has no other word for stay as they are."""
+    match = _LAYER.fullmatch(name)
+    if match:
+        return f"blk.{match[1]}.{_INNER.get(match[2], match[2])}.{match[3]}"
+    module, _, kind = name.rpartition(".")
+    return f"{_OUTER[module]}.{kind}" if module in _OUTER else name
+
+
+def has_gguf_name(name: str) -> bool:
+    """Whether a tensor named as Hugging Face does is one that GGUF has a word for."""
+    match = _LAYER.fullmatch(name)
+    return match[2] in _INNER if match else name.rpartition(".")[0] in _OUTER
+
+
+def hugging_face_name(name: str) -> str:
+    """A name that `gguf_name` turns into `name`: Hugging Face's where it has one."""
+    match = _BLOCK.fullmatch(name)
+    if match:
+        return f"model.layers.{match[1]}.{_OUTWARD.get(match[2], match[2])}.{match[3]}"
+    module, _, kind = name.rpartition(".")
+    return f"{_OUTWARD[module]}.{kind}" if module in _OUTWARD else name
+
+
+def reordered_heads(name: str) -> str | None:
+    """ "q" or "k" for GGUF names whose rows the converter reorders in the architecture `llama`, else None."""
+    match = _REORDERED.fullmatch(name)
+    return match[1] if match else None
+
+
+def halves_from_pairs(num_rows: int, num_heads: int) -> Tensor:
+    """Where each row of a matrix in Hugging Face's order lies in GGUF's -> [num_rows] int64.
+
+    Hugging Face rotates entry i of a head together with i + D/2, llama.cpp 2i with 2i + 1.
+    """
+    pairs = torch.arange(num_rows).reshape(num_heads, -1, 2)  # [heads, D / 2, 2]
+    return pairs.transpose(1, 2).reshape(-1)
+
+
+def pairs_from_halves(num_rows: int, num_heads: int) -> Tensor:
+    """The other way round, for writing -> [num_rows] int64."""
+    halves = torch.arange(num_rows).reshape(num_heads, 2, -1)  # [heads, 2, D / 2]
+    return halves.transpose(1, 2).reshape(-1)

@@ -1,0 +1,63 @@
+"""The numbers GGUF writes for kinds of metadata values and of tensors.
+
+Knows: both tables, and how many bytes a block of each tensor type has. Does not know: what is in a block, or files.
+Source: ggml docs/gguf.md and ggml.h (names and sizes).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)  # version 1 had 32-bit lengths and was in use for weeks only
+DEFAULT_ALIGNMENT = 32
+BOOL, STRING, ARRAY = 7, 8, 9
+SCALARS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+"""Value type -> its `struct` letter."""
+
+
+class BlockLayout(NamedTuple):
+    """A tensor type: `size` neighbouring entries of a row take `nbytes` bytes."""
+
+    name: str
+    size: int
+    nbytes: int
+
+
+TENSOR_TYPES = {
+    0: BlockLayout("F32", 1, 4),
+    1: BlockLayout("F16", 1, 2),
+    2: BlockLayout("Q4_0", 32, 18),
+    3: BlockLayout("Q4_1", 32, 20),
+    6: BlockLayout("Q5_0", 32, 22),
+    7: BlockLayout("Q5_1", 32, 24),
+    8: BlockLayout("Q8_0", 32, 34),
+    9: BlockLayout("Q8_1", 32, 40),
+    10: BlockLayout("Q2_K", 256, 84),
+    11: BlockLayout("Q3_K", 256, 110),
+    12: BlockLayout("Q4_K", 256, 144),
+    13: BlockLayout("Q5_K", 256, 176),
+    14: BlockLayout("Q6_K", 256, 210),
+    15: BlockLayout("Q8_K", 256, 292),
+    16: BlockLayout("IQ2_XXS", 256, 66),
+    17: BlockLayout("IQ2_XS", 256, 74),
+    18: BlockLayout("IQ3_XXS", 256, 98),
+    19: BlockLayout("IQ1_S", 256, 50),
+    20: BlockLayout("IQ4_NL", 32, 18),
+    21: BlockLayout("IQ3_S", 256, 110),
+    22: BlockLayout("IQ2_S", 256, 82),
+    23: BlockLayout("IQ4_XS", 256, 136),
+    24: BlockLayout("I8", 1, 1),
+    25: BlockLayout("I16", 1, 2),
+    26: BlockLayout("I32", 1, 4),
+    27: BlockLayout("I64", 1, 8),
+    28: BlockLayout("F64", 1, 8),
+    29: BlockLayout("IQ1_M", 256, 56),
+    30: BlockLayout("BF16", 1, 2),
+    34: BlockLayout("TQ1_0", 256, 54),
+    35: BlockLayout("TQ2_0", 256, 66),
+    39: BlockLayout("MXFP4", 32, 17),
+}
+TYPE_CODES = {layout.name: code for code, layout in TENSOR_TYPES.items()}

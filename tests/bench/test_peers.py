@@ -1,0 +1,101 @@
+"""The comparison with other engines: its files, its turns, its tables. The engines themselves are not run here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from forerun.bench.shapes import Shape, read_shape
+from forerun.errors import ConfigError
+from forerun.models.config import ModelConfig
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+gguf = pytest.importorskip("gguf")
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import peers
+
+    return peers
+
+
+@pytest.fixture
+def shape() -> Shape:
+    known = read_shape("qwen2.5-0.5b")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 300}
+    raw = {**known.raw, **sizes, "num_attention_heads": 4}
+    return known._replace(raw=raw, config=ModelConfig.read(raw, known.family))
+
+
+@pytest.mark.parametrize(
+    "block_type", ["Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "BF16", "F16"]
+)
+def test_files_hold_ordinary_numbers(peers: Any, shape: Shape, block_type: str, tmp_path: Path) -> None:
+    path = peers.write_gguf(shape, block_type, tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(path)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert len(tensors) == 14 and reader.get_field("qwen2.attention.head_count_kv").contents() == 2
+    down = tensors["blk.0.ffn_down.weight"]
+    assert down.tensor_type.name == block_type and list(down.shape) == [512, 256]
+    values = gguf.dequantize(down.data, down.tensor_type)
+    assert 0.2 < float(values.std()) * 512**0.5 < 5 and values.shape == (256, 512)
+    assert tensors["blk.0.attn_q.bias"].tensor_type.name == "F32"
+
+
+def test_files_that_cannot_be_are_refused(peers: Any, shape: Shape, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no random GGUF of type Q9"):
+        peers.write_gguf(shape, "Q9", tmp_path / "model.gguf")
+    narrow = {**shape.raw, "hidden_size": 896, "num_attention_heads": 14}
+    with pytest.raises(ConfigError, match="blocks of 256 \\(Q4_K\\) do not divide"):
+        peers.write_gguf(shape._replace(config=ModelConfig.read(narrow, shape.family)), "Q4_K", tmp_path / "model.gguf")
+
+
+class FakeWorker:
+    """A pass takes a millisecond a token, ten times that in the first turn."""
+
+    version, compared = "1", "nothing"
+
+    def __init__(self, log: list[tuple[str, str, int]], name: str, factor: float) -> None:
+        self.log, self.name, self.factor = log, name, factor
+
+    def logits(self, tokens: int) -> list[float]:
+        return [1.0, self.factor]
+
+    def seconds(self, first: str, tokens: int) -> float:
+        case = (self.name, first, tokens)
+        self.log.append(case)
+        return self.factor * tokens * (1e-3 if self.log.count(case) > 1 else 1e-2)
+
+
+def test_engines_take_turns_and_the_first_turn_does_not_count(
+    peers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("forerun.bench.bandwidth.buffer_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(peers, "PAUSE_S", 0)
+    log: list[tuple[str, str, int]] = []
+    workers = {"a": FakeWorker(log, "a", 1.0), "b": FakeWorker(log, "b", 2.0)}
+    given = argparse.Namespace(context="128", tokens="1,8", prefill="512", repeats=2, threads=1)
+    assert peers.agreement(workers) == {"a": 1.0, "b": pytest.approx(3 / 10**0.5, abs=1e-6)}
+    times, speeds = peers.take_turns(workers, given)
+    assert [name for name, *_ in log[:6]] == ["a", "b"] * 3 and len(log) == 18 and len(speeds) == 2
+    rows = peers.rows_of(times)
+    assert {"engine": "a", "tokens": 8, "ms": 8.0, "context": 128, "ratio": 8.0} in rows
+    assert {"engine": "b", "tokens": 512, "ms": 1024.0, "prefill": True, "tokens_per_s": 500.0} in rows
+    run = {"weights": "Q4_0", "rows": rows, "skipped": {"c": "no reader"}, "read_gb_per_s": 9.5,
+           "engines": {name: {"version": "1", "compared": "nothing", "cosine": 1.0} for name in workers}}  # fmt: skip
+    result = {"command": "x", "shape": "small", "threads": 1, "repeats": 2, "not_installed": ["d"], "runs": [run],
+              "machine": {"cpu": "c", "commit": "0", "date": "2026-01-01"}}  # fmt: skip
+    peers.keep(result, tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"2026-01-01-peers-small.{end}" for end in ("json", "md", "png")}
+    assert json.loads((tmp_path / "2026-01-01-peers-small.json").read_text()) == result
+    said = capsys.readouterr().out
+    assert "| b | 2.0 | 16.0 | 8.00 | 500 |" in said
+    assert "c was left out: no reader" in said and "Not installed: d." in said

@@ -1,0 +1,93 @@
+"""`forerun quantize` and `forerun perplexity`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.quantize import models
+
+TEXT = "The cat sat on the mat, and the dog sat by the door. " * 40
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(models.tiny("llama", tmp_path / "model"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return str(tmp_path / "text.txt")
+
+
+def test_quantize_measures_before_and_after(run_json: Any, model: str, text: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    options = ["--bits", "8", "--group-size", "32", "--length", "32", "--sequences", "8", "--calibration", text]
+    report = run_json("quantize", model, out, *options)
+    before, after = report["before"], report["after"]
+    assert report["num_sequences"] == 8 and report["method"] == "gptq"
+    assert after["perplexity"] == pytest.approx(before["perplexity"], rel=0.05)
+    assert after["file_bytes"] < before["file_bytes"] and after["weight_bytes"] < before["weight_bytes"]
+    again = run_json("perplexity", out, "--text", text, "--length", "32", "--limit", "4")
+    plain = run_json("perplexity", model, "--text", text, "--length", "32", "--limit", "4")
+    assert again["num_tokens"] == 4 * 31 and again["num_bytes"] == plain["num_bytes"]
+    assert again["perplexity"] == pytest.approx(plain["perplexity"], rel=0.05)
+    assert again["bits_per_byte"] != plain["bits_per_byte"]
+
+
+def test_awq_in_words(run: Any, model: str, text: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ["--method", "awq", "--asym", "--group-size", "16", "--length", "16", "--sequences", "4"]
+    shown = run("quantize", model, str(out), *options, "--calibration", text, "--perplexity", text).stdout
+    assert "before" in shown and "after" in shown and str(out) in " ".join(shown.split())
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "awq"
+    shown = run("perplexity", str(out), "--text", text, "--length", "16", "--limit", "2").stdout
+    assert "bits per byte over 30 tokens (30 bytes)" in shown
+
+
+def test_the_model_writes_its_own_text(run_json: Any, model: str, tmp_path: Path) -> None:
+    options = ["--method", "rtn", "--group-size", "32", "--length", "16", "--sequences", "3"]
+    report = run_json("quantize", model, str(tmp_path / "out"), *options)
+    assert report["num_sequences"] == 3
+
+
+def test_gguf(run_json: Any, text: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "mini.gguf")
+    options = ["--format", "gguf", "--type", "Q8_0", "--perplexity", text, "--length", "64"]
+    report = run_json("quantize", "mini", out, *options)
+    before, after = report["before"], report["after"]
+    assert report["type"] == "Q8_0" and after["file_bytes"] == Path(out).stat().st_size < before["file_bytes"]
+    assert after["perplexity"] == pytest.approx(before["perplexity"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--format", "gguf", "--bits", "4"], "--bits is no option of --format gguf"),
+        (["--type", "Q8_0"], "--type is no option of --format hf"),
+        (["--format", "onnx"], "--format must be one of hf, gguf"),
+        (["--format", "gguf"], "must be the name of a new file that ends in .gguf"),
+    ],
+)
+def test_options_of_the_other_format(run: Any, tmp_path: Path, options: list[str], said: str) -> None:
+    assert said in " ".join(run("quantize", "mini", str(tmp_path / "out"), *options, status=2).stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--method", "magic"], "method must be one of rtn, gptq, awq"),
+        (["--bits", "5"], "bits must be one of"),
+        (["--group-size", "64"], "which group_size 64 does not divide"),
+        (["--calibration", "missing.txt", "--group-size", "32"], "cannot read the text file missing.txt"),
+        (["--length", "65", "--group-size", "32"], "--length must be at most 64"),
+    ],
+)
+def test_errors(run: Any, model: str, text: str, tmp_path: Path, options: list[str], said: str) -> None:
+    given = options if "--calibration" in options else [*options, "--calibration", text]
+    result = run("quantize", model, str(tmp_path / "out"), *given, status=2)
+    assert result.stderr.startswith("error: ") and said in " ".join(result.stderr.split())

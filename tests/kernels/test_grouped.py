@@ -1,0 +1,233 @@
+"""Grouped matrices: the reference's numbers, exact where they can be, the same bits for a row in any company."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from tests.kernels.cases import attention_case, cpu_kernels, kernels_named
+from torch import Tensor
+
+from forerun.errors import KernelError
+from forerun.kernels.grouped import GroupedMatrix, quantize_row, steps_of
+from forerun.kernels.ops import Kernels
+from forerun.kernels.select import recording, select_kernels
+
+BYTE_ISAS = ("avx512amx", "avx512vnni", "avx512", "avx2vnni", "avx2", "portable")
+BITS = (2, 3, 4, 5, 6, 7, 8)
+GROUP_SIZES = (16, 32, 48, 64, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a random matrix is made."""
+
+    num_outputs: int = 37
+    num_inputs: int = 272
+    bits: int = 4
+    group_size: int = 32
+    offsets: bool = False
+    order: bool = False
+    half: bool = True
+
+    def matrix(self, seed: int = 0) -> GroupedMatrix:
+        """Codes of every value, scales that float16 can hold or not."""
+        generator = torch.Generator().manual_seed(seed)
+        n, k = self.num_outputs, self.num_inputs
+        num_groups = -(-k // self.group_size)
+
+        def numbers(size: float) -> Tensor:
+            values = (torch.rand(n, num_groups, generator=generator) + 0.1) * size
+            return values.half().float() if self.half else values
+
+        codes = torch.randint(0, 1 << self.bits, (n, k), generator=generator, dtype=torch.uint8)
+        codes[0, 0] = (1 << self.bits) - 1
+        zero = int(torch.randint(0, 1 << self.bits, (), generator=generator))
+        offsets = numbers(0.05) if self.offsets else None
+        order = torch.randperm(k, generator=generator) if self.order else None
+        return GroupedMatrix(codes, numbers(0.01), self.bits, zero, self.group_size, offsets, order)
+
+
+# Sizes that the kernels for tiles of bytes take, given rows enough.
+TILE_CASES = [
+    Case(bits=bits, group_size=size, num_inputs=416 if size == 32 else 448, offsets=bits % 2 == 0, order=bits == 5)
+    for bits, size in ((4, 32), (8, 128), (2, 32), (3, 64), (5, 192), (6, 448), (4, 256), (8, 32))
+]
+
+
+def _run(kernels: Kernels, matrix: GroupedMatrix, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    return kernels.linear(x, kernels.pack_grouped(matrix), bias)
+
+
+def _cases() -> list[Case]:
+    """Every width with every group size, half of them with offsets, a permutation, float32 scales."""
+    cases = [Case(bits=bits, group_size=size) for bits in BITS for size in GROUP_SIZES]
+    cases += [Case(bits=bits, group_size=size, num_inputs=size) for bits in (3, 4, 8) for size in (1, 7, 100, 200, 272)]
+    return [replace(case, offsets=i % 2 == 0, order=i % 3 == 0, half=i % 5 != 0) for i, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("isa", BYTE_ISAS)
+def test_agrees_with_the_reference(isa: str) -> None:
+    kernels, reference = cpu_kernels(isa), kernels_named("reference")
+    generator = torch.Generator().manual_seed(1)
+    for case in _cases():
+        matrix = case.matrix()
+        x, bias = torch.randn(3, case.num_inputs, generator=generator), torch.randn(37, generator=generator)
+        expected = _run(reference, matrix, x, bias)
+        allowed = 1e-6 * float(expected.abs().max() + matrix.dequantize().abs().max())
+        assert float((_run(kernels, matrix, x, bias) - expected).abs().max()) <= allowed, case
+
+
+@pytest.mark.parametrize("isa", BYTE_ISAS)
+def test_whole_numbers_are_exact(isa: str) -> None:
+    """With 127 as the largest activation of each step the 8-bit activations are the activations."""
+    kernels = cpu_kernels(isa)
+    for bits in BITS:
+        for group_size in (16, 32, 48, 128, 192, 300):
+            matrix = Case(bits=bits, group_size=group_size, num_inputs=300, order=bits % 2 == 0).matrix()
+            matrix = replace(matrix, scales=torch.ones_like(matrix.scales))
+            x = torch.randint(-127, 128, (6, 300)).float()
+            for step in steps_of(300, group_size):
+                x[:, step.start] = 127.0
+            if matrix.input_order is not None:
+                x = x[:, matrix.input_order.argsort()]
+            assert torch.equal(_run(kernels, matrix, x), x @ matrix.dequantize().T)
+
+
+@pytest.mark.parametrize("isa", BYTE_ISAS)
+def test_the_largest_sums_do_not_overflow(isa: str) -> None:
+    for bits in BITS:
+        for code, zero in (((1 << bits) - 1, 0), (0, (1 << bits) - 1), ((1 << bits) - 1, 1 << (bits - 1))):
+            codes = torch.full((20, 256), code, dtype=torch.uint8)
+            matrix = GroupedMatrix(codes, torch.ones(20, 1), bits, zero, 256)
+            signs = torch.tensor([1.0, -1.0]).repeat(10)[:, None]
+            x = (signs * 127).expand(20, 256).contiguous()
+            expected = signs.expand(20, 20) * (code - zero) * 127 * 256
+            assert torch.equal(_run(cpu_kernels(isa), matrix, x), expected)
+
+
+def test_differs_from_the_dense_product_only_by_rounding_activations() -> None:
+    kernels = cpu_kernels()
+    for case in _cases():
+        matrix = case.matrix()
+        x = torch.randn(4, case.num_inputs)
+        dense = matrix.dequantize()  # [N, K]
+        permuted = x if matrix.input_order is None else x[:, matrix.input_order]
+        steps = steps_of(case.num_inputs, case.group_size)
+        scales = torch.stack([quantize_row(row, steps)[1] for row in permuted])  # [M, activation groups]
+        half_steps = torch.empty_like(x)
+        for step in steps:
+            half_steps[:, step.start : step.end] = scales[:, step.activation_group, None] * 0.501
+        if matrix.input_order is not None:
+            half_steps = half_steps[:, matrix.input_order.argsort()]
+        allowed = half_steps @ dense.abs().T + 1e-5 * (x.abs() @ dense.abs().T)
+        assert bool(((_run(kernels, matrix, x) - x @ dense.T).abs() <= allowed).all()), case
+
+
+@pytest.mark.parametrize("isa", BYTE_ISAS)
+def test_every_instruction_set_and_thread_count_gives_the_same_bits(isa: str) -> None:
+    for case in (*_cases()[::3], *TILE_CASES):
+        case = replace(case, num_outputs=333)
+        matrix = case.matrix()
+        for num_rows in (1, 5, 14) if case not in TILE_CASES else (9, 14, 33, 101):
+            x, bias = torch.randn(num_rows, case.num_inputs), torch.randn(333)
+            expected = _run(cpu_kernels("portable", 1), matrix, x, bias)
+            for threads in (1, 2):
+                assert torch.equal(_run(cpu_kernels(isa, threads), matrix, x, bias), expected), case
+
+
+@pytest.mark.parametrize("isa", (*BYTE_ISAS[:-1], "reference"))
+def test_a_row_has_the_same_bits_in_every_batch(isa: str) -> None:
+    kernels = kernels_named(isa)
+    cases = (Case(bits=4), Case(bits=8, group_size=128, offsets=True), Case(bits=6, group_size=16, order=True))
+    for case in (*cases, *TILE_CASES[:2]):
+        packed = kernels.pack_grouped(replace(case, num_outputs=100).matrix())
+        x, bias = torch.randn(40, case.num_inputs), torch.randn(100)
+        alone = torch.cat([kernels.linear(row[None].clone(), packed, bias) for row in x])
+        for num_rows in range(1, 41, 1 if isa != "reference" else 13):
+            assert torch.equal(kernels.linear(x[:num_rows].clone(), packed, bias), alone[:num_rows])
+            order = torch.randperm(40)[:num_rows]
+            assert torch.equal(kernels.linear(x[order], packed, bias), alone[order])
+
+
+def test_row_blocks_of_a_long_prefill_change_nothing() -> None:
+    kernels = cpu_kernels()
+    packed = kernels.pack_grouped(Case(num_outputs=70, num_inputs=6000, group_size=128).matrix())
+    x = torch.randn(150, 6000)
+    assert torch.equal(kernels.linear(x, packed), torch.cat([kernels.linear(p.clone(), packed) for p in x.split(37)]))
+
+
+@pytest.mark.parametrize("isa", ("reference", *BYTE_ISAS))
+def test_what_is_not_finite_stays_in_its_row(isa: str) -> None:
+    kernels = kernels_named(isa)
+    for case in (Case(), Case(bits=8, group_size=16, offsets=True)):
+        packed = kernels.pack_grouped(case.matrix())
+        x = torch.randn(5, case.num_inputs)
+        clean = kernels.linear(x, packed)
+        x[1, 3], x[2, 5], x[3, -1] = torch.nan, torch.inf, -torch.inf
+        dirty = kernels.linear(x, packed)
+        assert torch.equal(dirty[[0, 4]], clean[[0, 4]])
+        assert dirty[1:4].isnan().all()
+
+
+@pytest.mark.parametrize("isa", ("reference", *BYTE_ISAS))
+@pytest.mark.parametrize("size", (0.0, 1e-45, 1e-38, 1e38))
+def test_tiny_and_huge_activations(isa: str, size: float) -> None:
+    kernels = kernels_named(isa)
+    x = torch.randn(2, 272).clamp(-3, 3) * size
+    x[:, ::2] = 0
+    result = _run(kernels, replace(Case().matrix(), scales=torch.full((37, 9), 2.0**-24)), x)
+    assert result.isfinite().all()
+    assert bool(result.any()) == (size > 1e-38)
+
+
+def test_storage_is_the_smallest_that_holds_every_code() -> None:
+    kernels = cpu_kernels()
+    sizes = {bits: kernels.pack_grouped(Case(64, 1024, bits).matrix()).nbytes for bits in BITS}
+    scale_bytes = 64 * (1024 // 32) * 2
+    assert sizes == {bits: 64 * 1024 * (8 if bits == 7 else bits) // 8 + scale_bytes for bits in BITS}
+    assert kernels.pack_grouped(Case(64, 1024, 4, half=False).matrix()).nbytes == sizes[4] + scale_bytes
+    assert kernels.pack_grouped(Case(64, 1024, 4, offsets=True).matrix()).nbytes == sizes[4] + scale_bytes
+    assert kernels.pack_grouped(replace(Case(64, 1024, 3).matrix(), bits=8)).nbytes == sizes[3]
+    assert kernels.pack_grouped(Case(5, 20).matrix()).shape == (5, 20)
+
+
+def test_wrong_matrices_and_tensors_are_refused() -> None:
+    kernels, matrix = cpu_kernels(), Case().matrix()
+    with pytest.raises(KernelError, match="columns"):
+        kernels.linear(torch.randn(2, 5), kernels.pack_grouped(matrix))
+    with pytest.raises(KernelError, match="contiguous"):
+        kernels.linear(torch.randn(272, 2).T, kernels.pack_grouped(matrix))
+    for order in (torch.zeros(272, dtype=torch.int64), torch.arange(272).int(), torch.arange(271)):
+        with pytest.raises(KernelError, match="permutation"):
+            kernels.pack_grouped(replace(matrix, input_order=order))
+    with pytest.raises(KernelError, match="uint8"):
+        kernels.pack_grouped(replace(matrix, codes=matrix.codes.int()))
+    with pytest.raises(KernelError, match="packed by"):
+        kernels.linear(torch.randn(2, 272), kernels_named("reference").pack_grouped(matrix))
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert _run(cpu_kernels(), Case().matrix(), torch.empty(0, 272)).shape == (0, 37)
+
+
+def test_a_recorded_product_is_the_eager_one() -> None:
+    program_module = pytest.importorskip("forerun.kernels.cpu.program")
+    kernels = select_kernels("cpu", threads=2)
+    table = torch.randn(50, 272)
+    bias = torch.randn(272)
+    packed = [kernels.pack_grouped(Case(272, 272, bits, order=bits == 8).matrix(bits)) for bits in (4, 8)]
+
+    def forward(ids: Tensor) -> Tensor:
+        x = kernels.embedding(ids, table)
+        return kernels.linear(kernels.linear(x, packed[0], bias), packed[1])
+
+    with recording(kernels, 20) as recorder:
+        assert recorder is not None
+        program = recorder.finish([forward(recorder.inputs.token_ids)])
+    rows = attention_case([5]).rows
+    for num_rows in (1, 3, 13, 20):
+        ids = torch.randint(0, 50, (num_rows,))
+        inputs = program_module.Inputs(ids, ids.int(), ids.int(), rows, ids)
+        assert torch.equal(program.run(inputs)[0], forward(ids))

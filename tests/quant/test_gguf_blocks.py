@@ -1,0 +1,164 @@
+"""Every block type against gguf's reference: decoding bit by bit, encoding by bytes or by error."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.errors import CheckpointError, ConfigError, UnsupportedError
+from forerun.quant.gguf_decode import BLOCK_TYPES, decode_rows, join_matrices
+from forerun.quant.gguf_encode import choose_type, encode_rows
+from forerun.weights.gguf_types import TENSOR_TYPES, TYPE_CODES
+
+gguf = pytest.importorskip("gguf")
+ROWS, COLUMNS = 6, 512
+WRITABLE = ("Q8_0", "Q4_0", "Q5_0", "Q4_K", "Q6_K")
+
+
+def reference(name: str, rows: Tensor) -> Tensor:
+    found = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[name])
+    return torch.from_numpy(np.ascontiguousarray(found))
+
+
+def valid_blocks(name: str, seed: int = 0) -> Tensor:
+    """Random bytes, but for the float16 scales, which are finite."""
+    kind = BLOCK_TYPES[name]
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (ROWS * COLUMNS // kind.size, kind.nbytes), dtype=torch.uint8, generator=generator)
+    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(name, (0, 2) if "_1" in name else (0,))
+    halves = (0, 2) if name in ("Q4_K", "Q5_K") else halves
+    for at in halves:
+        scales = torch.randn(len(blocks), 1, generator=generator).half()
+        blocks[:, at : at + 2] = scales.view(torch.uint8)
+    return blocks.reshape(ROWS, -1)
+
+
+def matrix(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, COLUMNS, generator=generator)
+    x[0, :256] = 0  # a block of nothing
+    x[1, 64:96] = 0.25  # a group without a spread
+    x[2] *= 1e-4
+    x[3, 7] = 30.0
+    return x
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32)
+
+
+def test_sizes_are_those_of_the_container() -> None:
+    for name, kind in BLOCK_TYPES.items():
+        assert (kind.size, kind.nbytes) == TENSOR_TYPES[TYPE_CODES[name]][1:]
+    for code, layout in TENSOR_TYPES.items():
+        known = gguf.GGMLQuantizationType(code)
+        assert known.name == layout.name and gguf.GGML_QUANT_SIZES[known] == (layout.size, layout.nbytes)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_random_blocks_decode_to_the_bits_of_the_reference(name: str, seed: int) -> None:
+    rows = valid_blocks(name, seed)
+    decoded = decode_rows(name, rows)
+    assert decoded.shape == (ROWS, COLUMNS) and int(decoded.codes.max()) < 1 << decoded.bits
+    assert torch.equal(bits(decoded.dequantize()), bits(reference(name, rows)))
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_blocks_of_the_reference_quantizer_decode_to_its_bits(name: str) -> None:
+    rows = torch.from_numpy(gguf.quants.quantize(matrix().numpy(), gguf.GGMLQuantizationType[name]))
+    decoded = decode_rows(name, rows).dequantize()
+    assert torch.equal(decoded, reference(name, rows))
+    assert (decoded - matrix()).abs().mean() < 0.2
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q5_0"])
+def test_simple_encoders_write_the_bytes_of_the_reference(name: str) -> None:
+    theirs = torch.from_numpy(gguf.quants.quantize(matrix().numpy(), gguf.GGMLQuantizationType[name]))
+    assert torch.equal(encode_rows(name, matrix()), theirs)
+
+
+# relative error of a normal matrix: what the formats are known for (uniform rounding of b bits over a group's range)
+LIMITS = {"Q8_0": 0.006, "Q6_K": 0.02, "Q5_0": 0.05, "Q4_K": 0.075, "Q4_0": 0.095}
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_encoders_keep_to_the_error_of_their_bits(name: str) -> None:
+    x = torch.randn(16, 1024, generator=torch.Generator().manual_seed(3))
+    found = reference(name, encode_rows(name, x))
+    assert float((found - x).norm() / x.norm()) < LIMITS[name]
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_encoders_survive_zeros_outliers_and_constant_groups(name: str) -> None:
+    rows = encode_rows(name, matrix())
+    found = decode_rows(name, rows).dequantize()
+    assert torch.equal(found, reference(name, rows)) and found.isfinite().all()
+    assert torch.equal(found[0, :256], torch.zeros(256))
+    group = matrix()[:, 256:].abs().amax(dim=1)
+    assert ((found[:, 256:] - matrix()[:, 256:]).abs().amax(dim=1) <= group * 0.15).all()
+
+
+def test_searched_scales_beat_the_plain_ones() -> None:
+    x = torch.randn(16, 1024, generator=torch.Generator().manual_seed(5))
+
+    def error(name: str) -> float:
+        return float((decode_rows(name, encode_rows(name, x)).dequantize() - x).square().mean())
+
+    low, high = x.reshape(-1, 32).amin(1, True).clamp(max=0), x.reshape(-1, 32).amax(1, True)
+    step = (high - low) / 15
+    plain = ((x.reshape(-1, 32) - low) / step).round() * step + low
+    assert error("Q4_K") < float((plain - x.reshape(-1, 32)).square().mean()) and error("Q6_K") < error("Q5_0") / 3
+
+
+@pytest.mark.parametrize("pair", [("Q4_K", "Q6_K"), ("Q5_0", "Q4_1"), ("Q8_0", "Q2_K"), ("IQ4_XS", "Q3_K", "Q5_1")])
+def test_joining_different_types_keeps_every_value(pair: tuple[str, ...]) -> None:
+    rows = [valid_blocks(name, index) for index, name in enumerate(pair)]
+    joined = join_matrices([decode_rows(name, part) for name, part in zip(pair, rows, strict=True)])
+    expected = torch.cat([reference(name, part) for name, part in zip(pair, rows, strict=True)])
+    assert joined.shape == (len(pair) * ROWS, COLUMNS) and int(joined.codes.max()) < 1 << joined.bits <= 256
+    assert torch.equal(joined.dequantize(), expected)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_scales_that_are_not_finite_are_refused(name: str) -> None:
+    rows = valid_blocks(name)
+    at = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(name, 0)
+    rows[ROWS - 1, at : at + 2] = torch.tensor([0, 0x7C], dtype=torch.uint8)  # infinity
+    with pytest.raises(CheckpointError, match=f"its {name} blocks have scales that are not finite"):
+        decode_rows(name, rows)
+
+
+def test_what_cannot_be_read_or_written_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="IQ2_XXS are not supported; supported are F32"):
+        decode_rows("IQ2_XXS", torch.zeros(1, 66, dtype=torch.uint8))
+    with pytest.raises(ConfigError, match="cannot write tensors of type Q3_K"):
+        encode_rows("Q3_K", torch.zeros(1, 256))
+    with pytest.raises(ConfigError, match="multiple of 256, not 96"):
+        encode_rows("Q4_K", torch.zeros(1, 96))
+    with pytest.raises(ConfigError, match="no mix of types 'Q9'"):
+        choose_type("Q9", "output.weight", 256, 0, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("mix", "name", "columns", "layer", "tied", "expected"),
+    [
+        ("Q4_K_M", "blk.0.attn_q.weight", 512, 0, False, "Q4_K"),
+        ("Q4_K_M", "blk.0.attn_v.weight", 512, 0, False, "Q6_K"),
+        ("Q4_K_M", "blk.4.ffn_down.weight", 512, 4, False, "Q4_K"),
+        ("Q4_K_M", "blk.5.ffn_down.weight", 512, 5, False, "Q6_K"),
+        ("Q4_K_S", "blk.0.attn_v.weight", 512, 0, False, "Q4_K"),
+        ("Q4_K_M", "output.weight", 512, -1, False, "Q6_K"),
+        ("Q4_K_M", "token_embd.weight", 512, -1, False, "Q4_K"),
+        ("Q4_0", "token_embd.weight", 512, -1, True, "Q6_K"),
+        ("Q4_K_M", "blk.0.attn_q.weight", 96, 0, False, "Q5_0"),
+        ("Q4_K_M", "blk.0.attn_v.weight", 96, 0, False, "Q8_0"),
+        ("Q8_0", "output.weight", 96, -1, False, "Q8_0"),
+        ("Q8_0", "output.weight", 100, -1, False, "F16"),
+        ("F16", "output.weight", 100, -1, False, "F16"),
+    ],
+)
+def test_mixes(mix: str, name: str, columns: int, layer: int, tied: bool, expected: str) -> None:
+    assert choose_type(mix, name, columns, layer, 24, tied) == expected

@@ -1,0 +1,118 @@
+"""Tokenizers read from GGUF vocabularies against llama.cpp's golden tokenizations, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forerun.errors import CheckpointError, UnsupportedError
+from forerun.weights.gguf_file import GgufFile
+from forerun.weights.gguf_metadata import Metadata
+from forerun.weights.gguf_tokenizer import read_tokenizer
+from forerun.weights.tokenizer import Tokenizer
+from tests.weights.makers import REAL
+
+GOLDEN = REAL / "ggml-vocab"
+VOCABULARIES = ("llama-spm", "phi-3", "gpt-2", "deepseek-llm", "deepseek-coder", "falcon", "mpt", "refact", "starcoder")
+SEPARATOR = "\n__ggml_vocab_test__\n"
+needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="no golden vocabularies")
+
+
+def opened(path: Path) -> Metadata:
+    return Metadata(path, GgufFile.open(path).metadata)
+
+
+def golden(name: str) -> list[tuple[str, list[int]]]:
+    texts = (GOLDEN / f"ggml-vocab-{name}.gguf.inp").read_text(encoding="utf-8").split(SEPARATOR)
+    lines = (GOLDEN / f"ggml-vocab-{name}.gguf.out").read_text(encoding="utf-8").split("\n")
+    return [(text, [int(token) for token in line.split()]) for text, line in zip(texts, lines, strict=False)]
+
+
+@pytest.fixture(scope="module", params=VOCABULARIES)
+def known(request: pytest.FixtureRequest) -> tuple[str, Tokenizer]:
+    path = GOLDEN / f"ggml-vocab-{request.param}.gguf"
+    if not path.exists():
+        pytest.skip("no golden vocabularies")
+    return request.param, read_tokenizer(opened(path))
+
+
+def test_golden_tokenizations(known: tuple[str, Tokenizer]) -> None:
+    name, tokenizer = known
+    cases = golden(name)
+    assert len(cases) > 40
+    wrong = [(text, tokenizer.encode(text, add_special_tokens=False), ids) for text, ids in cases]
+    assert [case for case in wrong if case[1] != case[2]] == []
+
+
+def test_golden_texts_come_back(known: tuple[str, Tokenizer]) -> None:
+    _, tokenizer = known
+    for text, ids in golden(known[0]):
+        assert tokenizer.decode(ids) == text
+
+
+@needs_golden
+def test_special_tokens_and_templates_of_the_file() -> None:
+    phi = read_tokenizer(opened(GOLDEN / "ggml-vocab-phi-3.gguf"))
+    assert phi.encode("Hello")[0] == phi.bos_token_id == 1
+    assert phi.eos_token_ids[0] == 32000 and phi.token_id("<|end|>") in phi.eos_token_ids
+    chat = phi.encode_chat([{"role": "user", "content": "Hi"}])
+    assert chat[:3] == [1, phi.token_id("<|user|>"), phi.encode("Hi", add_special_tokens=False)[0]]  # "\n" swallowed
+    gpt2 = read_tokenizer(opened(GOLDEN / "ggml-vocab-gpt-2.gguf"))
+    assert gpt2.encode("Hello<|endoftext|>") == [15496, 50256] and gpt2.chat_template is None
+    deepseek = read_tokenizer(opened(GOLDEN / "ggml-vocab-deepseek-llm.gguf"))
+    assert deepseek.encode("Hello")[0] == 100000 and deepseek.eos_token_ids == (100001,)
+
+
+def metadata(**changes: Any) -> Metadata:
+    """A byte-level vocabulary of two letters, a merge and an end token."""
+    values: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": "qwen2",
+        "tokens": ["a", "b", "ab", "<end>"],
+        "token_type": np.array([1, 1, 1, 3], dtype=np.int32),
+        "merges": ["a b"],
+        "eos_token_id": 3,
+        **changes,
+    }
+    named = {f"tokenizer.ggml.{key}": value for key, value in values.items() if value is not None}
+    return Metadata(Path("model.gguf"), named)
+
+
+def test_a_small_vocabulary() -> None:
+    tokenizer = read_tokenizer(metadata())
+    assert tokenizer.encode("abba<end>") == [2, 1, 0, 3] and tokenizer.eos_token_ids == (3,)
+    assert tokenizer.is_special(3) and tokenizer.decode([2, 1, 3]) == "abb"
+    framed = read_tokenizer(metadata(add_bos_token=True, bos_token_id=0, add_eos_token=True))
+    assert framed.encode("b") == [0, 1, 3] and framed.encode("b", add_special_tokens=False) == [1]
+
+
+def test_tokens_the_file_names_twice_or_not_at_all() -> None:
+    tokenizer = read_tokenizer(metadata(tokens=["a", "b", "ab", "a"], token_type=None, eos_token_id=2**32 - 1))
+    assert tokenizer.encode("aab") == [0, 2] and tokenizer.eos_token_ids == () and tokenizer.vocab_size == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": "bert"}, UnsupportedError, "kind 'bert'; supported are gpt2, llama"),
+        ({"pre": "klingon"}, UnsupportedError, "pre-tokenizer 'klingon'; forerun knows llama-bpe"),
+        ({"pre": None}, UnsupportedError, "no tokenizer.ggml.pre"),
+        ({"tokens": None}, CheckpointError, "lacks the key tokenizer.ggml.tokens"),
+        ({"tokens": []}, CheckpointError, "tokenizer.ggml.tokens is empty"),
+        ({"tokens": np.arange(4)}, CheckpointError, "tokenizer.ggml.tokens must be a list of texts, got 4 values"),
+        ({"token_type": np.array([1, 1])}, CheckpointError, "must be a list of 4 numbers, got 2 values"),
+        ({"merges": None}, CheckpointError, "lacks the key tokenizer.ggml.merges"),
+        ({"merges": ["ab"]}, CheckpointError, "'ab' in tokenizer.ggml.merges is not two pieces"),
+        ({"merges": ["a c"]}, CheckpointError, "tokens and merges do not fit together"),
+        ({"eos_token_id": "x"}, CheckpointError, "eos_token_id must be a token id, got 'x'"),
+        ({"add_bos_token": True}, CheckpointError, "asks for a bos token around texts but names none"),
+        ({"add_bos_token": 1}, CheckpointError, "must be true or false, got 1"),
+        ({"model": "llama"}, CheckpointError, "tokenizer.ggml.scores must be a list of 4 numbers"),
+    ],
+)
+def test_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_tokenizer(metadata(**changes))
