@@ -74,16 +74,20 @@ SelectArgs select_rows(Address x, Address row_ids, Address y, int64_t r, int64_t
     return {at<float>(x), at<int64_t>(row_ids), at<float>(y), r, h};
 }
 
+KV pool(Address keys, Address values, Address key_scales, Address value_scales, int64_t block_size, int dtype) {
+    return {at<void>(keys), at<void>(values), at<float>(key_scales), at<float>(value_scales), block_size, Dtype{dtype}};
+}
+
 RopeArgs rope_and_cache(Address qkv, int64_t num_q, int64_t num_kv, int64_t head_dim, int64_t rotary_dim, Address table,
                         int64_t max_position, Address positions, Address slots, Address keys, Address values,
-                        int64_t num_blocks, int64_t block_size, int dtype, Address q_norm, Address k_norm, float eps,
-                        int64_t m) {
+                        Address key_scales, Address value_scales, int64_t block_size, int dtype, int64_t num_blocks,
+                        Address q_norm, Address k_norm, float eps, int64_t m) {
     return {at<float>(qkv),
             {num_q, num_kv, head_dim, rotary_dim},
             at<float>(table),
             at<int32_t>(positions),
             at<int32_t>(slots),
-            {at<void>(keys), at<void>(values), block_size, Dtype{dtype}},
+            pool(keys, values, key_scales, value_scales, block_size, dtype),
             at<float>(q_norm),
             at<float>(k_norm),
             eps,
@@ -93,13 +97,14 @@ RopeArgs rope_and_cache(Address qkv, int64_t num_q, int64_t num_kv, int64_t head
 }
 
 AttentionArgs attention(Address qkv, Address y, int64_t num_q, int64_t num_kv, int64_t head_dim, Address keys,
-                        Address values, int64_t block_size, int dtype, Address seq_ids, Address prefix_lens,
-                        Address tree_masks, Address tree_starts, Address block_tables, int64_t max_blocks, float scale,
-                        int64_t window, int64_t m, int64_t max_visible) {
+                        Address values, Address key_scales, Address value_scales, int64_t block_size, int dtype,
+                        Address seq_ids, Address prefix_lens, Address tree_masks, Address tree_starts,
+                        Address block_tables, int64_t max_blocks, float scale, int64_t window, int64_t m,
+                        int64_t max_visible) {
     return {at<float>(qkv),
             at<float>(y),
             {num_q, num_kv, head_dim, 0},
-            {at<void>(keys), at<void>(values), block_size, Dtype{dtype}},
+            pool(keys, values, key_scales, value_scales, block_size, dtype),
             at<int32_t>(seq_ids),
             at<int32_t>(prefix_lens),
             at<int64_t>(tree_masks),
@@ -166,9 +171,9 @@ void gumbel(CpuEngine& engine, Address logits, Address temperatures, Address see
     call(r * v * 64, [&] { engine.gumbel(args, at<int64_t>(ids), at<double>(scores)); });
 }
 
-void move_rows(CpuEngine&, Address keys, Address values, int64_t block_size, int dtype, int64_t num_kv,
-               int64_t head_dim, Address sources, Address targets, int64_t num) {
-    CpuEngine::move_rows({at<void>(keys), at<void>(values), block_size, Dtype{dtype}}, num_kv, head_dim,
+void move_rows(CpuEngine&, Address keys, Address values, Address key_scales, Address value_scales, int64_t block_size,
+               int dtype, int64_t num_kv, int64_t head_dim, Address sources, Address targets, int64_t num) {
+    CpuEngine::move_rows(pool(keys, values, key_scales, value_scales, block_size, dtype), num_kv, head_dim,
                          at<int32_t>(sources), at<int32_t>(targets), num);
 }
 

@@ -251,6 +251,20 @@ void move_slot(const KV& kv, int64_t num_kv, int64_t head_dim, int64_t source, i
     }
 }
 
+void move_scales(float* scales, int64_t num_kv, int64_t b, int64_t source, int64_t target) {
+    const int64_t from = source / b * num_kv * b + source % b, to = target / b * num_kv * b + target % b;
+    for (int64_t head = 0; head < num_kv; ++head) scales[to + head * b] = scales[from + head * b];
+}
+
+void move_any_slot(const KV& kv, int64_t num_kv, int64_t head_dim, int64_t source, int64_t target) {
+    switch (kv.dtype) {
+        case Dtype::kFloat32: return move_slot<float>(kv, num_kv, head_dim, source, target);
+        case Dtype::kBFloat16: return move_slot<uint16_t>(kv, num_kv, head_dim, source, target);
+        case Dtype::kInt8: move_slot<int8_t>(kv, num_kv, head_dim, source, target);
+    }
+    for (float* scales : {kv.key_scales, kv.value_scales}) move_scales(scales, num_kv, kv.block_size, source, target);
+}
+
 }  // namespace
 
 uint64_t CpuEngine::stream_read(const void* data, int64_t size) {
@@ -270,10 +284,7 @@ uint64_t CpuEngine::stream_read(const void* data, int64_t size) {
 
 void CpuEngine::move_rows(const KV& kv, int64_t num_kv, int64_t head_dim, const int32_t* sources,
                           const int32_t* targets, int64_t num) {
-    for (int64_t i = 0; i < num; ++i) {
-        kv.dtype == Dtype::kBFloat16 ? move_slot<uint16_t>(kv, num_kv, head_dim, sources[i], targets[i])
-                                     : move_slot<float>(kv, num_kv, head_dim, sources[i], targets[i]);
-    }
+    for (int64_t i = 0; i < num; ++i) move_any_slot(kv, num_kv, head_dim, sources[i], targets[i]);
 }
 
 }  // namespace forerun

@@ -7,7 +7,7 @@
 
 namespace forerun {
 
-enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };  // int8: KV only
 enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
 
 constexpr int64_t kLanes = 16;            // outputs in a weight panel, keys in a score group
@@ -104,6 +104,8 @@ struct Heads {
 struct KV {
     void* keys;    // [blocks, G, D, B]
     void* values;  // [blocks, G, B, D]
+    float* key_scales;    // [blocks, G, B] of an int8 pool, else null
+    float* value_scales;  // likewise
     int64_t block_size;
     Dtype dtype;
 };

@@ -25,6 +25,9 @@ inline F set1(float v) { return {_mm512_set1_ps(v)}; }
 inline F broadcast(const float* p) { return {_mm512_set1_ps(*p)}; }
 inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, F v) { _mm512_storeu_ps(p, v.v); }
+inline F load(const int8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
 inline F load(const uint16_t* p) {  // bfloat16
     const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))};

@@ -53,6 +53,9 @@ inline F load(const float* p) {
     return r;
 }
 inline void store(float* p, const F& v) { std::memcpy(p, v.v, sizeof v.v); }
+inline F load(const int8_t* p) {
+    return map([=](int i) { return static_cast<float>(p[i]); });
+}
 inline F load(const uint16_t* p) {  // bfloat16
     return map([=](int i) { return bits_to_float(static_cast<uint32_t>(p[i]) << 16); });
 }

@@ -112,6 +112,7 @@ OPTIONS = {
         "max_num_seqs",
         "max_num_batched_tokens",
         "block_size",
+        "kv_cache_dtype",
         "num_kv_blocks",
         "kv_cache_bytes",
         "kernels",

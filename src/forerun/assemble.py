@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
+import torch
+
 from forerun.cache.block_pool import BlockPool
 from forerun.cache.kv_cache import KVCache, bytes_per_block
 from forerun.config import DrafterConfig, EngineConfig
@@ -29,6 +31,7 @@ from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
 
 _MAX_TIMINGS = 5  # passes of which the quickest counts: other work on the machine only ever adds
 _TIMING_BUDGET_S = 0.2  # seconds after which no further pass is timed
+_KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _ASSUMED_BYTES = 4 << 30  # memory of a machine that does not say
 
 LoadDraft = Callable[[str], Model]
@@ -92,7 +95,7 @@ def _longest(config: EngineConfig, model: Model) -> int:
 
 def _kv_cache(config: EngineConfig, model: Model, drafter: Drafter, kernels: Kernels) -> KVCache:
     """The pool. A context nobody asked for is cut to what the memory holds; one asked for must fit."""
-    specs = (*model.kv_specs, *drafter.kv_specs)
+    specs = _stored_specs(config, model, drafter)
     longest = _longest(config, model)
     num_blocks = config.num_kv_blocks or _num_blocks(config, specs, longest)
     needed = -(-longest // config.block_size) if config.max_model_len is not None else 1
@@ -103,6 +106,19 @@ def _kv_cache(config: EngineConfig, model: Model, drafter: Drafter, kernels: Ker
         )
     check_memory(num_blocks * bytes_per_block(specs, config.block_size), f"a KV cache of {num_blocks} blocks")
     return KVCache(kernels, specs, num_blocks, config.block_size)
+
+
+def _stored_specs(config: EngineConfig, model: Model, drafter: Drafter) -> tuple[LayerSpec, ...]:
+    """What the pool keeps, the target's layers first, in the precision asked for."""
+    specs = (*model.kv_specs, *drafter.kv_specs)
+    if config.kv_cache_dtype == "auto":
+        return specs
+    if not model.kv_specs:
+        raise ConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype!r} was given, but {config.model} runs through transformers, which "
+            "keeps its own cache in the model's precision: leave kv_cache_dtype at 'auto'"
+        )
+    return tuple(spec._replace(dtype=_KV_DTYPES[config.kv_cache_dtype]) for spec in specs)
 
 
 def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int) -> int:

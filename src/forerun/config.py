@@ -62,6 +62,7 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512  # rows a step may compute
     block_size: int = 16
+    kv_cache_dtype: str = "auto"  # "auto": the model's own; "int8" halves bfloat16, at the price of other roundings
     num_kv_blocks: int | None = None  # None: enough for max_num_seqs, bounded by kv_cache_bytes
     kv_cache_bytes: int | None = None  # None: a quarter of the memory available at start
     kernels: str = "auto"
@@ -74,6 +75,7 @@ class EngineConfig:
         _choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _choice("implementation", self.implementation, ("auto", "forerun", "transformers"))
         _choice("kernels", self.kernels, ("auto", "cpu", "reference"))
+        _choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "int8"))
         _choice("block_size", self.block_size, (4, 8, 16, 32, 64))
         _range("max_num_seqs", self.max_num_seqs, 1, 4096)
         _range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 65536)

@@ -28,6 +28,14 @@ def test_every_drafter_writes_the_same(run_json: Any) -> None:
     assert answers[0]["stats"]["drafters"] == {} and answers[0]["stats"]["acceptance_length"] == 1.0
 
 
+def test_the_precision_of_the_cache_can_be_chosen(run: Any, run_json: Any) -> None:
+    long = ("--max-tokens", "24", "--temperature", "1", "--kv-cache-dtype", "int8")
+    answers = [run_json("generate", PROMPT, *long, "--drafter", name) for name in ("none", "draft")]
+    assert answers[0]["token_ids"] == answers[1]["token_ids"]
+    said = run("generate", PROMPT, "--kv-cache-dtype", "fp8", status=2).stderr
+    assert "kv_cache_dtype must be one of auto, float32, bfloat16, int8" in " ".join(said.split())
+
+
 def test_prompts_come_from_arguments_files_and_stdin(run_json: Any, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT, "utf-8")

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+import forerun.llm
+from forerun.assemble import assemble
+
 ROW = {"drafter", "tokens_per_s", "speedup", "acceptance_length", "identical"}
 CHECK = {
     "drafter", "temperature", "num_prompts", "num_tokens", "num_steps", "acceptance_length", "differences",
@@ -39,6 +42,17 @@ def test_bench_json(run_json: Any, prompts: str) -> None:
     assert report["rows"][0]["speedup"] == 1.0 and report["rows"][0]["acceptance_length"] == 1.0
     assert {"cpu", "cores", "isa", "commit", "forerun"} <= set(report["machine"])
     assert list(report["categories"]) == ["chat", "story", "other"] and report["num_prompts"] == 3
+
+
+@pytest.mark.parametrize("command", [["bench", "speed"], ["verify"]])
+def test_the_precision_of_the_cache_reaches_the_engines(
+    run: Any, command: list[str], prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    monkeypatch.setattr(forerun.llm, "assemble", lambda *given: made.append(assemble(*given)) or made[-1])
+    options = ("--prompts", prompts, "--limit", "1", "--max-tokens", "3", "--drafters", "ngram", "--json")
+    run(*command, *options, "--kv-cache-dtype", "int8")
+    assert len(made) == 2 and all(engine.kv_cache.layers[0].is_scaled for engine in made)
 
 
 def test_bench_table(run: Any, prompts: str) -> None:

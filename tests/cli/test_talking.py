@@ -35,6 +35,11 @@ def test_chat_ends_with_its_input(run: Any) -> None:
     run("chat", "--max-tokens", "4", stdin="Hello")
 
 
+def test_chat_takes_the_precision_of_the_cache(run: Any) -> None:
+    run("chat", "--max-tokens", "4", "--kv-cache-dtype", "int8", stdin="Hello")
+    assert "kv_cache_dtype must be one of" in run("chat", "--kv-cache-dtype", "int9", stdin="", status=2).stderr
+
+
 def test_an_answer_sees_the_conversation(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from forerun.cli.chat import Conversation
 

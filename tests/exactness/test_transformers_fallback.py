@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams
+from forerun.errors import ConfigError
 from tests.support import mini
 
 PROMPTS = ([5, 6, 7, 8, 5, 6], [3, 3, 3], [9, 1, 2, 3, 4, 9, 1, 2])
@@ -50,6 +51,11 @@ def test_as_target(folder: Path, temperature: float) -> None:
     ]
     for made in drafters:
         assert tokens(made, temperature) == plain
+
+
+def test_a_cache_of_another_precision_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="'int8' was given, but .* runs through transformers.*leave .* at 'auto'"):
+        LLM(str(folder), kv_cache_dtype="int8")
 
 
 def test_as_draft(folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import AttentionRows, HeadLayout, Kernels, LayerKV
-from forerun.kernels.reference import ReferenceKernels
+from forerun.kernels.reference import ReferenceKernels, quantize_vectors
 
 ISAS = ("avx512", "avx2", "portable")
 
@@ -34,6 +34,43 @@ def kernels_named(name: str) -> Kernels:
 def rms_error(value: Tensor, truth: Tensor) -> float:
     """Root mean square of the difference."""
     return float((value.double() - truth.double()).square().mean().sqrt())
+
+
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+
+
+def pool_of(keys: Tensor, values: Tensor, dtype: torch.dtype) -> LayerKV:
+    """A pool of `dtype` holding float32 keys [num_blocks, G, D, B] and values [num_blocks, G, B, D]."""
+    if dtype is not torch.int8:
+        return LayerKV(keys.to(dtype), values.to(dtype))
+    key_codes, key_scales = quantize_vectors(keys.transpose(2, 3))
+    value_codes, value_scales = quantize_vectors(values)
+    return LayerKV(key_codes.transpose(2, 3).contiguous(), value_codes, key_scales, value_scales)
+
+
+def spoil(kv: LayerKV, where: Tensor) -> None:
+    """NaN in the slots of `where` [num_blocks, B], for every head."""
+    if kv.key_scales is not None and kv.value_scales is not None:
+        kv.key_scales.masked_fill_(where[:, None], torch.nan)
+        kv.value_scales.masked_fill_(where[:, None], torch.nan)
+    else:
+        kv.keys.transpose(2, 3).masked_fill_(where[:, None, :, None], torch.nan)
+        kv.values.masked_fill_(where[:, None, :, None], torch.nan)
+
+
+def tensors_of(kv: LayerKV) -> list[Tensor]:
+    """Everything a pool keeps."""
+    tensors = (kv.keys, kv.values, kv.key_scales, kv.value_scales)
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def copy_slot(source: LayerKV, block: int, offset: int, target: LayerKV, to_block: int, to_offset: int) -> None:
+    """One position's key and value, from one pool to another."""
+    target.keys[to_block, :, :, to_offset] = source.keys[block, :, :, offset]
+    target.values[to_block, :, to_offset] = source.values[block, :, offset]
+    for mine, theirs in ((target.key_scales, source.key_scales), (target.value_scales, source.value_scales)):
+        if mine is not None and theirs is not None:
+            mine[to_block, :, to_offset] = theirs[block, :, offset]
 
 
 DEFAULT_HEADS = HeadLayout(6, 2, 64, 64)
@@ -89,8 +126,8 @@ def attention_case(
     width = max(prefixes) // block_size + num_nodes // block_size + 2
     num_blocks = width * len(prefixes) + 3
     shape = (num_blocks, heads.num_kv, heads.head_dim, block_size)
-    keys = torch.randn(shape, generator=generator).to(dtype)
-    values = torch.randn(shape[0], shape[1], block_size, heads.head_dim, generator=generator).to(dtype)
+    keys = torch.randn(shape, generator=generator)
+    values = torch.randn(shape[0], shape[1], block_size, heads.head_dim, generator=generator)
     tables = torch.randperm(num_blocks, generator=generator)[: width * len(prefixes)].view(len(prefixes), width)
     masks = [mask for _ in prefixes for mask in random_tree(num_nodes, generator)]
     num_rows = num_nodes * len(prefixes)
@@ -103,7 +140,7 @@ def attention_case(
         max_visible=max(prefixes) + num_nodes,
     )
     qkv = torch.randn(num_rows, heads.row_size, generator=generator)
-    return AttentionCase(heads, LayerKV(keys, values), rows, qkv)
+    return AttentionCase(heads, pool_of(keys, values, dtype), rows, qkv)
 
 
 def visible_logical(case: AttentionCase, row: int) -> list[int]:
@@ -121,14 +158,12 @@ def laid_out_plainly(case: AttentionCase, row: int, block_size: int, seed: int =
     width = -(-len(visible) // block_size)
     table = torch.randperm(width + 2, generator=generator)[:width]
     _, num_kv, head_dim, _ = case.kv.keys.shape
-    keys = torch.full((width + 2, num_kv, head_dim, block_size), torch.nan).to(case.kv.keys.dtype)
-    values = torch.full((width + 2, num_kv, block_size, head_dim), torch.nan).to(case.kv.keys.dtype)
+    kv = LayerKV.zeros(width + 2, num_kv, head_dim, block_size, case.kv.keys.dtype)
+    spoil(kv, torch.ones(width + 2, block_size, dtype=torch.bool))
     source_table = case.rows.block_tables[int(case.rows.seq_ids[row])]
     for index, logical in enumerate(visible):
         block, offset = int(source_table[logical // case.kv.block_size]), logical % case.kv.block_size
-        target, target_offset = int(table[index // block_size]), index % block_size
-        keys[target, :, :, target_offset] = case.kv.keys[block, :, :, offset]
-        values[target, :, target_offset] = case.kv.values[block, :, offset]
+        copy_slot(case.kv, block, offset, kv, int(table[index // block_size]), index % block_size)
     rows = AttentionRows(
         seq_ids=torch.zeros(1, dtype=torch.int32),
         prefix_lens=torch.tensor([len(visible)], dtype=torch.int32),
@@ -137,7 +172,7 @@ def laid_out_plainly(case: AttentionCase, row: int, block_size: int, seed: int =
         block_tables=table.int()[None].contiguous(),
         max_visible=len(visible),
     )
-    return AttentionCase(case.heads, LayerKV(keys, values), rows, case.qkv[row : row + 1])
+    return AttentionCase(case.heads, kv, rows, case.qkv[row : row + 1])
 
 
 def attention_truth(case: AttentionCase, scale: float = 0.125, window: int = 0) -> Tensor:
@@ -156,6 +191,9 @@ def _attend_row(case: AttentionCase, row: int, scale: float, window: int, dtype:
     blocks, offsets = table[logical // case.kv.block_size], logical % case.kv.block_size
     keys = case.kv.keys[blocks, :, :, offsets].to(dtype)  # [L, G, D]
     values = case.kv.values[blocks, :, offsets].to(dtype)  # [L, G, D]
+    if case.kv.key_scales is not None and case.kv.value_scales is not None:
+        keys = keys * case.kv.key_scales[blocks, :, offsets].to(dtype)[..., None]
+        values = values * case.kv.value_scales[blocks, :, offsets].to(dtype)[..., None]
     heads = case.heads
     query = case.qkv[row, : heads.num_q * heads.head_dim].view(heads.num_kv, -1, heads.head_dim).to(dtype)
     weights = torch.softmax(torch.einsum("ghd,lgd->ghl", query, keys) * scale, dim=-1)

@@ -8,12 +8,14 @@ import pytest
 import torch
 from tests.kernels.cases import (
     ISAS,
+    KV_DTYPES,
     attention_case,
     attention_truth,
     cpu_kernels,
     kernels_named,
     laid_out_plainly,
     rms_error,
+    spoil,
 )
 
 from forerun.kernels.ops import HeadLayout
@@ -39,7 +41,7 @@ def test_error_is_at_most_twice_torchs(isa: str, heads: HeadLayout) -> None:
 
 @pytest.mark.parametrize("isa", BACKENDS)
 @pytest.mark.parametrize("block_size", (4, 8, 12, 16, 32))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("window", (0, 1, 20, 300))
 def test_block_sizes_windows_and_dtypes(isa: str, block_size: int, dtype: torch.dtype, window: int) -> None:
     heads = HeadLayout(4, 2, 32, 32)
@@ -49,10 +51,10 @@ def test_block_sizes_windows_and_dtypes(isa: str, block_size: int, dtype: torch.
 
 
 @pytest.mark.parametrize("isa", ("reference", "avx512", "avx2"))
-@pytest.mark.parametrize("window", (0, 40))
-def test_a_row_has_the_same_bits_in_every_batch(isa: str, window: int) -> None:
+@pytest.mark.parametrize(("dtype", "window"), ((torch.float32, 0), (torch.float32, 40), (torch.int8, 0)))
+def test_a_row_has_the_same_bits_in_every_batch(isa: str, dtype: torch.dtype, window: int) -> None:
     kernels = kernels_named(isa)
-    case = attention_case([5, 17, 120, 255, 600], num_nodes=8)
+    case = attention_case([5, 17, 120, 255, 600], num_nodes=8, dtype=dtype)
     alone = torch.cat([case.row(row).run(kernels, window=window) for row in range(40)])
     for num_rows in range(1, 41) if isa != "reference" else (1, 2, 7, 40):
         order = torch.randperm(40)[:num_rows]
@@ -62,7 +64,7 @@ def test_a_row_has_the_same_bits_in_every_batch(isa: str, window: int) -> None:
 
 @pytest.mark.parametrize("isa", BACKENDS)
 @pytest.mark.parametrize("block_size", (4, 16, 32))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_row(isa: str, block_size: int, dtype: torch.dtype) -> None:
     kernels = kernels_named(isa)
     heads = HeadLayout(3, 1, 48, 48)
@@ -87,7 +89,8 @@ def test_a_tree_of_64_nodes_uses_the_sign_bit(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets_and_thread_counts_agree_bit_by_bit(isa: str) -> None:
-    for heads, dtype in ((HEADS[0], torch.float32), (HEADS[3], torch.bfloat16), (HEADS[4], torch.float32)):
+    dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.int8, torch.int8)
+    for heads, dtype in zip((HEADS[0], HEADS[3], HEADS[4], HEADS[3], HEADS[4]), dtypes, strict=True):
         case = attention_case([2, 700], num_nodes=4, heads=heads, dtype=dtype)
         expected = case.run(cpu_kernels("portable", 1))
         for threads in (1, 2, 5):
@@ -96,16 +99,16 @@ def test_instruction_sets_and_thread_counts_agree_bit_by_bit(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", BACKENDS)
-def test_garbage_in_unseen_slots_does_not_matter(isa: str) -> None:
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_garbage_in_unseen_slots_does_not_matter(isa: str, dtype: torch.dtype) -> None:
     kernels = kernels_named(isa)
-    case = attention_case([21, 270], num_nodes=3)
+    case = attention_case([21, 270], num_nodes=3, dtype=dtype)
     clean = case.run(kernels)
     seen = torch.zeros(case.kv.values.shape[0], 16, dtype=torch.bool)
     for sequence, prefix in enumerate((21, 270)):
         for logical in range(prefix + 3):
             seen[int(case.rows.block_tables[sequence, logical // 16]), logical % 16] = True
-    case.kv.keys.transpose(2, 3).masked_fill_(~seen[:, None, :, None], torch.nan)
-    case.kv.values.masked_fill_(~seen[:, None, :, None], torch.nan)
+    spoil(case.kv, ~seen)
     assert torch.equal(case.run(kernels), clean)
 
 
@@ -131,3 +134,53 @@ def test_extreme_scores(isa: str) -> None:
 def test_heads_too_wide_for_the_extension_fall_back() -> None:
     case = attention_case([20], num_nodes=2, heads=HeadLayout(1, 1, 320, 320))
     assert torch.equal(case.run(cpu_kernels()), case.run(kernels_named("reference")))
+
+
+@pytest.mark.parametrize("isa", BACKENDS)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_a_spoilt_key_reaches_the_rows_that_see_it_and_no_other(isa: str, dtype: torch.dtype) -> None:
+    kernels = kernels_named(isa)
+    case = attention_case([300, 40], num_nodes=4, dtype=dtype)
+    chain = torch.tensor([1, 3, 7, 15, 1, 3, 7, 15])
+    case = replace(case, rows=replace(case.rows, tree_masks=chain))
+    clean = case.run(kernels)
+    block, offset = divmod(302, 16)  # node 2 of the first sequence
+    where = torch.zeros(case.kv.values.shape[0], 16, dtype=torch.bool)
+    where[int(case.rows.block_tables[0, block]), offset] = True
+    spoil(case.kv, where)
+    dirty = case.run(kernels)
+    assert dirty[2:4].isnan().all()
+    assert torch.equal(dirty[[0, 1, 4, 5, 6, 7]], clean[[0, 1, 4, 5, 6, 7]])
+
+
+@pytest.mark.parametrize("isa", BACKENDS)
+def test_an_int8_cache_is_near_the_float32_cache(isa: str) -> None:
+    """Codes are off by half a step at most: scores by |q| |e|, so weights by a known factor, and values by half a step.
+
+    |out8 - out| <= (e^(2 s) - 1) max|v| + step / 2, s the largest error of a score: scale |q|_1 (key step / 2).
+    """
+    exact, coded = (attention_case([3, 290], num_nodes=4, dtype=dtype) for dtype in (torch.float32, torch.int8))
+    assert coded.kv.key_scales is not None and coded.kv.value_scales is not None
+    heads, scale = exact.heads, 0.02
+    queries = exact.qkv[:, : heads.num_q * heads.head_dim].view(-1, heads.num_q, heads.head_dim)
+    score_error = scale * queries.abs().sum(-1, keepdim=True) * float(coded.kv.key_scales.max()) / 2  # [M, Q, 1]
+    bound = score_error.mul(2).expm1() * exact.kv.values.abs().max() + coded.kv.value_scales.max() / 2 + 1e-5
+    difference = (coded.run(kernels_named(isa), scale) - exact.run(kernels_named(isa), scale)).view_as(queries)
+    assert float(difference.abs().max()) > 0
+    assert bool((difference.abs() <= bound).all())
+    assert float(difference.square().mean().sqrt()) < 0.01 * float(exact.run(kernels_named(isa), scale).std())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("window", (0, 1, 3, 20, 250))
+def test_a_span_has_the_bits_of_its_rows_alone(isa: str, window: int) -> None:
+    """Neighbouring rows that share no counted key at all, some, or all but the last ones, across a split's end."""
+    for heads, dtype in ((HeadLayout(7, 1, 24, 24), torch.float32), (HeadLayout(2, 2, 80, 80), torch.int8)):
+        case = attention_case([300], num_nodes=40, heads=heads, dtype=dtype)
+        lengths = torch.arange(241, 281, dtype=torch.int32)
+        case = replace(case, rows=replace(case.rows, prefix_lens=lengths, tree_masks=torch.zeros(40).long()))
+        together = case.run(cpu_kernels(isa), window=window)
+        alone = torch.cat([case.row(row).run(cpu_kernels(isa), window=window) for row in range(40)])
+        assert torch.equal(together, alone)
+        exact, torchs = attention_truth(case, window=window)
+        assert rms_error(together, exact) <= 2 * rms_error(torchs, exact) + 1e-8

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import torch
-from tests.kernels.cases import ISAS, cpu_kernels, kernels_named, rms_error
+from tests.kernels.cases import ISAS, KV_DTYPES, cpu_kernels, kernels_named, pool_of, rms_error, tensors_of
 from torch import Tensor
 from torch.nn import functional
 
@@ -129,7 +130,10 @@ HEADS = (HeadLayout(6, 2, 64, 64), HeadLayout(4, 4, 8, 8), HeadLayout(3, 1, 40, 
 def _rope(
     kernels: Kernels, heads: HeadLayout, dtype: torch.dtype, block_size: int, order: Tensor, norms: bool
 ) -> list[Tensor]:
-    """Rows `order` of a fixed problem -> q after the op, and the keys and values found at the rows' slots."""
+    """Rows `order` of a fixed problem -> q after the op, and what is found at the rows' slots.
+
+    That is: keys, values (codes in an int8 pool), then their scales (1 in other pools).
+    """
     generator = torch.Generator().manual_seed(3)
     qkv = torch.randn(40, heads.row_size, generator=generator)[order]
     angles = torch.randn(100, heads.rotary_dim // 2, generator=generator)
@@ -137,20 +141,20 @@ def _rope(
     positions = torch.randperm(100, generator=generator)[:40].int()[order]
     slots = torch.randperm(20 * block_size, generator=generator)[:40].int()[order]
     weights = torch.randn(2, heads.head_dim, generator=generator)
-    kv = LayerKV(
-        torch.zeros(20, heads.num_kv, heads.head_dim, block_size, dtype=dtype),
-        torch.zeros(20, heads.num_kv, block_size, heads.head_dim, dtype=dtype),
-    )
+    kv = LayerKV.zeros(20, heads.num_kv, heads.head_dim, block_size, dtype)
     q_norm, k_norm = (weights[0].clone(), weights[1].clone()) if norms else (None, None)
     kernels.rope_and_cache(qkv, heads, table, positions, slots, kv, q_norm, k_norm, 1e-6)
     blocks, offsets = slots.long() // block_size, slots.long() % block_size
     queries = qkv[:, : heads.num_q * heads.head_dim]
-    return [queries, kv.keys[blocks, :, :, offsets].float(), kv.values[blocks, :, offsets].float()]
+    scales = [
+        torch.ones(1, 1) if scale is None else scale[blocks, :, offsets] for scale in (kv.key_scales, kv.value_scales)
+    ]
+    return [queries, kv.keys[blocks, :, :, offsets].float(), kv.values[blocks, :, offsets].float(), *scales]
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("norms", (False, True))
 def test_rope_against_the_reference(isa: str, heads: HeadLayout, dtype: torch.dtype, norms: bool) -> None:
     everything = torch.arange(40)
@@ -158,33 +162,100 @@ def test_rope_against_the_reference(isa: str, heads: HeadLayout, dtype: torch.dt
         ours = _rope(cpu_kernels(isa), heads, dtype, block_size, everything, norms)
         reference = _rope(kernels_named("reference"), heads, dtype, block_size, everything, norms)
         portable = _rope(cpu_kernels("portable", 1), heads, dtype, block_size, everything, norms)
-        tolerance = 1e-2 if dtype is torch.bfloat16 else 2e-6
+        tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.int8: 1.0}[dtype]  # int8: one code
         assert torch.allclose(ours[0], reference[0], rtol=2e-6, atol=2e-6)
         assert torch.allclose(ours[1], reference[1], rtol=tolerance, atol=tolerance)
-        assert torch.equal(ours[2], reference[2])  # rounding to bfloat16 included
+        assert torch.equal(ours[2], reference[2]) and torch.equal(ours[4], reference[4])  # roundings included
+        assert torch.allclose(ours[3], reference[3], rtol=2e-6)
         assert all(torch.equal(a, b) for a, b in zip(ours, portable, strict=True))
 
 
 @pytest.mark.parametrize("isa", ("reference", "avx512", "avx2"))
-def test_rope_rows_have_the_same_bits_in_every_batch(isa: str) -> None:
+@pytest.mark.parametrize("dtype", (torch.float32, torch.int8))
+def test_rope_rows_have_the_same_bits_in_every_batch(isa: str, dtype: torch.dtype) -> None:
     kernels = kernels_named(isa)
-    whole = _rope(kernels, HEADS[0], torch.float32, 16, torch.arange(40), True)
+    whole = _rope(kernels, HEADS[0], dtype, 16, torch.arange(40), True)
     for num_rows in (1, 2, 3, 7, 33):
         order = torch.randperm(40)[:num_rows]
-        part = _rope(kernels, HEADS[0], torch.float32, 16, order, True)
-        assert all(torch.equal(a, b[order]) for a, b in zip(part, whole, strict=True))
+        part = _rope(kernels, HEADS[0], dtype, 16, order, True)
+        assert all(torch.equal(a, b[order] if len(b) == 40 else b) for a, b in zip(part, whole, strict=True))
+
+
+EDGES = {
+    "zeros": (torch.zeros(40), 0.0),
+    "ties": (torch.tensor([127.0, 0.5, -0.5, 1.5, 2.5, -2.5, 126.5]), 1.0),
+    "subnormal": (torch.tensor([1e-40, -3e-41, 0.0]), None),
+    "below a scale": (torch.tensor([2e-45, -1e-45]), 0.0),
+    "a scale of one place": (torch.tensor([2.7e-43, -2.6e-43, 1e-44]), None),
+    "large": (torch.tensor([3e38, -3e38, 1e36]), None),
+    "ordinary": (torch.randn(40, generator=torch.Generator().manual_seed(0)), None),
+}
+
+
+def _stored_value(kernels: Kernels, vector: Tensor) -> tuple[Tensor, Tensor]:
+    """A vector's codes and scale after a trip through an int8 pool."""
+    size = len(vector)
+    heads, kv = HeadLayout(1, 1, size, 0), LayerKV.zeros(2, 1, size, 4, torch.int8)
+    qkv = torch.cat([torch.zeros(2 * size), vector])[None]
+    nothing = torch.zeros(1, dtype=torch.int32)
+    kernels.rope_and_cache(qkv, heads, torch.zeros(1, 0), nothing, nothing + 6, kv)
+    assert kv.value_scales is not None and int(kv.values.count_nonzero()) == int(kv.values[1, 0, 2].count_nonzero())
+    return kv.values[1, 0, 2].long(), kv.value_scales[1, 0, 2]
 
 
 @pytest.mark.parametrize("isa", ("reference", *ISAS))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("edge", EDGES)
+def test_codes_are_the_nearest_halves_to_even(isa: str, edge: str) -> None:
+    vector, expected_scale = EDGES[edge]
+    codes, scale = _stored_value(kernels_named(isa), vector)
+    assert float(scale) == (float(vector.abs().max() / 127) if expected_scale is None else expected_scale)
+    shares = [Fraction(float(torch.tensor(float(x)) / scale)) if scale > 0 else 0 for x in vector]
+    assert codes.tolist() == [max(-127, min(127, round(share))) for share in shares]
+
+
+@pytest.mark.parametrize("isa", ("reference", *ISAS))
+@pytest.mark.parametrize("bad", (torch.nan, torch.inf, -torch.inf))
+@pytest.mark.parametrize("place", (0, 15, 16, 36))
+def test_a_vector_that_is_not_finite_is_nan_as_a_whole(isa: str, bad: float, place: int) -> None:
+    vector = torch.randn(37)
+    vector[place] = bad
+    codes, scale = _stored_value(kernels_named(isa), vector)
+    assert bool(scale.isnan()) and not codes.any()
+
+
+@pytest.mark.parametrize("isa", ("reference", *ISAS))
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_move_rows_in_order(isa: str, dtype: torch.dtype) -> None:
-    kvs = [LayerKV(torch.randn(3, 2, 5, 4).to(dtype), torch.randn(3, 2, 4, 5).to(dtype)) for _ in range(2)]
-    before = [LayerKV(kv.keys.clone(), kv.values.clone()) for kv in kvs]
+    kvs = [pool_of(torch.randn(3, 2, 5, 4), torch.randn(3, 2, 4, 5), dtype) for _ in range(2)]
+    before = [LayerKV(*(tensor.clone() for tensor in tensors_of(kv))) for kv in kvs]
     sources, targets = [7, 9, 11], [6, 7, 9]  # 7 and 9 are read before they are written
     kernels_named(isa).move_rows(kvs, torch.tensor(sources).int(), torch.tensor(targets).int())
     for kv, old in zip(kvs, before, strict=True):
         for source, target in zip(sources, targets, strict=True):
             new_key, old_key = kv.keys[target // 4, :, :, target % 4], old.keys[source // 4, :, :, source % 4]
             assert torch.equal(new_key, old_key)
-            assert torch.equal(kv.values[target // 4, :, target % 4], old.values[source // 4, :, source % 4])
-        assert torch.equal(kv.keys[0], old.keys[0])
+            for new, own in zip(tensors_of(kv)[1:], tensors_of(old)[1:], strict=True):  # values, scales: [.., G, B, ..]
+                assert torch.equal(new[target // 4, :, target % 4], own[source // 4, :, source % 4])
+        assert all(torch.equal(new[0], own[0]) for new, own in zip(tensors_of(kv), tensors_of(old), strict=True))
+        untouched = [slot for slot in range(4, 12) if slot not in targets]
+        for new, own in zip(tensors_of(kv)[1:], tensors_of(old)[1:], strict=True):
+            assert all(torch.equal(new[slot // 4, :, slot % 4], own[slot // 4, :, slot % 4]) for slot in untouched)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "scales"),
+    [
+        ((2, 1, 8, 4), (2, 1, 8, 4), None),
+        ((2, 1, 8, 4), (2, 1, 4, 8), None),
+        ((2, 1, 8, 4), (2, 1, 4, 8), (2, 4, 1)),
+    ],
+)
+def test_a_pool_that_does_not_fit_together_is_refused(
+    keys: tuple[int, ...], values: tuple[int, ...], scales: tuple[int, ...] | None
+) -> None:
+    given = () if scales is None else (torch.zeros(scales), torch.zeros(scales))
+    with pytest.raises(KernelError, match="pool|keys"):
+        LayerKV(torch.zeros(keys, dtype=torch.int8), torch.zeros(values, dtype=torch.int8), *given)
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises(KernelError, match="float32, bfloat16 or int8"):
+            cpu_kernels().move_rows([LayerKV.zeros(2, 1, 8, 4, dtype)], torch.zeros(1).int(), torch.ones(1).int())

@@ -119,11 +119,7 @@ def write_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> None:
 def new_kvs(model: Model, num_blocks: int, block_size: int = 4) -> list[LayerKV]:
     """An empty pool."""
     return [
-        LayerKV(
-            torch.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, block_size, dtype=spec.dtype),
-            torch.zeros(num_blocks, spec.num_kv_heads, block_size, spec.head_dim, dtype=spec.dtype),
-        )
-        for spec in model.kv_specs
+        LayerKV.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, block_size, spec.dtype) for spec in model.kv_specs
     ]
 
 

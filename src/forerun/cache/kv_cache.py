@@ -60,11 +60,8 @@ class KVCache:
 
 def bytes_per_block(specs: Iterable[LayerSpec], block_size: int) -> int:
     """Bytes one block takes over all layers."""
-    return sum(2 * s.num_kv_heads * s.head_dim * s.dtype.itemsize * block_size for s in specs)
+    return sum(spec.bytes_per_position for spec in specs) * block_size
 
 
 def _allocate(spec: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
-    return LayerKV(
-        keys=torch.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, block_size, dtype=spec.dtype),
-        values=torch.zeros(num_blocks, spec.num_kv_heads, block_size, spec.head_dim, dtype=spec.dtype),
-    )
+    return LayerKV.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, block_size, spec.dtype)

@@ -41,6 +41,7 @@ def speed(
     adaptive: opt.Adaptive = True,
     verification: opt.Verification = "coupled",
     dtype: opt.Dtype = "auto",
+    kv_cache_dtype: opt.KVCacheDtype = "auto",
     max_model_len: opt.MaxModelLen = None,
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
@@ -53,8 +54,8 @@ def speed(
     name = opt.chosen_model(model_name, model)
     plain = open_llm(
         name, PLAIN, max_draft_tokens=max_draft_tokens, tree_width=tree_width, adaptive=adaptive,
-        verification=verification, dtype=dtype, max_model_len=max_model_len, kernels=kernels, threads=threads,
-        max_num_seqs=1,
+        verification=verification, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
+        kernels=kernels, threads=threads, max_num_seqs=1,
     )  # fmt: skip
     engines = engines_by_name(plain, wanted, draft_model)
     _note_widened(plain)

@@ -43,6 +43,7 @@ def chat(
     draft_model: opt.DraftModel = None,
     max_draft_tokens: opt.MaxDraftTokens = 5,
     dtype: opt.Dtype = "auto",
+    kv_cache_dtype: opt.KVCacheDtype = "auto",
     max_model_len: opt.MaxModelLen = None,
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
@@ -55,7 +56,8 @@ def chat(
     name = opt.chosen_model(model_name, model)
     llm = open_llm(
         name, drafter or opt.default_drafter(name, draft_model), draft_model, max_draft_tokens=max_draft_tokens,
-        dtype=dtype, max_model_len=max_model_len, kernels=kernels, threads=threads, max_num_seqs=1,
+        dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, kernels=kernels, threads=threads,
+        max_num_seqs=1,
     )  # fmt: skip
     if llm.tokenizer.chat_template is None:
         raise ConfigError(f"{name} has no chat template, so it cannot chat: use `forerun generate {name} PROMPT`")

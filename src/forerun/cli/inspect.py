@@ -79,7 +79,7 @@ def _drafters(name: str, loaded: LoadedModel) -> dict[str, str]:
 
 def _memory(loaded: LoadedModel) -> dict[str, int]:
     """Bytes; a model that keeps its own state has no KV of ours to count."""
-    per_token = sum(2 * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize for spec in loaded.model.kv_specs)
+    per_token = sum(spec.bytes_per_position for spec in loaded.model.kv_specs)
     return {
         "weights_bytes": loaded.model.weight_bytes,
         "kv_bytes_per_token": per_token,

@@ -44,6 +44,7 @@ def verify(
         typer.Option(help="Draft as in use; by default always, so that more is tested.", rich_help_panel=opt.DRAFTING),
     ] = False,
     dtype: opt.Dtype = "auto",
+    kv_cache_dtype: opt.KVCacheDtype = "auto",
     max_model_len: opt.MaxModelLen = None,
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
@@ -59,7 +60,8 @@ def verify(
     name = opt.chosen_model(model_name, model)
     plain = open_llm(
         name, PLAIN, max_draft_tokens=max_draft_tokens, tree_width=tree_width, adaptive=adaptive, dtype=dtype,
-        max_model_len=max_model_len, kernels=kernels, threads=threads, max_num_seqs=batch_size,
+        kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, kernels=kernels, threads=threads,
+        max_num_seqs=batch_size,
     )  # fmt: skip
     report: dict[str, Any] = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "seed": seed}
     report |= _compare(engines_by_name(plain, wanted, draft_model), cases, params, batch_size)

@@ -10,7 +10,8 @@ Two rules hold for every op and every backend:
 * **Functional style.** An op returns fresh tensors and writes only to the arguments named "in place", so that a
   forward can be recorded and replayed.
 
-Activations are float32 and contiguous unless stated otherwise. Weights and KV keep the checkpoint's precision.
+Activations are float32 and contiguous unless stated otherwise. Weights keep the checkpoint's precision; a pool of KV
+has the precision it was made with.
 
 Shape legend: M rows (tokens) of the batch, S sequences, R rows with logits, H hidden size, K/N linear input/output,
 V vocabulary, Q/G query/KV heads, D head size, B positions a block.
@@ -24,6 +25,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from forerun.errors import KernelError
 from forerun.kernels.grouped import GroupedMatrix
 
 
@@ -46,10 +48,50 @@ class LayerKV:
     """One attention layer's share of the paged pool.
 
     Keys lie transposed, so that one load reads the same coordinate of neighbouring positions.
+
+    An int8 pool keeps a scale for each key and each value vector (one position, one KV head), of its own so that it
+    depends on nothing else that is or will be in the pool. A vector x [D] is stored as
+
+        scale = max|x| / 127, or NaN if any coordinate is NaN or infinite   (float32, rounded)
+        codes = clamp(round_half_even(x / scale), -127, 127)                (the quotient rounded to float32 first)
+        codes = 0 where the scale is 0 or NaN
+
+    and stands for codes * scale. A vector that is not finite therefore becomes NaN as a whole.
     """
 
-    keys: Tensor  # [num_blocks, G, D, B] float32 or bfloat16
+    keys: Tensor  # [num_blocks, G, D, B] float32, bfloat16 or int8
     values: Tensor  # [num_blocks, G, B, D] same dtype
+    key_scales: Tensor | None = None  # [num_blocks, G, B] float32 of an int8 pool, else None
+    value_scales: Tensor | None = None  # likewise
+
+    def __post_init__(self) -> None:
+        num_blocks, num_kv, block_size, head_dim = self.values.shape
+        if self.keys.shape != (num_blocks, num_kv, head_dim, block_size) or self.keys.dtype is not self.values.dtype:
+            raise KernelError(
+                f"keys {self.keys.dtype} {list(self.keys.shape)} do not go with values {self.values.dtype} "
+                f"{list(self.values.shape)}: they are [num_blocks, G, D, B] and [num_blocks, G, B, D] of one dtype"
+            )
+        for scales in (self.key_scales, self.value_scales):
+            if (scales is not None) != self.is_scaled:
+                raise KernelError(f"an int8 pool has scales, any other has none; this one is {self.keys.dtype}")
+            if scales is not None and (scales.dtype, scales.shape) != (torch.float32, (num_blocks, num_kv, block_size)):
+                raise KernelError(f"the scales of a pool are float32 [num_blocks, G, B], not {list(scales.shape)}")
+
+    @classmethod
+    def zeros(cls, num_blocks: int, num_kv: int, head_dim: int, block_size: int, dtype: torch.dtype) -> LayerKV:
+        """An empty pool of `dtype`, with scales if it is int8."""
+        scales = (num_blocks, num_kv, block_size) if dtype is torch.int8 else None
+        return cls(
+            torch.zeros(num_blocks, num_kv, head_dim, block_size, dtype=dtype),
+            torch.zeros(num_blocks, num_kv, block_size, head_dim, dtype=dtype),
+            None if scales is None else torch.zeros(scales),
+            None if scales is None else torch.zeros(scales),
+        )
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether vectors are codes with a scale."""
+        return self.keys.dtype is torch.int8
 
     @property
     def block_size(self) -> int:
@@ -173,12 +215,14 @@ class Kernels(Protocol):
 
         window > 0: only the last `window` visible keys count (the row itself included).
         The softmax is split every 256 visible keys (aligned to the visible index) and combined in that order.
+        In an int8 pool a score is ((q . codes) * key_scale) * scale and a key adds (p * value_scale) * codes to the
+        sum of values, p being its weight relative to the split's largest; the weights are summed without value scales.
         """
 
     def move_rows(self, kvs: list[LayerKV], sources: Tensor, targets: Tensor) -> None:
         """In every layer copy the KV of slot sources[i] to slot targets[i], in order of i (both [n] int32).
 
-        In place. A source may be a later target, never an earlier one.
+        In place, scales included. A source may be a later target, never an earlier one.
         """
 
     def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys) -> Tensor:
@@ -197,4 +241,5 @@ class Kernels(Protocol):
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 ATTENTION_SPLIT = 256  # visible keys a split of the softmax covers, in every backend
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

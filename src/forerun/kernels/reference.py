@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -147,8 +148,8 @@ class ReferenceKernels:
             for index in range(num_q + num_kv):
                 norm = q_norm if index < num_q else k_norm
                 parts[index] = _rotate(_head_norm(parts[index], norm, eps), rope_table[position], heads.rotary_dim)
-            kv.keys[block, :, :, offset] = parts[num_q : num_q + num_kv].to(kv.keys.dtype)
-            kv.values[block, :, offset, :] = parts[num_q + num_kv :].to(kv.values.dtype)
+            kv.keys[block, :, :, offset] = _stored(parts[num_q : num_q + num_kv], kv.key_scales, block, offset, kv)
+            kv.values[block, :, offset, :] = _stored(parts[num_q + num_kv :], kv.value_scales, block, offset, kv)
 
     def attention(
         self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0
@@ -163,12 +164,15 @@ class ReferenceKernels:
             keys = kv.keys[blocks, :, :, offsets].float()  # [L, G, D]
             values = kv.values[blocks, :, offsets].float()  # [L, G, D]
             query = qkv[row, : heads.num_q * heads.head_dim].clone().view(heads.num_kv, -1, heads.head_dim)
-            out[row] = torch.cat(
-                [
-                    _attend(query[g], keys[:, g].contiguous(), values[:, g].contiguous(), scale, first).view(-1)
-                    for g in range(heads.num_kv)
-                ]
-            )
+            key_scales, value_scales = (
+                torch.ones(keys.shape[:2]) if scales is None else scales[blocks, :, offsets]  # [L, G]
+                for scales in (kv.key_scales, kv.value_scales)
+            )  # factors of 1 change no bit
+            seen = [
+                _Seen(keys[:, g].contiguous(), values[:, g].contiguous(), key_scales[:, g], value_scales[:, g])
+                for g in range(heads.num_kv)
+            ]
+            out[row] = torch.cat([_attend(query[g], seen[g], scale, first).view(-1) for g in range(heads.num_kv)])
         return out
 
     def move_rows(self, kvs: list[LayerKV], sources: Tensor, targets: Tensor) -> None:
@@ -178,6 +182,9 @@ class ReferenceKernels:
                 (block, offset), (to_block, to_offset) = divmod(source, kv.block_size), divmod(target, kv.block_size)
                 kv.keys[to_block, :, :, to_offset] = kv.keys[block, :, :, offset]
                 kv.values[to_block, :, to_offset] = kv.values[block, :, offset]
+                for scales in (kv.key_scales, kv.value_scales):
+                    if scales is not None:
+                        scales[to_block, :, to_offset] = scales[block, :, offset]
 
     def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys) -> Tensor:
         """See `Kernels.gumbel_argmax`."""
@@ -249,19 +256,44 @@ def _visible(rows: AttentionRows, row: int) -> Tensor:
     return torch.cat([torch.arange(int(rows.prefix_lens[row])), torch.tensor(ancestors, dtype=torch.int64)])
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, first: int) -> Tensor:
-    """Attention of the heads of one group [Hg, D] over keys and values [L, D], split by split -> [Hg, D]."""
+def _stored(vectors: Tensor, scales: Tensor | None, block: int, offset: int, kv: LayerKV) -> Tensor:
+    """Vectors [G, D] in the pool's dtype; their scales, where it has some, are written to it."""
+    if scales is None:
+        return vectors.to(kv.keys.dtype)
+    codes, scales[block, :, offset] = quantize_vectors(vectors)
+    return codes
+
+
+def quantize_vectors(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors [..., D] as an int8 pool stores them (see `LayerKV`) -> codes of the same shape, scales [...]."""
+    scales = vectors.abs().amax(dim=-1) / 127
+    scales = torch.where(scales.isfinite(), scales, torch.nan)  # amax passes NaN on
+    codes = (vectors / scales[..., None]).round().clamp(-127, 127)  # torch rounds halves to even
+    return torch.where(scales[..., None] > 0, codes, 0).to(torch.int8), scales
+
+
+class _Seen(NamedTuple):
+    """What a row sees of one KV head, in the order of the visible index."""
+
+    keys: Tensor  # [L, D] float32, int8 codes widened
+    values: Tensor  # [L, D] likewise
+    key_scales: Tensor  # [L]
+    value_scales: Tensor  # [L]
+
+
+def _attend(query: Tensor, seen: _Seen, scale: float, first: int) -> Tensor:
+    """Attention of the heads of one group [Hg, D] over what they see, split by split -> [Hg, D]."""
     top = torch.full((query.shape[0], 1), -torch.inf)
     total = torch.zeros(query.shape[0], 1)
     out = torch.zeros_like(query)
-    for start in range(first - first % ATTENTION_SPLIT, len(keys), ATTENTION_SPLIT):
+    for start in range(first - first % ATTENTION_SPLIT, len(seen.keys), ATTENTION_SPLIT):
         part = slice(max(first, start), start + ATTENTION_SPLIT)
-        scores = query @ keys[part].clone().T * scale  # [Hg, n]
+        scores = (query @ seen.keys[part].clone().T) * seen.key_scales[part] * scale  # [Hg, n]
         new_top = torch.maximum(top, scores.amax(dim=1, keepdim=True))
         weights = torch.exp(scores - new_top)
         shrink = torch.exp(top - new_top)
         total = total * shrink + weights.sum(dim=1, keepdim=True)
-        out = out * shrink + weights @ values[part].clone()
+        out = out * shrink + (weights * seen.value_scales[part]) @ seen.values[part].clone()
         top = new_top
     return out / total
 

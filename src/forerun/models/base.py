@@ -21,7 +21,13 @@ class LayerSpec(NamedTuple):
 
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the pool: float32, bfloat16 or int8
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Bytes the key and the value of one position take over all heads; a scale each where they are int8."""
+        scale = 4 if self.dtype is torch.int8 else 0
+        return 2 * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from forerun.kernels.ops import AttentionRows, HeadLayout, LayerKV, NoiseKeys, P
 from forerun.kernels.reference import OPS, ReferenceKernels, check_activation, check_weight
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+_POOL_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -167,7 +168,6 @@ class CpuKernels:
         eps: float = 0.0,
     ) -> None:
         """See `Kernels.rope_and_cache`."""
-        code = _dtype_code(kv.keys)
         self._ops.rope_and_cache(
             _floats(qkv),
             heads.num_q,
@@ -178,11 +178,8 @@ class CpuKernels:
             rope_table.shape[0],
             _address(positions, torch.int32),
             _address(slots, torch.int32),
-            kv.keys.data_ptr(),
-            kv.values.data_ptr(),
+            *_pool(kv),
             kv.values.shape[0],
-            kv.values.shape[2],
-            code,
             0 if q_norm is None else _floats(q_norm),
             0 if k_norm is None else _floats(k_norm),
             eps,
@@ -198,17 +195,13 @@ class CpuKernels:
             return self._uncommon_attention(qkv, heads, kv, rows, scale, window)
         num_rows = qkv.shape[0]
         out = self._empty(num_rows, num_q * head_dim)
-        code = _dtype_code(kv.keys)
         self._ops.attention(
             _floats(qkv),
             out.data_ptr(),
             num_q,
             num_kv,
             head_dim,
-            kv.keys.data_ptr(),
-            kv.values.data_ptr(),
-            kv.values.shape[2],
-            code,
+            *_pool(kv),
             _address(rows.seq_ids, torch.int32),
             _address(rows.prefix_lens, torch.int32),
             _address(rows.tree_masks, torch.int64),
@@ -232,11 +225,8 @@ class CpuKernels:
         source, target = _address(sources, torch.int32), _address(targets, torch.int32)
         num = sources.shape[0]
         for kv in kvs:
-            _, num_kv, block_size, head_dim = kv.values.shape
-            code = _dtype_code(kv.keys)
-            self.engine.move_rows(
-                kv.keys.data_ptr(), kv.values.data_ptr(), block_size, code, num_kv, head_dim, source, target, num
-            )
+            _, num_kv, _, head_dim = kv.values.shape
+            self.engine.move_rows(*_pool(kv), num_kv, head_dim, source, target, num)
 
     def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys) -> Tensor:
         """See `Kernels.gumbel_argmax`."""
@@ -277,8 +267,18 @@ def _floats(tensor: Tensor) -> int:
     return _address(tensor, torch.float32)
 
 
+def _pool(kv: LayerKV) -> tuple[int, int, int, int, int, int]:
+    """Addresses of keys, values and their scales, the block size, the code of the dtype."""
+    code = _POOL_CODES.get(kv.keys.dtype)
+    if code is None or not kv.keys.is_contiguous() or not kv.values.is_contiguous():
+        raise KernelError(f"a KV pool is contiguous float32, bfloat16 or int8, not {kv.keys.dtype}")
+    key_scales = 0 if kv.key_scales is None else _floats(kv.key_scales)
+    value_scales = 0 if kv.value_scales is None else _floats(kv.value_scales)
+    return kv.keys.data_ptr(), kv.values.data_ptr(), key_scales, value_scales, kv.values.shape[2], code
+
+
 def _dtype_code(tensor: Tensor) -> int:
     code = _DTYPE_CODES.get(tensor.dtype)
     if code is None or not tensor.is_contiguous():
-        raise KernelError(f"tables and caches are contiguous float32 or bfloat16, not {tensor.dtype}")
+        raise KernelError(f"tables are contiguous float32 or bfloat16, not {tensor.dtype}")
     return code
