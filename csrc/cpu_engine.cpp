@@ -16,6 +16,7 @@ constexpr int64_t kSmallestChunk = 1000;     // nanoseconds
 constexpr int64_t kRowBlockBytes = 192 << 10;  // activations that stay in the second-level cache beside a panel
 constexpr int64_t kGroupedRowBytes = 512 << 10;  // likewise, activations of one byte
 constexpr int64_t kSplitInputs = 32;         // only multiples of this many inputs are split into parts
+constexpr int64_t kSplitFrom = 1 << 20;      // weights; smaller matrices wait in the caches, and few rows are faster whole
 constexpr int64_t kUnitBytes = 48 << 10;     // weights a unit of few rows reads
 constexpr int64_t kLine = 64;                // bytes in a cache line
 constexpr int64_t kReadPiece = 4 << 20;      // bytes of memory read as one unit; what is left over is not read
@@ -92,7 +93,8 @@ void CpuEngine::pack(const PackArgs& args) { share(table_->pack, args, divide_up
 
 void CpuEngine::linear(const LinearArgs& given) {
     LinearArgs args = given;
-    const bool split = table_->split_activations && args.dtype == Dtype::kBFloat16 && args.k % kSplitInputs == 0;
+    const bool split = table_->split_activations && args.dtype == Dtype::kBFloat16 && args.k % kSplitInputs == 0 &&
+                       args.n * args.k > kSplitFrom;  // by the matrix alone, never by the rows
     const int64_t panels = divide_up(args.n, kLanes), group = table_->panel_group, row_tile = split ? 16 : 6;
     const int64_t panel_bytes = args.k * kLanes * element_size(args.dtype);
     const int64_t row_bytes = args.k * static_cast<int64_t>(sizeof(float));

@@ -74,6 +74,45 @@ def test_every_instruction_set_and_thread_count_gives_the_same_bits(isa: str, dt
             assert torch.equal(kernels.linear(x, kernels.pack_linear(weight), bias), expected)
 
 
+LARGE = (1040, 1024)  # enough weights for the tiles of AMX, of whole tiles of inputs
+
+
+@pytest.mark.parametrize("isa", ("avx512amx", "avx512"))
+def test_large_matrices_are_exact_for_whole_numbers_and_as_close_as_float32(isa: str) -> None:
+    kernels = kernels_named(isa)
+    whole, x = torch.randint(-8, 9, LARGE).bfloat16(), torch.randint(-300, 301, (21, LARGE[1])).float()
+    assert torch.equal(kernels.linear(x, kernels.pack_linear(whole)), x @ whole.float().T)
+    weight, x = torch.randn(LARGE).bfloat16(), torch.randn(21, LARGE[1]) * torch.rand(21, 1).exp2()
+    truth = x.double() @ weight.double().T
+    ours = kernels.linear(x, kernels.pack_linear(weight))
+    assert rms_error(ours, truth) <= 2 * rms_error(x @ weight.float().T, truth)
+
+
+@pytest.mark.parametrize("isa", ("avx512amx", "avx512"))
+@pytest.mark.parametrize("threads", (1, 2))
+def test_rows_of_large_matrices_have_the_same_bits_in_every_batch(isa: str, threads: int) -> None:
+    kernels = cpu_kernels(isa, threads)
+    packed, bias = kernels.pack_linear(torch.randn(LARGE).bfloat16()), torch.randn(LARGE[0])
+    x = torch.randn(150, LARGE[1])
+    one = cpu_kernels(isa, 1)
+    alone = torch.cat([one.linear(row[None].clone(), packed, bias) for row in x])
+    for num_rows in (2, 5, 15, 16, 17, 31, 33, 64, 97, 150):
+        order = torch.randperm(150)[:num_rows]
+        assert torch.equal(kernels.linear(x[order], packed, bias), alone[order])
+
+
+def test_tiles_of_extreme_values_stay_in_their_row() -> None:
+    kernels = cpu_kernels("avx512amx")
+    packed = kernels.pack_linear(torch.randn(LARGE).bfloat16())
+    x = torch.randn(5, LARGE[1])
+    clean = kernels.linear(x, packed)
+    x[1, 3], x[2, 5], x[3] = torch.nan, torch.inf, x[3] * 1e36
+    dirty = kernels.linear(x, packed)
+    assert torch.equal(dirty[[0, 4]], clean[[0, 4]])
+    assert dirty[1].isnan().all() and not dirty[2].isfinite().any()
+    assert torch.allclose(dirty[3], clean[3] * 1e36, rtol=1e-4, atol=1e33)
+
+
 @pytest.mark.parametrize("isa", ("reference", "avx2"))
 def test_infinities_and_nan_stay_in_their_row(isa: str) -> None:
     kernels = kernels_named(isa)
