@@ -11,7 +11,7 @@ import pytest
 
 from forerun import __version__
 
-COMMANDS = ("demo", "generate", "chat", "bench", "verify", "inspect", "train")
+COMMANDS = ("demo", "generate", "chat", "bench", "verify", "inspect", "quantize", "perplexity", "train")
 
 
 def test_version(run: Any) -> None:
