@@ -12,7 +12,7 @@ STEEP = VerifyCost({1: 1.0, 2: 2.0, 64: 64.0})
 
 
 def request(**options) -> Request:  # type: ignore[no-untyped-def]
-    return Request("r", (1,), SamplingParams(), seed=0, **options)
+    return Request("r", (1,), SamplingParams(), seed=0, max_len=1000, **options)
 
 
 def taught(policy: AdaptivePolicy, accepted: int, tested: int) -> AdaptivePolicy:
@@ -49,13 +49,42 @@ def test_load_counts() -> None:
 
 def test_one_requests_drafts_do_not_decide_for_another() -> None:
     policy = taught(AdaptivePolicy(6, FLAT), 5, 5)
-    bad = Request("bad", (1,), SamplingParams(), seed=0)
+    bad = Request("bad", (1,), SamplingParams(), seed=0, max_len=1000)
     for _ in range(40):
         policy.learn(bad, 5, 1, 0)
     assert policy.node_budget(bad) < policy.node_budget(request())
-    policy.end("bad")
-    policy.end("r")
-    assert not policy._requests and not policy._plain_steps
+    policy.end(bad)
+    policy.end(request())
+    assert not policy._requests and not policy._plain_steps and not policy._read
+
+
+def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
+    """A drafter that must read 900 tokens first, at a tenth of a step each, cannot earn that back in 20 tokens."""
+    policy = taught(AdaptivePolicy(6, FLAT), 5, 5)
+    policy.learn_catch_up(90.0, 900)
+    short = Request("s", (1,) * 900, SamplingParams(), seed=0, max_len=920)
+    long = Request("l", (1,) * 900, SamplingParams(), seed=0, max_len=2900)
+    assert policy.node_budget(long) == 6
+    assert all(policy.node_budget(short) == 1 for _ in range(60))
+    policy.learn(long, 5, 5, 5)  # it has drafted, so it has read the prompt
+    assert policy._catch_up(long) == 0.0
+
+
+def test_answers_that_turn_out_short_count() -> None:
+    policy = taught(AdaptivePolicy(6, FLAT), 5, 5)
+    policy.learn_catch_up(90.0, 900)
+    for _ in range(40):
+        policy.end(Request("e", (1,), SamplingParams(), seed=0))
+    prompt = Request("p", (1,) * 900, SamplingParams(), seed=0, max_len=2900)
+    assert policy.node_budget(prompt) == 1
+
+
+def test_a_gain_within_the_uncertainty_is_not_worth_it() -> None:
+    policy = AdaptivePolicy(2, VerifyCost({1: 1.0, 2: 1.44}))  # acceptance 0.5 gains 1.5 tokens for 1.44 + 0.05
+    for _ in range(40):
+        policy.learn(request(), 2, 2, 1)
+    policy.learn_draft_cost(0.05, 1)
+    assert policy.node_budget(request()) == 1
 
 
 @pytest.mark.parametrize("policy", [AdaptivePolicy(6, FLAT), FixedPolicy(6)])

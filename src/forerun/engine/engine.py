@@ -29,6 +29,7 @@ from forerun.speculation.verifier import Candidate
 from forerun.speculation.verify import Choice
 
 _USUAL_LAG = 1  # tokens a drafter lags behind after a step that accepted everything
+_LONG_LAG = 32  # tokens whose reading takes so much longer than drafting that it tells what reading costs
 
 
 class Verifier(Protocol):
@@ -164,9 +165,12 @@ class Engine:
         return [self._work(item, drafts.get(item.request.request_id)) for item in plan.scheduled]
 
     def _learn_draft_cost(self, drafts: Sequence[Draft], seconds: float) -> None:
-        """Tell the policy, but for steps in which a drafter first had to read what it had missed."""
-        if sum(draft.num_caught_up for draft in drafts) <= _USUAL_LAG * len(drafts):
+        """Tell the policy what drafting took, or what it took to read first what the drafter had missed."""
+        num_caught_up = sum(draft.num_caught_up for draft in drafts)
+        if num_caught_up <= _USUAL_LAG * len(drafts):
             self.policy.learn_draft_cost(seconds, max(len(draft.tree) for draft in drafts) - 1)
+        elif num_caught_up >= _LONG_LAG:
+            self.policy.learn_catch_up(seconds, num_caught_up)
 
     def _work(self, item: ScheduledRequest, draft: Draft | None) -> _Work:
         record = self.records[item.request.request_id]
@@ -254,7 +258,7 @@ class Engine:
         for request in requests:
             self.drafter.end(request.request_id)
             self.model.release(request.request_id)
-            self.policy.end(request.request_id)
+            self.policy.end(request)
             del self.records[request.request_id]
             if request.parent_id in self.groups and self.groups[request.parent_id].finished:
                 del self.groups[request.parent_id]

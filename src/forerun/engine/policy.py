@@ -25,6 +25,8 @@ _PROBE_STEPS = 2  # in the first of them a drafter may have to catch up; the sec
 _PROBE_DRAFTS = 2
 _GUESSED_DRAFT_SHARE = 0.15  # a draft token's cost over a plain step's, until it was measured
 _MAX_JUMP, _RISE, _FALL = 4.0, 0.1, 0.5  # how far and how fast a draft's cost follows one step's
+_LEAST_GAIN = 1.03  # expected speed over plain decoding from which drafting is worth its uncertainty
+_USUAL_OUTPUT, _OUTPUT_RISE = 128.0, 0.2  # tokens an answer is expected to have, and how fast that follows answers
 
 
 class Policy(Protocol):
@@ -45,8 +47,11 @@ class Policy(Protocol):
     def learn_step_cost(self, num_rows: int, forward_s: float, overhead_s: float) -> None:
         """A pass over this many rows took this long, and the step around it, drafting apart, this much more."""
 
-    def end(self, request_id: str) -> None:
-        """Forget a request."""
+    def learn_catch_up(self, seconds: float, num_tokens: int) -> None:
+        """A drafter took this long for reading this many known tokens it had missed, and for drafting after that."""
+
+    def end(self, request: Request) -> None:
+        """A request is over; forget it."""
 
 
 class FixedPolicy:
@@ -71,7 +76,10 @@ class FixedPolicy:
     def learn_step_cost(self, num_rows: int, forward_s: float, overhead_s: float) -> None:
         """Nothing to learn."""
 
-    def end(self, request_id: str) -> None:
+    def learn_catch_up(self, seconds: float, num_tokens: int) -> None:
+        """Nothing to learn."""
+
+    def end(self, request: Request) -> None:
         """Nothing to forget."""
 
 
@@ -132,6 +140,9 @@ class AdaptivePolicy:
     _overall: Acceptance = field(default_factory=lambda: Acceptance(_PRIOR_DRAFTS, 0.7 * _PRIOR_DRAFTS))
     _requests: dict[str, Acceptance] = field(default_factory=dict)
     _plain_steps: dict[str, int] = field(default_factory=dict)
+    _catch_up_s: float = 0.0  # a drafter's time for a known token it has missed
+    _read: dict[str, int] = field(default_factory=dict)  # known tokens when a request last had drafts
+    _usual_output: float = _USUAL_OUTPUT
 
     def begin_step(self, num_deciding: int) -> None:
         """Remember the load: rows of all requests share one pass."""
@@ -142,11 +153,23 @@ class AdaptivePolicy:
         if not request.speculate or self.max_nodes <= 1:
             return 1
         best = max(range(self.max_nodes), key=lambda k: self._speed(request, k))
-        if best > 0:
+        if best > 0 and self._is_worth(request, best):
             return best + 1
         waited = (self._plain_steps.get(request.request_id, 0) + 1) % _PROBE_EVERY
         self._plain_steps[request.request_id] = waited
-        return min(_PROBE_DRAFTS + 1, self.max_nodes) if waited >= _PROBE_EVERY - _PROBE_STEPS else 1
+        if waited < _PROBE_EVERY - _PROBE_STEPS or self._catch_up(request) > self._slowness * self.verify_cost(1):
+            return 1
+        return min(_PROBE_DRAFTS + 1, self.max_nodes)
+
+    def _is_worth(self, request: Request, num_drafts: int) -> bool:
+        """Whether drafting gains enough, over what is left of the request, to pay for what must be read before it."""
+        plain, drafting = self._speed(request, 0), self._speed(request, num_drafts)
+        left = min(max(self._usual_output - request.num_output, _PROBE_EVERY), request.num_remaining)
+        return drafting >= _LEAST_GAIN * plain and left * (1 / plain - 1 / drafting) >= self._catch_up(request)
+
+    def _catch_up(self, request: Request) -> float:
+        """Seconds a drafter would need for what it has missed of a request since it last drafted."""
+        return self._catch_up_s * (len(request.token_ids) - self._read.get(request.request_id, 0))
 
     def _speed(self, request: Request, num_drafts: int) -> float:
         """Expected tokens per second of this request's share with `num_drafts` drafts."""
@@ -166,6 +189,7 @@ class AdaptivePolicy:
     def learn(self, request: Request, num_drafted: int, num_tested: int, num_accepted: int) -> None:
         """Update the request's and the engine's acceptance."""
         if num_drafted:
+            self._read[request.request_id] = len(request.token_ids)
             self._overall.add(num_tested, num_accepted)
             self._requests.setdefault(request.request_id, Acceptance()).add(num_tested, num_accepted)
 
@@ -187,10 +211,17 @@ class AdaptivePolicy:
             self._slowness += _RISE * (ratio - self._slowness)
             self._overhead_s += _RISE * (min(overhead_s, self.verify_cost(num_rows)) - self._overhead_s)
 
-    def end(self, request_id: str) -> None:
-        """Drop what was learned about a request."""
-        self._requests.pop(request_id, None)
-        self._plain_steps.pop(request_id, None)
+    def learn_catch_up(self, seconds: float, num_tokens: int) -> None:
+        """A running mean that falls quickly and rises slowly; the drafts of that step count as reading."""
+        each = seconds / num_tokens
+        known = self._catch_up_s
+        self._catch_up_s = each if known == 0.0 else known + (_FALL if each < known else _RISE) * (each - known)
+
+    def end(self, request: Request) -> None:
+        """Learn how long answers are; drop what was learned about the request alone."""
+        self._usual_output += _OUTPUT_RISE * (request.num_output - self._usual_output)
+        for known in (self._requests, self._plain_steps, self._read):
+            known.pop(request.request_id, None)
 
 
 def rows_to_measure(max_nodes: int, max_rows: int) -> Sequence[int]:
