@@ -119,6 +119,20 @@ def test_overhead_makes_drafting_worth_more() -> None:
     assert heavy.node_budget(request()) > lean.node_budget(request())
 
 
+def test_what_drafts_add_to_a_step_counts_against_them() -> None:
+    policy = AdaptivePolicy(3, FLAT)
+    for _ in range(60):
+        policy.learn(request(), 2, 1, 0)
+        policy.learn(request(), 2, 2, 1)  # a quarter to a third of the drafts are right
+        policy.learn_step_cost(1, 1.0, 0.1)
+        policy.learn_draft_cost(0.01, 2)
+    assert policy.node_budget(request()) > 1
+    for _ in range(60):
+        policy.learn_step_cost(3, 1.0, 0.9)
+    assert policy.node_budget(request()) == 1
+    assert policy._overhead_s == pytest.approx(0.1, rel=0.01)
+
+
 def test_verify_cost_interpolates() -> None:
     cost = VerifyCost({1: 1.0, 3: 2.0, 5: 6.0})
     assert [cost(n) for n in (1, 2, 3, 4, 5, 7)] == [1.0, 1.5, 2.0, 4.0, 6.0, 10.0]

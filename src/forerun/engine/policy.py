@@ -135,7 +135,8 @@ class AdaptivePolicy:
     verify_cost: VerifyCost
     _num_deciding: int = 1
     _draft_s: float | None = None
-    _overhead_s: float = 0.0
+    _overhead_s: float = 0.0  # of a step without drafts
+    _extra_s: float = 0.0  # what drafts add to that: more rows to lay out, more choices to make
     _slowness: float = 1.0  # passes in a running engine over those measured alone: caches are colder, contexts longer
     _overall: Acceptance = field(default_factory=lambda: Acceptance(_PRIOR_DRAFTS, 0.7 * _PRIOR_DRAFTS))
     _requests: dict[str, Acceptance] = field(default_factory=dict)
@@ -176,7 +177,8 @@ class AdaptivePolicy:
         a = min(self._rate(request), 0.995)
         tokens = (1.0 - a ** (num_drafts + 1)) / (1.0 - a)
         rows = self._num_deciding * (num_drafts + 1)
-        return tokens / (self._slowness * self.verify_cost(rows) + self._overhead_s + num_drafts * self._draft_cost())
+        overhead = self._overhead_s + (self._extra_s if num_drafts else 0.0)
+        return tokens / (self._slowness * self.verify_cost(rows) + overhead + num_drafts * self._draft_cost())
 
     def _rate(self, request: Request) -> float:
         overall = self._overall.accepted / self._overall.tested
@@ -209,7 +211,11 @@ class AdaptivePolicy:
         if num_rows <= self.verify_cost.max_rows:
             ratio = min(forward_s / self.verify_cost(num_rows), _MAX_JUMP * self._slowness)
             self._slowness += _RISE * (ratio - self._slowness)
-            self._overhead_s += _RISE * (min(overhead_s, self.verify_cost(num_rows)) - self._overhead_s)
+            overhead_s = min(overhead_s, self.verify_cost(num_rows))
+            if num_rows <= self._num_deciding:
+                self._overhead_s += _RISE * (overhead_s - self._overhead_s)
+            else:
+                self._extra_s += _RISE * (max(overhead_s - self._overhead_s, 0.0) - self._extra_s)
 
     def learn_catch_up(self, seconds: float, num_tokens: int) -> None:
         """A running mean that falls quickly and rises slowly; the drafts of that step count as reading."""
