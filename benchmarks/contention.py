@@ -16,13 +16,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from forerun import LLM, SamplingParams
 from forerun.bench.machine import describe_machine
 
 PROMPT = "Once upon a time there was a little fox who lived near the river and"
+
+
+SETTLE_S = 0.5  # after busy processes have ended
 
 
 def main() -> None:
@@ -44,6 +47,7 @@ def measure(llm: LLM, max_tokens: int, rounds: int) -> dict[str, Any]:
     tokens_per_s(llm, max_tokens)  # warm-up
     alone, beside = [], []
     for _ in range(rounds):
+        sleep(SETTLE_S)
         alone.append(tokens_per_s(llm, max_tokens))
         with busy_cores():
             beside.append(tokens_per_s(llm, max_tokens))

@@ -1,5 +1,6 @@
 #include "thread_pool.h"
 
+#include <algorithm>
 #include <chrono>
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -9,13 +10,16 @@
 namespace forerun {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // Between two forwards of a draft Python needs some 100 microseconds, and waking a sleeper costs as much again: long
 // enough to bridge that, short enough that an idle engine leaves the cores to others.
 constexpr auto kSpinTime = std::chrono::microseconds(250);
 constexpr int kPausesBetweenLooks = 16;
 constexpr int kLooksBeforeYield = 64;
+// A worker that lost its core in the middle of a chunk holds up the caller for a time slice. Where that happens, other
+// programs want the cores: the caller then works alone for a while, and longer each time it happens again soon.
+constexpr auto kPatience = std::chrono::microseconds(200);
+constexpr auto kShortestAlone = std::chrono::milliseconds(10), kLongestAlone = std::chrono::milliseconds(160);
+constexpr auto kCalm = std::chrono::seconds(2);
 constexpr uint64_t kRemaining = 0xFFFFFFFFu;
 
 inline void pause_briefly() {
@@ -60,7 +64,8 @@ bool ThreadPool::take_and_do() {
 
 void ThreadPool::run(Function function, const void* context, int64_t num_chunks) {
     std::unique_lock<std::mutex> only_caller(caller_mutex_, std::try_to_lock);
-    if (workers_.empty() || num_chunks < 2 || !only_caller.owns_lock()) {
+    const auto start = Clock::now();
+    if (workers_.empty() || num_chunks < 2 || !only_caller.owns_lock() || start < alone_until_) {
         for (int64_t chunk = 0; chunk < num_chunks; ++chunk) function(context, chunk);
         return;
     }
@@ -76,10 +81,23 @@ void ThreadPool::run(Function function, const void* context, int64_t num_chunks)
     }
     while (take_and_do()) {
     }
-    for (int looks = 0; done_.load(std::memory_order_acquire) != num_chunks; ++looks) {
+    int looks = 0;
+    Clock::time_point waiting_since;
+    for (; done_.load(std::memory_order_acquire) != num_chunks; ++looks) {
         pause_briefly();
+        if (looks == kLooksBeforeYield) waiting_since = Clock::now();
         if (looks > kLooksBeforeYield) std::this_thread::yield();  // the worker may be waiting for this very core
     }
+    if (looks > kLooksBeforeYield) judge_wait(start, waiting_since, Clock::now());
+}
+
+// Chunks are small parts of a call: waiting longer than one has worked is no matter of uneven chunks.
+void ThreadPool::judge_wait(Clock::time_point start, Clock::time_point waiting_since, Clock::time_point now) {
+    const auto waited = now - waiting_since;
+    if (waited < kPatience || waited < waiting_since - start) return;
+    const bool again = now - alone_until_ < kCalm;
+    alone_for_ = again ? std::min<Clock::duration>(2 * alone_for_, kLongestAlone) : Clock::duration(kShortestAlone);
+    alone_until_ = now + alone_for_;
 }
 
 void ThreadPool::work() {

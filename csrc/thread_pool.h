@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -27,8 +28,11 @@ public:
     void run(Function function, const void* context, int64_t num_chunks);
 
 private:
+    using Clock = std::chrono::steady_clock;
+
     void work();
     bool take_and_do();
+    void judge_wait(Clock::time_point start, Clock::time_point waiting_since, Clock::time_point now);
     void sleep();
 
     // High half: the job's number. Low half: chunks not handed out yet. One word, so that a thread that was descheduled
@@ -43,6 +47,8 @@ private:
     std::mutex sleep_mutex_;
     std::condition_variable wake_;
     std::mutex caller_mutex_;
+    Clock::time_point alone_until_{};  // guarded by caller_mutex_, as is the next
+    Clock::duration alone_for_{};
     std::vector<std::thread> workers_;
 };
 
