@@ -90,9 +90,12 @@ class DraftModelDrafter:
 
     def _draft_chains(self, drafts: Sequence[Draft]) -> bool:
         """Chains in one call of the recorded model; False, and nothing done, where that does not go."""
+        model = self._model
+        if self._width > 1 or not isinstance(model, RecordedModel) or not self._fits(model, drafts):
+            return False
         longest_first = sorted(drafts, key=lambda draft: -draft.num_free)
-        model, noise = self._model, self._grower.chain_noise(longest_first) if self._width == 1 else None
-        if noise is None or not isinstance(model, RecordedModel) or not self._fits(model, drafts):
+        noise = self._grower.chain_noise(longest_first)
+        if noise is None:
             return False
         batch = ForwardBatch.build([self._level(draft, [ROOT]) for draft in longest_first], self._block_size)
         chains = model.draft_chains(batch, noise, self._grower.must_keep_logits(drafts))

@@ -5,8 +5,6 @@ Knows: sizes. Does not know: the engine's pool, which quantizing does without.
 
 from __future__ import annotations
 
-import torch
-
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import LayerSpec
 
@@ -20,5 +18,4 @@ def block_table(num_tokens: int) -> range:
 
 def empty_kv(spec: LayerSpec, num_blocks: int) -> LayerKV:
     """Room for `num_blocks` blocks."""
-    keys = torch.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, dtype=spec.dtype)
-    return LayerKV(keys, torch.zeros(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, dtype=spec.dtype))
+    return LayerKV.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, spec.dtype)
