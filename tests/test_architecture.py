@@ -32,7 +32,18 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "models.batch": ("speculation.tree", "cache", "core", "kernels.ops"),
     "cache": ("kernels", "core", "models.base"),
     "speculation": ("core", "kernels"),
-    "drafters": ("drafters.base", "speculation", "models", "cache", "kernels.ops", "core"),
+    "drafters": (
+        "drafters.base",
+        "drafters.features",
+        "speculation",
+        "models",
+        "cache",
+        "kernels.ops",
+        "core",
+        "config",
+    ),
+    "drafters.registry": ("drafters", "errors"),
+    "drafters.portfolio": ("drafters", "speculation", "models", "cache", "kernels.ops", "core", "config"),
     "engine": ("drafters.base", "speculation", "cache", "models", "kernels", "core", "config"),
     "assemble": (
         "engine",
@@ -100,6 +111,8 @@ OPTIONS = {
         "adaptive",
         "ngram_min",
         "ngram_max",
+        "layers",
+        "members",
     ),
     "EngineConfig": (
         "model",

@@ -6,17 +6,16 @@ Knows: every constructor and how much memory there is. Does not know: requests, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from time import perf_counter
 
 import torch
 
 from forerun.cache.block_pool import BlockPool
 from forerun.cache.kv_cache import KVCache, bytes_per_block
-from forerun.config import DrafterConfig, EngineConfig
-from forerun.drafters.base import Drafter
-from forerun.drafters.draft_model import DraftModelDrafter
-from forerun.drafters.ngram import NgramDrafter
-from forerun.drafters.none import NoDrafter
+from forerun.config import EngineConfig
+from forerun.drafters.base import Drafter, DrafterContext
+from forerun.drafters.registry import build_drafter
 from forerun.engine.engine import Engine
 from forerun.engine.policy import AdaptivePolicy, FixedPolicy, Policy, VerifyCost, rows_to_measure
 from forerun.engine.scheduler import Scheduler
@@ -37,13 +36,14 @@ _ASSUMED_BYTES = 4 << 30  # memory of a machine that does not say
 LoadDraft = Callable[[str], Model]
 
 
-def assemble(config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft) -> Engine:
-    """An engine for `model` under `config`. Raises ConfigError or ResourceError if the context does not fit."""
-    drafter = _drafter(config, kernels, load_draft)
+def assemble(
+    config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None = None
+) -> Engine:
+    """An engine for `model`, read from `folder`. Raises ConfigError or ResourceError if the context does not fit."""
+    drafter = _drafter(config, model, kernels, load_draft, folder)
     kv_cache = _kv_cache(config, model, drafter, kernels)
     own_kvs = kv_cache.layers[: len(model.kv_specs)]
-    if isinstance(drafter, DraftModelDrafter):
-        drafter.attach(kv_cache.layers[len(own_kvs) :], kernels)
+    drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
     model = record(model, kernels, own_kvs, drafter.hidden_layers)
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
     return Engine(
@@ -62,26 +62,20 @@ def assemble(config: EngineConfig, model: Model, kernels: Kernels, load_draft: L
     )
 
 
-def _drafter(config: EngineConfig, kernels: Kernels, load_draft: LoadDraft) -> Drafter:
-    options = config.drafter
-    if options.name == "none":
-        return NoDrafter()
-    if options.name == "ngram":
-        return NgramDrafter(options.max_draft_tokens, options.ngram_min, options.ngram_max)
-    assert options.name == "draft" and options.model is not None
-    return _draft_model(config, options, kernels, load_draft(options.model))
-
-
-def _draft_model(config: EngineConfig, options: DrafterConfig, kernels: Kernels, model: Model) -> DraftModelDrafter:
-    grower = TreeGrower(kernels, coupled=config.verification == "coupled")
-    return DraftModelDrafter(
-        model,
-        grower,
+def _drafter(
+    config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None
+) -> Drafter:
+    context = DrafterContext(
+        options=config.drafter,
+        model=model,
+        folder=folder,
+        kernels=kernels,
+        grower=TreeGrower(kernels, coupled=config.verification == "coupled"),
         block_size=config.block_size,
-        max_draft_tokens=options.max_draft_tokens,
-        width=options.tree_width,
         max_rows=config.max_num_batched_tokens,
+        load_draft=load_draft,
     )
+    return build_drafter(context)
 
 
 def _longest(config: EngineConfig, model: Model) -> int:

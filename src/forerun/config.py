@@ -14,7 +14,11 @@ Verification = Literal["coupled", "rejection"]
 ChainRule = Literal["block", "token"]
 Implementation = Literal["auto", "forerun", "transformers"]
 
-DRAFTER_NAMES = ("none", "ngram", "draft")
+DRAFTER_NAMES = (
+    "none", "ngram", "suffix", "recycling", "draft", "layer_skip", "medusa", "eagle", "mtp", "portfolio", "auto",
+)  # fmt: skip
+WITH_MODEL = ("draft", "medusa", "eagle", "mtp")  # drafters that `model` is for; mtp may be part of the target
+NEED_MODEL = ("draft", "medusa", "eagle")
 MAX_TREE_NODES = 64  # one 64-bit ancestor mask
 
 
@@ -22,30 +26,45 @@ MAX_TREE_NODES = 64  # one 64-bit ancestor mask
 class DrafterConfig:
     """Who drafts, and how much.
 
+    `name` is one of DRAFTER_NAMES or FILE.py:CLASS, a drafter of the user's own.
     `max_draft_tokens` bounds the drafted tokens a step and request; the policy may draft fewer, also none.
     `tree_width` above 1 makes a model drafter grow a best-first tree of that many children a node instead of a chain.
     """
 
     name: str = "none"
-    model: str | None = None  # for "draft"
+    model: str | None = None  # a draft model, or the folder of Medusa, EAGLE or MTP heads
     max_draft_tokens: int = 5
     tree_width: int = 1
     adaptive: bool = True  # False: always draft max_draft_tokens
     ngram_min: int = 2
     ngram_max: int = 4
+    layers: tuple[int, ...] | None = None  # layers of the target that layer_skip drafts with; None: found on the fly
+    members: tuple[DrafterConfig, ...] = ()  # of a portfolio; (): all that the model offers
 
     def __post_init__(self) -> None:
-        _choice("drafter", self.name, DRAFTER_NAMES)
+        if ".py:" not in self.name:
+            _choice("drafter", self.name, DRAFTER_NAMES)
         _range("max_draft_tokens", self.max_draft_tokens, 1, MAX_TREE_NODES - 1)
         _range("tree_width", self.tree_width, 1, 16)
         _range("ngram_min", self.ngram_min, 1, 64)
         _range("ngram_max", self.ngram_max, self.ngram_min, 64)
-        if self.name == "draft" and not self.model:
+        self._check_model()
+        if self.layers is not None and self.name != "layer_skip":
+            raise ConfigError(f"layers were given but the drafter is {self.name!r}: choose drafter 'layer_skip'")
+        if self.members and self.name != "portfolio":
+            raise ConfigError(f"members were given but the drafter is {self.name!r}: choose drafter 'portfolio'")
+        if any(member.name in ("none", "portfolio", "auto") for member in self.members):
+            raise ConfigError("a portfolio's members are single drafters: neither none, auto nor another portfolio")
+
+    def _check_model(self) -> None:
+        """A model is given exactly where one is of use."""
+        if self.name in NEED_MODEL and not self.model:
             raise ConfigError(
-                "drafter 'draft' needs a draft model: give --draft-model a folder, a hub id or an embedded name"
+                f"drafter {self.name!r} needs a draft model: give --draft-model a folder, a hub id or an embedded name"
             )
-        if self.name != "draft" and self.model:
-            raise ConfigError(f"a draft model was given but the drafter is {self.name!r}: choose drafter 'draft'")
+        if self.model and self.name not in WITH_MODEL:
+            allowed = ", ".join(WITH_MODEL)
+            raise ConfigError(f"a draft model was given but the drafter is {self.name!r}: choose one of {allowed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from forerun.weights.tokenizer import Tokenizer, check_same_vocabulary
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-EMBEDDED_DRAFTS = {"mini": "mini-draft"}
+EMBEDDED_DRAFTS = {"mini": {"draft": "mini-draft"}}  # by model, then by drafter
 
 
 @dataclass(slots=True)
@@ -54,7 +54,9 @@ class LLM:
     def _open(self, config: EngineConfig, shared: _Shared | None) -> None:
         self.config = config
         self._shared = shared or _load(config)
-        self.engine: Engine = assemble(config, self._shared.loaded.model, self._shared.kernels, self._load_draft)
+        self.engine: Engine = assemble(
+            config, self._shared.loaded.model, self._shared.kernels, self._load_draft, self._shared.loaded.folder
+        )
         self._counter = count()
         self._seeds = random.Random(config.seed)
 
@@ -148,7 +150,7 @@ class LLM:
     def _stream(self, group: RequestGroup) -> Iterator[RequestOutput]:
         try:
             while not group.finished:
-                if group in self._step():
+                if group in self.step():
                     yield group.output()
         finally:
             self.engine.abort(group.request_id)
@@ -161,15 +163,38 @@ class LLM:
         with progress_bar("requests", len(groups), progress) as advance:
             try:
                 while not all(group.finished for group in groups):
-                    advance(sum(group.finished for group in self._step()))
+                    advance(sum(group.finished for group in self.step()))
             except BaseException:
                 for group in groups:
                     self.engine.abort(group.request_id)
                 raise
 
-    def _step(self) -> list[RequestGroup]:
+    # -- for servers: requests come and go while the engine runs; one thread starts, steps and aborts ------------
+
+    def prepare(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, speculate: bool = True
+    ) -> RequestGroup:
+        """A checked request that is not queued yet; may be called beside a running step.
+
+        Raises PromptError and SamplingError.
+        """
+        group = self._group(prompt, sampling_params or SamplingParams())
+        for sample in group.samples:
+            sample.request.speculate = speculate
+        return group
+
+    def start(self, group: RequestGroup) -> None:
+        """Queue a prepared request."""
+        self.engine.add(group)
+
+    def step(self) -> list[RequestGroup]:
+        """Advance what is running by one pass of the target -> the requests that changed."""
         with torch.inference_mode():
             return self.engine.step()
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its blocks are free when this returns. Unknown ids are ignored."""
+        self.engine.abort(request_id)
 
     # -- user requests to engine requests -----------------------------------------------------------------------
 
@@ -249,9 +274,14 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(model=model, drafter=drafter, **{k: v for k, v in options.items() if k in engine_fields})
 
 
-def _named_drafter(model: str, name: str, draft_model: str | None, options: Mapping[str, Any]) -> DrafterConfig:
-    default = EMBEDDED_DRAFTS.get(model) if name == "draft" else None
-    return DrafterConfig(name=name, model=draft_model or default, **options)
+def _named_drafter(model: str, text: str, draft_model: str | None, options: Mapping[str, Any]) -> DrafterConfig:
+    """A drafter from how it is written: NAME, NAME=MODEL, or portfolio=NAME+NAME=MODEL+..."""
+    name, _, rest = text.partition("=")
+    if name == "portfolio" and rest:
+        members = tuple(_named_drafter(model, part, None, options) for part in rest.split("+"))
+        return DrafterConfig(name=name, members=members, **options)
+    default = EMBEDDED_DRAFTS.get(model, {}).get(name)
+    return DrafterConfig(name=name, model=rest or draft_model or default, **options)
 
 
 def _load(config: EngineConfig) -> _Shared:

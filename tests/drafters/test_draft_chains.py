@@ -28,9 +28,10 @@ class Side:
         kernels, model = mini.plain().kernels, mini.plain().loaded.model
         self.kvs = factory.new_kvs(model, BLOCKS_EACH * len(LENGTHS), BLOCK_SIZE)
         grower = TreeGrower(kernels, coupled)
-        self.drafter = DraftModelDrafter(model, grower, BLOCK_SIZE, 16, 1, 64)
         # Kernels that cannot record leave the model's own forward in place, and with it the levels.
-        self.drafter.attach(self.kvs, kernels if native else select_kernels("reference"))
+        recording = kernels if native else select_kernels("reference")
+        self.drafter = DraftModelDrafter(model, grower, recording, BLOCK_SIZE, 16, 1, 64)
+        self.drafter.attach((), self.kvs)
         assert isinstance(self.drafter._model, RecordedModel) == native
 
     def propose(self, requests: list[Request], lengths: tuple[int, ...]) -> list[Draft]:

@@ -131,6 +131,7 @@ def check_drafters(names: Sequence[str]) -> None:
     """Raise ConfigError for a drafter that does not exist, before a model is loaded."""
     from forerun.config import DRAFTER_NAMES
 
-    unknown = [name for name in names if name not in DRAFTER_NAMES]
+    bare = [name.partition("=")[0] for name in names]
+    unknown = [name for name in bare if name not in DRAFTER_NAMES and ".py:" not in name]
     if unknown:
         raise ConfigError(f"there is no drafter {', '.join(unknown)}; choose from {', '.join(DRAFTER_NAMES)}")

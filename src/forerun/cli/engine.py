@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from forerun.cli.console import err, print_note
+from forerun.config import WITH_MODEL
 from forerun.core import RequestStats
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def kernel_choice(kernels: Any) -> tuple[str, str]:
 
 
 def other_engine(llm: LLM, drafter: str, draft_model: str | None = None) -> LLM:
-    """Another drafter on the same weights; `draft_model` counts for the drafter 'draft' only."""
+    """Another drafter on the same weights; `draft_model` is for drafters that take one and name none."""
     with err().status(f"preparing drafter {drafter}"):
         return llm.with_drafter(drafter, **drafter_options(llm, drafter, draft_model))
 
@@ -50,7 +51,7 @@ def drafter_options(llm: LLM, drafter: str, draft_model: str | None) -> dict[str
     own = llm.config.drafter
     names = ("max_draft_tokens", "tree_width", "adaptive", "ngram_min", "ngram_max")
     options: dict[str, Any] = {name: getattr(own, name) for name in names}
-    if drafter == "draft" and draft_model:
+    if drafter in WITH_MODEL and draft_model:
         options["draft_model"] = draft_model
     return options
 

@@ -68,13 +68,18 @@ def _describe(loaded: LoadedModel) -> dict[str, Any]:
 
 def _drafters(name: str, loaded: LoadedModel) -> dict[str, str]:
     """Drafter -> why it can, or what it needs."""
+    from forerun.config import DRAFTER_NAMES, NEED_MODEL
     from forerun.llm import EMBEDDED_DRAFTS
 
-    if name in EMBEDDED_DRAFTS:
-        draft = f"with {EMBEDDED_DRAFTS[name]}"
-    else:
-        draft = f"with a model of the same {loaded.tokenizer.vocab_size} tokens (--draft-model)"
-    return {"ngram": "always", "draft": draft}
+    embedded = EMBEDDED_DRAFTS.get(name, {})
+    needs = f"with a model of the same {loaded.tokenizer.vocab_size} tokens (--draft-model)"
+    wanting = {
+        drafter: needs if drafter == "draft" else "with heads trained for this model (--draft-model)"
+        for drafter in NEED_MODEL
+    }
+    given = {drafter: f"with {model}" for drafter, model in embedded.items()}
+    free = {drafter: "always" for drafter in DRAFTER_NAMES if drafter in ("ngram", "suffix", "recycling")}
+    return {**free, **wanting, **given}
 
 
 def _memory(loaded: LoadedModel) -> dict[str, int]:

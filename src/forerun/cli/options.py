@@ -39,10 +39,11 @@ Verification = Annotated[str, _option("coupled (same seed, same text) or rejecti
 DrafterName = Annotated[
     str | None,
     typer.Option(
-        help="none, ngram or draft. Default: draft where there is a draft model, else ngram.", rich_help_panel=DRAFTING
+        help="NAME or NAME=MODEL; see `forerun inspect`. Default: draft where there is a draft model, else ngram.",
+        rich_help_panel=DRAFTING,
     ),
 ]
-DraftModel = Annotated[str | None, _option("The draft model of drafter 'draft'.", DRAFTING)]
+DraftModel = Annotated[str | None, _option("The draft model, or the folder of Medusa, EAGLE or MTP heads.", DRAFTING)]
 MaxDraftTokens = Annotated[int, _option("Most tokens drafted a step.", DRAFTING)]
 TreeWidth = Annotated[int, _option("Children a node of a draft model's tree; 1 is a chain.", DRAFTING)]
 Adaptive = Annotated[bool, _option("Choose each step's drafts by measured cost and acceptance.", DRAFTING)]
@@ -70,7 +71,7 @@ PromptsFile = Annotated[
     Path | None, typer.Option(help="A .jsonl file of prompts; the twelve that come with forerun unless given.")
 ]
 Limit = Annotated[int | None, typer.Option(help="Use this many prompts, spread evenly over the file.")]
-Drafters = Annotated[str, typer.Option(help="Names, separated by commas: none, ngram, draft.")]
+Drafters = Annotated[str, typer.Option(help="NAME, NAME=MODEL or FILE.py:CLASS, separated by commas.")]
 
 
 def chosen_model(argument: str | None, option: str | None) -> str:

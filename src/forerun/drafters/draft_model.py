@@ -16,13 +16,28 @@ from itertools import takewhile
 from torch import Tensor
 
 from forerun.core import Request
-from forerun.drafters.base import Observed
+from forerun.drafters.base import Drafter, DrafterContext, Observed
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.base import CommittedPath, Model
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.recorded import RecordedModel, record
 from forerun.speculation.growth import Draft, Leaf, TreeGrower
 from forerun.speculation.tree import ROOT
+
+
+def build(context: DrafterContext) -> Drafter:
+    """The draft model the options name."""
+    options = context.options
+    assert options.model is not None  # DrafterConfig makes sure
+    return DraftModelDrafter(
+        context.load_draft(options.model),
+        context.grower,
+        context.kernels,
+        block_size=context.block_size,
+        max_draft_tokens=options.max_draft_tokens,
+        width=options.tree_width,
+        max_rows=context.max_rows,
+    )
 
 
 @dataclass(slots=True)
@@ -40,23 +55,31 @@ class DraftModelDrafter:
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(
-        self, model: Model, grower: TreeGrower, block_size: int, max_draft_tokens: int, width: int, max_rows: int
+        self,
+        model: Model,
+        grower: TreeGrower,
+        kernels: Kernels,
+        block_size: int,
+        max_draft_tokens: int,
+        width: int,
+        max_rows: int,
     ) -> None:
         self.kv_specs = model.kv_specs
         self.max_nodes = max_draft_tokens + 1
         self.weight_bytes = model.weight_bytes
         self._model = model
         self._grower = grower
+        self._kernels = kernels
         self._block_size = block_size
         self._width = width
         self._max_rows = max_rows
         self._kvs: Sequence[LayerKV] = ()
         self._progress: dict[str, _Progress] = {}
 
-    def attach(self, kvs: Sequence[LayerKV], kernels: Kernels) -> None:
+    def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
         """Where the pool keeps this drafter's layers; the model's forward is recorded for them."""
-        self._kvs = kvs
-        self._model = record(self._model, kernels, kvs)
+        self._kvs = own
+        self._model = record(self._model, self._kernels, own)
 
     def begin(self, request: Request) -> None:
         """Nothing is computed yet; the model catches up when it first drafts."""

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from forerun.core import Request
-from forerun.drafters.base import Observed
-from forerun.models.base import LayerSpec
+from forerun.drafters.base import Drafter, DrafterContext, Stateless
 from forerun.speculation.growth import Draft
 
 Gram = tuple[int, ...]
 
 
-class NgramDrafter:
+def build(context: DrafterContext) -> Drafter:
+    """Prompt lookup with the options' sizes."""
+    options = context.options
+    return NgramDrafter(options.max_draft_tokens, options.ngram_min, options.ngram_max)
+
+
+class NgramDrafter(Stateless):
     """Copies the tokens that followed the longest tail of ngram_max .. ngram_min tokens where it last occurred."""
 
     name = "ngram"
-    hidden_layers: tuple[int, ...] = ()
-    kv_specs: tuple[LayerSpec, ...] = ()
-    weight_bytes = 0
 
     def __init__(self, max_draft_tokens: int, ngram_min: int, ngram_max: int) -> None:
         self.max_nodes = max_draft_tokens + 1
@@ -36,9 +36,6 @@ class NgramDrafter:
     def begin(self, request: Request) -> None:
         """Start an empty index; it catches up when the request first drafts."""
         self._indexes[request.request_id] = _GramIndex(self._sizes)
-
-    def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
-        """Nothing to do: the index reads the request's own tokens when it is asked."""
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Add the continuation of the last match as a chain."""

@@ -22,10 +22,13 @@ class LayerSpec(NamedTuple):
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype  # of the pool: float32, bfloat16 or int8
+    latent: bool = False  # one vector a position, which is key and value
 
     @property
     def bytes_per_position(self) -> int:
         """Bytes the key and the value of one position take over all heads; a scale each where they are int8."""
+        if self.latent:
+            return self.num_kv_heads * self.head_dim * self.dtype.itemsize
         scale = 4 if self.dtype is torch.int8 else 0
         return 2 * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scale)
 
@@ -58,8 +61,8 @@ class Model(Protocol):
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
         """Compute every row of `batch`, writing its KV into `kvs` (one LayerKV per entry of kv_specs).
 
-        hidden_layers names the layers whose output (before the final norm; index 0 is the embedding, i the output
-        of layer i-1) is wanted for all rows.
+        hidden_layers names the states wanted for all rows: index 0 is the embedding, i the output of layer i-1
+        before the final norm, and one more than there are layers the output of the final norm.
         """
 
     def commit(self, paths: Sequence[CommittedPath]) -> None:

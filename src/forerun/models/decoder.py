@@ -87,6 +87,7 @@ class Decoder:
             x = layer(x, residual, batch, kvs[index])
             x = self._norm_before(index + 1).add(x, residual)
         _keep(hidden, hidden_layers, len(self.parts.layers), residual)
+        _keep(hidden, hidden_layers, len(self.parts.layers) + 1, x)
         return ForwardOutput(self._logits(x, batch), hidden)
 
     def commit(self, paths: Sequence[CommittedPath]) -> None:
@@ -108,10 +109,10 @@ class Decoder:
         return self.parts.lm_head(x)  # [R, V]
 
 
-def _keep(hidden: dict[int, Tensor], wanted: Sequence[int], index: int, residual: Tensor) -> None:
-    """Copy the residual stream if it is asked for (the next layer adds to it in place)."""
+def _keep(hidden: dict[int, Tensor], wanted: Sequence[int], index: int, state: Tensor) -> None:
+    """Copy a state if it is asked for (the next layer adds to the residual stream in place)."""
     if index in wanted:
-        hidden[index] = residual.clone()  # [M, H]
+        hidden[index] = state.clone()  # [M, H]
 
 
 def _kv_spec(layer: DecoderLayer, dtype: torch.dtype) -> LayerSpec:

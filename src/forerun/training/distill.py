@@ -63,12 +63,12 @@ def sample_own_text(
 
 
 def draw(recipe: Recipe, teacher: Net, sources: Mapping[str, Tokens], report: Report) -> Tokens:
-    """Continues windows of the training mix; the first quarter of each batch greedily."""
+    """Continues windows of the training mix; the first rows of each batch greedily."""
     options = recipe.distill
     assert options is not None  # the caller distills
     prompts = Mixture(sources, recipe.mix, options.prompt_tokens, recipe.seed + PROMPT_SEED_OFFSET)
     generator = torch.Generator().manual_seed(recipe.seed)
-    greedy = torch.arange(options.sample_batch) < options.sample_batch // 4
+    greedy = torch.arange(options.sample_batch) < round(options.greedy_share * options.sample_batch)
     parts: list[Tokens] = []
     row_tokens = options.prompt_tokens + options.continuation_tokens
     num_batches = -(-options.sample_tokens // (options.sample_batch * row_tokens))

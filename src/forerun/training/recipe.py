@@ -122,6 +122,7 @@ class DistillConfig:
     sample_batch: int = 64
     prompt_tokens: int = 64
     continuation_tokens: int = 192
+    greedy_share: float = 0.25  # of the teacher's text, written at T = 0; the rest at T = 1
 
 
 @dataclass(frozen=True)
