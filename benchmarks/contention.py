@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    plain = LLM(given.model, max_num_seqs=1)
+    plain = LLM(given.model, max_num_seqs=1, prefix_caching=False)
     engines = {"none": plain, given.drafter: plain.with_drafter(given.drafter)}
     rows = {name: measure(llm, given.max_tokens, given.rounds) for name, llm in engines.items()}
     print(json.dumps({"rows": rows, "machine": describe_machine(plain.kernels)}, indent=2))

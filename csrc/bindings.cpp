@@ -12,6 +12,7 @@
 #include "cpu_engine.h"
 #include "memory.h"
 #include "program.h"
+#include "suffix_text.h"
 
 namespace nb = nanobind;
 
@@ -104,6 +105,8 @@ AttentionArgs attention(Address qkv, Address y, int64_t num_q, int64_t num_kv, i
     return {at<float>(qkv),
             at<float>(y),
             {num_q, num_kv, head_dim, 0},
+            head_dim,
+            (num_q + 2 * num_kv) * head_dim,
             pool(keys, values, key_scales, value_scales, block_size, dtype),
             at<int32_t>(seq_ids),
             at<int32_t>(prefix_lens),
@@ -120,6 +123,75 @@ AttentionArgs attention(Address qkv, Address y, int64_t num_q, int64_t num_kv, i
             nullptr};
 }
 
+// Heads over a latent pool, cut into the fewest groups that the kernels take.
+AttentionArgs latent_attention(Address queries, Address y, int64_t num_heads, int64_t rank, int64_t rope_dim,
+                               Address latents, int64_t block_size, int dtype, Address seq_ids, Address prefix_lens,
+                               Address tree_masks, Address tree_starts, Address block_tables, int64_t max_blocks,
+                               float scale, int64_t m, int64_t max_visible) {
+    int64_t groups = (num_heads + kMaxHeadsPerGroup - 1) / kMaxHeadsPerGroup;
+    while (num_heads % groups != 0) ++groups;
+    AttentionArgs args = attention(queries, y, num_heads, groups, rank + rope_dim, 0, latents, 0, 0, block_size, dtype,
+                                   seq_ids, prefix_lens, tree_masks, tree_starts, block_tables, max_blocks, scale, 0, m,
+                                   max_visible);
+    args.value_dim = rank;
+    args.q_stride = num_heads * (rank + rope_dim);
+    return args;
+}
+
+LatentRopeArgs latent_rope(Address queries, Address latents, int64_t num_heads, int64_t rank, int64_t rope_dim,
+                           bool interleaved, Address table, int64_t max_position, Address positions, Address slots,
+                           Address pool_values, int64_t block_size, int dtype, int64_t num_blocks, Address norm,
+                           float eps, int64_t m) {
+    return {at<float>(queries),
+            at<float>(latents),
+            num_heads,
+            rank,
+            rope_dim,
+            interleaved,
+            at<float>(table),
+            at<int32_t>(positions),
+            at<int32_t>(slots),
+            pool(0, pool_values, 0, 0, block_size, dtype),
+            at<float>(norm),
+            eps,
+            m,
+            max_position,
+            num_blocks * block_size};
+}
+
+HeadLinearArgs linear_heads(Address x, Address weight, Address y, int64_t m, int64_t heads, int64_t n, int64_t k,
+                            int64_t passed, int dtype) {
+    return {at<float>(x), at<void>(weight), at<float>(y), m, heads, n, k, passed, Dtype{dtype}};
+}
+
+RouteArgs route(Address logits, Address correction, Address y, int64_t m, int64_t e, int64_t top_k, bool sigmoid,
+                bool normalize, float scale, int64_t num_groups, int64_t top_groups) {
+    return {at<float>(logits), at<float>(correction), at<float>(y), m,         e,     top_k,
+            num_groups,        top_groups,            sigmoid,      normalize, scale, nullptr};
+}
+
+ExpertsArgs experts(Address x, Address weights, Address base, Address y, int64_t m, const ExpertBank* bank) {
+    return {at<float>(x), at<float>(weights), at<float>(base), at<float>(y), m, bank};
+}
+
+void add_matrix(ExpertBank& bank, const ExpertMatrix& matrix, bool is_down) {
+    (is_down ? bank.down : bank.gate_up).push_back(matrix);
+}
+
+void add_linear(ExpertBank& bank, bool is_down, Address weight, int64_t n, int64_t k, int dtype) {
+    add_matrix(bank, {false, linear(0, weight, 0, 0, 0, n, k, dtype), {}}, is_down);
+}
+
+void add_grouped(ExpertBank& bank, bool is_down, Address weight, Address order, int64_t n, int64_t k,
+                 int64_t group_size, int storage, bool half, bool has_offsets, int64_t zero) {
+    const GroupedArgs args = grouped(0, weight, 0, 0, order, 0, n, k, group_size, storage, half, has_offsets, zero);
+    add_matrix(bank, {true, {}, args}, is_down);
+}
+
+int64_t work_of(const LatentRopeArgs& args) { return args.m * (args.num_heads + 1) * (args.rank + args.rope_dim); }
+int64_t work_of(const HeadLinearArgs& args) { return args.m * args.heads * args.n * args.k; }
+int64_t work_of(const RouteArgs& args) { return args.m * args.e * args.top_k; }
+int64_t work_of(const ExpertsArgs& args) { return args.m * args.bank->h * args.bank->f * 3; }
 int64_t work_of(const LinearArgs& args) { return args.m * args.n * args.k; }
 int64_t work_of(const GroupedArgs& args) { return args.m * args.n * args.k; }
 int64_t work_of(const NormArgs& args) { return args.m * args.h; }
@@ -194,6 +266,27 @@ void draft_chains(CpuEngine& engine, Program& program, const std::vector<Address
     run_chains(engine, program, addresses, {rows, r, max_blocks, max_visible}, args);
 }
 
+void bind_suffix(nb::module_& module) {
+    nb::class_<SuffixCorpus>(module, "SuffixCorpus")
+        .def(nb::init<int64_t, int32_t>())
+        .def_prop_ro("num_tokens", &SuffixCorpus::num_tokens)
+        .def("add", &SuffixCorpus::add);
+    nb::class_<SuffixText>(module, "SuffixText")
+        .def(nb::init<int32_t, const SuffixCorpus*>(), nb::arg(), nb::arg().none(), nb::keep_alive<1, 3>())
+        .def_prop_ro("size", &SuffixText::size)
+        .def("extend", &SuffixText::extend)
+        .def("copy", [](const SuffixText& self, int32_t shortest, int32_t longest, int32_t num) {
+            const SuffixCopy copied = self.copy(shortest, longest, num);
+            return nb::make_tuple(copied.length, copied.tokens);
+        })
+        .def("grow", [](SuffixText& self, int32_t max_nodes, double least) {
+            nb::list guesses;
+            for (const SuffixGuess& guess : self.grow(max_nodes, least))
+                guesses.append(nb::make_tuple(guess.parent, guess.token, guess.chance));
+            return guesses;
+        });
+}
+
 }  // namespace
 }  // namespace forerun
 
@@ -227,6 +320,8 @@ NB_MODULE(_native, module) {
         .def("finish", &Program::finish)
         .def("run", &run_program);
 
+    bind_suffix(module);
+
     bind_op(engine, program, "linear", &linear, &CpuEngine::linear);
     bind_op(engine, program, "grouped", &grouped, &CpuEngine::grouped);
     bind_op(engine, program, "norm", &norm, &CpuEngine::norm);
@@ -235,4 +330,16 @@ NB_MODULE(_native, module) {
     bind_op(engine, program, "select_rows", &select_rows, &CpuEngine::select_rows);
     bind_op(engine, program, "rope_and_cache", &rope_and_cache, &CpuEngine::rope_and_cache);
     bind_op(engine, program, "attention", &attention, &CpuEngine::attention);
+
+    nb::class_<ExpertBank>(module, "ExpertBank")
+        .def("__init__", [](ExpertBank* self, int64_t h, int64_t f, int activation) {
+            new (self) ExpertBank{h, f, Activation{activation}, {}, {}};
+        })
+        .def("add_linear", &add_linear)
+        .def("add_grouped", &add_grouped);
+    bind_op(engine, program, "latent_attention", &latent_attention, &CpuEngine::attention);
+    bind_op(engine, program, "latent_rope", &latent_rope, &CpuEngine::latent_rope);
+    bind_op(engine, program, "linear_heads", &linear_heads, &CpuEngine::linear_heads);
+    bind_op(engine, program, "route", &route, &CpuEngine::route);
+    bind_op(engine, program, "experts", &experts, &CpuEngine::experts);
 }

@@ -163,6 +163,62 @@ void CpuEngine::rope_and_cache(const RopeArgs& args) {
     share(table_->rope_and_cache, args, args.m, args.heads.row_size() / 2);
 }
 
+void CpuEngine::latent_rope(const LatentRopeArgs& args) {
+    check_range("position", args.positions, args.m, args.max_position);
+    check_range("cache slot", args.slots, args.m, args.num_slots);
+    share(table_->latent_rope, args, args.m, (args.num_heads * args.rope_dim + args.rank) / 2);
+}
+
+void CpuEngine::route(const RouteArgs& given) {
+    if (given.m <= 0) return;
+    RouteArgs args = given;
+    const Scratch::Piece piece = scratch_.take(static_cast<size_t>(args.m * args.e) * 3 * sizeof(float));
+    args.scratch = static_cast<float*>(piece.memory());
+    share(table_->route, args, args.m, args.e * (args.top_k + 4));
+}
+
+namespace {
+
+struct HeadJob {
+    HeadLinearArgs args;
+    const KernelTable* table;
+    Scratch* scratch;
+};
+
+// Columns [from, from + width) of rows of `stride` entries -> rows side by side, and back.
+void copy_columns(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t width, int64_t rows) {
+    for (int64_t row = 0; row < rows; ++row) std::copy_n(from + row * from_stride, width, to + row * to_stride);
+}
+
+// All rows of heads [begin, end).
+void multiply_heads(const HeadJob& job, int64_t begin, int64_t end) {
+    const HeadLinearArgs& args = job.args;
+    const int64_t m = args.m, n = args.n, k = args.k, panels = divide_up(n, kLanes);
+    const int64_t x_head = k + args.passed, y_head = n + args.passed;
+    const int64_t stored_k = args.dtype == Dtype::kBFloat16 ? k + k % 2 : k;  // two-byte weights lie in pairs
+    const Scratch::Piece piece = job.scratch->take(static_cast<size_t>(m * (k + n)) * sizeof(float));
+    float* x = static_cast<float*>(piece.memory());
+    float* y = x + m * k;
+    for (int64_t head = begin; head < end; ++head) {
+        const float* from = args.x + head * x_head;
+        float* to = args.y + head * y_head;
+        const char* weight =
+            static_cast<const char*>(args.weight) + head * panels * stored_k * kLanes * element_size(args.dtype);
+        copy_columns(from, args.heads * x_head, x, k, k, m);
+        job.table->linear({x, weight, nullptr, y, m, n, k, args.dtype, panels, m, nullptr}, 0, 1);
+        copy_columns(y, n, to, args.heads * y_head, n, m);
+        copy_columns(from + k, args.heads * x_head, to + n, args.heads * y_head, args.passed, m);
+    }
+}
+
+}  // namespace
+
+void CpuEngine::linear_heads(const HeadLinearArgs& args) {
+    if (args.m <= 0) return;
+    const HeadJob job{args, table_, &scratch_};
+    share(&multiply_heads, job, args.heads, args.n * args.k * divide_up(args.m, 4) / 4);
+}
+
 int64_t CpuEngine::rows_together(const AttentionArgs& args) const {
     int64_t runs = 1;
     for (int64_t row = 1; row < args.m; ++row) runs += args.seq_ids[row] != args.seq_ids[row - 1];
@@ -185,7 +241,7 @@ void CpuEngine::attention(const AttentionArgs& given) {
     const int64_t work = visible * heads.head_dim * queries / 8;  // for a pair
     const bool apart = args.max_splits > 1 && pairs < pool_.num_threads() * kUnitsPerThread && pool_.num_threads() > 1;
     if (!apart) return share(table_->attention, args, pairs, work);
-    const size_t size = static_cast<size_t>(args.m * heads.num_q * args.max_splits * (heads.head_dim + 2));
+    const size_t size = static_cast<size_t>(args.m * heads.num_q * args.max_splits * (args.value_dim + 2));
     const std::unique_ptr<float[]> partials(new float[size]);
     args.partials = partials.get();
     share(table_->attention_split, args, pairs * args.max_splits, work / args.max_splits + 1);
@@ -247,7 +303,7 @@ void move_slot(const KV& kv, int64_t num_kv, int64_t head_dim, int64_t source, i
     for (int64_t head = 0; head < num_kv; ++head) {
         const int64_t from_head = from + head * head_size, to_head = to + head * head_size;
         for (int64_t i = 0; i < head_dim; ++i) {
-            keys[to_head + i * b + target % b] = keys[from_head + i * b + source % b];
+            if (keys) keys[to_head + i * b + target % b] = keys[from_head + i * b + source % b];
             values[to_head + target % b * head_dim + i] = values[from_head + source % b * head_dim + i];
         }
     }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "experts.h"
 #include "grouped_layout.h"
 #include "kernel_table.h"
 #include "scratch.h"
@@ -30,7 +31,11 @@ public:
     void gated_act(const GatedArgs& args);
     void embedding(const EmbeddingArgs& args);         // throws std::out_of_range
     void rope_and_cache(const RopeArgs& args);         // throws std::out_of_range
+    void latent_rope(const LatentRopeArgs& args);      // throws std::out_of_range
     void attention(const AttentionArgs& args);
+    void linear_heads(const HeadLinearArgs& args);
+    void route(const RouteArgs& args);
+    void experts(const ExpertsArgs& args);
     void select_rows(const SelectArgs& args);
     // Best k of every row -> ids [r, k], scores [r, k] (may be null).
     void gumbel(GumbelArgs args, int64_t* ids, double* scores);

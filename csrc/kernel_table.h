@@ -15,7 +15,8 @@ constexpr int64_t kChunk = 128;           // inputs summed before they join the 
 constexpr int64_t kAttentionSplit = 256;  // visible keys in a split of the softmax
 constexpr int64_t kGroupedBlock = 16;     // inputs a grouped matrix is filled up to a multiple of
 constexpr int64_t kMaxUnitRows = 96;       // rows of a unit of a grouped matrix
-constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeadDim = 576;
+constexpr int64_t kStackHeadDim = 256;  // attention over larger heads takes its work space from the heap
 constexpr int64_t kMaxHeadsPerGroup = 64;
 constexpr int64_t kMaxRowsTogether = 16;  // rows of a sequence that read its keys together
 
@@ -102,7 +103,7 @@ struct Heads {
 };
 
 struct KV {
-    void* keys;    // [blocks, G, D, B]
+    void* keys;    // [blocks, G, D, B], or null: `values` are keys too (a latent pool)
     void* values;  // [blocks, G, B, D]
     float* key_scales;    // [blocks, G, B] of an int8 pool, else null
     float* value_scales;  // likewise
@@ -124,10 +125,47 @@ struct RopeArgs {
     int64_t max_position, num_slots;  // what positions and slots stay below
 };
 
+// Attention over latents: queries [num_heads, rank + rope_dim], one vector a position of as many entries.
+struct LatentRopeArgs {
+    float* queries;  // [m, num_heads, rank + rope_dim]
+    float* latents;  // [m, rank + rope_dim]
+    int64_t num_heads, rank, rope_dim;
+    bool interleaved;
+    const float* table;        // [max_position, rope_dim]: cos, sin
+    const int32_t* positions;  // [m]
+    const int32_t* slots;      // [m]
+    KV kv;
+    const float* norm;  // [rank]
+    float eps;
+    int64_t m;
+    int64_t max_position, num_slots;
+};
+
+struct HeadLinearArgs {
+    const float* x;      // [m, heads, k + passed]
+    const void* weight;  // [heads, panels, k, 16]
+    float* y;            // [m, heads, n + passed]
+    int64_t m, heads, n, k, passed;
+    Dtype dtype;
+};
+
+struct RouteArgs {
+    const float* logits;      // [m, e]
+    const float* correction;  // [e] or null
+    float* y;                 // [m, e]
+    int64_t m, e;
+    int64_t top_k, num_groups, top_groups;
+    bool sigmoid, normalize;
+    float scale;
+    float* scratch;  // [m, 3, e], set by the engine
+};
+
 struct AttentionArgs {
-    const float* qkv;  // [m, row_size]
-    float* y;          // [m, Q * D]
-    Heads heads;
+    const float* qkv;  // rows of q_stride entries, which begin with the queries
+    float* y;          // [m, Q * value_dim]
+    Heads heads;         // over a latent pool num_kv is a number of groups that read the same vectors
+    int64_t value_dim;   // entries of a value: head_dim, or the first ones of a latent pool's vectors
+    int64_t q_stride;
     KV kv;
     const int32_t* seq_ids;       // [m]
     const int32_t* prefix_lens;   // [m]
@@ -141,7 +179,7 @@ struct AttentionArgs {
     int64_t max_visible;  // an upper bound of the keys a row sees
     int64_t max_splits;     // set by the engine, as are the next two
     int64_t rows_per_unit;  // neighbouring rows in a unit, at most kMaxRowsTogether and 64 query vectors a KV head
-    float* partials;  // [m, Q, max_splits, D + 2] when the splits of a row are computed apart, else null
+    float* partials;  // [m, Q, max_splits, value_dim + 2] when the splits of a row are computed apart, else null
 };
 
 struct GumbelArgs {
@@ -167,6 +205,8 @@ struct KernelTable {
     void (*gated_act)(const GatedArgs&, int64_t begin, int64_t end);
     void (*embedding)(const EmbeddingArgs&, int64_t begin, int64_t end);
     void (*rope_and_cache)(const RopeArgs&, int64_t begin, int64_t end);
+    void (*latent_rope)(const LatentRopeArgs&, int64_t begin, int64_t end);
+    void (*route)(const RouteArgs&, int64_t begin, int64_t end);
     void (*attention)(const AttentionArgs&, int64_t begin, int64_t end);          // unit: rows x KV head
     void (*attention_split)(const AttentionArgs&, int64_t begin, int64_t end);    // unit: rows x KV head x split
     void (*attention_combine)(const AttentionArgs&, int64_t begin, int64_t end);  // unit: row x KV head

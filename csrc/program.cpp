@@ -45,6 +45,26 @@ void Program::list_fields(AttentionArgs& args, Fields& fields) {
     fields.max_visible = &args.max_visible;
 }
 
+void Program::list_fields(LatentRopeArgs& args, Fields& fields) {
+    fields.add_addresses(args.queries, args.latents, args.table, args.positions, args.slots, args.norm);
+    fields.rows = &args.m;
+}
+
+void Program::list_fields(HeadLinearArgs& args, Fields& fields) {
+    fields.add_addresses(args.x, args.weight, args.y);
+    fields.rows = &args.m;
+}
+
+void Program::list_fields(RouteArgs& args, Fields& fields) {
+    fields.add_addresses(args.logits, args.correction, args.y);
+    fields.rows = &args.m;
+}
+
+void Program::list_fields(ExpertsArgs& args, Fields& fields) {
+    fields.add_addresses(args.x, args.weights, args.base, args.y);
+    fields.rows = &args.m;
+}
+
 void Program::list_fields(SelectArgs& args, Fields& fields) {
     fields.add_addresses(args.x, args.row_ids, args.y);
     fields.rows = &args.r;

@@ -74,6 +74,10 @@ private:
     static void list_fields(EmbeddingArgs& args, Fields& fields);
     static void list_fields(RopeArgs& args, Fields& fields);
     static void list_fields(AttentionArgs& args, Fields& fields);
+    static void list_fields(LatentRopeArgs& args, Fields& fields);
+    static void list_fields(HeadLinearArgs& args, Fields& fields);
+    static void list_fields(RouteArgs& args, Fields& fields);
+    static void list_fields(ExpertsArgs& args, Fields& fields);
     static void list_fields(SelectArgs& args, Fields& fields);
 
     CpuEngine& engine_;

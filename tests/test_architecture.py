@@ -34,11 +34,13 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "speculation": ("core", "kernels"),
     "drafters": (
         "drafters.base",
+        "drafters.drawing",
         "drafters.features",
         "speculation",
         "models",
         "cache",
         "kernels.ops",
+        "kernels.suffix",
         "core",
         "config",
     ),
@@ -72,7 +74,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "mini",
     ),
     "": ("llm", "core", "config"),
-    "training": ("", "llm", "progress", "engine", "models", "weights", "kernels", "core", "config"),
+    "training": ("", "llm", "progress", "engine", "quantize.pool", "models", "weights", "kernels", "core", "config"),
     "quantize": ("", "llm", "models", "layers", "quant", "weights", "kernels", "core", "config"),
     "bench": (
         "",
@@ -88,12 +90,23 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "core",
         "config",
     ),
+    "server": ("", "llm", "engine", "weights", "core", "config"),
     "cli": ("",),  # anything: see ANYTHING
 }
 ANYTHING = ("cli",)
 SEPARATE = ("drafters",)  # files of these packages do not know each other, but for what IMPORTS names
 
-NO_TORCH = ("core", "config", "errors", "engine.scheduler", "cache.block_pool", "cache.prefix_cache")
+NO_TORCH = (
+    "core",
+    "config",
+    "errors",
+    "engine.scheduler",
+    "engine.sharing",
+    "cache.block_pool",
+    "cache.prefix_cache",
+    "server.schema",
+    "server.settings",
+)
 HEAVY = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "huggingface_hub")
 QUICK_START = "cli.app"  # `forerun --help` loads this, and must not load anything heavy
 
@@ -124,6 +137,11 @@ OPTIONS = {
         "max_model_len",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "max_num_prefill_tokens",
+        "max_num_batched_nodes",
+        "max_num_waiting",
+        "priority_s",
+        "prefix_caching",
         "block_size",
         "kv_cache_dtype",
         "num_kv_blocks",

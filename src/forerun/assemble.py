@@ -13,12 +13,15 @@ import torch
 
 from forerun.cache.block_pool import BlockPool
 from forerun.cache.kv_cache import KVCache, bytes_per_block
-from forerun.config import EngineConfig
+from forerun.cache.prefix_cache import PrefixCache
+from forerun.config import DrafterConfig, EngineConfig
 from forerun.drafters.base import Drafter, DrafterContext
-from forerun.drafters.registry import build_drafter
+from forerun.drafters.portfolio import Portfolio
+from forerun.drafters.registry import build_drafter, build_portfolio
 from forerun.engine.engine import Engine
-from forerun.engine.policy import AdaptivePolicy, FixedPolicy, Policy, VerifyCost, rows_to_measure
-from forerun.engine.scheduler import Scheduler
+from forerun.engine.policy import AdaptivePolicy, FixedPolicy, Policy, StepCosts, VerifyCost, rows_to_measure
+from forerun.engine.portfolio_policy import PortfolioPolicy
+from forerun.engine.scheduler import Limits, Scheduler
 from forerun.errors import ConfigError, ResourceError
 from forerun.kernels.ops import Kernels
 from forerun.models.base import LayerSpec, Model
@@ -40,7 +43,7 @@ def assemble(
     config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None = None
 ) -> Engine:
     """An engine for `model`, read from `folder`. Raises ConfigError or ResourceError if the context does not fit."""
-    drafter = _drafter(config, model, kernels, load_draft, folder)
+    drafter, portfolio = _drafter(config, model, kernels, load_draft, folder)
     kv_cache = _kv_cache(config, model, drafter, kernels)
     own_kvs = kv_cache.layers[: len(model.kv_specs)]
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
@@ -50,21 +53,32 @@ def assemble(
         model=model,
         drafter=drafter,
         verifier=CoupledVerifier(kernels) if config.verification == "coupled" else RejectionVerifier(config.chain_rule),
-        policy=_policy(config, model, drafter, kv_cache),
-        scheduler=Scheduler(
-            BlockPool(kv_cache.num_blocks),
-            config.block_size,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            max_model_len,
-        ),
+        policy=_policy(config, model, drafter, portfolio, kv_cache),
+        scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs)),
         kv_cache=kv_cache,
     )
 
 
+def _scheduler(config: EngineConfig, kv_cache: KVCache, max_model_len: int, is_pooled: bool) -> Scheduler:
+    """`is_pooled`: the model's state is in the pool, so that its blocks can be shared."""
+    pool = BlockPool(kv_cache.num_blocks)
+    limits = Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_rows=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_num_prefill_rows=config.max_num_prefill_tokens or max(1, config.max_num_batched_tokens // 4),
+        max_num_nodes=config.max_num_batched_nodes,
+        max_num_waiting=config.max_num_waiting,
+        priority_s=config.priority_s,
+    )
+    prefix_cache = PrefixCache(pool, config.block_size) if config.prefix_caching and is_pooled else None
+    return Scheduler(pool, config.block_size, limits, prefix_cache)
+
+
 def _drafter(
     config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None
-) -> Drafter:
+) -> tuple[Drafter, Portfolio | None]:
+    """The drafter, and itself once more where it is a portfolio, which wants a guide."""
     context = DrafterContext(
         options=config.drafter,
         model=model,
@@ -75,7 +89,16 @@ def _drafter(
         max_rows=config.max_num_batched_tokens,
         load_draft=load_draft,
     )
-    return build_drafter(context)
+    if not _needs_guide(config.drafter):
+        return build_drafter(context), None
+    portfolio = build_portfolio(context)
+    return portfolio, portfolio
+
+
+def _needs_guide(options: DrafterConfig) -> bool:
+    """Portfolios, and adaptive drafters of which the number of drafts alone does not say what comes of them."""
+    is_chain = options.name in ("ngram", "draft") and options.tree_width == 1
+    return options.name == "portfolio" or (options.adaptive and options.name != "none" and not is_chain)
 
 
 def _longest(config: EngineConfig, model: Model) -> int:
@@ -112,7 +135,13 @@ def _stored_specs(config: EngineConfig, model: Model, drafter: Drafter) -> tuple
             f"kv_cache_dtype {config.kv_cache_dtype!r} was given, but {config.model} runs through transformers, which "
             "keeps its own cache in the model's precision: leave kv_cache_dtype at 'auto'"
         )
-    return tuple(spec._replace(dtype=_KV_DTYPES[config.kv_cache_dtype]) for spec in specs)
+    dtype = _KV_DTYPES[config.kv_cache_dtype]
+    if dtype is torch.int8 and any(spec.latent for spec in specs):
+        raise ConfigError(
+            f"kv_cache_dtype 'int8' was given, but {config.model} keeps latents, which are stored as float32 or "
+            "bfloat16 only: choose one of these or 'auto'"
+        )
+    return tuple(spec._replace(dtype=dtype) for spec in specs)
 
 
 def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int) -> int:
@@ -123,20 +152,27 @@ def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int) 
     return min(wanted, budget // per_block) if per_block else wanted
 
 
-def _policy(config: EngineConfig, model: Model, drafter: Drafter, kv_cache: KVCache) -> Policy:
-    if drafter.max_nodes <= 1 or not config.drafter.adaptive or config.drafter.tree_width > 1:
+def _policy(
+    config: EngineConfig, model: Model, drafter: Drafter, portfolio: Portfolio | None, kv_cache: KVCache
+) -> Policy:
+    if drafter.max_nodes <= 1 or not config.drafter.adaptive:
         return FixedPolicy(drafter.max_nodes)
-    return AdaptivePolicy(drafter.max_nodes, measure_verify_cost(config, model, drafter.max_nodes, kv_cache))
+    costs = StepCosts(measure_verify_cost(config, model, drafter, kv_cache))
+    if portfolio is None:
+        return AdaptivePolicy(drafter.max_nodes, costs)
+    policy = PortfolioPolicy(drafter.max_nodes, costs, may_prune=config.verification == "coupled")
+    portfolio.guide = policy
+    return policy
 
 
-def measure_verify_cost(config: EngineConfig, model: Model, max_nodes: int, kv_cache: KVCache) -> VerifyCost:
+def measure_verify_cost(config: EngineConfig, model: Model, drafter: Drafter, kv_cache: KVCache) -> VerifyCost:
     """Time passes over a few numbers of rows on an empty cache."""
     most = min(config.max_num_batched_tokens, kv_cache.num_rows)
-    rows = rows_to_measure(max_nodes * config.max_num_seqs, most)
-    return VerifyCost({num_rows: _time_pass(model, kv_cache, num_rows) for num_rows in rows})
+    rows, wanted = rows_to_measure(drafter.max_nodes * config.max_num_seqs, most), drafter.hidden_layers
+    return VerifyCost({num_rows: _time_pass(model, wanted, kv_cache, num_rows) for num_rows in rows})
 
 
-def _time_pass(model: Model, kv_cache: KVCache, num_rows: int) -> float:
+def _time_pass(model: Model, hidden_layers: Sequence[int], kv_cache: KVCache, num_rows: int) -> float:
     rows = SequenceRows(
         request_id="",
         block_table=range(kv_cache.num_blocks_for(num_rows)),
@@ -149,14 +185,14 @@ def _time_pass(model: Model, kv_cache: KVCache, num_rows: int) -> float:
         tree_depths=range(num_rows),
     )
     batch = ForwardBatch.build([rows], kv_cache.block_size)
-    times = [_seconds_of(model, batch, kv_cache)]
+    times = [_seconds_of(model, hidden_layers, batch, kv_cache)]
     while len(times) < _MAX_TIMINGS and sum(times) < _TIMING_BUDGET_S:
-        times.append(_seconds_of(model, batch, kv_cache))
+        times.append(_seconds_of(model, hidden_layers, batch, kv_cache))
     model.release("")
     return min(times)
 
 
-def _seconds_of(model: Model, batch: ForwardBatch, kv_cache: KVCache) -> float:
+def _seconds_of(model: Model, hidden_layers: Sequence[int], batch: ForwardBatch, kv_cache: KVCache) -> float:
     start = perf_counter()
-    model.forward(batch, kv_cache.layers[: len(model.kv_specs)])
+    model.forward(batch, kv_cache.layers[: len(model.kv_specs)], hidden_layers)
     return perf_counter() - start

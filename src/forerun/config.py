@@ -19,7 +19,12 @@ DRAFTER_NAMES = (
 )  # fmt: skip
 WITH_MODEL = ("draft", "medusa", "eagle", "mtp")  # drafters that `model` is for; mtp may be part of the target
 NEED_MODEL = ("draft", "medusa", "eagle")
+USUAL_DRAFT_TOKENS = {"suffix": 12, "recycling": 16, "medusa": 12, "eagle": 8, "portfolio": 16, "auto": 16}  # else 5
 MAX_TREE_NODES = 64  # one 64-bit ancestor mask
+_OPTIONAL_SIZES = (
+    "max_model_len", "num_kv_blocks", "kv_cache_bytes", "threads",
+    "max_num_prefill_tokens", "max_num_batched_nodes", "max_num_waiting",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +74,10 @@ class DrafterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How an engine runs. Raises ConfigError for values out of range."""
+    """How an engine runs. Raises ConfigError for values out of range.
+
+    `prefix_caching` needs a model that keeps its KV in the pool; one run through transformers computes every prompt.
+    """
 
     model: str
     dtype: str = "auto"
@@ -80,6 +88,11 @@ class EngineConfig:
     max_model_len: int | None = None  # None: what the checkpoint was built for
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512  # rows a step may compute
+    max_num_prefill_tokens: int | None = None  # of them for prompts while others decode; None: a quarter
+    max_num_batched_nodes: int | None = None  # of them for draft trees, roots included; None: all
+    max_num_waiting: int | None = None  # requests that may wait for a seat; None: any number
+    priority_s: int = 10  # seconds of waiting that make up for one level of priority
+    prefix_caching: bool = True  # keep the KV of computed blocks for prompts that begin alike
     block_size: int = 16
     kv_cache_dtype: str = "auto"  # "auto": the model's own; "int8" halves bfloat16, at the price of other roundings
     num_kv_blocks: int | None = None  # None: enough for max_num_seqs, bounded by kv_cache_bytes
@@ -98,7 +111,9 @@ class EngineConfig:
         _choice("block_size", self.block_size, (4, 8, 16, 32, 64))
         _range("max_num_seqs", self.max_num_seqs, 1, 4096)
         _range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 65536)
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "threads"):
+        _range("priority_s", self.priority_s, 0, 86400)
+        _choice("prefix_caching", self.prefix_caching, (True, False))
+        for name in _OPTIONAL_SIZES:
             if getattr(self, name) is not None:
                 _range(name, getattr(self, name), 1, 2**50)
 

@@ -17,11 +17,18 @@ MAX_LOGPROBS = 100
 MAX_SEED = 2**64 - 1
 
 
+@dataclass(frozen=True, slots=True)
+class TokenBits:
+    """A set of token ids as bits: id t is in it if bit t % 8 of byte t // 8 is set."""
+
+    packed: bytes
+
+
 class GrammarMask(Protocol):
     """A hook that says which tokens may follow: the state after a prefix is a pure function of that prefix."""
 
-    def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int] | None:
-        """Token ids allowed after `output_token_ids` (None: all)."""
+    def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int] | TokenBits | None:
+        """Token ids allowed after `output_token_ids`, listed or as bits (None: all)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +148,7 @@ class Request:
 
     `token_ids` are all known tokens, prompt first. The last of them is the *root*: its KV is never computed before
     the step that chooses what follows it. `num_computed` counts the tokens whose KV is in the cache.
+    Times are on the clock of `time.perf_counter`; `turn` is the scheduler's: who has the lower one comes first.
     """
 
     request_id: str
@@ -153,6 +161,12 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     max_len: int = 0  # known tokens at which the request ends with "length"
     speculate: bool = True
+    drafter: str | None = None  # of a portfolio's members the only one that may draft
+    max_nodes: int | None = None  # of its trees, the root included; None: the policy alone decides
+    priority: int = 0  # lower comes first; the longer a request waits, the less this counts
+    arrival_s: float | None = None  # None: when it is added to the engine
+    deadline_s: float | None = None  # when it ends with "abort", finished or not
+    turn: tuple[float, int] = (0.0, 0)
     status: Status = Status.WAITING
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -161,6 +175,8 @@ class Request:
     stop_reason: int | str | None = None
     error: Exception | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the request was first admitted
+    failed_drafters: tuple[str, ...] = ()  # raised, or proposed nonsense; they are not asked for it again
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -200,12 +216,27 @@ class ScheduledRequest:
         return self.max_nodes > 0
 
 
+class Resumed(NamedTuple):
+    """A request that starts on blocks the prefix cache had; see `Drafter.resume`.
+
+    `copy_from` is a block whose first `num_copied` rows are to be copied into the request's block of number
+    `copy_to`, before anything else happens in the step.
+    """
+
+    request: Request
+    num_ready: tuple[int, ...]  # leading positions with valid drafter KV, a kind each
+    copy_from: int | None = None
+    copy_to: int = 0
+    num_copied: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One step's work."""
 
     scheduled: tuple[ScheduledRequest, ...]
     preempted: tuple[Request, ...] = ()
+    resumed: tuple[Resumed, ...] = ()
 
     @property
     def deciding(self) -> tuple[ScheduledRequest, ...]:
@@ -230,11 +261,52 @@ class PositionLogprobs:
 
 
 @dataclass(slots=True)
+class DepthCount:
+    """How the nodes of one depth fared."""
+
+    tried: int = 0  # steps in which a node of this depth was verified
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
 class DrafterCount:
-    """How one drafter fared."""
+    """How one drafter fared: nodes that were verified, and those of them that were accepted."""
 
     drafted: int = 0
     accepted: int = 0
+    depths: list[DepthCount] = field(default_factory=list)  # the first for children of the root
+
+    @property
+    def wasted(self) -> int:
+        """Nodes that were verified and not accepted."""
+        return self.drafted - self.accepted
+
+    def count(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """A step verified nodes of these depths (from 1 on) and accepted those."""
+        self.drafted += len(drafted)
+        self.accepted += len(accepted)
+        self._reach(max(drafted, default=0))
+        for depth in drafted:
+            self.depths[depth - 1].drafted += 1
+        for depth in set(drafted):
+            self.depths[depth - 1].tried += 1
+        for depth in accepted:
+            self.depths[depth - 1].accepted += 1
+
+    def add(self, other: DrafterCount) -> DrafterCount:
+        """Add another count to this one, which is returned."""
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self._reach(len(other.depths))
+        for mine, theirs in zip(self.depths, other.depths, strict=False):
+            mine.tried += theirs.tried
+            mine.drafted += theirs.drafted
+            mine.accepted += theirs.accepted
+        return self
+
+    def _reach(self, depth: int) -> None:
+        self.depths += [DepthCount() for _ in range(depth - len(self.depths))]
 
 
 @dataclass(slots=True)
@@ -245,10 +317,34 @@ class RequestStats:
     num_tokens: int = 0  # generated
     num_steps: int = 0  # target passes that chose tokens
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, not computed again
     queue_s: float = 0.0
     ttft_s: float = 0.0
     decode_s: float = 0.0  # from the first to the last token
     drafters: dict[str, DrafterCount] = field(default_factory=dict)
+    trees: DrafterCount = field(default_factory=DrafterCount)  # whoever drafted
+    num_plain_steps: int = 0  # of num_steps, without drafts
+    draft_s: float = 0.0  # its share of the steps' drafting: seconds over requests drafted for
+    verify_s: float = 0.0  # its share of the passes, and of choosing tokens, in steps that read no prompt
+    step_s: float = 0.0  # of those steps, whole
+    plain_s: float | None = None  # what plain decoding would have taken for the tokens of those steps; None: not known
+    failed_drafters: tuple[str, ...] = ()
+    why_plain: str | None = None  # why most steps had no drafts; None where that was not so, or is not over
+
+    @property
+    def wasted_nodes(self) -> int:
+        """Nodes that were verified and not accepted."""
+        return self.trees.wasted
+
+    @property
+    def draft_errors(self) -> int:
+        """Drafters that failed for this request."""
+        return len(self.failed_drafters)
+
+    @property
+    def estimated_speedup(self) -> float | None:
+        """Decoding over plain decoding at the same load, by the policy's measured costs; None where it has none."""
+        return self.plain_s / self.step_s if self.plain_s is not None and self.step_s > 0.0 else None
 
     @property
     def acceptance_length(self) -> float:

@@ -10,6 +10,8 @@ ForerunError
 │   └── VocabularyError    tokenizer, target and draft do not share one vocabulary
 ├── RequestError           one request cannot be served; others go on
 │   ├── PromptError        empty, too long, or with token ids outside the vocabulary
+│   ├── QueueFullError     more requests are waiting than the engine was told to accept
+│   ├── DeadlineError      the request was not finished in the time it had
 │   └── LogitsError        the model produced NaN or infinity, or no token is allowed
 ├── ResourceError          the machine has too little memory (or no such device)
 ├── KernelError            a kernel backend was asked for that is not available here
@@ -61,6 +63,14 @@ class RequestError(ForerunError):
 
 class PromptError(RequestError):
     """The prompt is empty, too long, or holds token ids outside the vocabulary."""
+
+
+class QueueFullError(RequestError):
+    """More requests are waiting than the engine was told to accept; a later try may succeed."""
+
+
+class DeadlineError(RequestError):
+    """The request was not finished in the time it had."""
 
 
 class LogitsError(RequestError):

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from forerun.assemble import assemble
-from forerun.config import DrafterConfig, EngineConfig
+from forerun.config import USUAL_DRAFT_TOKENS, DrafterConfig, EngineConfig
 from forerun.core import Request, RequestOutput, SamplingParams
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.stopping import OutputText
-from forerun.errors import ConfigError, PromptError, SamplingError
+from forerun.errors import ConfigError, PromptError, QueueFullError, SamplingError
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
 from forerun.models.loader import LoadedModel, load_model
@@ -116,13 +116,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt (text, or token ids) -> one output a prompt, in order.
 
-        Raises PromptError and SamplingError before any work starts. A request that fails while running ends with
-        finish_reason "error"; the others go on.
+        Raises PromptError, SamplingError and QueueFullError before any work starts. A request that fails while running
+        ends with finish_reason "error"; the others go on.
         """
         listed = _as_prompts(prompts)
         groups = [self._group(p, s) for p, s in zip(listed, _as_params(sampling_params, len(listed)), strict=True)]
-        for group in groups:
-            self.engine.add(group)
+        self._queue(groups)
         self._run(groups, progress)
         return [group.output() for group in groups]
 
@@ -159,6 +158,16 @@ class LLM:
         """Token ids of a conversation up to where the answer begins."""
         return self.tokenizer.encode_chat(messages)
 
+    def _queue(self, groups: Sequence[RequestGroup]) -> None:
+        """All of them or none."""
+        try:
+            for group in groups:
+                self.engine.add(group)
+        except QueueFullError:
+            for group in groups:
+                self.engine.abort(group.request_id)
+            raise
+
     def _run(self, groups: Sequence[RequestGroup], progress: bool) -> None:
         with progress_bar("requests", len(groups), progress) as advance:
             try:
@@ -171,16 +180,16 @@ class LLM:
 
     # -- for servers: requests come and go while the engine runs; one thread starts, steps and aborts ------------
 
-    def prepare(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, speculate: bool = True
-    ) -> RequestGroup:
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> RequestGroup:
         """A checked request that is not queued yet; may be called beside a running step.
 
-        Raises PromptError and SamplingError.
+        `options` are fields of `Request`: speculate, drafter, max_nodes, priority, deadline_s. Raises PromptError and
+        SamplingError.
         """
         group = self._group(prompt, sampling_params or SamplingParams())
         for sample in group.samples:
-            sample.request.speculate = speculate
+            for name, value in options.items():
+                setattr(sample.request, name, value)
         return group
 
     def start(self, group: RequestGroup) -> None:
@@ -191,6 +200,10 @@ class LLM:
         """Advance what is running by one pass of the target -> the requests that changed."""
         with torch.inference_mode():
             return self.engine.step()
+
+    def plain_step_s(self, num_requests: int) -> float | None:
+        """Seconds a step without drafts would take with so many requests, where the policy knows."""
+        return self.engine.policy.plain_step_s(num_requests)
 
     def abort(self, request_id: str) -> None:
         """End a request now; its blocks are free when this returns. Unknown ids are ignored."""
@@ -277,11 +290,20 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
 def _named_drafter(model: str, text: str, draft_model: str | None, options: Mapping[str, Any]) -> DrafterConfig:
     """A drafter from how it is written: NAME, NAME=MODEL, or portfolio=NAME+NAME=MODEL+..."""
     name, _, rest = text.partition("=")
-    if name == "portfolio" and rest:
-        members = tuple(_named_drafter(model, part, None, options) for part in rest.split("+"))
-        return DrafterConfig(name=name, members=members, **options)
+    given = {k: v for k, v in options.items() if v is not None}
+    if "max_draft_tokens" not in given and name in USUAL_DRAFT_TOKENS:
+        given["max_draft_tokens"] = USUAL_DRAFT_TOKENS[name]
+    if name in ("portfolio", "auto"):
+        parts = rest.split("+") if rest else _offered(model)
+        members = tuple(_named_drafter(model, part, None, options) for part in parts)
+        return DrafterConfig(name="portfolio", members=members, **given)
     default = EMBEDDED_DRAFTS.get(model, {}).get(name)
-    return DrafterConfig(name=name, model=rest or draft_model or default, **options)
+    return DrafterConfig(name=name, model=rest or draft_model or default, **given)
+
+
+def _offered(model: str) -> list[str]:
+    """What can draft for a model without being told more: lookups, then whatever is embedded for it."""
+    return ["suffix", "recycling", *EMBEDDED_DRAFTS.get(model, {})]
 
 
 def _load(config: EngineConfig) -> _Shared:

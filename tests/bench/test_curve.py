@@ -131,6 +131,18 @@ def test_windows_bound_the_bytes_read() -> None:
     assert built.bytes_read(30, 1) == built.bytes_read(20, 1) < built.bytes_read(20, 2)
 
 
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "deepseek"])
+@pytest.mark.parametrize("weights", ["bf16", "int4:16"])
+def test_mixtures_and_latents_can_be_measured(case: str, weights: str) -> None:
+    kernels, kind = select_kernels("auto", threads=1), read_kind(weights)
+    built = Passes(random_decoder(tiny(case), kind, kernels, 40), kernels, 40)
+    logits = built.model.forward(built.chain(20, 3), built.cache.layers).logits
+    assert bool(logits.isfinite().all()) and 0.1 < float(logits.std()) < 10
+    assert built.model.weight_bytes < 1.5 * bytes_needed(tiny(case).config, kind, kernels, 40)
+    few, many = (built.bytes_read(20, rows) - built.bytes_read(19, rows + 1) for rows in (1, 30))
+    assert few < 0 == many, "one row reads its own experts only"
+
+
 @pytest.mark.parametrize("name", sorted(SHAPES))
 def test_named_shapes_are_readable(name: str) -> None:
     assert read_shape(name).config.num_layers == SHAPES[name]["num_hidden_layers"]

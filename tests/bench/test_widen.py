@@ -104,6 +104,13 @@ def test_the_folder_says_what_it_was_made_from_and_holds_the_tokenizer(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "small"]
 
 
+@pytest.mark.parametrize("case", ["mixtral", "deepseek"])
+def test_mixtures_and_latents_are_refused(case: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="cannot be widened; supported are llama"):
+        widened(factory.make_checkpoint(case, tmp_path / "small"), tmp_path / "large", num_layers=4)
+    assert not (tmp_path / "large").exists()
+
+
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = factory.make_checkpoint("llama", tmp_path / "small")
     config = open_source(folder)[1]

@@ -10,6 +10,7 @@ import pytest
 
 import forerun.llm
 from forerun.assemble import assemble
+from tests.models.factory import make_checkpoint
 
 ROW = {"drafter", "tokens_per_s", "speedup", "acceptance_length", "identical"}
 CHECK = {
@@ -109,6 +110,16 @@ def test_inspect_json(run_json: Any) -> None:
     memory = report["memory"]
     assert memory["kv_bytes_at_full_context"] == memory["kv_bytes_per_token"] * report["context"] > 0
     assert {"linear", "attention", "gumbel_argmax"} <= set(report["kernels"])
+
+
+def test_inspect_tells_experts_and_latents(run: Any, run_json: Any, tmp_path: Path) -> None:
+    folder = str(make_checkpoint("deepseek", tmp_path))
+    sizes = run_json("inspect", folder)["sizes"]
+    assert (sizes["num_experts"], sizes["experts_per_token"], sizes["latent_size"]) == (8, 3, 28)
+    expert = 3 * 16 * 32
+    assert run_json("inspect", folder)["num_parameters"] - sizes["active_parameters"] == 5 * expert
+    text = run("inspect", folder).stdout
+    assert "8, 3 a token" in text and "one latent of 28" in text
 
 
 def test_inspect_table(run: Any) -> None:

@@ -37,6 +37,7 @@ class Watched:
         self.proposed = 0
         for name in ("name", "max_nodes", "hidden_layers", "kv_specs", "weight_bytes"):
             setattr(self, name, getattr(inner, name))
+        self.wants_logits = getattr(inner, "wants_logits", False)
 
     def begin(self, request) -> None:  # type: ignore[no-untyped-def]
         assert request.request_id not in self.alive
@@ -48,6 +49,10 @@ class Watched:
             assert seen.request.num_computed <= seen.request.root_position + 1
         self.inner.observe(observed, hidden)
 
+    def observe_logits(self, token_ids, logits) -> None:  # type: ignore[no-untyped-def]
+        assert token_ids.shape == logits.shape[:1] and logits.shape[1] == VOCAB
+        self.inner.observe_logits(token_ids, logits)
+
     def propose(self, drafts: list[Draft]) -> None:
         before = [list(d.request.token_ids) for d in drafts]
         self.inner.propose(drafts)
@@ -55,6 +60,14 @@ class Watched:
             check_tree(draft)
             assert draft.request.token_ids == tokens, "a drafter changes no request"
             self.proposed += len(draft.tree) - 1
+
+    def num_ready(self, request) -> tuple[int, ...]:  # type: ignore[no-untyped-def]
+        ready = self.inner.num_ready(request)
+        assert all(0 <= num_rows <= request.num_computed for num_rows in ready)
+        return ready
+
+    def resume(self, request, num_ready, boundary) -> None:  # type: ignore[no-untyped-def]
+        self.inner.resume(request, num_ready, boundary)
 
     def end(self, request_id: str) -> None:
         self.alive.discard(request_id)
@@ -86,7 +99,8 @@ def test_trees_are_usable_and_nothing_stays(drafter: str, options: dict[str, int
     assert harness.run(made, [harness.fresh(g) for g in wanted]) == harness.plain(wanted)
     assert not seen.alive
     assert seen.proposed > 0
-    state = [v for v in vars(seen.inner).values() if isinstance(v, dict)]
+    inner = getattr(seen.inner, "inner", seen.inner)  # of its guard
+    state = [v for v in vars(inner).values() if isinstance(v, dict)]
     assert all(not d for d in state), "state of ended requests is kept"
 
 

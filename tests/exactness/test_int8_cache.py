@@ -18,7 +18,7 @@ from tests.support import mini
 DRAFTERS = {
     "ngram": {"ngram_min": 1, "adaptive": False},
     "draft": {"adaptive": False, "max_draft_tokens": 6},
-    "draft-tree": {"tree_width": 3, "max_draft_tokens": 15},
+    "draft-tree": {"tree_width": 3, "max_draft_tokens": 15, "adaptive": False},
 }
 
 

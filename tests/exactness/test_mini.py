@@ -16,7 +16,7 @@ DRAFTERS = {
     "ngram": {"ngram_min": 1, "adaptive": False},
     "draft": {"adaptive": False, "max_draft_tokens": 6},
     "draft-adaptive": {},
-    "draft-tree": {"tree_width": 3, "max_draft_tokens": 15},
+    "draft-tree": {"tree_width": 3, "max_draft_tokens": 15, "adaptive": False},
 }
 TEMPERATURES = (0.0, 0.7, 1.0)
 

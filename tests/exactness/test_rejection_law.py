@@ -7,6 +7,7 @@ noise shared between drafting and recovery, or between steps, shows.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -38,8 +39,10 @@ def law(model: ToyModel, text: tuple[int, ...]) -> float:
         ("block", DrafterConfig(name="draft", model="toy", max_draft_tokens=3, adaptive=False)),
         ("block", DrafterConfig(name="draft", model="toy", max_draft_tokens=5, tree_width=2)),
         ("block", DrafterConfig(name="ngram", ngram_min=1, ngram_max=2, adaptive=False, max_draft_tokens=2)),
+        ("block", replace(harness.DRAFTERS["portfolio"], max_draft_tokens=4, adaptive=False)),
+        ("token", replace(harness.DRAFTERS["portfolio"], max_draft_tokens=4)),
     ],
-    ids=["token", "block", "tree", "ngram"],
+    ids=["token", "block", "tree", "ngram", "portfolio", "guided"],
 )
 def test_law_of_generated_text(rule: str, drafter: DrafterConfig) -> None:
     model = ToyModel(vocab_size=3, memory=2, spread=1.0)

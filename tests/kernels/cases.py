@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.kernels.attention import quantize_vectors
 from forerun.kernels.ops import AttentionRows, HeadLayout, Kernels, LayerKV
-from forerun.kernels.reference import ReferenceKernels, quantize_vectors
+from forerun.kernels.reference import ReferenceKernels
 
 ISAS = ("avx512", "avx2", "portable")
 
@@ -186,7 +187,7 @@ def attention_truth(case: AttentionCase, scale: float = 0.125, window: int = 0) 
 
 def _attend_row(case: AttentionCase, row: int, scale: float, window: int, dtype: torch.dtype) -> Tensor:
     logical = torch.tensor(visible_logical(case, row))
-    logical = logical[-window:] if window else logical
+    logical = logical[-window:] if window > 0 else logical[min(-window, len(logical) - 1) :]
     table = case.rows.block_tables[int(case.rows.seq_ids[row])].long()
     blocks, offsets = table[logical // case.kv.block_size], logical % case.kv.block_size
     keys = case.kv.keys[blocks, :, :, offsets].to(dtype)  # [L, G, D]

@@ -42,7 +42,7 @@ def test_error_is_at_most_twice_torchs(isa: str, heads: HeadLayout) -> None:
 @pytest.mark.parametrize("isa", BACKENDS)
 @pytest.mark.parametrize("block_size", (4, 8, 12, 16, 32))
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-@pytest.mark.parametrize("window", (0, 1, 20, 300))
+@pytest.mark.parametrize("window", (0, 1, 20, 300, -1, -30))
 def test_block_sizes_windows_and_dtypes(isa: str, block_size: int, dtype: torch.dtype, window: int) -> None:
     heads = HeadLayout(4, 2, 32, 32)
     case = attention_case([3, 250, 530], num_nodes=5, heads=heads, block_size=block_size, dtype=dtype)
@@ -51,7 +51,9 @@ def test_block_sizes_windows_and_dtypes(isa: str, block_size: int, dtype: torch.
 
 
 @pytest.mark.parametrize("isa", ("reference", "avx512", "avx2"))
-@pytest.mark.parametrize(("dtype", "window"), ((torch.float32, 0), (torch.float32, 40), (torch.int8, 0)))
+@pytest.mark.parametrize(
+    ("dtype", "window"), ((torch.float32, 0), (torch.float32, 40), (torch.float32, -1), (torch.int8, 0))
+)
 def test_a_row_has_the_same_bits_in_every_batch(isa: str, dtype: torch.dtype, window: int) -> None:
     kernels = kernels_named(isa)
     case = attention_case([5, 17, 120, 255, 600], num_nodes=8, dtype=dtype)
@@ -69,7 +71,7 @@ def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_row(isa: str, block_si
     kernels = kernels_named(isa)
     heads = HeadLayout(3, 1, 48, 48)
     case = attention_case([1, 13, 250, 505], num_nodes=20, heads=heads, block_size=block_size, dtype=dtype)
-    for window in (0, 33):
+    for window in (0, 33, -1):
         out = case.run(kernels, window=window)
         for row in range(0, 80, 3):
             for plain_block_size in (8, 16):
@@ -172,7 +174,7 @@ def test_an_int8_cache_is_near_the_float32_cache(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("window", (0, 1, 3, 20, 250))
+@pytest.mark.parametrize("window", (0, 1, 3, 20, 250, -1))
 def test_a_span_has_the_bits_of_its_rows_alone(isa: str, window: int) -> None:
     """Neighbouring rows that share no counted key at all, some, or all but the last ones, across a split's end."""
     for heads, dtype in ((HeadLayout(7, 1, 24, 24), torch.float32), (HeadLayout(2, 2, 80, 80), torch.int8)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,22 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
     "rope_theta": 10000.0,
 }
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 # name -> (model_type, fields beyond SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -63,6 +80,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": 7, "head_dim": 16}),
+    "qwen2-moe": ("qwen2_moe", {**QWEN_EXPERTS, "shared_expert_intermediate_size": 24, "norm_topk_prob": True}),
+    "qwen3-moe": ("qwen3_moe", {**QWEN_EXPERTS, "norm_topk_prob": True, "head_dim": 16, "decoder_sparse_step": 2}),
+    "qwen3-moe-plain": ("qwen3_moe", {**QWEN_EXPERTS, "head_dim": 16, "mlp_only_layers": [1], "attention_bias": True}),
+    "deepseek": ("deepseek_v3", {**DEEPSEEK, "rope_parameters": DEEPSEEK_YARN, "n_shared_experts": 2}),
+    "deepseek-direct": (
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "attention_bias": True,
+        },
+    ),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": 9}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
@@ -81,6 +116,9 @@ def random_hf_model(model_type: str, fields: dict[str, Any] | None = None, seed:
         for name, parameter in model.named_parameters():
             spread = 0.1 if parameter.dim() == 1 else 0.15
             parameter.normal_(1.0 if "norm" in name else 0.0, spread)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
     return model
 
 
@@ -119,7 +157,8 @@ def write_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> None:
 def new_kvs(model: Model, num_blocks: int, block_size: int = 4) -> list[LayerKV]:
     """An empty pool."""
     return [
-        LayerKV.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, block_size, spec.dtype) for spec in model.kv_specs
+        LayerKV.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, block_size, spec.dtype, spec.latent)
+        for spec in model.kv_specs
     ]
 
 
@@ -206,9 +245,11 @@ def hf_model(folder: Path, dtype: torch.dtype) -> Any:
     """A saved folder in transformers. float64 is the exact arithmetic on the stored weights."""
     from transformers import AutoModelForCausalLM
 
+    load = partial(AutoModelForCausalLM.from_pretrained, folder, attn_implementation="eager")
+    load = partial(load, experts_implementation="eager")  # others have no float64
     if dtype != torch.float64:  # `to` would round the rope frequencies too, which stay float32 when loaded
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        return load(dtype=dtype).eval()
+    model = load(dtype=torch.float32)
     return model.eval().requires_grad_(False).to(dtype)
 
 

@@ -20,7 +20,14 @@ def tokens(length: int = LENGTH) -> list[int]:
     return torch.randint(3, factory.VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
-BOTH = ("llama-tied-biased", "mistral-window", "qwen3", "phi3-longrope")  # cases that also run on the reference
+BOTH = (
+    "llama-tied-biased",
+    "mistral-window",
+    "qwen3",
+    "phi3-longrope",
+    "qwen2-moe",
+    "deepseek",
+)  # cases that also run on the reference
 
 
 @pytest.fixture(scope="module", params=[*CASES, *(f"{case} reference" for case in BOTH)])
@@ -76,8 +83,11 @@ def test_counts_are_those_of_transformers(loaded: LoadedModel) -> None:
     assert loaded.implementation == "forerun"
 
 
+HALVES = ("llama-tied-biased", "mistral-window", "qwen2", "qwen3", "phi3", "llama3", "mixtral", "qwen3-moe", "deepseek")
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-@pytest.mark.parametrize("case", ["llama-tied-biased", "mistral-window", "qwen2", "qwen3", "phi3", "llama3"])
+@pytest.mark.parametrize("case", HALVES)
 def test_half_precision_checkpoints(case: str, dtype: str, tmp_path: Path) -> None:
     folder = factory.make_checkpoint(case, tmp_path, DTYPES[dtype])
     model = load_model(folder, factory.make_kernels()).model

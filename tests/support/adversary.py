@@ -8,20 +8,16 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from forerun.core import Request
-from forerun.drafters.base import Observed
-from forerun.models.base import LayerSpec
+from forerun.drafters.base import Observed, Stateless
 from forerun.speculation.growth import Draft
 
 Truth = Callable[[Request], Sequence[int]]  # what plain decoding goes on to say
 
 
-class Adversary:
+class Adversary(Stateless):
     """Proposes whatever a seeded generator says; `truth` makes some of it right."""
 
     name = "adversary"
-    hidden_layers: tuple[int, ...] = ()
-    kv_specs: tuple[LayerSpec, ...] = ()
-    weight_bytes = 0
 
     def __init__(self, seed: int, vocab_size: int, max_nodes: int, truth: Truth | None = None) -> None:
         self.max_nodes = max_nodes
@@ -29,15 +25,9 @@ class Adversary:
         self._vocab_size = vocab_size
         self._truth = truth
 
-    def begin(self, request: Request) -> None:
-        pass
-
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
         for seen in observed:
             assert len(seen.tokens) in (0, len(seen.nodes), len(seen.nodes) - 1)
-
-    def end(self, request_id: str) -> None:
-        pass
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         for draft in drafts:

@@ -13,6 +13,7 @@ from forerun.drafters.base import Drafter
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.policy import AdaptivePolicy, FixedPolicy, VerifyCost
+from forerun.engine.portfolio_policy import PortfolioPolicy
 from forerun.engine.stopping import OutputText
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
@@ -22,8 +23,27 @@ from tests.support.toy import LetterDetokenizer, NoisyToy, ToyModel
 DRAFTERS = {
     "none": DrafterConfig(),
     "ngram": DrafterConfig(name="ngram", ngram_min=1, ngram_max=3, adaptive=False),
+    "suffix": DrafterConfig(name="suffix", max_draft_tokens=9, adaptive=False),
+    "recycling": DrafterConfig(name="recycling", max_draft_tokens=9, adaptive=False),
     "draft": DrafterConfig(name="draft", model="toy", max_draft_tokens=4, adaptive=False),
     "draft-adaptive": DrafterConfig(name="draft", model="toy", max_draft_tokens=4),
+    "portfolio": DrafterConfig(
+        name="portfolio",
+        max_draft_tokens=12,
+        members=(
+            DrafterConfig(name="ngram", ngram_min=1, ngram_max=3),
+            DrafterConfig(name="draft", model="toy", max_draft_tokens=6, tree_width=2),
+        ),
+    ),
+    "portfolio-unguided": DrafterConfig(
+        name="portfolio",
+        max_draft_tokens=9,
+        adaptive=False,
+        members=(
+            DrafterConfig(name="draft", model="toy", max_draft_tokens=4),
+            DrafterConfig(name="ngram", ngram_min=1, ngram_max=3),
+        ),
+    ),
     "draft-tree": DrafterConfig(name="draft", model="toy", max_draft_tokens=9, tree_width=3, adaptive=False),
 }
 
@@ -51,8 +71,8 @@ def engine(
     )
     toy_draft = draft or (NoisyToy(target, 0.7) if isinstance(target, ToyModel) else target)
     made = assemble(config, target, kernels(), lambda name: toy_draft)
-    if isinstance(made.policy, AdaptivePolicy):  # a toy's rows cost too much to be worth drafting
-        made.policy.verify_cost = VerifyCost({1: 1.0})
+    if isinstance(made.policy, AdaptivePolicy | PortfolioPolicy):  # a toy's rows cost too much to be worth drafting
+        made.policy.costs.verify_cost = VerifyCost({1: 1.0})
     return made
 
 
@@ -84,8 +104,13 @@ def request(
     return RequestGroup(str(index), None, [SampleRecord(r, OutputText(r, LetterDetokenizer())) for r in requests])
 
 
-def run(made: Engine, groups: Sequence[RequestGroup], max_steps: int = 5000) -> list[list[list[int]]]:
-    """Add all groups, step to the end, and check that nothing is left behind -> tokens by group and sample."""
+def run(
+    made: Engine, groups: Sequence[RequestGroup], max_steps: int = 5000, may_fail: bool = False
+) -> list[list[list[int]]]:
+    """Add all groups, step to the end, and check that nothing is left behind -> tokens by group and sample.
+
+    `may_fail`: a drafter may; otherwise one that raised is found out here, for the text would not show it.
+    """
     for group in groups:
         made.add(group)
     for _ in range(max_steps):
@@ -95,6 +120,7 @@ def run(made: Engine, groups: Sequence[RequestGroup], max_steps: int = 5000) -> 
         made.scheduler.check_integrity()
     assert not made.has_work, "requests did not finish"
     assert not made.groups and not made.records
+    assert may_fail or not any(sample.request.failed_drafters for group in groups for sample in group.samples)
     return [[sample.request.output_token_ids for sample in group.samples] for group in groups]
 
 

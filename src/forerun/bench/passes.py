@@ -13,6 +13,7 @@ from forerun.cache.kv_cache import KVCache, bytes_per_block
 from forerun.kernels.ops import Kernels
 from forerun.models.base import LayerSpec
 from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.recorded import RecordedModel, record
 
@@ -32,6 +33,7 @@ class Passes:
         self.model = record(model, kernels, self.cache.layers)
         self._vocab_size = model.vocab_size
         self._windows = [layer.attention.shape.window for layer in model.parts.layers]
+        self._mlps = [layer.mlp for layer in model.parts.layers]
         self.weight_bytes = model.weight_bytes - model.parts.embedding.nbytes
 
     @property
@@ -54,11 +56,13 @@ class Passes:
         self.model.forward(batch, self.cache.layers)
 
     def bytes_read(self, context: int, tokens: int) -> int:
-        """What a chain must read once: every matrix, and the keys and values its rows see."""
+        """What a chain must read once: matrices, of experts as many as it can choose, and the keys and values seen."""
         seen = context + tokens
         per_position = [bytes_per_block([spec], 1) for spec in self.model.kv_specs]
         positions = [min(seen, window + tokens - 1) if window else seen for window in self._windows]
-        return self.weight_bytes + sum(a * b for a, b in zip(per_position, positions, strict=True))
+        stored = sum(linear.nbytes for mlp in self._mlps for linear in mlp.linears)
+        weights = self.weight_bytes - stored + sum(mlp.bytes_read(tokens) for mlp in self._mlps)
+        return weights + sum(a * b for a, b in zip(per_position, positions, strict=True))
 
     def _batch(self, span: range, nodes: int) -> ForwardBatch:
         """Known tokens at the positions of `span`, then a chain of `nodes`."""
@@ -84,7 +88,8 @@ def kv_bytes(specs: Sequence[LayerSpec], max_rows: int) -> int:
     return -(-max_rows // BLOCK_SIZE) * bytes_per_block(specs, BLOCK_SIZE)
 
 
-def kv_specs(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[LayerSpec]:
+def kv_specs(config: ModelConfig, dtype: torch.dtype) -> list[LayerSpec]:
     """The specs a model will have, before it is made."""
     kept = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
-    return [LayerSpec(num_kv_heads, head_dim, kept)] * num_layers
+    heads = config.heads
+    return [LayerSpec(heads.num_kv, heads.head_dim, kept, config.latents is not None)] * config.num_layers

@@ -47,8 +47,7 @@ class RandomModel:
 
 def random_model(shape: Shape, kind: WeightKind, kernels: Kernels, max_rows: int) -> RandomModel:
     """Build it for `max_rows` positions; raises ResourceError before anything large is allocated."""
-    heads, layers = shape.config.heads, shape.config.num_layers
-    specs = kv_specs(layers, heads.num_kv, heads.head_dim, kind.dtype)
+    specs = kv_specs(shape.config, kind.dtype)
     needed = bytes_needed(shape.config, kind, kernels, max_rows) + kv_bytes(specs, max_rows) + buffer_bytes()
     check_memory(needed, f"measuring {shape.name} with {kind.name} weights")
     return RandomModel(shape, kind, kernels, Passes(random_decoder(shape, kind, kernels, max_rows), kernels, max_rows))

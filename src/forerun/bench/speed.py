@@ -11,13 +11,13 @@ is reported is the median over rounds, then over prompts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from forerun.bench.conversation import run_cases
 from forerun.bench.prompts import PromptCase
-from forerun.core import CompletionOutput, RequestStats, SamplingParams
+from forerun.core import CompletionOutput, DrafterCount, RequestStats, SamplingParams
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -37,6 +37,9 @@ class Run:
     decode_tokens: float
     drafted: int
     accepted: int
+    draft_s: float = 0.0
+    num_failed: int = 0  # drafters that failed
+    trees: DrafterCount = field(default_factory=DrafterCount)
 
     @staticmethod
     def of(answers: Sequence[CompletionOutput]) -> Run:
@@ -52,7 +55,18 @@ class Run:
             decode_tokens=sum(decode_tokens(s) for s in stats),
             drafted=sum(count.drafted for count in counts),
             accepted=sum(count.accepted for count in counts),
+            draft_s=sum(s.draft_s for s in stats),
+            num_failed=sum(s.draft_errors for s in stats),
+            trees=total_count(s.trees for s in stats),
         )
+
+
+def total_count(counts: Iterable[DrafterCount]) -> DrafterCount:
+    """Their sum."""
+    total = DrafterCount()
+    for count in counts:
+        total.add(count)
+    return total
 
 
 def decode_tokens(stats: RequestStats) -> float:
@@ -83,6 +97,10 @@ class SpeedDetail:
     decode_speedup: float
     slowest_speedup: float  # of a single prompt
     fastest_speedup: float
+    draft_share: float  # of the time, prefill included
+    num_failed: int
+    acceptance_by_depth: tuple[float, ...]  # of the steps with drafts that deep, those where one was accepted
+    steps_by_depth: tuple[int, ...]
 
 
 Rounds = list[list[dict[str, Run]]]  # case -> repeat -> drafter -> run
@@ -140,6 +158,7 @@ def detail(name: str, rounds: Rounds) -> SpeedDetail:
     """The figures behind a drafter's row."""
     runs = [repeats[0][name] for repeats in rounds]
     speedups = _speedups(name, rounds)
+    depths = total_count(run.trees for run in runs).depths
     return SpeedDetail(
         num_prompts=len(rounds),
         num_tokens=sum(run.num_tokens for run in runs),
@@ -151,6 +170,10 @@ def detail(name: str, rounds: Rounds) -> SpeedDetail:
         ),
         slowest_speedup=round(min(speedups), 3),
         fastest_speedup=round(max(speedups), 3),
+        draft_share=round(median(_per_case(rounds, lambda r: _rate(r[name].draft_s, r[name].seconds))), 4),
+        num_failed=sum(run.num_failed for run in runs),
+        acceptance_by_depth=tuple(round(_rate(depth.accepted, depth.tried), 4) for depth in depths),
+        steps_by_depth=tuple(depth.tried for depth in depths),
     )
 
 

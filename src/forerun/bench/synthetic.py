@@ -19,7 +19,7 @@ from forerun.errors import CheckpointError
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import Kernels
 from forerun.models.build import Builder
-from forerun.models.config import ModelConfig
+from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.decoder import Decoder
 from forerun.quant.base import Part, TensorSource, WeightFormat
 from forerun.quant.dense import DenseFormat
@@ -108,13 +108,21 @@ def random_decoder(shape: Shape, kind: WeightKind, kernels: Kernels, max_positio
 def bytes_needed(config: ModelConfig, kind: WeightKind, kernels: Kernels, max_position: int) -> int:
     """Memory the model takes at most, the largest matrix counted twice more for while it is made."""
     hidden, heads = config.hidden_size, config.heads
-    layer = hidden * (heads.row_size + heads.num_q * heads.head_dim + 3 * config.ffn_size)
     table = config.vocab_size * hidden
     largest = max(table, 2 * config.ffn_size * hidden, heads.row_size * hidden)
-    matrices = (config.num_layers * layer + table) * _bytes_per_weight(kind, kernels)
+    embedding = 0 if config.tie_embeddings else table  # stored beside the output layer's matrix
+    matrices = (num_parameters(config) - embedding) * _bytes_per_weight(kind, kernels)
     stored = 2 if kind.dtype is torch.bfloat16 else 4
     rope = max_position * heads.rotary_dim * 4
-    return int(matrices + table * stored + 2 * largest * stored + rope)
+    return int(matrices + table * stored + 2 * largest * stored + _head_matrices(config, kind) + rope)
+
+
+def _head_matrices(config: ModelConfig, kind: WeightKind) -> int:
+    """What the matrices of latent heads take beyond the others' storage: integers become float32 there."""
+    if config.latents is None or kind.grouped is None:
+        return 0
+    rows = config.heads.num_q * (config.latents.nope_dim + config.latents.value_dim)
+    return config.num_layers * rows * config.latents.rank * 4
 
 
 def _bytes_per_weight(kind: WeightKind, kernels: Kernels) -> float:

@@ -64,19 +64,25 @@ def widen(source: tuple[Checkpoint, ModelConfig, Family], sizes: Sizes, out: Pat
     checkpoint, config, family = source
     pieces = list(Widening(checkpoint, config, family, sizes).pieces())
     _refuse_others(checkpoint, pieces)
+    total = write_folder(out, pieces, widened_config(checkpoint.config, config, sizes, name), checkpoint.folder)
+    return _report(config, sizes, pieces, total)
+
+
+def write_folder(out: Path, pieces: Sequence[Piece], config: Mapping[str, Any], source: Path) -> int:
+    """Write tensors, config.json and the other files of the folder `source` to the new folder `out` -> bytes."""
     total = sum(piece.nbytes for piece in pieces)
     _check_target(out, total)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         _write_tensors(folder, pieces)
-        _copy_others(checkpoint.folder, folder)
-        _write_json(folder / "config.json", widened_config(checkpoint.config, config, sizes, name))
+        _copy_others(source, folder)
+        _write_json(folder / "config.json", config)
         folder.chmod(0o755)
         folder.replace(out)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return _report(config, sizes, pieces, total)
+    return total
 
 
 def widened_config(raw: Mapping[str, Any], config: ModelConfig, sizes: Sizes, name: str) -> dict[str, Any]:

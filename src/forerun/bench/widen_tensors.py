@@ -43,19 +43,62 @@ class Piece(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Widening:
-    """A checkpoint and the sizes it grows to."""
+class Spread:
+    """A checkpoint's tensors among new entries, as the hidden size grows."""
+
+    def __init__(self, checkpoint: Checkpoint, old_hidden: int, new_hidden: int, like: str) -> None:
+        """`like`: a stored tensor whose precision new tensors get."""
+        self._checkpoint, self._like = checkpoint, like
+        self._hidden = appended(old_hidden, new_hidden)
+        self._factor = math.sqrt(new_hidden / old_hidden)
+        self._exact = is_exact(old_hidden, new_hidden)
+        self._random = torch.randn(PERIOD, generator=torch.Generator().manual_seed(SEED))  # [PERIOD]
+
+    def _piece(self, name: str, axes: tuple[Axis, ...], free: bool) -> Piece:
+        """A tensor whose new entries are random if `free`, else zero."""
+        dtype = self._dtype(name, axes[0])
+        make = partial(self._spread, name, axes, dtype, free)
+        return Piece(name, tuple(axis.size for axis in axes), dtype, make)
+
+    def _spread(self, name: str, axes: tuple[Axis, ...], dtype: torch.dtype, free: bool) -> Tensor:
+        shape = tuple(axis.size for axis in axes)
+        scale = 1 / math.sqrt(shape[-1])  # keeps the size of what a matrix multiplies
+        tensor = self._noise(name, shape, scale, dtype) if free else torch.zeros(shape, dtype=dtype)
+        if all(axis.old_size for axis in axes):
+            old = self._checkpoint.tensor(name, tuple(axis.old_size for axis in axes))
+            tensor[_grid([axis.kept for axis in axes])] = old[_grid([axis.origin[axis.kept] for axis in axes])]
+        return tensor
+
+    def _norm(self, name: str, axis: Axis) -> Piece:
+        dtype = self._dtype(name, axis) if self._exact else torch.float32
+        return Piece(name, (axis.size,), dtype, partial(self._widened_norm, name, axis, dtype))
+
+    def _widened_norm(self, name: str, axis: Axis, dtype: torch.dtype) -> Tensor:
+        """Weights over the factor; those of coordinates that are zero anyway are random."""
+        weight = 1 + self._noise(name, (axis.size,), NORM_SPREAD, torch.float64)  # [H]
+        if axis.old_size:
+            weight[axis.kept] = self._checkpoint.tensor(name, (axis.old_size,)).double()[axis.origin[axis.kept]]
+        return (weight / self._factor).to(dtype)
+
+    def _dtype(self, name: str, axis: Axis) -> torch.dtype:
+        """As stored; new tensors like the one named."""
+        return self._checkpoint.dtype(name if axis.old_size else self._like)
+
+    def _noise(self, name: str, shape: tuple[int, ...], scale: float, dtype: torch.dtype) -> Tensor:
+        """Random numbers, the same in every run for a name, without denormals."""
+        start = sum(name.encode()) * 7919 % PERIOD
+        return tiled((self._random.roll(start) * scale).to(dtype), shape)
+
+
+class Widening(Spread):
+    """A model's checkpoint and the sizes it grows to."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, family: Family, sizes: Sizes) -> None:
         old = Sizes.of(config)
-        self._checkpoint, self._config, self._names = checkpoint, config, family.names
-        self._sizes = sizes
-        self._hidden = appended(old.hidden_size, sizes.hidden_size)
+        super().__init__(checkpoint, old.hidden_size, sizes.hidden_size, f"{family.names.embedding}.weight")
+        self._config, self._names, self._sizes = config, family.names, sizes
         self._ffn = appended(old.ffn_size, sizes.ffn_size)
         self._query, self._key = head_axes(old, sizes, config.heads.head_dim)
-        self._factor = math.sqrt(sizes.hidden_size / old.hidden_size)
-        self._exact = is_exact(old.hidden_size, sizes.hidden_size)
-        self._random = torch.randn(PERIOD, generator=torch.Generator().manual_seed(SEED))  # [PERIOD]
 
     def pieces(self) -> Iterator[Piece]:
         """Every tensor, in the order of the model."""
@@ -92,32 +135,6 @@ class Widening:
             if biased:
                 yield self._piece(f"{prefix}.{name}.bias", (axis,), free)
 
-    def _piece(self, name: str, axes: tuple[Axis, ...], free: bool) -> Piece:
-        """A tensor whose new entries are random if `free`, else zero."""
-        dtype = self._dtype(name, axes[0])
-        make = partial(self._spread, name, axes, dtype, free)
-        return Piece(name, tuple(axis.size for axis in axes), dtype, make)
-
-    def _spread(self, name: str, axes: tuple[Axis, ...], dtype: torch.dtype, free: bool) -> Tensor:
-        shape = tuple(axis.size for axis in axes)
-        scale = 1 / math.sqrt(shape[-1])  # keeps the size of what a matrix multiplies
-        tensor = self._noise(name, shape, scale, dtype) if free else torch.zeros(shape, dtype=dtype)
-        if all(axis.old_size for axis in axes):
-            old = self._checkpoint.tensor(name, tuple(axis.old_size for axis in axes))
-            tensor[_grid([axis.kept for axis in axes])] = old[_grid([axis.origin[axis.kept] for axis in axes])]
-        return tensor
-
-    def _norm(self, name: str, axis: Axis) -> Piece:
-        dtype = self._dtype(name, axis) if self._exact else torch.float32
-        return Piece(name, (axis.size,), dtype, partial(self._widened_norm, name, axis, dtype))
-
-    def _widened_norm(self, name: str, axis: Axis, dtype: torch.dtype) -> Tensor:
-        """Weights over the factor; those of coordinates that are zero anyway are random."""
-        weight = 1 + self._noise(name, (axis.size,), NORM_SPREAD, torch.float64)  # [H]
-        if axis.old_size:
-            weight[: axis.old_size] = self._checkpoint.tensor(name, (axis.old_size,)).double()
-        return (weight / self._factor).to(dtype)
-
     def _head_norms(self, prefix: str, new: bool) -> Iterator[Piece]:
         """Norms over single heads, whose size does not change."""
         if not self._config.qk_norm:
@@ -131,15 +148,6 @@ class Widening:
         if new:
             return (1 + self._noise(name, (size,), NORM_SPREAD, torch.float32)).to(dtype)
         return self._checkpoint.tensor(name, (size,))
-
-    def _dtype(self, name: str, axis: Axis) -> torch.dtype:
-        """As stored; new tensors are stored as the embedding is."""
-        return self._checkpoint.dtype(name if axis.old_size else f"{self._names.embedding}.weight")
-
-    def _noise(self, name: str, shape: tuple[int, ...], scale: float, dtype: torch.dtype) -> Tensor:
-        """Random numbers, the same in every run for a name, without denormals."""
-        start = sum(name.encode()) * 7919 % PERIOD
-        return tiled((self._random.roll(start) * scale).to(dtype), shape)
 
 
 def _grid(indices: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -48,7 +48,16 @@ class KVCache:
                 if source != target:
                     sources.append(self._slot(move.block_table, source))
                     targets.append(self._slot(move.block_table, target))
-        if sources and self.layers:
+        self._move(sources, targets)
+
+    def copy_rows(self, source: int, target: int, num_rows: int) -> None:
+        """Copy the first rows of one block into another, in every layer."""
+        first, to_first = source * self.block_size, target * self.block_size
+        self._move(range(first, first + num_rows), range(to_first, to_first + num_rows))
+
+    def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """From slot to slot."""
+        if len(sources) and self.layers:
             self._kernels.move_rows(
                 self.layers, torch.tensor(sources, dtype=torch.int32), torch.tensor(targets, dtype=torch.int32)
             )
@@ -64,4 +73,4 @@ def bytes_per_block(specs: Iterable[LayerSpec], block_size: int) -> int:
 
 
 def _allocate(spec: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
-    return LayerKV.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, block_size, spec.dtype)
+    return LayerKV.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, block_size, spec.dtype, spec.latent)

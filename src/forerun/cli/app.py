@@ -14,7 +14,20 @@ import typer
 from typer.core import TyperGroup
 
 from forerun import __version__
-from forerun.cli import bench, chat, curve, demo, generate, inspect, perplexity, quantize, verify, widen
+from forerun.cli import (
+    bench,
+    bench_drafters,
+    chat,
+    curve,
+    demo,
+    generate,
+    inspect,
+    perplexity,
+    quantize,
+    serve,
+    verify,
+    widen,
+)
 from forerun.cli.console import print_error
 from forerun.cli.train import app as train_app
 from forerun.errors import ForerunError
@@ -59,13 +72,16 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
 bench_app.command("speed")(bench.speed)
+bench_app.command("drafters")(bench_drafters.drafters)
 bench_app.command("curve")(curve.curve)
 bench_app.command("prefill")(curve.prefill)
 bench_app.command("widen")(widen.widen)
+bench_app.command("widen-head")(widen.widen_head)
 
 app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.add_typer(bench_app, name="bench")
 app.command("verify")(verify.verify)
 app.command("inspect")(inspect.inspect)

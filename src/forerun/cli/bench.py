@@ -36,7 +36,7 @@ def speed(
     by_category: Annotated[bool, typer.Option(help="Also a table for each category of the prompts.")] = False,
     json: opt.JsonOption = False,
     draft_model: opt.DraftModel = None,
-    max_draft_tokens: opt.MaxDraftTokens = 5,
+    max_draft_tokens: opt.MaxDraftTokens = None,
     tree_width: opt.TreeWidth = 1,
     adaptive: opt.Adaptive = True,
     verification: opt.Verification = "coupled",
@@ -53,11 +53,11 @@ def speed(
     cases = read_prompts(prompts, limit)
     name = opt.chosen_model(model_name, model)
     plain = open_llm(
-        name, PLAIN, max_draft_tokens=max_draft_tokens, tree_width=tree_width, adaptive=adaptive,
+        name, PLAIN, tree_width=tree_width, adaptive=adaptive,
         verification=verification, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
-        kernels=kernels, threads=threads, max_num_seqs=1,
+        kernels=kernels, threads=threads, max_num_seqs=1, prefix_caching=False,
     )  # fmt: skip
-    engines = engines_by_name(plain, wanted, draft_model)
+    engines = engines_by_name(plain, wanted, draft_model, max_draft_tokens)
     _note_widened(plain)
     report = _measure(engines, cases, params, repeats, by_category)
     settings = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "temperature": temperature}
@@ -73,10 +73,12 @@ def _note_widened(llm: LLM) -> None:
         print_note(f"this model was widened from {origin['model']}: it writes that model's text at a larger one's cost")
 
 
-def engines_by_name(plain: LLM, names: Sequence[str], draft_model: str | None) -> dict[str, LLM]:
+def engines_by_name(
+    plain: LLM, names: Sequence[str], draft_model: str | None, max_draft_tokens: int | None
+) -> dict[str, LLM]:
     """An engine for every drafter on the same weights, plain first."""
     others = [name for name in names if name != PLAIN]
-    return {PLAIN: plain, **{name: other_engine(plain, name, draft_model) for name in others}}
+    return {PLAIN: plain, **{name: other_engine(plain, name, draft_model, max_draft_tokens) for name in others}}
 
 
 def _measure(

@@ -16,6 +16,7 @@ from forerun.cli import options as opt
 from forerun.cli.console import out, print_error, print_note
 from forerun.cli.drafted import DraftedText, has_colour, render
 from forerun.cli.engine import open_llm, stats_line
+from forerun.cli.explain import print_explanation
 from forerun.core import CompletionOutput, RequestOutput, SamplingParams
 from forerun.errors import ConfigError, ForerunError
 
@@ -32,6 +33,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour tokens by who drafted them.")] = False,
     show_stats: Annotated[bool, typer.Option("--stats/--no-stats", help="A line of figures after an answer.")] = True,
+    explain: opt.Explain = False,
     max_tokens: opt.MaxTokens = 512,
     temperature: opt.Temperature = 0.7,
     top_p: opt.TopP = 1.0,
@@ -41,7 +43,7 @@ def chat(
     seed: opt.Seed = 0,
     drafter: opt.DrafterName = None,
     draft_model: opt.DraftModel = None,
-    max_draft_tokens: opt.MaxDraftTokens = 5,
+    max_draft_tokens: opt.MaxDraftTokens = None,
     dtype: opt.Dtype = "auto",
     kv_cache_dtype: opt.KVCacheDtype = "auto",
     max_model_len: opt.MaxModelLen = None,
@@ -61,7 +63,7 @@ def chat(
     )  # fmt: skip
     if llm.tokenizer.chat_template is None:
         raise ConfigError(f"{name} has no chat template, so it cannot chat: use `forerun generate {name} PROMPT`")
-    Conversation(llm, params, system, show_drafts, show_stats).run()
+    Conversation(llm, params, system, show_drafts, show_stats, explain).run()
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ class Conversation:
     system: str | None
     show_drafts: bool
     show_stats: bool
+    explain: bool = False
     messages: list[dict[str, str]] = field(default_factory=list)
     num_answers: int = 0
 
@@ -137,6 +140,8 @@ class Conversation:
             raise answer.error
         if self.show_stats:
             print_note(stats_line(self.llm, answer.stats, [*prompt, *answer.token_ids]))
+        if self.explain:
+            print_explanation(answer.stats, with_speedup=not self.show_stats)
         return answer
 
 

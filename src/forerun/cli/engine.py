@@ -40,16 +40,17 @@ def kernel_choice(kernels: Any) -> tuple[str, str]:
     return (selection.backend, selection.reason) if selection else (kernels.name, "")
 
 
-def other_engine(llm: LLM, drafter: str, draft_model: str | None = None) -> LLM:
+def other_engine(llm: LLM, drafter: str, draft_model: str | None = None, max_draft_tokens: int | None = None) -> LLM:
     """Another drafter on the same weights; `draft_model` is for drafters that take one and name none."""
     with err().status(f"preparing drafter {drafter}"):
-        return llm.with_drafter(drafter, **drafter_options(llm, drafter, draft_model))
+        options = drafter_options(llm, drafter, draft_model)
+        return llm.with_drafter(drafter, max_draft_tokens=max_draft_tokens, **options)
 
 
 def drafter_options(llm: LLM, drafter: str, draft_model: str | None) -> dict[str, Any]:
     """The options of `llm`'s own drafter, for another one."""
     own = llm.config.drafter
-    names = ("max_draft_tokens", "tree_width", "adaptive", "ngram_min", "ngram_max")
+    names = ("tree_width", "adaptive", "ngram_min", "ngram_max")
     options: dict[str, Any] = {name: getattr(own, name) for name in names}
     if drafter in WITH_MODEL and draft_model:
         options["draft_model"] = draft_model

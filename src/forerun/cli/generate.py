@@ -16,6 +16,7 @@ from forerun.cli import options as opt
 from forerun.cli.console import err, out, print_json, print_note
 from forerun.cli.drafted import DraftedText, has_colour, legend, render
 from forerun.cli.engine import open_llm, stats_dict, stats_line
+from forerun.cli.explain import explain_dict, print_explanation
 from forerun.core import CompletionOutput, RequestOutput, SamplingParams
 from forerun.errors import ConfigError, DataError, PromptError
 
@@ -36,6 +37,7 @@ def generate(
     ] = None,
     stream: Annotated[bool, typer.Option(help="Show text as it is made.")] = True,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour tokens by who drafted them.")] = False,
+    explain: opt.Explain = False,
     json: opt.JsonOption = False,
     max_tokens: opt.MaxTokens = 256,
     temperature: opt.Temperature = 0.7,
@@ -59,7 +61,7 @@ def generate(
     ] = None,
     drafter: opt.DrafterName = None,
     draft_model: opt.DraftModel = None,
-    max_draft_tokens: opt.MaxDraftTokens = 5,
+    max_draft_tokens: opt.MaxDraftTokens = None,
     tree_width: opt.TreeWidth = 1,
     adaptive: opt.Adaptive = True,
     verification: opt.Verification = "coupled",
@@ -75,7 +77,7 @@ def generate(
     params = _sampling_params(given)
     llm = _open(name, given)
     asked = as_prompt(llm, prompt, chat)
-    _answer(llm, asked, params, as_json=json, stream=stream, show_drafts=show_drafts)
+    _answer(llm, asked, params, as_json=json, stream=stream, show_drafts=show_drafts, explain=explain)
 
 
 def _open(name: str, given: dict[str, Any]) -> LLM:
@@ -134,10 +136,17 @@ def as_prompt(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
 
 
 def _answer(
-    llm: LLM, prompt: list[int], params: SamplingParams, *, as_json: bool, stream: bool, show_drafts: bool
+    llm: LLM,
+    prompt: list[int],
+    params: SamplingParams,
+    *,
+    as_json: bool,
+    stream: bool,
+    show_drafts: bool,
+    explain: bool,
 ) -> None:
     if as_json:
-        print_json(_as_json(_checked(llm.generate([prompt], params)[0])))
+        print_json(_as_json(_checked(llm.generate([prompt], params)[0]), explain))
         return
     if params.n == 1 and stream:
         output = _stream(llm, prompt, params, show_drafts)
@@ -149,6 +158,8 @@ def _answer(
         err().print(legend(sources, marked=not has_colour(out())))
     for sample in output.outputs:
         print_note(stats_line(llm, sample.stats, [*prompt, *sample.token_ids]))
+        if explain:
+            print_explanation(sample.stats, with_speedup=False)
 
 
 def _checked(output: RequestOutput) -> RequestOutput:
@@ -187,20 +198,22 @@ def _show(llm: LLM, output: RequestOutput, show_drafts: bool) -> None:
             typer.echo(sample.text)
 
 
-def _as_json(output: RequestOutput) -> dict[str, Any] | list[dict[str, Any]]:
+def _as_json(output: RequestOutput, explain: bool) -> dict[str, Any] | list[dict[str, Any]]:
     """One object, or a list of them for several samples."""
-    samples = [_sample_json(sample) for sample in output.outputs]
+    samples = [_sample_json(sample, explain) for sample in output.outputs]
     return samples[0] if len(samples) == 1 else samples
 
 
-def _sample_json(sample: CompletionOutput) -> dict[str, Any]:
-    """The fields are fixed by a test; "logprobs" is there only when asked for."""
+def _sample_json(sample: CompletionOutput, explain: bool) -> dict[str, Any]:
+    """The fields are fixed by a test; "logprobs" and "explain" are there only when asked for."""
     result: dict[str, Any] = {
         "text": sample.text,
         "token_ids": list(sample.token_ids),
         "finish_reason": sample.finish_reason,
         "stats": stats_dict(sample.stats),
     }
+    if explain:
+        result["explain"] = explain_dict(sample.stats)
     if sample.logprobs is not None:
         result["logprobs"] = [
             {"chosen": entry.chosen._asdict(), "top": [other._asdict() for other in entry.top]}

@@ -12,6 +12,7 @@ from forerun.cli.console import out, print_json, table
 from forerun.cli.engine import kernel_choice, open_llm
 
 if TYPE_CHECKING:
+    from forerun.models.config import ModelConfig
     from forerun.models.loader import LoadedModel
 
 
@@ -55,6 +56,7 @@ def _describe(loaded: LoadedModel) -> dict[str, Any]:
         "num_heads": raw.get("num_attention_heads"),
         "num_kv_heads": raw.get("num_key_value_heads", raw.get("num_attention_heads")),
         "vocab_size": loaded.model.vocab_size,
+        **_special_sizes(loaded.config),
     }
     return {
         "family": raw.get("model_type"),
@@ -64,6 +66,20 @@ def _describe(loaded: LoadedModel) -> dict[str, Any]:
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         "context": loaded.model.max_position,
     }
+
+
+def _special_sizes(config: ModelConfig | None) -> dict[str, int]:
+    """Those of mixtures of experts and of attention over latents, where the model has them."""
+    from forerun.models.config import active_parameters
+
+    sizes = {}
+    if config is not None and config.experts is not None:
+        routing = config.experts.routing
+        sizes = {"num_experts": routing.num_experts, "experts_per_token": routing.top_k}
+        sizes["active_parameters"] = active_parameters(config)
+    if config is not None and config.latents is not None:
+        sizes["latent_size"] = config.heads.head_dim
+    return sizes
 
 
 def _drafters(name: str, loaded: LoadedModel) -> dict[str, str]:
@@ -108,7 +124,8 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("family", f"{report['family']} (run by {report['implementation']})"),
         ("parameters", f"{report['num_parameters'] / 1e6:.1f}M, stored as {report['dtype']}"),
-        ("shape", f"{shape}, {sizes['num_kv_heads']} for keys and values"),
+        ("shape", f"{shape}, {_kept(sizes)}"),
+        *_experts(sizes),
         ("context", _context(report)),
         ("tokenizer", f"{report['tokenizer']['vocab_size']} tokens"),
         ("chat template", "yes" if report["chat_template"] else "no"),
@@ -118,6 +135,19 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("backend", f"{report['backend']['name']}: {report['backend']['reason']}"),
         ("kernels", _kernels(report["kernels"])),
     ]
+
+
+def _kept(sizes: dict[str, Any]) -> str:
+    if "latent_size" in sizes:
+        return f"one latent of {sizes['latent_size']} kept for all"
+    return f"{sizes['num_kv_heads']} for keys and values"
+
+
+def _experts(sizes: dict[str, Any]) -> list[tuple[str, str]]:
+    if "num_experts" not in sizes:
+        return []
+    active = f"{sizes['active_parameters'] / 1e6:.1f}M parameters"
+    return [("experts", f"{sizes['num_experts']}, {sizes['experts_per_token']} a token, which reads {active}")]
 
 
 def _context(report: dict[str, Any]) -> str:

@@ -44,9 +44,13 @@ DrafterName = Annotated[
     ),
 ]
 DraftModel = Annotated[str | None, _option("The draft model, or the folder of Medusa, EAGLE or MTP heads.", DRAFTING)]
-MaxDraftTokens = Annotated[int, _option("Most tokens drafted a step.", DRAFTING)]
+MaxDraftTokens = Annotated[
+    int | None, _option("Most tokens drafted a step; 5 for chains, more for trees unless given.", DRAFTING)
+]
 TreeWidth = Annotated[int, _option("Children a node of a draft model's tree; 1 is a chain.", DRAFTING)]
 Adaptive = Annotated[bool, _option("Choose each step's drafts by measured cost and acceptance.", DRAFTING)]
+
+Explain = Annotated[bool, _option("Say what speculation did for the answer, and why.", DRAFTING, "--explain")]
 
 MaxTokens = Annotated[int, _option("Most tokens to generate.", SAMPLING, "--max-tokens", "-n")]
 Temperature = Annotated[float, _option("0 always takes the most probable token.", SAMPLING, "--temperature", "-t")]

@@ -1,4 +1,4 @@
-"""`forerun train`: training the embedded models.
+"""`forerun train`: training the embedded models, and draft heads for any target.
 
 Knows the options. The work is in `forerun.training`, imported only when a command runs, since it pulls in torch.
 """
@@ -10,12 +10,27 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Train language models by a recipe.", no_args_is_help=True)
+app = typer.Typer(help="Train language models and draft heads.", no_args_is_help=True)
+
+Target = Annotated[str, typer.Option(help="The model the head drafts for: an embedded name, a folder or a hub id.")]
+Data = Annotated[
+    list[Path], typer.Option(help="Prompts (.txt, .json, .jsonl, .jsonl.xz), or one .bin of uint16 token ids. Repeat.")
+]
+Out = Annotated[Path, typer.Option(help="Run folder; the head is written to its export/.")]
+RecipeFile = Annotated[Path | None, typer.Option(help="A recipe, such as recipes/mini-eagle3.toml.")]
+Steps = Annotated[int | None, typer.Option(help="Optimizer steps; the recipe's unless given.")]
+TokensPerStep = Annotated[int | None, typer.Option(help="Tokens a step; the recipe's unless given.")]
+DataTokens = Annotated[int | None, typer.Option(help="Tokens of all sequences together; 0 takes what there is.")]
+CaptureBytes = Annotated[
+    int | None, typer.Option(help="Keep the target's states on disk, in at most so many bytes; 0 computes them anew.")
+]
+Device = Annotated[str, typer.Option(help="Where to train: cpu or cuda.")]
+Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Delete the run folder first, or go on.")]
 
 
 @app.callback()
 def train() -> None:
-    """Train language models by a recipe."""
+    """Train language models and draft heads."""
 
 
 @app.command("lm")
@@ -45,3 +60,89 @@ def export(
     from forerun.training.lm import export_run
 
     typer.echo(f"step {export_run(run, folder)} written to {folder}")
+
+
+@app.command("medusa")
+def medusa(
+    target: Target,
+    data: Data,
+    out: Out,
+    recipe: RecipeFile = None,
+    steps: Steps = None,
+    tokens_per_step: TokensPerStep = None,
+    data_tokens: DataTokens = None,
+    capture_bytes: CaptureBytes = None,
+    device: Device = "cpu",
+    fresh: Fresh = False,
+) -> None:
+    """Train Medusa heads for a target, or go on with it, and export them in vLLM's layout."""
+    sizes = (steps, tokens_per_step, data_tokens, capture_bytes)
+    _train_head("medusa", target, data, out, recipe, sizes, device, fresh)
+
+
+@app.command("eagle3")
+def eagle3(
+    target: Target,
+    data: Data,
+    out: Out,
+    recipe: RecipeFile = None,
+    steps: Steps = None,
+    tokens_per_step: TokensPerStep = None,
+    data_tokens: DataTokens = None,
+    capture_bytes: CaptureBytes = None,
+    device: Device = "cpu",
+    fresh: Fresh = False,
+) -> None:
+    """Train an EAGLE-3 head for a target, or go on with it, and export it in SafeAILab's layout."""
+    sizes = (steps, tokens_per_step, data_tokens, capture_bytes)
+    _train_head("eagle3", target, data, out, recipe, sizes, device, fresh)
+
+
+@app.command("mtp")
+def mtp(
+    target: Target,
+    data: Data,
+    out: Out,
+    recipe: RecipeFile = None,
+    steps: Steps = None,
+    tokens_per_step: TokensPerStep = None,
+    data_tokens: DataTokens = None,
+    capture_bytes: CaptureBytes = None,
+    device: Device = "cpu",
+    fresh: Fresh = False,
+) -> None:
+    """Train an MTP module for a target, or go on with it, and export it in MiMo's layout."""
+    sizes = (steps, tokens_per_step, data_tokens, capture_bytes)
+    _train_head("mtp", target, data, out, recipe, sizes, device, fresh)
+
+
+@app.command("draft")
+def draft(
+    target: Target,
+    data: Data,
+    out: Out,
+    recipe: RecipeFile = None,
+    steps: Steps = None,
+    tokens_per_step: TokensPerStep = None,
+    data_tokens: DataTokens = None,
+    capture_bytes: CaptureBytes = None,
+    device: Device = "cpu",
+    fresh: Fresh = False,
+) -> None:
+    """Distil a small draft model from a target, or go on with it, and export it in Hugging Face layout."""
+    sizes = (steps, tokens_per_step, data_tokens, capture_bytes)
+    _train_head("draft", target, data, out, recipe, sizes, device, fresh)
+
+
+def _train_head(
+    kind: str, target: str, data: list[Path], out: Path, recipe: Path | None, sizes: tuple[int | None, ...],
+    device: str, fresh: bool,
+) -> None:  # fmt: skip
+    """sizes: steps, tokens a step, tokens of data and bytes of captured states, where they replace the recipe's."""
+    from forerun.training.heads.config import HeadJob, load_head_recipe
+    from forerun.training.heads.console import HeadConsole
+    from forerun.training.heads.run import train_head
+
+    chosen = load_head_recipe(kind, recipe).with_sizes(*sizes)
+    finished = train_head(chosen, HeadJob(target, tuple(data), out, fresh, device), HeadConsole())
+    typer.echo(f"{'finished' if finished else 'stopped; start again to go on'}: {out / 'export'}")

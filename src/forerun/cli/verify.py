@@ -37,7 +37,7 @@ def verify(
     batch_size: Annotated[int, typer.Option(help="Conversations the drafters run at once.", min=1)] = 8,
     json: opt.JsonOption = False,
     draft_model: opt.DraftModel = None,
-    max_draft_tokens: opt.MaxDraftTokens = 5,
+    max_draft_tokens: opt.MaxDraftTokens = None,
     tree_width: opt.TreeWidth = 1,
     adaptive: Annotated[
         bool,
@@ -59,12 +59,12 @@ def verify(
     cases = read_prompts(prompts, limit)
     name = opt.chosen_model(model_name, model)
     plain = open_llm(
-        name, PLAIN, max_draft_tokens=max_draft_tokens, tree_width=tree_width, adaptive=adaptive, dtype=dtype,
+        name, PLAIN, tree_width=tree_width, adaptive=adaptive, dtype=dtype,
         kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, kernels=kernels, threads=threads,
         max_num_seqs=batch_size,
     )  # fmt: skip
     report: dict[str, Any] = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "seed": seed}
-    report |= _compare(engines_by_name(plain, wanted, draft_model), cases, params, batch_size)
+    report |= _compare(engines_by_name(plain, wanted, draft_model, max_draft_tokens), cases, params, batch_size)
     report["rejection"] = _check_rejection(plain)
     report["identical"] = not any(check["differences"] for check in report["checks"])
     report["passed"] = report["identical"] and report["rejection"]["passed"]

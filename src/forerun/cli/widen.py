@@ -73,3 +73,29 @@ def _show(report: dict[str, Any]) -> None:
             f"{16 * own['hidden_size']} with {own['num_q'] // own['num_kv']} query heads to a key-value head keeps "
             "every bit"
         )
+
+
+def widen_head(
+    model: Annotated[str, typer.Argument(help="A model that `forerun bench widen` wrote.")],
+    head: Annotated[
+        str, typer.Argument(help="The folder of Medusa, EAGLE-3 or MTP heads of the model it was made from.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")],
+    json: opt.JsonOption = False,
+) -> None:
+    """Write draft heads for a widened model that draft what they drafted for the model it was made from.
+
+    Read are Medusa heads in vLLM's layout, EAGLE-3 heads in SafeAILab's and MTP modules in MiMo's, as `forerun train`
+    writes them. Their own layer grows as the target's layers did.
+    """
+    from forerun.bench.widen_heads import WidenedTarget, widen_head
+    from forerun.weights.resolve import resolve_model
+
+    target = WidenedTarget.open(resolve_model(model))
+    with err().status(f"writing {folder}"):
+        report = widen_head(target, resolve_model(head), folder.expanduser().absolute())
+    if json:
+        print_json({"model": model, "folder": str(folder), **report})
+    else:
+        size, of = f"{report['weight_bytes'] / 1e6:.0f} MB", f"hidden size {report['hidden_size']}"
+        out().print(f"{folder}: {report['head']} heads for {model}, {of}, {size}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from forerun.core import Request
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.base import LayerSpec, Model
 from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.tree import MAX_NODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,9 @@ class Observed:
     """What one step made known of a request: computed span tokens and accepted nodes.
 
     `first_row` is the row of the step's batch where the request's rows begin (span first, then nodes); `nodes` are
-    the accepted tree nodes, root first, () when only a span was computed; `tokens` are the tokens emitted.
+    the accepted tree nodes, root first, () when only a span was computed; `tokens` are the tokens emitted. The first
+    `num_own` of the nodes are nodes the drafter itself proposed, with the indices it gave them; others may follow
+    where several drafters share a tree.
     """
 
     request: Request
@@ -54,6 +57,7 @@ class Observed:
     num_span: int
     nodes: tuple[int, ...]
     tokens: tuple[int, ...]
+    num_own: int = MAX_NODES
 
 
 class Drafter(Protocol):
@@ -77,8 +81,41 @@ class Drafter(Protocol):
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Grow the drafts' trees, all in one batched call; leaving a root alone means not to speculate."""
 
+    def num_ready(self, request: Request) -> tuple[int, ...]:
+        """How many leading positions of the request have valid KV of this drafter in the pool.
+
+        One number for each kind of KV that lags on its own (a portfolio lists its members' one after the other), ()
+        without any. The row of position i may depend on tokens 0 .. i only, never on token i + 1: other requests
+        with the same prefix will use it.
+        """
+
+    def resume(self, request: Request, num_ready: tuple[int, ...], boundary: Tensor | None) -> None:
+        """The request is admitted, for the first time or again, on blocks that others computed.
+
+        The target computes positions from request.num_computed on. `num_ready` is what `num_ready` once said of those
+        blocks (short or () where nothing was said): less than num_computed if the drafter lagged, more if a copied
+        block holds rows beyond it. `boundary` [sum of the widths of hidden_layers, in their order] is the hidden
+        state of token num_computed - 1; None if it is not known, which happens only where num_ready goes beyond
+        num_computed or the drafter wants no hidden states.
+        """
+
     def end(self, request_id: str) -> None:
         """Finished, aborted or preempted: forget the request's state."""
+
+
+class LogitsReader(Protocol):
+    """What a drafter that sets `wants_logits = True` has besides: it learns from every row the target computed."""
+
+    def observe_logits(self, token_ids: Tensor, logits: Tensor) -> None:
+        """A pass is over: row i of logits [R, vocab_size] tells what follows token_ids[i], [R] int64.
+
+        Rows of rejected nodes are among them. Called before `observe`; the logits are not the drafter's to keep.
+        """
+
+
+def logits_reader(drafter: Drafter) -> LogitsReader | None:
+    """The drafter, if it wants to see logits."""
+    return cast(LogitsReader, drafter) if getattr(drafter, "wants_logits", False) else None
 
 
 class Stateless:
@@ -96,6 +133,13 @@ class Stateless:
 
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
         """Nothing to learn."""
+
+    def num_ready(self, request: Request) -> tuple[int, ...]:
+        """No KV."""
+        return ()
+
+    def resume(self, request: Request, num_ready: tuple[int, ...], boundary: Tensor | None) -> None:
+        """Nothing to resume."""
 
     def end(self, request_id: str) -> None:
         """Nothing to forget."""

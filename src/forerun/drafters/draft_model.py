@@ -3,8 +3,7 @@
 Knows: a model of its own, how far its KV follows each request. Does not know: verification, paging, the target. Its
 KV lies in extra layers of the target's pool under the same block table, so commits move it along.
 
-Sources: Leviathan et al., arXiv 2211.17192 (chains); best-first growth by cumulative draft probability as in
-EAGLE-2, arXiv 2406.16858.
+Source: Leviathan et al., arXiv 2211.17192. How trees are drawn: `drafters.drawing`.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, Observed
+from forerun.drafters.drawing import TreeDrawer, tree_rows
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.base import CommittedPath, Model
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.models.recorded import RecordedModel, record
-from forerun.speculation.growth import Draft, Leaf, TreeGrower
-from forerun.speculation.tree import ROOT
+from forerun.models.recorded import record
+from forerun.speculation.growth import Draft, TreeGrower
 
 
 def build(context: DrafterContext) -> Drafter:
@@ -68,10 +67,9 @@ class DraftModelDrafter:
         self.max_nodes = max_draft_tokens + 1
         self.weight_bytes = model.weight_bytes
         self._model = model
-        self._grower = grower
+        self._drawer = TreeDrawer(grower, block_size, width, self.name)
         self._kernels = kernels
         self._block_size = block_size
-        self._width = width
         self._max_rows = max_rows
         self._kvs: Sequence[LayerKV] = ()
         self._progress: dict[str, _Progress] = {}
@@ -91,11 +89,21 @@ class DraftModelDrafter:
         for seen in observed:
             progress = self._progress.get(seen.request.request_id)
             if progress is not None and progress.nodes:
-                nodes = tuple(takewhile(progress.nodes.__contains__, seen.nodes))
+                nodes = tuple(takewhile(progress.nodes.__contains__, seen.nodes[: seen.num_own]))
                 progress.num_computed += len(nodes)
                 progress.nodes.clear()
                 paths.append(CommittedPath(seen.request.request_id, nodes))
         self._model.commit(paths)
+
+    def num_ready(self, request: Request) -> tuple[int, ...]:
+        """How far the draft model follows; () for a model that keeps a state of its own outside the pool."""
+        progress = self._progress.get(request.request_id)
+        return (progress.num_computed if progress else 0,) if self.kv_specs else ()
+
+    def resume(self, request: Request, num_ready: tuple[int, ...], boundary: Tensor | None) -> None:
+        """Go on behind the rows that others computed; the root is always computed again."""
+        known = min(num_ready[0], request.root_position) if self.kv_specs and num_ready else 0
+        self._progress[request.request_id] = _Progress(known)
 
     def end(self, request_id: str) -> None:
         """Forget the request."""
@@ -108,38 +116,14 @@ class DraftModelDrafter:
         if not active:
             return
         self._catch_up(active)
-        if not self._draft_chains(active):
-            self._grow_levels(active)
+        num_rows = sum(d.request.root_position + 1 - self._num_computed(d) for d in active)
+        if self._drawer.draw(self._model, self._kvs, active, self._level, num_rows):
+            for draft in active:  # the last token drawn has not been through the model
+                nodes = range(min(len(draft.tree), draft.max_nodes - 1))
+                self._progress[draft.request.request_id].nodes.update(nodes)
 
-    def _draft_chains(self, drafts: Sequence[Draft]) -> bool:
-        """Chains in one call of the recorded model; False, and nothing done, where that does not go."""
-        model = self._model
-        if self._width > 1 or not isinstance(model, RecordedModel) or not self._fits(model, drafts):
-            return False
-        longest_first = sorted(drafts, key=lambda draft: -draft.num_free)
-        noise = self._grower.chain_noise(longest_first)
-        if noise is None:
-            return False
-        batch = ForwardBatch.build([self._level(draft, [ROOT]) for draft in longest_first], self._block_size)
-        chains = model.draft_chains(batch, noise, self._grower.must_keep_logits(drafts))
-        self._grower.append_chains(longest_first, chains, self.name)
-        for draft in drafts:  # the last token drawn has not been through the model
-            self._progress[draft.request.request_id].nodes.update(range(min(len(draft.tree), draft.max_nodes - 1)))
-        return True
-
-    def _fits(self, model: RecordedModel, drafts: Sequence[Draft]) -> bool:
-        rows = [
-            draft.request.root_position + 1 - self._progress[draft.request.request_id].num_computed for draft in drafts
-        ]
-        return sum(rows) <= model.max_chain_rows
-
-    def _grow_levels(self, drafts: Sequence[Draft]) -> None:
-        """Level by level, each drawn and shaped in Python."""
-        frontier = [Leaf(draft, ROOT) for draft in drafts]
-        while frontier:
-            logits = self._forward(frontier)
-            grown = self._grower.grow(frontier, logits, self._width, self.name)
-            frontier = self._next_frontier(frontier, grown)
+    def _num_computed(self, draft: Draft) -> int:
+        return self._progress[draft.request.request_id].num_computed
 
     def _can_draft(self, draft: Draft) -> bool:
         self._progress.setdefault(draft.request.request_id, _Progress()).nodes.clear()
@@ -151,56 +135,16 @@ class DraftModelDrafter:
             progress = self._progress[draft.request.request_id]
             while draft.request.root_position - progress.num_computed >= self._max_rows:
                 end = progress.num_computed + self._max_rows
-                self._run([_rows(draft, progress.num_computed, end, ())])
+                rows = tree_rows(draft, progress.num_computed, end, ())
+                self._model.forward(ForwardBatch.build([rows], self._block_size), self._kvs)
                 draft.num_caught_up += end - progress.num_computed
                 progress.num_computed = end
-
-    def _forward(self, frontier: Sequence[Leaf]) -> Tensor:
-        """Logits after every leaf -> [len(frontier), vocab_size]; leaves of one draft stand together."""
-        drafts = list({id(leaf.draft): leaf.draft for leaf in frontier}.values())
-        return self._run(
-            [self._level(draft, [leaf.node for leaf in frontier if leaf.draft is draft]) for draft in drafts]
-        )
 
     def _level(self, draft: Draft, nodes: Sequence[int]) -> SequenceRows:
         """Known tokens not computed yet, then these nodes; both count as computed from here on."""
         progress, root = self._progress[draft.request.request_id], draft.request.root_position
-        rows = _rows(draft, progress.num_computed, root, nodes)
+        rows = tree_rows(draft, progress.num_computed, root, nodes)
         draft.num_caught_up += root - progress.num_computed
         progress.num_computed = root
         progress.nodes.update(nodes)
         return rows
-
-    def _run(self, rows: Sequence[SequenceRows]) -> Tensor:
-        return self._model.forward(ForwardBatch.build(rows, self._block_size), self._kvs).logits
-
-    def _next_frontier(self, frontier: Sequence[Leaf], grown: Sequence[Sequence[int]]) -> list[Leaf]:
-        """The new nodes worth expanding, while there is room: the `width` likeliest of each draft."""
-        by_draft: dict[int, list[Leaf]] = {}
-        for leaf, nodes in zip(frontier, grown, strict=True):
-            by_draft.setdefault(id(leaf.draft), []).extend(Leaf(leaf.draft, node) for node in nodes)
-        kept = []
-        for leaves in by_draft.values():
-            if leaves and leaves[0].draft.num_free > 0:
-                kept.extend(sorted(_best(leaves, self._width), key=lambda leaf: leaf.node))
-        return kept
-
-
-def _best(leaves: Sequence[Leaf], width: int) -> list[Leaf]:
-    return sorted(leaves, key=lambda leaf: -leaf.draft.survival[leaf.node])[:width]
-
-
-def _rows(draft: Draft, start: int, end: int, nodes: Sequence[int]) -> SequenceRows:
-    """Known tokens start .. end-1, then tree nodes."""
-    request, tree = draft.request, draft.tree
-    return SequenceRows(
-        request_id=request.request_id,
-        block_table=request.block_ids,
-        start=start,
-        span=request.token_ids[start:end],
-        tree_start=request.root_position,
-        tree_tokens=[tree.tokens[node] for node in nodes],
-        tree_rows=nodes,
-        tree_masks=[tree.masks[node] for node in nodes],
-        tree_depths=[tree.depths[node] for node in nodes],
-    )

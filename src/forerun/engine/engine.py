@@ -12,14 +12,16 @@ from typing import Protocol
 
 from torch import Tensor
 
+from forerun.cache.boundaries import BoundaryStates
 from forerun.cache.kv_cache import KVCache, Move
-from forerun.core import Plan, PositionLogprobs, Request, ScheduledRequest
-from forerun.drafters.base import Drafter, Observed
+from forerun.core import Plan, PositionLogprobs, Request, Resumed, ScheduledRequest
+from forerun.drafters.base import Drafter, Observed, logits_reader
 from forerun.engine.logprobs import position_logprobs
 from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.policy import Policy
 from forerun.engine.scheduler import Scheduler
-from forerun.errors import LogitsError
+from forerun.engine.timings import Timings
+from forerun.errors import DeadlineError, LogitsError, QueueFullError
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import CommittedPath, ForwardOutput, Model
 from forerun.models.batch import ForwardBatch, SequenceRows
@@ -40,42 +42,25 @@ class Verifier(Protocol):
 
 
 @dataclass(slots=True)
-class Timings:
-    """Cumulative seconds by phase, over `steps` steps."""
-
-    schedule_s: float = 0.0
-    draft_s: float = 0.0
-    build_s: float = 0.0
-    forward_s: float = 0.0
-    verify_s: float = 0.0
-    commit_s: float = 0.0
-    steps: int = 0
-    _mark: float = 0.0
-
-    def start(self) -> None:
-        """A step begins."""
-        self.steps += 1
-        self._mark = perf_counter()
-
-    def lap(self, phase: str) -> float:
-        """Add the time since the last mark to `phase`; that time."""
-        now = perf_counter()
-        seconds = now - self._mark
-        setattr(self, phase, getattr(self, phase) + seconds)
-        self._mark = now
-        return seconds
-
-
-@dataclass(slots=True)
 class _Work:
     """One scheduled request on its way through a step."""
 
     item: ScheduledRequest
     record: SampleRecord
-    tree: DraftTree | None  # None: the span stops short of the root
+    draft: Draft | None  # None: the span stops short of the root
     first_row: int = 0  # of the batch
     first_logit: int = 0  # row of the logits that belongs to the span's first token, or to the root
     span_logits: bool = False
+
+    @property
+    def tree(self) -> DraftTree | None:
+        """The draft's tree."""
+        return self.draft.tree if self.draft is not None else None
+
+    @property
+    def may_draft(self) -> bool:
+        """There was room for drafts."""
+        return self.draft is not None and self.draft.max_nodes > 1
 
     @property
     def root_logit(self) -> int:
@@ -96,6 +81,10 @@ class Engine:
     groups: dict[str, RequestGroup] = field(default_factory=dict)
     records: dict[str, SampleRecord] = field(default_factory=dict)
     timings: Timings = field(default_factory=Timings)
+    boundaries: BoundaryStates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.boundaries = BoundaryStates(self.kv_cache.block_size)
 
     @property
     def has_work(self) -> bool:
@@ -103,12 +92,20 @@ class Engine:
         return self.scheduler.has_work
 
     def add(self, group: RequestGroup) -> None:
-        """Queue the samples of one user request."""
+        """Queue the samples of one user request. Raises QueueFullError if too many wait already."""
+        self._check_queue(len(group.samples))
         self.groups[group.request_id] = group
         for sample in group.samples:
             self.records[sample.request.request_id] = sample
             self.drafter.begin(sample.request)
             self.scheduler.add(sample.request)
+
+    def _check_queue(self, num_requests: int) -> None:
+        if not self.scheduler.can_admit(num_requests):
+            raise QueueFullError(
+                f"{num_requests} more requests would wait behind {len(self.scheduler.waiting)}, but max_num_waiting is "
+                f"{self.scheduler.limits.max_num_waiting}: try again later, or raise it"
+            )
 
     def abort(self, group_id: str) -> None:
         """End a request now; its blocks are free when this returns. Unknown ids are ignored."""
@@ -126,18 +123,34 @@ class Engine:
         plan = self._schedule()
         overhead_s = clock.lap("schedule_s")
         work = self._draft(plan)
-        clock.lap("draft_s")
+        draft_s = clock.lap("draft_s")
         batch = self._build(work)
         overhead_s += clock.lap("build_s")
         out = self.model.forward(batch, self._kvs, self.drafter.hidden_layers)
         forward_s = clock.lap("forward_s")
         choices = self._verify(work, out)
-        overhead_s += clock.lap("verify_s")
+        choose_s = clock.lap("verify_s")
+        overhead_s += choose_s
         observed = self._commit(work, choices, out)
+        self._show_logits(batch, out)
         self.drafter.observe(observed, out.hidden)
+        self._publish(observed, out)
         changed = self._finish(work)
-        self.policy.learn_step_cost(batch.num_rows, forward_s, overhead_s + clock.lap("commit_s"))
+        overhead_s += clock.lap("commit_s")
+        self.policy.learn_step_cost(batch.num_rows, forward_s, overhead_s)
+        self._account(work, draft_s, forward_s + choose_s, draft_s + forward_s + overhead_s)
         return changed
+
+    def _account(self, work: Sequence[_Work], draft_s: float, verify_s: float, step_s: float) -> None:
+        """Give every request its share of a step's time; what a plain step takes is known where no prompt was read."""
+        num_asked = sum(entry.may_draft for entry in work)
+        for entry in work:
+            if entry.may_draft:
+                entry.record.drafted_for(draft_s / num_asked)
+        if all(entry.item.num_span == 0 for entry in work):
+            plain_step_s = self.policy.plain_step_s(len(work))
+            for entry in work:
+                entry.record.decoded(verify_s / len(work), step_s, plain_step_s)
 
     @property
     def _kvs(self) -> Sequence[LayerKV]:
@@ -146,13 +159,23 @@ class Engine:
     # -- schedule, draft, build ---------------------------------------------------------------------------------
 
     def _schedule(self) -> Plan:
-        """Ask the scheduler, and let everyone forget what was preempted."""
+        """Ask the scheduler; let everyone forget what was preempted, and go on from what the cache had."""
         self.policy.begin_step(len(self.scheduler.running) or len(self.scheduler.waiting))
-        plan = self.scheduler.schedule(self.policy.node_budget)
+        plan = self.scheduler.schedule(self.policy.node_budget, needs_boundary=bool(self.drafter.hidden_layers))
         for request in plan.preempted:
             self.drafter.end(request.request_id)
             self.model.release(request.request_id)
+        for resumed in plan.resumed:
+            self._resume(resumed)
         return plan
+
+    def _resume(self, resumed: Resumed) -> None:
+        """Copy what the request does not share of its prefix; tell the drafter what is there."""
+        request = resumed.request
+        if resumed.copy_from is not None:
+            self.kv_cache.copy_rows(resumed.copy_from, request.block_ids[resumed.copy_to], resumed.num_copied)
+        boundary = self.boundaries.before(request.block_ids, request.num_computed)
+        self.drafter.resume(request, resumed.num_ready, boundary)
 
     def _draft(self, plan: Plan) -> list[_Work]:
         """A tree for every request that reaches its root, grown where there is room for drafts."""
@@ -162,6 +185,7 @@ class Engine:
             start = perf_counter()
             self.drafter.propose(growing)
             self._learn_draft_cost(growing, perf_counter() - start)
+            self.policy.admit(growing, len(drafts))
         return [self._work(item, drafts.get(item.request.request_id)) for item in plan.scheduled]
 
     def _learn_draft_cost(self, drafts: Sequence[Draft], seconds: float) -> None:
@@ -175,7 +199,7 @@ class Engine:
     def _work(self, item: ScheduledRequest, draft: Draft | None) -> _Work:
         record = self.records[item.request.request_id]
         record.scheduled()
-        return _Work(item, record, draft.tree if draft else None)
+        return _Work(item, record, draft)
 
     def _build(self, work: Sequence[_Work]) -> ForwardBatch:
         """Lay out all rows and note where each request's begin."""
@@ -235,21 +259,46 @@ class Engine:
         num_taken = record.text.take(tokens)
         nodes = choice.nodes[: num_taken + 1]
         sources = [*(tree.sources[node] for node in nodes[1:]), ""][:num_taken]
-        record.drafted(tree.sources[1:], [tree.sources[node] for node in nodes[1:]])
+        record.drafted(tree.sources, tree.depths, nodes[1:])
         record.emitted(sources, _token_logprobs(entry, nodes, tokens[:num_taken], logits))
         stopped_at_leaf = not tree.children(choice.nodes[-1])
         num_accepted = len(choice.nodes) - 1
         self.policy.learn(entry.item.request, len(tree) - 1, num_accepted + (not stopped_at_leaf), num_accepted)
+        if entry.draft is not None and entry.draft.parts:
+            self.policy.learn_parts(entry.draft, tokens)
         return nodes, tuple(tokens[:num_taken])
 
+    def _show_logits(self, batch: ForwardBatch, out: ForwardOutput) -> None:
+        """Let a drafter that learns from the target's logits see them; nothing is computed where none does."""
+        reader = logits_reader(self.drafter)
+        if reader is not None and out.logits.shape[0]:
+            reader.observe_logits(batch.token_ids[batch.logit_rows], out.logits)
+
+    def _publish(self, observed: Sequence[Observed], out: ForwardOutput) -> None:
+        """Offer full blocks of committed rows to other requests, with what drafters need to go on from them."""
+        if self.scheduler.prefix_cache is None:
+            return
+        for seen in observed:
+            if out.hidden:
+                self._keep_boundaries(seen, out)
+            if seen.request.error is None:
+                self.scheduler.publish(seen.request, self.drafter.num_ready(seen.request))
+
+    def _keep_boundaries(self, seen: Observed, out: ForwardOutput) -> None:
+        first_node = seen.first_row + seen.num_span
+        rows = [*range(seen.first_row, first_node), *(first_node + node for node in seen.nodes)]
+        first = seen.request.num_computed - len(rows)
+        self.boundaries.keep(seen.request.block_ids, first, rows, self.drafter.hidden_layers, out.hidden)
+
     def _finish(self, work: Sequence[_Work]) -> list[RequestGroup]:
-        """Free what ended; the groups that changed."""
-        changed = {}
-        for entry in work:
-            if entry.tree is not None:
-                group_id = entry.item.request.parent_id
-                changed[group_id] = self.groups[group_id]
-        self._end([e.item.request for e in work if e.item.request.finish_reason is not None])
+        """Free what ended, in this step or because its time is over; the groups that changed."""
+        deciding = [entry.item.request for entry in work if entry.tree is not None]
+        ended = [entry.item.request for entry in work if entry.item.request.finish_reason is not None]
+        overdue = [request for request in self.scheduler.overdue() if request.finish_reason is None]
+        for request in overdue:
+            request.finish_reason, request.error = "abort", _too_late(request)
+        changed = {r.parent_id: self.groups[r.parent_id] for r in (*deciding, *overdue)}
+        self._end([*ended, *overdue])
         return list(changed.values())
 
     def _end(self, requests: Sequence[Request]) -> None:
@@ -258,10 +307,18 @@ class Engine:
         for request in requests:
             self.drafter.end(request.request_id)
             self.model.release(request.request_id)
+            self.records.pop(request.request_id).ended(self.policy.explain)
             self.policy.end(request)
-            del self.records[request.request_id]
             if request.parent_id in self.groups and self.groups[request.parent_id].finished:
                 del self.groups[request.parent_id]
+
+
+def _too_late(request: Request) -> DeadlineError:
+    max_tokens = request.max_len - len(request.prompt_token_ids)
+    return DeadlineError(
+        f"the deadline passed after {request.num_output} of at most {max_tokens} tokens: give the request more time, "
+        "or ask for fewer tokens"
+    )
 
 
 def _wants_span_logits(item: ScheduledRequest) -> bool:

@@ -5,8 +5,8 @@ Knows: requests and what each step emitted. Does not know: models, scheduling, h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from forerun.core import (
@@ -31,10 +31,12 @@ class SampleRecord:
     first_token_s: float | None = None
     last_token_s: float = 0.0
     num_steps: int = 0
+    num_last: int = 0  # tokens of the last step
     sources: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
     drafters: dict[str, DrafterCount] = field(default_factory=dict)
+    figures: RequestStats = field(default_factory=RequestStats)  # those that grow step by step
 
     def scheduled(self) -> None:
         """The request is part of a step."""
@@ -47,29 +49,55 @@ class SampleRecord:
         if self.first_token_s is None:
             self.first_token_s = self.last_token_s
         self.num_steps += 1
+        self.num_last = len(sources)
         self.sources.extend(sources)
         self.logprobs.extend(logprobs)
 
-    def drafted(self, sources: Sequence[str], accepted: Sequence[str]) -> None:
-        """A step drafted nodes from these sources and accepted those."""
-        for source in sources:
-            self.drafters.setdefault(source, DrafterCount()).drafted += 1
-        for source in accepted:
-            self.drafters[source].accepted += 1
+    def drafted(self, sources: Sequence[str], depths: Sequence[int], accepted: Sequence[int]) -> None:
+        """A step verified a tree whose nodes, the root first, have these sources and depths, and accepted some."""
+        if len(sources) == 1:
+            self.figures.num_plain_steps += 1
+            return
+        self.figures.trees.count(depths[1:], [depths[node] for node in accepted])
+        for name in set(sources[1:]):
+            count = self.drafters.setdefault(name, DrafterCount())
+            own = [depth for source, depth in zip(sources, depths, strict=True) if source == name]
+            count.count(own, [depths[node] for node in accepted if sources[node] == name])
+
+    def drafted_for(self, draft_s: float) -> None:
+        """Its share of a step's drafting."""
+        self.figures.draft_s += draft_s
+
+    def decoded(self, verify_s: float, step_s: float, plain_step_s: float | None) -> None:
+        """A step that read no prompt, of which `verify_s` is its share of the pass; a plain one takes plain_step_s."""
+        figures = self.figures
+        figures.verify_s += verify_s
+        figures.step_s += step_s
+        if plain_step_s is not None:
+            figures.plain_s = (figures.plain_s or 0.0) + self.num_last * plain_step_s
+
+    def ended(self, explain: Callable[[Request], str | None]) -> None:
+        """The request is over; `explain` knows why it would have no drafts now, None if it would."""
+        if 1 < self.num_steps < 2 * self.figures.num_plain_steps:
+            self.figures.why_plain = _why_plain(self.request, explain(self.request))
 
     def stats(self) -> RequestStats:
         """The figures so far."""
         first_step = self.first_step_s or self.arrival_s
         first_token = self.first_token_s or first_step
-        return RequestStats(
+        return replace(
+            self.figures,
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_tokens=self.request.num_output,
             num_steps=self.num_steps,
             num_preemptions=self.request.num_preemptions,
+            num_cached_tokens=self.request.num_cached_tokens,
             queue_s=first_step - self.arrival_s,
             ttft_s=first_token - self.arrival_s,
             decode_s=max(0.0, self.last_token_s - first_token),
-            drafters={name: DrafterCount(c.drafted, c.accepted) for name, c in self.drafters.items()},
+            drafters={name: DrafterCount().add(count) for name, count in self.drafters.items()},
+            trees=DrafterCount().add(self.figures.trees),
+            failed_drafters=self.request.failed_drafters,
         )
 
 
@@ -122,3 +150,12 @@ def _prompt_logprobs(sample: SampleRecord) -> tuple[PositionLogprobs | None, ...
     if sample.request.params.prompt_logprobs is None:
         return None
     return (None, *(sample.prompt_logprobs.get(i) for i in range(1, len(sample.request.prompt_token_ids))))
+
+
+def _why_plain(request: Request, reason: str | None) -> str:
+    """Why most steps of a request had no drafts, the simplest reason first."""
+    if not request.speculate:
+        return "the request asked for no drafts"
+    if request.failed_drafters:
+        return f"drafter {', '.join(request.failed_drafters)} failed and was left out"
+    return reason or "the drafter found nothing to propose in most steps"

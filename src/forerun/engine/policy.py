@@ -17,6 +17,8 @@ from itertools import accumulate
 from typing import Protocol
 
 from forerun.core import Request
+from forerun.engine.explain import needed_rate, shortfall
+from forerun.speculation.growth import Draft
 
 _PRIOR_DRAFTS = 8.0  # how many drafts the engine's average counts for in a new request
 _MEMORY = 0.97  # what a past draft counts for after another one
@@ -41,6 +43,12 @@ class Policy(Protocol):
     def learn(self, request: Request, num_drafted: int, num_tested: int, num_accepted: int) -> None:
         """Of the drafted nodes `num_tested` were looked at and `num_accepted` accepted."""
 
+    def admit(self, drafts: Sequence[Draft], num_deciding: int) -> None:
+        """Prune the trees of a step in which so many requests choose tokens to the nodes worth verifying."""
+
+    def learn_parts(self, draft: Draft, tokens: Sequence[int]) -> None:
+        """These tokens followed the root of a tree that members of a portfolio proposed."""
+
     def learn_draft_cost(self, seconds: float, num_drafted: int) -> None:
         """Drafting this many tokens took this long."""
 
@@ -50,11 +58,31 @@ class Policy(Protocol):
     def learn_catch_up(self, seconds: float, num_tokens: int) -> None:
         """A drafter took this long for reading this many known tokens it had missed, and for drafting after that."""
 
+    def plain_step_s(self, num_requests: int) -> float | None:
+        """Seconds a step without drafts would take with so many requests; None where costs were not measured."""
+
+    def explain(self, request: Request) -> str | None:
+        """Why this request would have no drafts now; None if it would."""
+
     def end(self, request: Request) -> None:
         """A request is over; forget it."""
 
 
-class FixedPolicy:
+class AsDrafted:
+    """What a policy does that decides before anything is drafted: trees stay as they are."""
+
+    def admit(self, drafts: Sequence[Draft], num_deciding: int) -> None:
+        """All nodes are verified."""
+
+    def learn_parts(self, draft: Draft, tokens: Sequence[int]) -> None:
+        """Nothing to learn of members."""
+
+    def plain_step_s(self, num_requests: int) -> float | None:
+        """Not known."""
+        return None
+
+
+class FixedPolicy(AsDrafted):
     """Always the same number of nodes."""
 
     def __init__(self, max_nodes: int) -> None:
@@ -78,6 +106,10 @@ class FixedPolicy:
 
     def learn_catch_up(self, seconds: float, num_tokens: int) -> None:
         """Nothing to learn."""
+
+    def explain(self, request: Request) -> str | None:
+        """Only without a drafter."""
+        return "there is no drafter" if self._max_nodes <= 1 else None
 
     def end(self, request: Request) -> None:
         """Nothing to forget."""
@@ -113,6 +145,11 @@ class VerifyCost:
         self._seconds = list(accumulate(descending, min))[::-1]
 
     @property
+    def points(self) -> dict[int, float]:
+        """Seconds by number of rows, where they were measured."""
+        return dict(zip(self._rows, self._seconds, strict=True))
+
+    @property
     def max_rows(self) -> int:
         """The most rows that were measured."""
         return self._rows[-1]
@@ -128,16 +165,43 @@ class VerifyCost:
 
 
 @dataclass(slots=True)
-class AdaptivePolicy:
+class StepCosts:
+    """Seconds of a whole step: passes as measured at start, corrected by those of the running engine."""
+
+    verify_cost: VerifyCost
+    overhead_s: float = 0.0  # of a step without drafts
+    extra_s: float = 0.0  # what drafts add to that: more rows to lay out, more choices to make
+    slowness: float = 1.0  # passes in a running engine over those measured alone: caches are colder, contexts longer
+
+    def pass_s(self, num_rows: int) -> float:
+        """One pass over so many rows."""
+        return self.slowness * self.verify_cost(num_rows)
+
+    def step_s(self, num_rows: int, drafts: bool) -> float:
+        """A step around such a pass, drafting apart."""
+        return self.pass_s(num_rows) + self.overhead_s + (self.extra_s if drafts else 0.0)
+
+    def learn(self, num_rows: int, drafts: bool, forward_s: float, overhead_s: float) -> None:
+        """Running means of a step's overhead and of how much slower passes are than when measured alone."""
+        if num_rows > self.verify_cost.max_rows:
+            return
+        ratio = min(forward_s / self.verify_cost(num_rows), _MAX_JUMP * self.slowness)
+        self.slowness += _RISE * (ratio - self.slowness)
+        overhead_s = min(overhead_s, self.verify_cost(num_rows))
+        if drafts:
+            self.extra_s += _RISE * (max(overhead_s - self.overhead_s, 0.0) - self.extra_s)
+        else:
+            self.overhead_s += _RISE * (overhead_s - self.overhead_s)
+
+
+@dataclass(slots=True)
+class AdaptivePolicy(AsDrafted):
     """Chooses the number of drafts by expected tokens per second."""
 
     max_nodes: int
-    verify_cost: VerifyCost
+    costs: StepCosts
     _num_deciding: int = 1
     _draft_s: float | None = None
-    _overhead_s: float = 0.0  # of a step without drafts
-    _extra_s: float = 0.0  # what drafts add to that: more rows to lay out, more choices to make
-    _slowness: float = 1.0  # passes in a running engine over those measured alone: caches are colder, contexts longer
     _overall: Acceptance = field(default_factory=lambda: Acceptance(_PRIOR_DRAFTS, 0.7 * _PRIOR_DRAFTS))
     _requests: dict[str, Acceptance] = field(default_factory=dict)
     _plain_steps: dict[str, int] = field(default_factory=dict)
@@ -158,7 +222,7 @@ class AdaptivePolicy:
             return best + 1
         waited = (self._plain_steps.get(request.request_id, 0) + 1) % _PROBE_EVERY
         self._plain_steps[request.request_id] = waited
-        if waited < _PROBE_EVERY - _PROBE_STEPS or self._catch_up(request) > self._slowness * self.verify_cost(1):
+        if waited < _PROBE_EVERY - _PROBE_STEPS or self._catch_up(request) > self.costs.pass_s(1):
             return 1
         return min(_PROBE_DRAFTS + 1, self.max_nodes)
 
@@ -177,8 +241,21 @@ class AdaptivePolicy:
         a = min(self._rate(request), 0.995)
         tokens = (1.0 - a ** (num_drafts + 1)) / (1.0 - a)
         rows = self._num_deciding * (num_drafts + 1)
-        overhead = self._overhead_s + (self._extra_s if num_drafts else 0.0)
-        return tokens / (self._slowness * self.verify_cost(rows) + overhead + num_drafts * self._draft_cost())
+        return tokens / (self.costs.step_s(rows, num_drafts > 0) + num_drafts * self._draft_cost())
+
+    def plain_step_s(self, num_requests: int) -> float | None:
+        """From passes measured at start, corrected by those of the running engine."""
+        return self.costs.step_s(num_requests, drafts=False)
+
+    def explain(self, request: Request) -> str | None:
+        """Its drafts are right too seldom, or reading what the drafter has missed costs too much."""
+        sizes, n, draft_s = range(1, self.max_nodes), self._num_deciding, self._draft_cost()
+        step_s = {size: self.costs.step_s(n * (size + 1), True) + size * draft_s for size in sizes}
+        needed = needed_rate(step_s, _LEAST_GAIN / self.costs.step_s(n, False))
+        missing = shortfall("drafts", self._rate(request), needed)
+        if missing is None and not self._is_worth(request, max(sizes, key=lambda k: self._speed(request, k))):
+            return "reading the text the drafter has missed would cost more than drafts would gain"
+        return missing
 
     def _rate(self, request: Request) -> float:
         overall = self._overall.accepted / self._overall.tested
@@ -186,7 +263,7 @@ class AdaptivePolicy:
         return known.rate(overall) if known else overall
 
     def _draft_cost(self) -> float:
-        return self._draft_s if self._draft_s is not None else _GUESSED_DRAFT_SHARE * self.verify_cost(1)
+        return self._draft_s if self._draft_s is not None else _GUESSED_DRAFT_SHARE * self.costs.verify_cost(1)
 
     def learn(self, request: Request, num_drafted: int, num_tested: int, num_accepted: int) -> None:
         """Update the request's and the engine's acceptance."""
@@ -207,15 +284,8 @@ class AdaptivePolicy:
             self._draft_s = known + (_FALL if cost < known else _RISE) * (cost - known)
 
     def learn_step_cost(self, num_rows: int, forward_s: float, overhead_s: float) -> None:
-        """Running means of a step's overhead and of how much slower passes are than when measured alone."""
-        if num_rows <= self.verify_cost.max_rows:
-            ratio = min(forward_s / self.verify_cost(num_rows), _MAX_JUMP * self._slowness)
-            self._slowness += _RISE * (ratio - self._slowness)
-            overhead_s = min(overhead_s, self.verify_cost(num_rows))
-            if num_rows <= self._num_deciding:
-                self._overhead_s += _RISE * (overhead_s - self._overhead_s)
-            else:
-                self._extra_s += _RISE * (max(overhead_s - self._overhead_s, 0.0) - self._extra_s)
+        """Leave it to the costs."""
+        self.costs.learn(num_rows, num_rows > self._num_deciding, forward_s, overhead_s)
 
     def learn_catch_up(self, seconds: float, num_tokens: int) -> None:
         """A running mean that falls quickly and rises slowly; the drafts of that step count as reading."""

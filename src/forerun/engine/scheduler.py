@@ -1,141 +1,378 @@
 """What each step computes: which requests, how many rows each, on which blocks.
 
-Knows: requests, row budgets, blocks. Does not know: tensors, models, drafters. Prefill chunk, decode and verify are
-one thing: a span of known tokens, then a tree.
+Knows: requests, budgets, blocks, turns. Does not know: tensors, models, drafters. Prefill chunk, decode and verify
+are one thing: a span of known tokens, then a tree.
+
+A step is filled in three passes. First everyone who runs gets what lets them advance: a root to those who decode,
+chunks of prompts to the others, which share a budget of their own while somebody decodes. Then waiting requests are
+admitted. What rows are left go to draft trees, evenly.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from time import perf_counter
 
 from forerun.cache.block_pool import BlockPool
-from forerun.core import Plan, Request, ScheduledRequest, Status
+from forerun.cache.prefix_cache import NO_HIT, Hit, PrefixCache
+from forerun.core import Plan, Request, Resumed, ScheduledRequest, Status
+from forerun.engine.sharing import SharedPrefixes
 
 NodeBudget = Callable[[Request], int]  # tree nodes (root included) the policy wants for a request
 
 
-class Scheduler:
-    """Admits waiting requests, hands out blocks and rows, and preempts the youngest when blocks run out.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a step, a queue and a request may have."""
 
-    A preempted request loses its blocks and is recomputed from its first token when it is admitted again; the
-    oldest running request is never preempted, so every request finishes.
+    max_num_seqs: int  # requests that run at a time
+    max_num_rows: int  # rows of a step: known tokens and tree nodes
+    max_model_len: int
+    max_num_prefill_rows: int | None = None  # rows of prompts while others decode; None: no limit of their own
+    max_num_nodes: int | None = None  # tree nodes of a step, roots included; None: as many as rows
+    max_num_waiting: int | None = None  # requests that may wait; None: any number
+    priority_s: float = 10.0  # seconds of waiting that make up for one level of priority
+
+
+@dataclass(slots=True)
+class _Item:
+    """A request's share of the step that is being planned."""
+
+    request: Request
+    num_span: int
+    max_nodes: int
+
+    @property
+    def end(self) -> int:
+        """The logical row after the last one it may write."""
+        return self.request.num_computed + self.num_span + self.max_nodes
+
+
+@dataclass(slots=True)
+class _Step:
+    """The plan so far."""
+
+    rows_left: int
+    prefill_left: int
+    items: list[_Item] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    resumed: list[Resumed] = field(default_factory=list)
+
+    @property
+    def has_room(self) -> bool:
+        """Another prompt can begin."""
+        return min(self.rows_left, self.prefill_left) > 0
+
+    def take(self, item: _Item, is_prefill: bool) -> None:
+        """Give these rows away."""
+        self.items.append(item)
+        num_rows = item.num_span + item.max_nodes
+        self.rows_left -= num_rows
+        self.prefill_left -= num_rows if is_prefill else 0
+
+    def plan(self) -> Plan:
+        """The finished plan."""
+        scheduled = tuple(ScheduledRequest(item.request, item.num_span, item.max_nodes) for item in self.items)
+        return Plan(scheduled, tuple(self.preempted), tuple(self.resumed))
+
+
+class Scheduler:
+    """Admits waiting requests, hands out blocks and rows, and preempts the last in turn when blocks run out.
+
+    A request's turn is its arrival, each level of priority counting for some seconds of waiting; so of two requests
+    the same one always comes first, and nobody is overtaken for ever. A preempted request loses its blocks and
+    computes again what the prefix cache has not kept of them. The first in turn is never preempted, so every
+    request finishes.
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, max_num_seqs: int, max_num_rows: int, max_model_len: int
+        self,
+        pool: BlockPool,
+        block_size: int,
+        limits: Limits,
+        prefix_cache: PrefixCache | None = None,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self._pool = pool
+        assert pool.num_blocks * block_size >= limits.max_model_len, "the longest request does not fit into the pool"
+        self.limits = limits
+        self.pool = pool
+        self.prefix_cache = prefix_cache
+        self.waiting: list[Request] = []  # first in turn first
+        self.running: list[Request] = []  # first in turn first
         self._block_size = block_size
-        self._max_num_seqs = max_num_seqs
-        self._max_num_rows = max_num_rows
-        self.max_model_len = max_model_len
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # oldest first
+        self._clock = clock
+        self._arrivals = count()
+        self._shared = SharedPrefixes(prefix_cache) if prefix_cache else None
+        self._timed: dict[str, Request] = {}  # requests with a deadline
+        self._next_deadline_s = math.inf  # not after the earliest of them
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens a request may have."""
+        return self.limits.max_model_len
 
     @property
     def has_work(self) -> bool:
         """Some request is not finished."""
         return bool(self.waiting or self.running)
 
+    # -- the queue ----------------------------------------------------------------------------------------------
+
+    def can_admit(self, num_requests: int) -> bool:
+        """So many more requests may be added: there are seats for them, or places in the queue."""
+        if self.limits.max_num_waiting is None:
+            return True
+        seats = self.limits.max_num_seqs - len(self.running)
+        return len(self.waiting) + num_requests <= self.limits.max_num_waiting + seats
+
     def add(self, request: Request) -> None:
-        """Queue a request behind the others."""
-        self.waiting.append(request)
+        """Queue a request in its turn."""
+        if request.arrival_s is None:
+            request.arrival_s = self._clock()
+        request.turn = (request.arrival_s + request.priority * self.limits.priority_s, next(self._arrivals))
+        insort(self.waiting, request, key=_turn)
+        if request.deadline_s is not None:
+            self._timed[request.request_id] = request
+            self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
 
-    def schedule(self, node_budget: NodeBudget) -> Plan:
-        """The next step: running requests oldest first, then waiting ones while rows and blocks last."""
-        scheduled: list[ScheduledRequest] = []
-        preempted: list[Request] = []
-        rows_left = self._max_num_rows
+    def overdue(self) -> list[Request]:
+        """Unfinished requests whose deadline has passed."""
+        now = self._clock()
+        if now < self._next_deadline_s:
+            return []
+        late, deadlines = [], [math.inf]
+        for request in self._timed.values():
+            assert request.deadline_s is not None
+            if request.deadline_s <= now:
+                late.append(request)
+            else:
+                deadlines.append(request.deadline_s)
+        self._next_deadline_s = min(deadlines)
+        return late
+
+    # -- planning a step ----------------------------------------------------------------------------------------
+
+    def schedule(self, node_budget: NodeBudget, needs_boundary: bool = False) -> Plan:
+        """The next step. `needs_boundary`: hidden states are wanted of the token before the first computed one."""
+        step = self._begin()
         for request in list(self.running):
-            if request.status is not Status.RUNNING or rows_left == 0:
-                continue  # preempted a moment ago by an older one
-            item = self._fit(request, rows_left, node_budget, preempted)
-            if item is not None:
-                scheduled.append(item)
-                rows_left -= item.num_span + item.max_nodes
-        if not preempted:
-            self._admit(scheduled, rows_left, node_budget)
-        return Plan(tuple(scheduled), tuple(preempted))
+            if request.status is Status.RUNNING:  # not preempted a moment ago by one before it
+                self._continue(request, step)
+        if self.waiting and not step.preempted:
+            self._admit(step, needs_boundary)
+        self._grow_trees(step, node_budget)
+        return step.plan()
 
-    def _admit(self, scheduled: list[ScheduledRequest], rows_left: int, node_budget: NodeBudget) -> None:
-        while self.waiting and rows_left > 0 and len(self.running) < self._max_num_seqs:
-            request = self.waiting[0]
-            if self._blocks_for(len(request.token_ids)) > self._pool.num_free:
-                return  # first come, first served: nobody overtakes
-            self.waiting.popleft()
-            request.status = Status.RUNNING
-            self.running.append(request)
-            item = self._fit(request, rows_left, node_budget, [])
-            assert item is not None, "blocks for the whole prompt were free"
-            scheduled.append(item)
-            rows_left -= item.num_span + item.max_nodes
+    def _begin(self) -> _Step:
+        """An empty plan. While some decode, prompts leave a row for each of them and keep to their own limit."""
+        rows = self.limits.max_num_rows
+        num_decoding = sum(_is_decoding(request) for request in self.running)
+        if num_decoding == 0:
+            return _Step(rows, rows)
+        most = self.limits.max_num_prefill_rows
+        return _Step(rows, min(rows - num_decoding, rows if most is None else most))
 
-    def _fit(
-        self, request: Request, rows_left: int, node_budget: NodeBudget, preempted: list[Request]
-    ) -> ScheduledRequest | None:
-        """As much of the request's work as rows and blocks allow; None if it was preempted itself."""
-        wanted = self._cut(request, rows_left, node_budget(request))
-        if self._reserve(request, wanted):
-            return wanted
-        plain = ScheduledRequest(request, wanted.num_span, min(wanted.max_nodes, 1))
-        while not self._reserve(request, plain):
+    def _continue(self, request: Request, step: _Step) -> None:
+        """Give the request what it needs to advance, if need be at the cost of those after it."""
+        is_prefill = not _is_decoding(request)
+        rows = min(step.rows_left, step.prefill_left) if is_prefill else step.rows_left
+        if rows <= 0:
+            return
+        num_span = request.root_position - request.num_computed
+        item = _Item(request, num_span, 1) if num_span < rows else _Item(request, rows, 0)
+        while not self._reserve(request, item.end):
             victim = self.running[-1]
             self._preempt(victim)
-            preempted.append(victim)
+            step.preempted.append(victim)
             if victim is request:
-                return None
-        return plain
+                return
+        step.take(item, is_prefill)
 
-    def _cut(self, request: Request, rows_left: int, node_budget: int) -> ScheduledRequest:
-        """The span up to the root and the tree, cut to the rows that are left."""
-        num_span = request.root_position - request.num_computed
-        if num_span >= rows_left:
-            return ScheduledRequest(request, min(num_span, rows_left), 0)
-        room = min(request.num_remaining, self.max_model_len - len(request.token_ids))
-        max_nodes = max(1, min(node_budget, rows_left - num_span, room, self.max_model_len - request.root_position))
-        return ScheduledRequest(request, num_span, max_nodes)
+    def _grow_trees(self, step: _Step, node_budget: NodeBudget) -> None:
+        """Share the rows that are left among those who choose a token, nobody getting more than the policy wants."""
+        items = [item for item in step.items if item.max_nodes > 0]
+        most = self.limits.max_num_nodes
+        left = step.rows_left if most is None else min(step.rows_left, most - len(items))
+        wishes = [(self._more_nodes(item, node_budget(item.request)), item) for item in items]
+        wishes.sort(key=_wanted)
+        for num_served, (wanted, item) in enumerate(wishes):
+            num_nodes = min(wanted, left // (len(wishes) - num_served), self._rows_within_reach(item))
+            if num_nodes > 0:
+                item.max_nodes += num_nodes
+                left -= num_nodes
+                self._reserve(item.request, item.end)
 
-    def _reserve(self, request: Request, item: ScheduledRequest) -> bool:
-        """Give the request blocks for the rows it is about to write."""
-        missing = self._blocks_for(request.num_computed + item.num_span + item.max_nodes) - len(request.block_ids)
+    def _more_nodes(self, item: _Item, wanted: int) -> int:
+        """Tree nodes besides the root that can be of use, at most as many as the policy wants."""
+        request, longest = item.request, self.limits.max_model_len
+        return min(wanted, request.num_remaining, longest - len(request.token_ids)) - 1
+
+    def _rows_within_reach(self, item: _Item) -> int:
+        """Rows after the item's last in blocks that its request owns or that nobody does."""
+        return (len(item.request.block_ids) + self.pool.num_available) * self._block_size - item.end
+
+    def _reserve(self, request: Request, num_rows: int) -> bool:
+        """Make sure that the request owns blocks for so many rows."""
+        missing = self._blocks_for(num_rows) - len(request.block_ids)
         if missing <= 0:
             return True
-        blocks = self._pool.allocate(missing)
+        blocks = self.pool.allocate(missing)
         if blocks is None:
             return False
         request.block_ids.extend(blocks)
         return True
 
+    def _blocks_for(self, num_rows: int) -> int:
+        return -(-num_rows // self._block_size)
+
+    # -- admission ----------------------------------------------------------------------------------------------
+
+    def _admit(self, step: _Step, needs_boundary: bool) -> None:
+        """Start waiting requests in turn. Only who waits for a running request's prefix is overtaken."""
+        if self._shared is not None:
+            self._shared.begin_step(self.running)
+        index = 0
+        while index < min(len(self.waiting), self.limits.max_num_seqs) and step.has_room and self._has_seat:
+            request = self.waiting[index]
+            hit = self._find(request)
+            if hit is None:
+                index += 1
+            elif self._start(request, hit, step, needs_boundary):
+                del self.waiting[index]
+            else:
+                return
+
+    @property
+    def _has_seat(self) -> bool:
+        return len(self.running) < self.limits.max_num_seqs
+
+    def _find(self, request: Request) -> Hit | None:
+        """What the cache has for a request; None if more of it will be there soon."""
+        if self._shared is None or self.prefix_cache is None:
+            return NO_HIT
+        if request.params.prompt_logprobs is not None:  # they come from rows that must be computed
+            return self.prefix_cache.nothing()
+        if self._shared.is_waiting(request):
+            return None
+        hit = self.prefix_cache.lookup(request.token_ids)
+        return None if self._shared.must_wait(request, hit) else hit
+
+    def _start(self, request: Request, hit: Hit, step: _Step, needs_boundary: bool) -> bool:
+        """Seat a request if there are blocks for all its tokens, and schedule its first rows."""
+        num_blocks = self._blocks_for(len(request.token_ids))
+        affordable = self._afford(hit, num_blocks)
+        if affordable is None:
+            return False
+        hit = affordable
+        request.block_ids.extend(self._take_blocks(hit, num_blocks))
+        request.num_computed = self._first_row(request, hit, needs_boundary)
+        request.status = Status.RUNNING
+        insort(self.running, request, key=_turn)
+        self._note_start(request, hit, step)
+        self._continue(request, step)
+        return True
+
+    def _afford(self, hit: Hit, num_blocks: int) -> Hit | None:
+        """The hit, or its full blocks alone, if the blocks besides it can be had."""
+        available = self.pool.num_available - sum(map(self.pool.is_cached, hit.blocks))
+        missing = num_blocks - len(hit.blocks)
+        if missing > available:
+            return None
+        if hit.copy_from is not None and missing + self.pool.is_cached(hit.copy_from) > available:
+            return hit.without_copy()
+        return hit
+
+    def _take_blocks(self, hit: Hit, num_blocks: int) -> list[int]:
+        """A block table of the hit's blocks and fresh ones; the block to copy from is not among the fresh."""
+        held = [] if hit.copy_from is None else [hit.copy_from]
+        self.pool.share([*hit.blocks, *held])
+        fresh = self.pool.allocate(num_blocks - len(hit.blocks))
+        assert fresh is not None, "the blocks were available"
+        self.pool.release(held)
+        return [*hit.blocks, *fresh]
+
+    def _first_row(self, request: Request, hit: Hit, needs_boundary: bool) -> int:
+        """Where the target goes on: behind the hit; a row earlier if the last one's hidden state is not kept."""
+        known = len(hit.blocks) * self._block_size + hit.num_copied
+        return min(known - (needs_boundary and hit.num_copied > 0), request.root_position)
+
+    def _note_start(self, request: Request, hit: Hit, step: _Step) -> None:
+        """Tell the cache, the figures and the step."""
+        if self._shared is None or self.prefix_cache is None:
+            return
+        self.prefix_cache.open(request, hit)
+        self._shared.add(request)
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed
+            self.prefix_cache.stats.add(len(request.token_ids), request.num_computed)
+        if request.num_computed > 0:
+            step.resumed.append(Resumed(request, hit.num_ready, hit.copy_from, len(hit.blocks), hit.num_copied))
+
+    # -- ending -------------------------------------------------------------------------------------------------
+
+    def publish(self, request: Request, num_ready: tuple[int, ...]) -> None:
+        """A step is over: the request's full blocks are there for others. `num_ready`: see `Drafter.num_ready`."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.publish(request, num_ready)
+
     def _preempt(self, request: Request) -> None:
-        """Back to the head of the queue, to be recomputed."""
+        """Back to the queue in its turn; what the cache has lost of it by then is computed again."""
         self.running.remove(request)
-        self._release_blocks(request)
+        self._release(request)
         request.status = Status.WAITING
         request.num_computed = 0
         request.num_preemptions += 1
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=_turn)
 
     def finish(self, requests: Iterable[Request]) -> None:
         """Take ended requests out and free their blocks."""
         for request in requests:
             if request.status is Status.RUNNING:
                 self.running.remove(request)
+                self._release(request)
             elif request.status is Status.WAITING:
-                self.waiting.remove(request)
-            self._release_blocks(request)
+                del self.waiting[bisect_left(self.waiting, request.turn, key=_turn)]
+            if self._shared is not None:
+                self._shared.forget(request.request_id)
+            self._timed.pop(request.request_id, None)
             request.status = Status.FINISHED
 
-    def _release_blocks(self, request: Request) -> None:
-        self._pool.release(request.block_ids)
+    def _release(self, request: Request) -> None:
+        if self.prefix_cache is not None:
+            self.prefix_cache.close(request.request_id)
+        self.pool.release(request.block_ids)
         request.block_ids.clear()
 
-    def _blocks_for(self, num_rows: int) -> int:
-        return -(-num_rows // self._block_size)
-
     def check_integrity(self) -> None:
-        """Raise AssertionError if blocks and requests disagree."""
-        self._pool.check_integrity()
-        owned = [block for request in self.running for block in request.block_ids]
-        assert len(owned) == len(set(owned)) == self._pool.num_used, "owned blocks and used blocks differ"
+        """Raise AssertionError if blocks, prefixes and requests disagree."""
+        self.pool.check_integrity()
+        if self.prefix_cache is not None:
+            self.prefix_cache.check_integrity()
+        owners = Counter(block for request in self.running for block in request.block_ids)
+        assert len(owners) == self.pool.num_used, "owned blocks and used blocks differ"
+        for block, num_owners in owners.items():
+            assert self.pool.num_owners(block) == num_owners, f"block {block} is counted wrong"
+            assert num_owners == 1 or self.pool.is_kept(block), f"block {block} is shared but not full and known"
         assert not any(request.block_ids for request in self.waiting), "a waiting request owns blocks"
+        for line in (self.waiting, self.running):
+            assert all(a.turn < b.turn for a, b in pairwise(line)), "requests are out of turn"
+        for request in self.running:
+            speculative = request.block_ids[request.num_computed // self._block_size :]
+            assert not any(map(self.pool.is_kept, speculative)), f"{request.request_id} may write into kept blocks"
+
+
+def _turn(request: Request) -> tuple[float, int]:
+    return request.turn
+
+
+def _wanted(wish: tuple[int, _Item]) -> int:
+    return wish[0]
+
+
+def _is_decoding(request: Request) -> bool:
+    return request.num_computed == request.root_position

@@ -14,11 +14,12 @@ Activations are float32 and contiguous unless stated otherwise. Weights keep the
 has the precision it was made with.
 
 Shape legend: M rows (tokens) of the batch, S sequences, R rows with logits, H hidden size, K/N linear input/output,
-V vocabulary, Q/G query/KV heads, D head size, B positions a block.
+V vocabulary, Q/G query/KV heads, D head size, B positions a block, E experts, L entries of a latent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -43,11 +44,42 @@ class HeadLayout(NamedTuple):
         return (self.num_q + 2 * self.num_kv) * self.head_dim
 
 
+class LatentLayout(NamedTuple):
+    """Heads that all attend over one vector a position: a latent, then the rotated part of the key.
+
+    Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1) in absorbed form: queries are brought into the
+    latent space, so that a position's key is the whole vector and its value the latent.
+    """
+
+    num_heads: int  # Q
+    rank: int  # L: entries of the latent
+    rope_dim: int  # entries behind it, which are rotated
+    interleaved: bool  # rotated pairs are stored as neighbours, else in two halves
+
+    @property
+    def key_dim(self) -> int:
+        """Entries of a key, and of a query head."""
+        return self.rank + self.rope_dim
+
+
+class Routing(NamedTuple):
+    """How a row chooses its experts from E logits; see `Kernels.route`."""
+
+    num_experts: int  # E
+    top_k: int  # experts a row gets
+    sigmoid: bool = False  # scores are the logits' sigmoids, else their softmax
+    normalize: bool = True  # the chosen scores are divided by their sum
+    scale: float = 1.0  # what the weights are multiplied by at the end
+    num_groups: int = 1  # equal runs of experts
+    top_groups: int = 1  # groups a row may choose from
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKV:
     """One attention layer's share of the paged pool.
 
-    Keys lie transposed, so that one load reads the same coordinate of neighbouring positions.
+    Keys lie transposed, so that one load reads the same coordinate of neighbouring positions. A latent pool (see
+    `LatentLayout`) has no keys apart: G is 1, `keys` has no entries, and `values` holds the vectors, not as int8.
 
     An int8 pool keeps a scale for each key and each value vector (one position, one KV head), of its own so that it
     depends on nothing else that is or will be in the pool. A vector x [D] is stored as
@@ -59,13 +91,16 @@ class LayerKV:
     and stands for codes * scale. A vector that is not finite therefore becomes NaN as a whole.
     """
 
-    keys: Tensor  # [num_blocks, G, D, B] float32, bfloat16 or int8
+    keys: Tensor  # [num_blocks, G, D, B] float32, bfloat16 or int8; [num_blocks, 1, 0, B] of a latent pool
     values: Tensor  # [num_blocks, G, B, D] same dtype
     key_scales: Tensor | None = None  # [num_blocks, G, B] float32 of an int8 pool, else None
     value_scales: Tensor | None = None  # likewise
 
     def __post_init__(self) -> None:
         num_blocks, num_kv, block_size, head_dim = self.values.shape
+        if self.is_latent and (num_kv != 1 or self.is_scaled):
+            raise KernelError(f"a latent pool has one head, not {num_kv}, and is float32 or bfloat16")
+        head_dim = 0 if self.is_latent else head_dim
         if self.keys.shape != (num_blocks, num_kv, head_dim, block_size) or self.keys.dtype is not self.values.dtype:
             raise KernelError(
                 f"keys {self.keys.dtype} {list(self.keys.shape)} do not go with values {self.values.dtype} "
@@ -78,15 +113,22 @@ class LayerKV:
                 raise KernelError(f"the scales of a pool are float32 [num_blocks, G, B], not {list(scales.shape)}")
 
     @classmethod
-    def zeros(cls, num_blocks: int, num_kv: int, head_dim: int, block_size: int, dtype: torch.dtype) -> LayerKV:
-        """An empty pool of `dtype`, with scales if it is int8."""
+    def zeros(
+        cls, num_blocks: int, num_kv: int, head_dim: int, block_size: int, dtype: torch.dtype, latent: bool = False
+    ) -> LayerKV:
+        """An empty pool of `dtype`, with scales if it is int8, without keys if it is for latents."""
         scales = (num_blocks, num_kv, block_size) if dtype is torch.int8 else None
         return cls(
-            torch.zeros(num_blocks, num_kv, head_dim, block_size, dtype=dtype),
+            torch.zeros(num_blocks, num_kv, 0 if latent else head_dim, block_size, dtype=dtype),
             torch.zeros(num_blocks, num_kv, block_size, head_dim, dtype=dtype),
             None if scales is None else torch.zeros(scales),
             None if scales is None else torch.zeros(scales),
         )
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether a position has one vector, whose first entries are its value."""
+        return self.keys.shape[2] == 0
 
     @property
     def is_scaled(self) -> bool:
@@ -154,6 +196,26 @@ class PackedLinear(Protocol):
         """Bytes the packed weights occupy."""
 
 
+class PackedHeads(Protocol):
+    """A matrix for every head in the layout its backend reads."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(Q, N, K): heads, outputs, inputs."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the packed matrices occupy."""
+
+
+class PackedExperts(Protocol):
+    """The matrices of all experts of a layer, made ready for `experts`."""
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+
+
 class Kernels(Protocol):
     """A table of ops. Built once by `kernels.select` and passed through constructors."""
 
@@ -213,10 +275,69 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Softmax attention of the q part of qkv [M, row_size] over each row's visible keys -> [M, Q * D].
 
-        window > 0: only the last `window` visible keys count (the row itself included).
+        window > 0: only the last `window` visible keys count (the row itself included). window < 0: the first
+        -window visible keys do not count (the row itself always does).
         The softmax is split every 256 visible keys (aligned to the visible index) and combined in that order.
         In an int8 pool a score is ((q . codes) * key_scale) * scale and a key adds (p * value_scale) * codes to the
         sum of values, p being its weight relative to the split's largest; the weights are summed without value scales.
+        """
+
+    def pack_heads(self, weight: Tensor) -> PackedHeads:
+        """Pack `weight` [Q, N, K] (float32, bfloat16 or float16; float16 is widened exactly) for `linear_heads`."""
+
+    def linear_heads(self, x: Tensor, weight: PackedHeads) -> Tensor:
+        """Every head's first K entries times its own matrix transposed; entries behind them are passed on.
+
+        x [M, Q * (K + passed)] -> [M, Q * (N + passed)], accumulated in float32.
+        """
+
+    def latent_rope_and_cache(
+        self,
+        queries: Tensor,
+        latents: Tensor,
+        layout: LatentLayout,
+        rope_table: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv: LayerKV,
+        norm: Tensor,
+        eps: float,
+    ) -> None:
+        """Rotate the queries, normalise and rotate the latents, write these into the pool.
+
+        queries [M, Q * key_dim] and latents [M, key_dim] are changed in place: the last rope_dim entries of each head
+        and of each latent are rotated (and left as two halves), the first `rank` entries of a latent become their RMS
+        norm times `norm` [rank]. rope_table, positions and slots as in `rope_and_cache`; kv is a latent pool.
+        """
+
+    def latent_attention(
+        self, queries: Tensor, layout: LatentLayout, kv: LayerKV, rows: AttentionRows, scale: float
+    ) -> Tensor:
+        """Softmax attention of every head over the vectors each row sees in a latent pool -> [M, Q * rank].
+
+        queries [M, Q * key_dim] are multiplied with whole vectors; the first `rank` entries of these are summed up.
+        The softmax is split as in `attention`.
+        """
+
+    def route(self, logits: Tensor, correction: Tensor | None, routing: Routing) -> Tensor:
+        """logits [M, E] -> the weight of every expert [M, E], 0 for those a row did not choose.
+
+        Scores s are softmax or sigmoid of the logits. A row chooses by c = s + correction [E] (if given): first the
+        top_groups groups whose two best c have the largest sum, then the top_k largest c in these, ties to the lower
+        index each time. The weights of the chosen are s, divided by (their sum + 1e-20) if `normalize`, times `scale`.
+        Source: DeepSeek-V3 (2412.19437) section 2.1.2; with one group and softmax, Mixtral (2401.04088).
+        """
+
+    def pack_experts(
+        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: str
+    ) -> PackedExperts:
+        """Get E packed pairs of matrices, [2F, H] and [H, F], ready for `experts`; they are not copied."""
+
+    def experts(self, x: Tensor, weights: Tensor, experts: PackedExperts, base: Tensor | None = None) -> Tensor:
+        """base (or 0) plus, over the experts whose weight is not 0, weight * down(gated_act(gate_up(x))) -> [M, H].
+
+        x and base [M, H]; weights [M, E], at most a few of a row other than 0. A row's addends are rounded one by
+        one, in the order of the experts' indices.
         """
 
     def move_rows(self, kvs: list[LayerKV], sources: Tensor, targets: Tensor) -> None:

@@ -7,9 +7,8 @@ copy, so its arithmetic is literally the same calls whatever else is in the batc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +18,21 @@ from torch.nn import functional
 
 from forerun.errors import KernelError
 from forerun.kernels import philox
+from forerun.kernels.attention import Seen, attend, places, rotate, rotate_tail, stored
+from forerun.kernels.experts import ReferenceExperts, check_routing, expert_sum, reference_experts, route_row
 from forerun.kernels.grouped import GroupedMatrix, ReferenceGrouped, multiply_grouped, pack_reference
 from forerun.kernels.ops import (
     ACTIVATIONS,
-    ATTENTION_SPLIT,
     WEIGHT_DTYPES,
     AttentionRows,
     HeadLayout,
+    LatentLayout,
     LayerKV,
     NoiseKeys,
+    PackedExperts,
+    PackedHeads,
     PackedLinear,
+    Routing,
 )
 
 OPS = (
@@ -42,6 +46,13 @@ OPS = (
     "gated_act",
     "rope_and_cache",
     "attention",
+    "pack_heads",
+    "linear_heads",
+    "latent_rope_and_cache",
+    "latent_attention",
+    "route",
+    "pack_experts",
+    "experts",
     "move_rows",
     "gumbel_argmax",
     "gumbel_topk",
@@ -61,6 +72,23 @@ class ReferenceLinear:
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceHeads:
+    """A matrix a head, widened to float32."""
+
+    weight: Tensor  # [Q, N, K] float32
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(Q, N, K)."""
+        return self.weight.shape[0], self.weight.shape[1], self.weight.shape[2]
 
     @property
     def nbytes(self) -> int:
@@ -147,9 +175,9 @@ class ReferenceKernels:
             block, offset = divmod(slot, kv.block_size)
             for index in range(num_q + num_kv):
                 norm = q_norm if index < num_q else k_norm
-                parts[index] = _rotate(_head_norm(parts[index], norm, eps), rope_table[position], heads.rotary_dim)
-            kv.keys[block, :, :, offset] = _stored(parts[num_q : num_q + num_kv], kv.key_scales, block, offset, kv)
-            kv.values[block, :, offset, :] = _stored(parts[num_q + num_kv :], kv.value_scales, block, offset, kv)
+                parts[index] = rotate(_head_norm(parts[index], norm, eps), rope_table[position], heads.rotary_dim)
+            kv.keys[block, :, :, offset] = stored(parts[num_q : num_q + num_kv], kv.key_scales, block, offset, kv)
+            kv.values[block, :, offset, :] = stored(parts[num_q + num_kv :], kv.value_scales, block, offset, kv)
 
     def attention(
         self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0
@@ -157,10 +185,8 @@ class ReferenceKernels:
         """See `Kernels.attention`."""
         out = torch.empty(qkv.shape[0], heads.num_q * heads.head_dim)
         for row in range(qkv.shape[0]):
-            logical = _visible(rows, row)  # [L]
-            first = max(0, len(logical) - window) if window else 0
-            table = rows.block_tables[int(rows.seq_ids[row])].long()
-            blocks, offsets = table[logical // kv.block_size], logical % kv.block_size
+            blocks, offsets = places(rows, row, kv.block_size)  # [L] each
+            first = max(0, len(blocks) - window) if window > 0 else min(-window, len(blocks) - 1)
             keys = kv.keys[blocks, :, :, offsets].float()  # [L, G, D]
             values = kv.values[blocks, :, offsets].float()  # [L, G, D]
             query = qkv[row, : heads.num_q * heads.head_dim].clone().view(heads.num_kv, -1, heads.head_dim)
@@ -169,10 +195,90 @@ class ReferenceKernels:
                 for scales in (kv.key_scales, kv.value_scales)
             )  # factors of 1 change no bit
             seen = [
-                _Seen(keys[:, g].contiguous(), values[:, g].contiguous(), key_scales[:, g], value_scales[:, g])
+                Seen(keys[:, g].contiguous(), values[:, g].contiguous(), key_scales[:, g], value_scales[:, g])
                 for g in range(heads.num_kv)
             ]
-            out[row] = torch.cat([_attend(query[g], seen[g], scale, first).view(-1) for g in range(heads.num_kv)])
+            out[row] = torch.cat([attend(query[g], seen[g], scale, first).view(-1) for g in range(heads.num_kv)])
+        return out
+
+    def pack_heads(self, weight: Tensor) -> PackedHeads:
+        """See `Kernels.pack_heads`."""
+        check_heads(weight)
+        return ReferenceHeads(weight.float().contiguous())
+
+    def linear_heads(self, x: Tensor, weight: PackedHeads) -> Tensor:
+        """See `Kernels.linear_heads`."""
+        if not isinstance(weight, ReferenceHeads):
+            raise KernelError(f"heads packed by {type(weight).__name__} given to the reference kernels")
+        num_heads, num_outputs, num_inputs = weight.shape
+        passed = check_head_width(x.shape[1], weight.shape)
+
+        def multiply(row: Tensor) -> Tensor:
+            heads = row.view(num_heads, num_inputs + passed)
+            inputs = heads[:, :num_inputs].contiguous()[:, :, None]  # [Q, K, 1]
+            return torch.cat([torch.bmm(weight.weight, inputs)[:, :, 0], heads[:, num_inputs:]], dim=1).view(-1)
+
+        return _by_row(multiply, x, num_heads * (num_outputs + passed))
+
+    def latent_rope_and_cache(
+        self,
+        queries: Tensor,
+        latents: Tensor,
+        layout: LatentLayout,
+        rope_table: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv: LayerKV,
+        norm: Tensor,
+        eps: float,
+    ) -> None:
+        """See `Kernels.latent_rope_and_cache`."""
+        rank = layout.rank
+        for row, (position, slot) in enumerate(zip(positions.tolist(), slots.tolist(), strict=True)):
+            angles = rope_table[position]
+            for head in queries[row].view(layout.num_heads, layout.key_dim):
+                head[rank:] = rotate_tail(head[rank:], angles, layout.interleaved)
+            latents[row, :rank] = _rms_norm(latents[row, :rank].clone(), norm, eps)
+            latents[row, rank:] = rotate_tail(latents[row, rank:], angles, layout.interleaved)
+            block, offset = divmod(slot, kv.block_size)
+            kv.values[block, 0, offset] = latents[row].to(kv.values.dtype)
+
+    def latent_attention(
+        self, queries: Tensor, layout: LatentLayout, kv: LayerKV, rows: AttentionRows, scale: float
+    ) -> Tensor:
+        """See `Kernels.latent_attention`."""
+        out = torch.empty(queries.shape[0], layout.num_heads * layout.rank)
+        for row in range(queries.shape[0]):
+            blocks, offsets = places(rows, row, kv.block_size)
+            keys = kv.values[blocks, 0, offsets].float()  # [L, key_dim]
+            query = queries[row].clone().view(layout.num_heads, layout.key_dim)
+            ones = torch.ones(len(keys))  # factors of 1 change no bit
+            out[row] = attend(query, Seen(keys, keys[:, : layout.rank], ones, ones), scale, 0).view(-1)
+        return out
+
+    def route(self, logits: Tensor, correction: Tensor | None, routing: Routing) -> Tensor:
+        """See `Kernels.route`."""
+        check_routing(routing, logits.shape[1])
+        return _by_row(lambda row: route_row(row, correction, routing), logits, logits.shape[1])
+
+    def pack_experts(
+        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: str
+    ) -> PackedExperts:
+        """See `Kernels.pack_experts`."""
+        check_activation(activation)
+        return ReferenceExperts(tuple(gate_up), tuple(down), activation)
+
+    def experts(self, x: Tensor, weights: Tensor, experts: PackedExperts, base: Tensor | None = None) -> Tensor:
+        """See `Kernels.experts`."""
+        packed = reference_experts(experts)
+
+        def compute(index: int, row: Tensor) -> Tensor:
+            gated = self.gated_act(self.linear(row[None], packed.gate_up[index]), packed.activation)
+            return self.linear(gated, packed.down[index])[0]
+
+        out = torch.zeros_like(x) if base is None else base.clone()
+        for row in range(x.shape[0]):
+            out[row] = expert_sum(x[row], weights[row], out[row], compute)
         return out
 
     def move_rows(self, kvs: list[LayerKV], sources: Tensor, targets: Tensor) -> None:
@@ -209,6 +315,21 @@ def check_weight(weight: Tensor) -> None:
         raise KernelError(f"linear weights are [N, K] of {WEIGHT_DTYPES}, not {list(weight.shape)} of {weight.dtype}")
 
 
+def check_heads(weight: Tensor) -> None:
+    """Refuse what no backend packs."""
+    if weight.dim() != 3 or weight.dtype not in WEIGHT_DTYPES:
+        raise KernelError(f"weights of heads are [Q, N, K] of {WEIGHT_DTYPES}, not {list(weight.shape)} {weight.dtype}")
+
+
+def check_head_width(width: int, shape: tuple[int, int, int]) -> int:
+    """How many entries of each head are passed on, in rows of `width`."""
+    num_heads, _, num_inputs = shape
+    size, rest = divmod(width, num_heads)
+    if rest or size < num_inputs:
+        raise KernelError(f"linear_heads: x has {width} columns for {num_heads} heads of at least {num_inputs}")
+    return size - num_inputs
+
+
 def check_activation(activation: str) -> None:
     """Refuse an unknown activation."""
     if activation not in ACTIVATIONS:
@@ -239,63 +360,6 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 def _head_norm(head: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return head if weight is None else _rms_norm(head.clone(), weight, eps)
-
-
-def _rotate(head: Tensor, angles: Tensor, rotary_dim: int) -> Tensor:
-    half = rotary_dim // 2
-    first, second = head[:half], head[half:rotary_dim]
-    cos, sin = angles[:half], angles[half:rotary_dim]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, head[rotary_dim:]])
-
-
-def _visible(rows: AttentionRows, row: int) -> Tensor:
-    """Logical rows that row `row` sees, in the order of their visible index -> [L] int64."""
-    mask = int(rows.tree_masks[row])
-    start = int(rows.tree_starts[int(rows.seq_ids[row])])
-    ancestors = [start + bit for bit in range(64) if mask >> bit & 1]
-    return torch.cat([torch.arange(int(rows.prefix_lens[row])), torch.tensor(ancestors, dtype=torch.int64)])
-
-
-def _stored(vectors: Tensor, scales: Tensor | None, block: int, offset: int, kv: LayerKV) -> Tensor:
-    """Vectors [G, D] in the pool's dtype; their scales, where it has some, are written to it."""
-    if scales is None:
-        return vectors.to(kv.keys.dtype)
-    codes, scales[block, :, offset] = quantize_vectors(vectors)
-    return codes
-
-
-def quantize_vectors(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors [..., D] as an int8 pool stores them (see `LayerKV`) -> codes of the same shape, scales [...]."""
-    scales = vectors.abs().amax(dim=-1) / 127
-    scales = torch.where(scales.isfinite(), scales, torch.nan)  # amax passes NaN on
-    codes = (vectors / scales[..., None]).round().clamp(-127, 127)  # torch rounds halves to even
-    return torch.where(scales[..., None] > 0, codes, 0).to(torch.int8), scales
-
-
-class _Seen(NamedTuple):
-    """What a row sees of one KV head, in the order of the visible index."""
-
-    keys: Tensor  # [L, D] float32, int8 codes widened
-    values: Tensor  # [L, D] likewise
-    key_scales: Tensor  # [L]
-    value_scales: Tensor  # [L]
-
-
-def _attend(query: Tensor, seen: _Seen, scale: float, first: int) -> Tensor:
-    """Attention of the heads of one group [Hg, D] over what they see, split by split -> [Hg, D]."""
-    top = torch.full((query.shape[0], 1), -torch.inf)
-    total = torch.zeros(query.shape[0], 1)
-    out = torch.zeros_like(query)
-    for start in range(first - first % ATTENTION_SPLIT, len(seen.keys), ATTENTION_SPLIT):
-        part = slice(max(first, start), start + ATTENTION_SPLIT)
-        scores = (query @ seen.keys[part].clone().T) * seen.key_scales[part] * scale  # [Hg, n]
-        new_top = torch.maximum(top, scores.amax(dim=1, keepdim=True))
-        weights = torch.exp(scores - new_top)
-        shrink = torch.exp(top - new_top)
-        total = total * shrink + weights.sum(dim=1, keepdim=True)
-        out = out * shrink + (weights * seen.value_scales[part]) @ seen.values[part].clone()
-        top = new_top
-    return out / total
 
 
 def _gumbel_scores(

@@ -34,6 +34,8 @@ class HeadNorms:
 class Attention:
     """qkv projection, rotation and cache write, attention, output projection."""
 
+    is_latent = False  # keys and values lie in the pool
+
     def __init__(
         self, kernels: Kernels, shape: AttentionShape, qkv: Linear, out: Linear, rope_table: Tensor,
         norms: HeadNorms | None = None,
@@ -50,6 +52,11 @@ class Attention:
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix of the layer."""
         return (self.qkv, self.out)
+
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        """The weights of the norms inside."""
+        return () if self.norms is None else (self.norms.query, self.norms.key)
 
     def __call__(self, x: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor, rows: AttentionRows) -> Tensor:
         """x [M, H] -> [M, H]; the rows' keys and values are written to `slots` of `kv`."""

@@ -1,13 +1,28 @@
-"""A linear layer: a stored matrix and a bias.
+"""Linear layers: a stored matrix and a bias, or a matrix for every head.
 
-Knows: that a Weight multiplies. Does not know: how the matrix is stored.
+Knows: that a Weight multiplies, and that kernels pack matrices of heads. Does not know: how a matrix is stored.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
+from forerun.kernels.ops import Kernels
 from forerun.quant.base import Weight
+
+
+class Matrix(Protocol):
+    """What counts towards the size of a model."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Entries held."""
 
 
 class Linear:
@@ -33,3 +48,27 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N]."""
         return self.weight.matmul(x, self.bias)
+
+
+class HeadLinear:
+    """Every head's first entries times a matrix of its own; the entries behind them are passed on."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor) -> None:
+        """`weight` [Q, N, K] in a floating type; it is packed, not kept."""
+        self._kernels = kernels
+        self._packed = kernels.pack_heads(weight)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed matrices."""
+        return self._packed.nbytes
+
+    @property
+    def num_parameters(self) -> int:
+        """Entries of the matrices."""
+        num_heads, rows, columns = self._packed.shape
+        return num_heads * rows * columns
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, Q * (K + passed)] -> [M, Q * (N + passed)]."""
+        return self._kernels.linear_heads(x, self._packed)

@@ -26,6 +26,10 @@ class GatedMLP:
         """Every matrix of the layer."""
         return (self.gate_up, self.down)
 
+    def bytes_read(self, num_rows: int) -> int:
+        """Bytes that a pass over `num_rows` rows reads: all of them."""
+        return self.gate_up.nbytes + self.down.nbytes
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, H] -> [M, H]."""
         gated = self._kernels.gated_act(self.gate_up(x), self.activation)  # [M, F]

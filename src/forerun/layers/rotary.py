@@ -50,6 +50,16 @@ class RopeSpec:
         return _yarn_amplitude(self) if self.kind == "yarn" else _longrope_amplitude(self)
 
 
+def score_factor(spec: RopeSpec) -> float:
+    """What DeepSeek's models multiply attention scores by beyond 1 / sqrt(d): yarn's mscale_all_dim, squared.
+
+    Source: transformers modeling_deepseek_v3.py.
+    """
+    if spec.kind != "yarn" or not spec.mscale_all_dim:
+        return 1.0
+    return _mscale(spec.factor, spec.mscale_all_dim) ** 2
+
+
 def rope_table(spec: RopeSpec, max_position: int) -> Tensor:
     """The table for positions 0 .. max_position-1 -> [max_position, rotary_dim] float32, cos half | sin half."""
     positions = torch.arange(max_position, dtype=torch.int64)  # [P]

@@ -18,11 +18,13 @@ from forerun.kernels.ops import Kernels
 from forerun.layers.attention import Attention, AttentionShape, HeadNorms
 from forerun.layers.embedding import Embedding, TableEmbedding, TiedEmbedding
 from forerun.layers.linear import Linear
+from forerun.layers.mla import LatentAttention
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.norm import RMSNorm
 from forerun.layers.rotary import rope_table
+from forerun.models.build_blocks import latent_attention, mixture_of_experts
 from forerun.models.config import ModelConfig
-from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts
+from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts, FeedForward
 from forerun.models.family import Family
 from forerun.quant.base import Part, TensorSource, WeightFormat
 from forerun.quant.dense import DenseWeight
@@ -50,71 +52,95 @@ class Builder:
         parts = DecoderParts(
             embedding=self._embedding(head),
             layers=self._layers(progress),
-            final_norm=self._norm(self.family.names.final_norm, self.config.hidden_size),
+            final_norm=self.norm(self.family.names.final_norm, self.config.hidden_size),
             lm_head=head,
             tie_embeddings=self.config.tie_embeddings,
         )
         return Decoder(parts, self.max_position, self._kv_dtype(parts))
 
+    def layer(self, index: int, rope: Tensor | None = None) -> DecoderLayer:
+        """Read one layer, which may be one behind the last: a checkpoint's modules for drafting are there.
+
+        rope: the table [P, rotary_dim] of another layer to share; None makes one. Raises CheckpointError.
+        """
+        return self._layer_with(index, rope_table(self.config.rope, self.max_position) if rope is None else rope)
+
     def _layers(self, progress: Progress | None) -> tuple[DecoderLayer, ...]:
         rope = rope_table(self.config.rope, self.max_position)  # [P, rotary_dim], shared by all layers
         total, layers = self.config.num_layers, list[DecoderLayer]()
         for index in range(total):
-            layers.append(self._layer(index, rope))
+            layers.append(self._layer_with(index, rope))
             if progress is not None:
                 progress(index + 1, total)
         return tuple(layers)
 
-    def _layer(self, index: int, rope: Tensor) -> DecoderLayer:
+    def _layer_with(self, index: int, rope: Tensor) -> DecoderLayer:
         names, hidden = self.family.names, self.config.hidden_size
         prefix = names.layer.format(index=index)
         return DecoderLayer(
-            attention_norm=self._norm(f"{prefix}.{names.attention_norm}", hidden),
+            attention_norm=self.norm(f"{prefix}.{names.attention_norm}", hidden),
             attention=self._attention(index, prefix, rope),
-            mlp_norm=self._norm(f"{prefix}.{names.mlp_norm}", hidden),
-            mlp=self._mlp(prefix),
+            mlp_norm=self.norm(f"{prefix}.{names.mlp_norm}", hidden),
+            mlp=self._feed_forward(index, prefix),
         )
 
-    def _attention(self, index: int, prefix: str, rope: Tensor) -> Attention:
+    def _attention(self, index: int, prefix: str, rope: Tensor) -> Attention | LatentAttention:
+        if self.config.latents is not None:
+            return latent_attention(self, self.config.latents, prefix, rope)
         config, names = self.config, self.family.names
         heads, hidden = config.heads, config.hidden_size
-        shape = AttentionShape(heads, config.attention_scale, config.windows[index], config.norm_eps)
+        shape = AttentionShape(heads, config.attention_scale, config.window(index), config.norm_eps)
         rows = tuple(count * heads.head_dim for count in (heads.num_q, heads.num_kv, heads.num_kv))
-        qkv = self._linear(_parts(prefix, names.qkv, rows), hidden, config.biases.qkv)
-        out = self._linear(_parts(prefix, (names.out,), (hidden,)), rows[0], config.biases.out)
+        qkv = self.linear(module_parts(prefix, names.qkv, rows), hidden, config.biases.qkv)
+        out = self.linear(module_parts(prefix, (names.out,), (hidden,)), rows[0], config.biases.out)
         return Attention(self.kernels, shape, qkv, out, rope, self._head_norms(prefix))
 
     def _head_norms(self, prefix: str) -> HeadNorms | None:
         if not self.config.qk_norm:
             return None
-        read = partial(self._vector, size=self.config.heads.head_dim)
+        read = partial(self.vector, size=self.config.heads.head_dim)
         names = self.family.names
         return HeadNorms(read(f"{prefix}.{names.query_norm}.weight"), read(f"{prefix}.{names.key_norm}.weight"))
 
-    def _mlp(self, prefix: str) -> GatedMLP:
+    def _feed_forward(self, index: int, prefix: str) -> FeedForward:
         config, names = self.config, self.family.names
-        hidden, ffn = config.hidden_size, config.ffn_size
-        gate_up = self._linear(_parts(prefix, names.gate_up, (ffn, ffn)), hidden, config.biases.mlp)
-        down = self._linear(_parts(prefix, (names.down,), (hidden,)), ffn, config.biases.mlp)
-        return GatedMLP(self.kernels, gate_up, down, config.activation)
+        if config.experts is not None and config.experts.has(index):
+            return mixture_of_experts(self, config.experts, prefix)
+        return self.gated_mlp(prefix, names.gate_up, names.down, config.ffn_size, config.biases.mlp)
 
-    def _linear(self, parts: list[Part], columns: int, has_bias: bool) -> Linear:
-        form = self.choose_format(self.source, parts[0].prefix)
-        if form is None:
-            raise CheckpointError(
-                f"the checkpoint has no tensor {parts[0].prefix}.weight, which config.json asks for; it is incomplete "
-                "or of another family"
-            )
-        weight = form.read(self.source, parts, columns, self.kernels, self.dtype)
+    def gated_mlp(
+        self, prefix: str, gate_up: tuple[str, ...], down: str, ffn: int, has_bias: bool = False
+    ) -> GatedMLP:  # fmt: skip
+        """A gated feed-forward layer of `ffn` inner entries from the modules of these names below `prefix`."""
+        hidden = self.config.hidden_size
+        joined = self.linear(module_parts(prefix, gate_up, (ffn, ffn)), hidden, has_bias)
+        narrow = self.linear(module_parts(prefix, (down,), (hidden,)), ffn, has_bias)
+        return GatedMLP(self.kernels, joined, narrow, self.config.activation)
+
+    def linear(self, parts: list[Part], columns: int, has_bias: bool = False) -> Linear:
+        """The modules `parts`, of `columns` inputs, as one matrix; raises CheckpointError if they are not there."""
+        weight = self.format_of(parts[0]).read(self.source, parts, columns, self.kernels, self.dtype)
         return Linear(weight, self._bias(parts) if has_bias else None)
 
+    def format_of(self, part: Part) -> WeightFormat:
+        """How a module is stored; raises CheckpointError if it is not there."""
+        form = self.choose_format(self.source, part.prefix)
+        if form is None:
+            raise CheckpointError(
+                f"the checkpoint has no tensor {part.prefix}.weight, which config.json asks for; it is incomplete "
+                "or of another family"
+            )
+        return form
+
     def _bias(self, parts: list[Part]) -> Tensor:
-        return torch.cat([self._vector(f"{part.prefix}.bias", part.rows) for part in parts])  # [N]
+        return torch.cat([self.vector(f"{part.prefix}.bias", part.rows) for part in parts])  # [N]
 
-    def _norm(self, name: str, size: int) -> RMSNorm:
-        return RMSNorm(self.kernels, self._vector(f"{name}.weight", size), self.config.norm_eps)
+    def norm(self, name: str, size: int) -> RMSNorm:
+        """The norm whose weight is NAME.weight [size]."""
+        return RMSNorm(self.kernels, self.vector(f"{name}.weight", size), self.config.norm_eps)
 
-    def _vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, size: int) -> Tensor:
+        """The tensor `name` [size] as float32."""
         return aligned(self.source.tensor(name, (size,)).float())  # [size]
 
     def _embedding(self, head: Linear) -> Embedding:
@@ -127,7 +153,7 @@ class Builder:
 
     def _kv_dtype(self, parts: DecoderParts) -> torch.dtype:
         """float32 beside float32 and float16 matrices, bfloat16 beside bfloat16 and quantized ones."""
-        weight = parts.layers[0].attention.linears[0].weight if parts.layers else parts.lm_head.weight
+        weight = parts.layers[0].attention.out.weight if parts.layers else parts.lm_head.weight
         dtype = self.dtype or (weight.dtype if isinstance(weight, DenseWeight) else torch.bfloat16)
         return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
@@ -137,7 +163,7 @@ class Builder:
 
     def _lm_head(self) -> Linear:
         module = self.family.names.embedding if self.config.tie_embeddings else self.family.names.lm_head
-        return self._linear([Part(module, self.config.vocab_size)], self.config.hidden_size, has_bias=False)
+        return self.linear([Part(module, self.config.vocab_size)], self.config.hidden_size, has_bias=False)
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -145,7 +171,7 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _parts(prefix: str, names: tuple[str, ...], rows: tuple[int, ...]) -> list[Part]:
+def module_parts(prefix: str, names: tuple[str, ...], rows: tuple[int, ...]) -> list[Part]:
     """The modules below `prefix`; a single name holds the rows of all."""
     if len(names) == 1:
         rows = (sum(rows),)

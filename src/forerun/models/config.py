@@ -12,7 +12,8 @@ from typing import Any
 
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.kernels.ops import HeadLayout
-from forerun.layers.rotary import RopeSpec
+from forerun.layers.rotary import RopeSpec, score_factor
+from forerun.models.blocks import ExpertsShape, LatentDims
 from forerun.models.family import Biases, Family
 from forerun.models.fields import Fields, words
 from forerun.models.rope_config import ROPE_FIELDS, reachable_positions, read_rope
@@ -67,6 +68,8 @@ class ModelConfig:
     tie_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    experts: ExpertsShape | None = None  # None: every feed-forward layer is dense
+    latents: LatentDims | None = None  # attention over latents, whose `heads` are those of the latent space
 
     @staticmethod
     def read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
@@ -74,7 +77,8 @@ class ModelConfig:
         _refuse_unknown(raw, family)
         fields = Fields(raw, family.defaults)
         num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
-        rope = read_rope(raw, fields, family, _head_dim(fields))
+        latents = family.latents(fields)
+        rope = read_rope(raw, fields, family, latents.rope_dim if latents else _head_dim(fields))
         starts = fields.token_ids("bos_token_id")
         return ModelConfig(
             model_type=family.model_type,
@@ -82,7 +86,7 @@ class ModelConfig:
             hidden_size=fields.integer("hidden_size"),
             ffn_size=fields.integer("intermediate_size"),
             num_layers=num_layers,
-            heads=_read_heads(fields, rope.rotary_dim),
+            heads=_read_heads(fields, rope.rotary_dim) if latents is None else _latent_heads(fields, latents),
             activation=_read_activation(fields),
             norm_eps=fields.number("rms_norm_eps"),
             rope=rope,
@@ -93,22 +97,58 @@ class ModelConfig:
             tie_embeddings=fields.flag("tie_word_embeddings"),
             bos_token_id=starts[0] if starts else None,
             eos_token_ids=fields.token_ids("eos_token_id"),
+            experts=family.experts(fields),
+            latents=latents,
         )
 
     @property
     def attention_scale(self) -> float:
         """What query-key products are multiplied by."""
-        return float(self.heads.head_dim**-0.5)
+        if self.latents is None:
+            return float(self.heads.head_dim**-0.5)
+        return float((self.latents.nope_dim + self.latents.rope_dim) ** -0.5) * score_factor(self.rope)
+
+    def window(self, layer: int) -> int:
+        """The window of a layer; layers behind the last one are as that."""
+        return self.windows[min(layer, len(self.windows) - 1)]
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's feed-forward part is a mixture of experts."""
+        return self.experts is not None and self.experts.has(layer)
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Entries of all matrices and norms; a tied output layer is counted once."""
-    hidden, attended = config.hidden_size, config.heads.num_q * config.heads.head_dim
-    layer = hidden * (config.heads.row_size + attended + 3 * config.ffn_size + 2)
-    layer += config.heads.row_size * config.biases.qkv + hidden * config.biases.out
-    layer += (2 * config.ffn_size + hidden) * config.biases.mlp + 2 * config.heads.head_dim * config.qk_norm
-    tables = config.vocab_size * hidden * (1 if config.tie_embeddings else 2)
-    return config.num_layers * layer + tables + hidden
+    """Entries of all matrices and norms; a tied output layer is counted once, corrections of routers not at all."""
+    hidden = config.hidden_size
+    layers = config.num_layers * (_attention_parameters(config) + 2 * hidden)
+    layers += sum(_feed_forward_parameters(config, layer) for layer in range(config.num_layers))
+    return layers + config.vocab_size * hidden * (1 if config.tie_embeddings else 2) + hidden
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Those of `num_parameters` that one token's pass reads: of experts only the ones it gets."""
+    shape, mixtures = config.experts, sum(config.has_experts(layer) for layer in range(config.num_layers))
+    if shape is None:
+        return num_parameters(config)
+    idle = (shape.routing.num_experts - shape.routing.top_k) * 3 * shape.ffn_size * config.hidden_size
+    return num_parameters(config) - mixtures * idle
+
+
+def _attention_parameters(config: ModelConfig) -> int:
+    hidden, heads, biases = config.hidden_size, config.heads, config.biases
+    out = hidden * biases.out
+    if config.latents is not None:
+        down = config.latents.query_rank + config.latents.rank + config.latents.rope_dim
+        return config.latents.num_parameters(hidden, heads.num_q) + down * biases.qkv + out
+    matrices = hidden * (heads.row_size + heads.num_q * heads.head_dim)
+    return matrices + heads.row_size * biases.qkv + out + 2 * heads.head_dim * config.qk_norm
+
+
+def _feed_forward_parameters(config: ModelConfig, layer: int) -> int:
+    hidden, ffn = config.hidden_size, config.ffn_size
+    if config.experts is not None and config.experts.has(layer):
+        return config.experts.num_parameters(hidden)
+    return 3 * hidden * ffn + (2 * ffn + hidden) * config.biases.mlp
 
 
 def estimate_bytes(config: ModelConfig, bytes_per_weight: float, max_position: int | None = None) -> int:
@@ -161,6 +201,17 @@ def _read_heads(fields: Fields, rotary_dim: int) -> HeadLayout:
             "correct the file"
         )
     return HeadLayout(num_q, num_kv, _head_dim(fields), rotary_dim)
+
+
+def _latent_heads(fields: Fields, latents: LatentDims) -> HeadLayout:
+    num_heads = fields.integer("num_attention_heads")
+    num_kv = fields.integer("num_key_value_heads", default=num_heads)
+    if num_kv != num_heads:
+        raise UnsupportedError(
+            f"config.json: num_key_value_heads is {num_kv}, num_attention_heads {num_heads}; heads over latents have a "
+            "key and a value each, so the two must be equal"
+        )
+    return latents.heads(num_heads)
 
 
 def _read_activation(fields: Fields) -> str:

@@ -19,7 +19,8 @@ from torch import Tensor
 from forerun.kernels.ops import LayerKV
 from forerun.layers.attention import Attention
 from forerun.layers.embedding import Embedding
-from forerun.layers.linear import Linear
+from forerun.layers.linear import Linear, Matrix
+from forerun.layers.mla import LatentAttention
 from forerun.layers.norm import RMSNorm
 from forerun.models.base import CommittedPath, ForwardOutput, LayerSpec
 from forerun.models.batch import ForwardBatch
@@ -32,6 +33,9 @@ class FeedForward(Protocol):
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix of the layer."""
 
+    def bytes_read(self, num_rows: int) -> int:
+        """Bytes of matrices that a pass over `num_rows` rows reads at most."""
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, H] -> [M, H]."""
 
@@ -41,7 +45,7 @@ class DecoderLayer:
     """One layer. Its norms include the residual addition before them."""
 
     attention_norm: RMSNorm
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp_norm: RMSNorm
     mlp: FeedForward
 
@@ -117,10 +121,10 @@ def _keep(hidden: dict[int, Tensor], wanted: Sequence[int], index: int, state: T
 
 def _kv_spec(layer: DecoderLayer, dtype: torch.dtype) -> LayerSpec:
     heads = layer.attention.shape.heads
-    return LayerSpec(heads.num_kv, heads.head_dim, dtype)
+    return LayerSpec(heads.num_kv, heads.head_dim, dtype, layer.attention.is_latent)
 
 
-def _linears(parts: DecoderParts) -> list[Linear]:
+def _linears(parts: DecoderParts) -> list[Matrix]:
     layers = [linear for layer in parts.layers for linear in (*layer.attention.linears, *layer.mlp.linears)]
     return [*layers, parts.lm_head]
 
@@ -128,9 +132,7 @@ def _linears(parts: DecoderParts) -> list[Linear]:
 def _norm_tensors(parts: DecoderParts) -> list[Tensor]:
     tensors = [parts.final_norm.weight]
     for layer in parts.layers:
-        tensors += [layer.attention_norm.weight, layer.mlp_norm.weight]
-        if layer.attention.norms is not None:
-            tensors += [layer.attention.norms.query, layer.attention.norms.key]
+        tensors += [layer.attention_norm.weight, layer.mlp_norm.weight, *layer.attention.vectors]
     return tensors
 
 

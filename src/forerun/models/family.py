@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from forerun.models.blocks import ExpertsShape, LatentDims
 from forerun.models.fields import Fields
 
 
@@ -19,6 +20,33 @@ class Biases(NamedTuple):
     qkv: bool = False
     out: bool = False
     mlp: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Where the tensors of a mixture of experts are, below those of a layer, `gate_up` and `down` below an expert."""
+
+    expert: str = "mlp.experts.{index}"
+    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate"
+    fused: str = "mlp.experts.gate_up_proj"  # a layout that is not read: all experts in one tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LatentNames:
+    """Where the tensors of attention over latents are, below those of a layer."""
+
+    query: str = "self_attn.q_proj"
+    query_down: str = "self_attn.q_a_proj"
+    query_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    down: str = "self_attn.kv_a_proj_with_mqa"
+    norm: str = "self_attn.kv_a_layernorm"
+    up: str = "self_attn.kv_b_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +68,8 @@ class TensorNames:
     key_norm: str = "self_attn.k_norm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    experts: ExpertNames = ExpertNames()
+    latents: LatentNames = LatentNames()
 
 
 def no_biases(fields: Fields) -> Biases:
@@ -50,6 +80,16 @@ def no_biases(fields: Fields) -> Biases:
 def no_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """Families whose layers all see everything."""
     return (0,) * num_layers
+
+
+def no_experts(fields: Fields) -> ExpertsShape | None:
+    """Families whose feed-forward layers are all dense."""
+    return None
+
+
+def no_latents(fields: Fields) -> LatentDims | None:
+    """Families whose layers keep keys and values."""
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,3 +109,5 @@ class Family:
     rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
     biases: Callable[[Fields], Biases] = no_biases
     windows: Callable[[Fields, int], tuple[int, ...]] = no_windows
+    experts: Callable[[Fields], ExpertsShape | None] = no_experts
+    latents: Callable[[Fields], LatentDims | None] = no_latents

@@ -81,6 +81,15 @@ class Fields:
             raise self._wrong(name, value, f"a list of {length} numbers")
         return tuple(float(entry) for entry in value)
 
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers from 0 on; () if absent."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        if not _is_list_of(value, int) or any(not 0 <= entry <= MAX_SIZE for entry in value):
+            raise self._wrong(name, value, f"a list of whole numbers from 0 to {MAX_SIZE}")
+        return tuple(value)
+
     def token_ids(self, name: str) -> tuple[int, ...]:
         """One token id or a list of them; () if absent."""
         value = self.get(name)

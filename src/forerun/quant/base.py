@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from forerun.kernels.ops import Kernels
+from forerun.kernels.ops import Kernels, PackedLinear
 
 
 class Weight(Protocol):
@@ -25,6 +25,10 @@ class Weight(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes the stored matrix occupies."""
+
+    @property
+    def packed(self) -> PackedLinear | None:
+        """The matrix as its kernels packed it, None where it is not one of theirs (several pieces, plain torch)."""
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [M, K] times the matrix transposed, plus bias [N] float32 -> [M, N] float32."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forerun.kernels.ops import Kernels
+from forerun.kernels.ops import Kernels, PackedLinear
 from forerun.quant.base import Part, TensorSource
 
 
@@ -32,6 +32,11 @@ class DenseWeight:
     def nbytes(self) -> int:
         """Bytes of the packed matrix."""
         return self._packed.nbytes
+
+    @property
+    def packed(self) -> PackedLinear:
+        """The packed matrix."""
+        return self._packed
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [M, K] -> [M, N]."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.grouped import GroupedMatrix
-from forerun.kernels.ops import Kernels
+from forerun.kernels.ops import Kernels, PackedLinear
 
 DEQUANTIZED_ROWS = 512
 
@@ -31,6 +31,11 @@ class GroupedWeight:
     def nbytes(self) -> int:
         """Bytes of the packed matrix."""
         return self._packed.nbytes
+
+    @property
+    def packed(self) -> PackedLinear:
+        """The packed matrix."""
+        return self._packed
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [M, K] -> [M, N]."""

@@ -66,6 +66,11 @@ class JoinedWeight:
         """Bytes of all packed matrices."""
         return sum(part.nbytes for part in self._parts)
 
+    @property
+    def packed(self) -> None:
+        """There are several."""
+        return None
+
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [M, K] -> [M, N]."""
         sizes = [part.shape[0] for part in self._parts]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import UnsupportedError
+from forerun.layers.attention import Attention
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
 from forerun.models.decoder import Decoder
@@ -52,13 +53,14 @@ class LayerWork:
         self.layer = decoder.parts.layers[index]
         self._checkpoint = checkpoint
         self.prefix = family.names.layer.format(index=index) + "."
-        names, mlp = family.names, self.layer.mlp.linears
-        if len(mlp) != 2:
+        names, mlp, attention = family.names, self.layer.mlp.linears, self.layer.attention
+        if len(mlp) != 2 or not isinstance(attention, Attention):
             raise UnsupportedError(
-                f"{self.prefix}mlp has {len(mlp)} matrices; quantizing is implemented for gated feed-forward layers"
+                f"{self.prefix}mlp has {len(mlp)} matrices; quantizing is implemented for gated feed-forward layers "
+                "behind attention with keys and values"
             )
         groups = (names.qkv, (names.out,), names.gate_up, (names.down,))
-        linears = (self.layer.attention.qkv, self.layer.attention.out, *mlp)
+        linears = (attention.qkv, attention.out, *mlp)
         self.stages = [self._stage(linear, group) for linear, group in zip(linears, groups, strict=True)]
         self.norms = {QKV: names.attention_norm, GATE_UP: names.mlp_norm}
         self._changed: dict[str, Tensor] = {}

@@ -18,4 +18,4 @@ def block_table(num_tokens: int) -> range:
 
 def empty_kv(spec: LayerSpec, num_blocks: int) -> LayerKV:
     """Room for `num_blocks` blocks."""
-    return LayerKV.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, spec.dtype)
+    return LayerKV.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, spec.dtype, spec.latent)

@@ -88,6 +88,11 @@ def quantizable_parts(loaded: LoadedModel, settings: QuantizeSettings) -> tuple[
         raise UnsupportedError(
             f"{loaded.folder} runs through transformers; quantizing is implemented for the families forerun runs itself"
         )
+    if loaded.config.experts is not None or loaded.config.latents is not None:
+        raise UnsupportedError(
+            f"{loaded.folder} is a {loaded.config.model_type} model; quantizing is implemented for dense feed-forward "
+            "layers behind attention with keys and values, not for mixtures of experts or latent attention"
+        )
     if loaded.raw_config.get("quantization_config") or not loaded.folder.is_dir():  # a GGUF file is no folder
         raise UnsupportedError(f"{loaded.folder} is quantized already; start from the unquantized checkpoint")
     checkpoint = Checkpoint.open(loaded.folder)

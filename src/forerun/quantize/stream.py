@@ -47,6 +47,11 @@ class PlainWeight:
         """Bytes of the matrix."""
         return self._matrix.nbytes
 
+    @property
+    def packed(self) -> None:
+        """Whoever multiplies has to ask this object."""
+        return None
+
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [M, K] -> [M, N]."""
         return F.linear(x, self._matrix, bias)
@@ -102,6 +107,11 @@ class _Meter:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
+
+    @property
+    def packed(self) -> None:
+        """Whoever multiplies has to ask this object."""
+        return None
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         self._moments.addmm_(x.T, x)

@@ -40,10 +40,12 @@ class Draft:
     num_caught_up: int = 0  # known tokens the drafter had to compute before it could draft
     tree: DraftTree = field(init=False)
     survival: list[float] = field(init=False)  # log chance of each node, the drafter's own estimate
+    parts: list[Part] = field(default_factory=list)  # what the members of a portfolio proposed
+    births: list[int] = field(init=False)  # index of each node in the tree of the member that proposed it first
 
     def __post_init__(self) -> None:
         self.tree = DraftTree(self.request.token_ids[-1])
-        self.survival = [0.0]
+        self.survival, self.births = [0.0], [ROOT]
 
     @property
     def num_free(self) -> int:
@@ -54,6 +56,42 @@ class Draft:
         """Guess `tokens` one after the other below the root, as many as fit, chosen without randomness."""
         self.tree.add_chain(ROOT, tokens[: self.num_free], source)
         self.survival += [0.0] * (len(self.tree) - len(self.survival))
+
+    def add(self, parent: int, token: int, log_survival: float, source: str) -> int:
+        """Guess `token` below `parent`, chosen without randomness -> its node; there must be room for it."""
+        node = self.tree.add(parent, token, source)
+        if node == len(self.survival):
+            self.survival.append(log_survival)
+        return node
+
+    def graft(self, part: Part, log_survival: Sequence[float]) -> None:
+        """Add a member's tree as far as there is room; a node that is there already keeps its better chance."""
+        self.parts.append(part)
+        tree, here = part.tree, {ROOT: ROOT}
+        for node in range(1, len(tree)):
+            parent, token = here.get(tree.parents[node]), tree.tokens[node]
+            if parent is None or (self.num_free == 0 and self.tree.child_with(parent, token) is None):
+                continue
+            here[node] = self.add(parent, token, log_survival[node], part.member)
+            self.survival[here[node]] = max(self.survival[here[node]], log_survival[node])
+            self.births += [node] * (len(self.tree) - len(self.births))
+        for node, place in here.items():
+            self.tree.adopt_proposal(place, tree.proposal(node))
+
+    def keep(self, nodes: Sequence[int]) -> None:
+        """Prune to `nodes`, ascending, every one with its parent. Exact only where no q was recorded."""
+        self.tree = self.tree.subset(nodes)
+        self.survival = [self.survival[node] for node in nodes]
+        self.births = [self.births[node] for node in nodes]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one member of a portfolio proposed for a request."""
+
+    member: str
+    tree: DraftTree
+    survival: Sequence[float]  # log chance of each node, the member's own estimate
 
 
 class Leaf(NamedTuple):
@@ -69,6 +107,11 @@ class TreeGrower:
     def __init__(self, kernels: Kernels, coupled: bool) -> None:
         self._kernels = kernels
         self._coupled = coupled
+
+    @property
+    def coupled(self) -> bool:
+        """Trees are grown for the coupled rule."""
+        return self._coupled
 
     def grow(self, leaves: Sequence[Leaf], logits: Tensor, width: int, source: str) -> list[list[int]]:
         """Draw up to `width` children for every leaf from logits [num_leaves, vocab_size] -> new nodes by leaf."""
@@ -111,6 +154,27 @@ class TreeGrower:
 
     def _stream(self, request: Request) -> int:
         return stream_id(request.sample_index, Purpose.TARGET if self._coupled else Purpose.DRAFT)
+
+    def can_rank(self, request: Request) -> bool:
+        """Whether a node's children are the same for all nodes with the same logits and depth."""
+        return is_plain(request.params) and not self._records(request.params.temperature)
+
+    def rank_depths(self, requests: Sequence[Request], logits: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
+        """The best tokens at every depth from logits [num_requests, depths, vocab_size], for requests that `can_rank`.
+
+        Their ids and scores, best first, as `Kernels.gumbel_topk` gives them -> each [num_requests, depths, num_ranks].
+        """
+        num_requests, depths, vocab_size = logits.shape
+        places = [(request, depth) for request in requests for depth in range(depths)]
+        keys = noise_keys(
+            [request.seed for request, _ in places],
+            [request.root_position + depth + 1 for request, depth in places],
+            [self._stream(request) for request, _ in places],
+        )
+        heat = as_temperatures([request.params.temperature for request, _ in places])
+        num_ranks = min(num_ranks, vocab_size)
+        ids, scores = self._kernels.gumbel_topk(logits.reshape(-1, vocab_size), heat, keys, num_ranks)
+        return ids.view(num_requests, depths, num_ranks), scores.view(num_requests, depths, num_ranks)
 
     def chain_noise(self, drafts: Sequence[Draft]) -> ChainNoise | None:
         """The noise of chains that fill `drafts`, longest first; None if a drafter's logits must be shaped first."""

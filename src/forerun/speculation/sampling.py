@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.core import Request, SamplingParams
+from forerun.core import Request, SamplingParams, TokenBits
 
 NEG_INF = float("-inf")
 
@@ -104,7 +105,9 @@ def _apply_masks(row: Tensor, request: Request, path: Sequence[int]) -> None:
         _ban(row, _completions([*request.token_ids, *path], request.bad_word_ids))
     if params.grammar is not None:
         allowed = params.grammar.allowed([*request.output_token_ids, *path])
-        if allowed is not None:
+        if isinstance(allowed, TokenBits):
+            _allow_bits(row, allowed)
+        elif allowed is not None:
             _allow_only(row, allowed)
 
 
@@ -113,6 +116,11 @@ def _allow_only(row: Tensor, token_ids: Sequence[int]) -> None:
     kept = row[ids].clone()
     row.fill_(NEG_INF)
     row[ids] = kept
+
+
+def _allow_bits(row: Tensor, allowed: TokenBits) -> None:
+    bits = np.unpackbits(np.frombuffer(allowed.packed, np.uint8), count=row.shape[0], bitorder="little")
+    row.masked_fill_(torch.from_numpy(bits) == 0, NEG_INF)  # ids beyond the bits count as not allowed
 
 
 def _ban(row: Tensor, token_ids: Iterable[int]) -> None:

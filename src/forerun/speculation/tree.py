@@ -25,9 +25,11 @@ class DraftTree:
     replacement and in the order of `children(node)`; None means they were chosen without randomness.
     """
 
-    __slots__ = ("_children", "_depths", "_masks", "_parents", "_proposals", "_sources", "_tokens")
+    __slots__ = ("_capacity", "_children", "_depths", "_masks", "_parents", "_proposals", "_sources", "_tokens")
 
-    def __init__(self, root_token: int) -> None:
+    def __init__(self, root_token: int, capacity: int = MAX_NODES) -> None:
+        """`capacity`: more than MAX_NODES only in trees of which a part is verified."""
+        self._capacity = capacity
         self._tokens = [root_token]
         self._parents = [-1]
         self._depths = [0]
@@ -41,7 +43,7 @@ class DraftTree:
         for child in self._children[parent]:
             if self._tokens[child] == token:
                 return child
-        assert len(self._tokens) < MAX_NODES, "tree is full"
+        assert len(self._tokens) < self._capacity, "tree is full"
         node = len(self._tokens)
         self._tokens.append(token)
         self._parents.append(parent)
@@ -64,6 +66,20 @@ class DraftTree:
         if proposal is not None:
             self._proposals[parent] = proposal
         return [self.add(parent, token, source) for token in tokens]
+
+    def adopt_proposal(self, parent: int, proposal: Tensor | None) -> None:
+        """Record what the children of `parent`, taken over from another tree in their order, were drawn from."""
+        if proposal is not None:
+            assert parent not in self._proposals, "a node's children are drawn once"
+            self._proposals[parent] = proposal
+
+    def subset(self, nodes: Sequence[int]) -> DraftTree:
+        """A tree of these nodes alone: ascending, the root first, every one with its parent; drawn from nothing."""
+        assert nodes[0] == ROOT and not self._proposals, "drawn children may not be chosen among"
+        tree, new = DraftTree(self._tokens[ROOT]), {ROOT: ROOT}
+        for node in nodes[1:]:
+            new[node] = tree.add(new[self._parents[node]], self._tokens[node], self._sources[node])
+        return tree
 
     def __len__(self) -> int:
         return len(self._tokens)

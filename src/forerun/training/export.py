@@ -20,7 +20,7 @@ from forerun.training.net import Net, NetConfig
 from forerun.training.tokenizer import TOKENIZER_FILES
 
 
-def llama_config(config: NetConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def llama_config(config: NetConfig, eos_token_id: int | None) -> dict[str, Any]:
     """Describes the network as a Llama `config.json` does."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -40,7 +40,7 @@ def llama_config(config: NetConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": True,
         "bos_token_id": None,
-        "eos_token_id": tokenizer.token_to_id(TURN_END),
+        "eos_token_id": eos_token_id,
         "torch_dtype": "bfloat16",
     }
 
@@ -52,7 +52,7 @@ def export_model(net: Net, tokenizer_dir: Path, folder: Path) -> None:
         shutil.copy(tokenizer_dir / name, folder / name)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ends = [tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)]
-    write_json(folder / "config.json", llama_config(net.config, tokenizer))
+    write_json(folder / "config.json", llama_config(net.config, ends[0]))
     write_json(folder / "generation_config.json", {"eos_token_id": ends, "pad_token_id": ends[1]})
     weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in net.state_dict().items()}
     (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))

@@ -14,7 +14,7 @@ from forerun.errors import ModelNotFoundError
 EMBEDDED = {"mini": "mini/target", "mini-draft": "mini/draft"}
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_COPIES = ("original/*", "consolidated*", "onnx/*")  # the same weights in other layouts
-HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "medusa_lm_head.pt")
 
 
 def resolve_model(name_or_path: str | Path) -> Path:

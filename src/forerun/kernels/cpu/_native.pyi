@@ -88,6 +88,85 @@ class _Ops:
         max_visible: int,
         /,
     ) -> None: ...
+    def latent_attention(
+        self,
+        queries: int,
+        y: int,
+        num_heads: int,
+        rank: int,
+        rope_dim: int,
+        latents: int,
+        block_size: int,
+        dtype: int,
+        seq_ids: int,
+        prefix_lens: int,
+        tree_masks: int,
+        tree_starts: int,
+        block_tables: int,
+        max_blocks: int,
+        scale: float,
+        m: int,
+        max_visible: int,
+        /,
+    ) -> None: ...
+    def latent_rope(
+        self,
+        queries: int,
+        latents: int,
+        num_heads: int,
+        rank: int,
+        rope_dim: int,
+        interleaved: bool,
+        table: int,
+        max_position: int,
+        positions: int,
+        slots: int,
+        pool_values: int,
+        block_size: int,
+        dtype: int,
+        num_blocks: int,
+        norm: int,
+        eps: float,
+        m: int,
+        /,
+    ) -> None: ...
+    def linear_heads(
+        self, x: int, weight: int, y: int, m: int, heads: int, n: int, k: int, passed: int, dtype: int, /
+    ) -> None: ...
+    def route(
+        self,
+        logits: int,
+        correction: int,
+        y: int,
+        m: int,
+        e: int,
+        top_k: int,
+        sigmoid: bool,
+        normalize: bool,
+        scale: float,
+        num_groups: int,
+        top_groups: int,
+        /,
+    ) -> None: ...
+    def experts(self, x: int, weights: int, base: int, y: int, m: int, bank: ExpertBank, /) -> None: ...
+
+class ExpertBank:
+    def __init__(self, h: int, f: int, activation: int, /) -> None: ...
+    def add_linear(self, is_down: bool, weight: int, n: int, k: int, dtype: int, /) -> None: ...
+    def add_grouped(
+        self,
+        is_down: bool,
+        weight: int,
+        order: int,
+        n: int,
+        k: int,
+        group_size: int,
+        storage: int,
+        half: bool,
+        has_offsets: bool,
+        zero: int,
+        /,
+    ) -> None: ...
 
 class CpuEngine(_Ops):
     def __init__(self, num_threads: int, isa: str) -> None: ...
@@ -167,3 +246,17 @@ class Program(_Ops):
     def bind(self, slot: int, recorded: int, first_step: int, /) -> None: ...
     def finish(self, recorded_rows: int, recorded_logit_rows: int, /) -> None: ...
     def run(self, addresses: list[int], rows: int, logit_rows: int, max_blocks: int, max_visible: int, /) -> None: ...
+
+class SuffixCorpus:
+    def __init__(self, max_tokens: int, window: int, /) -> None: ...
+    @property
+    def num_tokens(self) -> int: ...
+    def add(self, tokens: Sequence[int], /) -> None: ...
+
+class SuffixText:
+    def __init__(self, window: int, corpus: SuffixCorpus | None, /) -> None: ...
+    @property
+    def size(self) -> int: ...
+    def extend(self, tokens: Sequence[int], /) -> None: ...
+    def copy(self, shortest: int, longest: int, num: int, /) -> tuple[int, list[int]]: ...
+    def grow(self, max_nodes: int, least: float, /) -> list[tuple[int, int, float]]: ...

@@ -7,8 +7,7 @@ know: arithmetic, models. Kept thin on purpose: a small model's forward is some 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,34 +16,33 @@ from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.arena import WeightArena
 from forerun.kernels.cpu.grouped import CpuGrouped, pack_matrix
+from forerun.kernels.cpu.packed import CpuExperts, CpuHeads, CpuLinear, head_rows, own_experts, own_heads, pack_bank
+from forerun.kernels.experts import check_routing
 from forerun.kernels.grouped import GroupedMatrix
-from forerun.kernels.ops import AttentionRows, HeadLayout, LayerKV, NoiseKeys, PackedLinear
-from forerun.kernels.reference import OPS, ReferenceKernels, check_activation, check_weight
+from forerun.kernels.ops import (
+    AttentionRows,
+    HeadLayout,
+    LatentLayout,
+    LayerKV,
+    NoiseKeys,
+    PackedExperts,
+    PackedHeads,
+    PackedLinear,
+    Routing,
+)
+from forerun.kernels.reference import (
+    OPS,
+    ReferenceKernels,
+    check_activation,
+    check_head_width,
+    check_heads,
+    check_weight,
+)
 
+_WIDEST_HEAD = 256  # scores are one chain of sums, which for wider heads rounds more than torch's blocks do
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 _POOL_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class CpuLinear:
-    """Weights in panels of 16 outputs, the last one zero-padded."""
-
-    panels: Tensor  # flat
-    address: int
-    num_outputs: int
-    num_inputs: int
-    dtype_code: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.num_outputs, self.num_inputs
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.panels.nbytes
 
 
 class CpuKernels:
@@ -75,6 +73,9 @@ class CpuKernels:
 
     def pack_linear(self, weight: Tensor) -> PackedLinear:
         """See `Kernels.pack_linear`."""
+        return self._pack(weight)
+
+    def _pack(self, weight: Tensor) -> CpuLinear:
         check_weight(weight)
         source = (weight.float() if weight.dtype is torch.float16 else weight).contiguous()
         num_outputs, num_inputs = source.shape
@@ -191,7 +192,7 @@ class CpuKernels:
     ) -> Tensor:
         """See `Kernels.attention`."""
         num_q, num_kv, head_dim, _ = heads
-        if head_dim > _native.MAX_HEAD_DIM or num_q > num_kv * _native.MAX_HEADS_PER_GROUP:
+        if head_dim > _WIDEST_HEAD or num_q > num_kv * _native.MAX_HEADS_PER_GROUP:
             return self._uncommon_attention(qkv, heads, kv, rows, scale, window)
         num_rows = qkv.shape[0]
         out = self._empty(num_rows, num_q * head_dim)
@@ -219,6 +220,100 @@ class CpuKernels:
         self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int
     ) -> Tensor:
         return self._reference.attention(qkv, heads, kv, rows, scale, window)
+
+    def pack_heads(self, weight: Tensor) -> PackedHeads:
+        """See `Kernels.pack_heads`."""
+        check_heads(weight)
+        return CpuHeads(self._pack(head_rows(weight)), weight.shape[0], weight.shape[1])
+
+    def linear_heads(self, x: Tensor, weight: PackedHeads) -> Tensor:
+        """See `Kernels.linear_heads`."""
+        own = own_heads(weight)
+        num_heads, num_outputs, num_inputs = own.shape
+        passed = check_head_width(x.shape[1], own.shape)
+        out = self._empty(x.shape[0], num_heads * (num_outputs + passed))
+        sizes = (x.shape[0], num_heads, num_outputs, num_inputs, passed)
+        self._ops.linear_heads(_floats(x), own.panels.address, out.data_ptr(), *sizes, own.panels.dtype_code)
+        return out
+
+    def latent_rope_and_cache(
+        self,
+        queries: Tensor,
+        latents: Tensor,
+        layout: LatentLayout,
+        rope_table: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv: LayerKV,
+        norm: Tensor,
+        eps: float,
+    ) -> None:
+        """See `Kernels.latent_rope_and_cache`."""
+        _check_latents(layout)
+        self._ops.latent_rope(
+            _floats(queries),
+            _floats(latents),
+            *layout,
+            _floats(rope_table),
+            rope_table.shape[0],
+            _address(positions, torch.int32),
+            _address(slots, torch.int32),
+            *_latent_pool(kv),
+            kv.values.shape[0],
+            _floats(norm),
+            eps,
+            latents.shape[0],
+        )
+
+    def latent_attention(
+        self, queries: Tensor, layout: LatentLayout, kv: LayerKV, rows: AttentionRows, scale: float
+    ) -> Tensor:
+        """See `Kernels.latent_attention`."""
+        _check_latents(layout)
+        num_rows = queries.shape[0]
+        out = self._empty(num_rows, layout.num_heads * layout.rank)
+        self._ops.latent_attention(
+            _floats(queries),
+            out.data_ptr(),
+            layout.num_heads,
+            layout.rank,
+            layout.rope_dim,
+            *_latent_pool(kv),
+            _address(rows.seq_ids, torch.int32),
+            _address(rows.prefix_lens, torch.int32),
+            _address(rows.tree_masks, torch.int64),
+            _address(rows.tree_starts, torch.int32),
+            _address(rows.block_tables, torch.int32),
+            rows.block_tables.shape[1],
+            scale,
+            num_rows,
+            rows.max_visible,
+        )
+        return out
+
+    def route(self, logits: Tensor, correction: Tensor | None, routing: Routing) -> Tensor:
+        """See `Kernels.route`."""
+        num_rows, num_experts = logits.shape
+        check_routing(routing, num_experts)
+        out = self._empty(num_rows, num_experts)
+        shift = 0 if correction is None else _floats(correction)
+        self._ops.route(_floats(logits), shift, out.data_ptr(), num_rows, *routing)
+        return out
+
+    def pack_experts(
+        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: str
+    ) -> PackedExperts:
+        """See `Kernels.pack_experts`."""
+        check_activation(activation)
+        return pack_bank(gate_up, down, _ACTIVATION_CODES[activation])
+
+    def experts(self, x: Tensor, weights: Tensor, experts: PackedExperts, base: Tensor | None = None) -> Tensor:
+        """See `Kernels.experts`."""
+        own: CpuExperts = own_experts(experts)
+        out = self._empty(*x.shape)
+        added = 0 if base is None else _floats(base)
+        self._ops.experts(_floats(x), _floats(weights), added, out.data_ptr(), x.shape[0], own.bank)
+        return out
 
     def move_rows(self, kvs: list[LayerKV], sources: Tensor, targets: Tensor) -> None:
         """See `Kernels.move_rows`."""
@@ -274,7 +369,24 @@ def _pool(kv: LayerKV) -> tuple[int, int, int, int, int, int]:
         raise KernelError(f"a KV pool is contiguous float32, bfloat16 or int8, not {kv.keys.dtype}")
     key_scales = 0 if kv.key_scales is None else _floats(kv.key_scales)
     value_scales = 0 if kv.value_scales is None else _floats(kv.value_scales)
-    return kv.keys.data_ptr(), kv.values.data_ptr(), key_scales, value_scales, kv.values.shape[2], code
+    keys = 0 if kv.is_latent else kv.keys.data_ptr()
+    return keys, kv.values.data_ptr(), key_scales, value_scales, kv.values.shape[2], code
+
+
+def _latent_pool(kv: LayerKV) -> tuple[int, int, int]:
+    """Address of the vectors, the block size, the code of the dtype."""
+    if not kv.is_latent:
+        raise KernelError("an op on latents was given a pool of keys and values")
+    _, values, _, _, block_size, code = _pool(kv)
+    return values, block_size, code
+
+
+def _check_latents(layout: LatentLayout) -> None:
+    if layout.key_dim > _native.MAX_HEAD_DIM:
+        raise KernelError(
+            f"latents of {layout.rank} + {layout.rope_dim} entries are more than the C++ kernels take "
+            f"({_native.MAX_HEAD_DIM}); choose kernels 'reference'"
+        )
 
 
 def _dtype_code(tensor: Tensor) -> int:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
-from forerun.kernels.cpu.backend import CpuKernels, CpuLinear
+from forerun.kernels.cpu.backend import CpuKernels
 from forerun.kernels.cpu.grouped import CpuGrouped
+from forerun.kernels.cpu.packed import CpuExperts, CpuHeads, CpuLinear
 from forerun.kernels.ops import AttentionRows, ChainNoise, Chains
 
 _PLAIN_ACCESS = frozenset({"__get__", "data_ptr", "is_contiguous", "size", "dim", "stride", "numel"})
@@ -34,7 +35,13 @@ FORWARD_OPS = (
     "gated_act",
     "rope_and_cache",
     "attention",
+    "linear_heads",
+    "latent_rope_and_cache",
+    "latent_attention",
+    "route",
+    "experts",
 )
+_HELD = (Tensor, CpuLinear, CpuGrouped, CpuHeads, CpuExperts)
 _INPUT_DTYPES = (_INT64, _INT32, _INT32, _INT64, _INT32, _INT32, _INT64, _INT32, _INT32)
 
 
@@ -201,6 +208,14 @@ class Recorder(CpuKernels):
         """Weights are packed before a recording."""
         raise KernelError("pack_grouped cannot be recorded")
 
+    def pack_heads(self, *_: object) -> NoReturn:
+        """Weights are packed before a recording."""
+        raise KernelError("pack_heads cannot be recorded")
+
+    def pack_experts(self, *_: object) -> NoReturn:
+        """Weights are packed before a recording."""
+        raise KernelError("pack_experts cannot be recorded")
+
     def move_rows(self, *_: object) -> NoReturn:
         """Not part of a forward."""
         raise KernelError("move_rows cannot be recorded")
@@ -221,7 +236,7 @@ class Recorder(CpuKernels):
 
         def record(*args: Any, **kwargs: Any) -> Any:
             for given in (*args, *kwargs.values()):
-                if isinstance(given, (Tensor, CpuLinear, CpuGrouped)) and not isinstance(given, _Activation):
+                if isinstance(given, _HELD) and not isinstance(given, _Activation):
                     self._keep.append(given)
             return op(*args, **kwargs)
 

@@ -1,0 +1,81 @@
+// A layer's experts one after the other, each over the rows that chose it.
+//
+// A row's result adds up its experts in the order of their indices, product and sum rounded one by one, and an expert's
+// output for a row does not depend on which other rows it is given (cpu_engine.h): so the sum is the row's own.
+#include "experts.h"
+
+#include <algorithm>
+
+#include "cpu_engine.h"
+
+namespace forerun {
+namespace {
+
+struct Rows {
+    std::vector<int64_t> ids;
+
+    void choose(const ExpertsArgs& args, int64_t expert) {
+        ids.clear();
+        for (int64_t row = 0; row < args.m; ++row) {
+            if (args.weights[row * args.bank->size() + expert] != 0.0f) ids.push_back(row);
+        }
+    }
+    int64_t size() const { return static_cast<int64_t>(ids.size()); }
+    // The rows of x [m, h] side by side: where they are, or copied to `space`.
+    const float* gather(const float* x, int64_t h, float* space) const {
+        if (ids.back() - ids.front() + 1 == size()) return x + ids.front() * h;
+        for (size_t i = 0; i < ids.size(); ++i) std::copy_n(x + ids[i] * h, h, space + static_cast<int64_t>(i) * h);
+        return space;
+    }
+};
+
+void multiply(CpuEngine& engine, const ExpertMatrix& matrix, const float* x, float* y, int64_t rows) {
+    if (matrix.is_grouped) {
+        GroupedArgs args = matrix.grouped;
+        args.x = x;
+        args.y = y;
+        args.m = rows;
+        return engine.grouped(args);
+    }
+    LinearArgs args = matrix.linear;
+    args.x = x;
+    args.y = y;
+    args.m = rows;
+    engine.linear(args);
+}
+
+void add_weighted(const ExpertsArgs& args, int64_t expert, const Rows& rows, const float* outputs) {
+    const int64_t h = args.bank->h;
+    for (const int64_t row : rows.ids) {
+        const float weight = args.weights[row * args.bank->size() + expert];
+        float* y = args.y + row * h;
+        for (int64_t i = 0; i < h; ++i) y[i] += weight * outputs[i];
+        outputs += h;
+    }
+}
+
+}  // namespace
+
+void CpuEngine::experts(const ExpertsArgs& args) {
+    if (args.m <= 0) return;
+    const ExpertBank& bank = *args.bank;
+    const int64_t h = bank.h, f = bank.f;
+    args.base ? std::copy_n(args.base, args.m * h, args.y) : std::fill_n(args.y, args.m * h, 0.0f);
+    const Scratch::Piece piece = scratch_.take(static_cast<size_t>(args.m * (2 * h + 3 * f)) * sizeof(float));
+    float* gathered = static_cast<float*>(piece.memory());
+    float* outputs = gathered + args.m * h;
+    float* gate_up = outputs + args.m * h;
+    float* gated = gate_up + args.m * 2 * f;
+    Rows rows;
+    for (int64_t expert = 0; expert < bank.size(); ++expert) {
+        rows.choose(args, expert);
+        if (rows.ids.empty()) continue;
+        const auto at = static_cast<size_t>(expert);
+        multiply(*this, bank.gate_up[at], rows.gather(args.x, h, gathered), gate_up, rows.size());
+        gated_act({gate_up, gated, rows.size(), f, bank.activation});
+        multiply(*this, bank.down[at], gated, outputs, rows.size());
+        add_weighted(args, expert, rows, outputs);
+    }
+}
+
+}  // namespace forerun

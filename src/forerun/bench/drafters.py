@@ -1,0 +1,168 @@
+"""Every drafter, the portfolio and their settings against plain decoding: what `forerun bench drafters` measures.
+
+Knows: who takes part, under which rule and with how many drafts, and what is compared with what. Does not know: how
+speed is measured (`bench.speed`), nor how a report looks (`bench.report`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from forerun.bench.prompts import PromptCase
+from forerun.bench.speed import PLAIN, measure, report
+from forerun.core import SamplingParams
+from forerun.errors import ForerunError
+from forerun.llm import EMBEDDED_DRAFTS, engine_config
+
+if TYPE_CHECKING:
+    from forerun.engine.policy import StepCosts
+    from forerun.llm import LLM
+
+ANY_MODEL: Final = ("ngram", "suffix", "recycling", "layer_skip")  # drafters that need nothing but the target
+CHAT: Final = "multi-turn conversation"
+CHAT_CATEGORIES: Final = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+RULES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "coupled": {},
+    "token": {"verification": "rejection", "chain_rule": "token"},
+    "block": {"verification": "rejection", "chain_rule": "block"},
+    "tree": {"verification": "rejection", "tree_width": 2},
+}
+# Drafters whose trees are chains unless told otherwise.
+WITH_WIDTH: Final = ("draft", "layer_skip", "medusa", "eagle", "mtp")
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """A drafter with its settings; `options` are those of `LLM.with_drafter` that differ from the others'."""
+
+    name: str  # in the report
+    drafter: str  # as on the command line
+    options: Mapping[str, Any] = field(default_factory=dict)
+    num_fixed: int | None = None  # drafts a step, where the policy does not choose
+
+
+def spec_bench(cases: Sequence[PromptCase]) -> list[PromptCase]:
+    """Spec-Bench's six tasks: its eight MT-bench categories are one (Xia et al., arXiv 2401.07851)."""
+    return [replace(case, category=CHAT) if case.category in CHAT_CATEGORIES else case for case in cases]
+
+
+def auto_drafters(model: str, draft_model: str | None) -> list[str]:
+    """All that can draft for `model`, as written on the command line; the portfolio last."""
+    own = EMBEDDED_DRAFTS.get(model, {})
+    offered = [
+        member.name if member.model in (None, own.get(member.name)) else f"{member.name}={member.model}"
+        for member in engine_config(model, {"drafter": "auto"}).drafter.members
+    ]
+    if draft_model is None:
+        return list(dict.fromkeys([*ANY_MODEL, *own, *offered, "portfolio"]))
+    given = f"draft={draft_model}"
+    others = [name for name in offered if name.partition("=")[0] != "draft"]
+    everything = [*ANY_MODEL, *(name for name in own if name != "draft"), *others, given]
+    return [*dict.fromkeys(everything), "portfolio=" + "+".join([*others, given])]
+
+
+def entrants(drafters: Sequence[str], fixed: Sequence[int], rules: bool) -> list[Entrant]:
+    """The drafters as the policy leads them, then with each fixed number of drafts, then under each rule."""
+    names = [name for name in drafters if name != PLAIN]
+    result = [] if rules else [Entrant(name, name) for name in names]
+    for name in names:
+        if name.partition("=")[0] not in ("portfolio", "auto"):
+            result += [_fixed(name, num) for num in fixed]
+        if rules:
+            result += [Entrant(f"{name} {rule}", name, RULES[rule]) for rule in _rules_for(name)]
+    return result
+
+
+def _fixed(name: str, num: int) -> Entrant:
+    return Entrant(f"{name} fixed {num}", name, {"adaptive": False, "max_draft_tokens": num}, num_fixed=num)
+
+
+def _rules_for(name: str) -> Iterator[str]:
+    """The tree rule beside the chains' only where the drafter draws chains; trees of others always go by it."""
+    return (rule for rule in RULES if rule != "tree" or name.partition("=")[0] in WITH_WIDTH)
+
+
+def build(
+    plain: LLM, wanted: Sequence[Entrant], options: Mapping[str, Any], may_lack: bool
+) -> tuple[dict[str, LLM], dict[str, str]]:
+    """An engine for every entrant on the same weights, plain first, and why drafters were left out.
+
+    `may_lack`: leave out what this model has no drafter for; else the error is raised.
+    """
+    engines: dict[str, LLM] = {PLAIN: plain}
+    left_out: dict[str, str] = {}
+    for entrant in (each for each in wanted if each.drafter not in left_out):
+        try:
+            engines[entrant.name] = plain.with_drafter(entrant.drafter, **{**options, **entrant.options})
+        except ForerunError as error:
+            if not may_lack:
+                raise
+            left_out[entrant.drafter] = str(error)
+    return engines, left_out
+
+
+def run(
+    engines: Mapping[str, LLM],
+    cases: Sequence[PromptCase],
+    params: Sequence[SamplingParams],
+    repeats: int,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """A report of all prompts and of each category for each of `params`, in order."""
+    reports = []
+    for given in params:
+        rounds = measure(engines, cases, given, repeats, advance)
+        result = report(rounds, cases, compare=True, by_category=True)
+        _forget_identity(result, {name for name, llm in engines.items() if not _must_equal(engines[PLAIN], llm, given)})
+        reports.append({"temperature": given.temperature, **result})
+    return reports
+
+
+def _must_equal(plain: LLM, llm: LLM, params: SamplingParams) -> bool:
+    """Whether the tokens are to be those of plain decoding, not only their distribution."""
+    return params.greedy or (plain.config.verification == llm.config.verification == "coupled")
+
+
+def _forget_identity(result: dict[str, Any], others: Collection[str]) -> None:
+    for row in (*result["rows"], *(row for rows in result["categories"].values() for row in rows)):
+        if row["drafter"] in others:
+            row["identical"] = None
+
+
+def pass_costs_ms(engines: Mapping[str, LLM]) -> dict[int, float]:
+    """Milliseconds of a pass by its rows, as the engine with the most rows measured them; {} without a policy."""
+    measured: list[StepCosts] = [
+        costs for llm in engines.values() if (costs := getattr(llm.engine.policy, "costs", None)) is not None
+    ]
+    points = max((costs.verify_cost.points for costs in measured), key=len, default={})
+    return {rows: round(seconds * 1e3, 4) for rows, seconds in points.items()}
+
+
+def against_fixed(result: Mapping[str, Any], wanted: Sequence[Entrant]) -> list[dict[str, Any]]:
+    """The policy beside the best fixed number of drafts: a row a category and drafter that has both.
+
+    The portfolio stands beside the best of all fixed settings.
+    """
+    rows = []
+    for category, figures in (("all", result["rows"]), *result["categories"].items()):
+        speedups = {row["drafter"]: row["speedup"] for row in figures}
+        for entrant in (e for e in wanted if e.num_fixed is None and e.name in speedups):
+            rivals = [f for f in wanted if f.num_fixed and f.name in speedups and _competes(f, entrant)]
+            best = max(rivals, key=lambda rival: speedups[rival.name], default=None)
+            if best is not None:
+                rows.append(_beside(category, entrant.name, best.name, speedups))
+    return rows
+
+
+def _competes(fixed: Entrant, entrant: Entrant) -> bool:
+    return fixed.drafter == entrant.drafter or entrant.drafter.partition("=")[0] in ("portfolio", "auto")
+
+
+def _beside(category: str, name: str, best: str, speedups: Mapping[str, float]) -> dict[str, Any]:
+    own, fixed = speedups[name], speedups[best]
+    ratio = round(own / fixed, 3) if fixed else None
+    return {"category": category, "drafter": name, "speedup": own, "best_fixed": best, "fixed_speedup": fixed,
+            "ratio": ratio}  # fmt: skip

@@ -1,0 +1,261 @@
+"""Which blocks already hold the KV of a prefix, so that nobody computes it twice.
+
+Knows: the token ids behind every full block that was computed, what follows what, how far drafters' KV in a block is
+valid. Does not know: tensors, who is scheduled when.
+
+A tree of blocks: a node is a full block, its path from the top the tokens of the whole prefix. Token ids themselves
+are compared, not hashes of them, so that two prefixes can never be mistaken for each other. Who owns a block owns
+all blocks above it, and a request releases its last block first; so the pool, which evicts the least recently
+released block, never takes a block that others still stand on.
+
+Sources: blocks shared by prefix as in Kwon et al., arXiv 2309.06180; the tree as in Zheng et al., arXiv 2312.07104.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from forerun.cache.block_pool import BlockPool
+from forerun.core import Request
+
+Tokens = tuple[int, ...]
+_TOP = -1  # "block" of nodes above all first blocks
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A full block of known tokens and what has followed it."""
+
+    block: int
+    tokens: Tokens
+    parent: Node | None
+    children: dict[Tokens, Node] = field(default_factory=dict)
+    order: list[Tokens] = field(default_factory=list)  # keys of `children`, sorted: neighbours share the most tokens
+    ready: list[int] = field(default_factory=list)  # rows with valid drafter KV, a kind of drafter KV each
+
+
+Place = tuple[Node, Tokens]  # a block that is not there yet: what it would follow, and its tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What the cache has of a request's known tokens: full blocks to share, then rows of one block to copy."""
+
+    node: Node  # of the last full block
+    blocks: tuple[int, ...] = ()
+    copy_from: int | None = None  # a block whose first num_copied rows go on where `blocks` end
+    num_copied: int = 0
+    num_ready: tuple[int, ...] = ()  # leading positions with valid drafter KV, a kind each
+
+    def without_copy(self) -> Hit:
+        """The same hit, full blocks only."""
+        full = len(self.blocks) * len(self.node.tokens)
+        return replace(self, copy_from=None, num_copied=0, num_ready=tuple(min(n, full) for n in self.num_ready))
+
+
+NO_HIT = Hit(Node(_TOP, (), None))  # where there is no cache
+
+
+@dataclass(slots=True)
+class _Tail:
+    """How far a running request's blocks are part of the tree."""
+
+    node: Node
+    num_blocks: int
+    marked: list[int] = field(default_factory=list)  # leading blocks known to be ready, a kind each
+    closed: bool = False  # its further blocks stay its own
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Tokens that admitted requests asked for, and how many of them were there."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_blocks: int = 0
+
+    def add(self, queried: int, hit: int) -> None:
+        """A request was admitted."""
+        self.queried_tokens += queried
+        self.hit_tokens += hit
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens asked for that was there."""
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+
+class PrefixCache:
+    """The tree of computed blocks over one pool."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.stats = PrefixCacheStats()
+        self.block_size = block_size
+        self._pool = pool
+        self._top = Node(_TOP, (), None)
+        self._nodes: dict[int, Node] = {}  # by block
+        self._tails: dict[str, _Tail] = {}  # by running request
+        pool.on_evict = self._forget
+
+    # -- looking up ---------------------------------------------------------------------------------------------
+
+    def nothing(self) -> Hit:
+        """The hit of a request that must compute everything."""
+        return Hit(self._top)
+
+    def lookup(self, token_ids: Sequence[int]) -> Hit:
+        """The longest known prefix of `token_ids`. The block of the last token is never shared, only copied from."""
+        node, path = self._top, []
+        for tokens in self._full_blocks(token_ids, (len(token_ids) - 1) // self.block_size):
+            child = node.children.get(tokens)
+            if child is None:
+                break
+            node = child
+            path.append(child)
+        start = len(path) * self.block_size
+        partial, num_copied = _longest_common(node, tuple(token_ids[start : start + self.block_size]))
+        ready = self._ready_of([*path, partial] if partial else path, start + num_copied)
+        return Hit(node, tuple(n.block for n in path), partial.block if partial else None, num_copied, ready)
+
+    def next_place(self, request: Request) -> Place | None:
+        """The block that this running request will add next; None if its tokens are not all known."""
+        tail = self._tails[request.request_id]
+        return None if tail.closed else self.place_after(tail.node, tail.num_blocks, request.token_ids)
+
+    def place_after(self, node: Node, num_blocks: int, token_ids: Sequence[int]) -> Place | None:
+        """The block of `token_ids` that follows its first `num_blocks`, which `node` ends; None if it is not full."""
+        start = num_blocks * self.block_size
+        if start + self.block_size > len(token_ids):
+            return None
+        return node, tuple(token_ids[start : start + self.block_size])
+
+    def _full_blocks(self, token_ids: Sequence[int], num: int) -> Iterator[Tokens]:
+        size = self.block_size
+        return (tuple(token_ids[start : start + size]) for start in range(0, num * size, size))
+
+    def _ready_of(self, path: Sequence[Node], num_rows: int) -> tuple[int, ...]:
+        """Leading rows of the path's blocks that are ready, a kind each, at most num_rows."""
+        num_kinds = max((len(node.ready) for node in path), default=0)
+        return tuple(min(self._leading(path, kind), num_rows) for kind in range(num_kinds))
+
+    def _leading(self, path: Sequence[Node], kind: int) -> int:
+        total = 0
+        for node in path:
+            rows = node.ready[kind] if kind < len(node.ready) else 0
+            total += rows
+            if rows < self.block_size:
+                break
+        return total
+
+    # -- running requests ---------------------------------------------------------------------------------------
+
+    def open(self, request: Request, hit: Hit) -> None:
+        """The request runs from here on; it already owns the hit's blocks, and they begin its block table."""
+        marked = [min(rows // self.block_size, len(hit.blocks)) for rows in hit.num_ready]
+        self._tails[request.request_id] = _Tail(hit.node, len(hit.blocks), marked)
+
+    def publish(self, request: Request, num_ready: Sequence[int]) -> None:
+        """Add the request's blocks that became full of computed tokens; note how far drafters' KV goes.
+
+        A block that the tree already has is given up for the tree's own, in the request's block table too. `num_ready`
+        are leading positions, a kind of drafter KV each. Call it between steps: only committed rows count.
+        """
+        tail = self._tails[request.request_id]
+        while not tail.closed and (tail.num_blocks + 1) * self.block_size <= request.num_computed:
+            self._add(request, tail, num_ready)
+        for kind, num_rows in enumerate(num_ready):
+            self._mark(request, tail, kind, num_rows)
+
+    def close(self, request_id: str) -> None:
+        """The request runs no more; its blocks are the pool's business."""
+        del self._tails[request_id]
+
+    def _add(self, request: Request, tail: _Tail, num_ready: Sequence[int]) -> None:
+        place = self.place_after(tail.node, tail.num_blocks, request.token_ids)
+        assert place is not None, "a computed block is not full of known tokens"
+        known = tail.node.children.get(place[1])
+        if known is None:
+            known = self._insert(tail.node, place[1], request.block_ids[tail.num_blocks])
+        elif not self._exchange(request, tail.num_blocks, known, num_ready):
+            tail.closed = True
+            return
+        tail.node = known
+        tail.num_blocks += 1
+
+    def _insert(self, parent: Node, tokens: Tokens, block: int) -> Node:
+        node = Node(block, tokens, parent)
+        self._pool.keep(block)
+        self._nodes[block] = parent.children[tokens] = node
+        insort(parent.order, tokens)
+        return node
+
+    def _exchange(self, request: Request, index: int, known: Node, num_ready: Sequence[int]) -> bool:
+        """Use the tree's block in place of the request's equal one, unless a drafter would lose rows by that."""
+        for kind, num_rows in enumerate(num_ready):
+            own = min(num_rows - index * self.block_size, self.block_size)
+            if own > (known.ready[kind] if kind < len(known.ready) else 0):
+                return False
+        self._pool.share([known.block])
+        self._pool.release([request.block_ids[index]])
+        request.block_ids[index] = known.block
+        return True
+
+    def _mark(self, request: Request, tail: _Tail, kind: int, num_rows: int) -> None:
+        """Raise what is known to be ready of the request's blocks to `num_rows` positions."""
+        tail.marked += [0] * (kind + 1 - len(tail.marked))
+        while tail.marked[kind] < tail.num_blocks:
+            index = tail.marked[kind]
+            rows = min(num_rows - index * self.block_size, self.block_size)
+            if rows <= 0:
+                return
+            ready = self._nodes[request.block_ids[index]].ready
+            ready += [0] * (kind + 1 - len(ready))
+            ready[kind] = max(ready[kind], rows)
+            if rows < self.block_size:
+                return
+            tail.marked[kind] += 1
+
+    # -- evicting -----------------------------------------------------------------------------------------------
+
+    def _forget(self, block: int) -> None:
+        """The pool takes the block for something else."""
+        node = self._nodes.pop(block)
+        assert not node.children, f"block {block} is evicted before what follows it"
+        assert node.parent is not None
+        del node.parent.children[node.tokens]
+        del node.parent.order[bisect_left(node.parent.order, node.tokens)]
+        self.stats.evicted_blocks += 1
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if tree, pool and running requests disagree."""
+        for block, node in self._nodes.items():
+            parent = node.parent
+            assert node.block == block and len(node.tokens) == self.block_size, f"block {block} is not a full block"
+            assert parent is not None and parent.children.get(node.tokens) is node, f"block {block} hangs loose"
+            assert self._pool.is_kept(block), f"block {block} is in the tree but not kept"
+            assert node.order == sorted(node.children), f"the order below block {block} is wrong"
+            assert all(0 <= rows <= self.block_size for rows in node.ready), f"block {block} is ready beyond its rows"
+            if parent is not self._top and self._pool.num_owners(block):
+                assert self._pool.num_owners(parent.block), f"block {block} is owned, what it follows is not"
+        kept = sum(self._pool.is_kept(block) for block in range(self._pool.num_blocks))
+        assert kept == len(self._nodes), "the pool keeps blocks that are not in the tree"
+
+
+def _longest_common(node: Node, tokens: Tokens) -> tuple[Node | None, int]:
+    """The child that shares the most leading tokens with `tokens`, and how many; (None, 0) if none shares any."""
+    place = bisect_left(node.order, tokens)
+    neighbours = node.order[max(place - 1, 0) : place + 1]
+    best = max(neighbours, key=lambda key: _num_common(key, tokens), default=())
+    num_common = _num_common(best, tokens)
+    return (node.children[best], num_common) if num_common else (None, 0)
+
+
+def _num_common(a: Tokens, b: Tokens) -> int:
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count

@@ -1,0 +1,189 @@
+"""`forerun bench drafters`: every drafter and the portfolio against plain decoding, with a report.
+
+Knows: options, suites by name, what is printed. Does not know: what is measured (`forerun.bench.drafters`) nor how the
+report looks (`forerun.bench.report`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.bench.prompts import PromptCase, read_prompts
+from forerun.cli import options as opt
+from forerun.cli.bench import PLAIN, check_drafters
+from forerun.cli.console import err, out, print_json, print_note, table
+from forerun.cli.curve import whole_numbers
+from forerun.cli.engine import open_llm
+from forerun.config import WITH_MODEL
+from forerun.core import SamplingParams
+from forerun.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forerun.bench.drafters import Entrant
+    from forerun.llm import LLM
+
+COLUMNS = ("drafter", "tokens/s", "speed-up", "decoding", "acceptance length", "draft share", "identical")
+AUTO, OWN, SPEC_BENCH = "auto", "own", "spec-bench"
+
+
+def drafters(
+    model_name: opt.ModelArgument = None,
+    model: opt.ModelOption = None,
+    suite: Annotated[
+        str, typer.Option(help="own (the twelve prompts that come with forerun), spec-bench or a .jsonl file.")
+    ] = OWN,
+    prompts: Annotated[Path | None, typer.Option(help="Where Spec-Bench's question.jsonl is.")] = None,
+    drafters: Annotated[
+        str, typer.Option(help="auto (all there are for the model), or names, NAME=MODEL, FILE.py:CLASS by commas.")
+    ] = AUTO,
+    temperature: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0,1",
+    limit: opt.Limit = None,
+    max_tokens: opt.MaxTokens = 128,
+    repeats: Annotated[int, typer.Option(help="Runs of every prompt and drafter.", min=1)] = 3,
+    seed: opt.Seed = 0,
+    fixed: Annotated[
+        str | None, typer.Option(help="Beside the policy: these fixed numbers of drafts a step, such as 1,2,4,8.")
+    ] = None,
+    rules: Annotated[
+        bool, typer.Option("--rules", help="Compare the verification rules: coupled, token, block, tree.")
+    ] = False,
+    out_folder: Annotated[Path, typer.Option("--out", help="Folder for the report.")] = Path("drafter-report"),
+    json: opt.JsonOption = False,
+    draft_model: opt.DraftModel = None,
+    max_draft_tokens: opt.MaxDraftTokens = None,
+    tree_width: opt.TreeWidth = 1,
+    verification: opt.Verification = "coupled",
+    dtype: opt.Dtype = "auto",
+    kv_cache_dtype: opt.KVCacheDtype = "auto",
+    max_model_len: opt.MaxModelLen = None,
+    kernels: opt.KernelsName = "auto",
+    threads: opt.Threads = None,
+) -> None:
+    """Measure every drafter and the portfolio against plain decoding; write tables and pictures into a folder."""
+    given = locals()
+    cases, name = _cases(suite, prompts, limit), opt.chosen_model(model_name, model)
+    params = [
+        SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed)
+        for t in opt.numbers(temperature, "temperatures")
+    ]
+    names, sizes = _names(drafters, name, draft_model), whole_numbers(fixed, "--fixed") if fixed else []
+    _check(rules, verification, out_folder)
+    engine = ("verification", "dtype", "kv_cache_dtype", "max_model_len", "kernels", "threads")
+    plain = open_llm(name, PLAIN, max_num_seqs=1, prefix_caching=False, **{key: given[key] for key in engine})
+    drafting = {key: given[key] for key in ("max_draft_tokens", "tree_width") if given[key] is not None}
+    report = {"model": name, "suite": suite, "prompts": str(prompts or suite), "max_tokens": max_tokens,
+              "repeats": repeats, "seed": seed, "verification": verification}  # fmt: skip
+    report |= _measure(plain, names, (sizes, rules), drafting, cases, params, repeats, may_lack=drafters == AUTO)
+    paths = _write(out_folder, report)
+    print_json(report) if json else _show(report, paths)
+
+
+def _cases(suite: str, prompts: Path | None, limit: int | None) -> list[PromptCase]:
+    """The prompts of a suite. Raises ConfigError for one that does not exist, DataError for a bad file."""
+    from forerun.bench.drafters import spec_bench
+
+    if suite == SPEC_BENCH:
+        if prompts is None:
+            raise ConfigError(
+                "Spec-Bench does not come with forerun: get data/spec_bench/question.jsonl from its repository "
+                "(hemingkx/Spec-Bench) and give its path with --prompts"
+            )
+        return spec_bench(read_prompts(prompts, limit))
+    if prompts is not None:
+        raise ConfigError(f"--prompts goes with --suite spec-bench, not with {suite!r}: give --suite {prompts}")
+    if suite == OWN:
+        return read_prompts(None, limit)
+    if not suite.endswith(".jsonl"):
+        raise ConfigError(f"--suite must be own, spec-bench or a .jsonl file; got {suite!r}")
+    return read_prompts(Path(suite), limit)
+
+
+def _names(text: str, model: str, draft_model: str | None) -> list[str]:
+    """The drafters asked for, those that want a model with --draft-model behind their names."""
+    if text == AUTO:
+        from forerun.bench.drafters import auto_drafters
+
+        return auto_drafters(model, draft_model)
+    names = opt.names(text)
+    check_drafters(names)
+    return [f"{name}={draft_model}" if draft_model and name in WITH_MODEL else name for name in names]
+
+
+def _check(rules: bool, verification: str, folder: Path) -> None:
+    """Refuse what does not go together, before anything is loaded."""
+    from forerun.bench.report import check_folder
+
+    if rules and verification != "coupled":
+        raise ConfigError("--rules compares all verification rules: leave --verification away")
+    check_folder(folder)
+
+
+def _measure(
+    plain: LLM,
+    names: Sequence[str],
+    variants: tuple[Sequence[int], bool],
+    options: dict[str, Any],
+    cases: Sequence[PromptCase],
+    params: Sequence[SamplingParams],
+    repeats: int,
+    may_lack: bool,
+) -> dict[str, Any]:
+    from forerun.bench import drafters as bench
+    from forerun.bench.conversation import fitting_cases
+    from forerun.bench.machine import describe_machine
+    from forerun.progress import progress_bar
+
+    wanted = bench.entrants(names, *variants)
+    with err().status("preparing drafters"):
+        engines, left_out = bench.build(plain, wanted, options, may_lack)
+    _check_some(engines, left_out)
+    fitting = fitting_cases(plain, cases)
+    with progress_bar("prompts", len(fitting) * len(params), shown=err().is_terminal) as advance:
+        runs = bench.run(engines, fitting, params, repeats, advance)
+    present: list[Entrant] = [entrant for entrant in wanted if entrant.name in engines]
+    return {
+        "runs": [{**run, "against_fixed": bench.against_fixed(run, present)} for run in runs],
+        "fixed": [entrant.name for entrant in present if entrant.num_fixed],
+        "left_out": left_out,
+        "pass_ms": bench.pass_costs_ms(engines),
+        "num_prompts": len(fitting),
+        "num_too_long": len(cases) - len(fitting),
+        "machine": describe_machine(plain.kernels),
+    }
+
+
+def _check_some(engines: dict[str, LLM], left_out: dict[str, str]) -> None:
+    if len(engines) == 1:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        raise ConfigError(f"there is no drafter to compare with plain decoding; name one with --drafters ({reasons})")
+
+
+def _write(folder: Path, report: dict[str, Any]) -> list[Path]:
+    from forerun.bench.report import write
+    from forerun.bench.report_pictures import can_draw, draw
+
+    if not can_draw():
+        print_note("the report has no pictures: matplotlib is not installed (pip install 'forerun[bench]')")
+    return write(folder, report, draw(report))
+
+
+def _show(report: dict[str, Any], paths: Sequence[Path]) -> None:
+    """The first table of each temperature, and where the rest is."""
+    from forerun.bench.report import drafter_table
+
+    for run in report["runs"]:
+        full = drafter_table(run, f"{report['model']}, temperature {run['temperature']:g}")
+        columns = [full.header.index(name) for name in COLUMNS]
+        result = table(*COLUMNS, title=full.title)
+        result.columns[0].no_wrap = True
+        for row in full.rows:
+            result.add_row(*(row[column] for column in columns))
+        out().print(result)
+        out().print()
+    for name, reason in report["left_out"].items():
+        print_note(f"{name} was left out: {reason}")
+    out().print("report: " + ", ".join(str(path) for path in paths), soft_wrap=True)

@@ -1,0 +1,168 @@
+"""`forerun serve`: an OpenAI-compatible server.
+
+Knows: options, and how they reach the engine, the server and uvicorn. Does not know: how requests are answered.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.cli import options as opt
+from forerun.cli.console import print_note
+from forerun.cli.engine import open_llm
+from forerun.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forerun.llm import LLM
+    from forerun.server.settings import ServerSettings
+
+SERVER, SAFETY = "Server", "Limits and safety"
+KEEP_ALIVE_S, SHUTDOWN_S = 5, 10
+
+
+def _server(help_text: str, *names: str) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=SERVER)
+
+
+def _safety(help_text: str, *names: str, **limits: Any) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=SAFETY, **limits)
+
+
+def _engine(help_text: str, panel: str = opt.ENGINE) -> Any:
+    return typer.Option(help=help_text, rich_help_panel=panel)
+
+
+def serve(
+    model_name: opt.ModelArgument = None,
+    model: opt.ModelOption = None,
+    host: Annotated[str, _server("Address to listen on; the default is this machine alone.")] = "127.0.0.1",
+    port: Annotated[int, _server("Port to listen on; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[list[str] | None, _server("Name of the model for clients; repeatable.")] = None,
+    tool_parser: Annotated[str, _server("auto (by chat template), hermes, qwen, qwen3_coder, llama3_json, mistral or "
+                                        "none.", "--tool-parser", "--tool-call-parser")] = "auto",
+    reasoning_parser: Annotated[str, _server("auto (by chat template), think or none.")] = "auto",
+    log_format: Annotated[str, _server("text or json.")] = "text",
+    api_key: Annotated[list[str] | None, _safety("Key clients must send; repeatable.")] = None,
+    api_key_file: Annotated[Path | None, _safety("A file of keys, one a line.")] = None,
+    ssl_certfile: Annotated[Path | None, _safety("TLS certificate (PEM).")] = None,
+    ssl_keyfile: Annotated[Path | None, _safety("TLS key (PEM).")] = None,
+    max_queue: Annotated[int, _safety("Requests that may wait beside those that run; more get 429.", min=0)] = 256,
+    max_body_bytes: Annotated[int, _safety("Largest request body.", min=1)] = 8 << 20,
+    max_prompt_tokens: Annotated[int | None, _safety("Longest prompt; what the context holds unless given.")] = None,
+    max_samples: Annotated[int, _safety("Most samples (n times prompts) of one request.", min=1)] = 64,
+    max_connections: Annotated[int, _safety("Open connections; more get 503.", min=1)] = 4096,
+    timeout: Annotated[float | None, _safety("Seconds for requests that bring no timeout of their own.")] = None,
+    grammar_timeout: Annotated[float, _safety("Seconds for compiling a schema, regex or grammar.")] = 10.0,
+    max_num_seqs: Annotated[int, _engine("Requests computed at the same time.")] = 32,
+    max_num_batched_tokens: Annotated[int, _engine("Rows a step may compute.")] = 512,
+    prefix_caching: Annotated[bool, _engine("Keep computed prompts for others alike.")] = True,
+    seed: Annotated[int, _engine("Where the seeds of requests that bring none come from.")] = 0,
+    drafter: opt.DrafterName = None,
+    draft_model: opt.DraftModel = None,
+    speculative_config: Annotated[str | None, _engine("vLLM's JSON, instead.", opt.DRAFTING)] = None,
+    max_draft_tokens: opt.MaxDraftTokens = 5,
+    tree_width: opt.TreeWidth = 1,
+    adaptive: opt.Adaptive = True,
+    verification: opt.Verification = "coupled",
+    dtype: opt.Dtype = "auto",
+    kv_cache_dtype: opt.KVCacheDtype = "auto",
+    max_model_len: opt.MaxModelLen = None,
+    kernels: opt.KernelsName = "auto",
+    threads: opt.Threads = None,
+) -> None:  # fmt: skip
+    """Serve a model to any client of OpenAI's API."""
+    given = locals()
+    name = opt.chosen_model(model_name, model)
+    settings = _settings(name, given)
+    tls = _tls(ssl_certfile, ssl_keyfile)
+    engine = _engine_options(name, given)
+    if log_format not in ("text", "json"):
+        raise ConfigError(f"log-format must be text or json; got {log_format!r}")
+    _note_open(host, settings)
+    llm = open_llm(name, **engine)
+    _run(llm, settings, log_format, host=host, port=port, limit_concurrency=max_connections, **tls)
+
+
+def _settings(name: str, given: dict[str, Any]) -> ServerSettings:
+    try:
+        from forerun.server.app import create_app  # noqa: F401
+        from forerun.server.settings import ServerSettings
+    except ImportError as error:
+        raise ConfigError(f"`forerun serve` needs `pip install 'forerun[server]'` ({error})") from error
+
+    same = ("tool_parser", "reasoning_parser", "max_queue", "max_body_bytes", "max_prompt_tokens", "max_samples")
+    return ServerSettings(
+        served_names=tuple(given["served_model_name"] or (name,)),
+        api_keys=(*(given["api_key"] or ()), *_keys(given["api_key_file"])),
+        timeout_s=given["timeout"],
+        grammar_timeout_s=given["grammar_timeout"],
+        **{option: given[option] for option in same},
+    )
+
+
+def _keys(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        keys = [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read API keys from {path}: {error}") from error
+    if not keys:
+        raise ConfigError(f"{path} holds no API key: write one a line")
+    return keys
+
+
+def _tls(certificate: Path | None, key: Path | None) -> dict[str, Any]:
+    if (certificate is None) != (key is None):
+        raise ConfigError("TLS needs both --ssl-certfile and --ssl-keyfile")
+    missing = next((path for path in (certificate, key) if path is not None and not path.is_file()), None)
+    if missing is not None:
+        raise ConfigError(f"there is no file {missing}")
+    return {} if certificate is None else {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+
+
+def _engine_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The options of `open_llm`; --speculative-config replaces those about drafting."""
+    from forerun.server.speculative import parse_speculative_config
+
+    same = (
+        "max_num_seqs", "max_num_batched_tokens", "prefix_caching", "seed", "verification", "dtype", "kv_cache_dtype",
+        "max_model_len", "kernels", "threads", "max_draft_tokens", "tree_width", "adaptive",
+    )  # fmt: skip
+    options = {option: given[option] for option in same}
+    text = given["speculative_config"]
+    if text is None:
+        drafter = given["drafter"] or opt.default_drafter(name, given["draft_model"])
+        return {**options, "drafter": drafter, "draft_model": given["draft_model"]}
+    if given["drafter"] or given["draft_model"]:
+        raise ConfigError("--speculative-config and --drafter or --draft-model were given: give one of them")
+    return {**options, **parse_speculative_config(text)}
+
+
+def _note_open(host: str, settings: ServerSettings) -> None:
+    if not _is_loopback(host) and not settings.api_keys:
+        print_note(f"anyone who reaches {host} may use this server: consider --api-key-file")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _run(llm: LLM, settings: ServerSettings, log_format: str, **options: Any) -> None:
+    import uvicorn
+
+    from forerun.server.app import create_app
+    from forerun.server.logs import configure
+
+    configure(log_format)
+    uvicorn.run(
+        create_app(llm, settings), log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S, server_header=False, **options,
+    )  # fmt: skip

@@ -1,0 +1,100 @@
+"""Medusa: heads beside the target's output layer, each of which guesses a token further ahead.
+
+Knows: the state each request's newest token was chosen from, and when that is out of date. Does not know: layouts of
+checkpoints, verification, paging. Without a KV cache and without a state of its own beyond one row a request, there
+is nothing to catch up with: where that row is not known (a request's first step, the step after a preemption) the
+root stays alone, and the step itself brings the row.
+
+Source: Medusa, arXiv 2401.10774. Trees are grown anew for every step, by what the heads say; the fixed trees that
+checkpoints come with are not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forerun.core import Request
+from forerun.drafters.base import Drafter, DrafterContext, Observed, Stateless
+from forerun.errors import UnsupportedError
+from forerun.models.decoder import Decoder
+from forerun.models.medusa_heads import MedusaHeads, load_medusa
+from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.products import grow_products
+
+
+def build(context: DrafterContext) -> Drafter:
+    """The heads the options name, for the target."""
+    options, model = context.options, context.model
+    assert options.model is not None  # DrafterConfig makes sure
+    if not isinstance(model, Decoder):
+        raise UnsupportedError(
+            "Medusa heads read the target's state after its final norm, which a model that runs through transformers "
+            "does not give; choose another drafter, or a target of a family that forerun implements"
+        )
+    heads = load_medusa(options.model, model, context.kernels)
+    state_layer = len(model.parts.layers) + 1
+    owned = sum(linear.nbytes for linear in heads.linears if linear is not model.parts.lm_head)
+    return MedusaDrafter(heads, context.grower, state_layer, options.max_draft_tokens, options.tree_width, owned)
+
+
+class _State(NamedTuple):
+    """The target's state that a token was chosen from."""
+
+    position: int  # of that token
+    row: Tensor  # [H]
+
+
+class MedusaDrafter(Stateless):
+    """Drafts with heads; `width` children a node (1: a chain of as many tokens as there are heads)."""
+
+    name = "medusa"
+
+    def __init__(
+        self, heads: MedusaHeads, grower: TreeGrower, state_layer: int, max_draft_tokens: int, width: int,
+        weight_bytes: int,
+    ) -> None:  # fmt: skip
+        """`state_layer`: the index of the states after the target's final norm."""
+        self.hidden_layers = (state_layer,)
+        self.max_nodes = 1 + (max_draft_tokens if width > 1 else min(max_draft_tokens, heads.num_heads))
+        self.weight_bytes = weight_bytes
+        self._heads = heads
+        self._grower = grower
+        self._width = width
+        self._states: dict[str, _State] = {}
+
+    def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
+        """Keep the state of each request's last known row, which the token after it was chosen from."""
+        states = hidden[self.hidden_layers[0]]  # [M, H]
+        for seen in observed:
+            last = seen.num_span + seen.nodes[-1] if seen.nodes else seen.num_span - 1
+            if last >= 0:
+                row = states[seen.first_row + last].clone()  # [H]; the whole step's states need not stay
+                self._states[seen.request.request_id] = _State(seen.request.num_computed, row)
+
+    def resume(self, request: Request, num_ready: tuple[int, ...], boundary: Tensor | None) -> None:
+        """Take over the state before the first row that will be computed."""
+        self._states.pop(request.request_id, None)
+        if boundary is not None:
+            self._states[request.request_id] = _State(request.num_computed, boundary)
+
+    def propose(self, drafts: Sequence[Draft]) -> None:
+        """One small pass for all requests, then trees of what the heads say."""
+        ready = [draft for draft in drafts if draft.num_free > 0 and self._knows(draft.request)]
+        if not ready:
+            return
+        states = torch.stack([self._states[draft.request.request_id].row for draft in ready])  # [num_drafts, H]
+        depths = min(self._heads.num_heads, max(draft.num_free for draft in ready))
+        grow_products(self._grower, ready, self._heads(states, depths), self._width, self.name)
+
+    def _knows(self, request: Request) -> bool:
+        """The root's own state is there, not that of an earlier token."""
+        state = self._states.get(request.request_id)
+        return state is not None and state.position == request.root_position
+
+    def end(self, request_id: str) -> None:
+        """Forget the request."""
+        self._states.pop(request_id, None)

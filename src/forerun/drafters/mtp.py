@@ -1,0 +1,33 @@
+"""Multi-token prediction: a module trained with the target, or later for it, that drafts several tokens in a row.
+
+Knows: where the module is. Does not know: its layout (`models.heads.mtp`), how it drafts (`drafters.features`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forerun.drafters.base import Drafter, DrafterContext
+from forerun.drafters.features import FeatureDrafter
+from forerun.errors import ConfigError
+from forerun.models.heads.mtp import read_mtp
+from forerun.models.heads.reading import native_target
+from forerun.models.heads.source import open_head
+
+
+def build(context: DrafterContext) -> Drafter:
+    """The module the options name, else the target's own; raises ModelErrors where there is none that fits."""
+    target = native_target(context.model)
+    head = read_mtp(open_head(_folder(context)), target, context.kernels)
+    return FeatureDrafter(head, "mtp", context)
+
+
+def _folder(context: DrafterContext) -> str | Path:
+    if context.options.model is not None:
+        return context.options.model
+    if context.folder is None or not context.folder.is_dir():
+        raise ConfigError(
+            "drafter 'mtp' looks for a module in the target's own folder, and this target was not read from one: give "
+            "the module's folder with --draft-model"
+        )
+    return context.folder

@@ -1,0 +1,98 @@
+"""Token recycling: the candidates the target ranked next to its choices are next step's guesses.
+
+Knows: the target's best successors of each token, as last seen, over all requests. Does not know: texts, contexts.
+
+Source: Luo et al., "Turning Trash into Treasure: Accelerating Inference of LLMs with Token Recycling", arXiv
+2408.08696: a table of the top 8 successors of every token, overwritten from every verified row whether it was
+accepted or not, and a fixed tree of ranks that is filled from it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import islice
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.drafters.base import Drafter, DrafterContext, Stateless
+from forerun.kernels.ops import Kernels, NoiseKeys
+from forerun.speculation.growth import Draft
+from forerun.speculation.tree import MAX_NODES, ROOT
+
+NUM_SUCCESSORS: Final = 8
+UNKNOWN: Final = -1  # a successor nobody has seen yet
+# Chances that a token is followed by its successor of each rank. Measured on the embedded model, between those at
+# temperature 0 (0.74, 0.07, 0.02 ..) and 1 (0.20, 0.07, 0.03 ..); they shape the tree and are the nodes' survival.
+RANK_CHANCE: Final = (0.45, 0.09, 0.04, 0.025, 0.018, 0.013, 0.01, 0.008)
+
+
+class Branch(NamedTuple):
+    """A node of the fixed tree: which successor of which node it holds."""
+
+    parent: int
+    rank: int
+    log_survival: float
+
+
+def build(context: DrafterContext) -> Drafter:
+    """Token recycling over the target's vocabulary."""
+    return RecyclingDrafter(context.options.max_draft_tokens, context.model.vocab_size, context.kernels)
+
+
+class RecyclingDrafter(Stateless):
+    """Fills a tree of ranks from the table of each token's last seen successors."""
+
+    name = "recycling"
+    wants_logits = True
+
+    def __init__(self, max_draft_tokens: int, vocab_size: int, kernels: Kernels) -> None:
+        self.max_nodes = max_draft_tokens + 1
+        self._kernels = kernels
+        self._num_successors = min(NUM_SUCCESSORS, vocab_size)
+        self._table = np.full((vocab_size, self._num_successors), UNKNOWN, dtype=np.int32)  # best first
+
+    def observe_logits(self, token_ids: Tensor, logits: Tensor) -> None:
+        """Overwrite the successors of token_ids [R] by the best of logits [R, vocab_size]; later rows win."""
+        num_rows = token_ids.shape[0]
+        none = torch.zeros(num_rows, dtype=torch.int64)
+        plain = torch.zeros(num_rows, dtype=torch.float64)  # temperature 0: the logits themselves
+        best, _ = self._kernels.gumbel_topk(logits, plain, NoiseKeys(none, none, none), self._num_successors)
+        self._table[token_ids.numpy()] = best.numpy()
+
+    def propose(self, drafts: Sequence[Draft]) -> None:
+        """Fill as much of the fixed tree as there is room for and successors are known."""
+        for draft in drafts:
+            self._fill(draft)
+
+    def _fill(self, draft: Draft) -> None:
+        nodes: list[int | None] = [ROOT]  # where the branches went, None for those nothing is known for
+        for parent, rank, log_survival in islice(template(), 1, draft.max_nodes):
+            node = nodes[parent]
+            token = UNKNOWN if node is None else self._successor(draft.tree.tokens[node], rank)
+            if node is None or token == UNKNOWN:
+                nodes.append(None)
+            else:
+                nodes.append(draft.add(node, token, log_survival, self.name))
+
+    def _successor(self, token: int, rank: int) -> int:
+        return int(self._table[token, rank]) if rank < self._num_successors else UNKNOWN
+
+
+@cache
+def template() -> tuple[Branch, ...]:
+    """The fixed tree of MAX_NODES nodes, most probable first: its first n nodes are the best tree of n nodes."""
+    branches: list[Branch] = []
+    waiting = [(0.0, -1, 0)]  # (-log survival, parent, rank); the root is nobody's successor
+    while len(branches) < MAX_NODES:
+        cost, parent, rank = heapq.heappop(waiting)
+        node = len(branches)
+        branches.append(Branch(parent, rank, -cost))
+        for child_rank, chance in enumerate(RANK_CHANCE):
+            heapq.heappush(waiting, (cost - math.log(chance), node, child_rank))
+    return tuple(branches)

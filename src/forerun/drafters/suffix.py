@@ -1,0 +1,95 @@
+"""Suffix drafting: what most often followed the same last tokens, in this request and in answers before it.
+
+Knows: token ids of each request and of finished answers. Does not know: any model, how occurrences are found
+(kernels.suffix).
+
+Sources: SAM decoding (arXiv 2411.10666), SuffixDecoding (arXiv 2411.04975). Trees grow best first by chances that
+blend how often a token followed matches of several lengths; they also are the nodes' log survival.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from forerun.core import Request
+from forerun.drafters.base import Drafter, DrafterContext, Stateless
+from forerun.kernels.suffix import SuffixCorpus, SuffixKit, SuffixText, select_suffix
+from forerun.speculation.growth import Draft
+from forerun.speculation.tree import ROOT
+
+MAX_MATCH: Final = 32  # longest tail that is looked up; longer ones tell nothing more
+LEAST_CHANCE: Final = 0.03  # of a node's whole path: rarer guesses are not worth a row even where rows are cheap
+CORPUS_TOKENS: Final = 1 << 18  # of answers kept for all requests, about 170 bytes each
+
+
+def build(context: DrafterContext) -> Drafter:
+    """The suffix drafter on the fastest implementation that is installed."""
+    return SuffixDrafter(context.options.max_draft_tokens, select_suffix())
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A request and what of it was read."""
+
+    request: Request
+    text: SuffixText
+
+
+class SuffixDrafter(Stateless):
+    """Proposes the most probable continuations of a request's tail, by what followed it before.
+
+    `corpus_tokens` bounds what is kept of the answers of ended requests, which all requests draft from; the oldest
+    go first, 0 keeps none. Guesses whose whole path is less probable than `least_chance` are dropped.
+    """
+
+    name = "suffix"
+
+    def __init__(
+        self,
+        max_draft_tokens: int,
+        kit: SuffixKit,
+        corpus_tokens: int = CORPUS_TOKENS,
+        least_chance: float = LEAST_CHANCE,
+        max_match: int = MAX_MATCH,
+    ) -> None:
+        self.max_nodes = max_draft_tokens + 1
+        self._kit = kit
+        self._window = max_match + 1
+        self._least_chance = least_chance
+        self._corpus: SuffixCorpus | None = kit.corpus(corpus_tokens, self._window) if corpus_tokens else None
+        self._readings: dict[str, _Reading] = {}
+
+    def begin(self, request: Request) -> None:
+        """Start an empty text; it catches up when the request first drafts."""
+        self._readings[request.request_id] = _Reading(request, self._kit.text(self._window, self._corpus))
+
+    def propose(self, drafts: Sequence[Draft]) -> None:
+        """Grow each tree from the tail's occurrences."""
+        for draft in drafts:
+            text = self._caught_up(draft)
+            nodes = [ROOT]  # of the root, then of every guess
+            for parent, token, chance in text.grow(draft.num_free, self._least_chance):
+                nodes.append(draft.add(nodes[parent + 1], token, math.log(chance), self.name))
+
+    def _caught_up(self, draft: Draft) -> SuffixText:
+        """The request's text with all known tokens."""
+        request = draft.request
+        if request.request_id not in self._readings:  # preempted since
+            self.begin(request)
+        text = self._readings[request.request_id].text
+        new = request.token_ids[text.size :]
+        if len(new) > self.max_nodes:  # more than a step of its own makes known
+            draft.num_caught_up += len(new)
+        text.extend(new)
+        return text
+
+    def end(self, request_id: str) -> None:
+        """Drop the text; keep the answer of a request that is over (a preempted one will go on)."""
+        reading = self._readings.pop(request_id, None)
+        if reading is not None and self._corpus is not None and reading.request.finish_reason is not None:
+            answer = reading.request.output_token_ids
+            if answer:
+                self._corpus.add(answer)

@@ -1,0 +1,128 @@
+"""How far a drafter's own estimates can be believed: acceptance of what it drafted, by depth and by estimate.
+
+Knows: proposed trees and the tokens that really followed. Does not know: costs, models, who drafts next.
+
+A member of a portfolio is scored on its own tree, whatever was verified of it: the tokens that followed tell which of
+its nodes were right ("full information", Hedge-Spec). A node's chance given its parent is the share of nodes of its
+kind (member, depth, the member's estimate) that were right, moved by how this request fared against that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from forerun.speculation.growth import Part
+from forerun.speculation.tree import ROOT, DraftTree
+
+_EDGES = (0.03, 0.08, 0.15, 0.3, 0.5, 0.7, 0.9)  # between the kinds of estimates; one of exactly 1 is no estimate
+_DEEPEST = 4  # depths from here on are one kind
+_MEMORY = 0.98  # what a past node of a kind counts for after another one
+_REQUEST_MEMORY = 0.93  # what a past node of a request counts for after another one
+_PRIOR_NODES = 6.0  # how many nodes the prior chance counts for
+_REQUEST_PRIOR = 3.0  # how many right nodes stand behind a request's being like all others
+_PRIOR_CHANCE = 0.6
+_MOST, _LEAST = 0.97, 0.005
+
+Kind = tuple[str, int, int]  # member, depth, range of the estimate
+
+
+@dataclass(slots=True)
+class Tally:
+    """A fading count of nodes and of those that were right (or were expected to be)."""
+
+    tested: float = 0.0
+    right: float = 0.0
+
+    def add(self, tested: float, right: float, memory: float) -> None:
+        """Count one more."""
+        self.tested = self.tested * memory + tested
+        self.right = self.right * memory + right
+
+
+@dataclass(slots=True)
+class Calibration:
+    """Chances of nodes, learned from what followed."""
+
+    _kinds: dict[Kind, Tally] = field(default_factory=dict)
+    _requests: dict[tuple[str, str], Tally] = field(default_factory=dict)  # tested: right ones expected
+    _depths: dict[tuple[str, int], Tally] = field(default_factory=dict)  # paths that went on, by member and depth
+
+    def log_survival(self, request_id: str, part: Part) -> list[float]:
+        """Log chance of every node of a member's tree, the root's being 0."""
+        result = [0.0]
+        factor = self._factor(request_id, part.member)
+        for node in range(1, len(part.tree)):
+            chance = min(max(self._chance(_kind(part, node)) * factor, _LEAST), _MOST)
+            result.append(result[part.tree.parents[node]] + math.log(chance))
+        return result
+
+    def path_rate(self, request_id: str, member: str, depth: int) -> float:
+        """Chance that a path of the member that was right so far has a right node at `depth` too."""
+        tally = self._depths.get((member, min(depth, _DEEPEST)), Tally())
+        rate = (tally.right + _PRIOR_NODES * _PRIOR_CHANCE) / (tally.tested + _PRIOR_NODES)
+        return min(max(rate * self._factor(request_id, member), _LEAST), _MOST)
+
+    def learn(self, request_id: str, part: Part, tokens: Sequence[int]) -> int:
+        """These tokens followed the root -> how many of them the member's tree holds as a path."""
+        length = 0
+        for parent, token in zip(_path(part.tree, tokens), tokens, strict=False):
+            found = self._learn_children(request_id, part, parent, token)
+            depth = min(part.tree.depths[parent] + 1, _DEEPEST)
+            self._depths.setdefault((part.member, depth), Tally()).add(1.0, found, _MEMORY)
+            length += found
+        return length
+
+    def forget(self, request_id: str) -> None:
+        """A request is over."""
+        for key in [key for key in self._requests if key[0] == request_id]:
+            del self._requests[key]
+
+    def _learn_children(self, request_id: str, part: Part, parent: int, token: int) -> bool:
+        """Count the children of a node that was right; whether one of them is `token`."""
+        expected, found = 0.0, False
+        for child in part.tree.children(parent):
+            is_right = part.tree.tokens[child] == token
+            kind = _kind(part, child)
+            expected += self._chance(kind)
+            self._kinds.setdefault(kind, Tally()).add(1.0, is_right, _MEMORY)
+            found |= is_right
+        if expected:
+            tally = self._requests.setdefault((request_id, part.member), Tally())
+            tally.add(min(expected, _MOST), found, _REQUEST_MEMORY)
+        return found
+
+    def _chance(self, kind: Kind) -> float:
+        """The share of right ones, leaning on the estimate itself while little is known."""
+        tally = self._kinds.get(kind, Tally())
+        return (tally.right + _PRIOR_NODES * _prior(kind[2])) / (tally.tested + _PRIOR_NODES)
+
+    def _factor(self, request_id: str, member: str) -> float:
+        """How much better or worse than expected the member fares in this request."""
+        tally = self._requests.get((request_id, member), Tally())
+        return (tally.right + _REQUEST_PRIOR) / (tally.tested + _REQUEST_PRIOR)
+
+
+def _path(tree: DraftTree, tokens: Sequence[int]) -> Iterator[int]:
+    """The nodes with children along `tokens`: those whose children were put to the test."""
+    node: int | None = ROOT
+    for token in tokens:
+        if node is None or not tree.children(node):
+            return
+        yield node
+        node = tree.child_with(node, token)
+
+
+def _kind(part: Part, node: int) -> Kind:
+    estimate = math.exp(part.survival[node] - part.survival[part.tree.parents[node]])
+    band = len(_EDGES) + 1 if estimate >= 1.0 else sum(estimate > edge for edge in _EDGES)
+    return part.member, min(part.tree.depths[node], _DEEPEST), band
+
+
+def _prior(band: int) -> float:
+    """The middle of a range of estimates; a common chance where there is no estimate."""
+    if band > len(_EDGES):
+        return _PRIOR_CHANCE
+    edges = (0.0, *_EDGES, 1.0)
+    return (edges[band] + edges[band + 1]) / 2

@@ -1,0 +1,62 @@
+"""Who had better wait a few steps, because a running request is computing the very prefix they begin with.
+
+Knows: the places in the tree of prefixes where running requests will add their next blocks. Does not know: budgets,
+blocks, tensors. A waiting request loses at most the steps it would have spent on the same rows itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from forerun.cache.prefix_cache import Hit, Place, PrefixCache
+from forerun.core import Request, Status
+
+
+class SharedPrefixes:
+    """Running requests by the block they will add next, and who waits for which of them."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._writers: dict[Place, Request] = {}
+        self._awaited: dict[str, tuple[Request, int]] = {}  # waiting request -> writer, rows they have in common
+
+    def begin_step(self, running: Iterable[Request]) -> None:
+        """Look again at where the running requests are."""
+        self._writers.clear()
+        for request in running:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        """A request has begun to run."""
+        place = self._cache.next_place(request)
+        if place is not None:
+            self._writers.setdefault(place, request)
+
+    def is_waiting(self, request: Request) -> bool:
+        """The request was told to wait, and what it waits for is still being computed."""
+        awaited = self._awaited.get(request.request_id)
+        if awaited is None:
+            return False
+        writer, num_rows = awaited
+        if writer.status is Status.RUNNING and writer.num_computed < num_rows:
+            return True
+        self.forget(request.request_id)
+        return False
+
+    def must_wait(self, request: Request, hit: Hit) -> bool:
+        """Whether the first block the cache does not have is about to be computed; then `is_waiting` will say so."""
+        place = self._cache.place_after(hit.node, len(hit.blocks), request.token_ids)
+        writer = self._writers.get(place) if place is not None else None
+        if writer is None:
+            return False
+        num_rows = _num_common(writer.token_ids, request.token_ids)
+        self._awaited[request.request_id] = (writer, num_rows - num_rows % self._cache.block_size)
+        return True
+
+    def forget(self, request_id: str) -> None:
+        """The request waits no more."""
+        self._awaited.pop(request_id, None)
+
+
+def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

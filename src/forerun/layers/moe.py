@@ -1,0 +1,91 @@
+"""A mixture of experts: each row is computed by a few of many feed-forward layers.
+
+Knows: the router, the experts and an expert for all rows. Does not know: how matrices are stored, which layers of a
+model are mixtures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.ops import Kernels, PackedExperts, Routing
+from forerun.layers.linear import Linear
+from forerun.layers.mlp import GatedMLP
+
+
+class SharedExpert(Protocol):
+    """What is computed for every row beside its experts."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix."""
+
+    def bytes_read(self, num_rows: int) -> int:
+        """Bytes of matrices that a pass over `num_rows` rows reads at most."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, H] -> [M, H]."""
+
+
+class MixtureOfExperts:
+    """shared(x) + the sum of weight * expert(x) over the experts a row chose, in the order of their indices.
+
+    Which experts a row gets, and the order of the sum, are functions of the row alone.
+    """
+
+    def __init__(
+        self, kernels: Kernels, routing: Routing, router: Linear, experts: Sequence[GatedMLP],
+        correction: Tensor | None = None, shared: SharedExpert | None = None,
+    ) -> None:  # fmt: skip
+        """`router` [E, H]; `correction` [E] float32 is added to the scores that experts are chosen by."""
+        assert len(experts) == routing.num_experts, (len(experts), routing)
+        self._kernels = kernels
+        self.routing = routing
+        self.router = router
+        self.experts = tuple(experts)
+        self.correction = correction
+        self.shared = shared
+        self._packed = _pack(kernels, self.experts)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix of the layer."""
+        experts = (linear for expert in self.experts for linear in expert.linears)
+        return (self.router, *experts, *(() if self.shared is None else self.shared.linears))
+
+    def bytes_read(self, num_rows: int) -> int:
+        """Bytes of matrices that a pass over `num_rows` rows reads at most: no row chooses what another did."""
+        chosen = min(num_rows * self.routing.top_k, len(self.experts))
+        largest = max(expert.bytes_read(num_rows) for expert in self.experts)
+        shared = 0 if self.shared is None else self.shared.bytes_read(num_rows)
+        return self.router.nbytes + chosen * largest + shared
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, H] -> [M, H]."""
+        weights = self._kernels.route(self.router(x), self.correction, self.routing)  # [M, E]
+        base = None if self.shared is None else self.shared(x)  # [M, H]
+        if self._packed is None:
+            return self._one_by_one(x, weights, base)
+        return self._kernels.experts(x, weights, self._packed, base)
+
+    def _one_by_one(self, x: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
+        """`Kernels.experts` for matrices that are several in storage; no recorder can write this down."""
+        out = torch.zeros_like(x) if base is None else base  # [M, H]
+        for index in weights.any(dim=0).nonzero()[:, 0].tolist():
+            rows = weights[:, index].nonzero()[:, 0]  # [those that chose it]
+            out[rows] += weights[rows, index, None] * self.experts[index](x[rows])
+        return out
+
+
+def _pack(kernels: Kernels, experts: Sequence[GatedMLP]) -> PackedExperts | None:
+    """All experts as the kernels take them; None where a matrix is not one packed matrix."""
+    gate_up = [expert.gate_up.weight.packed for expert in experts]
+    down = [expert.down.weight.packed for expert in experts]
+    given_up, given_down = [w for w in gate_up if w is not None], [w for w in down if w is not None]
+    if len(given_up) < len(experts) or len(given_down) < len(experts):
+        return None
+    return kernels.pack_experts(given_up, given_down, experts[0].activation)

@@ -1,0 +1,63 @@
+"""The shapes of the blocks that only some families have: mixtures of experts, attention over latents.
+
+Knows: their sizes, which layers have them, how many parameters they hold. Does not know: config.json's spelling (a
+Family does), tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.kernels.ops import HeadLayout, LatentLayout, Routing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsShape:
+    """The feed-forward layers that are mixtures of experts, and which layers these are."""
+
+    routing: Routing
+    ffn_size: int  # of one expert
+    shared_size: int = 0  # of the expert that every row gets; 0: there is none
+    shared_gate: bool = False  # the shared expert's output is weighed by a sigmoid of its own
+    correction: bool = False  # a stored vector is added to the scores that experts are chosen by
+    first: int = 0  # layers before this one are dense
+    step: int = 1  # layers whose number, counted from 1, is no multiple of it are dense
+    dense: frozenset[int] = frozenset()  # further dense layers
+
+    def has(self, layer: int) -> bool:
+        """Whether the layer of that index is a mixture; layers behind the last one follow the same rule."""
+        return layer >= self.first and (layer + 1) % self.step == 0 and layer not in self.dense
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Entries of one such layer's matrices."""
+        router = self.routing.num_experts + self.shared_gate
+        columns = 3 * (self.routing.num_experts * self.ffn_size + self.shared_size)
+        return hidden_size * (router + columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentDims:
+    """Attention whose keys and values are projections of one latent vector a position (DeepSeek-V2, 2405.04434)."""
+
+    rank: int  # of the latent
+    query_rank: int  # of what queries are projected from; 0: from the hidden state itself
+    nope_dim: int  # entries of a query and key head that are not rotated
+    rope_dim: int  # those that are; in the key they are the same for all heads
+    value_dim: int
+    interleaved: bool  # rotated pairs are neighbours
+
+    def heads(self, num_heads: int) -> HeadLayout:
+        """The heads as attention sees them: queries of every head, one key that is the value too."""
+        return HeadLayout(num_heads, 1, self.rank + self.rope_dim, self.rope_dim)
+
+    def layout(self, num_heads: int) -> LatentLayout:
+        """What the kernels are told."""
+        return LatentLayout(num_heads, self.rank, self.rope_dim, self.interleaved)
+
+    def num_parameters(self, hidden_size: int, num_heads: int) -> int:
+        """Entries of one layer's matrices and of the norms inside."""
+        query = num_heads * (self.nope_dim + self.rope_dim)
+        queries = self.query_rank * (hidden_size + query + 1) if self.query_rank else hidden_size * query
+        latents = hidden_size * (self.rank + self.rope_dim) + self.rank
+        heads = self.rank * (self.nope_dim + self.value_dim) + self.value_dim * hidden_size
+        return queries + latents + num_heads * heads

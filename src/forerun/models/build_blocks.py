@@ -1,0 +1,126 @@
+"""From a checkpoint's tensors to the blocks that only some families have: mixtures of experts, latent attention.
+
+Knows: which tensors make up such a block. Does not know: storage formats, files, the rest of a layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from forerun.errors import UnsupportedError
+from forerun.kernels.ops import Routing
+from forerun.kernels.reference import ReferenceKernels
+from forerun.layers.linear import HeadLinear, Linear
+from forerun.layers.mla import LatentAttention, LatentShape, LatentWeights, LowRank
+from forerun.layers.mlp import GatedMLP
+from forerun.layers.moe import MixtureOfExperts, SharedExpert
+from forerun.layers.norm import RMSNorm
+from forerun.models.blocks import ExpertsShape, LatentDims
+from forerun.quant.base import Part
+from forerun.quant.dense import DenseFormat
+from forerun.quant.gguf import read_floats
+
+if TYPE_CHECKING:
+    from forerun.models.build import Builder
+
+LATENT_NORM_EPS = 1e-6  # of the norms inside latent attention, whatever config.json says of the others (transformers)
+ONE_GATED = Routing(num_experts=1, top_k=1, sigmoid=True, normalize=False)  # a lone expert weighed by a sigmoid
+
+
+def mixture_of_experts(builder: Builder, shape: ExpertsShape, prefix: str) -> MixtureOfExperts:
+    """The feed-forward part of the layer `prefix`; raises CheckpointError, UnsupportedError for fused storage."""
+    names, routing = builder.family.names.experts, shape.routing
+    if builder.source.has(f"{prefix}.{names.fused}") and not _is_stored(builder, f"{prefix}.{names.expert}"):
+        raise UnsupportedError(
+            f"{prefix}.{names.fused} holds all experts in one tensor; forerun reads a tensor an expert, as models are "
+            "published: save the model again with a current transformers (save_pretrained writes that layout)"
+        )
+    router = builder.linear([Part(f"{prefix}.{names.router}", routing.num_experts)], builder.config.hidden_size)
+    experts = [_expert(builder, shape, f"{prefix}.{names.expert.format(index=i)}") for i in range(routing.num_experts)]
+    correction = f"{prefix}.{names.correction}"
+    return MixtureOfExperts(
+        builder.kernels,
+        routing,
+        router,
+        experts,
+        builder.vector(correction, routing.num_experts) if shape.correction else None,
+        _shared_expert(builder, shape, prefix),
+    )
+
+
+def _is_stored(builder: Builder, expert: str) -> bool:
+    part = f"{expert.format(index=0)}.{builder.family.names.experts.down}"
+    return builder.choose_format(builder.source, part) is not None
+
+
+def _expert(builder: Builder, shape: ExpertsShape, prefix: str) -> GatedMLP:
+    names = builder.family.names.experts
+    return builder.gated_mlp(prefix, names.gate_up, names.down, shape.ffn_size)
+
+
+def _shared_expert(builder: Builder, shape: ExpertsShape, prefix: str) -> SharedExpert | None:
+    """The expert of every row; where it is gated, it is a mixture of one."""
+    if not shape.shared_size:
+        return None
+    names = builder.family.names.experts
+    expert = builder.gated_mlp(f"{prefix}.{names.shared}", names.gate_up, names.down, shape.shared_size)
+    if not shape.shared_gate:
+        return expert
+    gate = builder.linear([Part(f"{prefix}.{names.shared_gate}", 1)], builder.config.hidden_size)
+    return MixtureOfExperts(builder.kernels, ONE_GATED, gate, [expert])
+
+
+def latent_attention(builder: Builder, dims: LatentDims, prefix: str, rope: Tensor) -> LatentAttention:
+    """The attention of the layer `prefix` in absorbed form; rope [P, rope_dim]. Raises CheckpointError."""
+    config, names = builder.config, builder.family.names
+    num_heads, hidden = config.heads.num_q, config.hidden_size
+    shape = LatentShape(dims.layout(num_heads), config.attention_scale, LATENT_NORM_EPS)
+    down = Part(f"{prefix}.{names.latents.down}", dims.rank + dims.rope_dim)
+    out = Part(f"{prefix}.{names.out}", hidden)
+    absorb, expand = _head_matrices(builder, dims, f"{prefix}.{names.latents.up}")
+    weights = LatentWeights(
+        query=_query(builder, dims, prefix),
+        down=builder.linear([down], hidden, config.biases.qkv),
+        norm=builder.vector(f"{prefix}.{names.latents.norm}.weight", dims.rank),
+        absorb=HeadLinear(builder.kernels, absorb),
+        expand=HeadLinear(builder.kernels, expand),
+        out=builder.linear([out], num_heads * dims.value_dim, config.biases.out),
+    )
+    return LatentAttention(builder.kernels, shape, weights, rope)
+
+
+def _query(builder: Builder, dims: LatentDims, prefix: str) -> Linear | LowRank:
+    config, names = builder.config, builder.family.names.latents
+    rows, hidden, rank = config.heads.num_q * (dims.nope_dim + dims.rope_dim), config.hidden_size, dims.query_rank
+    if not rank:
+        return builder.linear([Part(f"{prefix}.{names.query}", rows)], hidden)
+    norm = builder.vector(f"{prefix}.{names.query_norm}.weight", rank)
+    return LowRank(
+        builder.linear([Part(f"{prefix}.{names.query_down}", rank)], hidden, config.biases.qkv),
+        RMSNorm(builder.kernels, norm, LATENT_NORM_EPS),
+        builder.linear([Part(f"{prefix}.{names.query_up}", rows)], rank),
+    )
+
+
+def _head_matrices(builder: Builder, dims: LatentDims, module: str) -> tuple[Tensor, Tensor]:
+    """What brings queries into the latent space [Q, rank, nope], and mixtures out of it [Q, value, rank]."""
+    num_heads = builder.config.heads.num_q
+    rows = num_heads * (dims.nope_dim + dims.value_dim)
+    heads = _floats(builder, Part(module, rows), dims.rank).view(num_heads, -1, dims.rank)  # [Q, nope + value, rank]
+    return heads[:, : dims.nope_dim].transpose(1, 2), heads[:, dims.nope_dim :]
+
+
+def _floats(builder: Builder, part: Part, columns: int) -> Tensor:
+    """The matrix a module stands for -> [rows, columns], as stored or, from integers, float32.
+
+    One of its factors is used transposed, so that integers with scales along rows cannot stay what they are.
+    """
+    form = builder.format_of(part)
+    if isinstance(form, DenseFormat):
+        stored = read_floats(builder.source, f"{part.prefix}.weight", (part.rows, columns))
+        return stored.to(builder.dtype or stored.dtype)
+    weight: Tensor = form.read(builder.source, [part], columns, ReferenceKernels(), torch.float32).dequantize()
+    return weight

@@ -1,0 +1,273 @@
+"""EAGLE heads as published by SafeAILab, SpecForge and vLLM's speculators: versions 1, 2 (as 1), 3 and 3.1.
+
+Knows: their tensor names, config fields and where their norms stand. Does not know: how trees grow.
+
+EAGLE-1     z = fc [embed(x); f]; layers without the first norm; the output, read by the target's lm_head, is the
+            next f. f of the target: the state after its final norm.
+EAGLE-3     g = fc [low; mid; high]; attention reads [input_layernorm embed(x); hidden_norm g], g is the residual;
+            logits = lm_head norm(y) over a draft vocabulary; y is fed back.
+Flags       norm_before_residual: hidden_norm g is the residual. norm_before_fc: one norm (input_norm) over the three
+            states. EAGLE-3.1: fc_norm, a norm for each of them, and norm_output, norm(y) is fed back.
+Sources: SafeAILab/EAGLE eagle/model/cnets1.py and cnets.py; vllm-project/speculators models/eagle3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.errors import CheckpointError, UnsupportedError
+from forerun.kernels.ops import Kernels
+from forerun.layers.linear import Linear
+from forerun.layers.norm import RMSNorm
+from forerun.models.decoder import Decoder
+from forerun.models.fields import MAX_SIZE, Fields, words
+from forerun.models.heads.head import DraftHead, Exit, HeadLayer, HeadParts
+from forerun.models.heads.reading import HeadReader, check_hidden_size, num_bytes, num_layers
+from forerun.models.heads.source import HeadSource
+from forerun.models.heads.vocabulary import read_vocabulary
+
+FLAGS = words("norm_before_residual norm_before_fc fc_norm norm_output")
+HEAD_FIELDS = FLAGS | words(
+    "draft_vocab_size target_hidden_size eagle_aux_hidden_state_layer_ids eagle_config embed_requires_grad "
+    "enable_sp_ulysses transformer_layer_config speculators_config speculators_model_type speculators_version"
+)
+EAGLE_CONFIG = words("eagle_aux_hidden_state_layer_ids use_aux_hidden_state")
+SECTION = "transformer_layer_config"
+NUM_STATES = 3
+INERT = frozenset({"t2d"})  # says once more what d2t says
+MAX_LAYERS = 64
+
+
+def read_eagle(source: HeadSource, target: Decoder, kernels: Kernels) -> DraftHead:
+    """The EAGLE head of a folder, whichever version; raises ModelErrors that say what does not fit."""
+    if source.config.get("speculators_model_type", "eagle3") != "eagle3":
+        raise UnsupportedError(
+            f"{source.folder} holds a speculator of type {source.config['speculators_model_type']!r}; the eagle "
+            "drafter reads type 'eagle3'"
+        )
+    for prefix in ("midlayer", "layers.0"):
+        if source.has(f"{prefix}.hidden_norm.weight"):
+            return _Eagle3(source, target, kernels, prefix).read()
+    if source.has("fc.weight") and source.has("layers.0.post_attention_layernorm.weight"):
+        return _read_eagle1(source, target, kernels)
+    raise UnsupportedError(
+        f"{source.folder} is no EAGLE head of a known layout: it has neither midlayer.hidden_norm.weight nor "
+        "layers.0.hidden_norm.weight (EAGLE-3), nor fc.weight with layers.0.post_attention_layernorm.weight (EAGLE-1 "
+        f"and -2); found are {', '.join(sorted(source)[:4]) or 'no tensors'}"
+    )
+
+
+# -- EAGLE-1 -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle1Entrance:
+    """z = fc [embed; f], read by an attention without a norm before it."""
+
+    fc: Linear
+
+    def __call__(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """See `heads.head.Entrance`."""
+        z = self.fc(torch.cat([embedded, feature], dim=1))  # [M, H]
+        return z, z.clone()
+
+
+def as_it_is(states: Tensor) -> Tensor:
+    """The fusion of a single state."""
+    return states
+
+
+def _read_eagle1(source: HeadSource, target: Decoder, kernels: Kernels) -> DraftHead:
+    raw = source.config
+    check_hidden_size(source, Fields(raw, {}), target)
+    reader = HeadReader.open(source, raw, HEAD_FIELDS, "layers.0", target, kernels)
+    size, rope = reader.hidden_size, reader.rope()
+    fc = reader.linear("fc", size, 2 * size)
+    layers = tuple(
+        reader.layer(f"layers.{index}", size, rope, "input_layernorm" if index else None)
+        for index in range(_num_layers(raw))
+    )
+    embedding = reader.embedding("embed_tokens")
+    own = source.has("lm_head.weight")
+    lm_head = reader.linear("lm_head", target.vocab_size, size) if own else target.parts.lm_head
+    reader.refuse_unread()
+    own_bytes = 0 if embedding is target.parts.embedding else embedding.nbytes
+    return DraftHead(
+        HeadParts(
+            embedding=embedding,
+            entrance=Eagle1Entrance(fc),
+            layers=layers,
+            exit=Exit(norm=None, lm_head=lm_head, vocabulary=None, feeds_normed=True),
+            fuse=as_it_is,
+            hidden_layers=(num_layers(target) + 1,),
+            masks_start=False,
+            kv_specs=reader.kv_specs(layers),
+            weight_bytes=num_bytes(layers, [fc, lm_head] if own else [fc], own_bytes),
+        )
+    )
+
+
+def _num_layers(raw: Mapping[str, Any]) -> int:
+    return Fields(raw, {}).integer("num_hidden_layers", default=1, maximum=MAX_LAYERS)
+
+
+# -- EAGLE-3 -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Entrance:
+    """The attention reads normed embedding and normed feature; the feature, normed or not, is the residual."""
+
+    input_norm: RMSNorm
+    hidden_norm: RMSNorm
+    norm_before_residual: bool
+
+    def __call__(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """See `heads.head.Entrance`."""
+        normed = self.hidden_norm(feature)  # [M, H]
+        both = torch.cat([self.input_norm(embedded), normed], dim=1)  # [M, 2 H]
+        return both, normed if self.norm_before_residual else feature.clone()
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Fusion:
+    """g = fc [low; mid; high], after norms over each of them (fc_norm) or over all (norm_before_fc), if any."""
+
+    fc: Linear
+    each: tuple[RMSNorm, ...]
+    over_all: RMSNorm | None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """See `heads.head.Fusion`."""
+        if self.each:
+            parts = states.chunk(len(self.each), dim=1)
+            states = torch.cat([norm(part.contiguous()) for norm, part in zip(self.each, parts, strict=True)], dim=1)
+        if self.over_all is not None:
+            states = self.over_all(states)
+        return self.fc(states)
+
+
+class _Eagle3:
+    """Reads one EAGLE-3 checkpoint, whose first layer lies below `prefix`."""
+
+    def __init__(self, source: HeadSource, target: Decoder, kernels: Kernels, prefix: str) -> None:
+        raw = source.config
+        section = raw.get(SECTION)
+        if section is not None and not isinstance(section, Mapping):
+            raise CheckpointError(f"{source.folder}: {SECTION} in config.json must be an object; copy the file again")
+        layers_raw = raw if section is None else section
+        self.source, self.target, self.prefix = source, target, prefix
+        self.fields = Fields({**layers_raw, **raw}, {})
+        self.num_layers = _num_layers(layers_raw)
+        check_hidden_size(source, self.fields, target)
+        self.reader = HeadReader.open(source, layers_raw, HEAD_FIELDS, prefix, target, kernels)
+
+    def read(self) -> DraftHead:
+        """The head."""
+        fusion, layers, outcome = self._fusion(), self._layers(), self._exit()
+        embedding = self.reader.embedding("embed_tokens")
+        entrance = Eagle3Entrance(
+            self._norm(f"{self.prefix}.input_layernorm"),
+            self._norm(f"{self.prefix}.hidden_norm"),
+            self.fields.flag("norm_before_residual"),
+        )
+        self.reader.refuse_unread(inert=INERT)
+        shared = self.target.parts
+        own = [fusion.fc, *([] if outcome.lm_head is shared.lm_head else [outcome.lm_head])]
+        own_bytes = 0 if embedding is shared.embedding else embedding.nbytes
+        return DraftHead(
+            HeadParts(
+                embedding=embedding,
+                entrance=entrance,
+                layers=layers,
+                exit=outcome,
+                fuse=fusion,
+                hidden_layers=self._hidden_layers(),
+                masks_start=False,
+                kv_specs=self.reader.kv_specs(layers),
+                weight_bytes=num_bytes(layers, own, own_bytes),
+            )
+        )
+
+    def _norm(self, name: str) -> RMSNorm:
+        return self.reader.builder.norm(name, self.reader.hidden_size)
+
+    def _fusion(self) -> Eagle3Fusion:
+        width, builder = self.target.hidden_size, self.reader.builder
+        each, over_all = self.fields.flag("fc_norm"), self.fields.flag("norm_before_fc")
+        return Eagle3Fusion(
+            fc=self.reader.linear("fc", self.reader.hidden_size, NUM_STATES * width),
+            each=tuple(builder.norm(f"fc_norm.{i}", width) for i in range(NUM_STATES)) if each else (),
+            over_all=builder.norm("input_norm", NUM_STATES * width) if over_all else None,
+        )
+
+    def _layers(self) -> tuple[HeadLayer, ...]:
+        reader, rope, size = self.reader, self.reader.rope(), self.reader.hidden_size
+        first = reader.layer(self.prefix, 2 * size, rope, None)
+        others = (reader.layer(f"layers.{i}", size, rope, "input_layernorm") for i in range(1, self.num_layers))
+        return (first, *others)
+
+    def _exit(self) -> Exit:
+        vocab_size = self.target.vocab_size
+        size = self.fields.integer("draft_vocab_size", default=vocab_size, maximum=MAX_SIZE)
+        if size > vocab_size:
+            raise CheckpointError(
+                f"{self.source.folder}: draft_vocab_size {size} is above the target's {vocab_size} tokens; the head "
+                "was trained for another target"
+            )
+        has_map = size < vocab_size or self.source.has("d2t")
+        return Exit(
+            norm=self._norm("norm"),
+            lm_head=self._lm_head(size),
+            vocabulary=read_vocabulary(self.source, size, vocab_size) if has_map else None,
+            feeds_normed=self.fields.flag("norm_output"),
+        )
+
+    def _lm_head(self, size: int) -> Linear:
+        if self.source.has("lm_head.weight") or size != self.target.vocab_size:
+            return self.reader.linear("lm_head", size, self.reader.hidden_size)
+        self.reader.must_be_as_wide_as_target("output layer", "lm_head.weight")
+        return self.target.parts.lm_head
+
+    def _hidden_layers(self) -> tuple[int, ...]:
+        """Which of the target's states are fused: index i is the output of layer i - 1.
+
+        `eagle_aux_hidden_state_layer_ids` counts so at the top level (speculators, vLLM), but inside `eagle_config`
+        (SpecForge, SGLang) it names layers, whose outputs have the next index.
+        """
+        nested = self.fields.get("eagle_config") or {}
+        if (
+            not isinstance(nested, Mapping)
+            or set(nested) - EAGLE_CONFIG
+            or not nested.get("use_aux_hidden_state", True)
+        ):
+            raise UnsupportedError(
+                f"{self.source.folder}: eagle_config in config.json is {str(nested)[:80]}; supported is an object of "
+                f"{', '.join(sorted(EAGLE_CONFIG))}, and only heads that use the three states"
+            )
+        name, total = "eagle_aux_hidden_state_layer_ids", num_layers(self.target)
+        if self.fields.given(name):
+            return self._checked(self.fields.get(name), 0)
+        if nested.get(name) is not None:
+            return self._checked(nested[name], 1)
+        return self._checked([2, total // 2, total - 3], 0)
+
+    def _checked(self, ids: Any, offset: int) -> tuple[int, ...]:
+        total = num_layers(self.target)
+        whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+        if not whole or len(ids) != NUM_STATES or len(set(ids)) < NUM_STATES or not _in_range(ids, offset, total):
+            raise UnsupportedError(
+                f"{self.source.folder}: the head reads the target's hidden states {ids} "
+                f"(eagle_aux_hidden_state_layer_ids), which must be {NUM_STATES} different numbers from {-offset} to "
+                f"{total - offset} for a target of {total} layers; give a head that was trained for this target"
+            )
+        return tuple(i + offset for i in ids)
+
+
+def _in_range(ids: Sequence[int], offset: int, total: int) -> bool:
+    return all(0 <= i + offset <= total for i in ids)

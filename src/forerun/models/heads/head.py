@@ -1,0 +1,135 @@
+"""DraftHead: a small decoder that reads a target's hidden states beside the tokens.
+
+Knows: the order of ops, of which only the entrance differs between EAGLE-1, EAGLE-3 and MTP. Does not know: files,
+layouts, requests, or which positions its rows stand for.
+
+A row is a token and a *feature*: the target's hidden state of the token before, or, while drafting, what the head
+itself put out there. It gives logits for the token after and the feature that a child's row is fed.
+Formulas: EAGLE-1 (arXiv 2401.15077), EAGLE-3 (2503.01840), DeepSeek-V3 section 2.2 (2412.19437).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.ops import LayerKV
+from forerun.layers.attention import Attention
+from forerun.layers.embedding import Embedding
+from forerun.layers.linear import Linear
+from forerun.layers.mla import LatentAttention
+from forerun.layers.norm import RMSNorm
+from forerun.models.base import LayerSpec
+from forerun.models.batch import ForwardBatch
+from forerun.models.decoder import FeedForward
+from forerun.models.heads.vocabulary import DraftVocabulary
+
+
+class Entrance(Protocol):
+    """How embedding and feature become the input of the first layer."""
+
+    def __call__(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """Both [M, H] -> what the first attention reads, and the residual stream [M, H], which may be written to."""
+
+
+class Fusion(Protocol):
+    """How hidden states of the target become a feature."""
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """states [M, sum of the widths] -> [M, H]."""
+
+
+class HeadOutput(NamedTuple):
+    """What a pass gives for each of R logit rows."""
+
+    logits: Tensor  # [R, V] float32, over the target's vocabulary; -inf for tokens the head does not know
+    features: Tensor  # [R, H] float32, what a child's row is fed
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayer:
+    """One decoder layer. The first layer has no norm of its own: the entrance stands in its place."""
+
+    norm: RMSNorm | None
+    attention: Attention | LatentAttention
+    mlp_norm: RMSNorm
+    mlp: FeedForward
+
+    def __call__(self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        """x, normalised, -> the layer's last addend [M, H]; residual [M, H] is added to in place."""
+        x = self.attention(x, kv, batch.positions, batch.slots, batch.rows)  # [M, H]
+        x = self.mlp_norm.add(x, residual)
+        return self.mlp(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """From the residual stream to logits and the next feature."""
+
+    norm: RMSNorm | None  # before the output layer; None: the feature itself is what it reads
+    lm_head: Linear
+    vocabulary: DraftVocabulary | None  # None: the output layer's rows are the target's tokens
+    feeds_normed: bool  # the next feature is the normed state
+
+    def __call__(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> HeadOutput:
+        """x [M, H] the last addend, residual [M, H] -> the output at the batch's logit rows."""
+        state = residual.index_select(0, batch.logit_rows)  # [R, H]
+        x = x.index_select(0, batch.logit_rows)
+        normed = self.norm.add(x, state) if self.norm is not None else state.add_(x)
+        logits = self.lm_head(normed)  # [R, draft vocabulary]
+        if self.vocabulary is not None:
+            logits = self.vocabulary.widen(logits)
+        return HeadOutput(logits, normed if self.feeds_normed else state)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadParts:
+    """Everything a head is made of."""
+
+    embedding: Embedding
+    entrance: Entrance
+    layers: tuple[HeadLayer, ...]
+    exit: Exit
+    fuse: Fusion
+    hidden_layers: tuple[int, ...]  # of the target, in the order their states are laid side by side
+    masks_start: bool  # embeddings at position 0 are zero
+    kv_specs: tuple[LayerSpec, ...]
+    weight_bytes: int  # of tensors it does not share with the target
+
+
+class DraftHead:
+    """A head over the target's pool, under the target's own block tables."""
+
+    def __init__(self, parts: HeadParts) -> None:
+        self.parts = parts
+        self.hidden_layers = parts.hidden_layers
+        self.kv_specs = parts.kv_specs
+        self.weight_bytes = parts.weight_bytes
+
+    @property
+    def sees_slot_zero(self) -> bool:
+        """Whether the attention counts the slot of the first token, which has no state before it."""
+        return any(layer.attention.shape.window >= 0 for layer in self.parts.layers)
+
+    @torch.no_grad()
+    def fuse(self, states: Tensor) -> Tensor:
+        """Hidden states [M, sum of the widths] of the target -> features [M, H]."""
+        return self.parts.fuse(states)
+
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch, features: Tensor, kvs: Sequence[LayerKV]) -> HeadOutput | None:
+        """Compute every row of `batch` with its feature of [M, H], writing KV; None if nobody wants logits."""
+        parts = self.parts
+        assert len(kvs) == len(parts.layers) and features.shape[0] == batch.num_rows
+        embedded = parts.embedding(batch.token_ids)  # [M, H]
+        if parts.masks_start:
+            embedded = embedded.masked_fill(batch.positions[:, None] == 0, 0.0)
+        x, residual = parts.entrance(embedded, features)
+        for layer, kv in zip(parts.layers, kvs, strict=True):
+            x = x if layer.norm is None else layer.norm.add(x, residual)
+            x = layer(x, residual, batch, kv)
+        return parts.exit(x, residual, batch) if len(batch.logit_rows) else None

@@ -1,0 +1,176 @@
+"""MTP modules: DeepSeek-V3's, stored behind the layers of the target, and MiMo's, stored apart.
+
+Knows: their tensor names, the order of concatenation, which state of the target they read and what they are fed when
+one module drafts several tokens. Does not know: how drafts grow.
+
+DeepSeek    h' = eh_proj [enorm embed(x); hnorm h]; a layer of the target's kind; logits = shared_head. Stored as
+            `model.layers.{num_hidden_layers}`. The embedding at position 0 is zero. h is the state after the final
+            norm and shared_head.norm(y) is fed back, as engines that measured it do (vLLM 45895, ROCm/ATOM 1764).
+MiMo        h' = input_proj [hidden_layernorm h; token_layernorm embed(x)], the other way round; a Llama-like layer;
+            logits = the target's lm_head of final_layernorm(y). Stored as `model.mtp_layers.0`. h is the state before
+            the final norm and y is fed back.
+Sources: DeepSeek-V3 (2412.19437) and its README_WEIGHTS.md; vLLM models/deepseek_mtp.py, mimo.py and mimo_mtp.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from forerun.errors import UnsupportedError
+from forerun.kernels.ops import Kernels
+from forerun.layers.embedding import Embedding
+from forerun.layers.linear import Linear
+from forerun.layers.norm import RMSNorm
+from forerun.models.build import Builder
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import Decoder
+from forerun.models.families import FAMILIES
+from forerun.models.fields import Fields, words
+from forerun.models.heads.eagle import as_it_is
+from forerun.models.heads.head import DraftHead, Exit, HeadLayer, HeadParts
+from forerun.models.heads.reading import SKIP_SLOT_ZERO, HeadReader, check_hidden_size, num_bytes, num_layers
+from forerun.models.heads.source import HeadSource
+
+MIMO = "model.mtp_layers"
+MTP_FIELDS = words("num_nextn_predict_layers num_mtp_layers target_hidden_size")
+
+
+@dataclass(frozen=True, slots=True)
+class MtpEntrance:
+    """Normed embedding and normed state, side by side, through one matrix; then the layer's first norm."""
+
+    token_norm: RMSNorm
+    state_norm: RMSNorm
+    projection: Linear
+    attention_norm: RMSNorm
+    state_first: bool
+
+    def __call__(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """See `heads.head.Entrance`."""
+        token, state = self.token_norm(embedded), self.state_norm(feature)
+        pair = [state, token] if self.state_first else [token, state]
+        residual = self.projection(torch.cat(pair, dim=1))  # [M, H]
+        return self.attention_norm(residual), residual
+
+
+def read_mtp(source: HeadSource, target: Decoder, kernels: Kernels) -> DraftHead:
+    """The MTP module of a folder, the target's own or another; raises ModelErrors that say what does not fit."""
+    deepseek = f"model.layers.{num_layers(target)}"
+    if source.has(f"{deepseek}.eh_proj.weight"):
+        return _DeepSeek(source, target, kernels, deepseek).read()
+    if source.has(f"{MIMO}.0.input_proj.weight"):
+        return _read_mimo(source, target, kernels)
+    raise UnsupportedError(
+        f"{source.folder} has no MTP module for this target: neither {deepseek}.eh_proj.weight (DeepSeek) nor "
+        f"{MIMO}.0.input_proj.weight (MiMo); give the folder of a module with --draft-model, or choose another drafter"
+    )
+
+
+# -- MiMo ----------------------------------------------------------------------------------------------------------
+
+
+def _read_mimo(source: HeadSource, target: Decoder, kernels: Kernels) -> DraftHead:
+    raw, prefix = source.config, f"{MIMO}.0"
+    _refuse_several(source, f"{MIMO}.1.")
+    check_hidden_size(source, Fields(raw, {}), target)
+    family = FAMILIES.get(str(raw.get("model_type")))
+    known = MTP_FIELDS | (family.fields if family is not None else frozenset())
+    reader = HeadReader.open(source, raw, known, prefix, target, kernels)
+    builder, size = reader.builder, reader.hidden_size
+    layer = reader.layer(prefix, size, reader.rope(), None)
+    entrance = MtpEntrance(
+        token_norm=builder.norm(f"{prefix}.token_layernorm", size),
+        state_norm=builder.norm(f"{prefix}.hidden_layernorm", size),
+        projection=reader.linear(f"{prefix}.input_proj", size, 2 * size),
+        attention_norm=builder.norm(f"{prefix}.input_layernorm", size),
+        state_first=True,
+    )
+    norm = builder.norm(f"{prefix}.final_layernorm", size)
+    reader.refuse_unread(own=f"{MIMO}.")
+    return DraftHead(
+        HeadParts(
+            embedding=target.parts.embedding,
+            entrance=entrance,
+            layers=(layer,),
+            exit=Exit(norm=norm, lm_head=target.parts.lm_head, vocabulary=None, feeds_normed=False),
+            fuse=as_it_is,
+            hidden_layers=(num_layers(target),),
+            masks_start=False,
+            kv_specs=reader.kv_specs([layer]),
+            weight_bytes=num_bytes([layer], [entrance.projection], 0),
+        )
+    )
+
+
+def _refuse_several(source: HeadSource, prefix: str) -> None:
+    """One module drafts all tokens; a checkpoint with several was trained to use each for one."""
+    if any(name.startswith(prefix) for name in source):
+        raise UnsupportedError(
+            f"{source.folder} has several MTP modules ({prefix}*); supported is one, which drafts several tokens"
+        )
+
+
+# -- DeepSeek ------------------------------------------------------------------------------------------------------
+
+
+class _DeepSeek:
+    """Reads the module below `prefix`, whose layer is of the target's own family."""
+
+    def __init__(self, source: HeadSource, target: Decoder, kernels: Kernels, prefix: str) -> None:
+        raw = source.config
+        _refuse_several(source, f"model.layers.{num_layers(target) + 1}.")
+        check_hidden_size(source, Fields(raw, {}), target)
+        family = FAMILIES.get(str(raw.get("model_type")))
+        if family is None:
+            raise UnsupportedError(
+                f"{source.folder}: config.json names model_type {raw.get('model_type')!r}; an MTP module stored behind "
+                f"the target's layers is supported for {', '.join(FAMILIES)}"
+            )
+        config = ModelConfig.read(raw, family)
+        self.source, self.target, self.prefix = source, target, prefix
+        self.builder = Builder(config, family, source, kernels, None, target.max_position)
+        self.reader = HeadReader(source, target, self.builder, config)
+
+    def read(self) -> DraftHead:
+        """The module."""
+        built = self.builder.layer(num_layers(self.target))
+        if not built.attention.is_latent and built.attention.shape.window == 0:
+            built.attention.shape = replace(built.attention.shape, window=SKIP_SLOT_ZERO)
+        layer = HeadLayer(None, built.attention, built.mlp_norm, built.mlp)
+        size, shared = self.target.hidden_size, self.target.parts
+        entrance = MtpEntrance(
+            token_norm=self.builder.norm(f"{self.prefix}.enorm", size),
+            state_norm=self.builder.norm(f"{self.prefix}.hnorm", size),
+            projection=self.reader.linear(f"{self.prefix}.eh_proj", size, 2 * size),
+            attention_norm=built.attention_norm,
+            state_first=False,
+        )
+        embedding, lm_head = self._embedding(), self._lm_head()
+        norm = self.builder.norm(f"{self.prefix}.shared_head.norm", size)
+        self.reader.refuse_unread(own=f"{self.prefix}.")
+        own = [entrance.projection, *([] if lm_head is shared.lm_head else [lm_head])]
+        return DraftHead(
+            HeadParts(
+                embedding=embedding,
+                entrance=entrance,
+                layers=(layer,),
+                exit=Exit(norm=norm, lm_head=lm_head, vocabulary=None, feeds_normed=True),
+                fuse=as_it_is,
+                hidden_layers=(num_layers(self.target) + 1,),
+                masks_start=True,
+                kv_specs=self.reader.kv_specs([layer]),
+                weight_bytes=num_bytes([layer], own, 0 if embedding is shared.embedding else embedding.nbytes),
+            )
+        )
+
+    def _embedding(self) -> Embedding:
+        return self.reader.embedding(f"{self.prefix}.embed_tokens")
+
+    def _lm_head(self) -> Linear:
+        module = f"{self.prefix}.shared_head.head"
+        if not self.source.has(f"{module}.weight"):
+            return self.target.parts.lm_head
+        return self.reader.linear(module, self.target.vocab_size, self.target.hidden_size)

@@ -1,0 +1,225 @@
+"""The application: which path does what.
+
+Knows: routes, and how errors become answers. Does not know: how answers are made, nor the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from threading import Thread
+from time import time
+from typing import Any, Protocol
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from forerun import __version__
+from forerun.engine.outputs import RequestGroup
+from forerun.errors import ForerunError
+from forerun.llm import LLM
+from forerun.server import metrics
+from forerun.server.chat import ChatJob
+from forerun.server.completions import CompletionJob
+from forerun.server.context import ServerContext
+from forerun.server.conversation import render
+from forerun.server.errors import ApiError, as_api_error, validation_error
+from forerun.server.gate import Gate
+from forerun.server.generation import EventStream, Generation, unless_gone
+from forerun.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from forerun.server.service import EngineService
+from forerun.server.settings import ServerSettings
+
+log = logging.getLogger("forerun.server")
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text}
+    for status, text in {
+        400: "The request is wrong; the error names the field.",
+        401: "An API key is needed.",
+        404: "There is no such model.",
+        408: "The body did not arrive in time.",
+        413: "The body is too large.",
+        422: "Not used; wrong fields are 400.",
+        429: "The queue is full; Retry-After says when to come again.",
+        503: "The engine does not work.",
+        504: "The request took longer than its timeout.",
+    }.items()
+}
+
+
+class _CheckedRequest(Request):
+    """A request whose body is UTF-8 and JSON without half characters, or an ApiError."""
+
+    async def json(self) -> Any:
+        """The parsed body."""
+        raw = await self.body()
+        try:
+            value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        except (UnicodeDecodeError, UnicodeEncodeError) as error:
+            raise ApiError(400, f"the body is not UTF-8 text: {error.reason}", code="invalid_utf8") from error
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+        return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+class _CheckedRoute(APIRoute):
+    """Reads bodies through _CheckedRequest."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """The handler, given checked requests."""
+        handler = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            return await handler(_CheckedRequest(request.scope, request.receive))
+
+        return checked
+
+
+class Job(Protocol):
+    """A checked request that knows how to answer."""
+
+    groups: list[RequestGroup]
+    constrained: bool
+
+    async def whole(self, generation: Generation) -> dict[str, Any]:
+        """The answer in one piece."""
+
+    def chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer in pieces."""
+
+
+def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
+    """The application that serves `llm`; its lifespan starts and stops the engine's thread."""
+    service, context = EngineService(llm, settings), ServerContext(llm, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        if settings.warm_grammars:
+            Thread(target=_warm, args=(context,), name="forerun-grammars", daemon=True).start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(service.stop)
+            await asyncio.to_thread(context.grammars.close)
+
+    app = FastAPI(title="forerun", version=__version__, lifespan=lifespan, separate_input_output_schemas=False)
+    app.state.service, app.state.context = service, context
+    app.include_router(_router(service, context))
+    for kind in (ForerunError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, _answer_error)
+    paths = frozenset(path for path in (*app.openapi()["paths"], "/docs", "/openapi.json"))
+    app.add_middleware(Gate, settings=settings, metrics=service.metrics, paths=paths)
+    return app
+
+
+def _warm(context: ServerContext) -> None:
+    try:
+        context.grammars.start()
+    except ApiError as error:
+        log.warning("no structured output: %s", error.message)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    match error:
+        case RequestValidationError():
+            return validation_error(error).response()
+        case ApiError():
+            return error.response()
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+    return as_api_error(error).response()
+
+
+def _router(service: EngineService, context: ServerContext) -> APIRouter:
+    router = APIRouter(route_class=_CheckedRoute, responses=_ERRORS)
+    _add_generating(router, service, context)
+    _add_texts(router, context)
+    _add_status(router, service, context)
+    return router
+
+
+def _add_generating(router: APIRouter, service: EngineService, context: ServerContext) -> None:
+    async def answer(request: Request, make: Callable[[], Job], stream: bool | None) -> Response:
+        service.check_room(1)
+        job = await asyncio.to_thread(make)
+        generation = Generation(service, job.groups, job.constrained)
+        if stream:
+            return EventStream(job.chunks(generation))
+        return JSONResponse(await unless_gone(request, job.whole(generation)))
+
+    @router.post("/v1/chat/completions", response_class=JSONResponse)
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Answer a conversation."""
+        context.check_model(body.model)
+        return await answer(request, lambda: ChatJob(context, body), body.stream)
+
+    @router.post("/v1/completions", response_class=JSONResponse)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Complete texts."""
+        context.check_model(body.model)
+        return await answer(request, lambda: CompletionJob(context, body), body.stream)
+
+
+def _add_texts(router: APIRouter, context: ServerContext) -> None:
+    @router.post("/tokenize", response_class=JSONResponse)
+    def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        """Token ids of a text or of a conversation."""
+        context.check_model(body.model)
+        tokens = _tokens(context, body)
+        names = {"token_strs": [context.tokenizer.token_text(t) for t in tokens]} if body.return_token_strs else {}
+        return {"count": len(tokens), "max_model_len": context.llm.max_model_len, "tokens": tokens, **names}
+
+    @router.post("/detokenize", response_class=JSONResponse)
+    def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        """The text of token ids."""
+        context.check_model(body.model)
+        strange = next((t for t in body.tokens if not 0 <= t < context.llm.loaded.model.vocab_size), None)
+        if strange is not None:
+            known = f"the model knows 0 to {context.llm.loaded.model.vocab_size - 1}"
+            raise ApiError(400, f"there is no token {strange}; {known}", param="tokens")
+        return {"prompt": context.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+def _tokens(context: ServerContext, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+    if body.prompt is not None:
+        return context.tokenizer.encode(body.prompt, body.add_special_tokens)
+    chat = ChatBody(messages=body.messages or [], add_generation_prompt=body.add_generation_prompt)
+    return context.tokenizer.encode(render(context.tokenizer, chat, []), add_special_tokens=False)
+
+
+def _add_status(router: APIRouter, service: EngineService, context: ServerContext) -> None:
+    started = int(time())
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The served model, by all its names."""
+        entry = {"object": "model", "created": started, "owned_by": "forerun", "root": context.llm.config.model}
+        listed = [{"id": name, **entry, "max_model_len": context.llm.max_model_len}
+                  for name in context.settings.served_names]  # fmt: skip
+        return {"object": "list", "data": listed}
+
+    @router.get("/health")
+    async def health() -> Response:
+        """Whether requests can be answered."""
+        load = service.load()
+        body = {"status": "ok" if load.healthy else "failed", "running": load.num_running, "waiting": load.num_waiting}
+        return JSONResponse(body, 200 if load.healthy else 503)
+
+    @router.get("/metrics")
+    async def prometheus() -> Response:
+        """Figures for Prometheus."""
+        return Response(await asyncio.to_thread(service.metrics.text), media_type=metrics.CONTENT_TYPE)

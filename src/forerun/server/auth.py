@@ -1,0 +1,32 @@
+"""Who may ask: bearer keys, compared in constant time.
+
+Knows: the Authorization header. Does not know: routes.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from forerun.server.errors import ApiError
+
+
+class KeyCheck:
+    """Refuses requests without one of the keys; with no keys everyone may ask."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    def __call__(self, authorization: str | None) -> None:
+        """Raise ApiError 401 unless the header is `Bearer KEY` with a known key."""
+        if not self._keys:
+            return
+        scheme, _, given = (authorization or "").partition(" ")
+        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]  # all, always
+        if scheme.lower() != "bearer" or not any(matches):
+            raise ApiError(
+                401,
+                "an API key is needed: send the header `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )

@@ -1,0 +1,271 @@
+"""POST /v1/chat/completions: from a request to prompts, from deltas to answers.
+
+Knows: OpenAI's chat answers, whole and streamed. Does not know: the engine, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.core import GrammarMask, SamplingParams
+from forerun.server.answers import Account, chat_logprob, head
+from forerun.server.context import ServerContext
+from forerun.server.conversation import render
+from forerun.server.errors import ApiError
+from forerun.server.generation import Event, Generation
+from forerun.server.params import check_fields, engine_options, sampling_params
+from forerun.server.reasoning import ReasoningSplitter, may_think, starts_inside
+from forerun.server.schema import ChatBody, NamedToolChoice, Tool
+from forerun.server.service import Delta
+from forerun.server.structured import AfterToken, GrammarSpec, grammar_spec, json_spec
+from forerun.server.tools import (
+    MARKED_BY_SPECIAL_TOKENS,
+    STYLES,
+    Call,
+    ForcedArguments,
+    ForcedCalls,
+    NoCalls,
+    ToolParser,
+    call_id,
+    calls_schema,
+)
+
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One sample's answer as it grows."""
+
+    index: int
+    splitter: ReasoningSplitter | None
+    parser: ToolParser
+    style: str
+    only_one_call: bool
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def take(self, delta: Delta) -> dict[str, Any]:
+        """Read new text -> what is new of the message, as a stream's delta says it."""
+        reasoning, content = self._split(delta.text) if delta.text else ("", "")
+        parsed = self.parser.feed(content)
+        content, calls = parsed.content, list(parsed.calls)
+        if delta.finish_reason is not None:
+            more_reasoning, rest = self.splitter.finish() if self.splitter else ("", "")
+            for last in (self.parser.feed(rest), self.parser.finish()):
+                content, calls = content + last.content, calls + list(last.calls)
+            reasoning += more_reasoning
+        new = self._add(reasoning, content, calls)
+        if delta.finish_reason is not None:
+            ended_well = self.calls and delta.finish_reason == "stop"
+            self.finish_reason = "tool_calls" if ended_well else delta.finish_reason
+        return new
+
+    def _split(self, text: str) -> tuple[str, str]:
+        return self.splitter.feed(text) if self.splitter else ("", text)
+
+    def _add(self, reasoning: str, content: str, calls: list[Call]) -> dict[str, Any]:
+        if self.only_one_call:
+            calls = calls[: max(0, 1 - len(self.calls))]
+        made = [self._call(call, len(self.calls) + i) for i, call in enumerate(calls)]
+        self.content += content
+        self.reasoning += reasoning
+        self.calls += made
+        new = {"reasoning_content": reasoning, "content": content, "tool_calls": made}
+        return {name: value for name, value in new.items() if value}
+
+    def _call(self, call: Call, index: int) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": index, "id": call_id(self.style), "type": "function", "function": function}
+
+    def message(self) -> dict[str, Any]:
+        """The whole message."""
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in self.calls]
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if calls else "")}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+
+class ChatJob:
+    """One chat request, checked: what to generate, and how to answer."""
+
+    def __init__(self, context: ServerContext, body: ChatBody) -> None:
+        """Raises ApiError or PromptError for whatever is wrong with the request. Takes a while: not for event loops."""
+        check_fields(body)
+        self._context = context
+        self._body = body
+        self._tools = _usable_tools(body)
+        text = render(context.tokenizer, body, self._tools)
+        self._splitter = _splitter(context, text)
+        params = self._params(text)
+        token_ids = context.tokenizer.encode(text, add_special_tokens=False)
+        context.check_prompt(token_ids)
+        context.check_samples(params.n)
+        options = engine_options(body, context.drafter, context.settings.timeout_s)
+        self.constrained = context.is_constrained(params)
+        self.groups = [context.llm.prepare(token_ids, params, **options)]
+        self._choices = [self._choice(i) for i in range(params.n)]
+        self._account = Account(1)
+
+    # -- what to generate ---------------------------------------------------------------------------------------
+
+    def _params(self, prompt: str) -> SamplingParams:
+        body = self._body
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise ApiError(400, f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs")
+        if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+            raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens")
+        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        others: dict[str, Any] = {"max_tokens": limit, "grammar": self._grammar(prompt)}
+        if body.logprobs:
+            others["logprobs"] = body.top_logprobs or 0
+        if self._reads_calls and self._style in MARKED_BY_SPECIAL_TOKENS and body.skip_special_tokens is None:
+            others["skip_special_tokens"] = False
+        return sampling_params(body, **others)
+
+    def _grammar(self, prompt: str) -> GrammarMask | None:
+        asked, forced = grammar_spec(self._body), self._forced_spec()
+        if asked is not None and forced is not None:
+            raise ApiError(
+                400, "tool_choice and structured output both say what to write: give one", param="tool_choice"
+            )
+        spec = forced or asked
+        if spec is None:
+            return None
+        mask: GrammarMask = self._context.grammars.mask(spec)
+        end = self._context.tokenizer.token_id(self._splitter.end) if self._splitter else None
+        return mask if end is None else AfterToken(mask, end)
+
+    def _forced_spec(self) -> GrammarSpec | None:
+        choice = self._body.tool_choice
+        if isinstance(choice, NamedToolChoice):
+            parameters = _find(self._tools, choice.function.name).function.parameters
+            return json_spec("tools", parameters or {"type": "object"})
+        if choice != "required":
+            return None
+        functions = [(tool.function.name, tool.function.parameters) for tool in self._tools]
+        return json_spec("tools", calls_schema(functions, 1 if self._body.parallel_tool_calls is False else None))
+
+    @property
+    def _style(self) -> str:
+        return self._context.tool_style
+
+    @property
+    def _reads_calls(self) -> bool:
+        """Calls are to be found in the model's own text."""
+        return bool(self._tools) and self._body.tool_choice in (None, "auto")
+
+    def _choice(self, index: int) -> _Choice:
+        splitter = self._splitter
+        own = splitter and ReasoningSplitter(splitter.start, splitter.end, splitter.inside)
+        only_one = self._body.parallel_tool_calls is False
+        return _Choice(index, own, self._parser(), self._style, only_one)
+
+    def _parser(self) -> ToolParser:
+        choice = self._body.tool_choice
+        if isinstance(choice, NamedToolChoice):
+            return ForcedArguments(choice.function.name)
+        if choice == "required":
+            return ForcedCalls()
+        return STYLES[self._style]() if self._reads_calls else NoCalls()
+
+    # -- how to answer ------------------------------------------------------------------------------------------
+
+    async def whole(self, generation: Generation) -> dict[str, Any]:
+        """The answer in one piece."""
+        async for event in generation.events():
+            self._take(event)
+        choices = [self._whole_choice(choice) for choice in self._choices]
+        first = head("chat.completion", "chatcmpl", self._context.model_name)
+        return {**first, "choices": choices, "usage": self._account.usage(), "forerun": self._account.forerun()}
+
+    def _take(self, event: Event) -> tuple[_Choice, dict[str, Any], list[dict[str, Any]]]:
+        """-> the choice, what is new of its message, and of its log-probabilities."""
+        delta = event.delta
+        choice = self._choices[delta.index]
+        self._account.add(0, delta)
+        logprobs = [chat_logprob(self._context.tokenizer, entry) for entry in delta.logprobs]
+        choice.logprobs += logprobs
+        new = choice.take(delta)
+        choice.stop_reason = self._context.stop_reason(delta)
+        if self._body.include_reasoning is False:
+            choice.reasoning = ""
+            new.pop("reasoning_content", None)
+        return choice, new, logprobs
+
+    def _whole_choice(self, choice: _Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "message": choice.message(),
+            "logprobs": {"content": choice.logprobs} if self._body.logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    async def chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer in pieces."""
+        first = head("chat.completion.chunk", "chatcmpl", self._context.model_name)
+        for choice in self._choices:
+            yield {**first, "choices": [_chunk_choice(choice.index, {"role": "assistant", "content": ""})]}
+        events = generation.events()
+        try:
+            async for event in events:
+                choice, new, logprobs = self._take(event)
+                if new or logprobs or choice.finish_reason:
+                    yield {**first, "choices": [self._chunk(choice, new, logprobs)]}
+        finally:
+            await events.aclose()
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield {**first, "choices": [], "usage": self._account.usage(), "forerun": self._account.forerun()}
+
+    def _chunk(self, choice: _Choice, new: dict[str, Any], logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        made = _chunk_choice(choice.index, new, choice.finish_reason)
+        if self._body.logprobs:
+            made["logprobs"] = {"content": logprobs}
+        if choice.finish_reason is not None:
+            made["stop_reason"] = choice.stop_reason
+        return made
+
+
+def _chunk_choice(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _usable_tools(body: ChatBody) -> list[Tool]:
+    """The tools the model is told of. Raises ApiError 400 if tool_choice does not fit them."""
+    choice, tools = body.tool_choice, body.tools or []
+    if choice not in (None, "none", "auto") and not tools:
+        raise ApiError(400, "tool_choice was given without tools: list the tools", param="tool_choice")
+    if isinstance(choice, NamedToolChoice):
+        _find(tools, choice.function.name)
+    names = [tool.function.name for tool in tools]
+    if len(names) != len(set(names)):
+        raise ApiError(400, "two tools have the same name: names must differ", param="tools")
+    return [] if choice == "none" else tools
+
+
+def _find(tools: list[Tool], name: str) -> Tool:
+    found = next((tool for tool in tools if tool.function.name == name), None)
+    if found is None:
+        listed = ", ".join(tool.function.name for tool in tools) or "none"
+        raise ApiError(400, f"tool_choice names {name[:64]!r}; the tools are {listed}", param="tool_choice")
+    return found
+
+
+def _splitter(context: ServerContext, prompt: str) -> ReasoningSplitter | None:
+    """The splitter an answer to this prompt needs; each sample gets a copy."""
+    marks = context.reasoning_marks
+    if marks is None or not may_think(prompt, marks):
+        return None
+    return ReasoningSplitter(*marks, inside=starts_inside(prompt, marks))

@@ -1,0 +1,84 @@
+"""What all endpoints of one server share: the model, its names and limits, its styles of reasoning and calling tools.
+
+Knows: how these are found. Does not know: requests in flight, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun.config import DrafterConfig
+from forerun.core import SamplingParams
+from forerun.llm import LLM
+from forerun.server.errors import ApiError
+from forerun.server.reasoning import reasoning_style
+from forerun.server.service import Delta
+from forerun.server.settings import ServerSettings
+from forerun.server.structured import GrammarCompiler
+from forerun.server.tools import tool_style
+from forerun.weights.tokenizer import Tokenizer
+
+
+class ServerContext:
+    """One served model. Raises ConfigError for an unknown parser."""
+
+    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+        self.llm = llm
+        self.settings = settings
+        template = llm.tokenizer.chat_template
+        self.tool_style = tool_style(settings.tool_parser, template)
+        self.reasoning_marks = reasoning_style(settings.reasoning_parser, template)
+        self.grammars = GrammarCompiler(llm.tokenizer, llm.loaded.model.vocab_size, settings.grammar_timeout_s)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.llm.tokenizer
+
+    @property
+    def drafter(self) -> DrafterConfig:
+        """Who drafts here."""
+        return self.llm.config.drafter
+
+    @property
+    def model_name(self) -> str:
+        """The name answers carry."""
+        return self.settings.served_names[0]
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt, leaving room for one token."""
+        most = self.llm.max_model_len - 1
+        return min(most, self.settings.max_prompt_tokens or most)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 for a model that is not served here."""
+        if name is not None and name not in self.settings.served_names:
+            listed = ", ".join(self.settings.served_names)
+            raise ApiError(404, f"there is no model {name[:100]!r} here; there is {listed}", param="model",
+                           code="model_not_found")  # fmt: skip
+
+    def check_prompt(self, token_ids: Sequence[int]) -> None:
+        """Raise ApiError 400 for a prompt that is too long."""
+        if len(token_ids) > self.max_prompt_tokens:
+            raise ApiError(
+                400,
+                f"the prompt has {len(token_ids)} tokens; the most is {self.max_prompt_tokens} (the context holds "
+                f"{self.llm.max_model_len} with the answer): shorten it",
+                code="context_length_exceeded",
+            )
+
+    def check_samples(self, num_samples: int) -> None:
+        """Raise ApiError 400 for more samples than one request may ask for."""
+        if num_samples > self.settings.max_samples:
+            raise ApiError(
+                400, f"{num_samples} samples in one request; the most is {self.settings.max_samples}", param="n"
+            )
+
+    def stop_reason(self, delta: Delta) -> int | str | None:
+        """What of the request's own stops ended a sample; None for the model's own end."""
+        return None if delta.stop_reason in self.tokenizer.eos_token_ids else delta.stop_reason
+
+    def is_constrained(self, params: SamplingParams) -> bool:
+        """The request itself may leave no token to choose."""
+        return bool(params.grammar or params.allowed_token_ids or params.bad_words or params.min_tokens)

@@ -1,0 +1,84 @@
+"""Errors as OpenAI's clients expect them: a status, and a body that says what is wrong with which field.
+
+Knows: statuses, error bodies, which status each exception of forerun deserves. Does not know: requests or engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import HTTPException
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from forerun.errors import ConfigError, DeadlineError, ForerunError, LogitsError, QueueFullError, RequestError
+
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 408: "timeout_error",
+         413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
+         504: "timeout_error"}  # fmt: skip
+MAX_SHOWN = 200  # characters of a value repeated in a message
+
+
+class ApiError(HTTPException):
+    """One request ends with this status; `param` names the field at fault, `code` is for programs."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(status, message, dict(headers or {}))
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """The error object of OpenAI's API."""
+        kind = TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The answer to send."""
+        return JSONResponse(self.body(), self.status_code, headers=dict(self.headers or {}))
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """A field that is known but not served here."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def as_api_error(error: Exception, constrained: bool = False) -> ApiError:
+    """What a client is told of `error`; `constrained`: the request itself limits which tokens may come."""
+    match error:
+        case ApiError():
+            return error
+        case LogitsError() if constrained:
+            return ApiError(400, str(error), code="no_token_possible")
+        case LogitsError():
+            return ApiError(500, str(error), code="bad_logits")
+        case DeadlineError():
+            return ApiError(504, str(error), code="deadline_exceeded")
+        case QueueFullError():
+            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+        case RequestError():
+            return ApiError(400, str(error), code="invalid_prompt")
+        case ConfigError():
+            return ApiError(400, str(error), code="invalid_value")
+        case ForerunError():
+            return ApiError(500, str(error))
+    return ApiError(500, "the server failed while working on this request; its log says why", code="internal_error")
+
+
+def validation_error(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, and where."""
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"] if part != "body")
+    field = str(next((part for part in first["loc"] if part != "body"), "")) or None
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown field {path!r}: leave it out", param=path, code="unknown_parameter")
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}", code="invalid_json")
+    shown = repr(first.get("input"))
+    shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
+    where = f"{path}: " if path else "the body must be a JSON object with Content-Type application/json: "
+    return ApiError(400, f"{where}{first['msg']}; got {shown}", param=field, code="invalid_type")

@@ -1,0 +1,131 @@
+"""What every HTTP request passes before its endpoint: an id, a key, limits on its body, a line in the log, a count.
+
+Knows: ASGI messages. Does not know: endpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun.server.auth import KeyCheck
+from forerun.server.errors import ApiError, as_api_error
+from forerun.server.metrics import Metrics
+from forerun.server.settings import ServerSettings
+
+OPEN_PATHS = ("/health",)  # asked for by load balancers, which have no key
+ID_HEADER = "X-Request-Id"
+_ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
+
+log = logging.getLogger("forerun.server")
+
+
+class Gate:
+    """ASGI middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, paths: frozenset[str]) -> None:
+        """`paths`: the known ones, which metrics may name."""
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+        self._paths = paths
+        self._check_key = KeyCheck(settings.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection's request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        passage = _Passage(scope, receive, send, self._settings)
+        try:
+            if scope["path"] not in self._paths:
+                raise ApiError(404, f"there is no {scope['path'][:200]} here; see /docs", code="not_found")
+            if scope["path"] not in OPEN_PATHS:
+                self._check_key(passage.headers.get("authorization"))
+            passage.check_length()
+            await self._app(scope, passage.receive, passage.send)
+        except Exception as error:
+            await self._answer_error(passage, error)
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.http.labels(path, str(passage.status)).inc()
+            log.info("request", extra=passage.summary())
+
+    async def _answer_error(self, passage: _Passage, error: Exception) -> None:
+        if not isinstance(error, ApiError):
+            log.exception("request failed", extra={"request_id": passage.request_id})
+        if passage.status == 0:
+            await as_api_error(error).response()(passage.scope, passage.receive, passage.send)
+
+
+class _Passage:
+    """One request on its way through: counts its body, marks its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: ServerSettings) -> None:
+        self.scope = scope
+        self.headers = Headers(scope=scope)
+        self.status = 0  # of the answer, once it has begun
+        self._receive = receive
+        self._send = send
+        self._settings = settings
+        self._started = perf_counter()
+        self._num_bytes = 0
+        self._complete = False
+        given = self.headers.get(ID_HEADER, "")
+        self.request_id = given if _ID.match(given) else uuid4().hex
+        scope.setdefault("state", {})["request_id"] = self.request_id
+
+    def check_length(self) -> None:
+        """Raise ApiError 413 for a body that says it is too large."""
+        length = self.headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self._settings.max_body_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        most = self._settings.max_body_bytes
+        return ApiError(
+            413, f"the body is larger than {most} bytes", code="body_too_large", headers={"Connection": "close"}
+        )
+
+    async def receive(self) -> Message:
+        """The next message; raises ApiError if the body is too large or too slow."""
+        if self._complete:
+            return await self._receive()  # the client's farewell, whenever it comes
+        left_s = self._settings.body_timeout_s - (perf_counter() - self._started)
+        try:
+            message = await asyncio.wait_for(self._receive(), max(left_s, 0.001))
+        except TimeoutError:
+            raise ApiError(408, "the body did not arrive in time", headers={"Connection": "close"}) from None
+        if message["type"] == "http.request":
+            self._num_bytes += len(message.get("body", b""))
+            self._complete = not message.get("more_body", False)
+        if self._num_bytes > self._settings.max_body_bytes:
+            raise self._too_large()
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on, the first with the request's id."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)[ID_HEADER] = self.request_id
+        await self._send(message)
+
+    def summary(self) -> dict[str, Any]:
+        """What the log says of it."""
+        client = self.scope.get("client")
+        return {
+            "request_id": self.request_id,
+            "method": self.scope["method"],
+            "path": self.scope["path"][:200],
+            "status": self.status,
+            "duration_s": round(perf_counter() - self._started, 6),
+            "body_bytes": self._num_bytes,
+            "client": client[0] if client else None,
+        }

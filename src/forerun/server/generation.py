@@ -1,0 +1,145 @@
+"""One HTTP request's way through the engine: its prompts become streams, its streams events.
+
+Knows: several prompts at once, clients that go away, server-sent events. Does not know: chat, completions, their JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from forerun.engine.outputs import RequestGroup
+from forerun.server.errors import ApiError, as_api_error
+from forerun.server.service import Delta, EngineService, Stream
+
+KEEP_ALIVE_S = 15.0  # silence after which a comment is sent, so that proxies do not hang up
+DONE = b"data: [DONE]\n\n"
+Result = TypeVar("Result")
+
+
+class Event(NamedTuple):
+    """A delta of one prompt's sample."""
+
+    prompt_index: int
+    delta: Delta
+
+
+class Generation:
+    """The requests of one HTTP request, handed to the engine when this is made."""
+
+    def __init__(self, service: EngineService, groups: Sequence[RequestGroup], constrained: bool) -> None:
+        """Raises ApiError 429 if the queue is full."""
+        service.check_room(sum(len(group.samples) for group in groups))
+        self._service = service
+        self.streams = [service.submit(group, constrained) for group in groups]
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Deltas as they come; whoever stops listening ends the requests. Raises ApiError if one fails."""
+        arrived: asyncio.Queue[Event | ApiError | None] = asyncio.Queue()
+        pumps = [asyncio.create_task(_pump(i, stream, arrived)) for i, stream in enumerate(self.streams)]
+        left = len(pumps)
+        try:
+            while left:
+                item = await arrived.get()
+                if isinstance(item, ApiError):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            self.close()
+            for pump in pumps:
+                pump.cancel()
+
+    def close(self) -> None:
+        """End what still runs."""
+        for stream in self.streams:
+            self._service.abort(stream)
+
+
+async def _pump(index: int, stream: Stream, arrived: asyncio.Queue[Event | ApiError | None]) -> None:
+    try:
+        async for deltas in stream.deltas():
+            for delta in deltas:
+                arrived.put_nowait(Event(index, delta))
+        arrived.put_nowait(None)
+    except ApiError as error:
+        arrived.put_nowait(error)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled if the client hangs up first."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client went away")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# -- server-sent events -----------------------------------------------------------------------------------------
+
+
+def sse(data: dict[str, Any]) -> bytes:
+    """One event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def sse_body(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    """Events for all chunks, an error as the last event if there is one, and the end mark."""
+    try:
+        while True:
+            waiting = asyncio.ensure_future(anext(chunks, None))
+            try:
+                while not (await asyncio.wait({waiting}, timeout=KEEP_ALIVE_S))[0]:
+                    yield b": waiting\n\n"
+            except BaseException:
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+                raise
+            chunk = waiting.result()
+            if chunk is None:
+                break
+            yield sse(chunk)
+    except Exception as error:
+        yield sse(as_api_error(error).body())
+    yield DONE
+
+
+class EventStream(StreamingResponse):
+    """A stream of events that ends at once when the client goes away, whatever it is waiting for."""
+
+    def __init__(self, chunks: AsyncGenerator[dict[str, Any], None]) -> None:
+        self._body = sse_body(chunks)
+        self._chunks = chunks
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._body, media_type="text/event-stream", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the end, or until the client hangs up."""
+        sending = asyncio.ensure_future(self.stream_response(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, gone):
+                task.cancel()
+            await asyncio.gather(sending, gone, return_exceptions=True)
+            await self._body.aclose()
+            await self._chunks.aclose()

@@ -1,0 +1,95 @@
+"""From a request's fields to sampling parameters and engine options.
+
+Knows: defaults and meanings of OpenAI's and vLLM's sampling fields. Does not know: prompts, answers.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+from forerun.config import DRAFTER_NAMES, DrafterConfig
+from forerun.core import SamplingParams
+from forerun.errors import SamplingError
+from forerun.server.errors import ApiError, unsupported
+from forerun.server.schema import SamplingBody, Speculation, refused_fields
+
+SAME_NAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "min_tokens", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
+MAX_STRINGS = 64  # stop strings, bad words
+MAX_PRIORITY = 1000
+
+
+def check_fields(body: SamplingBody) -> None:
+    """Raise ApiError 400 for what is known but not served."""
+    refused = refused_fields(body)
+    if refused:
+        raise unsupported(refused[0], f"{refused[0]} is not supported here: leave it out")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise unsupported("best_of", "best_of is not supported: leave it out, and ask for n samples")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise unsupported("stream_options", "continuous_usage_stats is not supported; include_usage is")
+    for name in ("stop", "bad_words"):
+        value = getattr(body, name)
+        if isinstance(value, list) and len(value) > MAX_STRINGS:
+            raise ApiError(400, f"{name} has {len(value)} strings; the most is {MAX_STRINGS}", param=name)
+
+
+def sampling_params(body: SamplingBody, **others: Any) -> SamplingParams:
+    """The parameters of a request; `others` are those that each endpoint names its own way.
+
+    Raises ApiError 400 naming the field.
+    """
+    given = {name: getattr(body, name) for name in SAME_NAME if getattr(body, name) is not None}
+    if body.logit_bias:
+        given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
+    if others.get("grammar") is not None and body.ignore_eos:
+        raise ApiError(400, "ignore_eos contradicts structured output, which has an end", param="ignore_eos")
+    given |= others
+    try:
+        return SamplingParams(**given)
+    except SamplingError as error:
+        named = next((name for name in given if str(error).startswith(name)), None)
+        raise ApiError(400, str(error), param=named, code="invalid_value") from error
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        raise ApiError(400, f"logit_bias: keys are token ids, got {key[:50]!r}", param="logit_bias")
+    return int(key)
+
+
+def engine_options(body: SamplingBody, drafter: DrafterConfig, timeout_s: float | None) -> dict[str, Any]:
+    """How the engine treats the request: fields of `Request`. `timeout_s` is for requests that bring none."""
+    options = _speculation(body.speculation, drafter)
+    limit_s = body.timeout if body.timeout is not None else timeout_s
+    if limit_s is not None:
+        options["deadline_s"] = perf_counter() + limit_s
+    if body.priority is not None:
+        if abs(body.priority) > MAX_PRIORITY:
+            raise ApiError(400, f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}", param="priority")
+        options["priority"] = body.priority
+    return options
+
+
+def _speculation(asked: Speculation | None, drafter: DrafterConfig) -> dict[str, Any]:
+    if asked is None or asked == "auto":
+        return {}
+    if asked == "off":
+        return {"speculate": False}
+    options: dict[str, Any] = {} if asked.max_nodes is None else {"max_nodes": asked.max_nodes}
+    if asked.drafter is None:
+        return options
+    if asked.drafter == "none":
+        return {"speculate": False}
+    names = [member.name for member in drafter.members] or [drafter.name]
+    if drafter.name in ("portfolio", "auto") and not drafter.members:  # whatever the model offers
+        names = [name for name in DRAFTER_NAMES if name not in ("none", "portfolio", "auto")]
+    if asked.drafter not in names:
+        raise unsupported("speculation", f"drafter {asked.drafter!r} is not running here; there is {', '.join(names)}")
+    return {**options, **({"drafter": asked.drafter} if drafter.name in ("portfolio", "auto") else {})}

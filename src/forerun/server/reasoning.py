@@ -1,0 +1,113 @@
+"""Splits what a model thinks from what it says: text between <think> and </think>.
+
+Knows: the marks, and text that arrives in pieces. Does not know: tokens, requests.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from forerun.errors import ConfigError
+
+STYLES = {"think": ("<think>", "</think>")}
+PARSERS = {"auto": None, "none": None, "think": "think", "deepseek_r1": "think", "qwen3": "think"}  # vLLM's names too
+
+
+class Split(NamedTuple):
+    """New text, divided."""
+
+    reasoning: str = ""
+    content: str = ""
+
+
+class Phase(Enum):
+    """Where in an output the text is."""
+
+    START = "nothing but blanks so far"
+    OPENED = "right behind the opening mark"
+    INSIDE = "in the thinking"
+    CLOSED = "right behind the closing mark"
+    SAID = "in the answer"
+
+
+class ReasoningSplitter:
+    """Feeds on pieces of one output. Thinking can only begin it; blank lines around the marks belong to neither."""
+
+    def __init__(self, start: str, end: str, inside: bool = False) -> None:
+        """`inside`: the prompt has opened the thinking already."""
+        self.start = start
+        self.end = end
+        self.inside = inside
+        self._phase = Phase.OPENED if inside else Phase.START
+        self._held = ""
+
+    def feed(self, text: str) -> Split:
+        """What is certain now; what may be part of a mark is held back."""
+        self._held += text
+        reasoning = content = ""
+        while True:
+            phase = self._phase
+            if phase is Phase.INSIDE:
+                reasoning += self._take_thought()
+            elif phase is Phase.SAID:
+                content, self._held = content + self._held, ""
+            else:
+                self._leave(phase)
+            if self._phase is phase:
+                return Split(reasoning, content)
+
+    def finish(self) -> Split:
+        """What was held back."""
+        text, self._held = self._held, ""
+        return Split(reasoning=text) if self._phase is Phase.INSIDE else Split(content=text)
+
+    def _leave(self, phase: Phase) -> None:
+        """Past blanks and marks, once it is clear which."""
+        if phase is not Phase.START:
+            self._held = self._held.lstrip("\n")
+            if self._held:
+                self._phase = Phase.INSIDE if phase is Phase.OPENED else Phase.SAID
+            return
+        stripped = self._held.lstrip()
+        if stripped.startswith(self.start):
+            self._held, self._phase = stripped.removeprefix(self.start), Phase.OPENED
+        elif not self.start.startswith(stripped):
+            self._phase = Phase.SAID
+
+    def _take_thought(self) -> str:
+        thought, mark, rest = self._held.partition(self.end)
+        if mark:
+            self._held, self._phase = rest, Phase.CLOSED
+            return thought.rstrip("\n")
+        certain = self._held[: len(self._held) - held_back(self._held, self.end)].rstrip("\n")
+        self._held = self._held[len(certain) :]
+        return certain
+
+
+def held_back(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that begins `mark` without completing it."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def reasoning_style(parser: str, template: str | None) -> tuple[str, str] | None:
+    """The marks of a model's reasoning, by option or found in its chat template; None: it has none.
+
+    Raises ConfigError for an unknown parser.
+    """
+    if parser not in PARSERS:
+        raise ConfigError(f"reasoning-parser must be one of {', '.join(PARSERS)}; got {parser!r}")
+    if parser == "auto":
+        return next((marks for marks in STYLES.values() if marks[1] in (template or "")), None)
+    style = PARSERS[parser]
+    return STYLES[style] if style else None
+
+
+def starts_inside(prompt: str, marks: tuple[str, str]) -> bool:
+    """Whether a rendered prompt ends in open thinking."""
+    return prompt.rfind(marks[0]) > prompt.rfind(marks[1])
+
+
+def may_think(prompt: str, marks: tuple[str, str]) -> bool:
+    """Whether the answer to a rendered prompt may begin with thinking: the template has not closed it at the end."""
+    return not prompt.rstrip().endswith(marks[1])

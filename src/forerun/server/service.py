@@ -1,0 +1,289 @@
+"""The engine on a thread of its own, and the streams in which its results reach asyncio.
+
+Knows: commands in, deltas out, how full the queue is, what happens when a step fails. Does not know: HTTP,
+JSON, chat. Only the engine's thread touches the engine; the event loop sends commands and reads queues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from queue import Empty, SimpleQueue
+from threading import Thread
+from time import perf_counter
+
+from forerun.core import FinishReason, PositionLogprobs, RequestStats
+from forerun.engine.outputs import RequestGroup, SampleRecord
+from forerun.llm import LLM
+from forerun.server.errors import ApiError, as_api_error
+from forerun.server.metrics import Load, Metrics
+from forerun.server.settings import ServerSettings
+
+MAX_FAILURES = 3  # steps failed in a row after which the server calls itself unhealthy
+_RISE = 0.1  # how fast the usual time of a sample follows new ones
+
+log = logging.getLogger("forerun.server")
+Command = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new of one sample since the last delta."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    seed: int
+    stats: RequestStats | None  # with the finish reason
+    speedup: float | None  # over plain decoding at the same load, where it is known
+
+
+@dataclass(slots=True)
+class _Sent:
+    """How much of a sample has travelled, and what its decoding took against plain steps."""
+
+    num_chars: int = 0
+    num_tokens: int = 0
+    done: bool = False
+    actual_s: float = 0.0
+    plain_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One request on its way: iterate for deltas; leaving early must be followed by `EngineService.abort`."""
+
+    group: RequestGroup
+    loop: asyncio.AbstractEventLoop
+    constrained: bool
+    sent: list[_Sent]
+    started: float = field(default_factory=perf_counter)
+    arrived: asyncio.Queue[list[Delta] | ApiError] = field(default_factory=asyncio.Queue)
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name of the request."""
+        return self.group.request_id
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens."""
+        return self.group.samples[0].request.prompt_token_ids
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """New pieces of all samples until each has ended; raises ApiError if the request fails."""
+        left = {sample.request.sample_index for sample in self.group.samples}
+        while left:
+            item = await self.arrived.get()
+            if isinstance(item, ApiError):
+                raise item
+            left -= {delta.index for delta in item if delta.finish_reason is not None}
+            yield item
+
+
+class EngineService:
+    """Runs an LLM for many clients at once."""
+
+    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.metrics = Metrics(self.load)
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._streams: dict[str, Stream] = {}  # the engine's thread only
+        self._num_open = 0  # samples accepted and not ended; the event loop only
+        self._usual_s = 1.0  # time a sample takes
+        self._failures = 0
+        self._stopping = False
+        self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
+
+    # -- the event loop's side ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the engine's thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all requests and the thread; returns when it has ended."""
+        self._commands.put(self._stop)
+        self._thread.join()
+
+    @property
+    def healthy(self) -> bool:
+        """The engine's thread lives and its last steps did not all fail."""
+        return self._thread.is_alive() and self._failures < MAX_FAILURES
+
+    def load(self) -> Load:
+        """How busy the engine is."""
+        scheduler, cache, timings = self.llm.engine.scheduler, self.llm.engine.kv_cache, self.llm.timings
+        num_steps = int(timings.pop("steps"))
+        return Load(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_used=scheduler.pool.num_used / max(1, cache.num_blocks),
+            healthy=self.healthy,
+            phase_s={name.removesuffix("_s"): seconds for name, seconds in timings.items()},
+            num_steps=num_steps,
+        )
+
+    def check_room(self, num_samples: int) -> None:
+        """Raise ApiError 429 if so many more samples would overfill the queue, 503 if the engine is down."""
+        if not self.healthy:
+            raise ApiError(503, "the engine has stopped working; see /health", headers={"Retry-After": "30"})
+        slots = self.llm.config.max_num_seqs
+        if self._num_open + num_samples > slots + self.settings.max_queue:
+            wait_s = ceil(max(1.0, self._usual_s * (self._num_open - slots + num_samples) / slots))
+            raise ApiError(
+                429,
+                f"{self._num_open} requests run or wait, as many as this server takes; try again in {wait_s} s",
+                code="queue_full",
+                headers={"Retry-After": str(wait_s)},
+            )
+
+    def submit(self, group: RequestGroup, constrained: bool = False) -> Stream:
+        """Hand a prepared request to the engine; raises ApiError 429 if there is no room."""
+        self.check_room(len(group.samples))
+        sent = [_Sent() for _ in group.samples]
+        stream = Stream(group, asyncio.get_running_loop(), constrained, sent)
+        self._num_open += len(group.samples)
+        self._commands.put(lambda: self._begin(stream))
+        return stream
+
+    def abort(self, stream: Stream) -> None:
+        """End a request nobody waits for any more; its blocks are free before the next step. Ended ones are ignored."""
+        self._commands.put(lambda: self._drop(stream))
+
+    # -- the engine's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._take_commands()
+            if self._streams and not self._stopping:
+                self._advance()
+
+    def _take_commands(self) -> None:
+        """All that wait; while there is nothing to compute, wait for one."""
+        try:
+            command = self._commands.get(block=not self._streams)
+            while True:
+                command()
+                command = self._commands.get_nowait()
+        except Empty:
+            return
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._fail(list(self._streams.values()), ApiError(503, "the server is shutting down"))
+
+    def _begin(self, stream: Stream) -> None:
+        self._streams[stream.request_id] = stream
+        try:
+            self.llm.start(stream.group)
+        except Exception as error:
+            log.exception("request failed to start", extra={"engine_request": stream.request_id})
+            self._fail([stream], as_api_error(error))
+
+    def _drop(self, stream: Stream) -> None:
+        if stream.request_id in self._streams:
+            self._fail([stream], ApiError(499, "the client went away"))
+            self.metrics.finished.labels("abort").inc(len(stream.group.samples))
+
+    def _fail(self, streams: Sequence[Stream], error: ApiError) -> None:
+        """End these with an error and free what they hold."""
+        for stream in streams:
+            del self._streams[stream.request_id]
+            self.llm.abort(stream.request_id)
+            self._send(stream, error, sum(not sent.done for sent in stream.sent))
+
+    def _advance(self) -> None:
+        """One step for all, and what it brought to everyone."""
+        now = perf_counter()
+        num_running = len(self.llm.engine.scheduler.running) or 1
+        try:
+            changed = self.llm.step()
+        except Exception as error:
+            self._recover(error)
+            return
+        self._failures = 0
+        self._deliver(changed, perf_counter() - now, num_running)
+
+    def _recover(self, error: Exception) -> None:
+        """A step broke: everyone in it is told, everything they held is freed, and the next request starts afresh."""
+        self._failures += 1
+        self.metrics.errors.inc()
+        log.error("a step of the engine failed", exc_info=error)
+        answer = ApiError(500, "the engine failed on a step this request was part of", code="engine_error")
+        try:
+            self._fail(list(self._streams.values()), answer)
+            self.llm.engine.scheduler.check_integrity()
+        except Exception:
+            log.exception("the engine cannot be cleaned up")
+            self._failures = MAX_FAILURES
+
+    def _deliver(self, changed: Sequence[RequestGroup], step_s: float, num_running: int) -> None:
+        plain_s = self.llm.plain_step_s(num_running)
+        for group in changed:
+            stream = self._streams.get(group.request_id)
+            if stream is not None:
+                self._deliver_one(stream, step_s, plain_s)
+
+    def _deliver_one(self, stream: Stream, step_s: float, plain_s: float | None) -> None:
+        deltas, num_done = [], 0
+        for sample, sent in zip(stream.group.samples, stream.sent, strict=True):
+            if sample.request.error is not None:
+                self._fail([stream], as_api_error(sample.request.error, stream.constrained))
+                return
+            if not sent.done and sample.request.num_output > sent.num_tokens:
+                _count_time(sample, sent, step_s, plain_s)
+                deltas.append(_delta(sample, sent))
+                num_done += sent.done
+                self._count(deltas[-1])
+        if stream.group.finished:
+            del self._streams[stream.request_id]
+            self._usual_s += _RISE * (perf_counter() - stream.started - self._usual_s)
+        self._send(stream, deltas, num_done)
+
+    def _count(self, delta: Delta) -> None:
+        if delta.stats is not None and delta.finish_reason is not None:
+            self.metrics.sample_finished(delta.stats, delta.finish_reason, delta.speedup)
+
+    def _send(self, stream: Stream, item: list[Delta] | ApiError, num_done: int) -> None:
+        def arrive() -> None:
+            self._num_open -= num_done
+            stream.arrived.put_nowait(item)
+
+        try:
+            stream.loop.call_soon_threadsafe(arrive)
+        except RuntimeError:  # the loop has ended, and with it whoever waited
+            log.debug("a client's event loop is closed")
+
+
+def _count_time(sample: SampleRecord, sent: _Sent, step_s: float, plain_s: float | None) -> None:
+    """What the sample's steps took, and what plain steps for the same tokens would have; its first step apart."""
+    if plain_s is not None and sent.num_tokens > 0:
+        sent.actual_s += step_s
+        sent.plain_s += plain_s * (sample.request.num_output - sent.num_tokens)
+
+
+def _delta(sample: SampleRecord, sent: _Sent) -> Delta:
+    request, text = sample.request, sample.text.visible()
+    start = len(request.prompt_token_ids) + sent.num_tokens
+    sent.done = request.finish_reason is not None
+    delta = Delta(
+        index=request.sample_index,
+        text=text[sent.num_chars :],
+        token_ids=tuple(request.token_ids[start:]),
+        logprobs=tuple(sample.logprobs[sent.num_tokens :]),
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        seed=request.seed,
+        stats=sample.stats() if sent.done else None,
+        speedup=sent.plain_s / sent.actual_s if sent.done and sent.actual_s > 0 else None,
+    )
+    sent.num_chars, sent.num_tokens = len(text), request.num_output
+    return delta

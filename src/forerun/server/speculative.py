@@ -1,0 +1,69 @@
+"""vLLM's --speculative-config, for people who come from there.
+
+Knows: its names and ours. Does not know: what a drafter does.
+Source of the names: vLLM, docs/features/speculative_decoding and config/speculative.py.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from forerun.errors import ConfigError
+
+METHODS = {
+    "ngram": "ngram",
+    "draft_model": "draft",
+    "eagle": "eagle",
+    "eagle3": "eagle",
+    "medusa": "medusa",
+    "mtp": "mtp",
+    "suffix": "suffix",
+}
+NAMES = {
+    "model": "draft_model",
+    "num_speculative_tokens": "max_draft_tokens",
+    "prompt_lookup_min": "ngram_min",
+    "prompt_lookup_max": "ngram_max",
+}
+NO_MODEL = ("ngram", "suffix")  # vLLM lets `model` repeat the method here
+WITHOUT_EFFECT = {  # what forerun does anyway
+    "draft_tensor_parallel_size": (1,),
+    "disable_padded_drafter_batch": (True, False),
+    "draft_sample_method": ("greedy", "probabilistic"),
+}
+
+
+def parse_speculative_config(text: str) -> dict[str, Any]:
+    """vLLM's JSON -> our options `drafter`, `draft_model`, `max_draft_tokens`, `ngram_min`, `ngram_max`.
+
+    Raises ConfigError for anything that has no meaning here.
+    """
+    given = _read(text)
+    method = given.pop("method", None) or ("draft_model" if given.get("model") else None)
+    if method not in METHODS:
+        raise ConfigError(f"speculative-config: method must be one of {', '.join(METHODS)}; got {method!r}")
+    if method in NO_MODEL and given.get("model") in (method, f"[{method}]"):
+        del given["model"]
+    unknown = [name for name, value in given.items() if name not in NAMES and not _has_no_effect(name, value)]
+    if unknown:
+        allowed = ", ".join(("method", *NAMES))
+        raise ConfigError(f"speculative-config: {', '.join(unknown)} not supported here; the fields are {allowed}")
+    options = {NAMES[name]: value for name, value in given.items() if name in NAMES and value is not None}
+    if method == "ngram" and "ngram_max" in options:  # vLLM: the shorter is as long as the longer unless given
+        options.setdefault("ngram_min", options["ngram_max"])
+    return {"drafter": METHODS[method], **options}
+
+
+def _has_no_effect(name: str, value: Any) -> bool:
+    return value is None or value in WITHOUT_EFFECT.get(name, ())
+
+
+def _read(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"speculative-config is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f'speculative-config must be an object such as {{"method": "ngram"}}; got {text}')
+    return given

@@ -1,0 +1,97 @@
+"""Trees from logits that do not depend on the drafted prefix: one row a depth, as heads beside the output layer give.
+
+Knows: depths, ranks, room. Does not know: what computed the logits, and draws nothing itself (`growth` does).
+
+Such a tree is a product: every node of a depth has the same candidates, so the best tree of n nodes consists of the n
+paths of ranks with the largest sums of log chances, found one by one with a heap (Medusa, arXiv 2401.10774, section
+2.3.3, has such a tree fixed beforehand; here it is new for every step). A path's prefixes and its siblings of better
+rank have no smaller sums, so they come before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forerun.speculation.growth import Draft, Leaf, TreeGrower
+from forerun.speculation.tree import ROOT
+
+_LEAST_RANKS = 4  # ranks looked at to tell how sure a head is, also where only the first will be used
+
+
+class Ranks(NamedTuple):
+    """One draft's candidates: at every depth the best tokens, best first, and the log chance of each."""
+
+    tokens: list[list[int]]  # -1 behind the last token that is possible
+    log_chances: list[list[float]]
+
+
+def grow_products(grower: TreeGrower, drafts: Sequence[Draft], logits: Tensor, width: int, source: str) -> None:
+    """Grow all drafts, up to `width` children a node, from logits [num_drafts, depths, vocab_size]."""
+    ranked = [index for index, draft in enumerate(drafts) if grower.can_rank(draft.request)]
+    drawn = [index for index, draft in enumerate(drafts) if not grower.can_rank(draft.request)]
+    if ranked:
+        chosen = [drafts[index] for index in ranked]
+        rows = logits[ranked] if drawn else logits  # a copy only where some must be left out
+        for draft, ranks in zip(chosen, _rank(grower, chosen, rows, width), strict=True):
+            _grow_best_first(draft, ranks, width, source)
+    if drawn:
+        _grow_levels(grower, [drafts[index] for index in drawn], logits[drawn], width, source)
+
+
+def next_frontier(frontier: Sequence[Leaf], grown: Sequence[Sequence[int]], width: int) -> list[Leaf]:
+    """The new nodes worth expanding, while there is room: the `width` likeliest of each draft, ascending."""
+    by_draft: dict[int, list[Leaf]] = {}
+    for leaf, nodes in zip(frontier, grown, strict=True):
+        by_draft.setdefault(id(leaf.draft), []).extend(Leaf(leaf.draft, node) for node in nodes)
+    kept = []
+    for leaves in by_draft.values():
+        if leaves and leaves[0].draft.num_free > 0:
+            best = sorted(leaves, key=lambda leaf: -leaf.draft.survival[leaf.node])[:width]
+            kept.extend(sorted(best, key=lambda leaf: leaf.node))
+    return kept
+
+
+def _rank(grower: TreeGrower, drafts: Sequence[Draft], logits: Tensor, width: int) -> list[Ranks]:
+    ids, scores = grower.rank_depths([draft.request for draft in drafts], logits, max(width, _LEAST_RANKS))
+    chances = _log_chances(drafts, logits, scores)  # [num_drafts, depths, ranks]
+    return [Ranks(*lists) for lists in zip(ids.tolist(), chances.tolist(), strict=True)]
+
+
+def _log_chances(drafts: Sequence[Draft], logits: Tensor, scores: Tensor) -> Tensor:
+    """Log q at temperature 0; above it the noise has spoken, and how far the best lead the others tells how sure it is.
+
+    Estimates only: they steer which nodes are tried, never what is emitted.
+    """
+    greedy = torch.tensor([draft.request.params.temperature == 0.0 for draft in drafts])[:, None, None]
+    of_all, of_best = torch.logsumexp(logits, -1, keepdim=True), torch.logsumexp(scores, -1, keepdim=True)
+    return scores - torch.where(greedy, of_all.double(), of_best)
+
+
+def _grow_best_first(draft: Draft, ranks: Ranks, width: int, source: str) -> None:
+    heap = [(-ranks.log_chances[0][0], ROOT, 0, 0)]  # (minus the path's log chance, parent, depth, rank)
+    heapify(heap)
+    while heap and draft.num_free > 0:
+        cost, parent, depth, rank = heappop(heap)
+        token, chances = ranks.tokens[depth][rank], ranks.log_chances[depth]
+        if token < 0:
+            continue
+        node = draft.add(parent, token, -cost, source)
+        if rank + 1 < width and rank + 1 < len(chances):
+            heappush(heap, (cost + chances[rank] - chances[rank + 1], parent, depth, rank + 1))
+        if depth + 1 < len(ranks.tokens):
+            heappush(heap, (cost - ranks.log_chances[depth + 1][0], node, depth + 1, 0))
+
+
+def _grow_levels(grower: TreeGrower, drafts: Sequence[Draft], logits: Tensor, width: int, source: str) -> None:
+    """Node by node, where noise or shaping is each node's own."""
+    places = {id(draft): index for index, draft in enumerate(drafts)}
+    frontier = [Leaf(draft, ROOT) for draft in drafts]
+    for depth in range(logits.shape[1]):
+        if frontier:
+            rows = logits[[places[id(leaf.draft)] for leaf in frontier], depth]  # [num_leaves, vocab_size]
+            frontier = next_frontier(frontier, grower.grow(frontier, rows, width, source), width)

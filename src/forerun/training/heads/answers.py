@@ -1,0 +1,78 @@
+"""The target's own answers, written through the engine.
+
+Knows batches of prompts and where answers are kept, so that an interrupted run goes on. Knows nothing of heads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from forerun import LLM, SamplingParams
+from forerun.errors import TrainingError
+from forerun.training.heads.rows import Rows
+
+Report = Callable[[str], None]
+Writer = Callable[[Sequence[Sequence[int]], Sequence[float], Sequence[int]], list[list[int]]]
+BATCH = 64  # prompts answered between two saves
+SEEDS_APART = 1_000_003  # prompts of one run before the seeds of another begin
+
+
+def engine_writer(model: str, num_tokens: int, seed: int) -> Writer:
+    """Makes a function that answers prompts in at most `num_tokens` tokens, each by its temperature and number."""
+    llm = LLM(model)
+
+    def write(
+        prompts: Sequence[Sequence[int]], temperatures: Sequence[float], numbers: Sequence[int]
+    ) -> list[list[int]]:
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=num_tokens, seed=seed * SEEDS_APART + number)
+            for temperature, number in zip(temperatures, numbers, strict=True)
+        ]
+        outputs = llm.generate([list(prompt) for prompt in prompts], params)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return write
+
+
+def write_answers(
+    path: Path, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], about: dict[str, Any],
+    make_writer: Callable[[], Writer], report: Report,
+) -> Rows:  # fmt: skip
+    """Answers all prompts, going on with what an earlier call left in the file `path`; prompts and answers as rows.
+
+    about: what the answers depend on; another value in the file is refused with TrainingError.
+    """
+    lines = read_lines(path, about)
+    if len(lines) < len(prompts):
+        write = make_writer()
+        with path.open("a", encoding="utf-8") as out:
+            for first in range(len(lines), len(prompts), BATCH):
+                chosen = prompts[first : first + BATCH]
+                numbers = range(first, first + len(chosen))
+                answers = write(chosen, temperatures[first : first + BATCH], numbers)
+                new = [{"prompt": list(p), "answer": a} for p, a in zip(chosen, answers, strict=True)]
+                out.writelines(json.dumps(line) + "\n" for line in new)
+                out.flush()
+                lines += new
+                report(f"the target answered {len(lines)} of {len(prompts)} prompts")
+    lines = [line for line in lines if len(line["answer"]) > 1]
+    return Rows.of([line["prompt"] + line["answer"] for line in lines], [len(line["prompt"]) for line in lines])
+
+
+def read_lines(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The complete lines of an answers file, which is begun if it is not there."""
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(about) + "\n", encoding="utf-8")
+        return []
+    text = path.read_text(encoding="utf-8")
+    complete = text[: text.rfind("\n") + 1]
+    if complete != text:  # a line was cut off by a crash
+        path.write_text(complete, encoding="utf-8")
+    header, *lines = [json.loads(line) for line in complete.splitlines()] or [None]
+    if header != about:
+        raise TrainingError(f"{path} was written for {header}, now it is {about}; use another --out, or --fresh")
+    return lines

@@ -1,0 +1,43 @@
+"""A head from its recipe.
+
+Knows which class trains which kind. Knows nothing of data or steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.errors import ConfigError
+from forerun.training.heads.base import Head
+from forerun.training.heads.config import HeadRecipe
+from forerun.training.heads.draft import DraftHead
+from forerun.training.heads.eagle3 import Eagle3Head
+from forerun.training.heads.medusa import MedusaHead
+from forerun.training.heads.mtp import MtpHead
+from forerun.training.heads.target import Target
+from forerun.training.heads.vocabulary import DraftVocabulary, frequent_tokens
+
+HEADS: Mapping[str, Callable[[Target, Any, DraftVocabulary], Head]] = {
+    "medusa": MedusaHead,
+    "eagle3": Eagle3Head,
+    "mtp": lambda target, config, _vocabulary: MtpHead(target, config),
+    "draft": lambda target, config, _vocabulary: DraftHead(target, config),
+}
+
+
+def make_head(recipe: HeadRecipe, target: Target, counts: Tensor) -> Head:
+    """Makes a head with random or copied weights; counts [vocab]: how often each token stands in the data.
+
+    Raises ConfigError if the target has too few positions for the windows.
+    """
+    found = target.shape.max_positions
+    if recipe.schedule.seq_len > found:
+        raise ConfigError(f"schedule.seq_len {recipe.schedule.seq_len} exceeds the target's {found} positions")
+    torch.manual_seed(recipe.seed)
+    size = min(getattr(recipe.head, "vocab_size", 0), target.shape.vocab_size)
+    head = HEADS[recipe.kind](target, recipe.head, frequent_tokens(counts, size))
+    return head.to(target.head.device)

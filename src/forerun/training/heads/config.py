@@ -1,0 +1,277 @@
+"""Recipes of draft heads: TOML files or defaults, read into frozen dataclasses, every field checked.
+
+Knows which options training a head has and which are wrong. Knows nothing of how they are carried out. Which target
+and which data are not part of a recipe: they are named on the command line.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import ConfigError
+from forerun.training.net import NetConfig
+from forerun.training.recipe import PRECISIONS, build
+
+LABELS = ("target", "text")
+FREE = ("name", "run")  # fields of a recipe that a training may be continued with other values of
+
+
+@dataclass(frozen=True)
+class Guessing:
+    """What every kind of head has: the weight of step j is `decay`^j, divided by their sum.
+
+    labels: "target" learns the target's distribution after the true tokens, "text" the tokens of the text.
+    """
+
+    labels: str = "target"
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        if self.labels not in LABELS:
+            raise ConfigError(f"head.labels = {self.labels!r} is unknown; allowed are {', '.join(LABELS)}")
+        if not 0 <= self.decay <= 1:
+            raise ConfigError(f"head.decay = {self.decay} must be from 0 to 1")
+
+
+@dataclass(frozen=True)
+class MedusaConfig(Guessing):
+    """Medusa-1; vocab_size: tokens the heads can guess, the most frequent of the data (0: all)."""
+
+    labels: str = "text"
+    num_heads: int = 4
+    num_layers: int = 1
+    shared_head: bool = False  # all heads use the target's own output layer
+    vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        Guessing.__post_init__(self)
+        check_at_least_one(self, "num_heads", "num_layers")
+
+
+@dataclass(frozen=True)
+class Eagle3Config(Guessing):
+    """EAGLE-3; sizes that are 0 are the target's."""
+
+    num_steps: int = 7
+    vocab_size: int = 32000
+    ffn_size: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        Guessing.__post_init__(self)
+        check_at_least_one(self, "num_steps")
+
+    def shape_in(self, target: NetConfig) -> NetConfig:
+        """The shape of the layer."""
+        sizes = {name: getattr(self, name) for name in ("ffn_size", "num_heads", "num_kv_heads") if getattr(self, name)}
+        return replace(target, num_layers=1, **sizes)
+
+
+@dataclass(frozen=True)
+class MtpConfig(Guessing):
+    """One MTP module, taught to draft `num_steps` tokens from its own outputs."""
+
+    labels: str = "text"
+    decay: float = 0.6
+    num_steps: int = 3
+
+    def __post_init__(self) -> None:
+        Guessing.__post_init__(self)
+        check_at_least_one(self, "num_steps")
+
+
+@dataclass(frozen=True)
+class DraftConfig(Guessing):
+    """A small Llama; `num_steps` is for measuring only, the loss is that of the next token."""
+
+    decay: float = 0.0
+    num_steps: int = 5
+    hidden_size: int = 256
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    ffn_size: int = 768
+
+    def __post_init__(self) -> None:
+        Guessing.__post_init__(self)
+        check_at_least_one(self, "num_steps", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_size")
+
+    def shape_in(self, target: NetConfig) -> NetConfig:
+        """The draft's shape: its own sizes, the target's vocabulary and positions."""
+        names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
+        return replace(target, **{name: getattr(self, name) for name in names})
+
+
+HeadConfig = MedusaConfig | Eagle3Config | MtpConfig | DraftConfig
+KINDS: Mapping[str, type[HeadConfig]] = {
+    "medusa": MedusaConfig,
+    "eagle3": Eagle3Config,
+    "mtp": MtpConfig,
+    "draft": DraftConfig,
+}
+
+
+@dataclass(frozen=True)
+class HeadSchedule:
+    """Steps and batch sizes. The learning rate warms up, stays, and falls to zero over the last `decay_steps`."""
+
+    steps: int = 2000
+    warmup_steps: int = 40
+    decay_steps: int = 1000
+    seq_len: int = 512
+    tokens_per_step: int = 4096
+    micro_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 1 or self.micro_tokens < 1 or self.micro_tokens % self.seq_len:
+            raise ConfigError(
+                f"schedule.micro_tokens {self.micro_tokens} is not a multiple of schedule.seq_len {self.seq_len}"
+            )
+        if self.tokens_per_step < 1 or self.tokens_per_step % self.micro_tokens:
+            raise ConfigError("schedule.tokens_per_step is not a multiple of schedule.micro_tokens")
+        if self.warmup_steps < 1 or self.decay_steps < 1 or self.warmup_steps + self.decay_steps > self.steps:
+            raise ConfigError("schedule.warmup_steps + schedule.decay_steps exceed schedule.steps, or one is below 1")
+
+    def learning_rate_scale(self, step: int) -> float:
+        """Scales the learning rates of `step`, counted from zero."""
+        warm = (step + 1) / self.warmup_steps
+        return min(1.0, warm, (self.steps - step) / self.decay_steps)
+
+    def with_steps(self, steps: int) -> HeadSchedule:
+        """The same shape of schedule over another number of steps."""
+        if steps < 2:
+            raise ConfigError(f"--steps must be at least 2; got {steps}")
+        share = steps / self.steps
+        warmup = max(1, min(self.warmup_steps, round(self.warmup_steps * share)))
+        return replace(self, steps=steps, warmup_steps=warmup, decay_steps=max(1, int(self.decay_steps * share)))
+
+    def with_tokens(self, tokens_per_step: int) -> HeadSchedule:
+        """The same schedule with another batch; smaller than a micro-batch makes that smaller too."""
+        return replace(self, tokens_per_step=tokens_per_step, micro_tokens=min(self.micro_tokens, tokens_per_step))
+
+
+OPTIMIZERS = ("muon", "adamw")
+
+
+@dataclass(frozen=True)
+class HeadOptimizer:
+    """name "muon": Muon for the matrices inside the head, AdamW for output layers, norms and biases; "adamw": all."""
+
+    name: str = "adamw"
+    adamw_lr: float = 1e-3
+    adamw_weight_decay: float = 0.0
+    muon_lr: float = 0.02
+    muon_momentum: float = 0.95
+    muon_weight_decay: float = 0.01
+    clip_norm: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise ConfigError(f"optimizer.name = {self.name!r} is unknown; allowed are {', '.join(OPTIMIZERS)}")
+
+
+@dataclass(frozen=True)
+class HeadData:
+    """How sequences are made. greedy_share of the answers is written at T = 0, the rest at T = 1."""
+
+    max_tokens: int = 0  # of all sequences together; 0 takes what there is
+    prompt_tokens: int = 256  # longer prompts lose their beginning
+    answer_tokens: int = 256
+    greedy_share: float = 0.5
+    heldout_prompts: int = 32  # never trained on; the acceptance length is simulated on the greedy answers to them
+    heldout_tokens: int = 128  # of each such answer
+    capture_bytes: int = 0  # budget on disk for the target's states; 0 computes them while training
+
+    def __post_init__(self) -> None:
+        check_at_least_one(self, "prompt_tokens", "answer_tokens", "heldout_prompts", "heldout_tokens")
+        if not 0 <= self.greedy_share <= 1:
+            raise ConfigError(f"data.greedy_share = {self.greedy_share} must be from 0 to 1")
+        if self.max_tokens < 0 or self.capture_bytes < 0:
+            raise ConfigError("data.max_tokens and data.capture_bytes must not be negative; 0 sets no limit")
+
+
+@dataclass(frozen=True)
+class HeadRun:
+    """How a run is watched and saved; `*_every` count steps."""
+
+    log_every: int = 10
+    checkpoint_every: int = 100
+    heldout_every: int = 200
+    compile: bool = False
+    precision: str = "bfloat16"  # of the matrix products; weights, sums and the optimizer's state stay float32
+
+    def __post_init__(self) -> None:
+        check_at_least_one(self, "log_every", "checkpoint_every", "heldout_every")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"run.precision = {self.precision!r} is unknown; allowed are {', '.join(PRECISIONS)}")
+        if self.heldout_every % self.log_every:
+            raise ConfigError("run.heldout_every is not a multiple of run.log_every")
+
+
+@dataclass(frozen=True)
+class HeadRecipe:
+    """One training of a head."""
+
+    name: str
+    kind: str
+    seed: int = 1
+    schedule: HeadSchedule = field(default_factory=HeadSchedule)
+    optimizer: HeadOptimizer = field(default_factory=HeadOptimizer)
+    data: HeadData = field(default_factory=HeadData)
+    run: HeadRun = field(default_factory=HeadRun)
+    head: HeadConfig = field(default_factory=Eagle3Config)
+
+    def with_sizes(
+        self, steps: int | None, tokens_per_step: int | None, max_tokens: int | None, capture_bytes: int | None
+    ) -> HeadRecipe:
+        """The recipe with what the command line says instead; None leaves a field as it is."""
+        schedule = self.schedule if steps is None else self.schedule.with_steps(steps)
+        schedule = schedule if tokens_per_step is None else schedule.with_tokens(tokens_per_step)
+        given = {"max_tokens": max_tokens, "capture_bytes": capture_bytes}
+        data = replace(self.data, **{name: value for name, value in given.items() if value is not None})
+        return replace(self, schedule=schedule, data=data)
+
+
+@dataclass(frozen=True)
+class HeadJob:
+    """What the command line names beside the recipe: the target, files of prompts or tokens, the run folder."""
+
+    target: str
+    data: tuple[Path, ...]
+    folder: Path
+    fresh: bool = False
+    device: str = "cpu"
+
+
+def check_at_least_one(options: Any, *names: str) -> None:
+    """Refuses fields below one."""
+    for name in names:
+        if getattr(options, name) < 1:
+            raise ConfigError(f"{name} must be at least 1; got {getattr(options, name)}")
+
+
+def load_head_recipe(kind: str, path: Path | None) -> HeadRecipe:
+    """Reads a recipe for a head of `kind`, or makes the default one; raises ConfigError naming the field."""
+    table: dict[str, Any] = {"name": kind, "kind": kind} if path is None else read_toml(path)
+    if table.get("kind", kind) != kind:
+        raise ConfigError(f"recipe {path} is for kind = {table['kind']!r}, the command trains {kind}")
+    head = build(KINDS[kind], table.pop("head", {}), "head.")
+    return replace(build(HeadRecipe, {**table, "kind": kind}, ""), head=head)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Reads a TOML file; raises ConfigError."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"recipe {path} is not valid TOML: {error}") from error

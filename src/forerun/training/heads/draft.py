@@ -1,0 +1,44 @@
+"""A small model of its own as a draft, distilled from the target.
+
+Knows how a network that guesses the next token is seen as a head: it is not unrolled, since with the true tokens
+before it every guess along a chain is the same as the network's guess there. Knows nothing of losses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from forerun.training.export import llama_config
+from forerun.training.heads.base import Head, States, rows_of_step
+from forerun.training.heads.config import DraftConfig
+from forerun.training.heads.target import Target
+from forerun.training.heads.vocabulary import whole_vocabulary
+from forerun.training.net import Net
+
+
+class DraftHead(Head):
+    """The draft's network with the target's vocabulary and tied embeddings."""
+
+    kind = "draft"
+
+    def __init__(self, target: Target, config: DraftConfig) -> None:
+        super().__init__()
+        self.vocabulary = whole_vocabulary(target.shape.vocab_size)
+        self.num_steps, self.layers = config.num_steps, ()
+        self.net = Net(config.shape_in(target.shape))
+        self.eos_token_id = target.eos_token_id
+
+    def unroll(self, states: States, ids: Tensor) -> list[Tensor]:
+        """See `Head`. Step j is step 0, j places on."""
+        logits = self.net(ids)  # [batch, T, vocab]
+        return [rows_of_step(logits, step, 1 + step) for step in range(self.num_steps)]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `Head`."""
+        return dict(self.net.state_dict())
+
+    def config(self) -> dict[str, Any]:
+        """See `Head`."""
+        return llama_config(self.net.config, self.eos_token_id)

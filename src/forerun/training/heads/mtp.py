@@ -1,0 +1,91 @@
+"""MTP: one module in MiMo's layout that drafts several tokens from its own outputs (FastMTP, arXiv 2509.18362).
+
+Knows the module, its parameter names (`model.mtp_layers.0.*`) and its config.json. The state comes first in the
+concatenation; the target's states are those before its final norm; what is fed back is the block's output before
+`final_layernorm`. Embedding and output layer are the target's. Knows nothing of losses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forerun.training.heads.base import Frozen, Head, States, copied, init_linears, pass_through, rows_of_step
+from forerun.training.heads.config import MtpConfig
+from forerun.training.heads.target import Target
+from forerun.training.heads.unrolled import Tables, UnrolledAttention, UnrolledKV, make_norm
+from forerun.training.heads.vocabulary import whole_vocabulary
+from forerun.training.net import Mlp, rotary_tables
+
+PREFIX = "model.mtp_layers.0."
+
+
+class MtpHead(Head):
+    """The module; its state dict has the published names without their prefix."""
+
+    kind = "mtp"
+
+    def __init__(self, target: Target, config: MtpConfig) -> None:
+        super().__init__()
+        shape = self.shape = target.shape
+        self.vocabulary = whole_vocabulary(shape.vocab_size)
+        self.num_steps, self.layers = config.num_steps, (shape.num_layers,)
+        self.token_layernorm, self.hidden_layernorm = make_norm(shape), make_norm(shape)
+        self.input_proj = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.input_layernorm, self.post_attention_layernorm = make_norm(shape), make_norm(shape)
+        self.self_attn = UnrolledAttention(shape, shape.hidden_size)
+        self.mlp = Mlp(shape)
+        self.final_layernorm = make_norm(shape)
+        init_linears(self)
+        pass_through(self.input_proj, 0)  # the state
+        self.final_layernorm.weight = copied(target.final_norm.weight)
+        self.embedding, self.output = Frozen(target.embedding), Frozen(target.head)
+        self.tables = Tables(*rotary_tables(shape))
+
+    def step(self, embedded: Tensor, state: Tensor, past: UnrolledKV) -> Tensor:
+        """Runs the block on the rows of one step: embeddings and states, each [batch, rows, hidden]."""
+        both = torch.cat((self.hidden_layernorm(state), self.token_layernorm(embedded)), dim=-1)
+        x = self.input_proj(both)  # [batch, rows, hidden]
+        x = x + self.self_attn(self.input_layernorm(x), self.tables.cos, self.tables.sin, past)
+        return torch.as_tensor(x + self.mlp(self.post_attention_layernorm(x)))
+
+    def unroll(self, states: States, ids: Tensor) -> list[Tensor]:
+        """See `Head`."""
+        state, past, logits = states[self.layers[0]], UnrolledKV(), []
+        embedded = F.embedding(ids, self.embedding.table)  # [batch, T, hidden]
+        for step in range(self.num_steps):
+            rows = ids.shape[1] - 2 - step
+            state = self.step(rows_of_step(embedded, step, 1 + step), state[:, :rows], past)
+            logits.append(F.linear(self.final_layernorm(state), self.output.table))
+        return logits
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `Head`."""
+        return {f"{PREFIX}{name}": weight for name, weight in self.state_dict().items()}
+
+    def config(self) -> dict[str, Any]:
+        """See `Head`."""
+        shape = self.shape
+        return {
+            "architectures": ["MiMoMTPModel"],
+            "model_type": "mimo_mtp",
+            "num_nextn_predict_layers": 1,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.ffn_size,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": shape.norm_eps,
+            "rope_theta": shape.rope_theta,
+            "rope_scaling": None,
+            "max_position_embeddings": shape.max_positions,
+            "vocab_size": shape.vocab_size,
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+        }

@@ -1,0 +1,129 @@
+"""`forerun train medusa|eagle3|mtp|draft` from a recipe to an exported head: the parts put together.
+
+Knows the run folder: `data/` (answers, held-out answers, captured states), `last.pt`, `metrics.json`, `loss.png`,
+`export/`. The parts know the work.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.errors import ConfigError, ResourceError, UnsupportedError
+from forerun.kernels.select import select_kernels
+from forerun.models.loader import load_model
+from forerun.training.heads.build import make_head
+from forerun.training.heads.capture import capture, rows_within
+from forerun.training.heads.config import FREE, HeadJob, HeadRecipe
+from forerun.training.heads.console import HeadConsole
+from forerun.training.heads.engine_target import EngineTarget
+from forerun.training.heads.export import export_head
+from forerun.training.heads.feed import Feed, OnlineFeed, captured_layers
+from forerun.training.heads.loss import HeadLoss, step_weights
+from forerun.training.heads.plots import draw_head_history
+from forerun.training.heads.rows import Rows
+from forerun.training.heads.sequences import fingerprint, prepare
+from forerun.training.heads.target import Target, is_plain_llama, load_net_target, read_table
+from forerun.training.heads.train import HeadTrainer
+from forerun.weights.resolve import resolve_model
+
+Report = Callable[[str], None]
+DEVICES = ("cpu", "cuda")
+
+
+def train_head(recipe: HeadRecipe, job: HeadJob, console: HeadConsole) -> bool:
+    """Trains a head and exports it to `folder/export`; returns False if stopped early.
+
+    Goes on from the checkpoint in the folder unless `fresh`. A stopped run is exported as it is.
+    """
+    if job.fresh:
+        shutil.rmtree(job.folder, ignore_errors=True)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    trainer = make_trainer(recipe, job, console)
+    console.say("going on from a checkpoint" if trainer.resume() else "starting anew")
+    with console.watching(recipe.schedule.steps, trainer.step):
+        finished = trainer.run(console)
+    write_results(trainer, resolve_model(job.target))
+    return finished
+
+
+def make_trainer(recipe: HeadRecipe, job: HeadJob, console: HeadConsole) -> HeadTrainer:
+    """Loads the target, prepares the data and makes the head."""
+    target = load_target(job.target, job.device)
+    data = prepare(recipe, job, target, console.say)
+    head = make_head(recipe, target, data.train.counts(target.shape.vocab_size))
+    feed = make_feed(recipe, job, data.train, target, captured_layers(head, target), console.say)
+    heldout = OnlineFeed(data.heldout, target, captured_layers(head, target))
+    num_weights = sum(weight.numel() for weight in head.parameters())
+    console.say(f"{recipe.kind} head of {num_weights} trained weights; {len(feed.rows)} sequences")
+    loss = HeadLoss(head, target, recipe.head.labels, step_weights(head.num_steps, recipe.head.decay))
+    return HeadTrainer(recipe, loss, feed, heldout, job.folder, identity_of(recipe, target, feed.rows))
+
+
+def load_target(name: str, device: str) -> Target:
+    """The target as a torch network where that computes it exactly, else through the engine."""
+    folder = resolve_model(name)
+    place = torch_device(device)
+    if folder.is_dir() and is_plain_llama(read_table(folder)):
+        return load_net_target(folder, place)
+    if place.type != "cpu":
+        raise UnsupportedError(
+            f"{name} is computed by the engine, on the CPU: only plain Llama models train on {device}"
+        )
+    return EngineTarget(load_model(name, select_kernels("auto", None)))
+
+
+def torch_device(name: str) -> torch.device:
+    """The device of a name; raises ConfigError or ResourceError if there is none."""
+    if name not in DEVICES:
+        raise ConfigError(f"--device {name} is unknown; allowed are {', '.join(DEVICES)}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ResourceError("this machine has no CUDA device that torch can use; train with --device cpu")
+    return torch.device(name)
+
+
+def make_feed(
+    recipe: HeadRecipe, job: HeadJob, rows: Rows, target: Target, layers: tuple[int, ...], report: Report
+) -> Feed:
+    """States from disk within the recipe's budget, or computed while training."""
+    budget = recipe.data.capture_bytes
+    if not budget:
+        return OnlineFeed(rows, target, layers)
+    rows = rows_within(rows, len(layers) * target.shape.hidden_size, budget, report)
+    about = {"target": job.target, "text": fingerprint(rows)}
+    return capture(rows, target, layers, job.folder / "data", about, report)
+
+
+def identity_of(recipe: HeadRecipe, target: Target, rows: Rows) -> dict[str, Any]:
+    """What decides the outcome of a training."""
+    fields = {name: value for name, value in asdict(recipe).items() if name not in FREE}
+    shape = asdict(target.shape)
+    return {**fields, "precision": recipe.run.precision, "target": shape, "text": fingerprint(rows)}
+
+
+# -- results -------------------------------------------------------------------------------------------------------
+
+
+def write_results(trainer: HeadTrainer, target_folder: Path) -> None:
+    """Writes the exported head, the metrics and the picture."""
+    folder = trainer.folder
+    export_head(trainer.head, target_folder, folder / "export")
+    metrics = {
+        "step": trainer.step,
+        "kind": trainer.recipe.kind,
+        "acceptance_length": last_measured(trainer),
+        "history": [asdict(line) for line in trainer.history],
+    }
+    (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+    draw_head_history(trainer.history, folder / "loss.png")
+
+
+def last_measured(trainer: HeadTrainer) -> float | None:
+    """The simulated acceptance length measured last."""
+    return next((x.acceptance_length for x in reversed(trainer.history) if x.acceptance_length is not None), None)

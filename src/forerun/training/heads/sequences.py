@@ -1,0 +1,131 @@
+"""What a head learns from: rows of a token file, or prompts with the answers the target writes to them.
+
+Knows which sequences are held out and what is kept in the run folder's `data/`. The parts know how files are read
+(`rows`, `prompts`) and how answers are written (`answers`).
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from forerun.errors import ConfigError, DataError
+from forerun.training.heads.answers import engine_writer, write_answers
+from forerun.training.heads.config import HeadJob, HeadRecipe
+from forerun.training.heads.prompts import read_prompts
+from forerun.training.heads.rows import Rows, hold_out, token_file_rows
+from forerun.training.heads.target import Target
+from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
+from forerun.weights.resolve import resolve_model
+from forerun.weights.tokenizer import Tokenizer
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences to train on, and prompts never trained on with the target's greedy answers."""
+
+    train: Rows
+    heldout: Rows
+
+
+def prepare(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) -> Sequences:
+    """Sequences to train on, from a token file or from prompts, and the target's answers to held-out prompts."""
+    if any(path.suffix == ".bin" for path in job.data):
+        return from_token_file(recipe, job, target, report)
+    return from_prompts(recipe, job, report)
+
+
+def from_token_file(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) -> Sequences:
+    """The rows of a token file; those held out become prompts."""
+    if len(job.data) != 1:
+        raise DataError(
+            f"{len(job.data)} files were given, one of them of token ids; give that alone, or prompts alone"
+        )
+    options = recipe.data
+    rows = token_file_rows(job.data[0], recipe.schedule.seq_len, target.shape.vocab_size, options.max_tokens)
+    train, held = hold_out(len(rows), options.heldout_prompts)
+    prompts = [rows.sequence(int(number))[: options.prompt_tokens].tolist() for number in held]
+    return Sequences(rows.take(train), heldout_answers(recipe, job, prompts, report))
+
+
+def from_prompts(recipe: HeadRecipe, job: HeadJob, report: Report) -> Sequences:
+    """Prompts with the answers that the target writes, a share of them greedily, the rest at T = 1."""
+    options = recipe.data
+    if options.prompt_tokens + options.answer_tokens > recipe.schedule.seq_len:
+        raise ConfigError(
+            f"data.prompt_tokens {options.prompt_tokens} + data.answer_tokens {options.answer_tokens} exceed "
+            f"schedule.seq_len {recipe.schedule.seq_len}: no window would hold a whole answer"
+        )
+    prompts = read_all_prompts(recipe, job, report)
+    train, held = hold_out(len(prompts), options.heldout_prompts)
+    heldout = heldout_answers(recipe, job, [prompts[number] for number in held], report)
+    return Sequences(trained_answers(recipe, job, [prompts[number] for number in train], report), heldout)
+
+
+def read_all_prompts(recipe: HeadRecipe, job: HeadJob, report: Report) -> list[list[int]]:
+    """The prompts of all files, shuffled, as many as `data.max_tokens` allows with their answers."""
+    tokenizer, options = load_tokenizer(job.target), recipe.data
+    found = read_prompts(job.data, tokenizer, options.prompt_tokens, tokenizer.chat_template is not None)
+    report(found.summary())
+    random.Random(recipe.seed).shuffle(found.ids)
+    used = list(accumulate(len(ids) + options.answer_tokens for ids in found.ids))
+    return [
+        ids for ids, total in zip(found.ids, used, strict=True) if not options.max_tokens or total <= options.max_tokens
+    ]
+
+
+def trained_answers(recipe: HeadRecipe, job: HeadJob, prompts: list[list[int]], report: Report) -> Rows:
+    """The target's answers to learn from."""
+    options, path = recipe.data, job.folder / "data" / "answers.jsonl"
+    share = options.greedy_share
+    temperatures = [float(int((i + 1) * share) == int(i * share)) for i in range(len(prompts))]
+    about = about_answers(job, options.answer_tokens, prompts) | {"greedy_share": share, "seed": recipe.seed}
+    rows = write_answers(
+        path,
+        prompts,
+        temperatures,
+        about,
+        lambda: engine_writer(job.target, options.answer_tokens, recipe.seed),
+        report,
+    )
+    report(
+        f"{len(rows)} sequences of {rows.num_tokens} tokens; {len(prompts) - len(rows)} answers too short to learn from"
+    )
+    return rows
+
+
+def heldout_answers(recipe: HeadRecipe, job: HeadJob, prompts: list[list[int]], report: Report) -> Rows:
+    """The target's greedy answers to held-out prompts, written once."""
+    num_tokens, path = recipe.data.heldout_tokens, job.folder / "data" / "heldout.jsonl"
+    about = about_answers(job, num_tokens, prompts)
+    rows = write_answers(
+        path, prompts, [0.0] * len(prompts), about, lambda: engine_writer(job.target, num_tokens, recipe.seed), report
+    )
+    if not len(rows):
+        raise DataError(f"the target answers none of {len(prompts)} held-out prompts; give prompts it can answer")
+    return rows
+
+
+def about_answers(job: HeadJob, num_tokens: int, prompts: list[list[int]]) -> dict[str, Any]:
+    """What answers depend on."""
+    return {"target": job.target, "tokens": num_tokens, "prompts": fingerprint(Rows.of(prompts, [0] * len(prompts)))}
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a model given by embedded name, folder, GGUF file or hub id."""
+    folder = resolve_model(model)
+    return GgufCheckpoint.open(folder).tokenizer() if is_gguf(folder) else Tokenizer.from_folder(folder)
+
+
+def fingerprint(rows: Rows) -> int:
+    """A checksum of all tokens and of where sequences and answers begin."""
+    sums = 0
+    for number in range(len(rows)):
+        sums = zlib.crc32(rows.sequence(number).tobytes(), sums ^ int(rows.prompts[number]))
+    return sums

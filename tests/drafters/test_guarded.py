@@ -1,0 +1,195 @@
+"""A drafter that fails costs its requests nothing but the speed-up, and is reported."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.core import Request, SamplingParams
+from forerun.drafters.base import Observed, Stateless
+from forerun.drafters.guarded import MAX_ERRORS, GuardedDrafter
+from forerun.drafters.ngram import NgramDrafter, select_index
+from forerun.drafters.portfolio import Portfolio
+from forerun.engine.engine import Engine
+from forerun.engine.outputs import RequestGroup
+from forerun.errors import ConfigError
+from forerun.speculation.growth import Draft, Leaf, TreeGrower
+from tests.support import harness
+from tests.support.toy import ToyModel
+
+VOCAB = 24
+Propose = Callable[[Sequence[Draft]], None]
+
+
+class Failing(Stateless):
+    """Proposes a token it makes up, then does what the test wants."""
+
+    name = "failing"
+    max_nodes = 5
+
+    def __init__(self, fail: Propose, fail_at: int = 2, observe_fails: bool = False) -> None:
+        self.fail = fail
+        self.num_calls = 0
+        self.asked: list[str] = []
+        self._fail_at = fail_at
+        self._observe_fails = observe_fails
+
+    def propose(self, drafts: Sequence[Draft]) -> None:
+        self.num_calls += 1
+        self.asked += [draft.request.request_id for draft in drafts]
+        for draft in drafts:
+            draft.add_chain([1, 2], self.name)
+        if self.num_calls >= self._fail_at:
+            self.fail(drafts)
+
+    def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
+        if self._observe_fails:
+            raise RuntimeError("it saw nothing")
+
+
+def raising(drafts: Sequence[Draft]) -> None:
+    raise IndexError("beyond the end")
+
+
+def outside_the_vocabulary(drafts: Sequence[Draft]) -> None:
+    drafts[0].add(0, VOCAB, 0.0, "failing")
+
+
+def no_token(drafts: Sequence[Draft]) -> None:
+    drafts[-1].add(0, 1.5, 0.0, "failing")  # type: ignore[arg-type]
+
+
+def too_many(drafts: Sequence[Draft]) -> None:
+    drafts[0].tree.add_chain(0, range(3, 20), "failing")
+
+
+def no_chance(drafts: Sequence[Draft]) -> None:
+    drafts[0].survival[-1] = float("nan")
+
+
+def another_root(drafts: Sequence[Draft]) -> None:
+    drafts[0].tree = Draft(Request("x", (23,), SamplingParams(), 0), 3).tree
+
+
+NONSENSE = [raising, outside_the_vocabulary, no_token, too_many, no_chance, another_root]
+
+
+def groups(num: int, temperature: float) -> list[RequestGroup]:
+    params = SamplingParams(max_tokens=9, temperature=temperature)
+    return [harness.request(i, [0, 1, 2, 0, 1, i], params) for i in range(num)]
+
+
+def guarded_engine(failing: Failing, in_portfolio: bool, **options: str) -> Engine:
+    made = harness.engine("none", **options)
+    guarded = GuardedDrafter(failing, VOCAB)
+    ngram = GuardedDrafter(NgramDrafter(4, 1, 3, select_index()), VOCAB)
+    coupled = options.get("verification") != "rejection"
+    return harness.with_drafter(made, Portfolio([guarded, ngram], "portfolio", 9, coupled) if in_portfolio else guarded)
+
+
+@pytest.mark.parametrize("fail", NONSENSE)
+@pytest.mark.parametrize("in_portfolio", [False, True])
+def test_the_text_is_that_of_plain_decoding(fail: Propose, in_portfolio: bool) -> None:
+    for temperature in (0.0, 1.0):
+        wanted = groups(2, temperature)
+        failing = Failing(fail)
+        again = [harness.fresh(group) for group in wanted]
+        made = guarded_engine(failing, in_portfolio)
+        assert harness.run(made, again, may_fail=True) == harness.plain(wanted)
+        failed = [g.samples[0].request.failed_drafters for g in again]
+        assert ("failing",) in failed
+        assert sum(g.output().outputs[0].stats.draft_errors for g in again) == len(list(filter(None, failed)))
+
+
+@pytest.mark.parametrize("fail", NONSENSE)
+@pytest.mark.parametrize("in_portfolio", [False, True])
+def test_the_rejection_rule_goes_on(fail: Propose, in_portfolio: bool) -> None:
+    made = guarded_engine(Failing(fail), in_portfolio, verification="rejection")
+    texts = harness.run(made, groups(2, 1.0), may_fail=True)
+    assert all(len(text) == 9 and all(0 <= token < VOCAB for token in text) for [text] in texts)
+
+
+def test_a_failed_request_is_not_drafted_for_again() -> None:
+    failing = Failing(raising, fail_at=1)
+    wanted = groups(1, 0.0)
+    harness.run(guarded_engine(failing, False), wanted, may_fail=True)
+    assert failing.num_calls == 1
+    assert wanted[0].output().outputs[0].stats.why_plain == "drafter failing failed and was left out"
+
+
+def test_other_members_go_on() -> None:
+    wanted = groups(1, 0.0)
+    harness.run(guarded_engine(Failing(raising, fail_at=1), True), wanted, may_fail=True)
+    counts = wanted[0].output().outputs[0].stats.drafters
+    assert set(counts) == {"ngram"} and counts["ngram"].drafted > 0
+
+
+def test_after_some_errors_it_is_off(caplog: pytest.LogCaptureFixture) -> None:
+    failing = Failing(raising, fail_at=1)
+    made = guarded_engine(failing, False)
+    with caplog.at_level(logging.ERROR, "forerun.drafters"):
+        for index in range(6):
+            harness.run(made, [groups(6, 0.0)[index]], may_fail=True)
+    assert failing.num_calls == MAX_ERRORS == len(caplog.records)
+    assert [record.exc_info is not None for record in caplog.records] == [True, False, False]
+    assert "IndexError: beyond the end" in caplog.records[0].message
+    assert "it is not asked again" in caplog.records[-1].message
+
+
+def test_a_failing_observe_is_caught_too() -> None:
+    failing = Failing(raising, fail_at=99, observe_fails=True)
+    wanted = groups(2, 1.0)
+    again = [harness.fresh(group) for group in wanted]
+    assert harness.run(guarded_engine(failing, False), again, may_fail=True) == harness.plain(wanted)
+    assert again[0].samples[0].request.failed_drafters == ("failing",) and failing.asked.count("0-0") <= 1
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_only_what_was_drawn_outlives_an_error(coupled: bool) -> None:
+    """A drawn node may not be dropped for what it is; guesses without randomness may."""
+    grower = TreeGrower(harness.kernels(), coupled)
+
+    def draw(drafts: Sequence[Draft]) -> None:
+        for draft in drafts:
+            draft.__init__(draft.request, draft.max_nodes)  # type: ignore[misc]
+            grower.grow([Leaf(draft, 0)], torch.zeros(1, VOCAB), 2, "failing")
+        raise RuntimeError
+
+    request = Request("r", (1, 2), SamplingParams(temperature=1.0), seed=3)
+    draft = Draft(request, 5)
+    GuardedDrafter(Failing(draw, fail_at=1), VOCAB).propose([draft])
+    assert len(draft.tree) == len(draft.survival) == (1 if coupled else 3)
+    assert request.failed_drafters == ("failing",)
+
+
+def test_something_else_than_a_drafter_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ToyModel is no drafter: it lacks name, max_nodes, "):
+        GuardedDrafter(ToyModel(), VOCAB)  # type: ignore[arg-type]
+
+
+def test_a_failed_request_claims_no_rows() -> None:
+    class Claiming(Failing):
+        def num_ready(self, request: Request) -> tuple[int, ...]:
+            return (3, 4)
+
+    guarded = GuardedDrafter(Claiming(raising, fail_at=1), VOCAB)
+    request = Request("r", (1, 2, 3, 4, 5), SamplingParams(), seed=3)
+    assert guarded.num_ready(request) == (3, 4)
+    guarded.propose([Draft(request, 5)])
+    assert guarded.num_ready(request) == (0, 0)
+
+
+def test_a_call_counts_once_however_many_trees_it_spoils() -> None:
+    def spoil(drafts: Sequence[Draft]) -> None:
+        for draft in drafts[:2]:
+            draft.add(0, -1, 0.0, "failing")
+
+    guarded = GuardedDrafter(Failing(spoil, fail_at=1), VOCAB)
+    drafts = [Draft(Request(name, (1, 2), SamplingParams(), seed=3), 5) for name in "abc"]
+    guarded.propose(drafts)
+    assert guarded.num_errors == 1 and [len(draft.tree) for draft in drafts] == [1, 1, 3]
+    assert [draft.request.failed_drafters for draft in drafts] == [("failing",), ("failing",), ()]

@@ -1,0 +1,220 @@
+"""The suffix drafter: what it proposes, what requests share, what is forgotten, and that its trees verify exactly."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pytest
+
+from forerun.bench.prompts import read_prompts
+from forerun.config import DrafterConfig
+from forerun.core import Request, SamplingParams
+from forerun.drafters.base import Drafter
+from forerun.drafters.ngram import NgramDrafter, select_index
+from forerun.drafters.suffix import SuffixDrafter
+from forerun.kernels.suffix import reference_suffix, select_suffix
+from forerun.speculation import verify
+from forerun.speculation.growth import Draft
+from forerun.speculation.tree import ROOT
+from tests.speculation.test_verify_exact import Coins, branches, largest_difference, spread, table, target_law
+from tests.support import harness, mini
+
+
+def suffix(max_draft_tokens: int = 12, **options: object) -> SuffixDrafter:
+    return SuffixDrafter(max_draft_tokens, select_suffix(), **options)  # type: ignore[arg-type]
+
+
+def request(name: str, prompt: Sequence[int]) -> Request:
+    return Request(name, tuple(prompt), SamplingParams(max_tokens=1000), seed=0, max_len=10_000)
+
+
+def propose(drafter: Drafter, wanted: Request, max_nodes: int | None = None) -> Draft:
+    draft = Draft(wanted, max_nodes or drafter.max_nodes)
+    drafter.propose([draft])
+    return draft
+
+
+def answer(drafter: Drafter, wanted: Request, truth: Sequence[int]) -> int:
+    """Steps the engine would take to say `truth`."""
+    drafter.begin(wanted)
+    num_steps, said = 0, 0
+    while said < len(truth):
+        tree, node = propose(drafter, wanted).tree, ROOT
+        for token in truth[said:]:
+            wanted.token_ids.append(token)
+            said += 1
+            child = tree.child_with(node, token)
+            if child is None:
+                break
+            node = child
+        num_steps += 1
+    return num_steps
+
+
+def quoting(seed: int) -> tuple[list[int], list[int]]:
+    """A prompt of common phrases, each of which has a usual and a rarer successor, and an answer of the same kind."""
+    rng = random.Random(seed)
+    phrases = [[rng.randrange(300) for _ in range(rng.randint(2, 5))] for _ in range(25)]
+    successors = [rng.sample(range(25), 2) for _ in phrases]
+    said, phrase = [], 0
+    for _ in range(150):
+        said.append(phrases[phrase])
+        phrase = successors[phrase][rng.random() < 0.25]
+    return [t for each in said[:100] for t in each], [t for each in said[100:] for t in each]
+
+
+def answers_of_mini() -> list[tuple[list[int], list[int]]]:
+    """The embedded model's greedy answers to the prompts that are shipped, many of which quote them."""
+    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    outputs = mini.plain().generate([case.turns[0] for case in read_prompts(None)], params)
+    return [(list(output.prompt_token_ids), list(output.outputs[0].token_ids)) for output in outputs]
+
+
+def test_beats_prompt_lookup_on_answers_of_a_model() -> None:
+    answers = answers_of_mini()
+    usual = DrafterConfig(name="ngram")
+    for num_drafts in (5, 12):
+        drafters: dict[str, Drafter] = {
+            "suffix": suffix(num_drafts, corpus_tokens=0),
+            "usual": NgramDrafter(num_drafts, usual.ngram_min, usual.ngram_max, select_index()),
+            "eager": NgramDrafter(num_drafts, 1, usual.ngram_max, select_index()),
+        }
+        steps = dict.fromkeys(drafters, 0)
+        for index, (prompt, truth) in enumerate(answers):
+            for name, drafter in drafters.items():
+                steps[name] += answer(drafter, request(str(index), prompt), truth)
+        assert steps["suffix"] < 0.95 * steps["usual"]
+        assert steps["suffix"] <= steps["eager"]
+
+
+def test_a_longer_match_outweighs_a_frequent_shorter_one() -> None:
+    """Where prompt lookup of a few tokens is misled by the latest occurrence."""
+    far, near = list(range(100, 110)), [108, 109]
+    prompt = [*far, 1, 50, *near, 2, 51, *near, 2, 52, *far]
+    assert list(propose(suffix(4), request("a", prompt)).tree.tokens[:3]) == [109, 1, 50]
+    assert propose(NgramDrafter(4, 1, 2, select_index()), request("a", prompt)).tree.tokens[1] == 2
+
+
+def test_a_tree_holds_both_continuations_the_likelier_first() -> None:
+    draft = propose(suffix(), request("a", [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2]))
+    first = [draft.tree.tokens[node] for node in draft.tree.children(ROOT)]
+    assert first == [3, 4]
+    three = draft.tree.child_with(ROOT, 3)
+    assert three is not None
+    assert {draft.tree.tokens[node] for node in draft.tree.children(three)} == {9, 8}
+
+
+def test_survival_is_the_log_chance_of_the_path() -> None:
+    drafter = suffix()
+    wanted = request("a", quoting(3)[0])
+    draft = propose(drafter, wanted)
+    assert len(draft.survival) == len(draft.tree) > 3
+    for node in range(1, len(draft.tree)):
+        assert math.log(0.03) <= draft.survival[node] <= draft.survival[draft.tree.parents[node]] <= 0.0
+    assert set(draft.tree.sources[1:]) == {"suffix"}
+
+
+def test_budgets_are_kept() -> None:
+    drafter, wanted = suffix(40), request("a", [1, 2, 3, 4] * 30)
+    for max_nodes in (1, 2, 7, 41):
+        assert len(propose(drafter, wanted, max_nodes).tree) == max_nodes
+
+
+def ended(drafter: SuffixDrafter, name: str, prompt: Sequence[int], output: Sequence[int], reason: str | None) -> None:
+    one = request(name, prompt)
+    drafter.begin(one)
+    one.token_ids.extend(output)
+    one.finish_reason = reason  # type: ignore[assignment]
+    drafter.end(name)
+
+
+def test_requests_draft_from_answers_before_them() -> None:
+    drafter = suffix()
+    output = list(range(50, 80))
+    ended(drafter, "old", [7, 7, 7], output, "stop")
+    draft = propose(drafter, request("new", [1, 2, *output[:5]]))
+    assert draft.tree.path_tokens(len(draft.tree) - 1) == output[5 : 4 + len(draft.tree)]
+
+
+@pytest.mark.parametrize("reason", [None, "stop"])
+def test_only_answers_of_ended_requests_are_kept(reason: str | None) -> None:
+    drafter = suffix()
+    ended(drafter, "old", [60, 61, 62, 63], [70, 71, 72, 73], reason)
+    assert len(propose(drafter, request("prompt", [60, 61])).tree) == 1, "prompts are not kept"
+    assert (len(propose(drafter, request("answer", [70, 71])).tree) > 1) == (reason is not None)
+
+
+def test_nothing_is_kept_where_the_corpus_is_off() -> None:
+    drafter = suffix(corpus_tokens=0)
+    ended(drafter, "old", [1], [70, 71, 72, 73], "stop")
+    assert len(propose(drafter, request("new", [70, 71])).tree) == 1
+
+
+def test_a_preempted_request_goes_on() -> None:
+    drafter, wanted = suffix(), request("a", [1, 2, 3, 4, 5, 1, 2])
+    drafter.begin(wanted)
+    before = propose(drafter, wanted)
+    drafter.end("a")
+    again = propose(drafter, wanted)
+    assert list(again.tree.tokens) == list(before.tree.tokens)
+    assert before.num_caught_up == 0 and propose(drafter, wanted).num_caught_up == 0
+    drafter.end("a")
+    assert propose(suffix(3), wanted).num_caught_up == 7
+
+
+class Recorded(SuffixDrafter):
+    """Remembers what it proposed."""
+
+    def propose(self, drafts: Sequence[Draft]) -> None:
+        super().propose(drafts)
+        self.trees = [*getattr(self, "trees", []), *(list(draft.tree.tokens) for draft in drafts)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_texts_are_plain_decodings_on_either_implementation(temperature: float) -> None:
+    """The same drafts too, whichever implementation is installed."""
+    params = [SamplingParams(seed=i, max_tokens=16, temperature=temperature) for i in range(3)]
+    groups = [harness.request(i, [t % 24 for t in quoting(i)[0][:20]], each) for i, each in enumerate(params)]
+    plain = harness.plain(groups)
+    drafters = [Recorded(9, kit, least_chance=0.01) for kit in (select_suffix(), reference_suffix())]
+    for drafter in drafters:
+        made = harness.with_drafter(harness.engine("none", max_num_batched_tokens=15), drafter)
+        assert harness.run(made, [harness.fresh(group) for group in groups]) == plain
+    assert drafters[0].trees == drafters[1].trees
+    assert any(len(tree) > 1 for tree in drafters[0].trees)
+
+
+def deterministic_draft() -> Draft:
+    """An uneven tree over tokens 0 .. 2 with several children a node, not added in their parents' order."""
+    draft = Draft(request("a", [0]), 9)
+    one = draft.add(ROOT, 1, -0.1, "t")
+    two = draft.add(one, 2, -0.2, "t")
+    zero = draft.add(ROOT, 0, -0.3, "t")
+    for parent, token in ((two, 0), (one, 0), (zero, 2), (zero, 1), (ROOT, 2)):
+        draft.add(parent, token, -1.0, "t")
+    assert len(draft.survival) == len(draft.tree) == 9
+    return draft
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_several_certain_children_are_verified_exactly(seed: int) -> None:
+    """The rejection rule on a tree drafted without randomness: every outcome enumerated, the law is the target's."""
+    p, tree, length = table(seed, 4, sharpness=1.5), deterministic_draft().tree, 4
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+    drawn = []
+
+    def run(coins: Coins) -> None:
+        def draw(left, node: int) -> int:  # type: ignore[no-untyped-def]
+            drawn.append((tuple(tree.path_tokens(node)), left / left.sum()))
+            return -1
+
+        verify.verify_tree(tree, lambda node: p[tuple(tree.path_tokens(node))], coins.accept, draw)
+
+    for coins in branches(run):
+        accepted, weights = drawn.pop()
+        for token in range(3):
+            spread((*accepted, token), coins.chance * float(weights[token]), p, length, law)
+    assert largest_difference(law, target_law(p, length)) < 1e-12

@@ -1,0 +1,155 @@
+"""The portfolio's policy: members are asked for what they are worth, nodes admitted while they pay."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from forerun.core import Request, SamplingParams
+from forerun.engine.calibration import Calibration
+from forerun.engine.policy import StepCosts, VerifyCost
+from forerun.engine.portfolio_policy import MemberCost, PortfolioPolicy
+from forerun.speculation.growth import Draft, Part
+from forerun.speculation.tree import DraftTree
+
+FLAT = VerifyCost({1: 1.0, 64: 1.05})
+STEEP = VerifyCost({1: 1.0, 64: 64.0})
+
+
+def request(name: str = "r", known: int = 1) -> Request:
+    return Request(name, (1,) * known, SamplingParams(), seed=0, max_len=10_000)
+
+
+def chain(member: str, tokens: list[int], asked: Request | None = None) -> Part:
+    draft = Draft(asked or request(), 64)
+    draft.add_chain(tokens, member)
+    return Part(member, draft.tree, draft.survival)
+
+
+def policy(cost: VerifyCost = FLAT, may_prune: bool = True) -> PortfolioPolicy:
+    return PortfolioPolicy(16, StepCosts(cost), may_prune)
+
+
+def teach(taught: PortfolioPolicy, member: str, right: int, seconds: float, asked: Request | None = None) -> None:
+    """The member drafts four tokens, of which the first `right` are right, at a price."""
+    for _ in range(40):
+        draft = Draft(asked or request(), 16)
+        part = chain(member, [2, 3, 4, 5])
+        draft.graft(part, taught.log_survival(part, draft))
+        own = Draft(asked or request(), 16)
+        own.add_chain([2, 3, 4, 5], member)
+        taught.learn_member_cost(member, seconds, [own])
+        taught.learn_parts(draft, [2, 3, 4, 5, 6][:right] + [9])
+
+
+def test_a_good_member_is_asked_for_much_and_a_bad_one_hardly_ever() -> None:
+    good, bad = policy(), policy()
+    teach(good, "m", 4, 0.1)
+    teach(bad, "m", 0, 0.1)
+    assert good.quotas("m", [Draft(request(), 16)])[0] > 4
+    quotas = [bad.quotas("m", [Draft(request(), 16)])[0] for _ in range(100)]
+    assert quotas.count(1) >= 90
+    assert any(quota > 1 for quota in quotas), "it is tried again now and then"
+
+
+def test_what_earlier_members_found_makes_a_costly_one_needless() -> None:
+    taught = policy()
+    teach(taught, "dear", 3, 0.9)
+    teach(taught, "cheap", 4, 0.001)
+    empty, full = Draft(request(), 16), Draft(request(), 16)
+    part = chain("cheap", [2, 3, 4, 5])
+    full.graft(part, taught.log_survival(part, full))
+    assert taught.quotas("dear", [empty])[0] > 1
+    assert taught.quotas("dear", [full])[0] == 1
+
+
+def test_a_prompt_that_must_be_read_first_counts() -> None:
+    taught = policy()
+    teach(taught, "m", 4, 0.1)
+    own = Draft(request(known=900), 16, num_caught_up=900)
+    taught.learn_member_cost("m", 900.0, [own])
+    assert taught.quotas("m", [Draft(request("long", 900), 16)])[0] == 1
+    assert taught.quotas("m", [Draft(request("short", 3), 16)])[0] > 1
+
+
+def test_admission_follows_the_price_of_rows() -> None:
+    for cost, fewest, most in ((FLAT, 5, 5), (STEEP, 1, 3)):
+        taught = policy(cost)
+        teach(taught, "m", 2, 0.01)  # two of four are right
+        draft = Draft(request(), 16)
+        part = chain("m", [2, 3, 4, 5])
+        draft.graft(part, [0.0, math.log(0.99), math.log(0.98), math.log(0.3), math.log(0.1)])
+        taught.admit([draft], 1)
+        assert fewest <= len(draft.tree) <= most
+
+
+def test_rows_of_all_requests_share_one_budget() -> None:
+    """The likeliest nodes of the whole step are kept, wherever they hang."""
+    taught = policy(VerifyCost({1: 1.0, 4: 1.0, 5: 9.0, 64: 99.0}))
+    sure, unsure = Draft(request("a"), 16), Draft(request("b"), 16)
+    sure.graft(chain("m", [2, 3]), [0.0, math.log(0.9), math.log(0.8)])
+    unsure.graft(chain("m", [2, 3]), [0.0, math.log(0.2), math.log(0.1)])
+    taught.admit([sure, unsure], 2)
+    assert (len(sure.tree), len(unsure.tree)) == (3, 1)
+
+
+def test_nothing_is_pruned_where_drafts_were_drawn() -> None:
+    taught = policy(STEEP, may_prune=False)
+    draft = Draft(request(), 16)
+    draft.graft(chain("m", [2, 3, 4]), [0.0, -9.0, -9.5, -9.9])
+    taught.admit([draft], 1)
+    assert len(draft.tree) == 4
+
+
+@pytest.mark.parametrize("speculate,most,budget", [(False, None, 1), (True, 3, 3), (True, None, 16)])
+def test_a_request_may_ask_for_less(speculate: bool, most: int | None, budget: int) -> None:
+    asked = Request("r", (1,), SamplingParams(), seed=0, max_len=99, speculate=speculate, max_nodes=most)
+    assert policy().node_budget(asked) == budget
+
+
+def test_load_leaves_less_room() -> None:
+    taught = policy()
+    taught.begin_step(32)
+    assert taught.node_budget(request()) == 2
+
+
+def test_a_members_nodes_are_believed_as_far_as_they_were_right() -> None:
+    known = Calibration()
+    part = chain("m", [2, 3, 4, 5])
+    for _ in range(60):
+        known.learn("r", part, [2, 9])  # the first is right, the second never
+    survival = [math.exp(s) for s in known.log_survival("other", part)]
+    assert survival[1] > 0.85
+    assert survival[2] < 0.1 * survival[1]
+    assert known.learn("r", part, [2, 3, 9]) == 2
+
+
+def test_siblings_share_what_can_be_right() -> None:
+    tree = DraftTree(1)
+    tree.add(0, 2, "m")
+    tree.add(0, 3, "m")
+    part = Part("m", tree, [0.0, math.log(0.8), math.log(0.1)])
+    known = Calibration()
+    for _ in range(80):
+        known.learn("r", part, [3])
+    likely, unlikely = (math.exp(s) for s in known.log_survival("other", part)[1:])
+    assert unlikely > 0.8
+    assert likely < 0.15
+
+
+def test_requests_are_forgotten() -> None:
+    taught = policy()
+    teach(taught, "m", 2, 0.1)
+    taught.quotas("m", [Draft(request(), 16)])
+    taught.end(request())
+    assert not taught.calibration._requests and not taught._waited and not taught._read
+
+
+def test_costs_of_sizes_not_measured_follow_the_nearest() -> None:
+    cost = MemberCost()
+    assert cost(4) is None
+    cost.learn(4, 1.0)
+    assert cost(4) == 1.0
+    assert cost(8) == 2.0
+    assert cost(2) == 1.0

@@ -1,0 +1,233 @@
+"""Mixtures of experts and attention over latents: recording, drafting, layers behind the last, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun import LLM, SamplingParams
+from forerun.errors import CheckpointError, ConfigError, KernelError, UnsupportedError
+from forerun.layers.mla import LatentAttention
+from forerun.layers.mlp import GatedMLP
+from forerun.layers.moe import MixtureOfExperts
+from forerun.models.build import Builder
+from forerun.models.config import ModelConfig, active_parameters, estimate_bytes, num_parameters
+from forerun.models.families import FAMILIES
+from forerun.models.loader import load_model, read_config
+from forerun.models.recorded import RecordedModel, record
+from forerun.quantize.run import quantizable_parts
+from forerun.quantize.settings import QuantizeSettings
+from forerun.weights.checkpoint import Checkpoint
+from tests.models import factory
+from tests.models.factory import CASES, Runner, new_kvs
+
+SPARSE = [name for name in CASES if any(word in name for word in ("moe", "mixtral", "deepseek"))]
+WEIGHTS = "model.safetensors"
+TOKENS = [5, 9, 40, 33, 7, 81, 3, 9, 40]
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return load_model(folder, factory.make_kernels(), **options)
+
+
+@pytest.mark.parametrize("case", SPARSE)
+def test_sizes_are_known_from_config_json_alone(case: str, tmp_path: Path) -> None:
+    folder = factory.make_checkpoint(case, tmp_path)
+    config, model = read_config(folder), load(folder).model
+    assert config is not None and num_parameters(config) == model.num_parameters
+    assert model.weight_bytes <= 1.2 * estimate_bytes(config, 4)  # panels are filled up
+    is_latent = case.startswith("deepseek")
+    assert all(spec.latent == is_latent for spec in model.kv_specs)
+    if is_latent:
+        assert model.kv_specs[0].bytes_per_position == 4 * (20 + 8)  # the latent and the rotated part, once
+
+
+@pytest.mark.parametrize("case", ["mixtral-window", "qwen2-moe", "deepseek", "deepseek-direct"])
+def test_a_recorded_forward_has_the_bits_of_the_models_own(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("forerun.kernels.cpu._native")
+    kernels = factory.make_kernels("cpu")
+    model = load_model(factory.make_checkpoint(case, tmp_path, torch.bfloat16), kernels).model
+    own, replayed = Runner(model, 40), Runner(model, 40)
+    replayed.model = record(model, kernels, replayed.kvs, (0, 2))
+    assert isinstance(replayed.model, RecordedModel)
+    plain, found = (runner.span(TOKENS, hidden=(0, 2)) for runner in (own, replayed))
+    assert torch.equal(plain.logits, found.logits) and torch.equal(plain.hidden[2], found.hidden[2])
+    recorded = record(model, kernels, own.kvs)
+    own_logits = own.tree([4, 8, 8, 9], [-1, 0, 0, 1], 9)
+    own.model = recorded
+    assert torch.equal(own.tree([4, 8, 8, 9], [-1, 0, 0, 1], 9), own_logits)
+
+
+def generated(llm: LLM, temperature: float) -> list[Any]:
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=3, ignore_eos=True)
+    prompts = [list(range(5, 15)) * 2, [7, 8, 9], list(range(40, 70))]
+    return [output.outputs[0] for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_and_chunks_change_no_token(case: str, temperature: float, tmp_path: Path) -> None:
+    folder = str(factory.make_checkpoint(case, tmp_path))
+    plain = generated(LLM(folder, drafter="none", threads=1), temperature)
+    draft = {"drafter": "draft", "draft_model": folder, "adaptive": False, "max_draft_tokens": 6}
+    for options in (
+        {"drafter": "ngram", "ngram_min": 1, "adaptive": False},
+        draft,
+        {**draft, "tree_width": 3, "max_num_batched_tokens": 24},
+    ):
+        found = generated(LLM(folder, threads=1, **options), temperature)
+        assert [sample.token_ids for sample in found] == [sample.token_ids for sample in plain], options
+        if options["drafter"] == "draft":
+            assert sum(count.accepted for sample in found for count in sample.stats.drafters.values()) > 20
+
+
+def with_extra_layer(folder: Path, name: str = "eh_proj") -> dict[str, Tensor]:
+    """Store a layer for drafting behind the last one, as DeepSeek-V3 is published."""
+    tensors = load_file(folder / WEIGHTS)
+    last = {key: value for key, value in tensors.items() if ".layers.1." in key}
+    extra = {key.replace(".layers.1.", ".layers.2."): value * 0.5 for key, value in last.items()}
+    extra[f"model.layers.2.{name}.weight"] = torch.ones(32, 64)
+    save_file({**tensors, **extra}, folder / WEIGHTS, metadata={"format": "pt"})
+    return extra
+
+
+def test_layers_for_drafting_are_left_alone_and_can_be_built(tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("deepseek", tmp_path)
+    before = Runner(load(folder).model, 20).span(TOKENS).logits
+    extra = with_extra_layer(folder)
+    assert torch.equal(Runner(load(folder).model, 20).span(TOKENS).logits, before)
+    checkpoint, family = Checkpoint.open(folder), FAMILIES["deepseek_v3"]
+    config = ModelConfig.read(checkpoint.config, family)
+    builder = Builder(config, family, checkpoint, factory.make_kernels(), None, 40)
+    first, behind = builder.layer(0), builder.layer(2)
+    assert isinstance(first.mlp, GatedMLP) and isinstance(behind.mlp, MixtureOfExperts)
+    assert isinstance(behind.attention, LatentAttention)
+    stored = extra["model.layers.2.mlp.experts.3.down_proj.weight"]
+    assert torch.equal(behind.mlp.experts[3].down.weight.dequantize(), stored)
+
+
+def test_experts_in_several_pieces_have_the_bits_of_the_op(tmp_path: Path) -> None:
+    model = load(factory.make_checkpoint("qwen2-moe", tmp_path)).model
+    mixture, x = model.parts.layers[1].mlp, torch.randn(7, 32)
+    expected = mixture(x)
+    mixture._packed = None  # as for matrices that could not be joined
+    assert torch.equal(mixture(x), expected)
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("mixtral", tmp_path)
+    tensors = load_file(folder / WEIGHTS)
+    kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in (0, 1):
+        kept[f"model.layers.{layer}.block_sparse_moe.experts.gate_up_proj"] = torch.zeros(5, 96, 32)
+    save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedError, match="holds all experts in one tensor"):
+        load(folder)
+
+
+def test_latents_are_not_kept_in_8_bits(tmp_path: Path) -> None:
+    folder = str(factory.make_checkpoint("deepseek", tmp_path))
+    with pytest.raises(ConfigError, match="keeps latents"):
+        LLM(folder, kv_cache_dtype="int8", threads=1).generate([[5, 6]], SamplingParams(max_tokens=2))
+    wide = LLM(folder, drafter="none", kv_cache_dtype="bfloat16", threads=1)
+    assert len(generated(wide, 0.0)[0].token_ids) == 24
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek"])
+def test_quantizing_is_refused(case: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="mixtures of experts or latent attention"):
+        quantizable_parts(load(factory.make_checkpoint(case, tmp_path)), QuantizeSettings())
+
+
+def test_the_recorder_refuses_what_it_cannot_write_down(tmp_path: Path) -> None:
+    pytest.importorskip("forerun.kernels.cpu._native")
+    kernels = factory.make_kernels("cpu")
+    model = load_model(factory.make_checkpoint("mixtral", tmp_path), kernels).model
+    for layer in model.parts.layers:
+        layer.mlp._packed = None
+    assert record(model, kernels, new_kvs(model, 4)) is model
+    with pytest.raises(KernelError):
+        kernels.linear(torch.ones(1, 3), model.parts.lm_head.weight.packed)
+
+
+CONFIGS = factory.SHARED_DATA / "configs" / "hf"
+
+
+@pytest.mark.skipif(not CONFIGS.exists(), reason="../shared/data/configs is not here")
+def test_the_published_deepseek_config() -> None:
+    raw = json.loads((CONFIGS / "DeepSeek-V3.config.json").read_text())
+    with pytest.raises(UnsupportedError, match="quantization_config: fp8"):
+        ModelConfig.read(raw, FAMILIES["deepseek_v3"])
+    config = ModelConfig.read({**raw, "quantization_config": None}, FAMILIES["deepseek_v3"])
+    assert num_parameters(config) / 1e9 == pytest.approx(671.0, rel=1e-3)
+    assert config.attention_scale == pytest.approx(192**-0.5 * (0.1 * 3.688879454 + 1) ** 2)
+    assert active_parameters(config) / 1e9 == pytest.approx(37.55, rel=1e-2)  # "37B activated", without a table's rows
+    assert config.rope.amplitude == 1.0 and config.max_position == 163840
+    assert [config.has_experts(layer) for layer in (0, 2, 3, 60, 61)] == [False, False, True, True, True]
+
+
+def test_published_sizes_of_the_other_families() -> None:
+    common = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    mixtral = {
+        **common, "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": None,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "router_aux_loss_coef": 0.02,
+        "output_router_logits": False,
+    }  # fmt: skip
+    qwen = {
+        **common, "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "decoder_sparse_step": 1, "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "rope_scaling": None, "rope_theta": 1e6,
+        "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False, "attention_bias": False,
+    }  # fmt: skip
+    for raw, billions in ((mixtral, 46.70), (qwen, 30.53)):
+        config = ModelConfig.read(raw, FAMILIES[str(raw["model_type"])])
+        assert num_parameters(config) / 1e9 == pytest.approx(billions, rel=1e-3)
+        assert set(config.windows) == {0} and config.has_experts(0)
+
+
+DEEPSEEK: dict[str, Any] = {**factory.SIZES, **factory.DEEPSEEK, "model_type": "deepseek_v3"}
+QWEN: dict[str, Any] = {**factory.SIZES, **factory.QWEN_EXPERTS, "model_type": "qwen3_moe", "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "named"),
+    [
+        (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        (DEEPSEEK, {"topk_method": "group_limited_greedy"}, "topk_method"),
+        (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
+        (DEEPSEEK, {"n_group": 3, "topk_group": 1}, "cannot be cut into 3 groups"),
+        (DEEPSEEK, {"head_dim": 16}, "head_dim is 16"),
+        (DEEPSEEK, {"index_n_heads": 4}, "index_n_heads"),
+        (QWEN, {"shared_expert_intermediate_size": 16}, "shared_expert_intermediate_size"),
+        (QWEN, {"expert_bias": True}, "expert_bias"),
+        ({**QWEN, "model_type": "qwen2_moe", "head_dim": None}, {"use_sliding_window": True}, "layer_types"),
+    ],
+)
+def test_what_changes_the_computation_is_refused(base: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+    ModelConfig.read(base, FAMILIES[base["model_type"]])
+    with pytest.raises(UnsupportedError, match=named):
+        ModelConfig.read({**base, **changes}, FAMILIES[base["model_type"]])
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "named"),
+    [
+        (DEEPSEEK, {"num_experts_per_tok": 5}, "num_experts_per_tok must be a whole number from 1 to 4"),
+        (DEEPSEEK, {"topk_group": 5}, "topk_group must be a whole number from 1 to 4"),
+        (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank"),
+        (QWEN, {"num_experts": 10**6}, "num_experts must be a whole number from 1 to 4096"),
+        (QWEN, {"mlp_only_layers": ["first"]}, "mlp_only_layers must be a list of whole numbers"),
+    ],
+)
+def test_malformed_fields_are_named(base: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        ModelConfig.read({**base, **changes}, FAMILIES[base["model_type"]])

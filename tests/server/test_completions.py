@@ -1,0 +1,108 @@
+"""Completions: prompts of all kinds, echo, log-probabilities, sampling parameters, tokenizing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from forerun import LLM, SamplingParams
+from tests.server.conftest import Post, events_of
+
+PROMPT = "Once upon a time there was"
+
+
+def test_text_and_token_prompts_alone_and_together(llm: LLM, complete: Post) -> None:
+    ids = llm.tokenizer.encode(PROMPT)
+    [text] = complete(PROMPT)["choices"]
+    assert complete(ids)["choices"] == [text]
+    several = complete([PROMPT, "The cat", PROMPT], n=2, temperature=1.0)
+    assert [choice["index"] for choice in several["choices"]] == list(range(6))
+    assert [c["text"] for c in several["choices"][:2]] == [c["text"] for c in several["choices"][4:]]
+    assert several["choices"][0]["text"] == text["text"]
+    assert complete([ids, ids])["usage"]["prompt_tokens"] == 2 * len(ids)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.0},
+        {"top_k": 5, "top_p": 0.8, "min_p": 0.05},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+        {"logit_bias": {"300": 20.0}},
+        {"allowed_token_ids": [300, 301, 302]},
+        {"bad_words": ["the"], "min_tokens": 4},
+        {"stop_token_ids": [300], "logit_bias": {"300": 8.0}},
+    ],
+)
+def test_sampling_parameters_reach_the_model(llm: LLM, complete: Post, fields: dict[str, Any]) -> None:
+    own = {k: v for k, v in fields.items() if k != "logit_bias"}
+    bias = {int(token): value for token, value in fields.get("logit_bias", {}).items()}
+    params = SamplingParams(**{"max_tokens": 8, "seed": 1, **own, "logit_bias": bias})
+    [offline] = llm.with_drafter("none").generate(PROMPT, params)
+    assert complete(PROMPT, **fields)["choices"][0]["text"] == offline.outputs[0].text
+
+
+def test_logprobs_and_echo(llm: LLM, complete: Post) -> None:
+    ids = llm.tokenizer.encode(PROMPT)
+    [choice] = complete(PROMPT, echo=True, logprobs=2, temperature=0, max_tokens=4)["choices"]
+    found = choice["logprobs"]
+    assert choice["text"].startswith(PROMPT) and len(choice["text"]) > len(PROMPT)
+    assert len(found["tokens"]) == len(ids) + 4 == len(found["text_offset"]) == len(found["top_logprobs"])
+    assert "".join(found["tokens"]) == choice["text"]
+    assert [
+        choice["text"][at:][: len(t)] for at, t in zip(found["text_offset"], found["tokens"], strict=True)
+    ] == found["tokens"]
+    params = SamplingParams(max_tokens=4, temperature=0, logprobs=2, prompt_logprobs=2)
+    [offline] = llm.with_drafter("none").generate(PROMPT, params)
+    expected = [*(offline.prompt_logprobs or ())[1:], *(offline.outputs[0].logprobs or ())]
+    assert found["token_logprobs"] == [None, *(entry.chosen.logprob for entry in expected if entry)]
+
+
+def test_scoring_a_text_without_writing(complete: Post) -> None:
+    [choice] = complete(PROMPT, echo=True, logprobs=0, max_tokens=0)["choices"]
+    assert choice["text"] == PROMPT and len(choice["logprobs"]["token_logprobs"]) == len(choice["logprobs"]["tokens"])
+
+
+def test_streaming_several_prompts(client: TestClient, complete: Post) -> None:
+    body = {"prompt": [PROMPT, "The cat"], "max_tokens": 8, "seed": 1, "stream": True, "logprobs": 1, "min_tokens": 8}
+    events = events_of(client.post("/v1/completions", json=body).text)
+    texts, tokens = {0: "", 1: ""}, {0: 0, 1: 0}
+    for event in map(json.loads, events[:-1]):
+        [choice] = event["choices"]
+        texts[choice["index"]] += choice["text"]
+        tokens[choice["index"]] += len(choice["logprobs"]["tokens"])
+    assert list(texts.values()) == [choice["text"] for choice in complete([PROMPT, "The cat"], min_tokens=8)["choices"]]
+    assert set(tokens.values()) == {8}
+
+
+def test_a_streamed_echo_begins_with_the_prompt(client: TestClient) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 2, "stream": True, "echo": True}
+    events = events_of(client.post("/v1/completions", json=body).text)
+    assert json.loads(events[0])["choices"][0]["text"] == PROMPT
+
+
+def test_requests_without_a_seed_differ(client: TestClient) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 1.5}
+    answers = [client.post("/v1/completions", json=body).json() for _ in range(2)]
+    assert answers[0]["choices"][0]["text"] != answers[1]["choices"][0]["text"]
+    [seed] = answers[0]["forerun"]["seeds"]
+    again = client.post("/v1/completions", json={**body, "seed": seed}).json()
+    assert again["choices"] == answers[0]["choices"]  # the reported seed repeats the text
+
+
+def test_tokenize_and_detokenize(llm: LLM, post: Post) -> None:
+    answer = post("/tokenize", prompt="Grüße, 世界!", return_token_strs=True)
+    assert answer["tokens"] == llm.tokenizer.encode("Grüße, 世界!") and answer["count"] == len(answer["tokens"])
+    assert len(answer["token_strs"]) == answer["count"] and answer["max_model_len"] == llm.max_model_len
+    assert post("/detokenize", tokens=answer["tokens"])["prompt"] == "Grüße, 世界!"
+    messages = [{"role": "user", "content": "hi"}]
+    assert post("/tokenize", messages=messages)["tokens"] == llm.render_chat(messages)
+
+
+def test_models_and_names(client: TestClient, complete: Post) -> None:
+    listed = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["mini", "other-name"]
+    assert complete(PROMPT, model="other-name")["choices"] == complete(PROMPT, model="mini")["choices"]

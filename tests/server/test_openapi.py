@@ -1,0 +1,52 @@
+"""The server's own OpenAPI document, turned against it: generated requests never end in an internal error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from forerun import LLM
+from forerun.server.app import create_app
+from tests.server.conftest import running
+from tests.server.conftest import settings as server_settings
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+
+EXAMPLES = 12  # a path
+
+
+def is_failure(answer: Any) -> bool:
+    """A deadline is an answer; every other status from 500 on is a mistake of ours."""
+    return bool(answer.status_code >= 500 and "deadline_exceeded" not in answer.text)
+
+
+def attack(operation: Any) -> set[int]:
+    """Send generated requests to one path -> the statuses seen."""
+    statuses = set()
+
+    @given(case=operation.as_strategy())
+    @settings(
+        max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.generate],
+    )  # fmt: skip
+    def check(case: Any) -> None:
+        answer = case.call(timeout=200)
+        statuses.add(answer.status_code)
+        assert not is_failure(answer), (case.method, case.path, case.body, answer.text)
+        if answer.status_code >= 400:
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+    check()
+    return statuses
+
+
+def test_generated_requests_find_no_internal_error(llm: LLM) -> None:
+    app = create_app(llm, server_settings(timeout_s=0.5, grammar_timeout_s=2.0))
+    with running(app) as address:
+        app.state.context.grammars.start()  # which takes seconds, and longer than some requests may
+        schema = schemathesis.openapi.from_url(f"{address}/openapi.json", wait_for_schema=30)
+        seen = {operation.label: attack(operation) for operation in (r.ok() for r in schema.get_all_operations())}
+    assert len(seen) == 7 and all(seen.values())
+    llm.engine.scheduler.check_integrity()

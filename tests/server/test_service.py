@@ -1,0 +1,165 @@
+"""The engine behind its thread: queues, deadlines, clients that vanish, steps that break, many requests at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from forerun import LLM, SamplingParams
+from forerun.core import RequestStats
+from forerun.server.errors import ApiError
+from forerun.server.service import EngineService
+from tests.server.conftest import client_of, settings, wait_until
+from tests.support import mini
+
+
+@pytest.fixture(scope="module")
+def small() -> LLM:
+    """Two seats, so that queues form."""
+    return mini.plain().with_drafter("ngram", adaptive=False, max_num_seqs=2)
+
+
+def num_used(llm: LLM) -> int:
+    return llm.engine.scheduler.pool.num_used
+
+
+def body(seed: int, max_tokens: int = 24, **fields: Any) -> dict[str, Any]:
+    return {"prompt": f"Story {seed}: once", "max_tokens": max_tokens, "seed": seed, "temperature": 0.9, **fields}
+
+
+def test_alone_and_among_others_with_and_without_speculation(client: TestClient) -> None:
+    def text_of(fields: dict[str, Any]) -> str:
+        answer = client.post("/v1/completions", json=fields)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    alone = [text_of(body(seed, speculation="off")) for seed in range(6)]
+    mixed = [body(seed, speculation=("auto", "off")[seed % 2], priority=seed % 3) for seed in [*range(6), *range(6)]]
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(text_of, mixed))
+    assert together == alone + alone
+
+
+def test_a_full_queue_answers_429_and_says_when_to_come_again(small: LLM) -> None:
+    with client_of(small, max_queue=1) as client, ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda seed: client.post("/v1/completions", json=body(seed, 60)), range(8)))
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert refused and {answer.status_code for answer in refused} == {429}
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+        assert {answer.json()["error"]["type"] for answer in refused} == {"rate_limit_error"}
+        assert client.post("/v1/completions", json=body(1, n=4)).status_code == 429  # never fits: two seats, one place
+        assert client.post("/v1/completions", json=body(1)).status_code == 200
+    small.engine.scheduler.check_integrity()
+
+
+def test_a_deadline_ends_a_request_and_frees_its_blocks(small: LLM) -> None:
+    with client_of(small) as client:
+        late = client.post("/v1/completions", json=body(1, 400, ignore_eos=True, timeout=0.05))
+        assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
+        streamed = client.post("/v1/completions", json=body(1, 400, ignore_eos=True, timeout=0.3, stream=True))
+        assert streamed.status_code == 200 and '"deadline_exceeded"' in streamed.text
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert wait_until(lambda: num_used(small) == 0)
+    with client_of(small, timeout_s=0.05) as client:
+        assert client.post("/v1/completions", json=body(1, 400, ignore_eos=True)).status_code == 504
+
+
+def test_a_broken_step_fails_its_requests_and_no_others(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with client_of(small) as client:
+        before = client.post("/v1/completions", json=body(3)).json()["choices"]
+        forward = small.engine.model.forward
+        monkeypatch.setattr(small.engine.model, "forward", lambda *_: 1 / 0, raising=False)
+        broken = client.post("/v1/completions", json=body(3))
+        assert broken.status_code == 500 and broken.json()["error"]["type"] == "server_error"
+        assert client.get("/health").status_code == 200  # one failure is not the end
+        streamed = client.post("/v1/completions", json=body(3, stream=True))
+        assert '"engine_error"' in streamed.text
+        client.post("/v1/completions", json=body(3))
+        health = client.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "failed"
+        assert client.post("/v1/completions", json=body(3)).status_code == 503
+        assert num_used(small) == 0
+        assert "forerun_engine_errors_total 3.0" in client.get("/metrics").text
+        monkeypatch.setattr(small.engine.model, "forward", forward, raising=False)
+    with client_of(small) as client:
+        assert client.post("/v1/completions", json=body(3)).json()["choices"] == before
+
+
+def test_whoever_stops_listening_frees_the_engine(small: LLM) -> None:
+    async def scenario() -> None:
+        service = EngineService(small, settings())
+        service.start()
+        params = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
+        streams = [service.submit(small.prepare("Once", params)) for _ in range(4)]  # two run, two wait
+        async for deltas in streams[0].deltas():
+            assert deltas[0].text
+            break
+        for stream in streams:
+            service.abort(stream)
+        ends = await asyncio.gather(*(drain(stream) for stream in streams), return_exceptions=True)
+        assert all(isinstance(end, ApiError) and end.status_code == 499 for end in ends)
+        assert num_used(small) == 0 and service.load().num_running == service.load().num_waiting == 0
+        service.check_room(2 + settings().max_queue)  # nothing counts as open any more
+        service.stop()
+        assert not service.healthy
+
+    async def drain(stream: Any) -> None:
+        async for _ in stream.deltas():
+            pass
+
+    asyncio.run(scenario())
+    small.engine.scheduler.check_integrity()
+
+
+def test_shutting_down_tells_those_who_wait(small: LLM) -> None:
+    async def scenario() -> None:
+        service = EngineService(small, settings())
+        service.start()
+        stream = service.submit(small.prepare("Once", SamplingParams(max_tokens=400, ignore_eos=True)))
+        await asyncio.to_thread(service.stop)
+        with pytest.raises(ApiError) as caught:
+            async for _ in stream.deltas():
+                pass
+        assert caught.value.status_code == 503
+
+    asyncio.run(scenario())
+    assert num_used(small) == 0
+
+
+def test_metrics_add_up(small: LLM) -> None:
+    with client_of(small) as client:
+        answers = [client.post("/v1/completions", json=body(seed, 12)).json() for seed in range(3)]
+        client.get("/nowhere/at/all")
+        text = client.get("/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["forerun_generation_tokens_total"]) == sum(a["usage"]["completion_tokens"] for a in answers)
+    assert float(values["forerun_prompt_tokens_total"]) == sum(a["usage"]["prompt_tokens"] for a in answers)
+    drafted = sum(a["forerun"]["drafted_tokens"] for a in answers)
+    accepted = sum(a["forerun"]["accepted_tokens"] for a in answers)
+    assert float(values.get('forerun_draft_tokens_total{drafter="ngram"}', 0)) == drafted
+    assert float(values.get('forerun_wasted_nodes_total{drafter="ngram"}', 0)) == drafted - accepted
+    assert values["forerun_time_to_first_token_seconds_count"] == "3.0"
+    assert values['forerun_http_requests_total{path="/v1/completions",status="200"}'] == "3.0"
+    assert values['forerun_http_requests_total{path="other",status="404"}'] == "1.0"
+    assert float(values["forerun_steps_total"]) > 0 and float(values['forerun_step_seconds_total{phase="forward"}']) > 0
+    assert (values["forerun_requests_running"], values["forerun_kv_cache_usage_ratio"]) == ("0.0", "0.0")
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(small: LLM) -> None:
+    import re
+    from pathlib import Path
+
+    service = EngineService(small, settings())
+    service.metrics.sample_finished(RequestStats(num_tokens=2, num_steps=1), "stop", 1.5)
+    known = {metric.name for metric in service.metrics.registry.collect()}
+    dashboard = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
+    panels = json.loads(dashboard.read_text("utf-8"))["panels"]
+    asked = {name for panel in panels for t in panel["targets"] for name in re.findall(r"forerun_[a-z_]+", t["expr"])}
+    assert len(asked) > 12
+    for name in asked:
+        assert re.sub("_(total|bucket|count|sum)$", "", name) in known, name
