@@ -204,7 +204,7 @@ def test_progress_bar_changes_nothing() -> None:
 
 def test_keyboard_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = mini.drafting("draft")
-    step, calls = type(llm)._step, []
+    step, calls = type(llm).step, []
 
     def interrupted(self):  # type: ignore[no-untyped-def]
         calls.append(1)
@@ -212,7 +212,7 @@ def test_keyboard_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
             raise KeyboardInterrupt
         return step(self)
 
-    monkeypatch.setattr(type(llm), "_step", interrupted)
+    monkeypatch.setattr(type(llm), "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(mini.PROMPTS, params(max_tokens=30))
     assert not llm.engine.has_work and not llm.engine.groups

@@ -29,7 +29,7 @@ from forerun.weights.tokenizer import Tokenizer, check_same_vocabulary
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-EMBEDDED_DRAFTS = {"mini": {"draft": "mini-draft"}}  # by model, then by drafter
+EMBEDDED_DRAFTS = {"mini": {"draft": "mini-draft", "mtp": "mini-mtp"}}  # by model, then by drafter
 
 
 @dataclass(slots=True)

@@ -52,7 +52,7 @@ def test_two_models_are_refused(run: Any) -> None:
         (["--logit-bias", "99999999=1"], "token id 99999999"),
         (["--stop", ""], "may not hold an empty string"),
         (["--drafter", "magic"], "drafter must be one of"),
-        (["--draft-model", "mini-draft", "--drafter", "ngram"], "choose drafter 'draft'"),
+        (["--draft-model", "mini-draft", "--drafter", "ngram"], "choose one of draft, medusa, eagle, mtp"),
         (["--dtype", "int3"], "dtype must be one of"),
         (["--kernels", "cuda"], "kernels must be one of"),
         (["--verification", "typical"], "verification must be one of"),

@@ -106,7 +106,11 @@ def test_temperatures_must_be_numbers(run: Any) -> None:
 def test_inspect_json(run_json: Any) -> None:
     report = run_json("inspect", "mini")
     assert set(report) == INSPECT
-    assert report["drafters"] == {"ngram": "always", "draft": "with mini-draft"} and report["chat_template"] is True
+    drafters = report["drafters"]
+    assert drafters["draft"] == "with mini-draft" and drafters["mtp"] == "with mini-mtp"
+    free = [drafter for drafter, needs in drafters.items() if needs == "always"]
+    assert free == ["ngram", "suffix", "recycling", "layer_skip"]
+    assert "heads" in drafters["medusa"] and report["chat_template"] is True
     memory = report["memory"]
     assert memory["kv_bytes_at_full_context"] == memory["kv_bytes_per_token"] * report["context"] > 0
     assert {"linear", "attention", "gumbel_argmax"} <= set(report["kernels"])

@@ -109,6 +109,16 @@ def plain(model: Decoder, wanted: Sequence[RequestGroup]) -> list[list[list[int]
     return [run(engine(model), [group])[0][0] for group in wanted]
 
 
+def expected(num_layers: int, num: int, **params: Any) -> list[list[list[int]]]:
+    """What `target(num_layers)` says to `groups(num, **params)`, computed once."""
+    return _expected(num_layers, num, tuple(sorted(params.items())))
+
+
+@lru_cache(maxsize=32)
+def _expected(num_layers: int, num: int, params: tuple[tuple[str, Any], ...]) -> list[list[list[int]]]:
+    return plain(target(num_layers), groups(num, **dict(params)))
+
+
 def num_accepted(stats: Sequence[RequestStats]) -> int:
     return sum(count.accepted for stat in stats for count in stat.drafters.values())
 

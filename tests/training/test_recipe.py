@@ -7,12 +7,22 @@ from pathlib import Path
 import pytest
 
 from forerun.errors import ConfigError
+from forerun.training.heads.config import load_head_recipe
 from forerun.training.recipe import load_recipe, with_data_dir
 
 COMMITTED = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+HEADS = [path for path in COMMITTED if path.stem in ("mini-eagle3", "mini-medusa", "mini-mtp")]
+MODELS = [path for path in COMMITTED if path not in HEADS]
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", HEADS, ids=lambda path: path.stem)
+def test_committed_recipes_of_heads_load(path: Path) -> None:
+    kind = path.stem.removeprefix("mini-")
+    recipe = load_head_recipe(kind, path)
+    assert (recipe.name, recipe.kind) == (path.stem, kind)
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_committed_recipes_load(path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.name == path.stem

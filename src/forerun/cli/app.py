@@ -17,6 +17,7 @@ from forerun import __version__
 from forerun.cli import (
     bench,
     bench_drafters,
+    bench_serve,
     chat,
     curve,
     demo,
@@ -73,6 +74,7 @@ app = typer.Typer(
 bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
 bench_app.command("speed")(bench.speed)
 bench_app.command("drafters")(bench_drafters.drafters)
+bench_app.command("serve")(bench_serve.bench_serve)
 bench_app.command("curve")(curve.curve)
 bench_app.command("prefill")(curve.prefill)
 bench_app.command("widen")(widen.widen)

@@ -84,18 +84,18 @@ def _special_sizes(config: ModelConfig | None) -> dict[str, int]:
 
 def _drafters(name: str, loaded: LoadedModel) -> dict[str, str]:
     """Drafter -> why it can, or what it needs."""
-    from forerun.config import DRAFTER_NAMES, NEED_MODEL
+    from forerun.config import WITH_MODEL
     from forerun.llm import EMBEDDED_DRAFTS
 
-    embedded = EMBEDDED_DRAFTS.get(name, {})
+    free = ["ngram", "suffix", "recycling", *(["layer_skip"] if loaded.implementation == "forerun" else [])]
     needs = f"with a model of the same {loaded.tokenizer.vocab_size} tokens (--draft-model)"
     wanting = {
         drafter: needs if drafter == "draft" else "with heads trained for this model (--draft-model)"
-        for drafter in NEED_MODEL
+        for drafter in WITH_MODEL
     }
-    given = {drafter: f"with {model}" for drafter, model in embedded.items()}
-    free = {drafter: "always" for drafter in DRAFTER_NAMES if drafter in ("ngram", "suffix", "recycling")}
-    return {**free, **wanting, **given}
+    own = {"mtp": "with the checkpoint's own module"} if loaded.raw_config.get("num_nextn_predict_layers") else {}
+    given = {drafter: f"with {model}" for drafter, model in EMBEDDED_DRAFTS.get(name, {}).items()}
+    return {**dict.fromkeys(free, "always"), **wanting, **own, **given}
 
 
 def _memory(loaded: LoadedModel) -> dict[str, int]:

@@ -127,8 +127,8 @@ class GuardedDrafter:
                 request.failed_drafters = (*request.failed_drafters, self.name)
         if self.num_errors > MAX_ERRORS:
             return  # it is off: what its `end` raises now was said before
-        rest = "it is not asked again" if self.is_off else f"{len(requests)} requests go on without it"
-        said = f"drafter {self.name} failed in {verb}: {type(error).__name__}: {error}; {rest}, at the same text"
+        rest = "it is not asked again" if self.is_off else f"it drafts no more for the {len(requests)} concerned"
+        said = f"drafter {self.name} failed in {verb}: {type(error).__name__}: {error}; {rest}; the text is the same"
         log.error(said, exc_info=error if self.num_errors == 1 else None)
 
 

@@ -261,6 +261,7 @@ class Engine:
         sources = [*(tree.sources[node] for node in nodes[1:]), ""][:num_taken]
         record.drafted(tree.sources, tree.depths, nodes[1:])
         record.emitted(sources, _token_logprobs(entry, nodes, tokens[:num_taken], logits))
+        record.traced(tree, nodes[1:], tokens[:num_taken])
         stopped_at_leaf = not tree.children(choice.nodes[-1])
         num_accepted = len(choice.nodes) - 1
         self.policy.learn(entry.item.request, len(tree) - 1, num_accepted + (not stopped_at_leaf), num_accepted)

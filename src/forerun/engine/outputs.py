@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import NamedTuple
 
 from forerun.core import (
     CompletionOutput,
@@ -18,6 +19,22 @@ from forerun.core import (
     RequestStats,
 )
 from forerun.engine.stopping import OutputText
+from forerun.speculation.tree import DraftTree
+
+
+class StepTrace(NamedTuple):
+    """One step of one request: the tree that was verified, and what came of it.
+
+    `tokens`, `parents` and `sources` have an entry a node, the root first. `accepted` are nodes in path order, without
+    the root; `emitted` their tokens and, unless the request ended before it, the one the target chose after them.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    sources: tuple[str, ...]
+    accepted: tuple[int, ...]
+    emitted: tuple[int, ...]
+    time_s: float  # on the clock of `time.perf_counter`
 
 
 @dataclass(slots=True)
@@ -37,6 +54,7 @@ class SampleRecord:
     prompt_logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
     drafters: dict[str, DrafterCount] = field(default_factory=dict)
     figures: RequestStats = field(default_factory=RequestStats)  # those that grow step by step
+    trace: list[StepTrace] | None = None  # steps not taken yet by whoever asked for them; None: nobody did
 
     def scheduled(self) -> None:
         """The request is part of a step."""
@@ -63,6 +81,19 @@ class SampleRecord:
             count = self.drafters.setdefault(name, DrafterCount())
             own = [depth for source, depth in zip(sources, depths, strict=True) if source == name]
             count.count(own, [depths[node] for node in accepted if sources[node] == name])
+
+    def traced(self, tree: DraftTree, accepted: Sequence[int], emitted: Sequence[int]) -> None:
+        """Keep a step for whoever asked for its trace; called after `emitted`."""
+        if self.trace is not None:
+            nodes = (tuple(tree.tokens), tuple(tree.parents), tuple(tree.sources))
+            self.trace.append(StepTrace(*nodes, tuple(accepted), tuple(emitted), self.last_token_s))
+
+    def take_trace(self) -> tuple[StepTrace, ...]:
+        """The steps since the last call; none where nobody asked for them."""
+        steps = tuple(self.trace or ())
+        if self.trace:
+            self.trace.clear()
+        return steps
 
     def drafted_for(self, draft_s: float) -> None:
         """Its share of a step's drafting."""

@@ -32,6 +32,8 @@ from forerun.server.conversation import render
 from forerun.server.errors import ApiError, as_api_error, validation_error
 from forerun.server.gate import Gate
 from forerun.server.generation import EventStream, Generation, unless_gone
+from forerun.server.playground import PATHS as PLAYGROUND_PATHS
+from forerun.server.playground import add_playground
 from forerun.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from forerun.server.service import EngineService
 from forerun.server.settings import ServerSettings
@@ -119,7 +121,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     app.include_router(_router(service, context))
     for kind in (ForerunError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
-    paths = frozenset(path for path in (*app.openapi()["paths"], "/docs", "/openapi.json"))
+    paths = frozenset(path for path in (*app.openapi()["paths"], "/docs", "/openapi.json", *PLAYGROUND_PATHS))
     app.add_middleware(Gate, settings=settings, metrics=service.metrics, paths=paths)
     return app
 
@@ -147,6 +149,7 @@ def _router(service: EngineService, context: ServerContext) -> APIRouter:
     _add_generating(router, service, context)
     _add_texts(router, context)
     _add_status(router, service, context)
+    add_playground(router, service, context)
     return router
 
 

@@ -20,7 +20,8 @@ from forerun.server.errors import ApiError, as_api_error
 from forerun.server.metrics import Metrics
 from forerun.server.settings import ServerSettings
 
-OPEN_PATHS = ("/health",)  # asked for by load balancers, which have no key
+# Asked for by load balancers, which have no key, and by browsers, which have none before the page has asked for it.
+OPEN_PATHS = ("/health", "/", "/playground.js", "/steps.js", "/playground.css")
 ID_HEADER = "X-Request-Id"
 _ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
 

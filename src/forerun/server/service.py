@@ -16,7 +16,7 @@ from threading import Thread
 from time import perf_counter
 
 from forerun.core import FinishReason, PositionLogprobs, RequestStats
-from forerun.engine.outputs import RequestGroup, SampleRecord
+from forerun.engine.outputs import RequestGroup, SampleRecord, StepTrace
 from forerun.llm import LLM
 from forerun.server.errors import ApiError, as_api_error
 from forerun.server.metrics import Load, Metrics
@@ -41,7 +41,8 @@ class Delta:
     stop_reason: int | str | None
     seed: int
     stats: RequestStats | None  # with the finish reason
-    speedup: float | None  # over plain decoding at the same load, where it is known
+    speedup: float | None  # so far, over plain decoding at the same load, where it is known
+    steps: tuple[StepTrace, ...]  # empty unless the request asked for a trace
 
 
 @dataclass(slots=True)
@@ -283,7 +284,8 @@ def _delta(sample: SampleRecord, sent: _Sent) -> Delta:
         stop_reason=request.stop_reason,
         seed=request.seed,
         stats=sample.stats() if sent.done else None,
-        speedup=sent.plain_s / sent.actual_s if sent.done and sent.actual_s > 0 else None,
+        speedup=sent.plain_s / sent.actual_s if sent.actual_s > 0 else None,
+        steps=sample.take_trace(),
     )
     sent.num_chars, sent.num_tokens = len(text), request.num_output
     return delta

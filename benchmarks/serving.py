@@ -1,0 +1,280 @@
+"""What serving many users brings, each part switched off in turn: a dated result and a table.
+
+    python benchmarks/serving.py --model mini [--four-bit FOLDER] [--drafter ngram] [--num-requests 64] [--repeats 1]
+
+`--model` is anything `forerun serve` takes: the embedded model, one that `forerun bench widen` made, random weights of
+some shape. Three measurements, each through `forerun bench serve --json` against a `forerun serve` of its own:
+
+* batching: the same requests one at a time and 16 at a time;
+* prefix: the time to the first token behind a prefix that is new, and behind one that another request had;
+* parts: a shared-prefix chat workload with continuous batching, prefix cache, 4-bit weights and speculation together,
+  with each of them switched off, and with none.
+
+Random weights say what things cost, not what drafts are accepted: give speculation a trained model. Writes
+benchmarks/results/DATE-NAME.json and prints Markdown. Nothing else should run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from threading import Thread
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results")
+FORERUN = (sys.executable, "-m", "forerun.cli")
+SWITCHES = {  # part -> what switches it off; 4-bit weights are another model
+    "prefix cache": ["--no-prefix-caching"],
+    "batching": ["--max-num-seqs", "1"],
+    "speculation": ["--drafter", "none"],
+}
+FOUR_BIT = "4-bit weights"
+Report = dict[str, Any]
+
+
+def main() -> None:
+    """Measure, keep, print."""
+    given = options()
+    with tempfile.TemporaryDirectory() as folder:
+        four_bit = given.four_bit or write_four_bit(given.model, Path(folder))
+        measured = {
+            "batching": batching(given),
+            "prefix": prefix(given),
+            "parts": parts(given, four_bit),
+        }
+    result = {"command": shlex.join(["python", "benchmarks/serving.py", *sys.argv[1:]]), **vars(given), **measured}
+    result["machine"] = machine()
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{result['machine']['date']}-{given.name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    print(markdown(result))
+    print(f"\nkept in {path}", file=sys.stderr)
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="What serving many users brings, each part switched off in turn.")
+    parser.add_argument("--model", default="mini")
+    parser.add_argument("--four-bit", help="the same model in 4 bits; written as Q4_0 (GGUF) unless given")
+    parser.add_argument("--drafter", default="ngram", help="NAME or NAME=MODEL")
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--num-requests", type=int, default=64)
+    parser.add_argument("--prefix-len", type=int, default=1024)
+    parser.add_argument("--num-prefixes", type=int, default=8, help="of the measurement of cold and warm prefixes")
+    parser.add_argument("--input-len", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=1, help="of everything, in turns; medians")
+    parser.add_argument("--name", default="serving")
+    return parser.parse_args()
+
+
+# -- processes --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def server(model: str, arguments: Sequence[str] = (), command: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
+    """A server on a free port -> its address and process; what it logs is read and dropped.
+
+    `command`: instead of `forerun serve`. Raises RuntimeError if it ends before it listens.
+    """
+    start = [*(command or (*FORERUN, "serve")), model, "--port", "0", *arguments]
+    process = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines: list[str] = []
+    try:
+        yield _address(process.stderr, lines), process
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def _address(log: Any, lines: list[str]) -> str:
+    for line in log:
+        lines.append(line)
+        if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+            Thread(target=lambda: [None for _ in log], daemon=True).start()  # or the pipe would fill up
+            return f"http://127.0.0.1:{found[1]}"
+    raise RuntimeError("the server did not start:\n" + "".join(lines[-20:]))
+
+
+def load(url: str, **given: Any) -> Report:
+    """One `forerun bench serve --json`. Raises RuntimeError if a request failed: figures of such a run mean little."""
+    named = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    arguments = ["bench", "serve", url, "--json", "--ignore-eos", *named]
+    done = subprocess.run([*FORERUN, *arguments], stdout=subprocess.PIPE, check=True)
+    report: Report = json.loads(done.stdout)
+    if report["errors"]:
+        raise RuntimeError(f"requests failed: {report['errors']}")
+    return report
+
+
+def write_four_bit(model: str, folder: Path) -> str:
+    """The model's matrices in blocks of 32 with 4 bits each -> a file."""
+    from forerun.models.gguf_export import export_gguf
+    from forerun.weights.resolve import resolve_model
+
+    file = folder / "four-bit.gguf"
+    export_gguf(resolve_model(model), file, "Q4_0", Path(model).name, lambda done, total: None)
+    return str(file)
+
+
+def machine() -> dict[str, Any]:
+    """What everything was measured on."""
+    from forerun.bench.machine import describe_machine
+    from forerun.kernels.select import select_kernels
+
+    return describe_machine(select_kernels("auto"))
+
+
+# -- measurements -----------------------------------------------------------------------------------------------
+
+
+def batching(given: argparse.Namespace) -> Report:
+    """The same requests one at a time and many at a time, on one server without drafts and prefix cache."""
+    asked = {"input_len": given.input_len, "max_tokens": given.max_tokens, "num_requests": given.num_requests}
+    plain = ["--drafter", "none", "--no-prefix-caching", "--max-num-seqs", str(given.concurrency)]
+    runs: dict[int, list[Report]] = {1: [], given.concurrency: []}
+    with server(given.model, plain) as (url, _):
+        for _ in range(given.repeats):
+            for concurrency, reports in runs.items():
+                reports.append(load(url, concurrency=concurrency, **asked))
+    rows = {str(concurrency): row(reports) for concurrency, reports in runs.items()}
+    alone, together = rows["1"], rows[str(given.concurrency)]
+    return {
+        "rows": rows,
+        "times": round(together["tokens_per_s"] / alone["tokens_per_s"], 3),
+        "tpot_p99_over_p50": round(together["tpot_p99_ms"] / together["tpot_p50_ms"], 3),
+        "same_text": alone["text"] == together["text"],
+    }
+
+
+def prefix(given: argparse.Namespace) -> Report:
+    """Time to the first token: each prefix is asked behind once while it is new, then with another question."""
+    asked = {"max_tokens": 8, "concurrency": 1, "num_requests": given.num_prefixes, "num_prefixes": given.num_prefixes}
+    runs: dict[str, list[Report]] = {"cold": [], "warm": []}
+    with server(given.model, ["--drafter", given.drafter]) as (url, _), tempfile.TemporaryDirectory() as folder:
+        for seed in range(given.repeats):
+            for name, reports in runs.items():
+                prompts = questions(Path(folder, f"{name}.jsonl"), given.num_prefixes, given.input_len)
+                reports.append(load(url, prompts=prompts, prefix_len=given.prefix_len, seed=seed, **asked))
+    new, known = (median(report["ttft_s"]["p50"] for report in reports) for reports in runs.values())
+    return {
+        "prompt_tokens": runs["cold"][0]["prompt_tokens"] / given.num_prefixes,
+        "cold_ttft_s": new,
+        "warm_ttft_s": known,
+        "share": round(known / new, 4),
+        "cached_share_cold": share_cached(runs["cold"]),
+        "cached_share_warm": share_cached(runs["warm"]),
+    }
+
+
+def questions(path: Path, count: int, num_words: int) -> Path:
+    """A prompt file of texts that depend on its name."""
+    from forerun.bench.serve_workload import some_words
+
+    turns = ({"turns": [some_words(num_words, path.name, i)]} for i in range(count))
+    path.write_text("".join(json.dumps(turn) + "\n" for turn in turns), "utf-8")
+    return path
+
+
+def share_cached(reports: Sequence[Report]) -> float:
+    """Of all prompt tokens, how many came from the prefix cache."""
+    return round(sum(r["cached_prompt_tokens"] for r in reports) / sum(r["prompt_tokens"] for r in reports), 4)
+
+
+def parts(given: argparse.Namespace, four_bit: str) -> Report:
+    """The whole, the whole without each part, and plain decoding one at a time, in turns."""
+    asked = {"input_len": given.input_len, "prefix_len": given.prefix_len, "max_tokens": given.max_tokens,
+             "num_requests": given.num_requests, "concurrency": given.concurrency}  # fmt: skip
+    usual = ["--max-num-seqs", str(given.concurrency), "--drafter", given.drafter]
+    variants = {"all": (four_bit, usual), f"without {FOUR_BIT}": (given.model, usual)}
+    variants |= {f"without {part}": (four_bit, [*usual, *off]) for part, off in SWITCHES.items()}
+    variants["plain"] = (given.model, [*usual, *(word for off in SWITCHES.values() for word in off)])
+    runs: dict[str, list[Report]] = {name: [] for name in variants}
+    for _ in range(given.repeats):
+        for name, (model, arguments) in variants.items():
+            with server(model, arguments) as (url, _):
+                runs[name].append(load(url, **asked))
+    rows = {name: row(reports) for name, reports in runs.items()}
+    four_bit_texts = {rows[name]["text"] for name, (model, _) in variants.items() if model == four_bit}
+    plain_texts = {rows[name]["text"] for name, (model, _) in variants.items() if model == given.model}
+    own = {"times_plain": round(rows["all"]["tokens_per_s"] / rows["plain"]["tokens_per_s"], 3)}
+    brings = {name.removeprefix("without "): round(rows["all"]["tokens_per_s"] / found["tokens_per_s"], 3)
+              for name, found in rows.items() if name.startswith("without ")}  # fmt: skip
+    return {"rows": rows, **own, "brings": brings, "same_text": len(four_bit_texts) == len(plain_texts) == 1}
+
+
+def row(reports: Sequence[Report]) -> dict[str, Any]:
+    """Medians over repeats."""
+
+    def middle(*path: str) -> float:
+        values = []
+        for report in reports:
+            value: Any = report
+            for name in path:
+                value = value[name]
+            values.append(float(value))
+        return median(values)
+
+    return {
+        "tokens_per_s": round(middle("output_tokens_per_s"), 3),
+        "requests_per_s": round(middle("requests_per_s"), 3),
+        "ttft_p50_ms": round(middle("ttft_s", "p50") * 1e3, 3),
+        "tpot_p50_ms": round(middle("tpot_s", "p50") * 1e3, 3),
+        "tpot_p99_ms": round(middle("tpot_s", "p99") * 1e3, 3),
+        "acceptance_length": round(middle("acceptance_length"), 3),
+        "cached_share": share_cached(reports),
+        "text": reports[0]["text_sha256"],
+    }
+
+
+# -- Markdown ---------------------------------------------------------------------------------------------------
+
+HEADER = "| | tokens/s | requests/s | TTFT p50, ms | TPOT p50, ms | TPOT p99, ms | tokens a step | prompt cached |"
+
+
+def markdown(result: Report) -> str:
+    """A table a measurement, and what they were taken on."""
+    together, shared, whole = result["batching"], result["prefix"], result["parts"]
+    facts = result["machine"]
+    batch = (
+        f"{result['concurrency']} at a time: {together['times']:.2f}x the tokens per second of one at a time, TPOT p99 "
+        f"{together['tpot_p99_over_p50']:.2f}x of p50, texts {same(together)}."
+    )
+    first = (
+        f"Prompts of {shared['prompt_tokens']:.0f} tokens: first text after {shared['cold_ttft_s'] * 1e3:.1f} ms cold, "
+        f"{shared['warm_ttft_s'] * 1e3:.1f} ms warm ({shared['share']:.0%}), {shared['cached_share_warm']:.0%} cached."
+    )
+    brings = ", ".join(f"{part} {times:.2f}x" for part, times in whole["brings"].items())
+    all_parts = f"All together {whole['times_plain']:.2f}x of plain; each brings: {brings}. Texts {same(whole)}."
+    place = f"{facts['cpu']}, {facts['cores']} cores, {', '.join(facts['isa'])}, commit {facts['commit']}"
+    tables = [lines(together["rows"]), batch, first, lines(whole["rows"]), all_parts]
+    return "\n\n".join([*tables, f"{place}, {facts['date']}: `{result['command']}`"])
+
+
+def same(measured: Report) -> str:
+    """Whether speculation, batching and caching changed an answer; they must not."""
+    return "the same for the same weights" if measured["same_text"] else "DIFFER"
+
+
+def lines(rows: dict[str, dict[str, Any]]) -> str:
+    """A table of rows by name."""
+    names = ("tokens_per_s", "requests_per_s", "ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms", "acceptance_length")
+    body = [
+        f"| {name} | {' | '.join(f'{found[key]:.2f}' for key in names)} | {found['cached_share']:.0%} |"
+        for name, found in rows.items()
+    ]
+    return "\n".join([HEADER, "|---" * (len(names) + 2) + "|", *body])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The playground: a page to chat with the model, and a stream that says of each step what was drafted and accepted.
+
+Knows: the page's files, and how steps are written for it. Does not know: how steps come about, nor how the page shows
+them. Whatever the model wrote travels as JSON text; the page puts it in as text, and its policy lets nothing else run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import AsyncGenerator, Sequence
+from importlib.resources import files
+from time import perf_counter
+from typing import Any, Final
+
+from fastapi import APIRouter, Response
+
+from forerun.engine.outputs import StepTrace
+from forerun.server.answers import Account, token_bytes, token_text
+from forerun.server.chat import ChatJob
+from forerun.server.context import ServerContext
+from forerun.server.generation import EventStream, Generation
+from forerun.server.schema import Body, ChatBody, Fraction, Message, Speculation
+from forerun.server.service import Delta, EngineService
+from forerun.weights.tokenizer import Tokenizer
+
+STREAM_PATH: Final = "/playground/stream"
+FILES: Final = {  # path -> file of the package, its type
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/playground.js": ("playground.js", "text/javascript; charset=utf-8"),
+    "/steps.js": ("steps.js", "text/javascript; charset=utf-8"),
+    "/playground.css": ("playground.css", "text/css; charset=utf-8"),
+}
+PATHS: Final = (*FILES, STREAM_PATH)
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class PlaygroundBody(Body):
+    """POST /playground/stream: a conversation, and how to go on with it."""
+
+    messages: list[Message]
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: Fraction | None = None
+    seed: int | None = None
+    speculation: Speculation | None = None
+
+
+def add_playground(router: APIRouter, service: EngineService, context: ServerContext) -> None:
+    """Routes of the page and of its stream; they are no part of the API's document."""
+    for path, (name, media_type) in FILES.items():
+        _add_file(router, path, name, media_type)
+
+    @router.post(STREAM_PATH, include_in_schema=False)
+    async def stream(body: PlaygroundBody) -> Response:
+        """Answer a conversation step by step."""
+        context.check_model(body.model)
+        service.check_room(1)
+        job = await asyncio.to_thread(TracedChat, context, body)
+        return EventStream(job.chunks(Generation(service, job.chat.groups, job.chat.constrained)))
+
+
+def _add_file(router: APIRouter, path: str, name: str, media_type: str) -> None:
+    content = files("forerun.server").joinpath("playground", name).read_bytes()
+
+    @router.get(path, include_in_schema=False)
+    async def static() -> Response:
+        return Response(content, media_type=media_type, headers=_HEADERS)
+
+
+class TracedChat:
+    """A chat of one sample that tells its steps: the events `start`, `step` for every pass of the target, `end`."""
+
+    def __init__(self, context: ServerContext, body: PlaygroundBody) -> None:
+        """Raises what ChatJob raises. Takes a while: not for event loops."""
+        given = {name: getattr(body, name) for name in body.model_fields_set}
+        self.chat = ChatJob(context, ChatBody(**given))
+        self._context = context
+        self._sample = self.chat.groups[0].samples[0]
+        self._sample.trace = []
+        self._pieces = _Pieces(context.tokenizer)
+        self._account = Account(1)
+        self._started = perf_counter()
+
+    async def chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
+        """The events; raises ApiError if the request fails."""
+        yield {"start": self._start()}
+        events = generation.events()
+        try:
+            async for event in events:
+                self._account.add(0, event.delta)
+                for step in event.delta.steps:
+                    yield {"step": self._step(step), "speedup": event.delta.speedup}
+                if event.delta.finish_reason is not None:
+                    yield {"end": self._end(event.delta)}
+        finally:
+            await events.aclose()
+
+    def _start(self) -> dict[str, Any]:
+        request = self._sample.request
+        return {
+            "model": self._context.model_name,
+            "drafter": self._context.drafter.name,
+            "prompt_tokens": len(request.prompt_token_ids),
+            "seed": str(request.seed),  # a browser's numbers end at 2**53
+        }
+
+    def _step(self, step: StepTrace) -> dict[str, Any]:
+        names = [*(step.sources[node] for node in step.accepted), ""]
+        return {
+            "nodes": self._nodes(step.tokens, step.parents, step.sources),
+            "accepted": list(step.accepted),
+            "tokens": [
+                {"id": token, "text": self._pieces.take(token), "name": token_text(self._context.tokenizer, token),
+                 "source": name}
+                for token, name in zip(step.emitted, names, strict=False)
+            ],
+            "time_s": round(step.time_s - self._started, 6),
+        }  # fmt: skip
+
+    def _nodes(self, tokens: Sequence[int], parents: Sequence[int], sources: Sequence[str]) -> list[dict[str, Any]]:
+        return [
+            {"id": token, "text": token_text(self._context.tokenizer, token), "parent": parent, "source": source}
+            for token, parent, source in zip(tokens, parents, sources, strict=True)
+        ]
+
+    def _end(self, delta: Delta) -> dict[str, Any]:
+        return {
+            "rest": self._pieces.finish(),
+            "finish_reason": delta.finish_reason,
+            "usage": self._account.usage(),
+            "forerun": self._account.forerun(),
+        }
+
+
+class _Pieces:
+    """A text token by token: a character of several tokens comes with the last of them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, token_id: int) -> str:
+        """What the token adds; nothing for special ones."""
+        if self._tokenizer.special_text(token_id):
+            return ""
+        return self._decoder.decode(token_bytes(self._tokenizer, token_id))
+
+    def finish(self) -> str:
+        """What half a character at the end becomes."""
+        return self._decoder.decode(b"", final=True)
