@@ -51,10 +51,11 @@ def main() -> None:
             "prefix": prefix(given),
             "parts": parts(given, four_bit),
         }
-    result = {"command": shlex.join(["python", "benchmarks/serving.py", *sys.argv[1:]]), **vars(given), **measured}
+    settings = {name: value for name, value in vars(given).items() if name != "out"}
+    result = {"command": shlex.join(["python", "benchmarks/serving.py", *sys.argv[1:]]), **settings, **measured}
     result["machine"] = machine()
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{result['machine']['date']}-{given.name}.json"
+    given.out.mkdir(exist_ok=True)
+    path = given.out / f"{result['machine']['date']}-{given.name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(markdown(result))
     print(f"\nkept in {path}", file=sys.stderr)
@@ -74,6 +75,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1, help="of everything, in turns; medians")
     parser.add_argument("--name", default="serving")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
     return parser.parse_args()
 
 

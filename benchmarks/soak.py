@@ -58,8 +58,8 @@ def main() -> None:
     result["ready_again_s"] = ready_again_s(given, command)
     result["failures"] = failures(result, given)
     result |= {"command": " ".join(["python benchmarks/soak.py", *sys.argv[1:]]), "machine": machine()}
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{result['machine']['date']}-soak.json"
+    given.out.mkdir(exist_ok=True)
+    path = given.out / f"{result['machine']['date']}-soak.json"
     path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(json.dumps({name: result[name] for name in ("counts", "statuses", "after", "failures")}, indent=1))
     sys.exit(1 if result["failures"] else 0)
@@ -74,6 +74,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--max-growth-mib", type=float, default=64.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
     return parser.parse_args()
 
 

@@ -29,7 +29,9 @@ from forerun.weights.tokenizer import Tokenizer, check_same_vocabulary
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-EMBEDDED_DRAFTS = {"mini": {"draft": "mini-draft", "mtp": "mini-mtp"}}  # by model, then by drafter
+EMBEDDED_DRAFTS = {  # by model, then by drafter, the best trained one first
+    "mini": {"mtp": "mini-mtp", "eagle": "mini-eagle", "draft": "mini-draft", "medusa": "mini-medusa"}
+}
 
 
 @dataclass(slots=True)
@@ -302,8 +304,8 @@ def _named_drafter(model: str, text: str, draft_model: str | None, options: Mapp
 
 
 def _offered(model: str) -> list[str]:
-    """What can draft for a model without being told more: lookups, then whatever is embedded for it."""
-    return ["suffix", "recycling", *EMBEDDED_DRAFTS.get(model, {})]
+    """Who drafts for a model where nobody is named: lookups, and the best of what is embedded for it."""
+    return ["suffix", "recycling", *list(EMBEDDED_DRAFTS.get(model, {}))[:1]]
 
 
 def _load(config: EngineConfig) -> _Shared:

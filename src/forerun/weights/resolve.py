@@ -11,7 +11,13 @@ from pathlib import Path
 import forerun
 from forerun.errors import ModelNotFoundError
 
-EMBEDDED = {"mini": "mini/target", "mini-draft": "mini/draft", "mini-mtp": "mini/mtp"}
+EMBEDDED = {
+    "mini": "mini/target",
+    "mini-draft": "mini/draft",
+    "mini-mtp": "mini/mtp",
+    "mini-eagle": "mini/eagle",
+    "mini-medusa": "mini/medusa",
+}
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_COPIES = ("original/*", "consolidated*", "onnx/*")  # the same weights in other layouts
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "medusa_lm_head.pt")

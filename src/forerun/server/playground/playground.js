@@ -119,7 +119,7 @@ function tokenSpan(run, index, token) {
 function showTip(span) {
   const { run, index, token } = span, step = run.steps[index];
   const who = token.source ? `drafted by ${token.source}, accepted` : "chosen by the model itself";
-  const lines = [make("div", {}, `Step ${index + 1}: ${visible(token.text || token.name)} ${who}`)];
+  const lines = [make("div", {}, `Step ${index + 1}: “${visible(token.text || token.name)}” ${who}`)];
   for (const branch of rejectedBranches(step)) {
     const text = branch.map((node) => visible(node.text)).join(" ");
     lines.push(make("div", {}, make("del", {}, text), ` ${branch[0].source}, rejected`));

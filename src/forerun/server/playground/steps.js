@@ -22,7 +22,7 @@ function draw(tag, attributes = {}, ...children) {
 }
 
 const visible = (text) => text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
-const short = (text) => ([...text].length > 11 ? [...text].slice(0, 10).join("") + "…" : text);
+const short = (text) => ([...text].length > 10 ? [...text].slice(0, 9).join("") + "…" : text);
 const number = (value, digits = 1) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
 
 // -- what became of the drafts ---------------------------------------------------------------------------------
