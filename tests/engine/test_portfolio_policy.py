@@ -143,7 +143,7 @@ def test_requests_are_forgotten() -> None:
     teach(taught, "m", 2, 0.1)
     taught.quotas("m", [Draft(request(), 16)])
     taught.end(request())
-    assert not taught.calibration._requests and not taught._waited and not taught._read
+    assert not taught.calibration._requests and not taught._resting and not taught._read
 
 
 def test_costs_of_sizes_not_measured_follow_the_nearest() -> None:

@@ -113,16 +113,16 @@ class Portfolio:
         open_ones = [draft for draft in drafts if self._is_open(member, draft)]
         if not open_ones:
             return
+        start = perf_counter()
         quotas = self.guide.quotas(member.name, open_ones)
         wanted = [(draft, min(n, member.max_nodes)) for draft, n in zip(open_ones, quotas, strict=True) if n > 1]
         if not wanted:
             return
         own = [Draft(draft.request, num_nodes) for draft, num_nodes in wanted]
-        start = perf_counter()
         member.propose(own)
-        self.guide.learn_member_cost(member.name, perf_counter() - start, own)
         for (draft, _), proposed in zip(wanted, own, strict=True):
             self._graft(member, draft, proposed)
+        self.guide.learn_member_cost(member.name, perf_counter() - start, own)
 
     def _is_open(self, member: Drafter, draft: Draft) -> bool:
         """The request wants this member, and its tree may still take drafts."""

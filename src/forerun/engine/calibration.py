@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from forerun.speculation.growth import Part
 from forerun.speculation.tree import ROOT, DraftTree
@@ -41,6 +42,9 @@ class Tally:
         self.right = self.right * memory + right
 
 
+_NOTHING: Final = Tally()
+
+
 @dataclass(slots=True)
 class Calibration:
     """Chances of nodes, learned from what followed."""
@@ -58,11 +62,12 @@ class Calibration:
             result.append(result[part.tree.parents[node]] + math.log(chance))
         return result
 
-    def path_rate(self, request_id: str, member: str, depth: int) -> float:
-        """Chance that a path of the member that was right so far has a right node at `depth` too."""
-        tally = self._depths.get((member, min(depth, _DEEPEST)), Tally())
-        rate = (tally.right + _PRIOR_NODES * _PRIOR_CHANCE) / (tally.tested + _PRIOR_NODES)
-        return min(max(rate * self._factor(request_id, member), _LEAST), _MOST)
+    def path_rates(self, request_id: str, member: str) -> list[float]:
+        """Chances that a path of the member that was right so far goes on, from the first depth to the deepest."""
+        factor = self._factor(request_id, member)
+        tallies = [self._depths.get((member, depth), _NOTHING) for depth in range(1, _DEEPEST + 1)]
+        rates = [(tally.right + _PRIOR_NODES * _PRIOR_CHANCE) / (tally.tested + _PRIOR_NODES) for tally in tallies]
+        return [min(max(rate * factor, _LEAST), _MOST) for rate in rates]
 
     def learn(self, request_id: str, part: Part, tokens: Sequence[int]) -> int:
         """These tokens followed the root -> how many of them the member's tree holds as a path."""
@@ -95,12 +100,12 @@ class Calibration:
 
     def _chance(self, kind: Kind) -> float:
         """The share of right ones, leaning on the estimate itself while little is known."""
-        tally = self._kinds.get(kind, Tally())
+        tally = self._kinds.get(kind, _NOTHING)
         return (tally.right + _PRIOR_NODES * _prior(kind[2])) / (tally.tested + _PRIOR_NODES)
 
     def _factor(self, request_id: str, member: str) -> float:
         """How much better or worse than expected the member fares in this request."""
-        tally = self._requests.get((request_id, member), Tally())
+        tally = self._requests.get((request_id, member), _NOTHING)
         return (tally.right + _REQUEST_PRIOR) / (tally.tested + _REQUEST_PRIOR)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from forerun.core import Request
 from forerun.engine.calibration import Calibration
@@ -21,10 +22,13 @@ from forerun.engine.explain import needed_rate, shortfall
 from forerun.engine.policy import StepCosts
 from forerun.speculation.growth import Draft, Part
 
-_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)  # numbers of drafts a member may be asked for
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)  # numbers of drafts whose cost is kept apart
+_HOPELESS = 0.02  # chance of a right path below which deeper ones are not looked at
 _CHEAP = 0.05  # of a plain pass: members below this are asked whatever others may find
 _PROBE_EVERY = 24  # steps after which a member that was not asked is tried once more
+_LONGEST_REST = 8  # steps for which a member is not even thought about; the first rest is one step, then ever longer
 _PROBE_DRAFTS = 3
+_PROBE_SHARE = 0.02  # of the time that trials may take
 _LONG_LAG = 32  # tokens whose reading takes so much longer than drafting that it tells what reading costs
 _RISE, _FALL, _MAX_JUMP = 0.1, 0.5, 4.0  # how far and how fast a cost follows one measurement
 _LEAST_GAIN = 1.02  # expected speed over doing without, from which a costly member is worth its uncertainty
@@ -63,6 +67,32 @@ def _follow(known: float, seen: float) -> float:
     return known + (_FALL if seen < known else _RISE) * (seen - known)
 
 
+class Asking(NamedTuple):
+    """The best number of drafts to ask a member for, the tokens per second it promises, and those without it."""
+
+    size: int
+    speed: float
+    speed_without: float
+
+
+@dataclass(slots=True)
+class Rest:
+    """How long a member that was not worth asking is left alone: thinking about it costs time too."""
+
+    length: int = 0  # of the current rest, in steps
+    passed: int = 0  # of it
+    waited: int = 0  # steps since the member was asked or tried
+
+    def goes_on(self) -> bool:
+        """Another step has passed, and the rest is not over."""
+        self.waited += 1
+        self.passed += 1
+        if self.passed < self.length:
+            return True
+        self.length, self.passed = min(max(2 * self.length, 1), _LONGEST_REST), 0
+        return False
+
+
 @dataclass(slots=True)
 class PortfolioPolicy:
     """The policy of an engine whose drafter is a portfolio, and the portfolio's guide."""
@@ -73,7 +103,9 @@ class PortfolioPolicy:
     calibration: Calibration = field(default_factory=Calibration)
     _num_deciding: int = 1
     _members: dict[str, MemberCost] = field(default_factory=dict)
-    _waited: dict[tuple[str, str], int] = field(default_factory=dict)  # steps since a member was asked, by request
+    _resting: dict[tuple[str, str], Rest] = field(
+        default_factory=dict
+    )  # members that were not worth asking, by request
     _read: dict[tuple[str, str], int] = field(default_factory=dict)  # known tokens when it was asked last
 
     def begin_step(self, num_deciding: int) -> None:
@@ -100,41 +132,51 @@ class PortfolioPolicy:
     def _quota(self, member: str, draft: Draft) -> int:
         """The size with the best expected speed, 1 where that is not better than without; now and then a probe."""
         key = draft.request.request_id, member
-        best = max(self._sizes(draft), key=lambda size: self._speed(member, draft, size))
-        if self._is_worth(member, draft, best):
-            self._waited[key] = 0
-            return best + 1
-        waited = self._waited.get(key, 0) + 1
-        self._waited[key] = waited
-        if waited < _PROBE_EVERY or self._catch_up_s(member, draft.request) > self.costs.pass_s(1):
+        resting = self._resting.setdefault(key, Rest())
+        if resting.goes_on():
             return 1
-        self._waited[key] = 0
+        plan = self._best(member, draft)
+        if self._is_worth(member, draft, plan):
+            self._resting[key] = Rest()
+            return plan.size + 1
+        if resting.waited < self._probe_every(member) or self._catch_up_s(member, draft.request) > self.costs.pass_s(1):
+            return 1
+        self._resting[key] = Rest(length=resting.length)
         return min(_PROBE_DRAFTS, draft.num_free) + 1
 
-    def _sizes(self, draft: Draft) -> list[int]:
-        return [size for size in _SIZES if size < draft.num_free] + [draft.num_free]
+    def _probe_every(self, member: str) -> float:
+        """Steps between trials: the dearer they are, the rarer."""
+        return max(_PROBE_EVERY, self._cost(member, _PROBE_DRAFTS) / (_PROBE_SHARE * self.costs.pass_s(1)))
 
-    def _is_worth(self, member: str, draft: Draft, size: int) -> bool:
-        without, gained = self._speed(member, draft, 0), self._speed(member, draft, size)
-        if gained <= without:
+    def _is_worth(self, member: str, draft: Draft, plan: Asking) -> bool:
+        if plan.speed <= plan.speed_without:
             return False
-        if self._cost(member, size) < _CHEAP * self.costs.pass_s(1):
+        if self._cost(member, plan.size) < _CHEAP * self.costs.pass_s(1):
             return True
         left = min(_USUAL_OUTPUT, draft.request.num_remaining)
-        return gained >= _LEAST_GAIN * without and left * (1 / without - 1 / gained) >= self._catch_up_s(
-            member, draft.request
-        )
+        saved_s = left * (1 / plan.speed_without - 1 / plan.speed)
+        return plan.speed >= _LEAST_GAIN * plan.speed_without and saved_s >= self._catch_up_s(member, draft.request)
 
-    def _speed(self, member: str, draft: Draft, size: int) -> float:
-        """Expected tokens per second of this request's share if the member adds `size` drafts to what is there."""
+    def _best(self, member: str, draft: Draft) -> Asking:
+        """How many drafts of the member, on top of what is there, promise the most tokens per second.
+
+        A path of the member's that is right down to a depth adds a token there unless an earlier member's node holds
+        it already.
+        """
         found = self._found_by_depth(draft)
-        added = self._added_by_depth(member, draft.request, size)
-        depths = max(len(found), len(added))
-        padded = zip(found + [0.0] * (depths - len(found)), added + [0.0] * (depths - len(added)), strict=True)
-        tokens = 1.0 + sum(1.0 - (1.0 - f) * (1.0 - a) for f, a in padded)
-        rows = self._num_deciding * (len(draft.tree) + size)
-        cost = self._cost(member, size) if size else 0.0
-        return tokens / (self.costs.step_s(rows, rows > self._num_deciding) + cost)
+        rates = self.calibration.path_rates(draft.request.request_id, member)
+        tokens, chance, there = 1.0 + sum(found), 1.0, len(draft.tree)
+        without = tokens / self.costs.step_s(self._num_deciding * there, there > 1)
+        best, best_speed = 0, without
+        for size in range(1, draft.num_free + 1):
+            chance *= rates[min(size, len(rates)) - 1]
+            tokens += chance * (1.0 - (found[size - 1] if size <= len(found) else 0.0))
+            seconds = self.costs.step_s(self._num_deciding * (there + size), True) + self._cost(member, size)
+            if tokens / seconds > best_speed:
+                best, best_speed = size, tokens / seconds
+            if chance < _HOPELESS:
+                break
+        return Asking(best, best_speed, without)
 
     def _found_by_depth(self, draft: Draft) -> list[float]:
         """Chance that earlier members' nodes hold the right token, by depth."""
@@ -142,16 +184,6 @@ class PortfolioPolicy:
         for depth, chance in zip(draft.tree.depths[1:], draft.survival[1:], strict=True):
             mass[depth - 1] += math.exp(chance)
         return [min(m, 1.0) for m in mass]
-
-    def _added_by_depth(self, member: str, request: Request, size: int) -> list[float]:
-        """Chance that a path of the member is right down to each depth."""
-        chances, chance = [], 1.0
-        for depth in range(1, size + 1):
-            chance *= self.calibration.path_rate(request.request_id, member, depth)
-            chances.append(chance)
-            if chance < 0.01:
-                break
-        return chances
 
     def _cost(self, member: str, size: int) -> float:
         measured = self._members.setdefault(member, MemberCost())(size)
@@ -233,13 +265,13 @@ class PortfolioPolicy:
         for member in sorted(self._members):
             sizes = [size for size in _SIZES if size < self.max_nodes]
             step_s = {size: self.costs.step_s(n * (size + 1), True) + self._cost(member, size) for size in sizes}
-            rate = self.calibration.path_rate(request.request_id, member, 1)
+            rate = self.calibration.path_rates(request.request_id, member)[0]
             said.append(shortfall(f"drafts of {member}", rate, needed_rate(step_s, plain)))
         return "; ".join(filter(None, said)) if all(said) and said else None
 
     def end(self, request: Request) -> None:
         """Forget what was learned about the request alone."""
         self.calibration.forget(request.request_id)
-        for known in (self._waited, self._read):
+        for known in (self._resting, self._read):
             for key in [key for key in known if key[0] == request.request_id]:
                 del known[key]
