@@ -124,6 +124,7 @@ OPTIONS = {
         "adaptive",
         "ngram_min",
         "ngram_max",
+        "across_requests",
         "layers",
         "members",
     ),

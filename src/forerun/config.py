@@ -43,6 +43,7 @@ class DrafterConfig:
     adaptive: bool = True  # False: always draft max_draft_tokens
     ngram_min: int = 2
     ngram_max: int = 4
+    across_requests: bool = True  # suffix and recycling may draft from what other requests said
     layers: tuple[int, ...] | None = None  # layers of the target that layer_skip drafts with; None: found on the fly
     members: tuple[DrafterConfig, ...] = ()  # of a portfolio; (): all that the model offers
 

@@ -110,7 +110,7 @@ def test_inspect_json(run_json: Any) -> None:
     assert drafters["draft"] == "with mini-draft" and drafters["mtp"] == "with mini-mtp"
     free = [drafter for drafter, needs in drafters.items() if needs == "always"]
     assert free == ["ngram", "suffix", "recycling", "layer_skip"]
-    assert "heads" in drafters["medusa"] and report["chat_template"] is True
+    assert drafters["medusa"] == "with mini-medusa" and report["chat_template"] is True
     memory = report["memory"]
     assert memory["kv_bytes_at_full_context"] == memory["kv_bytes_per_token"] * report["context"] > 0
     assert {"linear", "attention", "gumbel_argmax"} <= set(report["kernels"])

@@ -136,3 +136,17 @@ def test_rejection_rule_at_temperature_zero_is_greedy() -> None:
     wanted = groups(0.0)
     made = harness.with_drafter(harness.engine("none", verification="rejection"), recycling())
     assert harness.run(made, [harness.fresh(group) for group in wanted]) == harness.plain(wanted)
+
+
+@pytest.mark.parametrize("across_requests", [True, False])
+def test_what_ended_requests_said_is_used_only_if_it_may_be(across_requests: bool) -> None:
+    drafter = RecyclingDrafter(4, VOCAB, harness.kernels(), across_requests)
+    requests = [Request(name, (1,), SamplingParams(), seed=0) for name in "abc"]
+    drafter.begin(requests[0])
+    drafter.observe_logits(torch.tensor([1]), torch.eye(VOCAB)[[2]])
+    drafter.begin(requests[1])  # beside the other one: nothing is forgotten
+    assert drafter._table[1, 0] == 2
+    drafter.end("a")
+    drafter.end("b")
+    drafter.begin(requests[2])
+    assert (drafter._table[1, 0] == 2) == across_requests

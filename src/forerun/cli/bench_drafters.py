@@ -73,8 +73,11 @@ def drafters(
     names, sizes = _names(drafters, name, draft_model), whole_numbers(fixed, "--fixed") if fixed else []
     _check(rules, verification, out_folder)
     engine = ("verification", "dtype", "kv_cache_dtype", "max_model_len", "kernels", "threads")
-    plain = open_llm(name, PLAIN, max_num_seqs=1, prefix_caching=False, **{key: given[key] for key in engine})
-    drafting = {key: given[key] for key in ("max_draft_tokens", "tree_width") if given[key] is not None}
+    plain = open_llm(
+        name, PLAIN, max_num_seqs=1, prefix_caching=False, across_requests=False, **{key: given[key] for key in engine}
+    )
+    asked = {key: given[key] for key in ("max_draft_tokens", "tree_width") if given[key] is not None}
+    drafting = {"across_requests": False, **asked}
     report = {"model": name, "suite": suite, "prompts": str(prompts or suite), "max_tokens": max_tokens,
               "repeats": repeats, "seed": seed, "verification": verification}  # fmt: skip
     report |= _measure(plain, names, (sizes, rules), drafting, cases, params, repeats, may_lack=drafters == AUTO)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, Stateless
 from forerun.kernels.ops import Kernels, NoiseKeys
 from forerun.speculation.growth import Draft
@@ -42,20 +43,38 @@ class Branch(NamedTuple):
 
 def build(context: DrafterContext) -> Drafter:
     """Token recycling over the target's vocabulary."""
-    return RecyclingDrafter(context.options.max_draft_tokens, context.model.vocab_size, context.kernels)
+    options = context.options
+    return RecyclingDrafter(
+        options.max_draft_tokens, context.model.vocab_size, context.kernels, options.across_requests
+    )
 
 
 class RecyclingDrafter(Stateless):
-    """Fills a tree of ranks from the table of each token's last seen successors."""
+    """Fills a tree of ranks from the table of each token's last seen successors.
+
+    All requests share the table; without `across_requests` it is emptied where one begins and no other is running.
+    """
 
     name = "recycling"
     wants_logits = True
 
-    def __init__(self, max_draft_tokens: int, vocab_size: int, kernels: Kernels) -> None:
+    def __init__(self, max_draft_tokens: int, vocab_size: int, kernels: Kernels, across_requests: bool = True) -> None:
         self.max_nodes = max_draft_tokens + 1
+        self._across_requests = across_requests
+        self._running: set[str] = set()
         self._kernels = kernels
         self._num_successors = min(NUM_SUCCESSORS, vocab_size)
         self._table = np.full((vocab_size, self._num_successors), UNKNOWN, dtype=np.int32)  # best first
+
+    def begin(self, request: Request) -> None:
+        """Forget what ended requests said, if it is not to be used."""
+        if not self._across_requests and not self._running:
+            self._table.fill(UNKNOWN)
+        self._running.add(request.request_id)
+
+    def end(self, request_id: str) -> None:
+        """One request less."""
+        self._running.discard(request_id)
 
     def observe_logits(self, token_ids: Tensor, logits: Tensor) -> None:
         """Overwrite the successors of token_ids [R] by the best of logits [R, vocab_size]; later rows win."""

@@ -27,7 +27,8 @@ CORPUS_TOKENS: Final = 1 << 18  # of answers kept for all requests, about 170 by
 
 def build(context: DrafterContext) -> Drafter:
     """The suffix drafter on the fastest implementation that is installed."""
-    return SuffixDrafter(context.options.max_draft_tokens, select_suffix())
+    options = context.options
+    return SuffixDrafter(options.max_draft_tokens, select_suffix(), CORPUS_TOKENS if options.across_requests else 0)
 
 
 @dataclass(slots=True)
