@@ -103,9 +103,7 @@ class PortfolioPolicy:
     calibration: Calibration = field(default_factory=Calibration)
     _num_deciding: int = 1
     _members: dict[str, MemberCost] = field(default_factory=dict)
-    _resting: dict[tuple[str, str], Rest] = field(
-        default_factory=dict
-    )  # members that were not worth asking, by request
+    _resting: dict[tuple[str, str], Rest] = field(default_factory=dict)  # by request and member not worth asking
     _read: dict[tuple[str, str], int] = field(default_factory=dict)  # known tokens when it was asked last
 
     def begin_step(self, num_deciding: int) -> None:
@@ -213,12 +211,14 @@ class PortfolioPolicy:
 
     def admit(self, drafts: Sequence[Draft], num_deciding: int) -> None:
         """Keep, over all requests, the likeliest nodes as long as they raise the expected tokens per second."""
+        if not self.may_prune:
+            return
         ranked = sorted(
             (-draft.survival[node], node, index)
             for index, draft in enumerate(drafts)
             for node in range(1, len(draft.tree))
         )
-        if not self.may_prune or not ranked:
+        if not ranked:
             return
         kept: list[list[int]] = [[0] for _ in drafts]
         for _, node, index in ranked[: self._num_worth(ranked, num_deciding)]:

@@ -7,7 +7,7 @@ Knows steps, schedules and optimizers. What the loss is comes from outside (`los
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,6 +56,19 @@ def make_optimizers(net: nn.Module, config: OptimizerConfig, dtype: torch.dtype)
         (matrices if weight.ndim == 2 and "embed_tokens" not in name else rest).append(weight)
     adamw = torch.optim.AdamW(rest, lr=config.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     return [Muon(matrices, config.muon_lr, config.muon_momentum, config.muon_weight_decay, dtype), adamw]
+
+
+def apply_gradients(
+    net: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[float], clip_norm: float
+) -> None:
+    """Clips the gradients of `net` and steps every optimizer, one of `rates` a parameter group; then drops them."""
+    nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 class Trainer:
@@ -146,13 +159,8 @@ class Trainer:
 
     def update_weights(self, scale: float) -> None:
         """Clips the gradients and applies both optimizers at the scaled learning rates."""
-        nn.utils.clip_grad_norm_(self.net.parameters(), self.recipe.optimizer.clip_norm)
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        for group, rate in zip(groups, self.base_rates, strict=True):
-            group["lr"] = rate * scale
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        clip_norm = self.recipe.optimizer.clip_norm
+        apply_gradients(self.net, self.optimizers, [rate * scale for rate in self.base_rates], clip_norm)
 
     def log(self, watcher: Watcher, losses: list[float], elapsed_s: float) -> None:
         """Adds a line to the history, with held-out figures when they are due."""

@@ -23,6 +23,7 @@ from forerun.training.heads.feed import Batch, Feed
 from forerun.training.heads.loss import HeadLoss, make_loss
 from forerun.training.heads.rows import Order
 from forerun.training.muon import Muon
+from forerun.training.train import apply_gradients
 
 EVAL_BATCH = 8
 
@@ -155,13 +156,8 @@ class HeadTrainer:
 
     def update_weights(self, scale: float) -> None:
         """Clips the gradients and applies the optimizers at the scaled learning rates."""
-        nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.optimizer.clip_norm)
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        for group, rate in zip(groups, self.base_rates, strict=True):
-            group["lr"] = rate * scale
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        clip_norm = self.recipe.optimizer.clip_norm
+        apply_gradients(self.head, self.optimizers, [rate * scale for rate in self.base_rates], clip_norm)
 
     # -- the history --------------------------------------------------------------------------------------------
 
