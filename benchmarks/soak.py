@@ -1,6 +1,6 @@
 """A server under mixed load for minutes, with clients that vanish, run out of time and send garbage; what it left.
 
-    python benchmarks/soak.py --model mini --minutes 30 [--clients 16] [--drafter ngram]
+    python benchmarks/soak.py --model mini --minutes 30 [--clients 16] [--drafter ngram] [--pause-s 0]
 
 Well-behaved clients ask the same questions over and over and must always get the same answer. The others hang up in
 the middle of a stream or before it, give themselves too little time, and send bodies that are no JSON, no UTF-8, of
@@ -72,6 +72,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--drafter", default="ngram")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--pause-s", type=float, default=0.0, help="of a client between requests, on average")
     parser.add_argument("--max-growth-mib", type=float, default=64.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
@@ -160,6 +161,7 @@ class Soak:
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 well_behaved = behave in (self._whole, self._stream)
                 self.counts[f"{'good' if well_behaved else 'bad'} client: {type(error).__name__}"] += 1
+            await asyncio.sleep(self._random.random() * 2 * self._given.pause_s)
 
     async def _watch(self) -> None:
         """Memory and open files, a hundred times."""

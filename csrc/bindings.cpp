@@ -75,6 +75,19 @@ SelectArgs select_rows(Address x, Address row_ids, Address y, int64_t r, int64_t
     return {at<float>(x), at<int64_t>(row_ids), at<float>(y), r, h};
 }
 
+ColumnsArgs copy_columns(Address x, Address y, int64_t m, int64_t width, int64_t x_stride, int64_t x_first,
+                         int64_t y_stride, int64_t y_first) {
+    return {at<float>(x), at<float>(y), m, width, x_stride, x_first, y_stride, y_first};
+}
+
+AddArgs add(Address x, Address y, int64_t m, int64_t h) { return {at<float>(x), at<float>(y), m, h}; }
+
+FillArgs fill(Address y, int64_t m, int64_t h, float value) { return {at<float>(y), m, h, value}; }
+
+ScatterArgs scatter_columns(Address x, Address ids, Address y, int64_t m, int64_t n, int64_t h) {
+    return {at<float>(x), at<int64_t>(ids), at<float>(y), m, n, h};
+}
+
 KV pool(Address keys, Address values, Address key_scales, Address value_scales, int64_t block_size, int dtype) {
     return {at<void>(keys), at<void>(values), at<float>(key_scales), at<float>(value_scales), block_size, Dtype{dtype}};
 }
@@ -198,6 +211,10 @@ int64_t work_of(const NormArgs& args) { return args.m * args.h; }
 int64_t work_of(const GatedArgs& args) { return args.m * args.f * 4; }
 int64_t work_of(const EmbeddingArgs& args) { return args.m * args.h; }
 int64_t work_of(const SelectArgs& args) { return args.r * args.h; }
+int64_t work_of(const ColumnsArgs& args) { return args.m * args.width; }
+int64_t work_of(const AddArgs& args) { return args.m * args.h; }
+int64_t work_of(const FillArgs& args) { return args.m * args.h; }
+int64_t work_of(const ScatterArgs& args) { return args.m * args.n; }
 int64_t work_of(const RopeArgs& args) { return args.m * args.heads.row_size(); }
 int64_t work_of(const AttentionArgs& args) {
     return args.m * args.heads.num_q * args.heads.head_dim * args.max_visible * 2;
@@ -255,15 +272,16 @@ void run_program(Program& program, const std::vector<Address>& addresses, int64_
     program.run(addresses, {rows, logit_rows, max_blocks, max_visible});
 }
 
-void draft_chains(CpuEngine& engine, Program& program, const std::vector<Address>& addresses, int64_t rows,
-                  int64_t max_blocks, int64_t max_visible, Address temperatures, Address seeds, Address streams,
-                  Address noise_positions, Address num_active, int64_t steps, int64_t r, int64_t vocab,
-                  int64_t block_size, int64_t logits_step, Address ids) {
+void draft_chains(CpuEngine& engine, Program& first, Program& next, const std::vector<Address>& addresses,
+                  int64_t rows, int64_t max_blocks, int64_t max_visible, Address temperatures, Address seeds,
+                  Address streams, Address noise_positions, Address num_active, int64_t steps, int64_t r,
+                  int64_t vocab, int64_t block_size, int64_t logits_step, Address ids, Address log_chances, int64_t shift,
+                  int64_t features_step) {
     const ChainArgs args{at<double>(temperatures), at<int64_t>(seeds),      at<int64_t>(streams),
                          at<int64_t>(noise_positions), at<int64_t>(num_active), steps, r, vocab, block_size,
-                         logits_step, at<int64_t>(ids)};
+                         logits_step, at<int64_t>(ids), at<double>(log_chances), shift, features_step};
     const nb::gil_scoped_release released;
-    run_chains(engine, program, addresses, {rows, r, max_blocks, max_visible}, args);
+    run_chains(engine, first, next, addresses, {rows, r, max_blocks, max_visible}, args);
 }
 
 void bind_suffix(nb::module_& module) {
@@ -328,6 +346,10 @@ NB_MODULE(_native, module) {
     bind_op(engine, program, "gated_act", &gated_act, &CpuEngine::gated_act);
     bind_op(engine, program, "embedding", &embedding, &CpuEngine::embedding);
     bind_op(engine, program, "select_rows", &select_rows, &CpuEngine::select_rows);
+    bind_op(engine, program, "copy_columns", &copy_columns, &CpuEngine::copy_columns);
+    bind_op(engine, program, "add", &add, &CpuEngine::add);
+    bind_op(engine, program, "fill", &fill, &CpuEngine::fill);
+    bind_op(engine, program, "scatter_columns", &scatter_columns, &CpuEngine::scatter_columns);
     bind_op(engine, program, "rope_and_cache", &rope_and_cache, &CpuEngine::rope_and_cache);
     bind_op(engine, program, "attention", &attention, &CpuEngine::attention);
 

@@ -16,7 +16,7 @@ struct Level {
     std::vector<int64_t> token_ids, logit_rows, tree_masks;
     std::vector<int32_t> positions, slots, seq_ids, prefix_lens;
     const int32_t *roots, *tables;
-    int64_t max_blocks, block_size, largest_root = 0;
+    int64_t max_blocks, block_size, shift, largest_root = 0;
 
     Level(const std::vector<uintptr_t>& addresses, const RunSizes& sizes, const ChainArgs& args)
         : token_ids(static_cast<size_t>(args.r)),
@@ -29,7 +29,8 @@ struct Level {
           roots(at<int32_t>(addresses, kTreeStarts)),
           tables(at<int32_t>(addresses, kBlockTables)),
           max_blocks(sizes.max_blocks),
-          block_size(args.block_size) {
+          block_size(args.block_size),
+          shift(args.shift) {
         for (int64_t i = 0; i < args.r; ++i) {
             const auto row = static_cast<size_t>(i);
             logit_rows[row] = i;
@@ -45,7 +46,7 @@ struct Level {
             const int64_t position = roots[i] + depth;
             if (position / block_size >= max_blocks) throw std::out_of_range("a chain outgrew its block table");
             token_ids[row] = std::max<int64_t>(drawn[i], 0);  // a row without an answer goes on idly
-            positions[row] = static_cast<int32_t>(position);
+            positions[row] = static_cast<int32_t>(position + shift);
             slots[row] = tables[i * max_blocks + position / block_size] * static_cast<int32_t>(block_size) +
                          static_cast<int32_t>(position % block_size);
             tree_masks[row] = depth >= 63 ? -1 : (int64_t{2} << depth) - 1;
@@ -63,6 +64,16 @@ struct Level {
     }
 };
 
+// How likely the logits themselves, without noise, make the tokens drawn from them.
+void judge(CpuEngine& engine, const ChainArgs& args, const float* logits, int64_t step) {
+    double* chances = args.log_chances + step * args.r;
+    const int64_t* ids = args.ids + step * args.r;
+    engine.log_sum({logits, chances, args.num_active[step], args.vocab});
+    for (int64_t i = 0; i < args.num_active[step]; ++i) {
+        if (ids[i] >= 0) chances[i] = static_cast<double>(logits[i * args.vocab + ids[i]]) - chances[i];
+    }
+}
+
 void draw(CpuEngine& engine, const ChainArgs& args, const float* logits, int64_t step) {
     GumbelArgs gumbel{};
     gumbel.logits = logits;
@@ -79,23 +90,33 @@ void draw(CpuEngine& engine, const ChainArgs& args, const float* logits, int64_t
     for (int64_t i = 0; step > 0 && i < gumbel.r; ++i) {
         if (ids[i - args.r] < 0) ids[i] = -1;  // below a row without an answer there is none either
     }
+    if (args.log_chances) judge(engine, args, logits, step);
+}
+
+// What the last step put out is what the next is fed; that writes to the other of two places.
+void hand_on_features(std::vector<uintptr_t>& addresses, const ChainArgs& args, int64_t step) {
+    const auto size = static_cast<uintptr_t>(args.features_step) * sizeof(float);
+    addresses[kFeatures] = addresses[kNextFeatures];
+    addresses[kNextFeatures] += step % 2 == 0 ? size : 0 - size;
 }
 
 }  // namespace
 
-void run_chains(CpuEngine& engine, Program& program, std::vector<uintptr_t> addresses, const RunSizes& sizes,
-                const ChainArgs& args) {
-    if (addresses.size() != kNumSlots) throw std::invalid_argument("chains need a forward that returns logits alone");
+void run_chains(CpuEngine& engine, Program& first, Program& next, std::vector<uintptr_t> addresses,
+                const RunSizes& sizes, const ChainArgs& args) {
+    const size_t wanted = args.features_step > 0 ? kNumSlots : kLogits + 1;
+    if (addresses.size() != wanted) throw std::invalid_argument("chains need a forward that returns what they read");
     Level level(addresses, sizes, args);
-    program.run(addresses, sizes);
+    first.run(addresses, sizes);
     for (int64_t step = 0;; ++step) {
         draw(engine, args, at<float>(addresses, kLogits), step);
         if (step + 1 == args.steps) return;
         const int64_t rows = args.num_active[step + 1];
         level.descend(step + 1, rows, args.ids + step * args.r);
         level.put_into(addresses);
+        if (args.features_step > 0) hand_on_features(addresses, args, step);
         addresses[kLogits] += static_cast<uintptr_t>(args.logits_step) * sizeof(float);
-        program.run(addresses, {rows, rows, sizes.max_blocks, level.largest_root + step + 2});
+        next.run(addresses, {rows, rows, sizes.max_blocks, level.largest_root + step + 2});
     }
 }
 

@@ -22,6 +22,8 @@ enum Slot : size_t {
     kTreeStarts,
     kBlockTables,
     kLogits,
+    kNextFeatures,  // [r, width]: what a head puts out beside its logits for the rows below
+    kFeatures,      // [rows, width]: what it is fed
     kNumSlots
 };
 
@@ -33,11 +35,15 @@ struct ChainArgs {
     int64_t steps, r, vocab, block_size;
     int64_t logits_step;  // floats between the logits of two steps; 0: each step overwrites the last
     int64_t* ids;         // [steps, r]: the drawn tokens, -1 where none was
+    double* log_chances;  // [steps, r]: log softmax of the logits at the drawn tokens, or null
+    int64_t shift;        // added to the positions rows stand at, not to the slots
+    int64_t features_step;  // floats a step puts out for the next; 0: the program is fed tokens alone
 };
 
-// Runs `program` on a batch whose r logit rows are the roots of r sequences, draws a token for each row, runs it on
-// those tokens as the children of the roots, and so on. The forward of the last token is not run.
-void run_chains(CpuEngine& engine, Program& program, std::vector<uintptr_t> addresses, const RunSizes& sizes,
-                const ChainArgs& args);
+// Runs `first` on a batch whose r logit rows are the roots of r sequences, draws a token for each row, runs `next` on
+// those tokens as the children of the roots, and so on. The forward of the last token is not run. With features, the
+// slot kNextFeatures has room for those of two steps, which take turns.
+void run_chains(CpuEngine& engine, Program& first, Program& next, std::vector<uintptr_t> addresses,
+                const RunSizes& sizes, const ChainArgs& args);
 
 }  // namespace forerun

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "memory.h"
+#include "rows.h"
 
 namespace forerun {
 namespace {
@@ -17,6 +18,7 @@ constexpr int64_t kRowBlockBytes = 192 << 10;  // activations that stay in the s
 constexpr int64_t kGroupedRowBytes = 512 << 10;  // likewise, activations of one byte
 constexpr int64_t kSplitInputs = 32;         // only multiples of this many inputs are split into parts
 constexpr int64_t kSplitFrom = 1 << 20;      // weights; smaller matrices wait in the caches, and few rows are faster whole
+constexpr int64_t kSplitPanels = 8;          // panels that share activations in parts while those are near
 constexpr int64_t kUnitBytes = 48 << 10;     // weights a unit of few rows reads
 constexpr int64_t kLine = 64;                // bytes in a cache line
 constexpr int64_t kReadPiece = 4 << 20;      // bytes of memory read as one unit; what is left over is not read
@@ -41,17 +43,6 @@ const KernelTable* pick_table(const std::string& isa) {
     const KernelTable* table = find_table(isa.empty() ? CpuEngine::available().front() : isa);
     if (table == nullptr) throw std::invalid_argument("instruction set '" + isa + "' is not available on this CPU");
     return table;
-}
-
-// An index outside its table would read or write foreign memory: refuse it here.
-template <class T>
-void check_range(const char* what, const T* values, int64_t num, int64_t limit) {
-    for (int64_t i = 0; i < num; ++i) {
-        if (values[i] < 0 || values[i] >= limit) {
-            throw std::out_of_range(std::string(what) + " " + std::to_string(values[i]) + " is outside 0 .. " +
-                                    std::to_string(limit - 1));
-        }
-    }
 }
 
 template <class Args>
@@ -102,7 +93,7 @@ void CpuEngine::linear(const LinearArgs& given) {
     args.rows_per_unit = std::max(2 * step, kRowBlockBytes / std::max<int64_t>(row_bytes, 1) / step * step);
     const int64_t rows = std::min(args.m, args.rows_per_unit);
     const int64_t part = std::max<int64_t>(1, panel_bytes * divide_up(rows, row_tile));
-    const int64_t wanted = std::max<int64_t>(1, kUnitBytes / part);
+    const int64_t wanted = split ? kSplitPanels : std::max<int64_t>(1, kUnitBytes / part);
     const int64_t balanced = std::max<int64_t>(1, panels / (pool_.num_threads() * kChunksPerThread));
     args.panels_per_unit = divide_up(std::min(wanted, balanced), group) * group;
     const int64_t units = divide_up(panels, args.panels_per_unit) * divide_up(args.m, args.rows_per_unit);
@@ -143,18 +134,15 @@ void CpuEngine::norm(const NormArgs& args) {
     share(args.subtract_mean ? table_->layer_norm : table_->rms_norm, args, args.m, args.h / 4);
 }
 
+void CpuEngine::add(const AddArgs& args) { share(table_->add_rows, args, args.m, args.h / 8); }
+
+void CpuEngine::log_sum(const LogSumArgs& args) { share(table_->log_sum, args, args.m, args.n); }
+
 void CpuEngine::gated_act(const GatedArgs& args) { share(table_->gated_act, args, args.m, args.f); }
 
 void CpuEngine::embedding(const EmbeddingArgs& args) {
     check_range("token id", args.ids, args.m, args.v);
     share(table_->embedding, args, args.m, args.h / 8);
-}
-
-void CpuEngine::select_rows(const SelectArgs& args) {
-    for (int64_t row = 0; row < args.r; ++row) {
-        const float* from = args.x + (args.row_ids ? args.row_ids[row] : row) * args.h;
-        std::copy_n(from, args.h, args.y + row * args.h);
-    }
 }
 
 void CpuEngine::rope_and_cache(const RopeArgs& args) {
@@ -185,11 +173,6 @@ struct HeadJob {
     Scratch* scratch;
 };
 
-// Columns [from, from + width) of rows of `stride` entries -> rows side by side, and back.
-void copy_columns(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t width, int64_t rows) {
-    for (int64_t row = 0; row < rows; ++row) std::copy_n(from + row * from_stride, width, to + row * to_stride);
-}
-
 // All rows of heads [begin, end).
 void multiply_heads(const HeadJob& job, int64_t begin, int64_t end) {
     const HeadLinearArgs& args = job.args;
@@ -204,10 +187,10 @@ void multiply_heads(const HeadJob& job, int64_t begin, int64_t end) {
         float* to = args.y + head * y_head;
         const char* weight =
             static_cast<const char*>(args.weight) + head * panels * stored_k * kLanes * element_size(args.dtype);
-        copy_columns(from, args.heads * x_head, x, k, k, m);
+        move_columns(from, args.heads * x_head, x, k, k, m);
         job.table->linear({x, weight, nullptr, y, m, n, k, args.dtype, panels, m, nullptr}, 0, 1);
-        copy_columns(y, n, to, args.heads * y_head, n, m);
-        copy_columns(from + k, args.heads * x_head, to + n, args.heads * y_head, args.passed, m);
+        move_columns(y, n, to, args.heads * y_head, n, m);
+        move_columns(from + k, args.heads * x_head, to + n, args.heads * y_head, args.passed, m);
     }
 }
 

@@ -14,7 +14,7 @@ constexpr int64_t kLanes = 16;            // outputs in a weight panel, keys in 
 constexpr int64_t kChunk = 128;           // inputs summed before they join the running total
 constexpr int64_t kAttentionSplit = 256;  // visible keys in a split of the softmax
 constexpr int64_t kGroupedBlock = 16;     // inputs a grouped matrix is filled up to a multiple of
-constexpr int64_t kMaxUnitRows = 96;       // rows of a unit of a grouped matrix
+constexpr int64_t kMaxUnitRows = 512;      // rows of a unit of a grouped matrix
 constexpr int64_t kMaxHeadDim = 576;
 constexpr int64_t kStackHeadDim = 256;  // attention over larger heads takes its work space from the heap
 constexpr int64_t kMaxHeadsPerGroup = 64;
@@ -86,6 +86,37 @@ struct SelectArgs {
     const int64_t* row_ids;  // [r], or null for all rows in order
     float* y;               // [r, h]
     int64_t r, h;
+};
+
+struct ColumnsArgs {
+    const float* x;  // [m, x_stride], its columns from x_first on
+    float* y;        // [m, y_stride], its columns from y_first on
+    int64_t m, width, x_stride, x_first, y_stride, y_first;
+};
+
+struct AddArgs {
+    const float* x;  // [m, h]
+    float* y;        // [m, h]: y += x
+    int64_t m, h;
+};
+
+struct FillArgs {
+    float* y;  // [m, h]
+    int64_t m, h;
+    float value;
+};
+
+struct ScatterArgs {
+    const float* x;      // [m, n]
+    const int64_t* ids;  // [n], different from each other
+    float* y;            // [m, h]: column i of x becomes column ids[i], the others stay
+    int64_t m, n, h;
+};
+
+struct LogSumArgs {
+    const float* x;  // [m, n]
+    double* y;       // [m]: log of the sum of e^x; NaN for a row holding NaN or +inf
+    int64_t m, n;
 };
 
 struct EmbeddingArgs {
@@ -202,6 +233,8 @@ struct KernelTable {
     void (*linear)(const LinearArgs&, int64_t begin, int64_t end);    // unit: panels x rows
     void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);    // unit: a row, also below
     void (*layer_norm)(const NormArgs&, int64_t begin, int64_t end);
+    void (*add_rows)(const AddArgs&, int64_t begin, int64_t end);
+    void (*log_sum)(const LogSumArgs&, int64_t begin, int64_t end);
     void (*gated_act)(const GatedArgs&, int64_t begin, int64_t end);
     void (*embedding)(const EmbeddingArgs&, int64_t begin, int64_t end);
     void (*rope_and_cache)(const RopeArgs&, int64_t begin, int64_t end);

@@ -1,5 +1,8 @@
 // Products on AMX tiles: dense bfloat16 weights, and grouped weights where the rows are many.
 #define FORERUN_ISA amx
+#include <cstdlib>
+#include <new>
+
 #include "kernel_table.h"
 #include "simd_avx512.h"
 

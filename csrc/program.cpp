@@ -70,6 +70,26 @@ void Program::list_fields(SelectArgs& args, Fields& fields) {
     fields.rows = &args.r;
 }
 
+void Program::list_fields(ColumnsArgs& args, Fields& fields) {
+    fields.add_addresses(args.x, args.y);
+    fields.rows = &args.m;
+}
+
+void Program::list_fields(AddArgs& args, Fields& fields) {
+    fields.add_addresses(args.x, args.y);
+    fields.rows = &args.m;
+}
+
+void Program::list_fields(FillArgs& args, Fields& fields) {
+    fields.add_addresses(args.y);
+    fields.rows = &args.m;
+}
+
+void Program::list_fields(ScatterArgs& args, Fields& fields) {
+    fields.add_addresses(args.x, args.ids, args.y);
+    fields.rows = &args.m;
+}
+
 void Program::bind(int64_t slot, uintptr_t recorded, int64_t first_step) {
     num_slots_ = std::max(num_slots_, static_cast<size_t>(slot) + 1);
     for (size_t step = static_cast<size_t>(first_step); step < steps_.size(); ++step) {

@@ -79,6 +79,10 @@ private:
     static void list_fields(RouteArgs& args, Fields& fields);
     static void list_fields(ExpertsArgs& args, Fields& fields);
     static void list_fields(SelectArgs& args, Fields& fields);
+    static void list_fields(ColumnsArgs& args, Fields& fields);
+    static void list_fields(AddArgs& args, Fields& fields);
+    static void list_fields(FillArgs& args, Fields& fields);
+    static void list_fields(ScatterArgs& args, Fields& fields);
 
     CpuEngine& engine_;
     std::vector<std::unique_ptr<Step>> steps_;

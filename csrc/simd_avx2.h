@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "repeat.h"
+
 namespace forerun::FORERUN_ISA {
 
 struct F {
@@ -166,7 +168,7 @@ inline void store_interleaved(I w0, I w1, I w2, I w3, uint32_t* out) {
 }
 
 inline float square_root(float v) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(v))); }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+FORERUN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 // Grouped weights (grouped.inc). A line is 64 bytes: unsigned weights of 16 outputs times 4 inputs, output by output.
 constexpr int kMaxGroupedRows = 4;

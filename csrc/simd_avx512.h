@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "repeat.h"
+
 namespace forerun::FORERUN_ISA {
 
 struct F {
@@ -127,7 +129,7 @@ inline void store_interleaved(I w0, I w1, I w2, I w3, uint32_t* out) {
 }
 
 inline float square_root(float v) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(v))); }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+FORERUN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 // Grouped weights (grouped.inc). A line is 64 bytes: unsigned weights of 16 outputs times 4 inputs, output by output.
 constexpr int kMaxGroupedRows = 12;
@@ -169,15 +171,18 @@ template <int BITS>
 inline Bytes prepare(Bytes x) {
     return x;
 }
-// acc plus the products of four lines with 16 activations, four of them at words, words + stride, ...
-template <int BITS>
-inline I dot(I acc, const Bytes (&w)[4], const int32_t* words, int stride) {
-    for (int j = 0; j < 4; ++j) {
-        // acc.v = _mm512_dpbusd_epi32(acc.v, w[j].v, _mm512_set1_epi32(words[j * stride])), but compilers load the
-        // word by an instruction of its own, for want of which a tile would run out of issue slots.
-        asm("vpdpbusd %1%{1to16%}, %2, %0" : "+v"(acc.v) : "m"(words[j * stride]), "v"(w[j].v));
-    }
-    return acc;
+// Adds the products of four lines with 16 activations of each row, four of them at words + row, words + ROWS + row, ...
+// A row's sums wait for each other, so rows take turns.
+#define FORERUN_ADD_PRODUCTS
+template <int BITS, int ROWS, int PANELS, int P>
+FORERUN_INLINE void add_products(I (&sums)[ROWS][PANELS], const Bytes (&w)[4], const int32_t* words) {
+    repeat<4>([&](auto j) FORERUN_FLAT {
+        repeat<ROWS>([&](auto r) FORERUN_FLAT {
+            // sums.v = _mm512_dpbusd_epi32(sums.v, w[j].v, _mm512_set1_epi32(word)), but compilers load the word by an
+            // instruction of its own, for want of which a tile would run out of issue slots.
+            asm("vpdpbusd %1%{1to16%}, %2, %0" : "+v"(sums[r][P].v) : "m"(words[j * ROWS + r]), "v"(w[j].v));
+        });
+    });
 }
 #else
 // Pairs of products are summed in 16 bits: 8-bit weights would overflow, so those become signed by taking away

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "repeat.h"
+
 namespace forerun::FORERUN_ISA {
 
 struct F {
@@ -182,7 +184,7 @@ inline void store_interleaved(const I& w0, const I& w1, const I& w2, const I& w3
 }
 
 inline float square_root(float v) { return __builtin_sqrtf(v); }
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
+FORERUN_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
 // Grouped weights (grouped.inc). A line is 64 bytes: unsigned weights of 16 outputs times 4 inputs, output by output.
 constexpr int kMaxGroupedRows = 4;

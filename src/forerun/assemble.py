@@ -18,15 +18,17 @@ from forerun.config import DrafterConfig, EngineConfig
 from forerun.drafters.base import Drafter, DrafterContext
 from forerun.drafters.portfolio import Portfolio
 from forerun.drafters.registry import build_drafter, build_portfolio
-from forerun.engine.engine import Engine
+from forerun.engine.engine import Engine, Verifier
+from forerun.engine.measuring import measure_draft_costs
 from forerun.engine.policy import AdaptivePolicy, FixedPolicy, Policy, StepCosts, VerifyCost, rows_to_measure
 from forerun.engine.portfolio_policy import PortfolioPolicy
 from forerun.engine.scheduler import Limits, Scheduler
 from forerun.errors import ConfigError, ResourceError
+from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
 from forerun.models.base import LayerSpec, Model
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.models.memory import available_bytes, check_memory
+from forerun.models.memory import check_memory, memory_of
 from forerun.models.recorded import record
 from forerun.speculation.growth import TreeGrower
 from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
@@ -34,6 +36,7 @@ from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
 _MAX_TIMINGS = 5  # passes of which the quickest counts: other work on the machine only ever adds
 _TIMING_BUDGET_S = 0.2  # seconds after which no further pass is timed
 _KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+_SHARE_OF_HOST, _SHARE_OF_CARD = 0.25, 0.85  # of the free memory; the rest is for work space and other programs
 _ASSUMED_BYTES = 4 << 30  # memory of a machine that does not say
 
 LoadDraft = Callable[[str], Model]
@@ -52,11 +55,18 @@ def assemble(
     return Engine(
         model=model,
         drafter=drafter,
-        verifier=CoupledVerifier(kernels) if config.verification == "coupled" else RejectionVerifier(config.chain_rule),
+        verifier=_verifier(config, kernels),
         policy=_policy(config, model, drafter, portfolio, kv_cache),
         scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs)),
         kv_cache=kv_cache,
     )
+
+
+def _verifier(config: EngineConfig, kernels: Kernels) -> Verifier:
+    """Of the coupled rule, on a card one that brings all nodes' choices to the host at once."""
+    if config.verification == "coupled":
+        return CoupledVerifier(kernels, at_once=kernels.device.type != "cpu")
+    return RejectionVerifier(config.chain_rule)
 
 
 def _scheduler(config: EngineConfig, kv_cache: KVCache, max_model_len: int, is_pooled: bool) -> Scheduler:
@@ -114,14 +124,15 @@ def _kv_cache(config: EngineConfig, model: Model, drafter: Drafter, kernels: Ker
     """The pool. A context nobody asked for is cut to what the memory holds; one asked for must fit."""
     specs = _stored_specs(config, model, drafter)
     longest = _longest(config, model)
-    num_blocks = config.num_kv_blocks or _num_blocks(config, specs, longest)
+    num_blocks = config.num_kv_blocks or _num_blocks(config, specs, longest, kernels.device)
     needed = -(-longest // config.block_size) if config.max_model_len is not None else 1
     if num_blocks < needed:
         raise ResourceError(
             f"the KV cache has {num_blocks} blocks of {config.block_size} tokens, but one request of {longest} tokens "
             f"needs {needed}: lower max_model_len, or raise num_kv_blocks or kv_cache_bytes"
         )
-    check_memory(num_blocks * bytes_per_block(specs, config.block_size), f"a KV cache of {num_blocks} blocks")
+    needed_bytes = num_blocks * bytes_per_block(specs, config.block_size)
+    check_memory(needed_bytes, f"a KV cache of {num_blocks} blocks", kernels.device)
     return KVCache(kernels, specs, num_blocks, config.block_size)
 
 
@@ -144,10 +155,11 @@ def _stored_specs(config: EngineConfig, model: Model, drafter: Drafter) -> tuple
     return tuple(spec._replace(dtype=dtype) for spec in specs)
 
 
-def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int) -> int:
-    """Blocks for every sequence at full length, as far as the memory for KV goes."""
+def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int, device: torch.device) -> int:
+    """Blocks for every sequence at full length, as far as the memory for KV goes: most of what a card has free."""
     wanted = config.max_num_seqs * -(-longest // config.block_size)
-    budget = config.kv_cache_bytes or (available_bytes() or _ASSUMED_BYTES) // 4
+    share = _SHARE_OF_HOST if device.type == "cpu" else _SHARE_OF_CARD
+    budget = config.kv_cache_bytes or int((memory_of(device) or _ASSUMED_BYTES) * share)
     per_block = bytes_per_block(specs, config.block_size)
     return min(wanted, budget // per_block) if per_block else wanted
 
@@ -161,6 +173,8 @@ def _policy(
     if portfolio is None:
         return AdaptivePolicy(drafter.max_nodes, costs)
     policy = PortfolioPolicy(drafter.max_nodes, costs, may_prune=config.verification == "coupled")
+    for member in portfolio.members:
+        policy.expect(member.name, measure_draft_costs(member, model, drafter.hidden_layers, kv_cache))
     portfolio.guide = policy
     return policy
 
@@ -195,4 +209,5 @@ def _time_pass(model: Model, hidden_layers: Sequence[int], kv_cache: KVCache, nu
 def _seconds_of(model: Model, hidden_layers: Sequence[int], batch: ForwardBatch, kv_cache: KVCache) -> float:
     start = perf_counter()
     model.forward(batch, kv_cache.layers[: len(model.kv_specs)], hidden_layers)
+    synchronize(kv_cache.device)
     return perf_counter() - start

@@ -98,6 +98,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"  # "auto": the model's own; "int8" halves bfloat16, at the price of other roundings
     num_kv_blocks: int | None = None  # None: enough for max_num_seqs, bounded by kv_cache_bytes
     kv_cache_bytes: int | None = None  # None: a quarter of the memory available at start
+    device: str = "auto"  # "cpu", "cuda", or "auto": a card where there is one
     kernels: str = "auto"
     threads: int | None = None
     seed: int = 0  # for requests that bring none
@@ -107,7 +108,8 @@ class EngineConfig:
         _choice("chain_rule", self.chain_rule, ("block", "token"))
         _choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _choice("implementation", self.implementation, ("auto", "forerun", "transformers"))
-        _choice("kernels", self.kernels, ("auto", "cpu", "reference"))
+        _choice("device", self.device, ("auto", "cpu", "cuda"))
+        _choice("kernels", self.kernels, ("auto", "cpu", "triton", "reference"))
         _choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "int8"))
         _choice("block_size", self.block_size, (4, 8, 16, 32, 64))
         _range("max_num_seqs", self.max_num_seqs, 1, 4096)

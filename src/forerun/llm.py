@@ -309,7 +309,7 @@ def _offered(model: str) -> list[str]:
 
 
 def _load(config: EngineConfig) -> _Shared:
-    kernels = select_kernels(config.kernels, config.threads)
+    kernels = select_kernels(config.kernels, config.threads, device=config.device)
     loaded = load_model(
         config.model,
         kernels,

@@ -191,12 +191,17 @@ def test_the_kernels_own_read_is_used_where_there_is_one(monkeypatch: pytest.Mon
         engine = Engine()
 
     class Table:
-        backend = Backend()
+        backend, device = Backend(), torch.device("cpu")
 
     monkeypatch.setattr(bandwidth, "buffer_bytes", lambda: 1 << 20)
     with bandwidth.reader(Table(), 1) as read_speed:  # type: ignore[arg-type]
         assert read_speed() > 0
     assert calls == [1 << 20]
+
+
+def test_copying_counts_both_ways() -> None:
+    speeds = [bandwidth.copier(torch.device("cpu"), 1 << 20)() for _ in range(3)]
+    assert all(1e8 < speed < 1e13 for speed in speeds)
 
 
 def test_the_buffer_is_larger_than_the_largest_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

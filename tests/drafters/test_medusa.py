@@ -133,6 +133,29 @@ def check_parity(folder: Path, heads: Heads, factor: float = 1.0) -> None:
     assert torch.equal(fewer[0, 0], loaded(x, loaded.num_heads)[0, 0]), "a row depends on itself alone"
 
 
+@pytest.mark.parametrize("rows", [VOCAB, 40])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_replayed_pass_has_the_bits_of_the_heads_own(tmp_path: Path, shared: bool, rows: int) -> None:
+    pytest.importorskip("forerun.kernels.cpu._native")
+    folder = write_vllm(tmp_path, random_heads(3, 2, rows=rows, shared=shared), shared)
+    heads = load_medusa(folder, tiny.target(TARGET_LAYERS), tiny.kernels())
+    states = torch.randn(70, HIDDEN, generator=torch.Generator().manual_seed(2))
+    given = [(states[:num_rows], num_heads) for num_rows in (1, 5, 64, 70) for num_heads in (1, 2, 3)]
+    own = [heads(*each) for each in given]
+    heads.record()
+    assert len(heads._recorded) == 3
+    assert all(torch.equal(heads(*each), logits) for each, logits in zip(given, own, strict=True))
+
+
+def test_heads_that_cannot_be_recorded_stay_as_they_are(tmp_path: Path) -> None:
+    folder = write_vllm(tmp_path, random_heads(2, 1), logit_scale=2.0)
+    heads = load_medusa(folder, tiny.target(TARGET_LAYERS), tiny.kernels())
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(3))
+    own = heads(x, 2)
+    heads.record()
+    assert not heads._recorded and torch.equal(heads(x, 2), own)
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 

@@ -146,6 +146,56 @@ def test_requests_are_forgotten() -> None:
     assert not taught.calibration._requests and not taught._resting and not taught._read
 
 
+def test_finding_nothing_says_nothing_of_what_drafting_costs() -> None:
+    taught, asked = policy(), Draft(request(), 4)
+    teach(taught, "m", 2, 0.1)
+    known = taught._cost("m", 1)
+    taught.learn_member_cost("m", 1e-6, [asked])
+    assert taught._cost("m", 1) == known
+    asked.add_chain([5], "m")
+    taught.learn_member_cost("m", 1e-6, [asked])
+    assert taught._cost("m", 1) < known
+
+
+def test_a_member_that_finds_nothing_is_asked_now_and_then_until_it_does() -> None:
+    taught, asked = policy(), []
+    teach(taught, "m", 1, 0.01)
+    for step in range(300):
+        quota = taught.quotas("m", [Draft(request("new"), 16)])[0]
+        asked.append(quota > 1)
+        if quota > 1:
+            own = Draft(request("new"), 16)
+            own.add_chain([2, 3][: 2 * (step >= 200)], "m")
+            taught.learn_member_cost("m", 0.2, [own])
+    assert sum(asked[100:200]) < 30 and sum(asked[240:]) > 50
+    assert taught._members["m"].found < 1.0
+
+
+def test_while_all_members_rest_steps_are_plain_ones() -> None:
+    taught = policy()
+    teach(taught, "m", 0, 0.5)
+    budgets = []
+    for _ in range(200):
+        taught.begin_step(1)
+        budgets.append(taught.node_budget(request()))
+        if budgets[-1] > 1:
+            taught.quotas("m", [Draft(request(), 16)])
+    assert budgets.count(1) > 150
+    assert any(budget > 1 for budget in budgets[-40:]), "the member is thought about again"
+    teach(taught, "other", 4, 0.01)
+    assert taught.node_budget(request()) > 1, "somebody new does not rest"
+
+
+def test_costs_measured_at_start_are_believed_until_better_is_known() -> None:
+    taught = policy()
+    taught.expect("m", {1: 0.2, 4: 0.5})
+    assert (taught._cost("m", 1), taught._cost("m", 4), taught._cost("m", 8)) == (0.2, 0.5, 1.0)
+    own = Draft(request(), 5)
+    own.add_chain([2, 3, 4, 5], "m")
+    taught.learn_member_cost("m", 0.3, [own])
+    assert 0.3 < taught._cost("m", 4) < 0.5 and taught._cost("m", 1) == 0.2
+
+
 def test_costs_of_sizes_not_measured_follow_the_nearest() -> None:
     cost = MemberCost()
     assert cost(4) is None

@@ -133,11 +133,39 @@ def test_the_ops_are_the_eager_ones_again_afterwards(toy: Toy) -> None:
     assert torch.equal(toy.kernels.rms_norm(x, toy.norm, 1e-6), expected)
 
 
+def test_columns_sums_and_scattered_columns_are_those_of_torch(toy: Toy) -> None:
+    """What heads do beside kernel ops, on features that come from outside, with two rows of logits a row."""
+    places = torch.tensor([7, 0, 3, 5])
+
+    def forward(x: Tensor) -> list[Tensor]:
+        first, second, third = (part.contiguous() for part in x.chunk(3, dim=1))  # [M, 4] each
+        joined = torch.cat([third, first + second, torch.ones_like(first)], dim=1)  # [M, 12]
+        kept = first.clone()
+        first.add_(third)
+        wide = torch.stack([first, kept], dim=1).flatten(0, 1)  # [2 M, 4]
+        return [wide.new_full((wide.shape[0], 9), -torch.inf).index_copy_(1, places, wide), joined]
+
+    with recording(toy.kernels, 8, feature_size=12, logits_a_row=2) as recorder:
+        assert recorder is not None
+        program = recorder.finish(forward(recorder.inputs.features))
+    for num_rows in (1, 3, 8):
+        x = torch.randn(num_rows, 12, generator=torch.Generator().manual_seed(num_rows))
+        assert all(map(torch.equal, program.run_on(x, 2 * num_rows), forward(x.clone())))
+    with pytest.raises(KernelError, match="12 columns"):
+        program.run_on(torch.zeros(2, 11), 4)
+    with pytest.raises(KernelError, match="at most 8"):
+        program.run_on(torch.zeros(9, 12), 18)
+
+
 @pytest.mark.parametrize(
     "misuse",
     [
         lambda x, k: torch.softmax(x, 0),
         lambda x, k: x + 1,
+        lambda x, k: torch.cat([x, x]),
+        lambda x, k: x.flatten(),
+        lambda x, k: x.add_(x[:1]),
+        lambda x, k: x.new_full((3,), 0.0),
         lambda x, k: x[0],
         lambda x, k: x.sum().item(),
         lambda x, k: k.pack_linear(x),

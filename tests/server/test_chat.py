@@ -115,3 +115,16 @@ def test_developer_messages_are_system_messages_for_models_without_them(llm: LLM
     turns = [{"role": "developer", "content": "Be brief."}, *MESSAGES]
     as_system = [{"role": "system", "content": "Be brief."}, *MESSAGES]
     assert post("/tokenize", messages=turns)["tokens"] == llm.render_chat(as_system)
+
+
+def test_token_ids_are_those_of_the_engine(llm: LLM, client: TestClient, chat: Post) -> None:
+    answer = chat("Tell me about a fox", min_tokens=12, return_token_ids=True)
+    params = SamplingParams(max_tokens=12, min_tokens=12, seed=1)
+    [offline] = llm.with_drafter("none").chat(MESSAGES, params)
+    assert answer["choices"][0]["token_ids"] == list(offline.outputs[0].token_ids)
+    assert answer["prompt_token_ids"] == llm.render_chat(MESSAGES)
+    chunks = stream(client, min_tokens=12, return_token_ids=True)
+    assert chunks[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    pieces = [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids", ())]
+    assert pieces == answer["choices"][0]["token_ids"]
+    assert "token_ids" not in chat("Tell me about a fox")["choices"][0]

@@ -78,6 +78,32 @@ def test_streaming_several_prompts(client: TestClient, complete: Post) -> None:
     assert set(tokens.values()) == {8}
 
 
+def test_token_ids_of_several_prompts_and_samples(llm: LLM, client: TestClient, complete: Post) -> None:
+    fields = {"n": 2, "min_tokens": 8, "return_token_ids": True, "logprobs": 0}
+    whole = complete([PROMPT, "The cat"], **fields)["choices"]
+    prompts = [llm.tokenizer.encode(text) for text in (PROMPT, "The cat")]
+    assert [choice["prompt_token_ids"] for choice in whole] == [prompts[0]] * 2 + [prompts[1]] * 2
+    for choice in whole:
+        assert len(choice["token_ids"]) == 8 == len(choice["logprobs"]["tokens"])
+        assert llm.tokenizer.decode(choice["token_ids"]) == choice["text"]
+    body = {"prompt": [PROMPT, "The cat"], "max_tokens": 8, "seed": 1, "stream": True, **fields}
+    told: dict[int, list[int]] = {i: [] for i in range(4)}
+    heads: dict[int, list[int]] = {}
+    for event in events_of(client.post("/v1/completions", json=body).text)[:-1]:
+        [choice] = json.loads(event)["choices"]
+        told[choice["index"]] += choice["token_ids"]
+        if "prompt_token_ids" in choice:
+            assert choice["index"] not in heads
+            heads[choice["index"]] = choice["prompt_token_ids"]
+    assert list(told.values()) == [choice["token_ids"] for choice in whole]
+    assert [heads[i] for i in range(4)] == [choice["prompt_token_ids"] for choice in whole]
+
+
+def test_nothing_written_has_no_token_ids(complete: Post) -> None:
+    [choice] = complete(PROMPT, echo=True, max_tokens=0, return_token_ids=True)["choices"]
+    assert choice["token_ids"] == [] and choice["prompt_token_ids"]
+
+
 def test_a_streamed_echo_begins_with_the_prompt(client: TestClient) -> None:
     body = {"prompt": PROMPT, "max_tokens": 2, "stream": True, "echo": True}
     events = events_of(client.post("/v1/completions", json=body).text)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from forerun.engine.engine import Engine
-from forerun.speculation.growth import Leaf, TreeGrower
+from forerun.kernels.ops import ChainNoise
+from forerun.speculation.growth import Draft, Leaf, TreeGrower
 from tests.support.heads import Reference, States
 
 
@@ -20,6 +21,9 @@ class Overheard(TreeGrower):
         self.__dict__.update(inner.__dict__)
         self.heard: list[tuple[list[int], list[int], Tensor]] = []
         self._stride, self._count = stride, 0
+
+    def chain_noise(self, drafts: Sequence[Draft]) -> ChainNoise | None:
+        """None: chains are drawn level by level too, where they can be heard."""
 
     def grow(self, leaves: Sequence[Leaf], logits: Tensor, width: int, source: str) -> list[list[int]]:
         for leaf, row in zip(leaves, logits, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch.nn import functional as F
 
 from forerun.errors import ConfigError
 from forerun.training.heads.acceptance import Tally, guess, matches_of, walk
-from forerun.training.heads.base import Head, States
+from forerun.training.heads.base import Features, Head, States
 from forerun.training.heads.config import DraftConfig, Eagle3Config, HeadConfig, MedusaConfig, MtpConfig
 from forerun.training.heads.cross_entropy import weighted_cross_entropy
 from forerun.training.heads.draft import DraftHead
@@ -294,8 +296,8 @@ class Fixed(Head):
         self.num_steps, self.vocabulary = len(guesses), SOME
         self.guesses = guesses
 
-    def unroll(self, states: States, ids: Tensor) -> list[Tensor]:
-        return [F.one_hot(x, 8).float() for x in self.guesses]
+    def features(self, states: States, ids: Tensor) -> list[Features]:
+        return [Features(F.one_hot(x, 8).float(), torch.eye(8)) for x in self.guesses]
 
     def tensors(self) -> dict[str, Tensor]:
         return {}
@@ -338,11 +340,28 @@ def test_blockwise_attention_equals_the_table_of_scores() -> None:
         torch.testing.assert_close(plain, fast, rtol=1e-4, atol=1e-5)
 
 
-def test_blockwise_cross_entropy_equals_the_plain_one() -> None:
+def test_fused_cross_entropy_equals_the_plain_one() -> None:
     torch.manual_seed(6)
-    logits = torch.randn(2, 300, 11, requires_grad=True)
-    aims, weights = torch.randn(2, 300, 11).softmax(-1), torch.rand(2, 300)
-    plain = -(weights * (aims * logits.log_softmax(-1)).sum(-1)).sum()
-    fast = weighted_cross_entropy(logits, aims, weights)
+    rows, table = torch.randn(300, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
+    aims, places, weights = torch.randn(40, 11).softmax(-1), torch.randint(0, 40, (300,)), torch.rand(300)
+    plain = -(weights * (aims[places] * (rows @ table.T).log_softmax(-1)).sum(-1)).sum()
+    fast = weighted_cross_entropy(rows, table, aims, places, weights)
     torch.testing.assert_close(plain, fast)
-    torch.testing.assert_close(*(torch.autograd.grad(3 * x, logits)[0] for x in (plain, fast)))
+    for expected, found in zip(*(torch.autograd.grad(3 * x, (rows, table)) for x in (plain, fast)), strict=True):
+        torch.testing.assert_close(expected, found)
+
+
+def test_the_traced_loss_equals_the_plain_one(target: NetTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.compile traces, forwards and backwards; generating code for it would take a test too long."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    head = shaken(MtpHead(target, MtpConfig(num_steps=2))).requires_grad_()
+    states, ids = inputs(target, head)
+    answer, final = torch.ones_like(ids, dtype=torch.bool), target.states(ids, ())[SHAPE.num_layers + 1]
+    found = []
+    for compiled in (False, True):
+        head.zero_grad()
+        loss = HeadLoss(head, target, "target", [0.6, 0.4], compiled)(ids, answer, states, final)
+        loss.backward()
+        found.append([loss.detach(), *(weight.grad.clone() for weight in head.parameters())])
+    for plain, fused in zip(*found, strict=True):
+        torch.testing.assert_close(plain, fused, rtol=1e-4, atol=1e-6)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import ResourceError
+from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
 from forerun.models.memory import available_bytes
 
@@ -33,7 +34,13 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @contextmanager
 def reader(kernels: Kernels, num_threads: int) -> Iterator[Callable[[], float]]:
-    """Inside this context a function that reads the buffer once -> bytes a second. The buffer lives as long."""
+    """Inside this context a function that reads the buffer once -> bytes a second. The buffer lives as long.
+
+    On a card it copies, and counts what is read and what is written.
+    """
+    if kernels.device.type != "cpu":
+        yield copier(kernels.device)
+        return
     num_bytes = buffer_bytes()
     buffer = _buffer(num_bytes)
     native: Any = getattr(getattr(kernels, "backend", None), "engine", None)
@@ -49,6 +56,19 @@ def reader(kernels: Kernels, num_threads: int) -> Iterator[Callable[[], float]]:
             yield lambda: num_bytes / _seconds(lambda: list(pool.map(_read, shares)))
     finally:
         torch.set_num_threads(own_threads)
+
+
+def copier(device: torch.device, num_bytes: int = MOST_BYTES) -> Callable[[], float]:
+    """A function that copies a buffer on `device` once -> bytes read and written a second."""
+    source = torch.ones(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        synchronize(device)
+
+    copy()  # the first one starts the card
+    return lambda: 2 * source.nbytes / _seconds(copy)
 
 
 def buffer_bytes() -> int:

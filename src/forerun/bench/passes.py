@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from forerun.cache.kv_cache import KVCache, bytes_per_block
+from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
 from forerun.models.base import LayerSpec
 from forerun.models.batch import ForwardBatch, SequenceRows
@@ -54,6 +55,7 @@ class Passes:
     def run(self, batch: ForwardBatch) -> None:
         """Compute it."""
         self.model.forward(batch, self.cache.layers)
+        synchronize(self.cache.device)
 
     def bytes_read(self, context: int, tokens: int) -> int:
         """What a chain must read once: matrices, of experts as many as it can choose, and the keys and values seen."""

@@ -49,7 +49,7 @@ def random_model(shape: Shape, kind: WeightKind, kernels: Kernels, max_rows: int
     """Build it for `max_rows` positions; raises ResourceError before anything large is allocated."""
     specs = kv_specs(shape.config, kind.dtype)
     needed = bytes_needed(shape.config, kind, kernels, max_rows) + kv_bytes(specs, max_rows) + buffer_bytes()
-    check_memory(needed, f"measuring {shape.name} with {kind.name} weights")
+    check_memory(needed, f"measuring {shape.name} with {kind.name} weights", kernels.device)
     return RandomModel(shape, kind, kernels, Passes(random_decoder(shape, kind, kernels, max_rows), kernels, max_rows))
 
 

@@ -28,7 +28,8 @@ class KVCache:
     def __init__(self, kernels: Kernels, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers = [_allocate(spec, num_blocks, block_size) for spec in specs]
+        self.device = kernels.device
+        self.layers = [_allocate(spec, num_blocks, block_size, self.device) for spec in specs]
         self._kernels = kernels
 
     @property
@@ -58,9 +59,8 @@ class KVCache:
     def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """From slot to slot."""
         if len(sources) and self.layers:
-            self._kernels.move_rows(
-                self.layers, torch.tensor(sources, dtype=torch.int32), torch.tensor(targets, dtype=torch.int32)
-            )
+            slots = torch.tensor([list(sources), list(targets)], dtype=torch.int32).to(self.device)  # [2, rows]
+            self._kernels.move_rows(self.layers, slots[0], slots[1])
 
     def _slot(self, block_table: Sequence[int], row: int) -> int:
         block, offset = divmod(row, self.block_size)
@@ -72,5 +72,5 @@ def bytes_per_block(specs: Iterable[LayerSpec], block_size: int) -> int:
     return sum(spec.bytes_per_position for spec in specs) * block_size
 
 
-def _allocate(spec: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
-    return LayerKV.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, block_size, spec.dtype, spec.latent)
+def _allocate(spec: LayerSpec, num_blocks: int, block_size: int, device: torch.device) -> LayerKV:
+    return LayerKV.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, block_size, spec.dtype, spec.latent, device)

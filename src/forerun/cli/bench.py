@@ -43,6 +43,7 @@ def speed(
     dtype: opt.Dtype = "auto",
     kv_cache_dtype: opt.KVCacheDtype = "auto",
     max_model_len: opt.MaxModelLen = None,
+    device: opt.Device = "auto",
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
 ) -> None:
@@ -55,8 +56,7 @@ def speed(
     plain = open_llm(
         name, PLAIN, tree_width=tree_width, adaptive=adaptive,
         verification=verification, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
-        kernels=kernels, threads=threads, max_num_seqs=1, prefix_caching=False,
-        across_requests=False,
+        device=device, kernels=kernels, threads=threads, max_num_seqs=1, prefix_caching=False, across_requests=False,
     )  # fmt: skip
     engines = engines_by_name(plain, wanted, draft_model, max_draft_tokens)
     _note_widened(plain)

@@ -60,6 +60,7 @@ def drafters(
     dtype: opt.Dtype = "auto",
     kv_cache_dtype: opt.KVCacheDtype = "auto",
     max_model_len: opt.MaxModelLen = None,
+    device: opt.Device = "auto",
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
 ) -> None:
@@ -72,7 +73,7 @@ def drafters(
     ]
     names, sizes = _names(drafters, name, draft_model), whole_numbers(fixed, "--fixed") if fixed else []
     _check(rules, verification, out_folder)
-    engine = ("verification", "dtype", "kv_cache_dtype", "max_model_len", "kernels", "threads")
+    engine = ("verification", "dtype", "kv_cache_dtype", "max_model_len", "device", "kernels", "threads")
     plain = open_llm(
         name, PLAIN, max_num_seqs=1, prefix_caching=False, across_requests=False, **{key: given[key] for key in engine}
     )

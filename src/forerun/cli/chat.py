@@ -47,6 +47,7 @@ def chat(
     dtype: opt.Dtype = "auto",
     kv_cache_dtype: opt.KVCacheDtype = "auto",
     max_model_len: opt.MaxModelLen = None,
+    device: opt.Device = "auto",
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
 ) -> None:
@@ -58,8 +59,8 @@ def chat(
     name = opt.chosen_model(model_name, model)
     llm = open_llm(
         name, drafter or opt.default_drafter(name, draft_model), draft_model, max_draft_tokens=max_draft_tokens,
-        dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, kernels=kernels, threads=threads,
-        max_num_seqs=1,
+        dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, device=device, kernels=kernels,
+        threads=threads, max_num_seqs=1,
     )  # fmt: skip
     if llm.tokenizer.chat_template is None:
         raise ConfigError(f"{name} has no chat template, so it cannot chat: use `forerun generate {name} PROMPT`")

@@ -22,6 +22,7 @@ Weights = Annotated[
     str, typer.Option("--weights", help="bf16, f32, f16, int8, int4 (int4:32 for groups of 32) or gguf:TYPE.")
 ]
 Repeats = Annotated[int, typer.Option(help="Times every pass is measured; the median counts.", min=1)]
+Place = tuple[str, str, int | None]  # device, kernels, threads
 
 
 def curve(
@@ -30,13 +31,14 @@ def curve(
     tokens: Annotated[str, typer.Option(help="Tokens a pass, separated by commas.")] = "1,2,4,8,16,32",
     context: Annotated[str, typer.Option(help="Known tokens before them, separated by commas.")] = "128,4096",
     repeats: Repeats = 15,
+    device: opt.Device = "auto",
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
     json: opt.JsonOption = False,
 ) -> None:
     """Measure one pass over several tokens, as verification computes it, beside the machine's read bandwidth."""
     numbers, contexts = whole_numbers(tokens, "--tokens"), whole_numbers(context, "--context")
-    report = _curve(shape, weights, numbers, contexts, repeats, kernels, threads)
+    report = _curve(shape, weights, numbers, contexts, repeats, (device, kernels, threads))
     print_json(report) if json else _show_curve(report)
 
 
@@ -46,12 +48,13 @@ def prefill(
     tokens: Annotated[str, typer.Option(help="Tokens of a prompt, separated by commas.")] = "128,512,2048",
     chunk: Annotated[int, typer.Option(help="Tokens computed at once, as the engine does it.")] = 512,
     repeats: Repeats = 5,
+    device: opt.Device = "auto",
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
     json: opt.JsonOption = False,
 ) -> None:
     """Measure how many tokens of a prompt are computed a second."""
-    report = _prefill(shape, weights, whole_numbers(tokens, "--tokens"), chunk, repeats, kernels, threads)
+    report = _prefill(shape, weights, whole_numbers(tokens, "--tokens"), chunk, repeats, (device, kernels, threads))
     print_json(report) if json else _show_prefill(report)
 
 
@@ -64,7 +67,7 @@ def whole_numbers(text: str, what: str) -> list[int]:
 
 
 def _curve(
-    shape: str, weights: str, tokens: list[int], contexts: list[int], repeats: int, kernels: str, threads: int | None
+    shape: str, weights: str, tokens: list[int], contexts: list[int], repeats: int, place: Place
 ) -> dict[str, Any]:
     from forerun.bench.bandwidth import reader
     from forerun.bench.curve import check_cases, measure, read_gb_per_s, rows
@@ -73,7 +76,7 @@ def _curve(
 
     chosen = read_shape(shape)
     check_cases(tokens, contexts, chosen.config.max_position)
-    model = _build(chosen, weights, kernels, threads, max(contexts) + max(tokens))
+    model = _build(chosen, weights, place, max(contexts) + max(tokens))
     with (
         reader(model.kernels, model.num_threads) as read_speed,
         progress_bar("rounds", repeats, shown=err().is_terminal) as advance,
@@ -83,9 +86,7 @@ def _curve(
     return {**result, "repeats": repeats, **model.report()}
 
 
-def _prefill(
-    shape: str, weights: str, tokens: list[int], chunk: int, repeats: int, kernels: str, threads: int | None
-) -> dict[str, Any]:
+def _prefill(shape: str, weights: str, tokens: list[int], chunk: int, repeats: int, place: Place) -> dict[str, Any]:
     from forerun.bench.bandwidth import reader
     from forerun.bench.curve import read_gb_per_s
     from forerun.bench.prefill import check_prompts, measure, rows
@@ -94,7 +95,7 @@ def _prefill(
 
     chosen = read_shape(shape)
     check_prompts(tokens, chunk, chosen.config.max_position)
-    model = _build(chosen, weights, kernels, threads, max(tokens))
+    model = _build(chosen, weights, place, max(tokens))
     with (
         reader(model.kernels, model.num_threads) as read_speed,
         progress_bar("rounds", repeats, shown=err().is_terminal) as advance,
@@ -104,13 +105,14 @@ def _prefill(
     return {**result, "chunk": chunk, "repeats": repeats, **model.report()}
 
 
-def _build(shape: Any, weights: str, kernels_name: str, threads: int | None, max_rows: int) -> RandomModel:
+def _build(shape: Any, weights: str, place: Place, max_rows: int) -> RandomModel:
     from forerun.bench.random_model import random_model
     from forerun.bench.weight_kinds import read_kind
     from forerun.kernels.select import select_kernels
 
     kind = read_kind(weights)
-    kernels = select_kernels(kernels_name, threads)
+    device, kernels_name, threads = place
+    kernels = select_kernels(kernels_name, threads, device=device)
     note_slow_kernels(kernels, kernels_name)
     with err().status(f"making {shape.name} with random {kind.name} weights"):
         return random_model(shape, kind, kernels, max_rows)

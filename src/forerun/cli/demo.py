@@ -45,6 +45,7 @@ def demo(
     temperature: opt.Temperature = 0.7,
     seed: opt.Seed = 0,
     repeats: Annotated[int, typer.Option(help="Timed runs of each.", min=1)] = 5,
+    device: opt.Device = "auto",
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
 ) -> None:
@@ -52,7 +53,7 @@ def demo(
     name = opt.chosen_model(None, model)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
     chosen = drafter or opt.default_drafter(name, draft_model)
-    plain = open_llm(name, PLAIN, kernels=kernels, threads=threads, max_num_seqs=1)
+    plain = open_llm(name, PLAIN, device=device, kernels=kernels, threads=threads, max_num_seqs=1)
     drafted = other_engine(plain, chosen, draft_model)
     token_ids = as_prompt(plain, prompt or OPENING, chat=None if prompt else False)
     Demo(name, prompt or OPENING, token_ids, (plain, drafted), params).run(repeats)

@@ -68,6 +68,7 @@ def generate(
     dtype: opt.Dtype = "auto",
     kv_cache_dtype: opt.KVCacheDtype = "auto",
     max_model_len: opt.MaxModelLen = None,
+    device: opt.Device = "auto",
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
 ) -> None:
@@ -83,7 +84,7 @@ def generate(
 def _open(name: str, given: dict[str, Any]) -> LLM:
     """The engine the options ask for, with room for this command's samples only."""
     drafting = ("max_draft_tokens", "tree_width", "adaptive", "verification")
-    engine = ("dtype", "kv_cache_dtype", "max_model_len", "kernels", "threads")
+    engine = ("dtype", "kv_cache_dtype", "max_model_len", "device", "kernels", "threads")
     options = {key: given[key] for key in (*drafting, *engine)}
     drafter = given["drafter"] or opt.default_drafter(name, given["draft_model"])
     return open_llm(name, drafter, given["draft_model"], max_num_seqs=given["num_samples"], **options)

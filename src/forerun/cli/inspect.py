@@ -21,16 +21,17 @@ def inspect(
     model: opt.ModelOption = None,
     json: opt.JsonOption = False,
     dtype: opt.Dtype = "auto",
+    device: opt.Device = "auto",
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
 ) -> None:
     """Say what a model is, what can draft for it, the memory it needs and the kernels chosen for it."""
-    report = _inspect(opt.chosen_model(model_name, model), dtype, kernels, threads)
+    report = _inspect(opt.chosen_model(model_name, model), dtype=dtype, device=device, kernels=kernels, threads=threads)
     print_json(report) if json else _show(report)
 
 
-def _inspect(name: str, dtype: str, kernels_name: str, threads: int | None) -> dict[str, Any]:
-    llm = open_llm(name, "none", dtype=dtype, kernels=kernels_name, threads=threads, max_num_seqs=1)
+def _inspect(name: str, **options: Any) -> dict[str, Any]:
+    llm = open_llm(name, "none", max_num_seqs=1, **options)
     loaded = llm.loaded
     return {
         "model": name,

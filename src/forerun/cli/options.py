@@ -30,7 +30,8 @@ ModelOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 Dtype = Annotated[str, _option("auto (as stored), float32 or bfloat16.", ENGINE)]
-KernelsName = Annotated[str, _option("auto, cpu or reference.", ENGINE)]
+Device = Annotated[str, _option("cpu, cuda, or auto for a card where there is one.", ENGINE)]
+KernelsName = Annotated[str, _option("auto, cpu, triton or reference.", ENGINE)]
 KVCacheDtype = Annotated[str, _option("The KV cache: auto (as the model), float32, bfloat16 or int8.", ENGINE)]
 Threads = Annotated[int | None, _option("Threads to compute with; all cores unless given.", ENGINE)]
 MaxModelLen = Annotated[int | None, _option("Context to make room for; the model's own unless given.", ENGINE)]

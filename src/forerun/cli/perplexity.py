@@ -23,6 +23,7 @@ def perplexity(
         int | None, typer.Option(help="Tokens of a sequence.", min=2, show_default="512, or all the model can use")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Use this many sequences of the text.", min=1)] = None,
+    device: opt.Device = "auto",
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
     json: opt.JsonOption = False,
@@ -33,7 +34,7 @@ def perplexity(
 
     texts = read_texts(text)
     name = opt.chosen_model(model_name, model)
-    loaded = load(name, select_kernels(kernels, threads))
+    loaded = load(name, select_kernels(kernels, threads, device=device))
     found = measure(loaded, cut(texts, loaded.tokenizer, sequence_length(loaded, length), limit))
     report = {
         "model": name,

@@ -71,6 +71,7 @@ def serve(
     dtype: opt.Dtype = "auto",
     kv_cache_dtype: opt.KVCacheDtype = "auto",
     max_model_len: opt.MaxModelLen = None,
+    device: opt.Device = "auto",
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
 ) -> None:  # fmt: skip
@@ -131,7 +132,7 @@ def _engine_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
     same = (
         "max_num_seqs", "max_num_batched_tokens", "prefix_caching", "seed", "verification", "dtype", "kv_cache_dtype",
-        "max_model_len", "kernels", "threads", "max_draft_tokens", "tree_width", "adaptive",
+        "max_model_len", "device", "kernels", "threads", "max_draft_tokens", "tree_width", "adaptive",
     )  # fmt: skip
     options = {option: given[option] for option in same}
     text = given["speculative_config"]

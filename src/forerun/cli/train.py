@@ -14,7 +14,10 @@ app = typer.Typer(help="Train language models and draft heads.", no_args_is_help
 
 Target = Annotated[str, typer.Option(help="The model the head drafts for: an embedded name, a folder or a hub id.")]
 Data = Annotated[
-    list[Path], typer.Option(help="Prompts (.txt, .json, .jsonl, .jsonl.xz), or one .bin of uint16 token ids. Repeat.")
+    list[Path],
+    typer.Option(
+        help="Prompts (.txt, .json, .jsonl, .jsonl.xz), or what a target wrote (.answers; .bin of uint16 ids). Repeat."
+    ),
 ]
 Out = Annotated[Path, typer.Option(help="Run folder; the head is written to its export/.")]
 RecipeFile = Annotated[Path | None, typer.Option(help="A recipe, such as recipes/mini-eagle3.toml.")]
@@ -60,6 +63,49 @@ def export(
     from forerun.training.lm import export_run
 
     typer.echo(f"step {export_run(run, folder)} written to {folder}")
+
+
+@app.command("prompts")
+def prompts(
+    out: Annotated[Path, typer.Option(help="The .jsonl file to write, a conversation a line.")],
+    count: Annotated[int, typer.Option(help="How many different prompts.")] = 12_000,
+    data: Annotated[Path, typer.Option(help="Folder of the training text.")] = Path("../shared/data/train"),
+    bench: Annotated[
+        Path | None, typer.Option(help="Folder of benchmarks: no prompt that shares 13 words with them is made.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed makes the same prompts.")] = 1,
+) -> None:
+    """Make chat prompts of many kinds out of training text, for a target to answer."""
+    import json
+
+    from forerun.training.asking import load_material, make_prompts
+    from forerun.training.data import benchmark_grams
+
+    found = make_prompts(load_material(data), benchmark_grams(bench), count, seed)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"category": asked.kind, "turns": asked.turns}, ensure_ascii=False) for asked in found]
+    out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    typer.echo(f"{len(found)} prompts written to {out}")
+
+
+@app.command("answers")
+def answers(
+    target: Target,
+    data: Annotated[list[Path], typer.Option(help="Prompts (.txt, .json, .jsonl, .jsonl.xz). Repeat.")],
+    out: Annotated[Path, typer.Option(help="Folder: turn1.answers, turn2.answers and so on are written to it.")],
+    answer_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 160,
+    prompt_tokens: Annotated[int, typer.Option(help="Longer prompts lose their beginning.")] = 864,
+    temperatures: Annotated[str, typer.Option(help="Taken in turns, separated by commas.")] = "0,1,0,0.7",
+    turns: Annotated[int, typer.Option(help="Answer so many turns of a conversation.")] = 2,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 1,
+) -> None:
+    """Let a target answer prompts, or go on with it; draft heads learn from the files by --data."""
+    from forerun.training.heads.console import HeadConsole
+    from forerun.training.heads.conversations import AnswerOptions, answer_files, read_temperatures
+
+    options = AnswerOptions(prompt_tokens, answer_tokens, read_temperatures(temperatures), turns, seed)
+    for path in answer_files(target, data, out, options, HeadConsole().say):
+        typer.echo(f"finished: {path}")
 
 
 @app.command("medusa")

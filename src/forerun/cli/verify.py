@@ -46,6 +46,7 @@ def verify(
     dtype: opt.Dtype = "auto",
     kv_cache_dtype: opt.KVCacheDtype = "auto",
     max_model_len: opt.MaxModelLen = None,
+    device: opt.Device = "auto",
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
 ) -> None:
@@ -60,7 +61,7 @@ def verify(
     name = opt.chosen_model(model_name, model)
     plain = open_llm(
         name, PLAIN, tree_width=tree_width, adaptive=adaptive, dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, kernels=kernels, threads=threads,
+        kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, device=device, kernels=kernels, threads=threads,
         max_num_seqs=batch_size,
     )  # fmt: skip
     report: dict[str, Any] = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "seed": seed}

@@ -20,6 +20,7 @@ from torch import Tensor
 from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, Observed, Stateless
 from forerun.errors import UnsupportedError
+from forerun.kernels.ops import LayerKV
 from forerun.models.decoder import Decoder
 from forerun.models.medusa_heads import MedusaHeads, load_medusa
 from forerun.speculation.growth import Draft, TreeGrower
@@ -45,7 +46,12 @@ class _State(NamedTuple):
     """The target's state that a token was chosen from."""
 
     position: int  # of that token
-    row: Tensor  # [H]
+    states: Tensor  # [M, H] of a step
+    row: int  # of these
+
+    def read(self) -> Tensor:
+        """The state [H]."""
+        return self.states[self.row]
 
 
 class MedusaDrafter(Stateless):
@@ -66,27 +72,31 @@ class MedusaDrafter(Stateless):
         self._width = width
         self._states: dict[str, _State] = {}
 
+    def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
+        """Nothing of it is in the pool; now that the engine stands, its passes are recorded."""
+        self._heads.record()
+
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
         """Keep the state of each request's last known row, which the token after it was chosen from."""
         states = hidden[self.hidden_layers[0]]  # [M, H]
         for seen in observed:
             last = seen.num_span + seen.nodes[-1] if seen.nodes else seen.num_span - 1
             if last >= 0:
-                row = states[seen.first_row + last].clone()  # [H]; the whole step's states need not stay
-                self._states[seen.request.request_id] = _State(seen.request.num_computed, row)
+                position = seen.request.num_computed
+                self._states[seen.request.request_id] = _State(position, states, seen.first_row + last)
 
     def resume(self, request: Request, num_ready: tuple[int, ...], boundary: Tensor | None) -> None:
         """Take over the state before the first row that will be computed."""
         self._states.pop(request.request_id, None)
         if boundary is not None:
-            self._states[request.request_id] = _State(request.num_computed, boundary)
+            self._states[request.request_id] = _State(request.num_computed, boundary[None], 0)
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """One small pass for all requests, then trees of what the heads say."""
         ready = [draft for draft in drafts if draft.num_free > 0 and self._knows(draft.request)]
         if not ready:
             return
-        states = torch.stack([self._states[draft.request.request_id].row for draft in ready])  # [num_drafts, H]
+        states = torch.stack([self._states[draft.request.request_id].read() for draft in ready])  # [num_drafts, H]
         depths = min(self._heads.num_heads, max(draft.num_free for draft in ready))
         grow_products(self._grower, ready, self._heads(states, depths), self._width, self.name)
 

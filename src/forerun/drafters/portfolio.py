@@ -91,6 +91,8 @@ class Portfolio:
         self._drafts.clear()
 
     def _as_seen_by(self, member: Drafter, seen: Observed) -> Observed:
+        if len(seen.nodes) <= 1:
+            return seen  # nothing drafted was accepted
         draft = self._drafts.get(seen.request.request_id)
         if draft is None:
             return replace(seen, num_own=1)

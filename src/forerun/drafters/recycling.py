@@ -27,6 +27,8 @@ from forerun.speculation.growth import Draft
 from forerun.speculation.tree import MAX_NODES, ROOT
 
 NUM_SUCCESSORS: Final = 8
+PATIENCE: Final = 32  # steps nobody wanted drafts after which
+SELDOM: Final = 8  # only every so many steps are learned from: ranking the logits costs time
 UNKNOWN: Final = -1  # a successor nobody has seen yet
 # Chances that a token is followed by its successor of each rank. Measured on the embedded model, between those at
 # temperature 0 (0.74, 0.07, 0.02 ..) and 1 (0.20, 0.07, 0.03 ..); they shape the tree and are the nodes' survival.
@@ -63,6 +65,7 @@ class RecyclingDrafter(Stateless):
         self._across_requests = across_requests
         self._running: set[str] = set()
         self._kernels = kernels
+        self._num_idle = 0  # steps since drafts were wanted
         self._num_successors = min(NUM_SUCCESSORS, vocab_size)
         self._table = np.full((vocab_size, self._num_successors), UNKNOWN, dtype=np.int32)  # best first
 
@@ -78,14 +81,18 @@ class RecyclingDrafter(Stateless):
 
     def observe_logits(self, token_ids: Tensor, logits: Tensor) -> None:
         """Overwrite the successors of token_ids [R] by the best of logits [R, vocab_size]; later rows win."""
+        self._num_idle += 1
+        if self._num_idle > PATIENCE and self._num_idle % SELDOM:
+            return
         num_rows = token_ids.shape[0]
         none = torch.zeros(num_rows, dtype=torch.int64)
         plain = torch.zeros(num_rows, dtype=torch.float64)  # temperature 0: the logits themselves
         best, _ = self._kernels.gumbel_topk(logits, plain, NoiseKeys(none, none, none), self._num_successors)
-        self._table[token_ids.numpy()] = best.numpy()
+        self._table[token_ids.cpu().numpy()] = best.cpu().numpy()
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Fill as much of the fixed tree as there is room for and successors are known."""
+        self._num_idle = 0
         for draft in drafts:
             self._fill(draft)
 

@@ -22,6 +22,7 @@ from forerun.engine.policy import Policy
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.timings import Timings
 from forerun.errors import DeadlineError, LogitsError, QueueFullError
+from forerun.kernels.device import synchronize
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import CommittedPath, ForwardOutput, Model
 from forerun.models.batch import ForwardBatch, SequenceRows
@@ -127,6 +128,7 @@ class Engine:
         batch = self._build(work)
         overhead_s += clock.lap("build_s")
         out = self.model.forward(batch, self._kvs, self.drafter.hidden_layers)
+        synchronize(self.kv_cache.device)
         forward_s = clock.lap("forward_s")
         choices = self._verify(work, out)
         choose_s = clock.lap("verify_s")
@@ -137,7 +139,8 @@ class Engine:
         self._publish(observed, out)
         changed = self._finish(work)
         overhead_s += clock.lap("commit_s")
-        self.policy.learn_step_cost(batch.num_rows, forward_s, overhead_s)
+        if not any(entry.item.num_span for entry in work):  # reading prompts costs what says nothing of drafting
+            self.policy.learn_step_cost(batch.num_rows, forward_s, overhead_s)
         self._account(work, draft_s, forward_s + choose_s, draft_s + forward_s + overhead_s)
         return changed
 

@@ -13,7 +13,7 @@ from forerun.core import PositionLogprobs, TokenLogprob
 
 def position_logprobs(logits: Tensor, token: int, num_top: int) -> PositionLogprobs:
     """The chosen token's log-probability and rank, and the `num_top` best, from logits [vocab_size]."""
-    row = torch.log_softmax(logits.double(), dim=0)  # [vocab_size]
+    row = torch.log_softmax(logits.cpu().double(), dim=0)  # [vocab_size]
     rank = int((row > row[token]).sum()) + 1
     return PositionLogprobs(TokenLogprob(float(row[token]), rank, token), _best(row, num_top))
 

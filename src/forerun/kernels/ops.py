@@ -114,15 +114,16 @@ class LayerKV:
 
     @classmethod
     def zeros(
-        cls, num_blocks: int, num_kv: int, head_dim: int, block_size: int, dtype: torch.dtype, latent: bool = False
-    ) -> LayerKV:
-        """An empty pool of `dtype`, with scales if it is int8, without keys if it is for latents."""
+        cls, num_blocks: int, num_kv: int, head_dim: int, block_size: int, dtype: torch.dtype, latent: bool = False,
+        device: torch.device | None = None,
+    ) -> LayerKV:  # fmt: skip
+        """An empty pool of `dtype`, with scales if it is int8, without keys if it is for latents; None: on the host."""
         scales = (num_blocks, num_kv, block_size) if dtype is torch.int8 else None
         return cls(
-            torch.zeros(num_blocks, num_kv, 0 if latent else head_dim, block_size, dtype=dtype),
-            torch.zeros(num_blocks, num_kv, block_size, head_dim, dtype=dtype),
-            None if scales is None else torch.zeros(scales),
-            None if scales is None else torch.zeros(scales),
+            torch.zeros(num_blocks, num_kv, 0 if latent else head_dim, block_size, dtype=dtype, device=device),
+            torch.zeros(num_blocks, num_kv, block_size, head_dim, dtype=dtype, device=device),
+            None if scales is None else torch.zeros(scales, device=device),
+            None if scales is None else torch.zeros(scales, device=device),
         )
 
     @property
@@ -220,6 +221,7 @@ class Kernels(Protocol):
     """A table of ops. Built once by `kernels.select` and passed through constructors."""
 
     name: str
+    device: torch.device  # where an op's tensors lie; keys and temperatures of noise may come from the host
 
     def describe(self) -> dict[str, str]:
         """Op name -> where it runs ("reference", "avx2", "avx512", "portable", ...)."""

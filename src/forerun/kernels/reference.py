@@ -100,6 +100,7 @@ class ReferenceKernels:
     """Every op of `forerun.kernels.ops.Kernels` in torch."""
 
     name = "reference"
+    device = torch.device("cpu")
 
     def describe(self) -> dict[str, str]:
         """Every op runs here."""

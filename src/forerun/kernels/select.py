@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from forerun.errors import KernelError
+from forerun.kernels.device import CPU, DEVICES, cuda_device, has_cuda
 from forerun.kernels.ops import Kernels
 from forerun.kernels.reference import OPS, ReferenceKernels
 
 if TYPE_CHECKING:
     from forerun.kernels.cpu.program import Recorder
 
-BACKENDS = ("auto", "cpu", "reference")
+BACKENDS = ("auto", "cpu", "triton", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class KernelTable:
     def __init__(self, backend: Any, selection: Selection) -> None:
         reference = ReferenceKernels()
         self.name: str = backend.name
+        self.device: torch.device = getattr(backend, "device", CPU)
         self.backend = backend
         self.selection = selection
         self._places: dict[str, str] = {**reference.describe(), **backend.describe()}
@@ -58,10 +63,42 @@ class KernelTable:
         return dict(self._places)
 
 
-def select_kernels(name: str = "auto", threads: int | None = None, isa: str | None = None) -> Kernels:
-    """The kernels to use: "cpu" (C++), "reference" (torch), or "auto" for the best that is installed."""
+def select_kernels(
+    name: str = "auto", threads: int | None = None, isa: str | None = None, device: str = "cpu"
+) -> Kernels:
+    """The kernels to use: "cpu" (C++), "triton" (a GPU), "reference" (torch), or "auto" for the best on `device`.
+
+    device: "cpu", "cuda", or "auto" for a card where there is one and kernels for it. Raises KernelError for what is
+    not installed or does not run there, ResourceError where there is no card.
+    """
     if name not in BACKENDS:
         raise KernelError(f"kernels {name!r} is not one of {', '.join(BACKENDS)}")
+    if device not in DEVICES:
+        raise KernelError(f"device {device!r} is not one of {', '.join(DEVICES)}")
+    if device == "cuda" and name in ("cpu", "reference"):
+        raise KernelError(f"kernels {name!r} run on the CPU, but device 'cuda' was asked for: choose kernels 'triton'")
+    if name == "triton" or device == "cuda" or (device == "auto" and name == "auto" and _can_use_card()):
+        return _triton_kernels(device)
+    return _host_kernels(name, threads, isa)
+
+
+def _can_use_card() -> bool:
+    return has_cuda() and find_spec("triton") is not None
+
+
+def _triton_kernels(device: str) -> Kernels:
+    """The Triton kernels on a card; on the CPU only where Triton interprets them, as tests have it."""
+    if find_spec("triton") is None:
+        raise KernelError("triton is not installed, which the kernels for CUDA need: pip install 'forerun[gpu]'")
+    from forerun.kernels.triton.backend import TritonKernels, is_interpreted
+
+    on_host = device == "cpu" or (device == "auto" and is_interpreted())
+    backend = TritonKernels(CPU if on_host else cuda_device())
+    reason = "interpreted, for tests" if backend.device == CPU else torch.cuda.get_device_name(backend.device)
+    return _table(backend, Selection("triton", reason))
+
+
+def _host_kernels(name: str, threads: int | None, isa: str | None) -> Kernels:
     if name == "reference":
         return _table(ReferenceKernels(), Selection("reference", "asked for"))
     try:
@@ -75,19 +112,24 @@ def select_kernels(name: str = "auto", threads: int | None = None, isa: str | No
         return _table(ReferenceKernels(), Selection("reference", reason))
     backend = CpuKernels(threads, isa)
     reason = f"{backend.engine.isa} on {backend.num_threads} thread(s)"
+    if has_cuda() and find_spec("triton") is None:
+        reason += "; for the card that is there install triton (pip install 'forerun[gpu]')"
     return _table(backend, Selection("cpu", reason))
 
 
 @contextmanager
-def recording(kernels: Kernels, max_rows: int) -> Iterator[Recorder | None]:
-    """Inside this context the ops of `kernels` are written down by the recorder it gives; None if they cannot be."""
+def recording(kernels: Kernels, max_rows: int, **options: int) -> Iterator[Recorder | None]:
+    """Inside this context the ops of `kernels` are written down by the recorder it gives; None if they cannot be.
+
+    `options`: those of the recorder.
+    """
     backend = getattr(kernels, "backend", None)
     if backend is None or not isinstance(kernels, KernelTable) or not hasattr(backend, "engine"):
         yield None
         return
     from forerun.kernels.cpu.program import Recorder
 
-    recorder = Recorder(backend, max_rows)
+    recorder = Recorder(backend, max_rows, **options)
     with kernels.replaced_by(recorder):
         yield recorder
 

@@ -53,6 +53,7 @@ class Model(Protocol):
     """A causal language model over the paged pool (or over a state of its own)."""
 
     vocab_size: int
+    device: torch.device  # where logits and hidden states lie; batches may come from the host
     max_position: int  # positions the model was built for
     kv_specs: tuple[LayerSpec, ...]  # () for a model that keeps its own state
     weight_bytes: int

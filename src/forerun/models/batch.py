@@ -10,7 +10,7 @@ A sequence contributes a *span* of known tokens (each sees all before it), then 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -56,6 +56,30 @@ class ForwardBatch:
     def num_rows(self) -> int:
         """M."""
         return self.token_ids.shape[0]
+
+    def on(self, device: torch.device) -> ForwardBatch:
+        """The batch where a model's kernels run, itself if it is there: it is built on the host and goes over whole."""
+        if self.token_ids.device == device:
+            return self
+        rows = self.rows
+        wide = _moved([self.token_ids, rows.tree_masks, self.logit_rows], device)
+        tables = rows.block_tables.flatten()
+        narrow = _moved([self.positions, self.slots, rows.seq_ids, rows.prefix_lens, rows.tree_starts, tables], device)
+        return replace(
+            self,
+            token_ids=wide[0],
+            positions=narrow[0],
+            slots=narrow[1],
+            rows=AttentionRows(
+                seq_ids=narrow[2],
+                prefix_lens=narrow[3],
+                tree_masks=wide[1],
+                tree_starts=narrow[4],
+                block_tables=narrow[5].view(rows.block_tables.shape),
+                max_visible=rows.max_visible,
+            ),
+            logit_rows=wide[2],
+        )
 
     @staticmethod
     def build(sequences: Sequence[SequenceRows], block_size: int) -> ForwardBatch:
@@ -129,6 +153,13 @@ class _Columns:
             max_visible=max(self.positions) + 1,
         )
         return ForwardBatch(token_ids, positions, slots, rows, logit_rows, sequences, num_logits == num_rows)
+
+
+def _moved(columns: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Columns of one type in one copy that the host does not wait for."""
+    joined = torch.cat(columns)
+    joined = joined.pin_memory() if device.type == "cuda" else joined
+    return list(joined.to(device, non_blocking=True).split_with_sizes([len(column) for column in columns]))
 
 
 def _pad_tables(tables: Sequence[Sequence[int]]) -> tuple[list[int], int]:

@@ -63,10 +63,14 @@ class Builder:
 
         rope: the table [P, rotary_dim] of another layer to share; None makes one. Raises CheckpointError.
         """
-        return self._layer_with(index, rope_table(self.config.rope, self.max_position) if rope is None else rope)
+        return self._layer_with(index, self.rope_table() if rope is None else rope)
+
+    def rope_table(self) -> Tensor:
+        """The rotations of all positions -> [P, rotary_dim]."""
+        return rope_table(self.config.rope, self.max_position).to(self.kernels.device)
 
     def _layers(self, progress: Progress | None) -> tuple[DecoderLayer, ...]:
-        rope = rope_table(self.config.rope, self.max_position)  # [P, rotary_dim], shared by all layers
+        rope = self.rope_table()  # [P, rotary_dim], shared by all layers
         total, layers = self.config.num_layers, list[DecoderLayer]()
         for index in range(total):
             layers.append(self._layer_with(index, rope))
@@ -140,8 +144,8 @@ class Builder:
         return RMSNorm(self.kernels, self.vector(f"{name}.weight", size), self.config.norm_eps)
 
     def vector(self, name: str, size: int) -> Tensor:
-        """The tensor `name` [size] as float32."""
-        return aligned(self.source.tensor(name, (size,)).float())  # [size]
+        """The tensor `name` [size] as float32, where the kernels run."""
+        return aligned(self.source.tensor(name, (size,)).float()).to(self.kernels.device)  # [size]
 
     def _embedding(self, head: Linear) -> Embedding:
         """The table; rows of the output layer's matrix where the two are one and its format can read rows."""
@@ -149,7 +153,7 @@ class Builder:
             return TiedEmbedding(head.weight)
         table = self._stored_table()
         dtype = self.dtype or (torch.float32 if table.dtype == torch.float16 else table.dtype)
-        return TableEmbedding(self.kernels, aligned(table.to(dtype)))
+        return TableEmbedding(self.kernels, aligned(table.to(dtype)).to(self.kernels.device))
 
     def _kv_dtype(self, parts: DecoderParts) -> torch.dtype:
         """float32 beside float32 and float16 matrices, bfloat16 beside bfloat16 and quantized ones."""

@@ -75,6 +75,7 @@ class Decoder:
         self.parts = parts
         self.max_position = max_position
         self.vocab_size, self.hidden_size = parts.embedding.shape
+        self.device = parts.final_norm.weight.device
         self.kv_specs = tuple(_kv_spec(layer, kv_dtype) for layer in parts.layers)
         self.weight_bytes = _count_bytes(parts)
         self.num_parameters = _count_parameters(parts)
@@ -83,7 +84,7 @@ class Decoder:
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
         """See `models.base.Model`."""
         assert len(kvs) == len(self.parts.layers), (len(kvs), len(self.parts.layers))
-        hidden: dict[int, Tensor] = {}
+        batch, hidden = batch.on(self.device), dict[int, Tensor]()
         residual = self.parts.embedding(batch.token_ids)  # [M, H]
         x = self._norm_before(0)(residual)
         for index, layer in enumerate(self.parts.layers):

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from forerun.errors import CheckpointError, UnsupportedError
+from forerun.kernels.device import CPU
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import CommittedPath, ForwardOutput, LayerSpec
 from forerun.models.batch import ForwardBatch, SequenceRows
@@ -67,6 +68,7 @@ class HFModel:
         config = module.config.get_text_config()
         head = module.get_output_embeddings()
         self.num_layers: int = getattr(config, "num_hidden_layers", 0)
+        self.device: torch.device = module.device
         self.vocab_size: int = config.vocab_size if head is None else head.weight.shape[0]
         self.max_position: int = _max_position(config)
         parameters = list(module.parameters())
@@ -84,7 +86,9 @@ class HFModel:
         rows = [row for sequence in batch.sequences for row in self._sequence(sequence, bool(hidden_layers))]
         hidden = {layer: torch.stack([row.hidden[layer] for row in rows]) for layer in hidden_layers}  # [M, H]
         wanted = [rows[index].logits for index in batch.logit_rows.tolist()]
-        return ForwardOutput(torch.stack(wanted) if wanted else torch.empty(0, self.vocab_size), hidden)
+        return ForwardOutput(
+            torch.stack(wanted) if wanted else torch.empty(0, self.vocab_size, device=self.device), hidden
+        )
 
     def commit(self, paths: Sequence[CommittedPath]) -> None:
         """Go on from the last accepted node of each request."""
@@ -139,7 +143,7 @@ class HFModel:
     def _call(self, token_id: int, cache: Any, hidden: bool) -> tuple[_Row, Any]:
         """One token after `cache` (which transformers changes in place)."""
         out = self._module(
-            input_ids=torch.tensor([[token_id]]),
+            input_ids=torch.tensor([[token_id]], device=self.device),
             use_cache=True,
             output_hidden_states=hidden,
             **{self._cache_name: cache},
@@ -148,8 +152,8 @@ class HFModel:
         return _Row(out.logits[0, -1].float(), states), getattr(out, self._cache_name)
 
 
-def load_hf_model(folder: Path, dtype: torch.dtype | None) -> HFModel:
-    """Load a local folder; dtype None keeps the stored precision (float16 is widened).
+def load_hf_model(folder: Path, dtype: torch.dtype | None, device: torch.device = CPU) -> HFModel:
+    """Load a local folder onto `device`; dtype None keeps the stored precision (float16 is widened).
 
     Raises CheckpointError for missing or misshapen tensors, UnsupportedError for what transformers cannot run.
     """
@@ -173,7 +177,7 @@ def load_hf_model(folder: Path, dtype: torch.dtype | None) -> HFModel:
         )
     if any(parameter.dtype == torch.float16 for parameter in module.parameters()):
         module = module.float()
-    return HFModel(module.eval())
+    return HFModel(module.eval().to(device))
 
 
 @contextmanager

@@ -54,7 +54,8 @@ def find_layers(model: Decoder, kvs: Sequence[LayerKV], sample: Sample, num_kept
     num_layers = len(model.parts.layers)
     num_left_out = num_layers - num_kept
     assert 0 < num_kept < num_layers and sample.token_ids and sample.num_free > 0
-    paths = {0: _Path(model.parts.embedding(torch.tensor(sample.token_ids)), ())}
+    token_ids = torch.tensor(sample.token_ids, device=model.device)  # [num_tokens]
+    paths = {0: _Path(model.parts.embedding(token_ids), ())}
     for index, layer in enumerate(model.parts.layers):
         fewest = max(0, num_left_out - (num_layers - index - 1))  # fewer could not be made up for
         paths = _extend(paths, index, _apply(layer, kvs[index], paths, sample), fewest, num_left_out)
@@ -92,7 +93,8 @@ def _apply(layer: DecoderLayer, kv: LayerKV, paths: dict[int, _Path], sample: Sa
     for start in range(0, len(states), sample.num_free):
         end = min(start + sample.num_free, len(states))
         residual = states[start:end].clone()
-        last = layer(layer.attention_norm(residual), residual, _batch(sample, positions[start:end]), kv)
+        batch = _batch(sample, positions[start:end]).on(states.device)
+        last = layer(layer.attention_norm(residual), residual, batch, kv)
         done.append(residual + last)
     return dict(zip(paths, torch.split(torch.cat(done), num_tokens), strict=True))
 

@@ -66,7 +66,7 @@ def load_model(
         return _load_gguf(folder, kernels, dtype, max_position, progress, implementation)
     raw = read_json(folder / "config.json")
     if _choose(raw, implementation) == "transformers":
-        return _load_through_transformers(folder, raw, DTYPES[dtype], max_position)
+        return _load_through_transformers(folder, raw, kernels.device, DTYPES[dtype], max_position)
     return _load_native(folder, raw, kernels, dtype, max_position, progress)
 
 
@@ -115,7 +115,8 @@ def _load_native(
     config = ModelConfig.read(raw, family)
     positions = _positions(config.max_position, max_position)
     checkpoint = Checkpoint.open(folder)
-    check_memory(_bytes_needed(config, family, checkpoint, DTYPES[dtype], positions), f"loading {folder}")
+    needed = _bytes_needed(config, family, checkpoint, DTYPES[dtype], positions)
+    check_memory(needed, f"loading {folder}", kernels.device)
     tokenizer = Tokenizer.from_folder(folder)
     model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress)
     return LoadedModel(model, tokenizer, folder, raw, config, "forerun")
@@ -132,7 +133,8 @@ def _load_gguf(
     family, config = _gguf_family(checkpoint), _gguf_config(checkpoint)
     positions = _positions(config.max_position, max_position)
     table_bytes = config.vocab_size * config.hidden_size * 4  # the embedding, decoded to float32
-    check_memory(checkpoint.nbytes + table_bytes + positions * config.rope.rotary_dim * 4, f"loading {path}")
+    needed = checkpoint.nbytes + table_bytes + positions * config.rope.rotary_dim * 4
+    check_memory(needed, f"loading {path}", kernels.device)
     tokenizer = checkpoint.tokenizer()
     model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress)
     return LoadedModel(model, tokenizer, path, checkpoint.config, config, "forerun")
@@ -203,7 +205,7 @@ def _positions(possible: int, wanted: int | None) -> int:
 
 
 def _load_through_transformers(
-    folder: Path, raw: Mapping[str, Any], dtype: torch.dtype | None, max_position: int | None
+    folder: Path, raw: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None, max_position: int | None
 ) -> LoadedModel:
     from forerun.models.hf import load_hf_model  # imports transformers, which takes seconds
 
@@ -212,8 +214,8 @@ def _load_through_transformers(
         Checkpoint.open(folder)  # says what is missing
     tokenizer = Tokenizer.from_folder(folder)
     stored = sum(path.stat().st_size for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
-    check_memory(stored, f"loading {folder}")
-    model = load_hf_model(folder, dtype)
+    check_memory(stored, f"loading {folder}", device)
+    model = load_hf_model(folder, dtype, device)
     check_vocabulary(tokenizer, model.vocab_size)
     model.max_position = _positions(model.max_position, max_position)
     return LoadedModel(model, tokenizer, folder, raw, None, "transformers")

@@ -10,16 +10,17 @@ Source: Medusa, arXiv 2401.10774, section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from forerun.errors import CheckpointError, UnsupportedError
+from forerun.errors import CheckpointError, KernelError, UnsupportedError
 from forerun.kernels.ops import Kernels
+from forerun.kernels.select import recording
 from forerun.layers.linear import Linear
 from forerun.models.build import aligned
 from forerun.models.decoder import Decoder
@@ -27,6 +28,10 @@ from forerun.models.medusa_files import HeadTensors, open_heads
 from forerun.quant.dense import DenseWeight
 from forerun.weights.resolve import resolve_model
 
+if TYPE_CHECKING:
+    from forerun.kernels.cpu.program import Program
+
+_MAX_ROWS = 64  # states of a recorded pass
 _SAME = 1e-4  # relative difference up to which an output layer counts as the target's own, read once more
 
 
@@ -74,6 +79,7 @@ class MedusaHeads:
         self._outputs = tuple(outputs)
         self._token_ids = token_ids
         self._logit_scale = logit_scale
+        self._recorded: dict[int, Program] = {}  # by number of heads
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -83,15 +89,35 @@ class MedusaHeads:
     @torch.no_grad()
     def __call__(self, x: Tensor, num_heads: int) -> Tensor:
         """States x [R, H] -> logits of the first `num_heads` heads [R, num_heads, V] over the target's vocabulary."""
+        recorded = self._recorded.get(num_heads)
+        if recorded is not None and x.shape[0] <= recorded.max_rows:
+            (rows,) = recorded.run_on(x, x.shape[0] * num_heads)
+        else:
+            rows = self._compute(x, num_heads)
+        return rows.view(x.shape[0], num_heads, self.vocab_size)
+
+    def record(self) -> None:
+        """Write passes of every number of heads down, to be replayed without Python; stay as it is where that fails."""
+        try:
+            programs = {n: _record(self._compute, self._kernels, self._width, n) for n in range(1, self.num_heads + 1)}
+        except KernelError:  # an op the recorder cannot write down
+            return
+        self._recorded = {n: program for n, program in programs.items() if program is not None}
+
+    @property
+    def _width(self) -> int:
+        return self._blocks[0][0].weight.shape[1]
+
+    def _compute(self, x: Tensor, num_heads: int) -> Tensor:
+        """A straight line of ops -> [R * num_heads, V], the rows of a state next to each other."""
         states = [self._state(layers, x) for layers in self._blocks[:num_heads]]  # each [R, H]
-        logits = self._read_out(states)  # [R, heads, outputs' rows]
+        logits = self._read_out(states)  # [R * heads, outputs' rows]
         if self._logit_scale != 1.0:
             logits = logits * self._logit_scale
         if self._token_ids is None:
             return logits
-        whole = logits.new_full((*logits.shape[:2], self.vocab_size), float("-inf"))  # [R, heads, V]
-        whole[..., self._token_ids] = logits
-        return whole
+        whole = logits.new_full((logits.shape[0], self.vocab_size), -torch.inf)  # [R * heads, V]
+        return whole.index_copy_(1, self._token_ids, logits)
 
     def _state(self, layers: Sequence[Linear], x: Tensor) -> Tensor:
         ones = torch.ones_like(x)  # [R, H]: an up-projection that changes nothing
@@ -102,9 +128,17 @@ class MedusaHeads:
     def _read_out(self, states: Sequence[Tensor]) -> Tensor:
         """One product for all heads where they share the matrix, whose reading is what it costs."""
         if len(self._outputs) == 1:
-            rows = torch.stack(list(states), dim=1)  # [R, heads, H]
-            return self._outputs[0](rows.flatten(0, 1)).view(*rows.shape[:2], -1)  # [R, heads, V]
-        return torch.stack([out(x) for out, x in zip(self._outputs, states, strict=False)], dim=1)
+            return self._outputs[0](torch.stack(list(states), dim=1).flatten(0, 1))  # [R * heads, V]
+        return torch.stack([out(x) for out, x in zip(self._outputs, states, strict=False)], dim=1).flatten(0, 1)
+
+
+def _record(compute: Callable[[Tensor, int], Tensor], kernels: Kernels, width: int, num_heads: int) -> Program | None:
+    """The pass of so many heads over states [M, width]; None if the kernels cannot record."""
+    with recording(kernels, _MAX_ROWS, feature_size=width, logits_a_row=num_heads) as recorder, torch.no_grad():
+        if recorder is None:
+            return None
+        assert recorder.inputs.features is not None
+        return recorder.finish([compute(recorder.inputs.features, num_heads)])
 
 
 def load_medusa(name_or_path: str | Path, model: Decoder, kernels: Kernels) -> MedusaHeads:
@@ -212,7 +246,8 @@ class _Reader:
         return self._layout is FASTER_DECODING or bool(self._source.config.get("medusa_fc_bias", False))
 
     def _linear(self, matrix: Tensor, bias: Tensor | None = None) -> Linear:
-        return Linear(DenseWeight(self._kernels, aligned(matrix)), None if bias is None else aligned(bias))
+        shift = None if bias is None else aligned(bias).to(self._kernels.device)
+        return Linear(DenseWeight(self._kernels, aligned(matrix)), shift)
 
     def _tensor(self, name: str, shape: tuple[int, int] | tuple[int]) -> Tensor:
         found = self._source.tensor(name)
@@ -230,7 +265,8 @@ class _Reader:
         vocab_size = self._target.vocab_size
         size = self._source.config.get("truncated_vocab_size") or vocab_size
         if self._source.has("token_map"):
-            return aligned(self._checked_map(self._source.integers("token_map").long(), size))
+            token_ids = aligned(self._checked_map(self._source.integers("token_map").long(), size))
+            return token_ids.to(self._kernels.device)
         if size != vocab_size:
             raise CheckpointError(
                 f"{self._source.path} has no token_map, which truncated_vocab_size {size} asks for (the target has "
@@ -263,7 +299,7 @@ class _Reader:
         if name is None:
             return own if token_ids is None else self._linear(own.weight.dequantize()[token_ids])
         rows = self._output_rows(name, token_ids)
-        return own if token_ids is None and _is_same(rows, own) else self._linear(rows)
+        return own if token_ids is None and _is_same(rows, own, self._kernels.device) else self._linear(rows)
 
     def _output_rows(self, name: str, token_ids: Tensor | None) -> Tensor:
         """An output matrix -> [rows, H]; a whole one where tokens were chosen is cut, as vLLM does."""
@@ -271,12 +307,12 @@ class _Reader:
         if token_ids is None:
             return self._tensor(name, (vocab_size, size))
         if self._source.tensor(name).shape[0] == vocab_size:
-            return self._tensor(name, (vocab_size, size))[token_ids]
+            return self._tensor(name, (vocab_size, size))[token_ids.cpu()]
         return self._tensor(name, (len(token_ids), size))
 
 
-def _is_same(matrix: Tensor, own: Linear) -> bool:
+def _is_same(matrix: Tensor, own: Linear, device: torch.device) -> bool:
     """Whether `own` multiplies by `matrix` [V, H], tried on a few random rows."""
     x = torch.randn(4, matrix.shape[1], generator=torch.Generator().manual_seed(0))  # [4, H]
-    theirs, ours = x @ matrix.float().T, own(x)  # [4, V]
+    theirs, ours = x @ matrix.float().T, own(x.to(device)).cpu()  # [4, V]
     return bool((theirs - ours).abs().max() <= _SAME * theirs.abs().max())

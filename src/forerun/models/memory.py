@@ -1,6 +1,6 @@
-"""Whether the machine has the memory for what is about to be loaded.
+"""Whether the machine, or its card, has the memory for what is about to be loaded.
 
-Knows: /proc/meminfo, the limits of a container, sysconf. Does not know: models.
+Knows: /proc/meminfo, the limits of a container, sysconf; of a card what `kernels.device` says. Does not know: models.
 """
 
 from __future__ import annotations
@@ -8,14 +8,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+
 from forerun.errors import ResourceError
+from forerun.kernels.device import CPU, free_bytes
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
 
+def memory_of(device: torch.device) -> int | None:
+    """Memory that is free on a card, or available on the host; None where nobody says."""
+    return available_bytes() if device.type == "cpu" else free_bytes(device)
+
+
 def available_bytes() -> int | None:
-    """Memory that can be taken without swapping, None where the system does not say."""
+    """Memory of the host that can be taken without swapping, None where the system does not say."""
     known = [size for size in (_of_machine(), _of_container()) if size is not None]
     return min(known, default=None)
 
@@ -48,9 +56,9 @@ def _from_sysconf() -> int | None:
         return None
 
 
-def check_memory(needed: int, purpose: str) -> None:
-    """Raise ResourceError if `needed` bytes are more than the machine has available."""
-    available = available_bytes()
+def check_memory(needed: int, purpose: str, device: torch.device = CPU) -> None:
+    """Raise ResourceError if `needed` bytes are more than `device` has available."""
+    available = memory_of(device)
     if available is not None and needed > available:
         raise ResourceError(
             f"{purpose} needs about {needed / 1e9:.2f} GB of memory, {available / 1e9:.2f} GB are available; close "

@@ -16,6 +16,7 @@ from forerun.kernels.ops import ChainNoise, Chains, Kernels, LayerKV
 from forerun.kernels.select import recording
 from forerun.models.base import CommittedPath, ForwardOutput, Model
 from forerun.models.batch import ForwardBatch
+from forerun.models.captured import capture_model
 
 if TYPE_CHECKING:
     from forerun.kernels.cpu.program import Inputs, Program
@@ -35,6 +36,7 @@ class RecordedModel:
         hidden_layers: Sequence[int],
     ) -> None:
         self.vocab_size = model.vocab_size
+        self.device = model.device
         self.max_position = model.max_position
         self.kv_specs = model.kv_specs
         self.weight_bytes = model.weight_bytes
@@ -61,7 +63,8 @@ class RecordedModel:
 
     def draft_chains(self, batch: ForwardBatch, noise: ChainNoise, keep_logits: bool) -> Chains:
         """Run the batch, whose logit rows are one root a sequence, and draw a chain below each, level by level."""
-        return self._program.run_chains(self._inputs(batch), noise, self._kvs[0].block_size, keep_logits)
+        chains, _ = self._program.run_chains(self._inputs(batch), noise, self._kvs[0].block_size, keep_logits)
+        return chains
 
     def commit(self, paths: Sequence[CommittedPath]) -> None:
         """See `models.base.Model`."""
@@ -79,18 +82,21 @@ def record(model: Model, kernels: Kernels, kvs: Sequence[LayerKV], hidden_layers
     """The model with its forward recorded for `kvs`; the model itself where kernels or model cannot be recorded."""
     if not model.kv_specs:
         return model
+    if kernels.device.type == "cuda":
+        return capture_model(model, kernels.device, kvs, hidden_layers)
     with recording(kernels, MAX_RECORDED_ROWS) as recorder, torch.no_grad():
         if recorder is None:
             return model
         try:
-            out = model.forward(_placeholder_batch(recorder.inputs), kvs, hidden_layers)
+            out = model.forward(placeholder_batch(recorder.inputs), kvs, hidden_layers)
             program = recorder.finish([out.logits, *(out.hidden[layer] for layer in hidden_layers)])
         except KernelError:  # an op the recorder cannot write down: the model's own forward stays
             return model
     return RecordedModel(model, program, type(recorder.inputs), kvs, hidden_layers)
 
 
-def _placeholder_batch(inputs: Inputs) -> ForwardBatch:
+def placeholder_batch(inputs: Inputs) -> ForwardBatch:
+    """The batch a recording is made of."""
     return ForwardBatch(
         token_ids=inputs.token_ids,
         positions=inputs.positions,

@@ -48,7 +48,7 @@ class DenseWeight:
 
     def dequantize(self) -> Tensor:
         """The matrix itself: multiplying by the identity adds only zeros, so every entry comes back exactly."""
-        identity = torch.eye(self.shape[1])  # [K, K]
+        identity = torch.eye(self.shape[1], device=self._kernels.device)  # [K, K]
         return self._kernels.linear(identity, self._packed, None).T.contiguous()  # [N, K]
 
 

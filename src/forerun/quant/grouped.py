@@ -47,8 +47,9 @@ class GroupedWeight:
         Entries are off by float32 rounding (127 * scale * w / 127), which the tests of the formats allow for.
         """
         columns = self.shape[1]
+        identity = torch.eye(columns, device=self._kernels.device) * 127  # [K, K]
         parts = [
-            self._kernels.linear(torch.eye(columns)[start : start + DEQUANTIZED_ROWS] * 127, self._packed, None) / 127
+            self._kernels.linear(identity[start : start + DEQUANTIZED_ROWS], self._packed, None) / 127
             for start in range(0, columns, DEQUANTIZED_ROWS)
         ]
         return torch.cat(parts).T.contiguous()  # [N, K]

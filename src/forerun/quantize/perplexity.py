@@ -65,11 +65,11 @@ def measure_perplexity(
 def _lost(model: Model, ids: Sequence[int]) -> float:
     """Nats lost over the tokens of one sequence but its first."""
     table, lost = block_table(len(ids)), 0.0
-    kvs = [empty_kv(spec, len(table)) for spec in model.kv_specs]
+    kvs = [empty_kv(spec, len(table), model.device) for spec in model.kv_specs]
     for start in range(0, len(ids) - 1, CHUNK):
         span = ids[start : min(start + CHUNK, len(ids) - 1)]
         rows = SequenceRows(REQUEST, table, start, span, start + len(span), span_logits=True)
-        logits = model.forward(ForwardBatch.build([rows], BLOCK_SIZE), kvs).logits  # [span, V]
+        logits = model.forward(ForwardBatch.build([rows], BLOCK_SIZE), kvs).logits.cpu()  # [span, V]
         wanted = torch.tensor(ids[start + 1 : start + 1 + len(span)])
         lost += float(F.cross_entropy(logits.double(), wanted, reduction="sum"))
     model.release(REQUEST)

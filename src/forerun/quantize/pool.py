@@ -5,6 +5,8 @@ Knows: sizes. Does not know: the engine's pool, which quantizing does without.
 
 from __future__ import annotations
 
+import torch
+
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import LayerSpec
 
@@ -16,6 +18,6 @@ def block_table(num_tokens: int) -> range:
     return range(-(-num_tokens // BLOCK_SIZE))
 
 
-def empty_kv(spec: LayerSpec, num_blocks: int) -> LayerKV:
-    """Room for `num_blocks` blocks."""
-    return LayerKV.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, spec.dtype, spec.latent)
+def empty_kv(spec: LayerSpec, num_blocks: int, device: torch.device | None = None) -> LayerKV:
+    """Room for `num_blocks` blocks; None: on the host."""
+    return LayerKV.zeros(num_blocks, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, spec.dtype, spec.latent, device)

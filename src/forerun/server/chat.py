@@ -48,6 +48,7 @@ class _Choice:
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -107,7 +108,7 @@ class ChatJob:
         text = render(context.tokenizer, body, self._tools)
         self._splitter = _splitter(context, text)
         params = self._params(text)
-        token_ids = context.tokenizer.encode(text, add_special_tokens=False)
+        self._prompt = token_ids = context.tokenizer.encode(text, add_special_tokens=False)
         context.check_prompt(token_ids)
         context.check_samples(params.n)
         options = engine_options(body, context.drafter, context.settings.timeout_s)
@@ -188,7 +189,12 @@ class ChatJob:
             self._take(event)
         choices = [self._whole_choice(choice) for choice in self._choices]
         first = head("chat.completion", "chatcmpl", self._context.model_name)
-        return {**first, "choices": choices, "usage": self._account.usage(), "forerun": self._account.forerun()}
+        ends = {"usage": self._account.usage(), "forerun": self._account.forerun()}
+        return {**first, **self._prompt_ids, "choices": choices, **ends}
+
+    @property
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompt} if self._body.return_token_ids else {}
 
     def _take(self, event: Event) -> tuple[_Choice, dict[str, Any], list[dict[str, Any]]]:
         """-> the choice, what is new of its message, and of its log-probabilities."""
@@ -197,6 +203,7 @@ class ChatJob:
         self._account.add(0, delta)
         logprobs = [chat_logprob(self._context.tokenizer, entry) for entry in delta.logprobs]
         choice.logprobs += logprobs
+        choice.token_ids += delta.token_ids
         new = choice.take(delta)
         choice.stop_reason = self._context.stop_reason(delta)
         if self._body.include_reasoning is False:
@@ -211,19 +218,22 @@ class ChatJob:
             "logprobs": {"content": choice.logprobs} if self._body.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **({"token_ids": choice.token_ids} if self._body.return_token_ids else {}),
         }
 
     async def chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in pieces."""
         first = head("chat.completion.chunk", "chatcmpl", self._context.model_name)
         for choice in self._choices:
-            yield {**first, "choices": [_chunk_choice(choice.index, {"role": "assistant", "content": ""})]}
+            opening = _chunk_choice(choice.index, {"role": "assistant", "content": ""})
+            yield {**first, **self._prompt_ids, "choices": [opening]}
         events = generation.events()
         try:
             async for event in events:
                 choice, new, logprobs = self._take(event)
-                if new or logprobs or choice.finish_reason:
-                    yield {**first, "choices": [self._chunk(choice, new, logprobs)]}
+                ids = {"token_ids": event.delta.token_ids} if self._body.return_token_ids else {}
+                if new or logprobs or ids or choice.finish_reason:
+                    yield {**first, "choices": [{**self._chunk(choice, new, logprobs), **ids}]}
         finally:
             await events.aclose()
         if self._body.stream_options is not None and self._body.stream_options.include_usage:

@@ -107,7 +107,13 @@ class CompletionJob:
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **(self._ids(choice) if self._body.return_token_ids else {}),
         }
+
+    def _ids(self, choice: _Choice) -> dict[str, Any]:
+        """What vLLM's `return_token_ids` asks for; an answer nobody wanted (`max_tokens` 0) has none."""
+        written = [] if self._body.max_tokens == 0 else choice.token_ids
+        return {"token_ids": written, "prompt_token_ids": self._prompts[choice.index // self._num_samples]}
 
     def _logprobs(self, choice: _Choice) -> dict[str, Any] | None:
         if self._body.logprobs is None:
@@ -155,6 +161,9 @@ class CompletionJob:
             made["logprobs"] = completion_logprobs(self._context.tokenizer, delta.token_ids, delta.logprobs, offset)
         if delta.finish_reason is not None:
             made["stop_reason"] = choice.stop_reason
+        if self._body.return_token_ids:
+            is_first = len(choice.token_ids) == len(delta.token_ids)
+            made |= {**(self._ids(choice) if is_first else {}), "token_ids": delta.token_ids}
         return made
 
     def _place(self, event: Event) -> int:

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import xgrammar
 
+from forerun.server.json_pattern import with_patterns
+
 MEMORY_BYTES = 2 << 30  # beyond what the process has when it starts
 NUM_WALKS, WALK_TOKENS = 2, 48  # random texts tried against a grammar
 MAX_WALK_S = 4.0  # processor time of all of them: some tens of milliseconds a token
@@ -98,7 +100,11 @@ def _compile(compiler: xgrammar.GrammarCompiler, kind: str, text: str) -> xgramm
         return compiler.compile_regex(text)
     if kind == "grammar":
         return compiler.compile_grammar(text)
-    return compiler.compile_json_schema(text, strict_mode=False, any_whitespace=False)
+    grammar = xgrammar.Grammar.from_json_schema(text, strict_mode=False, any_whitespace=False)
+    written = str(grammar)
+    if "Regex(" not in written:
+        return compiler.compile_grammar(grammar)
+    return compiler.compile_grammar(with_patterns(written, lambda regex: str(xgrammar.Grammar.from_regex(regex))))
 
 
 @contextmanager

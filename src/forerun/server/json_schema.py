@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from forerun.server.json_pattern import marked
+
 IGNORED = ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems")
 MAX_DEPTH = 64
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -30,6 +32,10 @@ def normal_schema(schema: Any, depth: int = 0) -> Any:
     if bad:
         raise ValueError(f"the keyword {bad[0]!r} cannot be enforced while a text is written; leave it out")
     made = dict(schema)
+    if isinstance(made.get("pattern"), str):
+        made["pattern"] = marked(made["pattern"])
+    if isinstance(made.get("patternProperties"), dict):
+        made["patternProperties"] = {marked(key): value for key, value in made["patternProperties"].items()}
     for name in _MAPS:
         if isinstance(made.get(name), dict):
             made[name] = {key: normal_schema(value, depth + 1) for key, value in made[name].items()}

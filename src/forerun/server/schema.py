@@ -95,6 +95,7 @@ class SamplingBody(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    return_token_ids: bool | None = None
     speculation: Speculation | None = None
     priority: int | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

@@ -67,7 +67,8 @@ def _log_chances(drafts: Sequence[Draft], logits: Tensor, scores: Tensor) -> Ten
 
     Estimates only: they steer which nodes are tried, never what is emitted.
     """
-    greedy = torch.tensor([draft.request.params.temperature == 0.0 for draft in drafts])[:, None, None]
+    is_greedy = [draft.request.params.temperature == 0.0 for draft in drafts]
+    greedy = torch.tensor(is_greedy, device=logits.device)[:, None, None]
     of_all, of_best = torch.logsumexp(logits, -1, keepdim=True), torch.logsumexp(scores, -1, keepdim=True)
     return scores - torch.where(greedy, of_all.double(), of_best)
 

@@ -54,12 +54,13 @@ def shape_row(logits: Tensor, request: Request, path: Sequence[int]) -> ShapedRo
 
 
 def probabilities(row: ShapedRow) -> Tensor:
-    """The distribution a shaped row stands for -> [vocab_size] float64; one-hot at temperature 0."""
+    """The distribution a shaped row stands for, on the host -> [vocab_size] float64; one-hot at temperature 0."""
+    logits = row.logits.cpu()
     if row.temperature == 0.0:
-        one_hot = torch.zeros(row.logits.shape[0], dtype=torch.float64)
-        one_hot[int(row.logits.argmax())] = 1.0
+        one_hot = torch.zeros(logits.shape[0], dtype=torch.float64)
+        one_hot[int(logits.argmax())] = 1.0
         return one_hot
-    return torch.softmax(row.logits.double() / row.temperature, dim=0)
+    return torch.softmax(logits.double() / row.temperature, dim=0)
 
 
 def is_drawable(row: Tensor) -> bool:
@@ -97,8 +98,8 @@ def _apply_masks(row: Tensor, request: Request, path: Sequence[int]) -> None:
     if params.allowed_token_ids is not None:
         _allow_only(row, params.allowed_token_ids)
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
-        row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=row.device)
+        row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=row.device)
     if request.num_output + len(path) < params.min_tokens:
         _ban(row, request.stop_token_ids)
     if request.bad_word_ids:
@@ -112,7 +113,7 @@ def _apply_masks(row: Tensor, request: Request, path: Sequence[int]) -> None:
 
 
 def _allow_only(row: Tensor, token_ids: Sequence[int]) -> None:
-    ids = torch.tensor(list(token_ids), dtype=torch.int64)
+    ids = torch.tensor(list(token_ids), dtype=torch.int64, device=row.device)
     kept = row[ids].clone()
     row.fill_(NEG_INF)
     row[ids] = kept
@@ -120,13 +121,13 @@ def _allow_only(row: Tensor, token_ids: Sequence[int]) -> None:
 
 def _allow_bits(row: Tensor, allowed: TokenBits) -> None:
     bits = np.unpackbits(np.frombuffer(allowed.packed, np.uint8), count=row.shape[0], bitorder="little")
-    row.masked_fill_(torch.from_numpy(bits) == 0, NEG_INF)  # ids beyond the bits count as not allowed
+    row.masked_fill_(torch.from_numpy(bits).to(row.device) == 0, NEG_INF)  # ids beyond the bits count as not allowed
 
 
 def _ban(row: Tensor, token_ids: Iterable[int]) -> None:
     ids = list(token_ids)
     if ids:
-        row[torch.tensor(ids, dtype=torch.int64)] = NEG_INF
+        row[torch.tensor(ids, dtype=torch.int64, device=row.device)] = NEG_INF
 
 
 def _completions(tokens: Sequence[int], bad_words: Iterable[Sequence[int]]) -> set[int]:
@@ -145,13 +146,13 @@ def _completions(tokens: Sequence[int], bad_words: Iterable[Sequence[int]]) -> s
 def _apply_penalties(row: Tensor, request: Request, path: Sequence[int]) -> None:
     params = request.params
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*request.token_ids, *path}), dtype=torch.int64)
+        seen = torch.tensor(sorted({*request.token_ids, *path}), dtype=torch.int64, device=row.device)
         values = row[seen]
         row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     counts = Counter([*request.output_token_ids, *path])
     if counts and (params.frequency_penalty or params.presence_penalty):
-        ids = torch.tensor(list(counts), dtype=torch.int64)
-        amounts = torch.tensor(list(counts.values()), dtype=torch.float32)
+        ids = torch.tensor(list(counts), dtype=torch.int64, device=row.device)
+        amounts = torch.tensor(list(counts.values()), dtype=torch.float32, device=row.device)
         row[ids] -= params.frequency_penalty * amounts + params.presence_penalty
 
 
@@ -167,7 +168,8 @@ def _filter(row: Tensor, params: SamplingParams) -> Tensor:
     order = torch.argsort(row, descending=True, stable=True)
     num_kept = min(params.top_k, row.shape[0]) if params.top_k > 0 else row.shape[0]
     if params.top_p < 1.0:
-        num_kept = min(num_kept, _nucleus_size(row[order[:num_kept]], params.top_p))
+        best = row[order[:num_kept]].cpu()  # cumulative sums of a card have no fixed order
+        num_kept = min(num_kept, _nucleus_size(best, params.top_p))
     filtered = torch.full_like(row, NEG_INF)
     filtered[order[:num_kept]] = row[order[:num_kept]]
     return filtered

@@ -19,7 +19,7 @@ from forerun.kernels.ops import Kernels
 from forerun.speculation import verify
 from forerun.speculation.growth import as_temperatures, noise_keys
 from forerun.speculation.noise import Purpose, step_position, stream_id, uniform
-from forerun.speculation.sampling import ShapedRow, is_drawable, probabilities, shape_row
+from forerun.speculation.sampling import ShapedRow, is_drawable, is_plain, probabilities, shape_row
 from forerun.speculation.tree import DraftTree
 from forerun.speculation.verify import Choice
 
@@ -36,35 +36,60 @@ class Candidate:
 class CoupledVerifier:
     """Every token is the target's own choice under the position's noise.
 
-    All requests walk down together, a level at a time, and only rows on accepted paths are ever looked at.
+    All requests walk down together, a level at a time, and only rows on accepted paths are ever looked at. With
+    `at_once` the tokens of all nodes are chosen in one call before the walk, where nothing but the temperature matters:
+    on a card that is cheaper than waiting for it at every level. Both choose the same tokens.
     """
 
     coupled = True
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, at_once: bool = False) -> None:
         self._kernels = kernels
+        self._at_once = at_once
 
     def verify(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
         """Decide every candidate from logits [R, vocab_size]; a request with unusable logits gets its error."""
         walks = [_Walk(candidate) for candidate in candidates]
-        active = walks
+        if self._at_once:
+            self._walk_plain(logits, [walk for walk in walks if is_plain(walk.candidate.request.params)])
+        active = [walk for walk in walks if walk.outcome is None]
         while active:
             tokens = self._choose(logits, active)
             active = [walk for walk, token in zip(active, tokens, strict=True) if walk.advance(token)]
         return [walk.outcome for walk in walks if walk.outcome is not None]
+
+    def _walk_plain(self, logits: Tensor, walks: Sequence[_Walk]) -> None:
+        """Walk to the end along tokens that are chosen for all nodes in one call."""
+        places = [(walk.candidate, node) for walk in walks for node in range(len(walk.candidate.tree))]
+        if not places:
+            return
+        rows = [candidate.first_row + node for candidate, node in places]
+        picked = logits if rows == list(range(logits.shape[0])) else logits[rows]  # [nodes, V]
+        positions = [c.request.root_position + c.tree.depths[node] + 1 for c, node in places]
+        requests = [candidate.request for candidate, _ in places]
+        chosen = self._argmax(picked, requests, positions, [request.params.temperature for request in requests])
+        tokens = {(id(candidate), node): token for (candidate, node), token in zip(places, chosen, strict=True)}
+        for walk in walks:
+            while walk.advance(tokens[id(walk.candidate), walk.path.nodes[-1]]):
+                pass
 
     def _choose(self, logits: Tensor, walks: Sequence[_Walk]) -> list[int]:
         """The target's token after each walk's current node; -1 where there is none."""
         rows = [walk.shape(logits) for walk in walks]
         stacked = rows[0].logits[None] if len(rows) == 1 else torch.stack([row.logits for row in rows])  # [n, V]
         requests = [walk.candidate.request for walk in walks]
+        return self._argmax(stacked, requests, [walk.position for walk in walks], [row.temperature for row in rows])
+
+    def _argmax(
+        self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int], temperatures: Sequence[float]
+    ) -> list[int]:
+        """The choice of every row [n, V] under the noise of its position; -1 where there is none."""
         keys = noise_keys(
             [request.seed for request in requests],
-            [walk.position for walk in walks],
+            positions,
             [stream_id(request.sample_index, Purpose.TARGET) for request in requests],
         )
-        temperatures = as_temperatures([row.temperature for row in rows])
-        chosen: list[int] = self._kernels.gumbel_argmax(stacked, temperatures, keys).tolist()
+        chosen: list[int] = self._kernels.gumbel_argmax(logits, as_temperatures(temperatures), keys).tolist()
         return chosen
 
 

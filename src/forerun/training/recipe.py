@@ -187,6 +187,8 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         return build(hint, value, f"{where}.")
     if get_origin(hint) is dict and isinstance(value, dict):
         return {name: convert(get_args(hint)[1], item, f"{where}.{name}") for name, item in value.items()}
+    if get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(convert(get_args(hint)[0], item, where) for item in value)
     if hint is float and type(value) is int:
         return float(value)
     if not isinstance(hint, type) or type(value) is not hint:

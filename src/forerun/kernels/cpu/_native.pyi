@@ -39,6 +39,12 @@ class _Ops:
         self, ids: int, table: int, y: int, m: int, h: int, vocab_size: int, dtype: int, packed: bool, /
     ) -> None: ...
     def select_rows(self, x: int, row_ids: int, y: int, r: int, h: int, /) -> None: ...
+    def copy_columns(
+        self, x: int, y: int, m: int, width: int, x_stride: int, x_first: int, y_stride: int, y_first: int, /
+    ) -> None: ...
+    def add(self, x: int, y: int, m: int, h: int, /) -> None: ...
+    def fill(self, y: int, m: int, h: int, value: float, /) -> None: ...
+    def scatter_columns(self, x: int, ids: int, y: int, m: int, n: int, h: int, /) -> None: ...
     def rope_and_cache(
         self,
         qkv: int,
@@ -205,7 +211,8 @@ class CpuEngine(_Ops):
     def stream_read(self, data: int, num_bytes: int, /) -> int: ...
     def draft_chains(
         self,
-        program: Program,
+        first: Program,
+        next: Program,
         addresses: Sequence[int],
         rows: int,
         max_blocks: int,
@@ -221,6 +228,9 @@ class CpuEngine(_Ops):
         block_size: int,
         logits_step: int,
         ids: int,
+        log_chances: int,
+        shift: int,
+        features_step: int,
         /,
     ) -> None: ...
     def move_rows(

@@ -48,6 +48,8 @@ _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 class CpuKernels:
     """Every op in C++, on one thread pool that belongs to this object."""
 
+    device = torch.device("cpu")
+
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
         """`threads`: None for every core this process may use. `isa`: None for the best this CPU has."""
         num_threads = len(os.sched_getaffinity(0)) if threads is None else threads

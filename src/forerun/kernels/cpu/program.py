@@ -1,15 +1,15 @@
 """The recorded forward: a model's ops written down once, then executed by one native call.
 
 Knows: how to stand in for the kernels while a forward pass runs once on placeholders, and what differs from run to
-run. Does not know: models. A recording asks of a forward pass that it is a straight line of kernel ops, `index_select`
-with the batch's logit rows and `clone`; anything else done to an activation raises KernelError, and the caller stays
-with the eager ops. A replay calls the same C++ with the same sizes, so its bits are those of the eager ops.
+run. Does not know: models. A recording asks of a forward pass that it is a straight line of kernel ops and of what
+`activation` lists of torch's; anything else done to an activation raises KernelError, and the caller stays with the
+eager ops. A replay calls the same C++ with the same sizes, so its bits are those of the eager ops.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,13 +17,11 @@ from torch import Tensor
 
 from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
+from forerun.kernels.cpu.activation import Activation
 from forerun.kernels.cpu.backend import CpuKernels
 from forerun.kernels.cpu.grouped import CpuGrouped
 from forerun.kernels.cpu.packed import CpuExperts, CpuHeads, CpuLinear
 from forerun.kernels.ops import AttentionRows, ChainNoise, Chains
-
-_PLAIN_ACCESS = frozenset({"__get__", "data_ptr", "is_contiguous", "size", "dim", "stride", "numel"})
-
 
 _INT32, _INT64 = torch.int32, torch.int64
 FORWARD_OPS = (
@@ -48,19 +46,26 @@ _INPUT_DTYPES = (_INT64, _INT32, _INT32, _INT64, _INT32, _INT32, _INT64, _INT32,
 class Inputs:
     """What a forward is told about its batch, as tensors: real ones, or placeholders while recording."""
 
-    __slots__ = ("logit_rows", "positions", "rows", "slots", "token_ids")
+    __slots__ = ("features", "logit_rows", "positions", "rows", "slots", "token_ids")
 
     def __init__(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, rows: AttentionRows, logit_rows: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        rows: AttentionRows,
+        logit_rows: Tensor,
+        features: Tensor | None = None,
     ) -> None:
         self.token_ids = token_ids  # [M] int64
         self.positions = positions  # [M] int32
         self.slots = slots  # [M] int32
         self.rows = rows
         self.logit_rows = logit_rows  # [R] int64
+        self.features = features  # [M, width] float32 of a forward that reads states beside tokens
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor, in the order of a program's address slots."""
+        """Every tensor but the features, in the order of a program's address slots."""
         rows = self.rows
         return (
             self.token_ids,
@@ -86,6 +91,7 @@ class Program:
         outputs: Sequence[tuple[bool, int]],
         buffers: Sequence[Tensor],
         keep: Sequence[Any],
+        feature_size: int = 0,
     ) -> None:
         """`outputs`: for each whether it has a row per logit row (else per batch row), and its width."""
         self.max_rows = max_rows
@@ -94,6 +100,7 @@ class Program:
         self._outputs = tuple(outputs)
         self._buffers = tuple(buffers)
         self._keep = tuple(keep)  # weights whose addresses were recorded
+        self._feature_size = feature_size
 
     @property
     def num_steps(self) -> int:
@@ -113,25 +120,67 @@ class Program:
                 f"{max(num_rows, num_logit_rows)} rows given to a program recorded for at most {self.max_rows}"
             )
         outputs = [torch.empty(num_logit_rows if per_logit else num_rows, width) for per_logit, width in self._outputs]
-        addresses = [tensor.data_ptr() for tensor in (*_checked(inputs), *outputs)]
         rows = inputs.rows
+        addresses = self._addresses(inputs, outputs)
         self._native.run(addresses, num_rows, num_logit_rows, rows.block_tables.shape[1], rows.max_visible)
         return outputs
 
-    def run_chains(self, inputs: Inputs, noise: ChainNoise, block_size: int, keep_logits: bool) -> Chains:
+    def run_on(self, features: Tensor, num_logit_rows: int) -> list[Tensor]:
+        """As `run`, for a forward that reads features [M, width] and nothing else of its batch."""
+        num_rows = features.shape[0]
+        if num_rows > self.max_rows:
+            raise KernelError(f"{num_rows} rows given to a program recorded for at most {self.max_rows}")
+        outputs = [torch.empty(num_logit_rows if per_logit else num_rows, width) for per_logit, width in self._outputs]
+        unread = [0] * len(_INPUT_DTYPES)
+        addresses = [*unread, *(output.data_ptr() for output in outputs), self._features_address(features)]
+        self._native.run(addresses, num_rows, num_logit_rows, 1, 1)
+        return outputs
+
+    def _addresses(self, inputs: Inputs, outputs: Sequence[Tensor]) -> list[int]:
+        addresses = [tensor.data_ptr() for tensor in (*_checked(inputs), *outputs)]
+        if self._feature_size:
+            assert inputs.features is not None and inputs.features.shape[0] == inputs.token_ids.shape[0]
+            addresses.append(self._features_address(inputs.features))
+        return addresses
+
+    def _features_address(self, features: Tensor) -> int:
+        is_plain = features.dtype is torch.float32 and features.is_contiguous()
+        if not is_plain or features.shape[1] != self._feature_size:
+            raise KernelError(
+                f"a recorded forward was given features {features.dtype} {list(features.shape)}, it needs contiguous "
+                f"float32 of {self._feature_size} columns"
+            )
+        return features.data_ptr()
+
+    def run_chains(
+        self,
+        inputs: Inputs,
+        noise: ChainNoise,
+        block_size: int,
+        keep_logits: bool,
+        next_levels: Program | None = None,
+        shift: int = 0,
+        judged: bool = False,
+    ) -> tuple[Chains, Tensor | None]:
         """Draft chains below the roots of all sequences of the batch: one root a sequence, the only logit rows.
 
-        The forward must return logits alone. Bits are those of `run` and `gumbel_argmax` level by level.
+        The forward must return logits alone, or logits and the features of the rows below, which `next_levels` (None:
+        this program again) is fed. Rows stand at their positions plus `shift`, whatever `inputs` say of the first.
+        Bits are those of `run` and `gumbel_argmax` level by level. With `judged` the second result is the log softmax
+        of the logits at the drawn tokens -> [steps, R] float64, unset behind a chain's end.
         """
         num_rows, (steps, num_chains) = inputs.token_ids.shape[0], noise.positions.shape
-        assert len(self._outputs) == 1 and num_chains == inputs.logit_rows.shape[0] and num_rows <= self.max_rows
-        width = self._outputs[0][1]
+        assert num_chains == inputs.logit_rows.shape[0] and num_rows <= self.max_rows
+        width, *more = (width for _, width in self._outputs)
         logits = torch.empty(steps if keep_logits else 1, num_chains, width)
+        features = torch.empty(2, num_chains, more[0]) if more else None
         ids = torch.empty(steps, num_chains, dtype=_INT64)
+        log_chances = torch.empty(steps, num_chains, dtype=torch.float64) if judged else None
         rows = inputs.rows
         self._engine.draft_chains(
             self._native,
-            [tensor.data_ptr() for tensor in (*_checked(inputs), logits)],
+            (next_levels or self)._native,
+            self._addresses(inputs, [logits] if features is None else [logits, features]),
             num_rows,
             rows.block_tables.shape[1],
             rows.max_visible,
@@ -146,8 +195,11 @@ class Program:
             block_size,
             logits.stride(0) if keep_logits else 0,
             ids.data_ptr(),
+            0 if log_chances is None else log_chances.data_ptr(),
+            shift,
+            0 if features is None else features.stride(0),
         )
-        return Chains(ids, logits if keep_logits else None)
+        return Chains(ids, logits if keep_logits else None), log_chances
 
 
 class Recorder(CpuKernels):
@@ -156,19 +208,24 @@ class Recorder(CpuKernels):
     Use: run the forward once with this object's ops on `inputs`, then `finish` with the tensors it returned.
     """
 
-    def __init__(self, kernels: CpuKernels, max_rows: int) -> None:
-        """`max_rows`: rows a batch may have when the program runs. Memory grows with it, speed does not care."""
+    def __init__(self, kernels: CpuKernels, max_rows: int, feature_size: int = 0, logits_a_row: int = 0) -> None:
+        """`max_rows`: rows a batch may have when the program runs. Memory grows with it, speed does not care.
+
+        `feature_size`: columns of the features a row brings beside its token. `logits_a_row`: how many rows of logits a
+        forward without a choice of logit rows makes of each row; 0 for one that has the choice.
+        """
         self.engine = kernels.engine
         self.name = kernels.name
         self._native_program = _native.Program(kernels.engine)
-        self._ops = self._native_program
-        self._empty = self._buffer
+        self._ops = self.row_ops = self._native_program
+        self._empty = self.buffer
         self._max_rows = max_rows
-        self._max_logit_rows = max_rows + 1  # another number, so that the two row counts can be told apart
+        self._max_logit_rows = max_rows * logits_a_row or max_rows + 1  # another number, to tell the two counts apart
+        self._feature_size = feature_size
         self._free: list[Tensor] = []
         self._buffers: list[Tensor] = []
         self._born: dict[int, int] = {}  # address of a live activation -> step that may first write it
-        self._keep: list[Any] = []
+        self._kept: list[Any] = []
         self.inputs = self._placeholders()
         for op in FORWARD_OPS:
             setattr(self, op, self._keeping(getattr(self, op)))
@@ -179,8 +236,11 @@ class Recorder(CpuKernels):
         for slot, tensor in enumerate(self.inputs.tensors()):
             native.bind(slot, tensor.data_ptr(), 0)
         shapes = []
-        for slot, output in enumerate(outputs, len(self.inputs.tensors())):
-            if not isinstance(output, _Activation) or output.data_ptr() not in self._born:
+        num_inputs = len(self.inputs.tensors())
+        if self.inputs.features is not None:
+            native.bind(num_inputs + len(outputs), self.inputs.features.data_ptr(), 0)
+        for slot, output in enumerate(outputs, num_inputs):
+            if not isinstance(output, Activation) or output.data_ptr() not in self._born:
                 raise KernelError("a recorded forward returned a tensor that no recorded op computed")
             native.bind(slot, output.data_ptr(), self._born[output.data_ptr()])
             shapes.append((output.shape[0] == self._max_logit_rows, int(output.shape[1])))
@@ -190,15 +250,11 @@ class Recorder(CpuKernels):
             native.finish(self._max_rows, self._max_logit_rows)
         except ValueError as error:
             raise KernelError(str(error)) from error
-        return Program(self.engine, native, self._max_rows, shapes, self._buffers, self._keep)
+        return Program(self.engine, native, self._max_rows, shapes, self._buffers, self._kept, self._feature_size)
 
-    def select_rows(self, x: Tensor, row_ids: Tensor | None) -> Tensor:
-        """Rows `row_ids` of x, or a copy of all of them."""
-        num_rows = x.shape[0] if row_ids is None else row_ids.shape[0]
-        out = self._buffer(num_rows, x.shape[1])
-        ids = 0 if row_ids is None else row_ids.data_ptr()
-        self._native_program.select_rows(x.data_ptr(), ids, out.data_ptr(), num_rows, x.shape[1])
-        return out
+    def keep(self, held: Any) -> None:
+        """Hold on to something whose address was written down."""
+        self._kept.append(held)
 
     def pack_linear(self, weight: Tensor) -> NoReturn:
         """Weights are packed before a recording."""
@@ -236,8 +292,8 @@ class Recorder(CpuKernels):
 
         def record(*args: Any, **kwargs: Any) -> Any:
             for given in (*args, *kwargs.values()):
-                if isinstance(given, _HELD) and not isinstance(given, _Activation):
-                    self._keep.append(given)
+                if isinstance(given, _HELD) and not isinstance(given, Activation):
+                    self.keep(given)
             return op(*args, **kwargs)
 
         return record
@@ -246,7 +302,7 @@ class Recorder(CpuKernels):
         num_rows = self._max_rows
 
         def unknown(dtype: torch.dtype, *shape: int) -> Tensor:
-            return _Activation.over(torch.zeros(shape, dtype=dtype), self)
+            return Activation.over(torch.zeros(shape, dtype=dtype), self)
 
         rows = AttentionRows(
             seq_ids=unknown(_INT32, num_rows),
@@ -262,9 +318,10 @@ class Recorder(CpuKernels):
             slots=unknown(_INT32, num_rows),
             rows=rows,
             logit_rows=unknown(_INT64, self._max_logit_rows),
+            features=unknown(torch.float32, num_rows, self._feature_size) if self._feature_size else None,
         )
 
-    def _buffer(self, num_rows: int, width: int) -> Tensor:
+    def buffer(self, num_rows: int, width: int) -> Activation:
         """An activation; its memory goes to a later one when Python drops it, which is exactly its last use."""
         size = num_rows * width
         fitting = [buffer for buffer in self._free if buffer.numel() >= size]
@@ -274,7 +331,7 @@ class Recorder(CpuKernels):
         else:
             memory = torch.empty(size)
             self._buffers.append(memory)
-        activation = _Activation.over(memory[:size].view(num_rows, width), self)
+        activation = Activation.over(memory[:size].view(num_rows, width), self)
         self._born[memory.data_ptr()] = self._native_program.num_steps
         weakref.finalize(activation, self._release, memory).atexit = False
         return activation
@@ -282,43 +339,6 @@ class Recorder(CpuKernels):
     def _release(self, memory: Tensor) -> None:
         self._born.pop(memory.data_ptr(), None)
         self._free.append(memory)
-
-
-class _Activation(Tensor):
-    """A tensor whose values exist only when the program runs. Kernel ops take it; torch may not touch it.
-
-    The batch's own tensors are such activations too while recording: whatever torch computed from them once would be
-    wrong for the next batch.
-    """
-
-    recorder: Recorder
-
-    @classmethod
-    def over(cls, memory: Tensor, recorder: Recorder) -> _Activation:
-        activation = memory.as_subclass(cls)
-        activation.recorder = recorder
-        return activation
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func.__name__ in _PLAIN_ACCESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise KernelError(f"torch's {func.__name__} on an activation cannot be recorded")
-
-    def index_select(self, dim: Any, index: Any) -> Tensor:
-        if dim != 0:
-            raise KernelError("only rows can be selected in a recording")
-        return self.recorder.select_rows(self, index)
-
-    def clone(self, *, memory_format: torch.memory_format | None = None) -> Any:
-        return self.recorder.select_rows(self, None)
 
 
 def _checked(inputs: Inputs) -> tuple[Tensor, ...]:

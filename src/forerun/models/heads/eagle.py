@@ -107,6 +107,7 @@ def _read_eagle1(source: HeadSource, target: Decoder, kernels: Kernels) -> Draft
             hidden_layers=(num_layers(target) + 1,),
             masks_start=False,
             kv_specs=reader.kv_specs(layers),
+            state_size=target.hidden_size,
             weight_bytes=num_bytes(layers, [fc, lm_head] if own else [fc], own_bytes),
         )
     )
@@ -190,6 +191,7 @@ class _Eagle3:
                 hidden_layers=self._hidden_layers(),
                 masks_start=False,
                 kv_specs=self.reader.kv_specs(layers),
+                state_size=NUM_STATES * self.target.hidden_size,
                 weight_bytes=num_bytes(layers, own, own_bytes),
             )
         )
@@ -224,7 +226,7 @@ class _Eagle3:
         return Exit(
             norm=self._norm("norm"),
             lm_head=self._lm_head(size),
-            vocabulary=read_vocabulary(self.source, size, vocab_size) if has_map else None,
+            vocabulary=read_vocabulary(self.source, size, vocab_size).on(self.target.device) if has_map else None,
             feeds_normed=self.fields.flag("norm_output"),
         )
 

@@ -98,6 +98,7 @@ class HeadParts:
     hidden_layers: tuple[int, ...]  # of the target, in the order their states are laid side by side
     masks_start: bool  # embeddings at position 0 are zero
     kv_specs: tuple[LayerSpec, ...]
+    state_size: int  # sum of their widths
     weight_bytes: int  # of tensors it does not share with the target
 
 
@@ -109,21 +110,27 @@ class DraftHead:
         self.hidden_layers = parts.hidden_layers
         self.kv_specs = parts.kv_specs
         self.weight_bytes = parts.weight_bytes
+        self.state_size = parts.state_size
 
     @property
     def sees_slot_zero(self) -> bool:
         """Whether the attention counts the slot of the first token, which has no state before it."""
         return any(layer.attention.shape.window >= 0 for layer in self.parts.layers)
 
+    @property
+    def hidden_size(self) -> int:
+        """H, of features and of the residual stream."""
+        return self.parts.embedding.shape[1]
+
     @torch.no_grad()
-    def fuse(self, states: Tensor) -> Tensor:
-        """Hidden states [M, sum of the widths] of the target -> features [M, H]."""
-        return self.parts.fuse(states)
+    def read(self, batch: ForwardBatch, states: Tensor, kvs: Sequence[LayerKV]) -> HeadOutput | None:
+        """`forward` on features made of the target's hidden states [M, sum of the widths]."""
+        return self.forward(batch, self.parts.fuse(states), kvs)
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, features: Tensor, kvs: Sequence[LayerKV]) -> HeadOutput | None:
         """Compute every row of `batch` with its feature of [M, H], writing KV; None if nobody wants logits."""
-        parts = self.parts
+        parts, batch = self.parts, batch.on(features.device)
         assert len(kvs) == len(parts.layers) and features.shape[0] == batch.num_rows
         embedded = parts.embedding(batch.token_ids)  # [M, H]
         if parts.masks_start:
@@ -132,4 +139,4 @@ class DraftHead:
         for layer, kv in zip(parts.layers, kvs, strict=True):
             x = x if layer.norm is None else layer.norm.add(x, residual)
             x = layer(x, residual, batch, kv)
-        return parts.exit(x, residual, batch) if len(batch.logit_rows) else None
+        return parts.exit(x, residual, batch) if batch.logit_rows.shape[0] else None

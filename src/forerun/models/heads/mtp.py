@@ -100,6 +100,7 @@ def _read_mimo(source: HeadSource, target: Decoder, kernels: Kernels) -> DraftHe
             hidden_layers=(num_layers(target),),
             masks_start=False,
             kv_specs=reader.kv_specs([layer]),
+            state_size=target.hidden_size,
             weight_bytes=num_bytes([layer], [entrance.projection], 0),
         )
     )
@@ -162,6 +163,7 @@ class _DeepSeek:
                 hidden_layers=(num_layers(self.target) + 1,),
                 masks_start=True,
                 kv_specs=self.reader.kv_specs([layer]),
+                state_size=size,
                 weight_bytes=num_bytes([layer], own, 0 if embedding is shared.embedding else embedding.nbytes),
             )
         )

@@ -92,7 +92,7 @@ class HeadReader:
 
     def rope(self) -> Tensor:
         """The rope table of the head's layers, for all positions of the target -> [P, rotary_dim]."""
-        return rope_table(self.config.rope, self.target.max_position)
+        return rope_table(self.config.rope, self.target.max_position).to(self.builder.kernels.device)
 
     def attention(self, prefix: str, columns: int, rope: Tensor) -> Attention:
         """The attention below `prefix`, whose q, k and v have `columns` inputs."""
@@ -130,7 +130,9 @@ class HeadReader:
             self.must_be_as_wide_as_target("embedding", name)
             return self.target.parts.embedding
         table = read_floats(self.source, name, (self.target.vocab_size, self.hidden_size))  # [V, H]
-        return TableEmbedding(self.builder.kernels, aligned(table.float() if table.dtype is torch.float16 else table))
+        kernels = self.builder.kernels
+        stored = aligned(table.float() if table.dtype is torch.float16 else table)
+        return TableEmbedding(kernels, stored.to(kernels.device))
 
     def must_be_as_wide_as_target(self, part: str, missing: str) -> None:
         """Raise CheckpointError unless the target's own `part` can stand in for the tensor `missing`."""

@@ -32,9 +32,13 @@ class DraftVocabulary:
         self.token_ids = token_ids
         self.vocab_size = vocab_size
 
+    def on(self, device: torch.device) -> DraftVocabulary:
+        """The same for logits on `device`."""
+        return DraftVocabulary(self.token_ids.to(device), self.vocab_size)
+
     def widen(self, logits: Tensor) -> Tensor:
         """logits [R, draft vocabulary] -> [R, V], -inf for tokens the draft does not know."""
-        wide = torch.full((logits.shape[0], self.vocab_size), -torch.inf)
+        wide = logits.new_full((logits.shape[0], self.vocab_size), -torch.inf)
         return wide.index_copy_(1, self.token_ids, logits)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun import LLM, SamplingParams
-from forerun.errors import TrainingError
+from forerun.errors import DataError, TrainingError
 from forerun.training.heads.rows import Rows
 
 Report = Callable[[str], None]
@@ -58,8 +58,31 @@ def write_answers(
                 out.flush()
                 lines += new
                 report(f"the target answered {len(lines)} of {len(prompts)} prompts")
+    return rows_of_lines(lines)
+
+
+def rows_of_lines(lines: Sequence[dict[str, Any]]) -> Rows:
+    """Prompts with their answers as rows; answers too short to learn from are left out."""
     lines = [line for line in lines if len(line["answer"]) > 1]
     return Rows.of([line["prompt"] + line["answer"] for line in lines], [len(line["prompt"]) for line in lines])
+
+
+def answer_file_rows(path: Path, vocab_size: int) -> Rows:
+    """The rows of a file that `write_answers` has written, whatever they depend on.
+
+    Raises DataError for a file that is something else, is empty, or has ids outside the vocabulary.
+    """
+    try:
+        _about, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = rows_of_lines(lines)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no file of answers: {error}; write one with `forerun train answers`") from error
+    if not len(rows):
+        raise DataError(f"{path} holds no answer; write it anew with `forerun train answers`")
+    highest = int(rows.tokens.max())
+    if highest >= vocab_size:
+        raise DataError(f"{path} holds token id {highest}, the target knows 0 to {vocab_size - 1}: was it made for it?")
+    return rows
 
 
 def read_lines(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:

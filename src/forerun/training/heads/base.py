@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from forerun.training.heads.vocabulary import DraftVocabulary
 
@@ -30,6 +31,13 @@ class Frozen(nn.Module):
         self.register_buffer("table", table, persistent=False)
 
 
+class Features(NamedTuple):
+    """The logits of one step are rows [batch, T - 2 - j, hidden] times the transposed table [draft vocab, hidden]."""
+
+    rows: Tensor
+    table: Tensor
+
+
 class Head(nn.Module, ABC):
     """A draft head: its state dict is what a checkpoint of the run holds."""
 
@@ -39,8 +47,12 @@ class Head(nn.Module, ABC):
     vocabulary: DraftVocabulary
 
     @abstractmethod
+    def features(self, states: States, ids: Tensor) -> list[Features]:
+        """What guesses along `ids` [batch, T] are made from, of every step j."""
+
     def unroll(self, states: States, ids: Tensor) -> list[Tensor]:
         """Guesses along `ids` [batch, T] -> logits of every step j, [batch, T - 2 - j, draft vocab]."""
+        return [F.linear(found.rows, found.table) for found in self.features(states, ids)]
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:

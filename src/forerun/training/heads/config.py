@@ -54,8 +54,9 @@ class MedusaConfig(Guessing):
 
 @dataclass(frozen=True)
 class Eagle3Config(Guessing):
-    """EAGLE-3; sizes that are 0 are the target's."""
+    """EAGLE-3; sizes that are 0 are the target's. aux_layers: the three states it reads; () are the published ones."""
 
+    aux_layers: tuple[int, ...] = ()
     num_steps: int = 7
     vocab_size: int = 32000
     ffn_size: int = 0
@@ -67,6 +68,8 @@ class Eagle3Config(Guessing):
     def __post_init__(self) -> None:
         Guessing.__post_init__(self)
         check_at_least_one(self, "num_steps")
+        if self.aux_layers and (len(self.aux_layers) != 3 or list(self.aux_layers) != sorted(set(self.aux_layers))):
+            raise ConfigError(f"head.aux_layers = {list(self.aux_layers)} must be three layers, each above the last")
 
     def shape_in(self, target: NetConfig) -> NetConfig:
         """The shape of the layer."""
@@ -223,6 +226,7 @@ class HeadRecipe:
     name: str
     kind: str
     seed: int = 1
+    start_from: str = ""  # an exported head of the same shape whose weights the training begins with; "" begins anew
     schedule: HeadSchedule = field(default_factory=HeadSchedule)
     optimizer: HeadOptimizer = field(default_factory=HeadOptimizer)
     data: HeadData = field(default_factory=HeadData)

@@ -1,51 +1,77 @@
-"""Cross-entropy with a distribution, a block of rows at a time.
+"""Cross-entropy with a distribution, from the rows before the output layer, a block of rows at a time.
 
-Knows the sum over a vocabulary and its gradient, which it computes in the same pass: the logits of a step take
-dozens of megabytes, and every plain operation on them would go through memory. Knows nothing of heads.
+Knows the output layer, the sum over a vocabulary and the gradients of both, which it computes in the same pass: the
+logits of a step would take dozens of megabytes, and every plain operation on them would go through memory (as in
+Liger Kernel's fused linear cross-entropy, arXiv 2410.10989). Knows nothing of heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 BLOCK_ROWS = 128  # times a vocabulary of a few thousand float32: fits into a cache
+Block = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class BlockwiseCrossEntropy(torch.autograd.Function):
+def block_of_rows(logits: Tensor, aims: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """logits and aims [rows, vocab], weights [rows, 1] -> the weighted cross-entropy and its gradient by the logits."""
+    given = logits.float().log_softmax(-1)
+    aimed = aims.float()
+    # sum(aims) is one up to rounding, which matters where aims are kept in bfloat16
+    gradient = weights * (given.exp() * aimed.sum(-1, keepdim=True) - aimed)
+    return -(weights * (aimed * given).sum(-1, keepdim=True)).sum(), gradient.to(logits.dtype)
+
+
+class FusedCrossEntropy(torch.autograd.Function):
     """See `weighted_cross_entropy`."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, aims: Tensor, weights: Tensor) -> Tensor:
-        """All flattened: logits and aims [rows, vocab], weights [rows]."""
-        total = torch.zeros((), device=logits.device)
-        gradient = torch.empty_like(logits)
-        for first in range(0, len(logits), BLOCK_ROWS):
-            rows = slice(first, first + BLOCK_ROWS)
-            x, p, weight = logits[rows].float(), aims[rows].float(), weights[rows, None]
-            given = x.log_softmax(-1)
-            total -= (weight * (p * given).sum(-1, keepdim=True)).sum()
-            # sum(p) is one up to rounding, which matters where p is kept in bfloat16
-            gradient[rows] = (given.exp_().mul_(p.sum(-1, keepdim=True)).sub_(p)).mul_(weight).to(gradient.dtype)
-        ctx.save_for_backward(gradient)
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        table: Tensor,
+        aims: Tensor,
+        places: Tensor,
+        weights: Tensor,
+        block: Block,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """dtype: of the matrix products; the gradients are summed and kept in float32."""
+        total = torch.zeros((), device=rows.device)
+        for_rows = torch.empty_like(rows)
+        for_table = torch.zeros_like(table) if ctx.needs_input_grad[1] else None
+        inputs, matrix = rows.to(dtype), table.to(dtype)
+        for first in range(0, len(rows), BLOCK_ROWS):
+            part = slice(first, first + BLOCK_ROWS)
+            loss, gradient = block(inputs[part] @ matrix.T, aims[places[part]], weights[part, None])
+            total += loss
+            for_rows[part] = gradient @ matrix
+            if for_table is not None:
+                for_table += gradient.T @ inputs[part]
+        ctx.save_for_backward(for_rows, *(() if for_table is None else (for_table,)))
         return total
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
-        """The gradient that the forward pass kept."""
-        (gradient,) = ctx.saved_tensors
-        return gradient * outputs[0].to(gradient.dtype), None, None
+        """The gradients that the forward pass kept."""
+        for_rows, *for_table = ctx.saved_tensors
+        return for_rows * outputs[0], (for_table[0] * outputs[0]) if for_table else None, *([None] * 5)
 
 
-def weighted_cross_entropy(logits: Tensor, aims: Tensor, weights: Tensor) -> Tensor:
-    """-sum over rows of weight * sum_v aim_v log softmax(logits)_v.
+def weighted_cross_entropy(
+    rows: Tensor, table: Tensor, aims: Tensor, places: Tensor, weights: Tensor, block: Block = block_of_rows
+) -> Tensor:
+    """-sum_i weight_i sum_v aim_iv log softmax(rows_i table^T)_v; sums are in float32, products as autocast says.
 
-    logits and aims [.., rows, vocab] (no gradient goes into aims), weights [.., rows]; sums are in float32.
+    rows [n, hidden], table [vocab, hidden], weights [n]; the aim of row i is aims[places_i], [vocab], and takes no
+    gradient. block computes `block_of_rows`, perhaps compiled.
     """
-    if torch.compiler.is_compiling():  # which fuses the plain operations by itself
-        return -(weights * (aims.float() * logits.float().log_softmax(-1)).sum(-1)).sum()
+    device = rows.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
     return torch.as_tensor(
-        BlockwiseCrossEntropy.apply(logits.flatten(0, -2), aims.flatten(0, -2), weights.flatten().float())  # type: ignore[no-untyped-call]
+        FusedCrossEntropy.apply(rows, table, aims, places, weights, block, dtype)  # type: ignore[no-untyped-call]
     )

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from forerun.training.export import llama_config
-from forerun.training.heads.base import Head, States, rows_of_step
+from forerun.training.heads.base import Features, Head, States, rows_of_step
 from forerun.training.heads.config import DraftConfig
 from forerun.training.heads.target import Target
 from forerun.training.heads.vocabulary import whole_vocabulary
@@ -30,10 +30,10 @@ class DraftHead(Head):
         self.net = Net(config.shape_in(target.shape))
         self.eos_token_id = target.eos_token_id
 
-    def unroll(self, states: States, ids: Tensor) -> list[Tensor]:
+    def features(self, states: States, ids: Tensor) -> list[Features]:
         """See `Head`. Step j is step 0, j places on."""
-        logits = self.net(ids)  # [batch, T, vocab]
-        return [rows_of_step(logits, step, 1 + step) for step in range(self.num_steps)]
+        rows, table = self.net.hidden(ids), self.net.model.embed_tokens.weight  # [batch, T, hidden]
+        return [Features(rows_of_step(rows, step, 1 + step), table) for step in range(self.num_steps)]
 
     def tensors(self) -> dict[str, Tensor]:
         """See `Head`."""

@@ -12,8 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forerun.errors import UnsupportedError
-from forerun.training.heads.base import Frozen, Head, States, copied, init_linears, pass_through, rows_of_step
+from forerun.errors import ConfigError, UnsupportedError
+from forerun.training.heads.base import (
+    Features,
+    Frozen,
+    Head,
+    States,
+    copied,
+    init_linears,
+    pass_through,
+    rows_of_step,
+)
 from forerun.training.heads.config import Eagle3Config
 from forerun.training.heads.target import Target
 from forerun.training.heads.unrolled import Tables, UnrolledAttention, UnrolledKV, make_norm
@@ -30,6 +39,16 @@ def aux_layers(num_layers: int) -> tuple[int, int, int]:
             f"EAGLE-3 reads three states of a target of at least 2 layers; this one has {num_layers}"
         )
     return (2, num_layers // 2, num_layers - 3) if num_layers >= SHALLOW else (0, num_layers // 2, num_layers)
+
+
+def chosen_layers(wanted: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """The layers of a recipe, or the published ones if it names none; raises ConfigError for one the target lacks."""
+    layers = wanted or aux_layers(num_layers)
+    if not 0 <= layers[0] <= layers[-1] <= num_layers:
+        raise ConfigError(
+            f"head.aux_layers = {list(layers)}: the target has the states 0 (embedding) to {num_layers} (last layer)"
+        )
+    return layers
 
 
 class MidLayer(nn.Module):
@@ -59,7 +78,7 @@ class Eagle3Head(Head):
         self.target_shape, self.settings, self.vocabulary = target.shape, config, vocabulary
         self.shape = config.shape_in(target.shape)
         self.num_steps = config.num_steps
-        self.layers = aux_layers(target.shape.num_layers)
+        self.layers = chosen_layers(config.aux_layers, target.shape.num_layers)
         hidden = self.shape.hidden_size
         self.fc = nn.Linear(3 * target.shape.hidden_size, hidden, bias=False)
         if config.fc_norm:
@@ -82,18 +101,18 @@ class Eagle3Head(Head):
             parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
         return torch.as_tensor(self.fc(torch.cat(parts, dim=-1)))
 
-    def unroll(self, states: States, ids: Tensor) -> list[Tensor]:
+    def features(self, states: States, ids: Tensor) -> list[Features]:
         """See `Head`."""
         state, past = self.fuse(states), UnrolledKV()
         embedded = F.embedding(ids, self.embedding.table)  # [batch, T, hidden]
-        logits = []
+        found = []
         for step in range(self.num_steps):
             rows = ids.shape[1] - 2 - step
             state = self.midlayer(rows_of_step(embedded, step, 1 + step), state[:, :rows], self.tables, past)
             normed = self.norm(state)
-            logits.append(self.lm_head(normed))
+            found.append(Features(normed, self.lm_head.weight))
             state = normed if self.settings.norm_output else state
-        return logits
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         """See `Head`. The embedding is left out: it is the target's."""

@@ -49,14 +49,15 @@ def with_final(states: dict[int, Tensor], target: Target) -> Tensor:
 
 
 class OnlineFeed:
-    """Runs the target over every batch."""
+    """Runs the target over every batch; compiled: fused by torch.compile, which pays if all batches have one shape."""
 
-    def __init__(self, rows: Rows, target: Target, layers: Sequence[int]) -> None:
+    def __init__(self, rows: Rows, target: Target, layers: Sequence[int], compiled: bool = False) -> None:
         self.rows, self.target, self.layers = rows, target, tuple(layers)
+        self.states = torch.compile(target.states, dynamic=False) if compiled else target.states
 
     @torch.no_grad()
     def batch(self, numbers: Sequence[int], seq_len: int) -> Batch:
         """See `Feed`."""
         ids, answer = (x.to(self.target.head.device) for x in self.rows.batch(numbers, seq_len))
-        states = self.target.states(ids, self.layers)
+        states = self.states(ids, self.layers)
         return Batch(ids, answer, {i: states[i] for i in self.layers}, with_final(states, self.target))

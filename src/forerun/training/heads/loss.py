@@ -1,38 +1,44 @@
 """The loss of a head unrolled over a window: weighted cross-entropies of its steps.
 
-Knows logits, the target's distribution restricted to the draft vocabulary, and which entries count. Knows nothing
-of batches or optimizers.
+Knows the target's distribution restricted to the draft vocabulary, and which entries count; only of these are logits
+computed at all. Knows nothing of batches or optimizers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forerun.training.heads.base import Frozen, Head, States, rows_of_step
-from forerun.training.heads.cross_entropy import weighted_cross_entropy
+from forerun.training.heads.base import Features, Frozen, Head, States, rows_of_step
+from forerun.training.heads.cross_entropy import BLOCK_ROWS, Block, block_of_rows, weighted_cross_entropy
 from forerun.training.heads.target import Target
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the entries of every step should give; position t stands for the token after it."""
+    """What the entries of every step should give, for the tokens x_t of a window."""
 
-    probabilities: Tensor  # [batch, T, draft vocab]: the target's, restricted and renormalised; empty for text labels
-    labels: Tensor  # [batch, T] draft ids of the tokens x_t
     counted: Tensor  # bool [batch, T]: whether guesses of x_t count
+    labels: Tensor  # [batch, T] draft ids of the tokens x_t
+    aims: Tensor  # [answers, draft vocab]: the target's distribution over x_t of each answer token; empty for text
+    places: Tensor  # [batch, T] the row of `aims` that stands for x_t; any where x_t is no answer
 
 
 class HeadLoss(nn.Module):
     """sum_j w_j CE_j over the entries whose guess is part of an answer and can be made in the draft vocabulary."""
 
-    def __init__(self, head: Head, target: Target, labels: str, weights: Sequence[float]) -> None:
+    def __init__(
+        self, head: Head, target: Target, labels: str, weights: Sequence[float], compiled: bool = False
+    ) -> None:
+        """compiled: fuse operations by torch.compile, which pays if all batches have one shape."""
         super().__init__()
         self.head, self.labels, self.weights = head, labels, tuple(weights)
+        self.block: Block = torch.compile(block_of_rows, dynamic=True) if compiled else block_of_rows
+        self.features = torch.compile(head.features, dynamic=False) if compiled else head.features
         vocabulary = head.vocabulary
         member = vocabulary.member()
         self.known, self.unknown = Frozen(target.head[member]), Frozen(target.head[~member])
@@ -49,42 +55,55 @@ class HeadLoss(nn.Module):
         with torch.no_grad():
             wanted = self.wanted(ids, answer, final)
         total = torch.zeros((), device=ids.device)
-        for step, logits in enumerate(self.head.unroll(states, ids)):
+        for step, features in enumerate(self.features(states, ids)):
             if step < len(self.weights) and self.weights[step] > 0:
-                total = total + self.weights[step] * self.step_loss(logits, wanted, step)
+                total = total + self.weights[step] * self.step_loss(features, wanted, step)
         return total
 
-    def step_loss(self, logits: Tensor, wanted: Wanted, step: int) -> Tensor:
-        """Mean cross-entropy of one step's logits [batch, T - 2 - step, draft vocab] over the entries that count."""
-        counted = rows_of_step(wanted.counted, step, 2 + step)
-        weights = counted / counted.sum().clamp(min=1)  # [batch, T - 2 - step]
+    def step_loss(self, features: Features, wanted: Wanted, step: int) -> Tensor:
+        """Mean cross-entropy of one step over the entries that count."""
+        counted = rows_of_step(wanted.counted, step, 2 + step).flatten().nonzero()[:, 0]
+        rows = features.rows.flatten(0, 1)[counted]  # [entries that count, hidden]
+        if not len(rows):
+            return rows.sum()
         if self.labels == "target":
-            aims = rows_of_step(wanted.probabilities, step, 1 + step)
-            return weighted_cross_entropy(logits, aims, weights)
-        labels = rows_of_step(wanted.labels, step, 2 + step)
-        losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
-        return (losses.view_as(weights) * weights).sum()
+            places = rows_of_step(wanted.places, step, 2 + step).flatten()[counted]
+            weights = torch.full((len(rows),), 1 / len(rows), device=rows.device)
+            return weighted_cross_entropy(rows, features.table, wanted.aims, places, weights, self.block)
+        labels = rows_of_step(wanted.labels, step, 2 + step).flatten()[counted]
+        return F.cross_entropy(F.linear(rows, features.table).float(), labels)
 
     def wanted(self, ids: Tensor, answer: Tensor, final: Tensor) -> Wanted:
         """What is to be guessed along a window."""
         labels = self.draft_ids.table[ids]
+        places = (answer.flatten().cumsum(0) - 1).clamp(min=0).view_as(ids)
         if self.labels == "text":
-            return Wanted(final.new_zeros(0), labels, answer & self.member.table[ids])
-        logits = F.linear(final, self.known.table)  # [batch, T, draft vocab]
-        counted = answer
-        if len(self.unknown.table):
-            best_unknown = F.linear(final, self.unknown.table).amax(-1)  # [batch, T]
-            best_is_known = logits.amax(-1) >= best_unknown  # of the token after each position
-            counted = answer & F.pad(best_is_known[:, :-1], (1, 0))
-        return Wanted(logits.float().softmax(-1).to(logits.dtype), labels, counted)
+            return Wanted(answer & self.member.table[ids], labels, final.new_zeros(0), places)
+        before = F.pad(final[:, :-1], (0, 0, 1, 0))[answer]  # [answers, hidden]: the states that x_t follows from
+        aims, best_is_known = self.aims(before)
+        counted = answer.clone()
+        counted[answer] = best_is_known
+        return Wanted(counted, labels, aims, places)
+
+    def aims(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's restricted distributions [rows, draft vocab], and whether its best token is in the vocabulary.
+
+        states: the target's normed last ones, [rows, hidden].
+        """
+        low = torch.is_autocast_enabled(states.device.type)
+        dtype = torch.get_autocast_dtype(states.device.type) if low else states.dtype
+        aims = torch.empty(len(states), len(self.known.table), dtype=dtype, device=states.device)
+        best_is_known = torch.ones(len(states), dtype=torch.bool, device=states.device)
+        for first in range(0, len(states), BLOCK_ROWS):
+            part = slice(first, first + BLOCK_ROWS)
+            logits = F.linear(states[part], self.known.table)  # [block, draft vocab]
+            aims[part] = logits.float().softmax(-1).to(dtype)
+            if len(self.unknown.table):
+                best_is_known[part] = logits.amax(-1) >= F.linear(states[part], self.unknown.table).amax(-1)
+        return aims, best_is_known
 
 
 def step_weights(num_steps: int, decay: float) -> list[float]:
     """decay^j for step j, divided by their sum."""
     powers = [decay**step for step in range(num_steps)]
     return [power / sum(powers) for power in powers]
-
-
-def make_loss(loss: HeadLoss, compiled: bool) -> Callable[..., Tensor]:
-    """The loss, fused by torch.compile if asked for."""
-    return torch.compile(loss, dynamic=False) if compiled else loss

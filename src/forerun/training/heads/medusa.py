@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forerun.training.heads.base import Frozen, Head, States, copied, rows_of_step
+from forerun.training.heads.base import Features, Frozen, Head, States, copied, rows_of_step
 from forerun.training.heads.config import MedusaConfig
 from forerun.training.heads.target import Target
 from forerun.training.heads.vocabulary import DraftVocabulary
@@ -60,11 +60,11 @@ class MedusaHead(Head):
         """The output matrix of head `step`, [draft vocab, hidden]."""
         return self.lm_head.table if self.settings.shared_head else torch.as_tensor(self.lm_heads[step].weight)
 
-    def unroll(self, states: States, ids: Tensor) -> list[Tensor]:
+    def features(self, states: States, ids: Tensor) -> list[Features]:
         """See `Head`. The tokens do not matter: the heads are independent of each other."""
         state = states[self.layers[0]]
         return [
-            F.linear(block(rows_of_step(state, step, 0)), self.output_layer(step))
+            Features(block(rows_of_step(state, step, 0)), self.output_layer(step))
             for step, block in enumerate(self.blocks)
         ]
 

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forerun.training.heads.base import Frozen, Head, States, copied, init_linears, pass_through, rows_of_step
+from forerun.training.heads.base import (
+    Features,
+    Frozen,
+    Head,
+    States,
+    copied,
+    init_linears,
+    pass_through,
+    rows_of_step,
+)
 from forerun.training.heads.config import MtpConfig
 from forerun.training.heads.target import Target
 from forerun.training.heads.unrolled import Tables, UnrolledAttention, UnrolledKV, make_norm
@@ -52,15 +61,15 @@ class MtpHead(Head):
         x = x + self.self_attn(self.input_layernorm(x), self.tables.cos, self.tables.sin, past)
         return torch.as_tensor(x + self.mlp(self.post_attention_layernorm(x)))
 
-    def unroll(self, states: States, ids: Tensor) -> list[Tensor]:
+    def features(self, states: States, ids: Tensor) -> list[Features]:
         """See `Head`."""
-        state, past, logits = states[self.layers[0]], UnrolledKV(), []
+        state, past, found = states[self.layers[0]], UnrolledKV(), []
         embedded = F.embedding(ids, self.embedding.table)  # [batch, T, hidden]
         for step in range(self.num_steps):
             rows = ids.shape[1] - 2 - step
             state = self.step(rows_of_step(embedded, step, 1 + step), state[:, :rows], past)
-            logits.append(F.linear(self.final_layernorm(state), self.output.table))
-        return logits
+            found.append(Features(self.final_layernorm(state), self.output.table))
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         """See `Head`."""

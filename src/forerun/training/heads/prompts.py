@@ -43,7 +43,8 @@ def read_prompts(files: Sequence[Path], tokenizer: Tokenizer, max_tokens: int, h
     """
     ids: list[list[int]] = []
     num_empty = num_cut = 0
-    for text, asked in (item for path in files for item in read_file(path)):
+    for turns, asked in (item for path in files for item in read_file(path)):
+        text = turns[0] if turns else ""
         chat = asked and has_chat
         tokens = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
         if not text.strip() or not tokens:
@@ -56,8 +57,8 @@ def read_prompts(files: Sequence[Path], tokenizer: Tokenizer, max_tokens: int, h
     return Prompts(ids, num_empty, num_cut)
 
 
-def read_file(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yields the text of every record and whether a user asks it."""
+def read_file(path: Path) -> Iterator[tuple[list[str], bool]]:
+    """Yields the text of every record, turn after turn, and whether a user asks it."""
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path} has an unknown ending; known are {', '.join(SUFFIXES)}, and .bin for token ids")
     try:
@@ -67,7 +68,7 @@ def read_file(path: Path) -> Iterator[tuple[str, bool]]:
         raise DataError(f"cannot read prompts from {path}: {error}") from error
     kind = Path(path.stem).suffix if path.suffix == ".xz" else path.suffix
     if kind == ".txt":
-        yield from ((part, False) for part in text.split("\n\n"))
+        yield from (([part], False) for part in text.split("\n\n"))
         return
     for number, record in enumerate(records_of(text, kind, path)):
         yield words_of(record, f"record {number + 1} of {path}")
@@ -85,17 +86,17 @@ def records_of(text: str, kind: str, path: Path) -> Iterator[Any]:
         raise DataError(f"{path} is not valid {kind}: {error}; repair the file") from error
 
 
-def words_of(record: Any, where: str) -> tuple[str, bool]:
-    """The text of a record, and whether a user asks it; of a conversation its first words of a user."""
+def words_of(record: Any, where: str) -> tuple[list[str], bool]:
+    """The text of a record, and whether a user asks it; of a conversation all that the user says, turn after turn."""
     if isinstance(record, str):
-        return record, False
+        return [record], False
     if isinstance(record, dict):
         for name in ("turns", "messages", "conversations"):
             if isinstance(record.get(name), list):
-                return next((words for words in map(spoken, record[name]) if words is not None), ""), True
+                return [words for words in map(spoken, record[name]) if words is not None], True
         for name in (*ASKED, *CONTINUED):
             if isinstance(record.get(name), str):
-                return record[name], name in ASKED
+                return [record[name]], name in ASKED
     raise DataError(
         f"{where} has no prompt; known are a string, or an object with one of turns, messages, conversations, "
         f"{', '.join((*ASKED, *CONTINUED))}"

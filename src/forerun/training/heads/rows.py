@@ -23,9 +23,13 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences one behind the other: number i is `tokens[starts[i] :][: lens[i]]`, its answer begins at prompts[i]."""
+    """Sequences one behind the other: number i is `tokens[starts[i] :][: lens[i]]`, its answer begins at prompts[i].
+
+    answered: bool, as long as tokens: which of them are part of an answer.
+    """
 
     tokens: NDArray[np.generic]
+    answered: NDArray[np.bool_]
     starts: Numbers
     lens: Numbers
     prompts: Numbers
@@ -37,17 +41,56 @@ class Rows:
     def of(cls, sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int]) -> Rows:
         """Lays sequences out."""
         lens = np.array([len(ids) for ids in sequences], dtype=np.int64)
+        prompts = np.array(prompt_lens, dtype=np.int64)
         flat = np.array([token for ids in sequences for token in ids], dtype=np.int64)
-        return cls(flat, np.cumsum(lens) - lens, lens, np.array(prompt_lens, dtype=np.int64))
+        starts = np.cumsum(lens) - lens
+        places = np.arange(len(flat)) - np.repeat(starts, lens)  # of each token in its sequence
+        return cls(flat, places >= np.repeat(prompts, lens), starts, lens, prompts)
+
+    @classmethod
+    def join(cls, parts: Sequence[Rows]) -> Rows:
+        """The sequences of several, in their order."""
+        shifts = np.cumsum([0, *(len(part.tokens) for part in parts)])
+        return cls(
+            np.concatenate([part.tokens.astype(np.int64) for part in parts]),
+            np.concatenate([part.answered for part in parts]),
+            np.concatenate([part.starts + shift for part, shift in zip(parts, shifts, strict=False)]),
+            np.concatenate([part.lens for part in parts]),
+            np.concatenate([part.prompts for part in parts]),
+        )
+
+    def packed(self, row_len: int) -> Rows:
+        """Neighbouring sequences joined into rows of at most `row_len` tokens, which waste less of a batch.
+
+        A row's later sequences see its earlier ones, as in the windows a language model is trained on.
+        """
+        firsts: list[int] = []
+        lens: list[int] = []
+        for number, (start, length) in enumerate(zip(self.starts.tolist(), self.lens.tolist(), strict=True)):
+            follows = firsts and self.starts[firsts[-1]] + lens[-1] == start
+            if follows and lens[-1] + length <= row_len:
+                lens[-1] += length
+            else:
+                firsts.append(number)
+                lens.append(length)
+        first = np.array(firsts, dtype=np.int64)
+        return Rows(self.tokens, self.answered, self.starts[first], np.array(lens, dtype=np.int64), self.prompts[first])
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
         return int(self.lens.sum())
 
+    @property
+    def num_answered(self) -> int:
+        """Tokens of all sequences that are learned from."""
+        return sum(
+            int(self.answered[start:][:length].sum()) for start, length in zip(self.starts, self.lens, strict=True)
+        )
+
     def take(self, numbers: Numbers) -> Rows:
         """Some of the sequences; the tokens stay where they are."""
-        return Rows(self.tokens, self.starts[numbers], self.lens[numbers], self.prompts[numbers])
+        return Rows(self.tokens, self.answered, self.starts[numbers], self.lens[numbers], self.prompts[numbers])
 
     def sequence(self, number: int) -> Numbers:
         """The token ids of one sequence."""
@@ -61,14 +104,15 @@ class Rows:
         for place, number in enumerate(numbers):
             sequence = self.sequence(number)[:seq_len]
             ids[place, : len(sequence)] = sequence
-            answer[place, self.prompts[number] : len(sequence)] = True
+            answer[place, : len(sequence)] = self.answered[self.starts[number] :][: len(sequence)]
         return torch.from_numpy(ids), torch.from_numpy(answer)
 
     def counts(self, vocab_size: int) -> Tensor:
         """How often each token stands in an answer, [vocab]."""
         found = np.zeros(vocab_size, dtype=np.int64)
         for number in range(len(self)):
-            found += np.bincount(self.sequence(number)[self.prompts[number] :], minlength=vocab_size)
+            sequence, start = self.sequence(number), int(self.starts[number])
+            found += np.bincount(sequence[self.answered[start : start + len(sequence)]], minlength=vocab_size)
         return torch.from_numpy(found)
 
 
@@ -89,7 +133,10 @@ def token_file_rows(path: Path, row_len: int, vocab_size: int, max_tokens: int) 
     if highest >= vocab_size:
         raise DataError(f"{path} holds token id {highest}, the target knows 0 to {vocab_size - 1}: was it made for it?")
     starts = np.arange(num_rows, dtype=np.int64) * row_len
-    return Rows(tokens, starts, np.full(num_rows, row_len, dtype=np.int64), np.zeros(num_rows, dtype=np.int64))
+    answered = np.ones(len(tokens), dtype=bool)
+    return Rows(
+        tokens, answered, starts, np.full(num_rows, row_len, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
+    )
 
 
 def hold_out(num_rows: int, num_heldout: int) -> tuple[Numbers, Numbers]:

@@ -29,7 +29,7 @@ from forerun.training.heads.loss import HeadLoss, step_weights
 from forerun.training.heads.plots import draw_head_history
 from forerun.training.heads.rows import Rows
 from forerun.training.heads.sequences import fingerprint, prepare
-from forerun.training.heads.target import Target, is_plain_llama, load_net_target, read_table
+from forerun.training.heads.target import NetTarget, Target, is_plain_llama, load_net_target, read_table
 from forerun.training.heads.train import HeadTrainer
 from forerun.weights.resolve import resolve_model
 
@@ -62,7 +62,8 @@ def make_trainer(recipe: HeadRecipe, job: HeadJob, console: HeadConsole) -> Head
     heldout = OnlineFeed(data.heldout, target, captured_layers(head, target))
     num_weights = sum(weight.numel() for weight in head.parameters())
     console.say(f"{recipe.kind} head of {num_weights} trained weights; {len(feed.rows)} sequences")
-    loss = HeadLoss(head, target, recipe.head.labels, step_weights(head.num_steps, recipe.head.decay))
+    weights = step_weights(head.num_steps, recipe.head.decay)
+    loss = HeadLoss(head, target, recipe.head.labels, weights, recipe.run.compile)
     return HeadTrainer(recipe, loss, feed, heldout, job.folder, identity_of(recipe, target, feed.rows))
 
 
@@ -94,7 +95,7 @@ def make_feed(
     """States from disk within the recipe's budget, or computed while training."""
     budget = recipe.data.capture_bytes
     if not budget:
-        return OnlineFeed(rows, target, layers)
+        return OnlineFeed(rows, target, layers, recipe.run.compile and isinstance(target, NetTarget))
     rows = rows_within(rows, len(layers) * target.shape.hidden_size, budget, report)
     about = {"target": job.target, "text": fingerprint(rows)}
     return capture(rows, target, layers, job.folder / "data", about, report)

@@ -1,4 +1,4 @@
-"""What a head learns from: rows of a token file, or prompts with the answers the target writes to them.
+"""What a head learns from: rows of token files, files of answers, or prompts that the target answers here.
 
 Knows which sequences are held out and what is kept in the run folder's `data/`. The parts know how files are read
 (`rows`, `prompts`) and how answers are written (`answers`).
@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from forerun.errors import ConfigError, DataError
-from forerun.training.heads.answers import engine_writer, write_answers
+from forerun.training.heads.answers import answer_file_rows, engine_writer, write_answers
 from forerun.training.heads.config import HeadJob, HeadRecipe
 from forerun.training.heads.prompts import read_prompts
 from forerun.training.heads.rows import Rows, hold_out, token_file_rows
@@ -24,6 +24,7 @@ from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer
 
 Report = Callable[[str], None]
+WRITTEN = (".bin", ".answers")  # files that hold what the target wrote
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,32 @@ class Sequences:
 
 
 def prepare(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) -> Sequences:
-    """Sequences to train on, from a token file or from prompts, and the target's answers to held-out prompts."""
-    if any(path.suffix == ".bin" for path in job.data):
-        return from_token_file(recipe, job, target, report)
-    return from_prompts(recipe, job, report)
-
-
-def from_token_file(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) -> Sequences:
-    """The rows of a token file; those held out become prompts."""
-    if len(job.data) != 1:
+    """Sequences to train on, from what is written already or from prompts, and answers to held-out prompts."""
+    written = [path for path in job.data if path.suffix in WRITTEN]
+    if not written:
+        return from_prompts(recipe, job, report)
+    if len(written) < len(job.data):
         raise DataError(
-            f"{len(job.data)} files were given, one of them of token ids; give that alone, or prompts alone"
+            f"{len(written)} of {len(job.data)} files are {' or '.join(WRITTEN)} files, the others prompts; give "
+            "prompts alone, or answer them first with `forerun train answers`"
         )
-    options = recipe.data
-    rows = token_file_rows(job.data[0], recipe.schedule.seq_len, target.shape.vocab_size, options.max_tokens)
+    return from_written(recipe, job, target, report)
+
+
+def from_written(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) -> Sequences:
+    """Rows of token files and packed answers; the prompts held out are those of answers, if there are any."""
+    options, row_len, vocab_size = recipe.data, recipe.schedule.seq_len, target.shape.vocab_size
+    answers = [answer_file_rows(path, vocab_size) for path in job.data if path.suffix == ".answers"]
+    texts = [
+        token_file_rows(path, row_len, vocab_size, options.max_tokens) for path in job.data if path.suffix == ".bin"
+    ]
+    rows = Rows.join(answers or texts)
     train, held = hold_out(len(rows), options.heldout_prompts)
-    prompts = [rows.sequence(int(number))[: options.prompt_tokens].tolist() for number in held]
-    return Sequences(rows.take(train), heldout_answers(recipe, job, prompts, report))
+    ends = rows.prompts[held] if answers else [options.prompt_tokens] * len(held)
+    prompts = [rows.sequence(int(number))[: int(end)].tolist() for number, end in zip(held, ends, strict=True)]
+    used = Rows.join([rows.take(train).packed(row_len), *texts]) if answers else rows.take(train)
+    report(f"{len(used)} rows of {used.num_tokens} tokens, {used.num_answered} of them answers")
+    return Sequences(used, heldout_answers(recipe, job, prompts, report))
 
 
 def from_prompts(recipe: HeadRecipe, job: HeadJob, report: Report) -> Sequences:

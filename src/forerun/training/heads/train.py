@@ -20,7 +20,7 @@ from forerun.training.checkpoint import LAST, read_checkpoint, write_atomically
 from forerun.training.heads.acceptance import Acceptance, Tally, guess, matches_of
 from forerun.training.heads.config import HeadOptimizer, HeadRecipe
 from forerun.training.heads.feed import Batch, Feed
-from forerun.training.heads.loss import HeadLoss, make_loss
+from forerun.training.heads.loss import HeadLoss
 from forerun.training.heads.rows import Order
 from forerun.training.muon import Muon
 from forerun.training.train import apply_gradients
@@ -79,7 +79,6 @@ class HeadTrainer:
         self.dtype = torch.bfloat16 if recipe.run.precision == "bfloat16" else torch.float32
         self.optimizers = make_optimizers(self.head, recipe.optimizer, self.dtype)
         self.base_rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        self.compute_loss = make_loss(loss, recipe.run.compile)
         self.order = Order(len(feed.rows), recipe.seed)
         self.step = 0
         self.history: list[HeadReport] = []
@@ -148,8 +147,8 @@ class HeadTrainer:
             numbers = self.order.numbers((self.step * num_micro + micro) * rows, rows)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16):
                 batch = self.feed.batch(numbers, schedule.seq_len)
-                loss = self.compute_loss(batch.ids, batch.answer, batch.states, batch.final) / num_micro
-            loss.backward()  # type: ignore[no-untyped-call]
+                loss = self.loss(batch.ids, batch.answer, batch.states, batch.final) / num_micro
+            loss.backward()
             total += loss.item()
         self.update_weights(schedule.learning_rate_scale(self.step))
         return total

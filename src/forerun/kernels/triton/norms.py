@@ -1,0 +1,120 @@
+"""Norms and gated activations: one program a row, or a piece of a row.
+
+Knows: the formulas. Does not know: layers. A row lies in one tile whatever its length, so that its sum has one order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forerun.errors import KernelError
+from forerun.kernels.reference import check_activation
+from forerun.kernels.triton.common import EXACT, aligned, power_of_two, warps_for
+
+MAX_ROW = 1 << 17  # numbers a program holds, 256 a thread of 16 warps
+_ACT_BLOCK = 1024
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `Kernels.rms_norm`."""
+    return _normalise(_rms_kernel, x, None, (weight,), eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `Kernels.add_rms_norm`."""
+    total = aligned(residual)
+    out = _normalise(_rms_kernel, x, total, (weight,), eps)
+    if total is not residual:
+        residual.copy_(total)
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """See `Kernels.layer_norm`."""
+    return _normalise(_layer_kernel, x, None, (weight, bias), eps)
+
+
+def gated_act(gate_up: Tensor, activation: str) -> Tensor:
+    """See `Kernels.gated_act`."""
+    check_activation(activation)
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(num_rows, size, device=gate_up.device)
+    grid = (num_rows, triton.cdiv(size, _ACT_BLOCK))
+    _gate_kernel[grid](aligned(gate_up), out, size, activation == "silu", _ACT_BLOCK, **EXACT)
+    return out
+
+
+def _normalise(
+    kernel: Any, x: Tensor, residual: Tensor | None, weights: tuple[Tensor | None, ...], eps: float
+) -> Tensor:  # fmt: skip
+    num_rows, size = x.shape
+    if size > MAX_ROW:
+        raise KernelError(f"a norm of {size} entries: the Triton kernels take up to {MAX_ROW}; use kernels 'reference'")
+    out = torch.empty(num_rows, size, device=x.device)
+    weights = tuple(None if weight is None else aligned(weight) for weight in weights)
+    block, warps = power_of_two(size), warps_for(size)
+    kernel[(num_rows,)](aligned(x), residual, *weights, out, eps, size, block, num_warps=warps, **EXACT)
+    return out
+
+
+@triton.jit
+def rms_factor(squares, eps, size):
+    """1 / sqrt(mean square + eps), from the sum of squares."""
+    return tl.math.div_rn(1.0, tl.sqrt_rn(tl.math.div_rn(squares, size * 1.0) + eps))
+
+
+@triton.jit
+def _rms_kernel(
+    x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    at = tl.program_id(0).to(tl.int64) * SIZE + column
+    row = tl.load(x + at, inside, 0.0)  # [BLOCK]
+    if residual is not None:
+        row += tl.load(residual + at, inside, 0.0)
+        tl.store(residual + at, row, inside)
+    factor = rms_factor(tl.sum(row * row, 0), eps, SIZE)
+    tl.store(out + at, row * factor * tl.load(weight + column, inside, 0.0), inside)
+
+
+@triton.jit
+def _layer_kernel(
+    x, residual, weight, bias, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    at = tl.program_id(0).to(tl.int64) * SIZE + column
+    row = tl.load(x + at, inside, 0.0)  # [BLOCK]
+    mean = tl.math.div_rn(tl.sum(row, 0), SIZE * 1.0)
+    centred = tl.where(inside, row - mean, 0.0)
+    factor = rms_factor(tl.sum(centred * centred, 0), eps, SIZE)  # the mean square of what is left is the variance
+    result = centred * factor * tl.load(weight + column, inside, 0.0)
+    if bias is not None:
+        result += tl.load(bias + column, inside, 0.0)
+    tl.store(out + at, result, inside)
+
+
+@triton.jit
+def _gate_kernel(gate_up, out, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    row = tl.program_id(0).to(tl.int64)
+    gate = tl.load(gate_up + row * (2 * SIZE) + column, inside, 0.0)
+    up = tl.load(gate_up + row * (2 * SIZE) + SIZE + column, inside, 0.0)
+    tl.store(out + row * SIZE + column, activate(gate, SILU) * up, inside)
+
+
+@triton.jit
+def activate(x, SILU: tl.constexpr):
+    """x / (1 + e^-x), or GELU in its tanh form, which is x / (1 + e^-2u) since 1 + tanh u = 2 / (1 + e^-2u)."""
+    if SILU:
+        power = -x
+    else:
+        power = -2.0 * 0.7978845608028654 * (x + 0.044715 * (x * x * x))  # u = sqrt(2 / pi) (x + 0.044715 x^3)
+    return tl.math.div_rn(x, 1.0 + tl.exp(power))

@@ -1,0 +1,119 @@
+"""Regular expressions of JSON schemas as grammar rules, with the escapes that JSON strings need.
+
+Knows: how xgrammar writes grammars as text. Does not know: schemas, requests. The library compiles `pattern` in two
+ways of its own, and both let wrong texts pass: one merges states that are not alike (`^[a-z]{2}( [a-z]{2,5})?$` also
+takes `abcde`, `^(a{1,2}|a)$` any number of `a`), the other writes quotes and backslashes without an escape. Its
+conversion of free-standing expressions is right, so each pattern travels under a name through the library's conversion
+of the schema and is put in afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+_MARK = re.compile(r'Regex\("\^forerun_([0-9a-f]*)\$", json_string=true\)')
+_OTHER = re.compile(r'Regex\("((?:\\.|[^"\\])*)", json_string=true\)')
+_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\broot(?:_\d+)*\b', re.DOTALL)
+_CHARACTER = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)|(.)", re.DOTALL)
+_NAMED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "0": "\0", "a": "\a", "e": "\x1b"}
+_ANYTHING = r"[\0-\U0010ffff]"  # what the library makes of a dot, which means no end of a line (ECMA-262, 22.2.2.7)
+_LINE_ENDS = "\n\r\u2028\u2029"
+_ESCAPED = '"\\\n\r\t\b\f'  # what JSON strings can hold behind a backslash (RFC 8259, 7), control characters by name
+_LAST = 0x10FFFF
+_NEVER_PLAIN = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
+Ranges = list[tuple[int, int]]  # first and last code point
+
+
+def marked(pattern: str) -> str:
+    """A pattern that stands for this one while the library converts the schema around it."""
+    return f"^forerun_{pattern.encode().hex()}$"
+
+
+def with_patterns(grammar: str, convert: Callable[[str], str]) -> str:
+    """The text of a schema's grammar with a rule for each pattern in it.
+
+    `convert`: a regular expression -> the text of a grammar whose first rule is `root`. Raises ValueError for a pattern
+    that no JSON string can match.
+    """
+    rules: list[str] = []
+
+    def put_in(pattern: str) -> str:
+        name = f"forerun_pattern_{len(rules)}"
+        rules.append(in_json(convert(pattern), name))
+        return f"({name})"
+
+    grammar = _MARK.sub(lambda found: put_in(bytes.fromhex(found[1]).decode()), grammar)
+    grammar = _OTHER.sub(lambda found: put_in("".join(_characters(found[1]))), grammar)
+    return "\n".join([grammar.rstrip("\n"), *rules]) + "\n"
+
+
+def in_json(grammar: str, name: str) -> str:
+    """The same grammar inside the quotes of a JSON string, its rules called `name` instead of `root`."""
+
+    def token(found: re.Match[str]) -> str:
+        text = found[0]
+        if text.startswith('"'):
+            return _quoted("".join(_escape(c) for c in _characters(text[1:-1])))
+        return _class(text) if text.startswith("[") else name + text.removeprefix("root")
+
+    return _TOKEN.sub(token, grammar).rstrip("\n")
+
+
+def _characters(text: str) -> list[str]:
+    """The characters of a text as the library writes it between quotes or brackets."""
+    return [_character(found) for found in _CHARACTER.finditer(text)]
+
+
+def _character(found: re.Match[str]) -> str:
+    code = found[1]
+    if code is None:
+        return found[2]
+    return chr(int(code[1:], 16)) if len(code) > 1 else _NAMED.get(code, code)
+
+
+def _escape(character: str) -> str:
+    return json.dumps(character, ensure_ascii=False)[1:-1]
+
+
+def _quoted(text: str) -> str:
+    return '"' + "".join(c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in text) + '"'
+
+
+def _class(text: str) -> str:
+    """A class of characters: those that stand for themselves, and the escapes of those that do not."""
+    ranges = _ranges(text)
+    if text == _ANYTHING:
+        ranges = _without(ranges, ((ord(c), ord(c)) for c in _LINE_ENDS))
+    escapes = [_quoted(_escape(c)) for c in _ESCAPED if any(low <= ord(c) <= high for low, high in ranges)]
+    plain = "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in _without(ranges, _NEVER_PLAIN))
+    choices = [*([f"[{plain}]"] if plain else []), *escapes]
+    if not choices:
+        raise ValueError("a pattern asks for a character that JSON strings here cannot hold")
+    return f"({' | '.join(choices)})"
+
+
+def _ranges(text: str) -> Ranges:
+    """The code points of a class as the library writes it."""
+    negated = text.startswith("[^")
+    found = [(m[0], ord(_character(m))) for m in _CHARACTER.finditer(text[2 if negated else 1 : -1])]
+    ranges: Ranges = []
+    i = 0
+    while i < len(found):
+        is_range = i + 2 < len(found) and found[i + 1][0] == "-"
+        ranges.append((found[i][1], found[i + 2 if is_range else i][1]))
+        i += 3 if is_range else 1
+    return _without([(0, _LAST)], ranges) if negated else ranges
+
+
+def _without(ranges: Ranges, others: Iterable[tuple[int, int]]) -> Ranges:
+    for first, last in others:
+        ranges = [piece for low, high in ranges for piece in _cut(low, high, first, last)]
+    return ranges
+
+
+def _cut(low: int, high: int, first: int, last: int) -> Sequence[tuple[int, int]]:
+    """What is left of a range without another."""
+    pieces = ((low, min(high, first - 1)), (max(low, last + 1), high))
+    return [(a, b) for a, b in pieces if a <= b]

@@ -1,0 +1,81 @@
+"""Following a request: states in any pieces are the states, and nobody is followed whom it does not pay to follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.drafters.following import Follow, Piece, Thrift
+
+WIDTH = 3
+
+
+def states(start: int, num: int) -> Tensor:
+    """The state of position p is p, p + 1000: two layers."""
+    rows = torch.arange(start, start + num)[:, None].float()
+    return torch.cat([rows.expand(-1, WIDTH), rows.expand(-1, WIDTH) + 1000], dim=1)
+
+
+def piece(start: int, num: int, gaps: bool = False) -> Piece:
+    """The states among others of their step, which are rubbish."""
+    places = [2 + i * (2 if gaps else 1) for i in range(num)]
+    whole = torch.full((places[-1] + 3, 2 * WIDTH), -1.0)
+    whole[places] = states(start, num)
+    return Piece(whole.split(WIDTH, dim=1), places)
+
+
+def test_states_in_pieces_are_the_states() -> None:
+    follow = Follow(1, 0, torch.zeros(0, 2 * WIDTH))
+    for start, num, gaps in ((0, 4, False), (4, 1, False), (5, 3, True), (8, 1, False)):
+        follow.add(start, piece(start, num, gaps))
+    assert follow.reaches(10) and not follow.reaches(11)
+    assert torch.equal(follow.take(1, 10), states(0, 9))
+    follow.advance(10)
+    assert follow.first == 8 and torch.equal(follow.take(9, 10), states(8, 1)), "the last may be read once more"
+    follow.add(9, piece(9, 4, True))
+    follow.add(11, piece(11, 1))  # known again from there on
+    assert follow.reaches(13) and not follow.reaches(14)
+    assert torch.equal(follow.take(10, 13), states(9, 3))
+
+
+def test_what_others_computed_without_leaving_states_is_lost() -> None:
+    follow = Follow(4, 8, torch.zeros(0, 0))
+    follow.add(8, piece(8, 2))
+    assert follow.is_broken(10) and not follow.reaches(10)
+    sound = Follow(8, 7, states(7, 1))
+    sound.add(8, piece(8, 2))
+    assert not sound.is_broken(10) and torch.equal(sound.take(8, 11), states(7, 3))
+
+
+def steps(thrift: Thrift, num: int, wanted: bool, share: float, start: float) -> float:
+    for _ in range(num):
+        thrift.learn(wanted, start, 0.01 * share)
+        start += 0.01
+    return start
+
+
+@pytest.mark.parametrize(("wanted", "share", "follows"), [(False, 0.1, False), (False, 0.001, True), (True, 0.3, True)])
+def test_following_must_be_cheap_or_wanted(wanted: bool, share: float, follows: bool) -> None:
+    thrift, follow = Thrift(), Follow(1, 0, torch.zeros(0, WIDTH))
+    steps(thrift, 300, wanted, share, 0.0)
+    assert thrift.allows == follows and not thrift.leaves(follow), "whom drafts were wanted for lately stays"
+    follow.num_idle = 1000
+    assert thrift.leaves(follow) != follows
+
+
+def test_after_a_while_without_following_it_is_tried_again() -> None:
+    thrift = Thrift()
+    now = steps(thrift, 300, False, 0.1, 0.0)
+    assert not thrift.allows
+    steps(thrift, 1500, False, 0.0, now)
+    assert thrift.allows
+
+
+def test_idle_time_pays_for_nothing() -> None:
+    thrift = Thrift()
+    now = steps(thrift, 300, False, 0.1, 0.0)
+    for _ in range(50):
+        now += 3600.0
+        thrift.learn(False, now, 0.0)
+    assert not thrift.allows

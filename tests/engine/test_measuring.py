@@ -1,0 +1,31 @@
+"""Costs of drafting are measured at start, on a text and blocks nobody sees afterwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.engine.measuring import measure_draft_costs
+from forerun.engine.portfolio_policy import PortfolioPolicy
+from tests.support import mini
+
+
+@pytest.mark.parametrize("name", ["mtp", "eagle", "medusa", "draft"])
+def test_what_calls_take_is_known_before_the_first_request(name: str) -> None:
+    engine = mini.drafting("portfolio=draft" if name == "draft" else name).engine
+    assert isinstance(engine.policy, PortfolioPolicy)
+    costs = engine.policy._members[name].by_size
+    assert costs and all(0.0 < seconds < 10.0 for seconds in costs.values())
+    assert name == "medusa" or max(costs) >= 4
+    engine.scheduler.check_integrity()
+
+
+def test_a_drafter_without_weights_is_not_tried() -> None:
+    made = mini.drafting("suffix").engine
+    assert measure_draft_costs(made.drafter, made.model, (), made.kv_cache) == {}
+
+
+def test_nothing_stays_of_the_text() -> None:
+    engine = mini.drafting("mtp").engine
+    (member,) = engine.drafter.members  # type: ignore[attr-defined]
+    assert not member.inner._follows and not member.inner._left and not member.num_errors
+    assert engine.scheduler.pool.num_used == 0

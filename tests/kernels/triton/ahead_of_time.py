@@ -1,0 +1,74 @@
+"""Compiles kernels for an H200 without one; run as a program, since the interpreter must be off from the start.
+
+`python -m tests.kernels.triton.ahead_of_time MODULE...` compiles what each module's `kernels()` lists and prints a JSON
+list with an entry for each. An entry of `kernels()` is a kernel, its arguments (a type such as "*fp32" or "i32" for
+what is given at run time, anything else for constants) and its launch options.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TYPES = re.compile(r"\*?(fp64|fp32|fp16|bf16|i8|i32|i64|u1|u8|u32|u64)")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def compiled_in_subprocess(module: str, cache: Path) -> list[dict[str, Any]]:
+    """What the program says about a module, compiled afresh into `cache`."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-m", "tests.kernels.triton.ahead_of_time", module]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+    entries: list[dict[str, Any]] = json.loads(result.stdout)
+    return entries
+
+
+def compile_kernel(kernel: Any, arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Name, shared bytes, registers a thread, bytes of stack a thread, and which instructions of interest there are."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {name: kind for name, kind in arguments.items() if isinstance(kind, str) and TYPES.fullmatch(kind)}
+    signature = {name: types.get(name, "constexpr") for name in arguments}
+    constants = {name: value for name, value in arguments.items() if name not in types}
+    places = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=places)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    registers, stack = resources(compiled.asm["cubin"])
+    found = sorted(set(re.findall(r"mma\.sync|cp\.async(?=\.c[ag])|fma\.rn\.f32|fma\.rn\.f64", compiled.asm["ptx"])))
+    return {
+        "name": kernel.fn.__name__,
+        "shared": compiled.metadata.shared,
+        "registers": registers,
+        "stack": stack,
+        "instructions": found,
+    }
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack a thread, as NVIDIA's tool beside Triton reads them."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"REG:(\d+) STACK:(\d+)", text)
+    assert len(found) == 1, text
+    return int(found[0][0]), int(found[0][1])
+
+
+if __name__ == "__main__":
+    lists = [importlib.import_module(name).kernels() for name in sys.argv[1:]]
+    print(json.dumps([compile_kernel(*entry) for entries in lists for entry in entries]))

@@ -1,0 +1,27 @@
+"""Triton's tests run on the card where there is one, else under Triton's interpreter on CPU tensors."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where the kernels' tensors lie."""
+    pytest.importorskip("triton")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def kernels(device: torch.device) -> Any:
+    """Triton's table of ops on that device."""
+    from forerun.kernels.triton.backend import TritonKernels
+
+    return TritonKernels(device)

@@ -1,0 +1,88 @@
+"""The whole engine on Triton's kernels: its drafts change nothing, and the reference chooses the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models import factory
+
+from forerun import LLM, SamplingParams
+from forerun.errors import KernelError, ResourceError
+from forerun.kernels.select import select_kernels
+from forerun.speculation.verifier import CoupledVerifier
+
+PROMPTS = ([5, 9, 5, 9], [7, 7])
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+WARM = SamplingParams(max_tokens=3, temperature=0.9, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of one layer."""
+    pytest.importorskip("triton")
+    model = factory.random_hf_model("llama", {"num_hidden_layers": 1})
+    return factory.save_checkpoint(model, tmp_path_factory.mktemp("tiny"), torch.bfloat16)
+
+
+def open_llm(folder: Path, kernels: str = "triton", **options: Any) -> LLM:
+    device = "cuda" if kernels == "triton" and torch.cuda.is_available() else "cpu"
+    return LLM(str(folder), kernels=kernels, device=device, max_model_len=32, block_size=4, **options)
+
+
+def tokens(llm: LLM, params: SamplingParams) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in llm.generate(list(PROMPTS), params)]
+
+
+def num_nodes(outputs: Any, what: str) -> int:
+    return sum(getattr(count, what) for o in outputs for count in o.outputs[0].stats.drafters.values())
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> LLM:
+    return open_llm(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(plain: LLM) -> dict[str, list[tuple[int, ...]]]:
+    """What plain decoding writes."""
+    return {"greedy": tokens(plain, GREEDY), "warm": tokens(plain, WARM)}
+
+
+def test_the_reference_chooses_the_same_tokens(folder: Path, plain: LLM, expected: Any) -> None:
+    assert set(plain.kernels.describe().values()) <= {"triton's interpreter", "triton sm_90"}
+    assert tokens(open_llm(folder, "reference"), GREEDY) == expected["greedy"]
+
+
+def test_drafts_of_ngrams_change_nothing(plain: LLM, expected: Any) -> None:
+    ngram = plain.with_drafter("ngram", adaptive=False, ngram_min=1, max_draft_tokens=3)
+    ngram.engine.verifier = CoupledVerifier(plain.kernels, at_once=True)  # as on a card
+    outputs = ngram.generate(list(PROMPTS), WARM)
+    assert [output.outputs[0].token_ids for output in outputs] == expected["warm"]
+    assert num_nodes(outputs, "drafted") > 0
+
+
+def test_trees_of_a_draft_model_change_nothing(folder: Path, plain: LLM, expected: Any) -> None:
+    drafted = plain.with_drafter("draft", draft_model=str(folder), adaptive=False, max_draft_tokens=3, tree_width=2)
+    outputs = drafted.generate(list(PROMPTS), GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs] == expected["greedy"]
+    assert num_nodes(outputs, "accepted") > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_a_card_that_is_not_there_is_one_clear_error(folder: Path) -> None:
+    with pytest.raises(ResourceError, match="sees no CUDA device.*device 'cpu'"):
+        LLM(str(folder), device="cuda")
+    assert select_kernels(device="auto").device.type == "cpu"
+
+
+def test_contradictions_are_refused() -> None:
+    for options, message in (
+        ({"name": "cpu", "device": "cuda"}, "run on the CPU"),
+        ({"name": "reference", "device": "cuda"}, "run on the CPU"),
+        ({"device": "tpu"}, "not one of"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            select_kernels(**options)  # type: ignore[arg-type]

@@ -1,0 +1,81 @@
+"""Grouped matrices in Triton: the very bits the specification gives, in every batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.cases import kernels_named
+from tests.kernels.test_grouped import Case
+from torch import Tensor
+
+from forerun.errors import KernelError
+from forerun.kernels.grouped import GroupedMatrix
+
+CASES = [
+    Case(num_inputs=300, group_size=128, offsets=True, order=True),  # a last group that is short
+    Case(num_outputs=17, num_inputs=144, group_size=32),  # an odd number of blocks
+    Case(bits=2, num_inputs=112, group_size=16),  # two groups a block, the last one alone
+    Case(bits=6, num_inputs=128, group_size=16, offsets=True, half=False),
+    Case(bits=3, num_inputs=192, group_size=48, order=True),
+    Case(bits=8, num_inputs=264, group_size=264),  # whole rows, in three steps
+    Case(bits=8, num_outputs=5, num_inputs=7, group_size=7, offsets=True),
+    Case(bits=5, num_inputs=256, group_size=64),
+    Case(bits=7, num_inputs=100, group_size=100, half=False),
+]
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Equal numbers, NaN where NaN is."""
+    return torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(0), expected.nan_to_num(0))
+
+
+def linear(kernels: Any, x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor:
+    return kernels.linear(x.to(kernels.device), packed, None if bias is None else bias.to(kernels.device)).cpu()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.bits}-{case.group_size}")
+def test_gives_the_bits_of_the_specification(kernels: Any, case: Case) -> None:
+    torch.manual_seed(case.bits)
+    matrix, reference = case.matrix(), kernels_named("reference")
+    x, bias = torch.randn(5, case.num_inputs) * torch.rand(5, 1).exp2(), torch.randn(case.num_outputs)
+    x[1] = 0.0
+    x[2] *= 1e-42  # the inverse of the scale is not finite
+    x[3, 2], x[4, 1] = torch.nan, -torch.inf
+    packed = kernels.pack_grouped(matrix)
+    found = linear(kernels, x, packed, bias)
+    assert packed.shape == matrix.shape
+    assert same(found, reference.linear(x, reference.pack_grouped(matrix), bias))
+    assert found[3:].isnan().all() and not found[:3].isnan().any()
+
+
+@pytest.mark.parametrize("case", CASES[:4:2], ids=lambda case: f"{case.bits}-{case.group_size}")
+def test_a_row_has_the_same_bits_in_every_batch(kernels: Any, case: Case) -> None:
+    packed, x = kernels.pack_grouped(case.matrix()), torch.randn(66, case.num_inputs)
+    alone = torch.cat([linear(kernels, row[None].clone(), packed) for row in x[:3]])
+    for num_rows in (3, 17, 66):
+        order = torch.randperm(num_rows)
+        assert torch.equal(linear(kernels, x[:num_rows][order], packed)[order.argsort()][:3], alone)
+
+
+def test_four_bits_take_half_a_byte() -> None:
+    pytest.importorskip("triton")
+    from forerun.kernels.triton.grouped_layout import pack_grouped
+
+    host = torch.device("cpu")
+    small, large = (Case(64, 1024, bits, 128).matrix() for bits in (4, 8))
+    assert pack_grouped(small, host).codes.nbytes == 64 * 1024 // 2
+    assert pack_grouped(large, host).codes.nbytes == 64 * 1024
+    assert pack_grouped(small, host).scales.dtype is torch.float16
+
+
+def test_misfits_are_refused(kernels: Any) -> None:
+    codes, scales = torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 1)
+    with pytest.raises(KernelError, match="permutation"):
+        order = torch.zeros(32, dtype=torch.int64)
+        kernels.pack_grouped(GroupedMatrix(codes, scales, 4, 8, 32, None, order))
+    with pytest.raises(KernelError, match="uint8"):
+        kernels.pack_grouped(GroupedMatrix(codes.int(), scales, 4, 8, 32))
+    with pytest.raises(KernelError, match="empty"):
+        kernels.pack_grouped(GroupedMatrix(codes[:0], scales[:0], 4, 8, 32))

@@ -1,0 +1,131 @@
+"""Everything a model computes with lies where its kernels run, shown on torch's meta device, which has no numbers.
+
+An op of torch on tensors of two devices raises, and the kernels here look at every tensor they are given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.cache.kv_cache import KVCache, Move
+from forerun.kernels.ops import LayerKV
+from forerun.kernels.reference import ReferenceHeads, ReferenceKernels, ReferenceLinear
+from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.models.loader import load_model
+from tests.models import factory
+
+META = torch.device("meta")
+
+
+class MetaKernels(ReferenceKernels):
+    """Shapes alone; every tensor an op gets must be on the meta device."""
+
+    name, device = "meta", META
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        found = object.__getattribute__(self, name)
+        if name not in SHAPES:
+            return found
+
+        def op(*given: Any, **named: Any) -> Any:
+            assert not [t for t in tensors_of((given, named)) if t.device != META], name
+            self.seen.add(name)
+            return SHAPES[name](*given)
+
+        return op
+
+    def pack_linear(self, weight: Tensor) -> ReferenceLinear:
+        return ReferenceLinear(weight.to(META))
+
+    def pack_heads(self, weight: Tensor) -> ReferenceHeads:
+        return ReferenceHeads(weight.to(META))
+
+    def pack_experts(self, gate_up: Any, down: Any, activation: str) -> Any:
+        return (gate_up, down)
+
+
+def empty(*shape: int) -> Tensor:
+    return torch.empty(*shape, device=META)
+
+
+def like_first(x: Tensor, *_: Any) -> Tensor:
+    return empty(*x.shape)
+
+
+SHAPES: dict[str, Any] = {
+    "linear": lambda x, weight, bias=None: empty(x.shape[0], weight.shape[0]),
+    "embedding": lambda ids, table: empty(len(ids), table.shape[1]),
+    "rms_norm": like_first,
+    "add_rms_norm": like_first,
+    "gated_act": lambda x, activation: empty(x.shape[0], x.shape[1] // 2),
+    "rope_and_cache": lambda *_: None,
+    "latent_rope_and_cache": lambda *_: None,
+    "attention": lambda qkv, heads, *_: empty(qkv.shape[0], heads.num_q * heads.head_dim),
+    "latent_attention": lambda queries, layout, *_: empty(queries.shape[0], layout.num_heads * layout.rank),
+    "linear_heads": lambda x, w: empty(x.shape[0], x.shape[1] + w.shape[0] * (w.shape[1] - w.shape[2])),
+    "route": like_first,
+    "experts": like_first,
+    "move_rows": lambda *_: None,
+}
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Every tensor inside."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if is_dataclass(value):
+        value = tuple(getattr(value, field.name) for field in fields(value))
+    return [t for part in value for t in tensors_of(part)] if isinstance(value, (tuple, list)) else []
+
+
+def batch() -> ForwardBatch:
+    """A span of three tokens, then a root with two children."""
+    rows = SequenceRows("", (2, 0), 0, (5, 6, 7), 3, (8, 9, 4), (0, 1, 2), (1, 3, 5), (0, 1, 1))
+    return ForwardBatch.build([rows], 4)
+
+
+@pytest.mark.parametrize("case", ["llama-tied-biased", "qwen3", "mixtral", "qwen2-moe", "deepseek"])
+def test_a_forward_stays_on_the_device_of_its_kernels(case: str, tmp_path: Path) -> None:
+    kernels: Any = MetaKernels()
+    model: Any = load_model(factory.make_checkpoint(case, tmp_path), kernels).model
+    pool = KVCache(kernels, model.kv_specs, 3, 4)
+    assert all(tensor.device == META for tensor in tensors_of(pool.layers))
+    out = model.forward(batch(), pool.layers, (0, 1))
+    assert model.device == out.logits.device == META and out.logits.shape == (3, factory.VOCAB_SIZE)
+    assert out.hidden[1].device == META and {"linear", "add_rms_norm"} < kernels.seen
+    pool.commit([Move((0, 1), (3, 5), (3, 4))])
+    assert "move_rows" in kernels.seen
+
+
+def test_a_batch_goes_over_whole() -> None:
+    host = batch()
+    assert host.on(torch.device("cpu")) is host
+    moved = host.on(META)
+    for field in fields(ForwardBatch):
+        there, here = tensors_of(getattr(moved, field.name)), tensors_of(getattr(host, field.name))
+        assert [(t.device, t.dtype, t.shape) for t in there] == [(META, t.dtype, t.shape) for t in here]
+    assert moved.rows.max_visible == host.rows.max_visible and moved.sequences is host.sequences
+
+
+def test_columns_that_go_over_together_come_apart_again() -> None:
+    from forerun.models.batch import _moved
+
+    columns = [torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64), torch.tensor([3])]
+    assert all(torch.equal(a, b) for a, b in zip(_moved(columns, torch.device("cpu")), columns, strict=True))
+
+
+def test_a_pool_is_made_where_it_is_asked_for() -> None:
+    for dtype in (torch.bfloat16, torch.int8):
+        pool = LayerKV.zeros(2, 1, 8, 4, dtype, device=META)
+        assert all(tensor.device == META for tensor in tensors_of(pool))

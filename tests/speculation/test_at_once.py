@@ -1,0 +1,67 @@
+"""Choosing all nodes' tokens before the walk decides what walking level by level does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.core import Request, SamplingParams
+from forerun.errors import LogitsError
+from forerun.kernels.ops import NoiseKeys
+from forerun.kernels.reference import ReferenceKernels
+from forerun.speculation.tree import DraftTree
+from forerun.speculation.verifier import Candidate, CoupledVerifier
+
+VOCAB = 5
+PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=2),
+    SamplingParams(temperature=1.0, repetition_penalty=1.3),
+)
+
+
+class Counting(ReferenceKernels):
+    """How often the host asked for tokens."""
+
+    num_calls = 0
+
+    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys) -> Tensor:
+        self.num_calls += 1
+        return super().gumbel_argmax(logits, temperatures, keys)
+
+
+def random_tree(dice: random.Random) -> DraftTree:
+    tree = DraftTree(dice.randrange(VOCAB))
+    for _ in range(dice.randrange(12)):
+        tree.add(dice.randrange(len(tree)), dice.randrange(VOCAB), "")
+    return tree
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_both_ways_decide_alike(seed: int) -> None:
+    dice = random.Random(seed)
+    requests = [Request(str(i), (1, 2, 3), PARAMS[dice.randrange(len(PARAMS))], seed + i) for i in range(4)]
+    candidates, num_rows = [], 1  # row 0 belongs to nobody
+    for request in requests:
+        candidates.append(Candidate(request, random_tree(dice), num_rows))
+        num_rows += len(candidates[-1].tree)
+    logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+    logits[dice.randrange(num_rows)] = torch.nan
+    step, whole = (CoupledVerifier(ReferenceKernels(), at_once).verify(logits, candidates) for at_once in (False, True))
+    for one, other in zip(step, whole, strict=True):
+        assert isinstance(one, LogitsError) == isinstance(other, LogitsError)
+        assert isinstance(one, LogitsError) or one == other
+
+
+def test_plain_requests_ask_once_however_deep_the_walk_is() -> None:
+    tree, request = DraftTree(0), Request("a", (0,), PARAMS[0], 0)
+    tree.add_chain(0, [1, 1, 1], "")
+    logits = torch.nn.functional.one_hot(torch.ones(4, dtype=torch.int64), VOCAB).float()
+    for at_once, calls in ((True, 1), (False, 4)):
+        kernels = Counting()
+        [choice] = CoupledVerifier(kernels, at_once).verify(logits, [Candidate(request, tree, 0)])
+        assert not isinstance(choice, LogitsError) and choice.nodes == (0, 1, 2, 3) and kernels.num_calls == calls

@@ -1,0 +1,161 @@
+"""Answers written once for many trainings: turn after turn, gone on with, packed into rows, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.training.test_heads_run import job_of, recipe_of, target  # noqa: F401 (a fixture)
+from typer.testing import CliRunner
+
+from forerun import LLM
+from forerun.cli.train import app
+from forerun.errors import CheckpointError, ConfigError, DataError
+from forerun.training.heads import answers
+from forerun.training.heads.answers import answer_file_rows
+from forerun.training.heads.build import make_head
+from forerun.training.heads.config import Eagle3Config, load_head_recipe
+from forerun.training.heads.console import HeadConsole
+from forerun.training.heads.conversations import AnswerOptions, answer_files, read_temperatures
+from forerun.training.heads.export import export_head
+from forerun.training.heads.rows import Rows
+from forerun.training.heads.run import load_target, make_trainer, train_head
+
+BAD_FILES = (
+    ("", "no file of answers"),
+    ('{}\n{"prompt": [1]}\n', "no file of answers"),
+    ("{}\n", "holds no answer"),
+    ('{}\n{"prompt": [1], "answer": [2, 900]}\n', "token id 900, the target knows 0 to 279"),
+)
+OPTIONS = AnswerOptions(prompt_tokens=40, answer_tokens=6, temperatures=(0.0, 1.0), seed=3)
+
+
+def lines_of(path: Path) -> list[dict[str, list[int]]]:
+    """The prompts and answers of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Prompts, two of them with a second turn, and one record without words."""
+    turns: list[list[str]] = [["the dog saw"], ["a cat ran", "why?"], ["to the house"], ["red tree", "and?"], [" "]]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"turns": each}) + "\n" for each in turns))
+    return path
+
+
+def test_a_second_turn_follows_on_the_targets_own_answer(target: Path, prompts: Path, tmp_path: Path) -> None:  # noqa: F811
+    model = str(target / "model")
+    first, second = answer_files(model, [prompts], tmp_path / "out", OPTIONS, lambda _: None)
+    tokenizer = LLM(model).tokenizer
+    said = {tokenizer.decode(x["prompt"]).split("\n")[1]: x["answer"] for x in lines_of(first)}
+    assert set(said) == {"the dog saw", "a cat ran", "to the house", "red tree"}
+    wanted = [
+        [{"role": "user", "content": one}, {"role": "assistant", "content": tokenizer.decode(said[one])},
+         {"role": "user", "content": two}]
+        for one, two in (("a cat ran", "why?"), ("red tree", "and?"))
+    ]  # fmt: skip
+    found = sorted(line["prompt"] for line in lines_of(second))
+    assert found == sorted(tokenizer.encode_chat(messages)[-40:] for messages in wanted)
+    assert all(len(line["answer"]) <= 6 for line in lines_of(first) + lines_of(second))
+
+
+def test_answers_interrupted_equal_answers_uninterrupted(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    monkeypatch.setattr(answers, "BATCH", 2)
+    words = ["answers", "--target", str(target / "model"), "--data", str(prompts), "--out", str(tmp_path / "out")]
+    words += ["--answer-tokens", "6", "--temperatures", "0,1", "--prompt-tokens", "40"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0 and result.output.count("finished") == 2, result.output
+    path = tmp_path / "out" / "turn1.answers"
+    whole = path.read_text()
+    path.write_text(whole[: 2 * len(whole) // 3])  # as a crash leaves it
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert path.read_text() == whole
+
+
+def test_heads_learn_from_files_of_answers_and_of_tokens(target: Path, prompts: Path, tmp_path: Path) -> None:  # noqa: F811
+    many = tmp_path / "many.jsonl"
+    many.write_text("".join(json.dumps({"question": f"the dog saw {i} cats"}) + "\n" for i in range(30)))
+    (path,) = answer_files(str(target / "model"), [many], tmp_path / "out", OPTIONS, lambda _: None)
+    recipe = recipe_of("mtp", tmp_path)
+    job = replace(job_of(target, tmp_path / "run"), data=(path, target / "tokens.bin"))
+    rows = make_trainer(recipe, job, HeadConsole()).feed.rows
+    texts = [length for length, prompt in zip(rows.lens.tolist(), rows.prompts.tolist(), strict=True) if prompt == 0]
+    assert texts and set(texts) == {32} and len(rows) > len(texts)
+    written = sum(len(line["answer"]) for line in lines_of(path) if len(line["answer"]) > 1)
+    held = [line["prompt"] for line in lines_of(tmp_path / "run" / "data" / "heldout.jsonl")]
+    kept = [line for line in lines_of(path) if len(line["answer"]) > 1]
+    assert held == [kept[number]["prompt"] for number in (0, len(kept) // 3, 2 * (len(kept) // 3))]
+    not_trained = sum(len(kept[number]["answer"]) for number in (0, len(kept) // 3, 2 * (len(kept) // 3)))
+    assert rows.num_answered == written - not_trained + sum(texts)
+    assert train_head(recipe, job, HeadConsole())
+
+
+def test_packed_rows_hold_the_same_tokens_and_answers() -> None:
+    sequences = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11], [12]]
+    rows = Rows.of(sequences, [1, 1, 3, 0, 1])
+    packed = rows.packed(5)
+    assert [packed.sequence(i).tolist() for i in range(len(packed))] == [[1, 2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12]]
+    ids, answer = packed.batch([0, 2], 6)
+    assert ids.tolist() == [[1, 2, 3, 4, 5, 0], [10, 11, 12, 0, 0, 0]]
+    assert answer.tolist() == [[False, True, True, False, True, False], [True, True, False, False, False, False]]
+    assert packed.counts(13).equal(rows.counts(13)) and packed.num_answered == rows.num_answered == 6
+    apart = rows.take(torch.tensor([0, 2, 3]).numpy()).packed(100)  # what lies between is not taken in
+    assert [apart.sequence(i).tolist() for i in range(len(apart))] == [[1, 2, 3], [6, 7, 8, 9, 10, 11]]
+    joined = Rows.join([apart, Rows.of([[20, 21]], [1])])
+    assert [joined.sequence(i).tolist() for i in range(3)] == [[1, 2, 3], [6, 7, 8, 9, 10, 11], [20, 21]]
+    assert joined.batch([2], 2)[1].tolist() == [[False, True]]
+
+
+def test_bad_files_of_answers_are_refused(target: Path, tmp_path: Path) -> None:  # noqa: F811
+    path = tmp_path / "x.answers"
+    for text, message in BAD_FILES:
+        path.write_text(text)
+        with pytest.raises(DataError, match=message):
+            answer_file_rows(path, 280)
+    job = replace(job_of(target, tmp_path / "run"), data=(target / "tokens.bin", target / "prompts.jsonl"))
+    with pytest.raises(DataError, match="1 of 2 files are .bin or .answers files, the others prompts"):
+        make_trainer(recipe_of("mtp", tmp_path), job, HeadConsole())
+    with pytest.raises(ConfigError, match="give numbers separated by commas"):
+        read_temperatures("0;1")
+    with pytest.raises(ConfigError, match="none below 0"):
+        AnswerOptions(temperatures=(-1.0,))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "mtp", "draft"])
+def test_a_training_starts_from_an_exported_head(kind: str, target: Path, tmp_path: Path) -> None:  # noqa: F811
+    recipe, loaded, counts = recipe_of(kind, tmp_path), load_target(str(target / "model"), "cpu"), torch.arange(280)
+    head = make_head(recipe, loaded, counts)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.add_(0.25)
+    export_head(head, target / "model", tmp_path / "export")
+    again = make_head(replace(recipe, start_from=str(tmp_path / "export")), loaded, counts)
+    for name, weight in again.state_dict().items():
+        assert weight.equal(head.state_dict()[name].bfloat16().float()), name
+    with pytest.raises(CheckpointError, match="no readable exported head"):
+        make_head(replace(recipe, start_from=str(tmp_path)), loaded, counts)
+    if kind in ("medusa", "eagle3"):
+        with pytest.raises(CheckpointError, match="another vocabulary"):
+            make_head(replace(recipe, start_from=str(tmp_path / "export")), loaded, counts.flip(0))
+
+
+def test_eagle3_reads_the_layers_of_its_recipe(target: Path, tmp_path: Path) -> None:  # noqa: F811
+    path = tmp_path / "layers.toml"
+    path.write_text(
+        'name = "x"\nkind = "eagle3"\n[head]\naux_layers = [0, 1, 2]\nvocab_size = 0\n[schedule]\nseq_len = 32\n'
+    )
+    recipe, loaded = load_head_recipe("eagle3", path), load_target(str(target / "model"), "cpu")
+    assert make_head(recipe, loaded, torch.arange(280)).layers == (0, 1, 2)
+    with pytest.raises(ConfigError, match=r"aux_layers = \[0, 1, 3\]: the target has the states 0 .* to 2"):
+        make_head(replace(recipe, head=Eagle3Config(aux_layers=(0, 1, 3))), loaded, torch.arange(280))
+    with pytest.raises(ConfigError, match="must be three layers, each above the last"):
+        Eagle3Config(aux_layers=(2, 1, 0))
+    path.write_text(path.read_text().replace("[0, 1, 2]", '[0, "a"]'))
+    with pytest.raises(ConfigError, match="head.aux_layers = 'a' should be of type int"):
+        load_head_recipe("eagle3", path)
