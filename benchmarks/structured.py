@@ -33,7 +33,7 @@ TOPICS = ("a fox", "an old teacher", "the weather at sea", "a red bicycle", "a m
 
 def words(most: int) -> dict[str, Any]:
     """One or two lower-case words of bounded length, the second perhaps with quotes, which JSON escapes."""
-    return {"type": "string", "pattern": f"^[a-z]{{2,{most}}}( [a-z\"]{{2,{most}}})?$"}
+    return {"type": "string", "pattern": f'^[a-z]{{2,{most}}}( [a-z"]{{2,{most}}})?$'}
 
 
 def closed(**properties: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from threading import Thread
 from time import time
@@ -38,6 +39,7 @@ from forerun.server.schema import ChatBody, CompletionBody, DetokenizeBody, Toke
 from forerun.server.service import EngineService
 from forerun.server.settings import ServerSettings
 
+NUM_THREADS = 64  # that read requests; several times what may wait for the grammar compiler
 log = logging.getLogger("forerun.server")
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
@@ -108,6 +110,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS, "forerun-request"))
         if settings.warm_grammars:
             Thread(target=_warm, args=(context,), name="forerun-grammars", daemon=True).start()
         try:

@@ -101,10 +101,8 @@ def _compile(compiler: xgrammar.GrammarCompiler, kind: str, text: str) -> xgramm
     if kind == "grammar":
         return compiler.compile_grammar(text)
     grammar = xgrammar.Grammar.from_json_schema(text, strict_mode=False, any_whitespace=False)
-    written = str(grammar)
-    if "Regex(" not in written:
-        return compiler.compile_grammar(grammar)
-    return compiler.compile_grammar(with_patterns(written, lambda regex: str(xgrammar.Grammar.from_regex(regex))))
+    written = with_patterns(str(grammar), lambda regex: str(xgrammar.Grammar.from_regex(regex)))
+    return compiler.compile_grammar(written)
 
 
 @contextmanager

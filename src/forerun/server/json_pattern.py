@@ -18,6 +18,9 @@ _OTHER = re.compile(r'Regex\("((?:\\.|[^"\\])*)", json_string=true\)')
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\broot(?:_\d+)*\b', re.DOTALL)
 _CHARACTER = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)|(.)", re.DOTALL)
 _NAMED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "0": "\0", "a": "\a", "e": "\x1b"}
+_OF_LENGTH = r"[^\"\\\r\n]"  # the library's characters of strings with a length
+_REPEATED = re.compile(r"\b(root(?:_\d+)*)\{(\d+), (-?\d+)\}")
+_MANY = 64  # bounded repetitions of a choice cost more than a step of a model beyond this, those of one class do not
 _ANYTHING = r"[\0-\U0010ffff]"  # what the library makes of a dot, which means no end of a line (ECMA-262, 22.2.2.7)
 _LINE_ENDS = "\n\r\u2028\u2029"
 _ESCAPED = '"\\\n\r\t\b\f'  # what JSON strings can hold behind a backslash (RFC 8259, 7), control characters by name
@@ -29,6 +32,19 @@ Ranges = list[tuple[int, int]]  # first and last code point
 def marked(pattern: str) -> str:
     """A pattern that stands for this one while the library converts the schema around it."""
     return f"^forerun_{pattern.encode().hex()}$"
+
+
+def other_than(names: Sequence[str]) -> str:
+    """An expression for every text but these."""
+    heads = {name[0] for name in names if name}
+    longer = [f"{_literal(head)}({other_than([name[1:] for name in names if name[:1] == head])})" for head in
+              sorted(heads)]  # fmt: skip
+    another = f"[^{''.join(_literal(head) for head in sorted(heads))}][\\s\\S]*" if heads else r"[\s\S]+"
+    return "|".join([*([] if "" in names else [""]), another, *longer])
+
+
+def _literal(character: str) -> str:
+    return character if character.isalnum() or ord(character) > 0x7F else f"\\x{ord(character):02x}"
 
 
 def with_patterns(grammar: str, convert: Callable[[str], str]) -> str:
@@ -44,21 +60,30 @@ def with_patterns(grammar: str, convert: Callable[[str], str]) -> str:
         rules.append(in_json(convert(pattern), name))
         return f"({name})"
 
+    grammar = grammar.replace(_OF_LENGTH, r"[^\0-\x1f\"\\]")
     grammar = _MARK.sub(lambda found: put_in(bytes.fromhex(found[1]).decode()), grammar)
     grammar = _OTHER.sub(lambda found: put_in("".join(_characters(found[1]))), grammar)
     return "\n".join([grammar.rstrip("\n"), *rules]) + "\n"
 
 
 def in_json(grammar: str, name: str) -> str:
-    """The same grammar inside the quotes of a JSON string, its rules called `name` instead of `root`."""
+    """The same grammar inside the quotes of a JSON string, its rules called `name` instead of `root`.
 
+    Characters that need an escape are left out of a class that is repeated often up to a bound.
+    """
+    often = {rule for rule, least, most in _REPEATED.findall(grammar) if max(int(least), int(most)) > _MANY}
+    lines = (_line_in_json(line, name, line.partition(" ")[0] in often) for line in grammar.splitlines() if line)
+    return "\n".join(lines)
+
+
+def _line_in_json(line: str, name: str, often: bool) -> str:
     def token(found: re.Match[str]) -> str:
         text = found[0]
         if text.startswith('"'):
             return _quoted("".join(_escape(c) for c in _characters(text[1:-1])))
-        return _class(text) if text.startswith("[") else name + text.removeprefix("root")
+        return _class(text, often) if text.startswith("[") else name + text.removeprefix("root")
 
-    return _TOKEN.sub(token, grammar).rstrip("\n")
+    return _TOKEN.sub(token, line)
 
 
 def _characters(text: str) -> list[str]:
@@ -81,13 +106,15 @@ def _quoted(text: str) -> str:
     return '"' + "".join(c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in text) + '"'
 
 
-def _class(text: str) -> str:
-    """A class of characters: those that stand for themselves, and the escapes of those that do not."""
+def _class(text: str, often: bool) -> str:
+    """A class of characters: those that stand for themselves and, unless often, the escapes of those that do not."""
     ranges = _ranges(text)
     if text == _ANYTHING:
         ranges = _without(ranges, ((ord(c), ord(c)) for c in _LINE_ENDS))
     escapes = [_quoted(_escape(c)) for c in _ESCAPED if any(low <= ord(c) <= high for low, high in ranges)]
     plain = "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in _without(ranges, _NEVER_PLAIN))
+    if plain and often:
+        return f"[{plain}]"
     choices = [*([f"[{plain}]"] if plain else []), *escapes]
     if not choices:
         raise ValueError("a pattern asks for a character that JSON strings here cannot hold")

@@ -1,21 +1,36 @@
 """JSON schemas as they are compiled: what cannot be enforced while a text is written is refused, not ignored.
 
-Knows: the keywords of JSON Schema and which of them the grammar library passes over in silence. Does not know:
-grammars, requests. Standard library only.
+Knows: the keywords of JSON Schema (draft 2020-12) and which of them the grammar library passes over in silence, alone
+or beside others. Does not know: grammars, requests. What is compiled may allow less than the schema, never more: every
+text it lets through is valid.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-from forerun.server.json_pattern import marked
+from forerun.server.json_pattern import marked, other_than
 
-IGNORED = ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems")
+IGNORED = ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems",
+           "contains", "minContains", "maxContains")  # fmt: skip
 MAX_DEPTH = 64
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_ONES = ("items", "additionalProperties", "propertyNames", "contains", "additionalItems", "unevaluatedProperties")
+_ONES = ("items", "additionalProperties", "propertyNames", "additionalItems")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_VALUES, _BRANCHES = ("enum", "const"), ("anyOf", "oneOf", "allOf")
+_ALTERNATIVES = ("$ref", *_BRANCHES, *_VALUES)  # each decides alone: the library reads no keyword beside them
+_OF_TYPE = {
+    "string": ("minLength", "maxLength", "pattern"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "additionalItems"),
+    "object": ("properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
+               "maxProperties", "unevaluatedProperties"),
+}  # fmt: skip
+_CONSTRAINTS = ("type", "format", *(name for names in _OF_TYPE.values() for name in names))
+_OTHER_KEYS = ("properties", "patternProperties", "unevaluatedProperties")  # these list properties too
+Schema = dict[str, Any]
 
 
 def normal_schema(schema: Any, depth: int = 0) -> Any:
@@ -31,11 +46,7 @@ def normal_schema(schema: Any, depth: int = 0) -> Any:
     bad = [name for name in IGNORED if name in schema] + ["uniqueItems"] * bool(schema.get("uniqueItems"))
     if bad:
         raise ValueError(f"the keyword {bad[0]!r} cannot be enforced while a text is written; leave it out")
-    made = dict(schema)
-    if isinstance(made.get("pattern"), str):
-        made["pattern"] = marked(made["pattern"])
-    if isinstance(made.get("patternProperties"), dict):
-        made["patternProperties"] = {marked(key): value for key, value in made["patternProperties"].items()}
+    made = _string(_object(_alone(schema)))
     for name in _MAPS:
         if isinstance(made.get(name), dict):
             made[name] = {key: normal_schema(value, depth + 1) for key, value in made[name].items()}
@@ -45,23 +56,171 @@ def normal_schema(schema: Any, depth: int = 0) -> Any:
     for name in _LISTS:
         if isinstance(made.get(name), list):
             made[name] = [normal_schema(value, depth + 1) for value in made[name]]
-    return _closed(made)
-
-
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    properties, required = schema.get("properties"), schema.get("required")
-    if isinstance(required, list) and isinstance(properties or {}, dict):
-        missing: dict[str, Any] = {
-            name: {} for name in required if isinstance(name, str) and name not in (properties or {})
-        }
-        properties = {**(properties or {}), **missing} if missing else properties
-    if not isinstance(properties, dict):
-        return schema
-    is_open = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"} & set(schema)
-    listed = "properties" in schema
-    return {**schema, "properties": properties, **({} if is_open or not listed else {"additionalProperties": False})}
+    return made
 
 
 def schema_text(schema: Any) -> str:
     """The JSON text of a schema, ready to compile; raises ValueError."""
     return json.dumps(normal_schema(schema), ensure_ascii=False)
+
+
+# -- keywords that decide alone, and types ----------------------------------------------------------------------
+
+
+def _alone(schema: Schema) -> Schema:
+    """The schema with nothing beside a keyword that decides alone, and with a type where it decides nothing else."""
+    found = [name for name in _ALTERNATIVES if name in schema]
+    if not found:
+        return _typed(schema)
+    head, *more = found
+    made = dict(schema)
+    if head in _VALUES:
+        made = _of_type(made, head)
+    elif head in _BRANCHES:
+        made = _type_into(made, head)
+    beside = [*more, *(name for name in _CONSTRAINTS if name in made)]
+    if beside:
+        raise ValueError(f"{beside[0]!r} beside {head!r} cannot be enforced; write it into {head!r} or leave it out")
+    return made
+
+
+def _typed(schema: Schema) -> Schema:
+    """Keywords say nothing of values of other types; here those are not written."""
+    kinds = [kind for kind, names in _OF_TYPE.items() if any(name in schema for name in names)]
+    if "type" in schema or not kinds:
+        return dict(schema)
+    return {**schema, "type": kinds[0] if len(kinds) == 1 else kinds}
+
+
+def _of_type(schema: Schema, head: str) -> Schema:
+    """Values of an enumeration that have the type given beside it."""
+    made = dict(schema)
+    kinds = made.pop("type", None)
+    if kinds is None:
+        return made
+    values = made[head] if head == "enum" else [made[head]]
+    kept = [value for value in values if _has_type(value, kinds)] if isinstance(values, list) else values
+    if not kept:
+        raise ValueError(f"no value of {head!r} has the type {kinds!r}")
+    return {**made, head: kept} if head == "enum" else made
+
+
+def _has_type(value: Any, kinds: Any) -> bool:
+    named = kinds if isinstance(kinds, list) else [kinds]
+    match value:
+        case None:
+            return "null" in named
+        case bool():
+            return "boolean" in named
+        case int() | float():
+            return "number" in named or ("integer" in named and value == int(value))
+        case str():
+            return "string" in named
+        case list():
+            return "array" in named
+    return "object" in named
+
+
+def _type_into(schema: Schema, head: str) -> Schema:
+    """A type beside alternatives belongs to each of them."""
+    made = dict(schema)
+    kind = made.get("type")
+    if kind is None or not isinstance(made[head], list):
+        return made
+    del made["type"]
+    return {**made, head: [_with_type(branch, kind, head) for branch in made[head]]}
+
+
+def _with_type(branch: Any, kind: Any, head: str) -> Any:
+    if branch is True:
+        return {"type": kind}
+    if not isinstance(branch, dict) or branch.get("type") == kind:
+        return branch
+    if "type" in branch or any(name in branch for name in ("$ref", *_BRANCHES)):
+        raise ValueError(f"'type' beside {head!r} cannot be enforced; write it into each alternative")
+    return {**branch, "type": kind}
+
+
+# -- strings ----------------------------------------------------------------------------------------------------
+
+
+def _string(schema: Schema) -> Schema:
+    """Patterns travel under a name (see json_pattern)."""
+    if isinstance(schema.get("pattern"), str):
+        return {**schema, "pattern": marked(schema["pattern"])}
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if type(least) is int and type(most) is int and most < least:
+        raise ValueError(f"no string is from {least} to {most} characters long")
+    return schema
+
+
+# -- objects ----------------------------------------------------------------------------------------------------
+
+
+def _object(schema: Schema) -> Schema:
+    """Which keys an object may have, said so that the library enforces it."""
+    listed = schema.get("properties")
+    if not isinstance(listed or {}, dict):
+        return schema
+    made = _closed(_with_required(schema))
+    keys_open = made.get("additionalProperties") is not False or "patternProperties" in made
+    least = made.get("minProperties")
+    if keys_open and isinstance(least, int) and least > 1:
+        raise ValueError("'minProperties' above 1 cannot be enforced where a key may be written twice; list the keys")
+    return made
+
+
+def _with_required(schema: Schema) -> Schema:
+    """Properties that are required but not listed, listed."""
+    listed, required = schema.get("properties") or {}, schema.get("required")
+    names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    missing = [name for name in names if name not in listed]
+    if not missing:
+        return dict(schema)
+    others = schema.get("additionalProperties", True)
+    if others is False or "patternProperties" in schema:
+        raise ValueError(f"the property {missing[0]!r} is required, but 'properties' does not list it")
+    return {**schema, "properties": {**listed, **dict.fromkeys(missing, {} if others is True else others)},
+            "additionalProperties": schema.get("additionalProperties", "properties" not in schema)}  # fmt: skip
+
+
+def _closed(schema: Schema) -> Schema:
+    made = dict(schema)
+    if "propertyNames" in made and (set(_OTHER_KEYS) & set(made) or made.get("additionalProperties") is False):
+        raise ValueError("'propertyNames' beside keywords that list properties cannot be enforced; leave it out")
+    if made.pop("unevaluatedProperties", True) is not True:
+        if schema["unevaluatedProperties"] is not False or "additionalProperties" in schema:
+            raise ValueError("'unevaluatedProperties' cannot be enforced; use 'additionalProperties'")
+        made["additionalProperties"] = False
+    if "patternProperties" in made:
+        return _with_patterns(made)
+    if "properties" in made:
+        made.setdefault("additionalProperties", False)
+    if made.get("properties") and made.get("additionalProperties") is not False:
+        return _others_apart(made)
+    return made
+
+
+def _with_patterns(schema: Schema) -> Schema:
+    """Keys by a pattern: at most one, which no listed key matches, and no other keys."""
+    patterns = schema["patternProperties"]
+    if not isinstance(patterns, dict) or len(patterns) > 1 or schema.get("additionalProperties", False) is not False:
+        raise ValueError("'patternProperties' can be enforced with one pattern and without 'additionalProperties'")
+    for pattern in patterns:
+        if any(_may_match(pattern, name) for name in schema.get("properties") or {}):
+            raise ValueError("'patternProperties' cannot be enforced on listed properties that match the pattern")
+    marks = {marked(pattern): value for pattern, value in patterns.items()}
+    return {**schema, "patternProperties": marks, "additionalProperties": False}
+
+
+def _may_match(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:  # an expression of another dialect
+        return True
+
+
+def _others_apart(schema: Schema) -> Schema:
+    """Other keys as a pattern that no listed key matches, or the library lets one be written again as another key."""
+    rest = {marked(other_than(list(schema["properties"]))): schema["additionalProperties"]}
+    return {**schema, "patternProperties": rest, "additionalProperties": False}

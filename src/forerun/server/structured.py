@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ CLOSE_S = 1.0  # for whoever compiles to notice that the process is gone
 GRACE_S = 30.0  # beyond the time limit, which the process itself watches over
 MAX_TEXT = 64 << 10  # characters of a schema, regex or grammar
 MAX_COMPILED = 32  # grammars kept
+MAX_PENDING = 16  # different grammars that may wait for the compiler; each may take its whole time limit
 MAX_MASKS = 256  # prefixes of one request whose masks are kept
 MAX_CURSORS = 8  # places in texts of one request (its samples, its drafts) that are kept
 ANY_OBJECT = '{"type": "object"}'
@@ -119,6 +122,8 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._lock = Lock()
+        self._quick = Lock()  # for a look at what follows; the other one is held while a grammar is compiled
+        self._pending: Counter[GrammarSpec] = Counter()  # those that wait for the compiler, or are in it
         self._compiled: OrderedDict[GrammarSpec, Any] = OrderedDict()
         self._refused: OrderedDict[GrammarSpec, str] = OrderedDict()
         self._worker: _Worker | None = None
@@ -142,22 +147,51 @@ class GrammarCompiler:
             self._lock.release()
 
     def mask(self, spec: GrammarSpec) -> PrefixMask:
-        """A mask for one request; raises ApiError if the grammar is invalid, too slow or too large."""
+        """A mask for one request; raises ApiError if the grammar is invalid, slow or large, 429 if many wait."""
         if len(spec.text) > MAX_TEXT:
             raise ApiError(400, f"the {spec.kind} has {len(spec.text)} characters; the most is {MAX_TEXT}")
-        with self._lock:
-            if spec not in self._compiled:
-                _keep(self._compiled, spec, self._compile(spec))
-            self._compiled.move_to_end(spec)
-            return PrefixMask(self._compiled[spec], self._vocab_size, self._tokenizer.eos_token_ids)
+        compiled = self._known(spec)  # a known grammar must not wait for a hostile one
+        if compiled is None:
+            with self._turn(spec), self._lock:
+                compiled = self._known(spec) or self._compile(spec)
+        return PrefixMask(compiled[0], self._vocab_size, self._tokenizer.eos_token_ids)
 
-    def _compile(self, spec: GrammarSpec) -> Any:
+    def _known(self, spec: GrammarSpec) -> tuple[Any] | None:
+        with self._quick:
+            if spec in self._compiled:
+                self._compiled.move_to_end(spec)
+                return (self._compiled[spec],)
+        return None
+
+    @contextmanager
+    def _turn(self, spec: GrammarSpec) -> Iterator[None]:
+        """Count among those that wait, so that they cannot take every thread there is."""
+        with self._quick:
+            if spec not in self._pending and len(self._pending) >= MAX_PENDING:
+                raise ApiError(
+                    429,
+                    f"{len(self._pending)} other schemas or grammars wait for the compiler: try again later",
+                    code="queue_full",
+                    headers={"Retry-After": str(ceil(self._timeout_s))},
+                )
+            self._pending[spec] += 1
+        try:
+            yield
+        finally:
+            with self._quick:
+                self._pending[spec] -= 1
+                self._pending += Counter()  # without those that are zero
+
+    def _compile(self, spec: GrammarSpec) -> tuple[Any]:
         import xgrammar
 
         if spec not in self._refused:
             status, text = self._ask(spec)
             if status == "ok":
-                return xgrammar.CompiledGrammar.deserialize_json(text, self._info)
+                compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._info)
+                with self._quick:
+                    _keep(self._compiled, spec, compiled)
+                return (compiled,)
             _keep(self._refused, spec, text)
         raise ApiError(400, f"this {_NAMES[spec.kind]} cannot be used: {self._refused[spec]}", code="invalid_grammar")
 
