@@ -13,7 +13,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-PARTS = ["check", "card", "products", "attention", "curve", "speed", "peers"]
+PARTS = ["card", "products", "attention", "curve", "speed", "peers"]  # "check" runs tests/kernels/triton once more
 
 
 @pytest.fixture
@@ -33,13 +33,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_the_rehearsal_runs_every_part_and_finds_nothing_wrong(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    done = run("--rehearse", "--out", str(tmp_path))
+    done = run("--rehearse", "--parts", ",".join(PARTS), "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(next(tmp_path.glob("*-gpu-rehearsal.json")).read_text())
     parts = result["parts"]
     assert list(parts) == PARTS and result["rehearsal"] is True
     assert all(part["rows"] and not part["errors"] and not part["left_out"] for part in parts.values())
-    assert parts["check"]["rows"][0]["PASSED"] > 0
     assert all(row["as_reference"] and row["row_has_its_bits"] for row in parts["products"]["rows"])
     assert all(row["unsplit_has_the_bits"] and row["as_reference"] for row in parts["attention"]["rows"])
     drafted = [row for row in parts["speed"]["rows"] if row["drafter"] != "none"]

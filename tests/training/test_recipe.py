@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,15 @@ from forerun.training.heads.config import load_head_recipe
 from forerun.training.recipe import load_recipe, with_data_dir
 
 COMMITTED = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
-HEADS = [path for path in COMMITTED if path.stem in ("mini-eagle3", "mini-medusa", "mini-mtp")]
+KINDS = {path: tomllib.loads(path.read_text("utf-8")).get("kind") for path in COMMITTED}
+HEADS = [path for path in COMMITTED if KINDS[path]]
 MODELS = [path for path in COMMITTED if path not in HEADS]
 
 
 @pytest.mark.parametrize("path", HEADS, ids=lambda path: path.stem)
 def test_committed_recipes_of_heads_load(path: Path) -> None:
-    kind = path.stem.removeprefix("mini-")
-    recipe = load_head_recipe(kind, path)
-    assert (recipe.name, recipe.kind) == (path.stem, kind)
+    recipe = load_head_recipe(KINDS[path], path)
+    assert (recipe.name, recipe.kind) == (path.stem, KINDS[path])
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)

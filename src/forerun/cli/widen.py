@@ -27,7 +27,8 @@ def widen(
     model: Annotated[str, typer.Argument(help="A folder, a hub id or an embedded model.")],
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")],
     shape: Annotated[
-        str | None, typer.Option(help="Take the sizes of qwen2.5-0.5b, llama-3.2-1b or of a config.json.")
+        str | None,
+        typer.Option(help="Take the sizes of a shape (qwen2.5-0.5b, llama-3.2-1b, llama-3.1-8b) or of a config.json."),
     ] = None,
     hidden_size: Size = None,
     layers: Size = None,
