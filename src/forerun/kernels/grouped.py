@@ -154,3 +154,23 @@ def multiply_grouped(packed: ReferenceGrouped, row: Tensor) -> Tensor:
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c, the product not rounded (the sum twice in rare cases, hence last bits may differ from C++)."""
     return (a.double() * b.double() + c.double()).float()
+
+
+def check_matrix(matrix: GroupedMatrix) -> None:
+    """Raise KernelError for a matrix no backend can pack: empty, other codes than bytes, an order that is none."""
+    num_outputs, num_inputs = matrix.shape
+    if num_outputs < 1 or num_inputs < 1:
+        raise KernelError(f"a grouped matrix of shape {[num_outputs, num_inputs]} is empty")
+    if matrix.codes.dtype is not torch.uint8:
+        raise KernelError(f"codes of a grouped matrix are uint8, not {matrix.codes.dtype}")
+    order = matrix.input_order
+    if order is None:
+        return
+    if order.dtype is not torch.int64 or not torch.equal(order.cpu().sort().values, torch.arange(num_inputs)):
+        raise KernelError(f"input_order must be an int64 permutation of 0 .. {num_inputs - 1}")
+
+
+def scales_fit_half(matrix: GroupedMatrix) -> bool:
+    """Whether float16 holds every scale and offset exactly."""
+    held = (matrix.scales,) if matrix.offsets is None else (matrix.scales, matrix.offsets)
+    return all(torch.equal(values.half().float(), values) for values in held)

@@ -19,8 +19,9 @@ from torch import Tensor
 from forerun.config import MAX_TREE_NODES
 from forerun.kernels.ops import AttentionRows, LayerKV
 from forerun.kernels.triton.graphs import Capture, CudaCapture, GraphSize, size_for
-from forerun.models.base import CommittedPath, ForwardOutput, Model
+from forerun.models.base import ForwardOutput, Model
 from forerun.models.batch import ForwardBatch
+from forerun.models.bound import BoundModel
 
 
 class StaticBatch:
@@ -77,7 +78,7 @@ class _Graph:
     replay: Callable[[], None]
 
 
-class CapturedModel:
+class CapturedModel(BoundModel):
     """A model bound to one pool. Implements `models.base.Model`.
 
     Logits lie where the next pass of the same size writes its own; hidden states are the caller's to keep.
@@ -86,16 +87,8 @@ class CapturedModel:
     def __init__(
         self, model: Model, capture: Capture, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()
     ) -> None:
-        self.vocab_size = model.vocab_size
-        self.device = model.device
-        self.max_position = model.max_position
-        self.kv_specs = model.kv_specs
-        self.weight_bytes = model.weight_bytes
-        self.num_parameters = model.num_parameters
-        self._model = model
+        super().__init__(model, kvs, hidden_layers)
         self._capture = capture
-        self._kvs = kvs
-        self._hidden_layers = tuple(hidden_layers)
         self._graphs: dict[GraphSize, _Graph] = {}
 
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
@@ -113,14 +106,6 @@ class CapturedModel:
             graph.replay()
         hidden = {layer: state[: batch.num_rows].clone() for layer, state in graph.out.hidden.items()}  # [M, H]
         return ForwardOutput(graph.out.logits[: batch.num_rows], hidden)
-
-    def commit(self, paths: Sequence[CommittedPath]) -> None:
-        """See `models.base.Model`."""
-        self._model.commit(paths)
-
-    def release(self, request_id: str) -> None:
-        """See `models.base.Model`."""
-        self._model.release(request_id)
 
     def _new_graph(self, size: GraphSize, batch: ForwardBatch) -> _Graph:
         """Capture a pass of this size on the batch itself, so that it writes nothing but what the batch does."""

@@ -14,8 +14,9 @@ import torch
 from forerun.errors import KernelError
 from forerun.kernels.ops import ChainNoise, Chains, Kernels, LayerKV
 from forerun.kernels.select import recording
-from forerun.models.base import CommittedPath, ForwardOutput, Model
+from forerun.models.base import ForwardOutput, Model
 from forerun.models.batch import ForwardBatch
+from forerun.models.bound import BoundModel
 from forerun.models.captured import capture_model
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 MAX_RECORDED_ROWS = 64
 
 
-class RecordedModel:
+class RecordedModel(BoundModel):
     """A model bound to one pool, its forward recorded. Implements `models.base.Model`."""
 
     def __init__(
@@ -35,17 +36,9 @@ class RecordedModel:
         kvs: Sequence[LayerKV],
         hidden_layers: Sequence[int],
     ) -> None:
-        self.vocab_size = model.vocab_size
-        self.device = model.device
-        self.max_position = model.max_position
-        self.kv_specs = model.kv_specs
-        self.weight_bytes = model.weight_bytes
-        self.num_parameters = model.num_parameters
-        self._model = model
+        super().__init__(model, kvs, hidden_layers)
         self._program = program
         self._make_inputs = make_inputs
-        self._kvs = kvs
-        self._hidden_layers = tuple(hidden_layers)
 
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
         """See `models.base.Model`."""
@@ -65,14 +58,6 @@ class RecordedModel:
         """Run the batch, whose logit rows are one root a sequence, and draw a chain below each, level by level."""
         chains, _ = self._program.run_chains(self._inputs(batch), noise, self._kvs[0].block_size, keep_logits)
         return chains
-
-    def commit(self, paths: Sequence[CommittedPath]) -> None:
-        """See `models.base.Model`."""
-        self._model.commit(paths)
-
-    def release(self, request_id: str) -> None:
-        """See `models.base.Model`."""
-        self._model.release(request_id)
 
     def _inputs(self, batch: ForwardBatch) -> Inputs:
         return self._make_inputs(batch.token_ids, batch.positions, batch.slots, batch.rows, batch.logit_rows)

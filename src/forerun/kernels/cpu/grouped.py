@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.arena import WeightArena
-from forerun.kernels.grouped import GroupedMatrix
+from forerun.kernels.grouped import GroupedMatrix, check_matrix, scales_fit_half
 
 STORAGES = (2, 3, 4, 5, 6, 8)  # bits a packed code may occupy
 
@@ -55,8 +54,8 @@ class CpuGrouped:
 
 def pack_matrix(matrix: GroupedMatrix, engine: _native.CpuEngine, arena: WeightArena) -> CpuGrouped:
     """Lay `matrix` out for the C++ kernels; raises KernelError where its tensors are not what C++ would read."""
-    _check(matrix)
-    half = _fits_half(matrix.scales) and (matrix.offsets is None or _fits_half(matrix.offsets))
+    check_matrix(matrix)
+    half = scales_fit_half(matrix)
     sizes = GroupedSizes(
         *matrix.shape, matrix.group_size, _storage(matrix.codes), half, matrix.offsets is not None, matrix.zero
     )
@@ -80,27 +79,10 @@ def pack_matrix(matrix: GroupedMatrix, engine: _native.CpuEngine, arena: WeightA
     return CpuGrouped(panels, panels.data_ptr(), order, _address(order), sizes)
 
 
-def _check(matrix: GroupedMatrix) -> None:
-    num_outputs, num_inputs = matrix.shape
-    if num_outputs < 1 or num_inputs < 1:
-        raise KernelError(f"a grouped matrix of shape {[num_outputs, num_inputs]} is empty")
-    if matrix.codes.dtype is not torch.uint8:
-        raise KernelError(f"codes of a grouped matrix are uint8, not {matrix.codes.dtype}")
-    order = matrix.input_order
-    if order is None:
-        return
-    if order.dtype is not torch.int64 or not torch.equal(order.sort().values, torch.arange(num_inputs)):
-        raise KernelError(f"input_order must be an int64 permutation of 0 .. {num_inputs - 1}")
-
-
 def _storage(codes: Tensor) -> int:
     """The fewest bits that hold every code."""
     wanted = int(codes.max()).bit_length()
     return next(bits for bits in STORAGES if bits >= wanted)
-
-
-def _fits_half(values: Tensor) -> bool:
-    return torch.equal(values.half().float(), values)
 
 
 def _stored(values: Tensor, half: bool) -> Tensor:

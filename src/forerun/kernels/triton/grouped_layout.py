@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forerun.errors import KernelError
-from forerun.kernels.grouped import MAX_STEP, SMALLEST_GROUP, GroupedMatrix
+from forerun.kernels.grouped import MAX_STEP, SMALLEST_GROUP, GroupedMatrix, check_matrix, scales_fit_half
 from forerun.kernels.triton.common import power_of_two
 
 TILE_N = 16  # outputs whose bytes lie together
@@ -72,7 +71,7 @@ class TritonGrouped:
 
 def pack_grouped(matrix: GroupedMatrix, device: torch.device) -> TritonGrouped:
     """See `Kernels.pack_grouped`; raises KernelError where the tensors are not what the contract says."""
-    _check(matrix)
+    check_matrix(matrix)
     halves = int(matrix.codes.max()) < NIBBLE
     columns = block_columns(matrix.shape[1], matrix.group_size, even=halves)  # [num_blocks, block]
     layout = _layout(matrix, columns, halves)
@@ -112,7 +111,7 @@ def _layout(matrix: GroupedMatrix, columns: Tensor, halves: bool) -> GroupedLayo
         halves=halves,
         shift=(SIGN if _is_wide(matrix) and not halves else 0) - matrix.zero,
         has_offsets=matrix.offsets is not None,
-        half_scales=_fits_half(matrix.scales) and (matrix.offsets is None or _fits_half(matrix.offsets)),
+        half_scales=scales_fit_half(matrix),
     )
 
 
@@ -133,26 +132,9 @@ def _by_group(values: Tensor, half: bool, device: torch.device) -> Tensor:
     return values.to(device, torch.float16 if half else torch.float32).T.contiguous()
 
 
-def _fits_half(values: Tensor) -> bool:
-    return torch.equal(values.half().float(), values)
-
-
 def _inputs(matrix: GroupedMatrix, columns: Tensor) -> Tensor:
     """Which input of a row each place of the blocks reads -> [num_blocks, block] int32."""
     if matrix.input_order is None:
         return columns.int()
     order = matrix.input_order.cpu()
     return torch.where(columns < 0, columns, order[columns.clamp(min=0)]).int()
-
-
-def _check(matrix: GroupedMatrix) -> None:
-    num_outputs, num_inputs = matrix.shape
-    if num_outputs < 1 or num_inputs < 1:
-        raise KernelError(f"a grouped matrix of shape {[num_outputs, num_inputs]} is empty")
-    if matrix.codes.dtype is not torch.uint8:
-        raise KernelError(f"codes of a grouped matrix are uint8, not {matrix.codes.dtype}")
-    order = matrix.input_order
-    if order is None:
-        return
-    if order.dtype is not torch.int64 or not torch.equal(order.cpu().sort().values, torch.arange(num_inputs)):
-        raise KernelError(f"input_order must be an int64 permutation of 0 .. {num_inputs - 1}")

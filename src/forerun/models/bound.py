@@ -1,0 +1,34 @@
+"""What a model bound to one pool keeps of the model it stands for, whichever way its passes are replayed.
+
+Knows: the facts and the verbs of `models.base.Model` that replaying changes nothing about. Does not know: passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun.kernels.ops import LayerKV
+from forerun.models.base import CommittedPath, Model
+
+
+class BoundModel:
+    """All of `models.base.Model` but `forward`."""
+
+    def __init__(self, model: Model, kvs: Sequence[LayerKV], hidden_layers: Sequence[int]) -> None:
+        self.vocab_size = model.vocab_size
+        self.device = model.device
+        self.max_position = model.max_position
+        self.kv_specs = model.kv_specs
+        self.weight_bytes = model.weight_bytes
+        self.num_parameters = model.num_parameters
+        self._model = model
+        self._kvs = kvs
+        self._hidden_layers = tuple(hidden_layers)
+
+    def commit(self, paths: Sequence[CommittedPath]) -> None:
+        """See `models.base.Model`."""
+        self._model.commit(paths)
+
+    def release(self, request_id: str) -> None:
+        """See `models.base.Model`."""
+        self._model.release(request_id)
