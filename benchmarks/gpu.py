@@ -1,17 +1,18 @@
 """forerun on an NVIDIA card: checks every kernel, measures kernels, passes and drafters; one JSON and pictures.
 
-    python benchmarks/gpu.py [--parts check,card,...] [--out FOLDER]
+    python benchmarks/gpu.py [--parts card,curve,...] [--out FOLDER]
 
 Takes less than 8 minutes, no network and no compiler: a part stops asking for more cases when its time is up and names
-what it left out. Writes benchmarks/results/DATE-gpu-CARD.json, .md and .png after every part, so a run that is stopped
-keeps what it had. The parts:
+what it left out. Writes benchmarks/results/DATE-gpu-CARD.json and .md after every case and pictures after every part,
+so a run that is stopped keeps what it had; a part that crashes or hangs is named, and the others go on. The parts, what
+matters most first:
 
-* check: the tests of the Triton kernels on the card, every op against the reference, row invariance included;
 * card: copy bandwidth and matmul rate, what everything else is compared with;
-* products: every matrix of the 1B and 8B shapes, bf16 and 4 bits, 1 to 64 rows, by CUDA events, caches cold;
+* curve: whole passes at the 1B and 8B shapes, bf16 and 4 bits, as `forerun bench curve` has them;
 * attention: one sequence, 1k to 128k tokens, splits side by side and one after the other;
-* curve: whole passes at these shapes, as `forerun bench curve` has them;
-* speed: every drafter against plain decoding on mini and on mini widened to the 8B shape, batches of 1, 8 and 32;
+* speed: every drafter against plain decoding on mini widened to the 8B shape and on mini, batches of 1, 32 and 8;
+* check: the tests of the Triton kernels on the card, every op against the reference, row invariance included;
+* products: every matrix of these shapes, 1 to 64 rows, by CUDA events, caches cold;
 * peers: transformers' `generate` and assisted generation on the same models.
 
 Ends with status 1 if a row had other bits in a batch, an op other numbers than the reference, a drafter other tokens
@@ -24,39 +25,36 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import subprocess
 import sys
 import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from forerun.bench.machine import describe_machine
-from forerun.errors import ForerunError
-from forerun.kernels.device import cuda_device
-from forerun.kernels.select import select_kernels
+from gpu_watch import Found, Noted, end_with_parent, read_state, supervise, write_state
 
 if TYPE_CHECKING:
-    from gpu_setting import Bench, Due
+    from gpu_setting import Bench
 
 RESULTS = Path(__file__).with_name("results")
-SECONDS = {"check": 90, "card": 5, "products": 60, "attention": 30, "curve": 110, "speed": 110, "peers": 35}
+SECONDS = {"card": 10, "curve": 110, "attention": 35, "speed": 130, "check": 80, "products": 60, "peers": 35}
+GRACE_S = 90  # beyond its time a part is given so long for the case it is at, then it is stopped
+VERSIONS = ("torch", "triton", "transformers", "numpy")
 
 
 def main() -> None:
-    """Run the parts, keep what they found after each."""
+    """Watch over a process that does the work, or be that process."""
     given = options()
-    if given.rehearse:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, so before everything that does
-    try:
-        device = torch.device("cpu") if given.rehearse else cuda_device()
-        kernels = select_kernels("triton", device=device.type)
-    except ForerunError as error:
-        raise SystemExit(f"{error}. Without a card `--rehearse` tries the script out on the CPU.") from error
-    with tempfile.TemporaryDirectory(prefix="forerun-gpu-", dir=given.folder) as folder:
-        status = run(prepared(kernels, Path(folder), given.rehearse), given)
-    raise SystemExit(status)
+    if given.state is not None:
+        raise SystemExit(work(given))
+    with tempfile.TemporaryDirectory(prefix="forerun-gpu-", dir=given.folder) as name:
+        state = Path(name) / "state.json"
+        arguments = [*sys.argv[1:], "--folder", name, "--state", str(state)]
+        raise SystemExit(supervise([sys.executable, __file__, *arguments], state))
 
 
 def options() -> argparse.Namespace:
@@ -66,6 +64,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="a folder; benchmarks/results unless given")
     parser.add_argument("--folder", help="where widened models are written meanwhile (up to 20 GB)")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU under Triton's interpreter")
+    parser.add_argument("--state", type=Path, help=argparse.SUPPRESS)  # of the process that does the work
     given = parser.parse_args()
     given.parts = [part for part in given.parts.split(",") if part]
     unknown = [part for part in given.parts if part not in SECONDS]
@@ -74,6 +73,25 @@ def options() -> argparse.Namespace:
     if given.rehearse and given.out is None:
         parser.error("--rehearse: give --out, so that its figures do not lie among the results")
     return given
+
+
+def work(given: argparse.Namespace) -> int:
+    """All parts that are left, in this process -> its status."""
+    end_with_parent()
+    if given.rehearse:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, so before everything that does
+    import torch
+
+    from forerun.errors import ForerunError
+    from forerun.kernels.device import cuda_device
+    from forerun.kernels.select import select_kernels
+
+    try:
+        device = torch.device("cpu") if given.rehearse else cuda_device()
+        kernels = select_kernels("triton", device=device.type)
+    except ForerunError as error:
+        raise SystemExit(f"{error}. Without a card `--rehearse` tries the script out on the CPU.") from error
+    return Run(prepared(kernels, Path(given.folder), given.rehearse), given).all_parts()
 
 
 def prepared(kernels: Any, folder: Path, rehearses: bool) -> Bench:
@@ -88,47 +106,139 @@ def prepared(kernels: Any, folder: Path, rehearses: bool) -> Bench:
     return Bench(kernels, sizes, folder, small, draft, seconds, bandwidth(kernels.device, sizes, seconds), rehearses)
 
 
-def run(bench: Bench, given: argparse.Namespace) -> int:
-    """The parts in order -> 0, or 1 if something is wrong."""
-    from gpu_report import keep, lines, markdown, wrong
-    from gpu_setting import Due
+class Run:
+    """The parts in order, and what they have found so far, kept after every case."""
 
-    machine = describe_machine(bench.kernels)
-    name = "rehearsal" if bench.rehearses else torch.cuda.get_device_name(bench.device)
-    path = (given.out or RESULTS) / f"{machine['date']}-gpu-{name.replace(' ', '-')}.json"
-    parts: dict[str, Any] = {}
-    result: dict[str, Any] = {"command": " ".join(["python benchmarks/gpu.py", *sys.argv[1:]]), "card": name}
-    due_s, start = 0.0, perf_counter()
-    for part in (part for part in SECONDS if part in given.parts):
-        due_s += 3600 if bench.rehearses else SECONDS[part]  # what one part leaves of its time is the next one's
-        began = perf_counter()
-        found = attempted(part, bench, Due(start + due_s - began))
-        parts[part] = {**found, "seconds": round(perf_counter() - began, 1)}
-        print(f"{part}: {parts[part]['seconds']} s, {len(found['rows'])} rows", file=sys.stderr, flush=True)
-        result |= {"rehearsal": bench.rehearses, "parts": parts, "lines": lines(parts), "machine": machine}
-        keep(result, path)
+    def __init__(self, bench: Bench, given: argparse.Namespace) -> None:
+        from forerun.bench.machine import describe_machine
+
+        self._bench, self._given = bench, given
+        self._state = read_state(given.state) or {"parts": {}, "began": time.time(), "card_at_start": card_says()}
+        self._machine = {**describe_machine(bench.kernels), **versions()}
+
+    def all_parts(self) -> int:
+        """Those that no process before this one has begun -> 0, or 1 if something is wrong."""
+        from gpu_report import markdown, wrong
+
+        parts = self._state["parts"]
+        due_s = 0.0  # what a part leaves of its time is the next one's
+        for part in (part for part in SECONDS if part in self._given.parts):
+            due_s += 3600 if self._bench.rehearses else SECONDS[part]
+            if part not in parts:
+                self._one(part, self._state["began"] + due_s - time.time())
+        self._state |= {"running": None, "card_at_end": card_says()}
+        self._keep(pictures=True)
+        print(markdown(self._result()))
+        print(f"\nkept in {self._path}", file=sys.stderr)
+        for what in wrong(parts):
+            print(f"WRONG {what}", file=sys.stderr)
+        return 1 if wrong(parts) else 0
+
+    def _one(self, part: str, left_s: float) -> None:
+        from gpu_setting import Due
+
+        began = time.time()
+        self._state["running"] = {"part": part, "until": began + max(left_s, 0.0) + GRACE_S}
+        found: Found = {"rows": [], "left_out": [], "errors": {}}
+        self._state["parts"][part] = found
+        self._keep()
+        self._attempt(part, Due(left_s), found)
+        found["seconds"] = round(time.time() - began, 1)
+        print(f"{part}: {found['seconds']} s, {len(found['rows'])} rows", file=sys.stderr, flush=True)
+        self._state["running"] = None
+        self._keep(pictures=True)
+        self._let_go(part, found)
+
+    def _attempt(self, part: str, due: Any, found: Found) -> None:
+        """A part; if it fails as a whole, that is what was found, and the others go on."""
+        try:
+            actions()[part](self._bench, due, Noted(found, self._keep))
+        except Exception:  # reported, and the run ends with status 1
+            found["errors"][part] = traceback.format_exc()[-2000:]
+
+    def _let_go(self, part: str, found: Found) -> None:
+        """Give memory back; where the card answers no more, this process ends and the next goes on."""
+        import torch
+
         gc.collect()
-        torch.cuda.empty_cache()
-    print(markdown(result))
-    print(f"\nkept in {path}", file=sys.stderr)
-    for what in wrong(parts):
-        print(f"WRONG {what}", file=sys.stderr)
-    return 1 if wrong(parts) else 0
+        try:
+            torch.cuda.empty_cache()
+            torch.ones(1, device=self._bench.device).sum().item()
+        except Exception as error:
+            self._state["running"] = {"part": part, "until": 0}
+            found["errors"]["card"] = f"{type(error).__name__}: {error}"[:2000]
+            self._keep()
+            os._exit(3)
+
+    def _keep(self, pictures: bool = False) -> None:
+        """Write the state and the results; what goes wrong in writing costs no figures."""
+        from gpu_report import draw, keep
+
+        write_state(self._state, self._given.state)
+        try:
+            keep(self._result(), self._path)
+            if pictures:
+                draw(self._state["parts"], self._path)
+        except Exception:
+            traceback.print_exc()
+
+    @property
+    def _name(self) -> str:
+        import torch
+
+        return "rehearsal" if self._bench.rehearses else torch.cuda.get_device_name(self._bench.device)
+
+    @property
+    def _path(self) -> Path:
+        return (self._given.out or RESULTS) / f"{self._machine['date']}-gpu-{self._name.replace(' ', '-')}.json"
+
+    def _result(self) -> dict[str, Any]:
+        from gpu_report import lines
+
+        parts = self._state["parts"]
+        command = ["python benchmarks/gpu.py", *(["--rehearse"] if self._bench.rehearses else [])]
+        return {
+            "command": " ".join([*command, "--parts", ",".join(self._given.parts)]),
+            "card": self._name,
+            "rehearsal": self._bench.rehearses,
+            "parts": parts,
+            "lines": lines(parts),
+            "machine": self._machine,
+            **{name: self._state.get(name) for name in ("card_at_start", "card_at_end")},
+        }
 
 
-def attempted(part: str, bench: Bench, due: Due) -> dict[str, Any]:
-    """A part; if it fails as a whole, that is what was found, and the others go on."""
+def actions() -> dict[str, Callable[..., None]]:
+    """Every part by its name."""
     import gpu_kernels
     import gpu_models
 
-    actions = {action.__name__: action for action in (
-        gpu_kernels.check, gpu_kernels.card, gpu_kernels.products, gpu_kernels.attention,
-        gpu_models.curve, gpu_models.speed, gpu_models.peers,
+    return {action.__name__: action for action in (
+        gpu_kernels.card, gpu_models.curve, gpu_kernels.attention, gpu_models.speed, gpu_kernels.check,
+        gpu_kernels.products, gpu_models.peers,
     )}  # fmt: skip
+
+
+def versions() -> dict[str, str | None]:
+    """Of what figures depend on beside forerun."""
+    import torch
+
+    found: dict[str, str | None] = {"cuda": torch.version.cuda}
+    for name in VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def card_says() -> str | None:
+    """What nvidia-smi prints: driver, clocks, temperature, who else is on the card; None where there is none."""
     try:
-        return actions[part](bench, due)
-    except Exception as error:  # reported, and the run ends with status 1
-        return {"rows": [], "left_out": [], "errors": {part: f"{type(error).__name__}: {error}"[:2000]}}
+        done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout
 
 
 if __name__ == "__main__":

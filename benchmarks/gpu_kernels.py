@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from gpu_setting import Bench, Due, Seconds, Sizes, in_time
+from gpu_watch import Noted
 from torch import Tensor
 
 from forerun.bench.shapes import read_shape
@@ -42,12 +43,13 @@ MOST_COPIES = 64
 NEAR = 2e-5  # largest difference over the root mean square: float32 sums in another order
 
 
-def check(bench: Bench, due: Due) -> dict[str, Any]:
+def check(bench: Bench, due: Due, noted: Noted) -> None:
     """The tests of the Triton kernels where this runs: every op against the reference, row invariance included."""
     missing = [name for name in ("pytest", "hypothesis", "pytest_timeout") if not find_spec(name)]
     if missing or not (ROOT / "tests").is_dir():
         why = f"{', '.join(missing)} not installed" if missing else "no tests beside this file"
-        return {"rows": [], "left_out": [f"the kernels' tests: {why}"], "errors": {}}
+        noted.left_out(f"the kernels' tests: {why}")
+        return
     spread = ["-n", "8"] if find_spec("xdist") and not bench.rehearses else []
     command = [
         sys.executable,
@@ -65,17 +67,21 @@ def check(bench: Bench, due: Due) -> dict[str, Any]:
         output, status = done.stdout, done.returncode
     except subprocess.TimeoutExpired as late:
         output, status = (late.stdout or b"").decode(), None
-    return verdicts(output, status)
+    counts, late, error = verdicts(output, status)
+    noted.rows(counts)
+    if late:
+        noted.left_out("tests that were not reached in time")
+    if error:
+        noted.error("pytest", error)
 
 
-def verdicts(output: str, status: int | None) -> dict[str, Any]:
-    """What pytest said; status None: it was stopped for being late."""
+def verdicts(output: str, status: int | None) -> tuple[dict[str, int], bool, str]:
+    """What pytest said -> tests by verdict, whether it was stopped for being late (status None), what failed."""
     lines = [line for line in output.splitlines() if "::" in line and VERDICT.search(line)]
     found = [match[1] for line in lines if (match := VERDICT.search(line))]
     counts = {name: found.count(name) for name in dict.fromkeys(found)}
-    late = ["tests that were not reached in time"] if status is None else []
-    errors = {} if status in (0, None) and not counts.get("FAILED") else {"pytest": output[-3000:]}
-    return {"rows": [counts], "left_out": late, "errors": errors}
+    failed = status not in (0, None) or counts.get("FAILED", 0) > 0
+    return counts, status is None, output[-6000:] if failed else ""
 
 
 def bandwidth(device: torch.device, sizes: Sizes, seconds: Seconds) -> float:
@@ -85,7 +91,7 @@ def bandwidth(device: torch.device, sizes: Sizes, seconds: Seconds) -> float:
     return 2 * source.nbytes / seconds([lambda: target.copy_(source)], sizes.repeats)
 
 
-def card(bench: Bench, due: Due) -> dict[str, Any]:
+def card(bench: Bench, due: Due, noted: Noted) -> None:
     """What the card can do without us: copying, and multiplying bfloat16 matrices by cuBLAS."""
     size = bench.sizes.matmul_size
     a, b = (torch.randn(size, size, device=bench.device).bfloat16() for _ in range(2))
@@ -94,17 +100,17 @@ def card(bench: Bench, due: Due) -> dict[str, Any]:
         "copy_gb_per_s": round(bench.bandwidth / 1e9, 3),
         "matmul_tflop_per_s": round(2 * size**3 / seconds / 1e12, 4),
     }
-    return {"rows": [row], "left_out": [], "errors": {}}
+    noted.rows(row)
 
 
-def products(bench: Bench, due: Due) -> dict[str, Any]:
+def products(bench: Bench, due: Due, noted: Noted) -> None:
     """Every matrix of a layer and the output layer, by rows."""
     cases = [
         (shape, weights, name)
         for shape, weights in product(reversed(bench.sizes.shapes), bench.sizes.weights)
         for name in matrices(read_shape(shape).config)
     ]
-    return in_time(cases, due, lambda case: " ".join(case), partial(product_rows, bench))
+    in_time(cases, due, noted, lambda case: " ".join(case), partial(product_rows, bench))
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -119,7 +125,7 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def product_rows(bench: Bench, case: tuple[str, str, str]) -> list[dict[str, Any]]:
+def product_rows(bench: Bench, case: tuple[str, str, str]) -> Iterator[dict[str, Any]]:
     """One matrix by numbers of rows: time, bytes a second, bits of a row alone, the reference's numbers."""
     shape, weights, name = case
     num_outputs, num_inputs = matrices(read_shape(shape).config)[name]
@@ -133,16 +139,19 @@ def product_rows(bench: Bench, case: tuple[str, str, str]) -> list[dict[str, Any
     base |= compared(
         bench.kernels.linear(x[:CHECKED_ROWS].clone(), packed), expected.matmul(x[:CHECKED_ROWS].cpu(), None)
     )
-    rows: list[dict[str, Any]] = []
+    of_one = None
     for number in sizes.rows:
         given = x[:number].clone()
         seconds = bench.seconds([partial(bench.kernels.linear, given, copy) for copy in copies], sizes.repeats)
         same = torch.equal(bench.kernels.linear(given, packed)[:1], alone)
-        rows.append(
-            {**base, "tokens": number, "row_has_its_bits": same, **reading(seconds, packed.nbytes, bench.bandwidth)}
-        )
-        rows[-1]["ratio"] = round(seconds * 1e6 / rows[0]["us"], 4)
-    return rows
+        of_one = seconds if of_one is None else of_one
+        yield {
+            **base,
+            "tokens": number,
+            "row_has_its_bits": same,
+            **reading(seconds, packed.nbytes, bench.bandwidth),
+            "ratio": round(seconds / of_one, 4),
+        }
 
 
 def random_weight(kind: WeightKind, num_outputs: int, num_inputs: int, kernels: Any) -> Any:
@@ -167,10 +176,10 @@ def reading(seconds: float, num_bytes: int, bandwidth: float) -> dict[str, Any]:
     }
 
 
-def attention(bench: Bench, due: Due) -> dict[str, Any]:
+def attention(bench: Bench, due: Due, noted: Noted) -> None:
     """Attention of one sequence by context, with its splits side by side and one after the other."""
     cases = list(product(bench.sizes.contexts, reversed(bench.sizes.shapes), (1, 16)))
-    return in_time(cases, due, lambda case: " ".join(map(str, case)), partial(attention_rows, bench))
+    in_time(cases, due, noted, lambda case: " ".join(map(str, case)), partial(attention_rows, bench))
 
 
 def attention_rows(bench: Bench, case: tuple[int, str, int]) -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@ Knows: widened copies of mini in a temporary folder. Does not know: kernels, res
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from gpu_setting import Bench, Due, back_to_back_s, in_time
+from gpu_watch import Noted
 
 from forerun import LLM, SamplingParams
 from forerun.bench import curve as curves
@@ -40,52 +42,50 @@ from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer
 
 SMALL, WIDENED = "mini", "widened"
-HEADS = ("mtp", "eagle", "medusa")
+HEADS = ("eagle", "mtp", "medusa")  # what must be shown first
 ROOM = 3  # a widened model's bytes must be there so often on the card: weights, engines' pools, transformers' copy
 CONTEXT = 40  # known tokens of the pass that the host's share is taken from
 Run = tuple[float, list[CompletionOutput]]  # seconds, answers
 Item = TypeVar("Item")
 
 
-def curve(bench: Bench, due: Due) -> dict[str, Any]:
+def curve(bench: Bench, due: Due, noted: Noted) -> None:
     """`forerun bench curve` at every shape, storage and context."""
     cases = list(product(reversed(bench.sizes.shapes), bench.sizes.weights))
-    return in_time(cases, due, " ".join, partial(curve_rows, bench, due))
+    in_time(cases, due, noted, " ".join, partial(curve_rows, bench, due))
 
 
-def curve_rows(bench: Bench, due: Due, case: tuple[str, str]) -> list[dict[str, Any]]:
+def curve_rows(bench: Bench, due: Due, case: tuple[str, str]) -> Iterator[dict[str, Any]]:
     """One shape and storage; contexts that come too late are missing."""
     name, weights = case
     shape, sizes = read_shape(name), bench.sizes
     model = random_model(shape, read_kind(weights), bench.kernels, max(sizes.contexts) + max(sizes.rows))
-    rows = []
     for context in (context for context in sizes.contexts if due.left_s):
         with torch.inference_mode():
             measured = curves.measure(model.passes, sizes.rows, [context], sizes.repeats, lambda: bench.bandwidth)
         for row in curves.rows(measured, model.passes, sizes.rows):
             share = round(row["gb_per_s"] * 1e9 / bench.bandwidth, 4)
-            rows.append({"shape": name, "weights": weights, **row, "share": share})
-    return rows
+            yield {"shape": name, "weights": weights, **row, "share": share}
 
 
-def speed(bench: Bench, due: Due) -> dict[str, Any]:
-    """Every drafter against plain decoding: on mini, then on mini at the cost of the largest shape that fits."""
-    return in_time((SMALL, WIDENED), due, str, partial(model_rows, bench, due))
+def speed(bench: Bench, due: Due, noted: Noted) -> None:
+    """Every drafter against plain decoding: on mini at the cost of the largest shape that fits, then on mini."""
+    in_time((WIDENED, SMALL), due, noted, str, partial(model_rows, bench, due, noted))
 
 
-def model_rows(bench: Bench, due: Due, name: str) -> list[dict[str, Any]]:
-    """All batches and temperatures on one model."""
-    engines = engines_of(bench, *opened(bench, name))
+def model_rows(bench: Bench, due: Due, noted: Noted, name: str) -> Iterator[dict[str, Any]]:
+    """All batches and temperatures on one model, greedy first."""
+    engines = engines_of(bench, noted, *opened(bench, noted, name))
     cases = [replace(case, turns=case.turns[:1]) for case in read_prompts(None) if case.is_chat]
     cases = fitting_cases(engines[PLAIN], cases)
     about: dict[str, Any] = {"model": name, **sizes_of(engines[PLAIN], bench), **host_share(engines[PLAIN], bench)}
-    rows = []
     for temperature, batch in product(bench.sizes.temperatures, bench.sizes.batches):
-        if due.left_s:
-            params = SamplingParams(max_tokens=bench.sizes.max_tokens, temperature=temperature, seed=0, ignore_eos=True)
-            found = batch_rows(engines, groups(cases, batch, bench.sizes.prompts), params, bench.sizes.runs)
-            rows += [{**about, "temperature": temperature, "batch": batch, **row} for row in found]
-    return rows
+        if due.left_s == 0:
+            noted.left_out(f"{name}, temperature {temperature}, batch {batch}")
+            continue
+        params = SamplingParams(max_tokens=bench.sizes.max_tokens, temperature=temperature, seed=0, ignore_eos=True)
+        for row in batch_rows(engines, groups(cases, batch, bench.sizes.prompts), params, bench.sizes.runs, noted):
+            yield {**about, "temperature": temperature, "batch": batch, **row}
 
 
 def groups(items: Sequence[Item], batch: int, least: int) -> list[list[Item]]:
@@ -94,29 +94,32 @@ def groups(items: Sequence[Item], batch: int, least: int) -> list[list[Item]]:
     return [[items[(start * batch + index) % len(items)] for index in range(batch)] for start in range(num_batches)]
 
 
-def opened(bench: Bench, name: str) -> tuple[str, list[str]]:
+def opened(bench: Bench, noted: Noted, name: str) -> tuple[str, list[str]]:
     """A model and all that can draft for it, as on the command line; the widened one is written when first needed."""
     if name == SMALL:
         return bench.small, ([f"draft={bench.draft}"] if bench.rehearses else auto_drafters(name, None))
     folder, source = bench.folder / WIDENED, open_source(resolve_model(bench.small))
     if not folder.exists():
         widen(source, chosen_sizes(bench, source[1]), folder, bench.small)
-    heads = [] if bench.rehearses else heads_of(bench, folder)
+    heads = [] if bench.rehearses else heads_of(bench, noted, folder)
     draft = f"draft={bench.draft}"
     lookups = ("ngram",) if bench.rehearses else ANY_MODEL
-    return str(folder), [*lookups, draft, *heads, f"portfolio=suffix+recycling+{draft}"][
+    return str(folder), [*heads, draft, *lookups, f"portfolio=suffix+recycling+{draft}"][
         : 1 if bench.rehearses else None
     ]
 
 
-def heads_of(bench: Bench, target: Path) -> list[str]:
-    """Mini's heads for the widened model, as drafters."""
+def heads_of(bench: Bench, noted: Noted, target: Path) -> list[str]:
+    """Mini's heads for the widened model, as drafters; one that cannot be had is named."""
     names = []
     for head in HEADS:
         out = bench.folder / f"widened-{head}"
-        if not out.exists():
-            widen_head(WidenedTarget.open(target), resolve_model(f"mini-{head}"), out)
-        names.append(f"{head}={out}")
+        try:
+            if not out.exists():
+                widen_head(WidenedTarget.open(target), resolve_model(f"mini-{head}"), out)
+            names.append(f"{head}={out}")
+        except Exception:
+            noted.error(f"{WIDENED}: {head}", traceback.format_exc())
     return names
 
 
@@ -136,15 +139,21 @@ def as_wide(config: ModelConfig, shape: Shape) -> WidenedSizes:
     return replace(wanted, num_q=wanted.num_q * per_head, num_kv=wanted.num_kv * per_head)
 
 
-def engines_of(bench: Bench, target: str, drafters: Sequence[str]) -> dict[str, LLM]:
-    """Plain decoding and every drafter on the same weights; a drafter that cannot be had raises its error."""
+def engines_of(bench: Bench, noted: Noted, target: str, drafters: Sequence[str]) -> dict[str, LLM]:
+    """Plain decoding and every drafter on the same weights; a drafter that cannot be had is named with its error."""
     place = {"device": bench.device.type, "kernels": "triton"}
     plain = LLM(
         target, **place, max_model_len=bench.sizes.max_model_len, max_num_seqs=max(bench.sizes.batches),
         prefix_caching=False, across_requests=False, adaptive=not bench.rehearses,
     )  # fmt: skip
     options = {"across_requests": False, "adaptive": not bench.rehearses}
-    return {PLAIN: plain, **{name: plain.with_drafter(name, **options) for name in drafters}}
+    engines = {PLAIN: plain}
+    for name in drafters:
+        try:
+            engines[name] = plain.with_drafter(name, **options)
+        except Exception:
+            noted.error(f"{target}: {name}", traceback.format_exc())
+    return engines
 
 
 def sizes_of(llm: LLM, bench: Bench) -> dict[str, Any]:
@@ -169,16 +178,21 @@ def host_share(llm: LLM, bench: Bench) -> dict[str, Any]:
 
 
 def batch_rows(
-    engines: Mapping[str, LLM], batches: Sequence[Sequence[PromptCase]], params: SamplingParams, num_runs: int
-) -> list[dict[str, Any]]:
+    engines: Mapping[str, LLM], batches: Sequence[Sequence[PromptCase]], params: SamplingParams, num_runs: int,
+    noted: Noted,
+) -> list[dict[str, Any]]:  # fmt: skip
     """All engines in turns, after a run each that does not count; tokens against plain decoding one by one."""
     alone = [[case] for batch in batches for case in batch]
     expected = timed(engines[PLAIN], alone, params)[1]
     runs: dict[str, list[Run]] = {name: [] for name in engines}
     for turn in range(num_runs + 1):
-        for name, llm in engines.items():
-            run = timed(llm, batches, params)
-            runs[name] += [run] if turn else []
+        for name in list(runs):
+            try:
+                run = timed(engines[name], batches, params)
+                runs[name] += [run] if turn else []
+            except Exception:
+                noted.error(f"{name}, batch {len(batches[0])}", traceback.format_exc())
+                del runs[name]
     plain_s = median(seconds for seconds, _ in runs[PLAIN])
     return [{"drafter": name, **figures(own, expected, plain_s)} for name, own in runs.items()]
 
@@ -209,25 +223,25 @@ def timed(llm: LLM, batches: Sequence[Sequence[PromptCase]], params: SamplingPar
     return perf_counter() - start, answers
 
 
-def peers(bench: Bench, due: Due) -> dict[str, Any]:
+def peers(bench: Bench, due: Due, noted: Noted) -> None:
     """transformers on the same models and prompts, greedy: `generate`, and assisted by the draft model."""
-    return in_time((SMALL, WIDENED), due, str, partial(peer_rows, bench, due))
+    in_time((WIDENED, SMALL), due, noted, str, partial(peer_rows, bench, due, noted))
 
 
-def peer_rows(bench: Bench, due: Due, name: str) -> list[dict[str, Any]]:
+def peer_rows(bench: Bench, due: Due, noted: Noted, name: str) -> Iterator[dict[str, Any]]:
     """One model. Assisted generation takes one prompt at a time."""
-    model, assistant = (transformers_model(which, bench) for which in (opened(bench, name)[0], bench.draft))
+    model, assistant = (transformers_model(which, bench) for which in (opened(bench, noted, name)[0], bench.draft))
     prompts = encoded(bench)
     batches = bench.sizes.batches
-    rows = []
     for method, batch in [("generate", batches[0]), ("assisted", 1), *(("generate", size) for size in batches[1:])]:
-        if due.left_s:
-            options = {"assistant_model": assistant} if method == "assisted" else {}
-            generated(model, prompts[:1], bench, options)
-            spans = [generated(model, group, bench, options) for group in groups(prompts, batch, bench.sizes.prompts)]
-            rate = bench.sizes.max_tokens * sum(num for num, _ in spans) / sum(seconds for _, seconds in spans)
-            rows.append({"model": name, "method": method, "batch": batch, "tokens_per_s": round(rate, 2)})
-    return rows
+        if due.left_s == 0:
+            noted.left_out(f"{name}: {method}, batch {batch}")
+            continue
+        options = {"assistant_model": assistant} if method == "assisted" else {}
+        generated(model, prompts[:1], bench, options)
+        spans = [generated(model, group, bench, options) for group in groups(prompts, batch, bench.sizes.prompts)]
+        rate = bench.sizes.max_tokens * sum(num for num, _ in spans) / sum(seconds for _, seconds in spans)
+        yield {"model": name, "method": method, "batch": batch, "tokens_per_s": round(rate, 2)}
 
 
 def transformers_model(name: str, bench: Bench) -> Any:

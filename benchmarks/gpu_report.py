@@ -109,18 +109,18 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def keep(result: Mapping[str, Any], path: Path) -> None:
-    """JSON at `path`, Markdown and pictures beside it; a file is whole or not there."""
+    """JSON at `path`, Markdown beside it; a file is whole or not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for file, text in ((path, json.dumps(result, indent=1)), (path.with_suffix(".md"), markdown(result))):
         part = file.with_name(file.name + ".part")
         part.write_text(text + "\n", "utf-8")
         part.replace(file)
-    if can_draw():
-        draw(result["parts"], path)
 
 
 def draw(parts: Parts, path: Path) -> None:
-    """A picture for passes, one for attention, one for drafters, as far as there are figures."""
+    """A picture for passes, one for attention, one for drafters, as far as there are figures and matplotlib."""
+    if not can_draw():
+        return
     import matplotlib
 
     matplotlib.use("Agg")
@@ -156,5 +156,5 @@ def _draw_speed(panel: Any, rows: Sequence[Row]) -> None:
 def _plot(panel: Any, rows: Sequence[Row], names: tuple[str, ...], x: str, y: str) -> None:
     """A line for every value of `names`."""
     for key in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
-        own = [row for row in rows if tuple(row[name] for name in names) == key]
+        own = sorted((row for row in rows if tuple(row[name] for name in names) == key), key=lambda row: row[x])
         panel.plot([row[x] for row in own], [row[y] for row in own], marker="o", label=", ".join(map(str, key)))

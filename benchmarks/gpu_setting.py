@@ -5,6 +5,7 @@ Knows: a card and the rehearsal on a CPU, temporary folders. Does not know: what
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
+from gpu_watch import Noted
 
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
@@ -35,7 +37,7 @@ class Sizes:
     copy_bytes: int = 2 << 30
     matmul_size: int = 8192
     tests: tuple[str, ...] = ("tests/kernels/triton",)
-    batches: tuple[int, ...] = (1, 8, 32)
+    batches: tuple[int, ...] = (1, 32, 8)  # what must be shown is about the first two
     prompts: int = 6  # at least, of a batch or of several
     runs: int = 2  # of every drafter
     passes: int = 100  # in a row, for the card's own time
@@ -89,19 +91,19 @@ class Due:
 
 
 def in_time(
-    cases: Iterable[Case], due: Due, name: Callable[[Case], str], measure: Callable[[Case], list[dict[str, Any]]]
-) -> dict[str, Any]:
+    cases: Iterable[Case], due: Due, noted: Noted, name: Callable[[Case], str],
+    measure: Callable[[Case], Iterable[dict[str, Any]]],
+) -> None:  # fmt: skip
     """Rows of all cases; those that came too late or failed are named, so that no figure is missed silently."""
-    found: dict[str, Any] = {"rows": [], "left_out": [], "errors": {}}
     for case in cases:
         if due.left_s == 0:
-            found["left_out"].append(name(case))
+            noted.left_out(name(case))
             continue
         try:
-            found["rows"] += measure(case)
-        except Exception as error:  # one case must not cost the figures of the others; the run ends with status 1
-            found["errors"][name(case)] = f"{type(error).__name__}: {error}"[:2000]
-    return found
+            for row in measure(case):
+                noted.rows(row)
+        except Exception:  # one case must not cost the figures of the others; the run ends with status 1
+            noted.error(name(case), traceback.format_exc())
 
 
 def timer(device: torch.device) -> Seconds:

@@ -1,12 +1,15 @@
 """What serving many users brings, each part switched off in turn: a dated result and a table.
 
     python benchmarks/serving.py --model mini [--four-bit FOLDER] [--drafter ngram] [--num-requests 64] [--repeats 1]
+        [--only batching prefix parts] [--prefix-drafters none,mtp=FOLDER]
 
 `--model` is anything `forerun serve` takes: the embedded model, one that `forerun bench widen` made, random weights of
-some shape. Three measurements, each through `forerun bench serve --json` against a `forerun serve` of its own:
+some shape (`serving_peers.py` compares batching with other engines). Three measurements, each through `forerun bench
+serve --json` against a `forerun serve` of its own:
 
 * batching: the same requests one at a time and 16 at a time;
-* prefix: the time to the first token behind a prefix that is new, and behind one that another request had;
+* prefix: the time to the first token behind a prefix that is new, and behind one that another request had, and how many
+  tokens of prompts came from the cache, with each of several drafters;
 * parts: a shared-prefix chat workload with continuous batching, prefix cache, 4-bit weights and speculation together,
   with each of them switched off, and with none.
 
@@ -23,7 +26,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -44,13 +47,7 @@ Report = dict[str, Any]
 def main() -> None:
     """Measure, keep, print."""
     given = options()
-    with tempfile.TemporaryDirectory() as folder:
-        four_bit = given.four_bit or write_four_bit(given.model, Path(folder))
-        measured = {
-            "batching": batching(given),
-            "prefix": prefix(given),
-            "parts": parts(given, four_bit),
-        }
+    measured = {name: MEASUREMENTS[name](given) for name in given.only}
     settings = {name: value for name, value in vars(given).items() if name != "out"}
     result = {"command": shlex.join(["python", "benchmarks/serving.py", *sys.argv[1:]]), **settings, **measured}
     result["machine"] = machine()
@@ -73,6 +70,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--num-prefixes", type=int, default=8, help="of the measurement of cold and warm prefixes")
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--prefix-drafters", help="NAME or NAME=MODEL, with commas; --drafter unless given")
+    parser.add_argument("--only", nargs="+", default=list(MEASUREMENTS), choices=MEASUREMENTS, help="measurements")
     parser.add_argument("--repeats", type=int, default=1, help="of everything, in turns; medians")
     parser.add_argument("--name", default="serving")
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
@@ -160,10 +159,15 @@ def batching(given: argparse.Namespace) -> Report:
 
 
 def prefix(given: argparse.Namespace) -> Report:
+    """Prompts behind long prefixes, with each drafter."""
+    return {name: one_prefix(given, name) for name in (given.prefix_drafters or given.drafter).split(",")}
+
+
+def one_prefix(given: argparse.Namespace, drafter: str) -> Report:
     """Time to the first token: each prefix is asked behind once while it is new, then with another question."""
     asked = {"max_tokens": 8, "concurrency": 1, "num_requests": given.num_prefixes, "num_prefixes": given.num_prefixes}
     runs: dict[str, list[Report]] = {"cold": [], "warm": []}
-    with server(given.model, ["--drafter", given.drafter]) as (url, _), tempfile.TemporaryDirectory() as folder:
+    with server(given.model, ["--drafter", drafter]) as (url, _), tempfile.TemporaryDirectory() as folder:
         for seed in range(given.repeats):
             for name, reports in runs.items():
                 prompts = questions(Path(folder, f"{name}.jsonl"), given.num_prefixes, given.input_len)
@@ -171,6 +175,7 @@ def prefix(given: argparse.Namespace) -> Report:
     new, known = (median(report["ttft_s"]["p50"] for report in reports) for reports in runs.values())
     return {
         "prompt_tokens": runs["cold"][0]["prompt_tokens"] / given.num_prefixes,
+        "cached_tokens_warm": runs["warm"][0]["cached_prompt_tokens"] / given.num_prefixes,
         "cold_ttft_s": new,
         "warm_ttft_s": known,
         "share": round(known / new, 4),
@@ -193,7 +198,13 @@ def share_cached(reports: Sequence[Report]) -> float:
     return round(sum(r["cached_prompt_tokens"] for r in reports) / sum(r["prompt_tokens"] for r in reports), 4)
 
 
-def parts(given: argparse.Namespace, four_bit: str) -> Report:
+def parts(given: argparse.Namespace) -> Report:
+    """The whole and its parts, with 4-bit weights that are written first unless given."""
+    with tempfile.TemporaryDirectory() as folder:
+        return all_parts(given, given.four_bit or write_four_bit(given.model, Path(folder)))
+
+
+def all_parts(given: argparse.Namespace, four_bit: str) -> Report:
     """The whole, the whole without each part, and plain decoding one at a time, in turns."""
     asked = {"input_len": given.input_len, "prefix_len": given.prefix_len, "max_tokens": given.max_tokens,
              "num_requests": given.num_requests, "concurrency": given.concurrency}  # fmt: skip
@@ -246,21 +257,43 @@ HEADER = "| | tokens/s | requests/s | TTFT p50, ms | TPOT p50, ms | TPOT p99, ms
 
 def markdown(result: Report) -> str:
     """A table a measurement, and what they were taken on."""
-    together, shared, whole = result["batching"], result["prefix"], result["parts"]
     facts = result["machine"]
-    batch = (
-        f"{result['concurrency']} at a time: {together['times']:.2f}x the tokens per second of one at a time, TPOT p99 "
-        f"{together['tpot_p99_over_p50']:.2f}x of p50, texts {same(together)}."
-    )
-    first = (
-        f"Prompts of {shared['prompt_tokens']:.0f} tokens: first text after {shared['cold_ttft_s'] * 1e3:.1f} ms cold, "
-        f"{shared['warm_ttft_s'] * 1e3:.1f} ms warm ({shared['share']:.0%}), {shared['cached_share_warm']:.0%} cached."
-    )
-    brings = ", ".join(f"{part} {times:.2f}x" for part, times in whole["brings"].items())
-    all_parts = f"All together {whole['times_plain']:.2f}x of plain; each brings: {brings}. Texts {same(whole)}."
     place = f"{facts['cpu']}, {facts['cores']} cores, {', '.join(facts['isa'])}, commit {facts['commit']}"
-    tables = [lines(together["rows"]), batch, first, lines(whole["rows"]), all_parts]
-    return "\n\n".join([*tables, f"{place}, {facts['date']}: `{result['command']}`"])
+    told = [TELL[name](result) for name in MEASUREMENTS if name in result]
+    return "\n\n".join([*told, f"{place}, {facts['date']}: `{result['command']}`"])
+
+
+def tell_batching(result: Report) -> str:
+    """One and many at a time."""
+    found = result["batching"]
+    return lines(found["rows"]) + (
+        f"\n\n{result['concurrency']} at a time: {found['times']:.2f}x the tokens per second of one at a time, TPOT "
+        f"p99 {found['tpot_p99_over_p50']:.2f}x of p50, texts {same(found)}."
+    )
+
+
+def tell_prefix(result: Report) -> str:
+    """A sentence a drafter."""
+    return "\n".join(
+        f"* {drafter}: prompts of {found['prompt_tokens']:.2f} tokens, first text after "
+        f"{found['cold_ttft_s'] * 1e3:.1f} ms cold, {found['warm_ttft_s'] * 1e3:.1f} ms warm ({found['share']:.1%}), "
+        f"{found['cached_tokens_warm']:.2f} of the tokens cached ({found['cached_share_warm']:.2%})"
+        for drafter, found in result["prefix"].items()
+    )
+
+
+def tell_parts(result: Report) -> str:
+    """What each part brings."""
+    found = result["parts"]
+    brings = ", ".join(f"{part} {times:.2f}x" for part, times in found["brings"].items())
+    summary = f"All together {found['times_plain']:.2f}x of plain; each brings: {brings}. Texts {same(found)}."
+    return f"{lines(found['rows'])}\n\n{summary}"
+
+
+MEASUREMENTS: dict[str, Callable[[argparse.Namespace], Report]] = {
+    "batching": batching, "prefix": prefix, "parts": parts,
+}  # fmt: skip
+TELL = {"batching": tell_batching, "prefix": tell_prefix, "parts": tell_parts}
 
 
 def same(measured: Report) -> str:

@@ -8,8 +8,10 @@ wrong types, too large, or never finished. Meanwhile the server's memory and ope
 
 At the end the server must be idle: no block owned, no more files open than after the first minute or so, memory not
 grown beyond --max-growth-mib since then, no status 500, and `check_integrity()` of the scheduler clean, which the
-server's own process runs after its last request. Then it is killed with SIGKILL and started again. Exits with 1 if
-anything failed; writes benchmarks/results/DATE-soak.json.
+server's own process runs after its last request. What is bounded fills up in the first half (the prefix cache, what
+drafters remember, the allocator's arenas); over the second half memory may rise by --max-slope-mib-per-minute at most.
+Then the server is killed with SIGKILL and started again. Exits with 1 if anything failed; writes
+benchmarks/results/DATE-soak.json.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,6 +39,7 @@ SHARED = "You are a patient teacher who answers in short sentences. " * 12
 SETTLED = 0.2  # of the time: what the server holds by then is what it needs
 IDLE_S = 60.0  # for the last requests to be gone
 MAX_MORE_FILES = 8
+SHOWN = ("counts", "statuses", "after", "slope_mib_per_minute", "ready_again_s", "failures")
 GARBAGE: tuple[bytes, ...] = (
     b"{", b"[]", b"\xff\xfe{}", b'{"messages": "no list"}', b'{"messages": [{"role": "user", "content": 7}]}',
     b'{"messages": [], "temperature": NaN}', b'{"messages": [{"role": "king", "content": "x"}]}',
@@ -55,13 +60,14 @@ def main() -> None:
         result = asyncio.run(Soak(url, process.pid, given).run())
         process.terminate()
         result["after"] = json.loads(process.stdout.read() or '{"integrity": "the server said nothing"}')
+    result["slope_mib_per_minute"] = slope_mib_per_minute(result["samples"])
     result["ready_again_s"] = ready_again_s(given, command)
     result["failures"] = failures(result, given)
     result |= {"command": " ".join(["python benchmarks/soak.py", *sys.argv[1:]]), "machine": machine()}
     given.out.mkdir(exist_ok=True)
     path = given.out / f"{result['machine']['date']}-soak.json"
     path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-    print(json.dumps({name: result[name] for name in ("counts", "statuses", "after", "failures")}, indent=1))
+    print(json.dumps({name: result[name] for name in SHOWN}, indent=1))
     sys.exit(1 if result["failures"] else 0)
 
 
@@ -74,6 +80,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--pause-s", type=float, default=0.0, help="of a client between requests, on average")
     parser.add_argument("--max-growth-mib", type=float, default=64.0)
+    parser.add_argument("--max-slope-mib-per-minute", type=float, default=1.0, help="of memory, over the second half")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
     return parser.parse_args()
@@ -88,6 +95,7 @@ def serve() -> None:
 
     from forerun import LLM
     from forerun.server.app import create_app
+    from forerun.server.memory import bound_arenas
     from forerun.server.settings import ServerSettings
 
     parser = argparse.ArgumentParser()
@@ -96,6 +104,7 @@ def serve() -> None:
     parser.add_argument("--drafter")
     given = parser.parse_args(sys.argv[2:])
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it once more when it has shut down
+    bound_arenas()  # as `forerun serve` does
     llm = LLM(given.model, drafter=given.drafter)
     app = create_app(llm, ServerSettings(served_names=(given.model,)))
     uvicorn.Server(uvicorn.Config(app, port=given.port, access_log=False, timeout_graceful_shutdown=10)).run()
@@ -261,6 +270,17 @@ def usage_of(pid: int) -> dict[str, float]:
     }
 
 
+def slope_mib_per_minute(samples: Sequence[dict[str, float]]) -> float:
+    """How fast memory rises over the second half: the median slope between any two samples (Theil and Sen).
+
+    One step early or late in it, such as a longest prompt that came late, does not move that; a leak does.
+    """
+    pairs = combinations(samples[len(samples) // 2 :], 2)
+    slopes = [60 * (b["rss_mib"] - a["rss_mib"]) / (b["time_s"] - a["time_s"])
+              for a, b in pairs if b["time_s"] > a["time_s"]]  # fmt: skip
+    return round(median(slopes), 3) if slopes else 0.0
+
+
 def failures(result: dict[str, Any], given: argparse.Namespace) -> list[str]:
     """What a server that leaks nothing and breaks nothing would not have done."""
     found = [f"{name}: {count}" for name, count in result["counts"].items()
@@ -274,6 +294,8 @@ def failures(result: dict[str, Any], given: argparse.Namespace) -> list[str]:
     settled, last = samples[int(len(samples) * SETTLED)], samples[-1]
     growth = last["rss_mib"] - settled["rss_mib"]
     found += [f"memory grew by {growth:.0f} MiB"] if growth > given.max_growth_mib else []
+    slope, most = result["slope_mib_per_minute"], given.max_slope_mib_per_minute
+    found += [f"memory rises by {slope:.2f} MiB a minute"] if slope > most else []
     more = last["files"] - settled["files"]
     return found + ([f"{more:.0f} more files open"] if more > MAX_MORE_FILES else [])
 

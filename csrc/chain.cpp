@@ -49,7 +49,7 @@ struct Level {
             positions[row] = static_cast<int32_t>(position + shift);
             slots[row] = tables[i * max_blocks + position / block_size] * static_cast<int32_t>(block_size) +
                          static_cast<int32_t>(position % block_size);
-            tree_masks[row] = depth >= 63 ? -1 : (int64_t{2} << depth) - 1;
+            tree_masks[row] = depth >= 63 ? -1 : static_cast<int64_t>((uint64_t{2} << depth) - 1);
         }
     }
 

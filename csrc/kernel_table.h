@@ -255,7 +255,7 @@ const KernelTable* avx2_kernels();    // null if this CPU has none
 const KernelTable* avx2vnni_kernels();    // likewise, as are the others; differs from avx2 in grouped kernels only
 const KernelTable* avx512_kernels();
 const KernelTable* avx512vnni_kernels();  // differs from avx512 in grouped kernels only
-const KernelTable* amx_kernels();         // differs from avx512vnni in grouped and dense kernels
+const KernelTable* amx_kernels();         // differs from avx512vnni in grouped and dense kernels and attention
 #else
 inline const KernelTable* avx2_kernels() { return nullptr; }
 inline const KernelTable* avx2vnni_kernels() { return nullptr; }

@@ -1,4 +1,4 @@
-// Products on AMX tiles: dense bfloat16 weights, and grouped weights where the rows are many.
+// Products on AMX tiles: dense bfloat16 weights, grouped weights where the rows are many, and attention.
 #define FORERUN_ISA amx
 #include <cstdlib>
 #include <new>
@@ -22,12 +22,20 @@ namespace {
 
 #include "linear_amx.inc"
 
+#include "attention_keys.inc"
+
+#include "attention_rows.inc"
+
+#include "attention_amx.inc"
+
 KernelTable extend(KernelTable table) {
     table.name = "avx512amx";
     table.grouped_quantize = amx_quantize;
     table.grouped = amx_grouped;
     table.split_activations = split_activations;
     table.linear = amx_linear;
+    table.attention = amx_attention;
+    table.attention_split = amx_attention_split;
     return table;
 }
 

@@ -174,13 +174,20 @@ inline Bytes prepare(Bytes x) {
 // Adds the products of four lines with 16 activations of each row, four of them at words + row, words + ROWS + row, ...
 // A row's sums wait for each other, so rows take turns.
 #define FORERUN_ADD_PRODUCTS
-template <int BITS, int ROWS, int PANELS, int P>
-FORERUN_INLINE void add_products(I (&sums)[ROWS][PANELS], const Bytes (&w)[4], const int32_t* words) {
+template <int BITS, int ROWS, int PANELS>
+FORERUN_INLINE void add_products(I (&sums)[ROWS][PANELS], const Bytes (&w)[PANELS][4], const int32_t* words) {
     repeat<4>([&](auto j) FORERUN_FLAT {
         repeat<ROWS>([&](auto r) FORERUN_FLAT {
-            // sums.v = _mm512_dpbusd_epi32(sums.v, w[j].v, _mm512_set1_epi32(word)), but compilers load the word by an
-            // instruction of its own, for want of which a tile would run out of issue slots.
-            asm("vpdpbusd %1%{1to16%}, %2, %0" : "+v"(sums[r][P].v) : "m"(words[j * ROWS + r]), "v"(w[j].v));
+            if constexpr (PANELS == 1) {
+                // What the intrinsic stands for, but compilers load the word by an instruction of its own, for want of
+                // which a tile of one panel would run out of issue slots.
+                asm("vpdpbusd %1%{1to16%}, %2, %0" : "+v"(sums[r][0].v) : "m"(words[j * ROWS + r]), "v"(w[0][j].v));
+            } else {  // one load for all panels: two a cycle is as many as there are products
+                const __m512i word = _mm512_set1_epi32(words[j * ROWS + r]);
+                repeat<PANELS>([&](auto p) FORERUN_FLAT {
+                    sums[r][p].v = _mm512_dpbusd_epi32(sums[r][p].v, w[p][j].v, word);
+                });
+            }
         });
     });
 }

@@ -15,9 +15,11 @@ namespace {
 constexpr auto kSpinTime = std::chrono::microseconds(250);
 constexpr int kPausesBetweenLooks = 16;
 constexpr int kLooksBeforeYield = 64;
-// A worker that lost its core in the middle of a chunk holds up the caller for a time slice. Where that happens, other
-// programs want the cores: the caller then works alone for a while, and longer each time it happens again soon.
+// A worker that lost its core in the middle of a chunk holds up the caller for a time slice. Where that takes more of the
+// time than the workers save, other programs want the cores: the caller then works alone for a while, and longer each
+// time it happens again soon. A slice now and then is no reason: a server's own event loop and its clients take those.
 constexpr auto kPatience = std::chrono::microseconds(200);
+constexpr auto kLeastWatched = std::chrono::milliseconds(10), kMostWatched = std::chrono::milliseconds(50);
 constexpr auto kShortestAlone = std::chrono::milliseconds(10), kLongestAlone = std::chrono::milliseconds(160);
 constexpr auto kCalm = std::chrono::seconds(2);
 constexpr uint64_t kRemaining = 0xFFFFFFFFu;
@@ -95,9 +97,17 @@ void ThreadPool::run(Function function, const void* context, int64_t num_chunks)
 void ThreadPool::judge_wait(Clock::time_point start, Clock::time_point waiting_since, Clock::time_point now) {
     const auto waited = now - waiting_since;
     if (waited < kPatience || waited < waiting_since - start) return;
+    if (now - watched_since_ > kMostWatched) {
+        watched_since_ = start;
+        lost_ = {};
+    }
+    lost_ += waited;
+    const auto watched = now - watched_since_;
+    if (watched < kLeastWatched || lost_ * num_threads() < watched * (num_threads() - 1)) return;
     const bool again = now - alone_until_ < kCalm;
     alone_for_ = again ? std::min<Clock::duration>(2 * alone_for_, kLongestAlone) : Clock::duration(kShortestAlone);
-    alone_until_ = now + alone_for_;
+    alone_until_ = watched_since_ = now + alone_for_;
+    lost_ = {};
 }
 
 void ThreadPool::work() {

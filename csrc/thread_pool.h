@@ -47,8 +47,10 @@ private:
     std::mutex sleep_mutex_;
     std::condition_variable wake_;
     std::mutex caller_mutex_;
-    Clock::time_point alone_until_{};  // guarded by caller_mutex_, as is the next
+    Clock::time_point alone_until_{};  // guarded by caller_mutex_, as are the next
     Clock::duration alone_for_{};
+    Clock::time_point watched_since_{};
+    Clock::duration lost_{};  // since then
     std::vector<std::thread> workers_;
 };
 

@@ -41,6 +41,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "speculation",
         "models",
         "cache",
+        "kernels.device",
         "kernels.ops",
         "kernels.suffix",
         "core",
@@ -128,6 +129,7 @@ OPTIONS = {
         "ngram_max",
         "across_requests",
         "layers",
+        "head_weights",
         "members",
     ),
     "EngineConfig": (

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from forerun import LLM, DrafterConfig, EngineConfig, SamplingParams
+from forerun.core import MIN_TEMPERATURE
 from forerun.errors import ConfigError, ModelNotFoundError, PromptError, ResourceError, SamplingError
+from forerun.llm import engine_config
 from tests.support import mini
 
 
@@ -91,6 +96,7 @@ def test_bad_prompts(prompt, message: str) -> None:  # type: ignore[no-untyped-d
     [
         {"temperature": -0.1},
         {"temperature": float("nan")},
+        {"temperature": 1e-31},
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"top_k": -2},
@@ -116,6 +122,15 @@ def test_bad_sampling_values(options) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(SamplingError) as caught:
         SamplingParams(**options)
     assert any(name in str(caught.value) for name in options)
+
+
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_least_temperature_is_greedy(more) -> None:  # type: ignore[no-untyped-def]
+    def tokens(temperature: float) -> tuple[int, ...]:
+        options = params(temperature=temperature, max_tokens=8, seed=1, **more)
+        return tuple(mini.plain().generate(["Once upon a time"], options)[0].outputs[0].token_ids)
+
+    assert tokens(MIN_TEMPERATURE) == tokens(0.0)
 
 
 @pytest.mark.parametrize(
@@ -217,3 +232,33 @@ def test_keyboard_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
         llm.generate(mini.PROMPTS, params(max_tokens=30))
     assert not llm.engine.has_work and not llm.engine.groups
     llm.engine.scheduler.check_integrity()
+
+
+def members(model: str, drafter: str, draft_model: str | None = None) -> list[tuple[str, str | None]]:
+    config = engine_config(model, {"drafter": drafter, "draft_model": draft_model}).drafter
+    return [(member.name, member.model) for member in config.members]
+
+
+def test_auto_takes_the_draft_it_is_given_or_finds_in_the_folder(tmp_path: Path) -> None:
+    lookups = [("suffix", None), ("recycling", None)]
+    assert members("mini", "auto", "small") == [*lookups, ("draft", "small")]
+    assert members(str(tmp_path), "auto") == lookups
+    for name in ("medusa", "mtp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    assert members(str(tmp_path), "auto") == [*lookups, ("mtp", str(tmp_path / "mtp"))]
+
+
+def test_a_draft_model_goes_to_the_member_that_needs_it() -> None:
+    assert members("m", "portfolio=suffix+draft", "small") == [("suffix", None), ("draft", "small")]
+    with pytest.raises(ConfigError, match="none of suffix, ngram takes it"):
+        members("m", "portfolio=suffix+ngram", "small")
+
+
+def test_heads_draft_trees_unless_told_otherwise() -> None:
+    def width(**options: Any) -> int:
+        return engine_config("m", {"draft_model": "d", **options}).drafter.width
+
+    assert (width(drafter="draft"), width(drafter="mtp")) == (1, 1)
+    assert width(drafter="eagle") > 1 and width(drafter="medusa") > 1
+    assert width(drafter="eagle", tree_width=1) == 1

@@ -6,6 +6,7 @@ Knows: every constructor and how much memory there is. Does not know: requests, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 
@@ -26,6 +27,7 @@ from forerun.engine.scheduler import Limits, Scheduler
 from forerun.errors import ConfigError, ResourceError
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
+from forerun.kernels.threads import torch_rests
 from forerun.models.base import LayerSpec, Model
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.memory import check_memory, memory_of
@@ -34,7 +36,8 @@ from forerun.speculation.growth import TreeGrower
 from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
 
 _MAX_TIMINGS = 5  # passes of which the quickest counts: other work on the machine only ever adds
-_TIMING_BUDGET_S = 0.2  # seconds after which no further pass is timed
+_MIN_TIMINGS = 2  # the first pass of a kind reads weights and code from memory
+_TIMING_BUDGET_S = 0.2  # seconds a number of rows, after which no further pass is timed
 _KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _SHARE_OF_HOST, _SHARE_OF_CARD = 0.25, 0.85  # of the free memory; the rest is for work space and other programs
 _ASSUMED_BYTES = 4 << 30  # memory of a machine that does not say
@@ -50,7 +53,9 @@ def assemble(
     kv_cache = _kv_cache(config, model, drafter, kernels)
     own_kvs = kv_cache.layers[: len(model.kv_specs)]
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
-    model = record(model, kernels, own_kvs, drafter.hidden_layers)
+    recorded = record(model, kernels, own_kvs, drafter.hidden_layers)
+    computes_itself = recorded is not model and kernels.device.type == "cpu"
+    model = recorded
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
     return Engine(
         model=model,
@@ -59,6 +64,7 @@ def assemble(
         policy=_policy(config, model, drafter, portfolio, kv_cache),
         scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs)),
         kv_cache=kv_cache,
+        torch_threads=torch_rests if computes_itself else nullcontext,
     )
 
 
@@ -107,7 +113,7 @@ def _drafter(
 
 def _needs_guide(options: DrafterConfig) -> bool:
     """Portfolios, and adaptive drafters of which the number of drafts alone does not say what comes of them."""
-    is_chain = options.name in ("ngram", "draft") and options.tree_width == 1
+    is_chain = options.name in ("ngram", "draft") and options.width == 1
     return options.name == "portfolio" or (options.adaptive and options.name != "none" and not is_chain)
 
 
@@ -180,13 +186,21 @@ def _policy(
 
 
 def measure_verify_cost(config: EngineConfig, model: Model, drafter: Drafter, kv_cache: KVCache) -> VerifyCost:
-    """Time passes over a few numbers of rows on an empty cache."""
+    """Time passes over a few numbers of rows on an empty cache, in turns, so that a slow moment hits all of them."""
     most = min(config.max_num_batched_tokens, kv_cache.num_rows)
     rows, wanted = rows_to_measure(drafter.max_nodes * config.max_num_seqs, most), drafter.hidden_layers
-    return VerifyCost({num_rows: _time_pass(model, wanted, kv_cache, num_rows) for num_rows in rows})
+    batches = {num_rows: _batch_of(num_rows, kv_cache) for num_rows in rows}
+    times: dict[int, list[float]] = {num_rows: [] for num_rows in rows}
+    began = perf_counter()
+    for turn in range(_MAX_TIMINGS):
+        if turn < _MIN_TIMINGS or perf_counter() - began < _TIMING_BUDGET_S * len(rows):
+            for num_rows, batch in batches.items():
+                times[num_rows].append(_seconds_of(model, wanted, batch, kv_cache))
+    model.release("")
+    return VerifyCost({num_rows: min(seconds) for num_rows, seconds in times.items()})
 
 
-def _time_pass(model: Model, hidden_layers: Sequence[int], kv_cache: KVCache, num_rows: int) -> float:
+def _batch_of(num_rows: int, kv_cache: KVCache) -> ForwardBatch:
     rows = SequenceRows(
         request_id="",
         block_table=range(kv_cache.num_blocks_for(num_rows)),
@@ -198,12 +212,7 @@ def _time_pass(model: Model, hidden_layers: Sequence[int], kv_cache: KVCache, nu
         tree_masks=[(1 << (i + 1)) - 1 for i in range(num_rows)],
         tree_depths=range(num_rows),
     )
-    batch = ForwardBatch.build([rows], kv_cache.block_size)
-    times = [_seconds_of(model, hidden_layers, batch, kv_cache)]
-    while len(times) < _MAX_TIMINGS and sum(times) < _TIMING_BUDGET_S:
-        times.append(_seconds_of(model, hidden_layers, batch, kv_cache))
-    model.release("")
-    return min(times)
+    return ForwardBatch.build([rows], kv_cache.block_size)
 
 
 def _seconds_of(model: Model, hidden_layers: Sequence[int], batch: ForwardBatch, kv_cache: KVCache) -> float:

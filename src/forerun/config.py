@@ -6,13 +6,14 @@ Knows: names, defaults, ranges. Does not know: what any option does.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, get_args
 
 from forerun.errors import ConfigError
 
 Verification = Literal["coupled", "rejection"]
 ChainRule = Literal["block", "token"]
 Implementation = Literal["auto", "forerun", "transformers"]
+HeadWeights = Literal["stored", "int8", "int4"]
 
 DRAFTER_NAMES = (
     "none", "ngram", "suffix", "recycling", "draft", "layer_skip", "medusa", "eagle", "mtp", "portfolio", "auto",
@@ -20,6 +21,7 @@ DRAFTER_NAMES = (
 WITH_MODEL = ("draft", "medusa", "eagle", "mtp")  # drafters that `model` is for; mtp may be part of the target
 NEED_MODEL = ("draft", "medusa", "eagle")
 USUAL_DRAFT_TOKENS = {"suffix": 12, "recycling": 16, "medusa": 12, "eagle": 8, "portfolio": 16, "auto": 16}  # else 5
+USUAL_TREE_WIDTHS = {"medusa": 4, "eagle": 3}  # else 1: their drafts are right too seldom for chains
 MAX_TREE_NODES = 64  # one 64-bit ancestor mask
 _OPTIONAL_SIZES = (
     "max_model_len", "num_kv_blocks", "kv_cache_bytes", "threads",
@@ -33,25 +35,29 @@ class DrafterConfig:
 
     `name` is one of DRAFTER_NAMES or FILE.py:CLASS, a drafter of the user's own.
     `max_draft_tokens` bounds the drafted tokens a step and request; the policy may draft fewer, also none.
-    `tree_width` above 1 makes a model drafter grow a best-first tree of that many children a node instead of a chain.
+    `tree_width` above 1 makes a model drafter grow a best-first tree of that many children a node instead of a chain;
+    None leaves it at what is usual for the drafter, a tree for Medusa and EAGLE heads.
     """
 
     name: str = "none"
     model: str | None = None  # a draft model, or the folder of Medusa, EAGLE or MTP heads
     max_draft_tokens: int = 5
-    tree_width: int = 1
+    tree_width: int | None = None
     adaptive: bool = True  # False: always draft max_draft_tokens
     ngram_min: int = 2
     ngram_max: int = 4
     across_requests: bool = True  # suffix and recycling may draft from what other requests said
     layers: tuple[int, ...] | None = None  # layers of the target that layer_skip drafts with; None: found on the fly
+    head_weights: HeadWeights = "stored"  # matrices of Medusa, EAGLE and MTP heads; int8 or int4: rounded when read
     members: tuple[DrafterConfig, ...] = ()  # of a portfolio; (): all that the model offers
 
     def __post_init__(self) -> None:
         if ".py:" not in self.name:
             _choice("drafter", self.name, DRAFTER_NAMES)
         _range("max_draft_tokens", self.max_draft_tokens, 1, MAX_TREE_NODES - 1)
-        _range("tree_width", self.tree_width, 1, 16)
+        _choice("head_weights", self.head_weights, get_args(HeadWeights))
+        if self.tree_width is not None:
+            _range("tree_width", self.tree_width, 1, 16)
         _range("ngram_min", self.ngram_min, 1, 64)
         _range("ngram_max", self.ngram_max, self.ngram_min, 64)
         self._check_model()
@@ -61,6 +67,11 @@ class DrafterConfig:
             raise ConfigError(f"members were given but the drafter is {self.name!r}: choose drafter 'portfolio'")
         if any(member.name in ("none", "portfolio", "auto") for member in self.members):
             raise ConfigError("a portfolio's members are single drafters: neither none, auto nor another portfolio")
+
+    @property
+    def width(self) -> int:
+        """Children a node of the drafter's trees."""
+        return self.tree_width or USUAL_TREE_WIDTHS.get(self.name, 1)
 
     def _check_model(self) -> None:
         """A model is given exactly where one is of use."""

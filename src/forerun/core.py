@@ -15,6 +15,7 @@ from forerun.errors import SamplingError
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 100
 MAX_SEED = 2**64 - 1
+MIN_TEMPERATURE = 1e-30  # below it logits divided by it leave the range of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,10 @@ def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
 def _check_ranges(params: SamplingParams) -> None:
     """Refuse each value outside its own range."""
     _number("temperature", params.temperature, 0.0, 100.0)
+    if 0 < params.temperature < MIN_TEMPERATURE:
+        raise SamplingError(
+            f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {params.temperature!r}: use 0"
+        )
     _number("top_p", params.top_p, 0.0, 1.0, low_open=True)
     _number("min_p", params.min_p, 0.0, 1.0)
     _number("repetition_penalty", params.repetition_penalty, 0.0, 100.0, low_open=True)

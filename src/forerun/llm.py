@@ -9,12 +9,13 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from forerun.assemble import assemble
-from forerun.config import USUAL_DRAFT_TOKENS, DrafterConfig, EngineConfig
+from forerun.config import NEED_MODEL, USUAL_DRAFT_TOKENS, DrafterConfig, EngineConfig
 from forerun.core import Request, RequestOutput, SamplingParams
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
@@ -29,6 +30,7 @@ from forerun.weights.tokenizer import Tokenizer, check_same_vocabulary
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+BY_GAIN = ("draft", "mtp", "eagle", "medusa")  # drafters with weights, what usually pays most first
 EMBEDDED_DRAFTS = {  # by model, then by drafter, what pays most first: draft and mtp are equally often right
     "mini": {"draft": "mini-draft", "mtp": "mini-mtp", "eagle": "mini-eagle", "medusa": "mini-medusa"}
 }
@@ -296,16 +298,31 @@ def _named_drafter(model: str, text: str, draft_model: str | None, options: Mapp
     if "max_draft_tokens" not in given and name in USUAL_DRAFT_TOKENS:
         given["max_draft_tokens"] = USUAL_DRAFT_TOKENS[name]
     if name in ("portfolio", "auto"):
-        parts = rest.split("+") if rest else _offered(model)
-        members = tuple(_named_drafter(model, part, None, options) for part in parts)
+        parts = rest.split("+") if rest else _offered(model, draft_model)
+        members = tuple(_named_drafter(model, part, _given_to(part, draft_model), options) for part in parts)
+        if draft_model and all(member.model != draft_model for member in members):
+            raise ConfigError(f"a draft model was given, but none of {', '.join(parts)} takes it: add draft to them")
         return DrafterConfig(name="portfolio", members=members, **given)
     default = EMBEDDED_DRAFTS.get(model, {}).get(name)
     return DrafterConfig(name=name, model=rest or draft_model or default, **given)
 
 
-def _offered(model: str) -> list[str]:
-    """Who drafts for a model where nobody is named: lookups, and the best of what is embedded for it."""
-    return ["suffix", "recycling", *list(EMBEDDED_DRAFTS.get(model, {}))[:1]]
+def _given_to(part: str, draft_model: str | None) -> str | None:
+    """The draft model, for a member that needs one and names none."""
+    return draft_model if part in NEED_MODEL else None
+
+
+def _offered(model: str, draft_model: str | None) -> list[str]:
+    """Who drafts for a model where nobody is named: lookups, and the best there is with weights.
+
+    That is the draft model given, else what is embedded for the model, else what lies in its folder under the
+    drafter's name: MODEL/draft, MODEL/mtp, MODEL/eagle, MODEL/medusa.
+    """
+    lookups = ["suffix", "recycling"]
+    if draft_model is not None:
+        return [*lookups, "draft"]
+    beside = [f"{name}={Path(model) / name}" for name in BY_GAIN if (Path(model) / name / "config.json").is_file()]
+    return [*lookups, *(list(EMBEDDED_DRAFTS.get(model, {})) or beside)[:1]]
 
 
 def _load(config: EngineConfig) -> _Shared:

@@ -68,7 +68,7 @@ def test_after_a_while_without_following_it_is_tried_again() -> None:
     thrift = Thrift()
     now = steps(thrift, 300, False, 0.1, 0.0)
     assert not thrift.allows
-    steps(thrift, 1500, False, 0.0, now)
+    steps(thrift, 3000, False, 0.0, now)
     assert thrift.allows
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
+from forerun import assemble
 from forerun.engine.measuring import measure_draft_costs
 from forerun.engine.portfolio_policy import PortfolioPolicy
 from tests.support import mini
@@ -29,3 +32,16 @@ def test_nothing_stays_of_the_text() -> None:
     (member,) = engine.drafter.members  # type: ignore[attr-defined]
     assert not member.inner._follows and not member.inner._left and not member.num_errors
     assert engine.scheduler.pool.num_used == 0
+
+
+def test_a_slow_moment_at_start_spoils_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes take turns, so that ten disturbed passes in a row are a few of each size, not all of one."""
+    passes = count()
+    monkeypatch.setattr(
+        assemble, "_seconds_of", lambda *args: args[2].num_rows * (1.0 if next(passes) >= 10 else 9.0) / 1e4
+    )
+    llm = mini.drafting("suffix")
+    engine = llm.engine
+    cost = assemble.measure_verify_cost(llm.config, engine.model, engine.drafter, engine.kv_cache)
+    assert len(cost.points) > 4
+    assert cost.points == pytest.approx({rows: rows / 1e4 for rows in cost.points})

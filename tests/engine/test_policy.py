@@ -122,6 +122,8 @@ def test_overhead_makes_drafting_worth_more() -> None:
 
 def test_what_drafts_add_to_a_step_counts_against_them() -> None:
     policy = AdaptivePolicy(3, StepCosts(FLAT))
+    for _ in range(2):
+        policy.learn_step_cost(1, 1.0, 0.1)
     for _ in range(60):
         policy.learn(request(), 2, 1, 0)
         policy.learn(request(), 2, 2, 1)  # a quarter to a third of the drafts are right
@@ -147,3 +149,14 @@ def test_a_disturbed_measurement_is_mended() -> None:
 def test_rows_to_measure() -> None:
     assert rows_to_measure(6, 512)[-1] == 8
     assert rows_to_measure(6, 2) == [1, 2]
+
+
+def test_a_plain_step_is_judged_by_plain_steps() -> None:
+    """Passes with drafts may be slower than measured by more than plain ones are."""
+    costs = StepCosts(VerifyCost({1: 1.0, 4: 1.2}))
+    for _ in range(20):
+        costs.learn(4, True, 2.4, 0.3)
+    assert costs.step_s(1, False) == pytest.approx(2.3, rel=0.05), "nothing else is known"
+    costs.learn(1, False, 1.1, 0.1)
+    assert costs.pass_s(1) == pytest.approx(1.1)
+    assert costs.pass_s(4, drafts=True) == pytest.approx(2.4)

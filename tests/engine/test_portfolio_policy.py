@@ -203,3 +203,21 @@ def test_costs_of_sizes_not_measured_follow_the_nearest() -> None:
     assert cost(4) == 1.0
     assert cost(8) == 2.0
     assert cost(2) == 1.0
+
+
+def test_ranks_of_a_tree_tell_what_more_nodes_bring() -> None:
+    """Siblings share the chance: the fourth node is nearly as likely as the third, though never after it."""
+    known, tree = Calibration(), DraftTree(1)
+    for token in (2, 3, 4, 5):
+        tree.add(0, token, "m")
+    part = Part("m", tree, [0.0, -1.1, -1.2, -1.3, -1.4])
+    for round_ in range(400):
+        known.learn("r", part, [2 + round_ % 5])  # each of them every fifth time, and every fifth time none
+    chances, rates = [], known.rank_rates("other", "m")
+    for rate in rates:
+        chances.append((chances[-1] if chances else 1.0) * rate)
+    assert chances == pytest.approx([0.2] * 4, abs=0.05)
+    longer = chain("c", [2, 3, 4, 5])
+    for round_ in range(400):
+        known.learn("r", longer, [2, 3, 4, 5][: round_ % 5] + [9])
+    assert known.rank_rates("other", "c") == pytest.approx([0.8, 0.75, 0.67, 0.5], abs=0.06)

@@ -370,3 +370,19 @@ def test_double_release_is_noticed() -> None:
     pool.release([block])
     with pytest.raises(AssertionError, match="released twice"):
         pool.release([block])
+
+
+@pytest.mark.parametrize(("num_shared", "num_again"), [(8, 0), (9, 1), (10, 1), (11, 1), (12, 0)])
+def test_who_reads_hidden_states_computes_one_row_again_where_a_hit_ends_inside_a_block(
+    num_shared: int, num_again: int
+) -> None:
+    """States are kept for the last row of a block; elsewhere that row alone is computed again, whatever the hit."""
+    found = []
+    for needs_boundary in (False, True):
+        scheduler = with_cache(40)
+        leave(scheduler, "a", *range(16))
+        asked = text("b", *range(num_shared), *[30] * 8)
+        scheduler.add(asked)
+        scheduler.schedule(lambda r: 1, needs_boundary)
+        found.append(asked.num_cached_tokens)
+    assert found == [num_shared, num_shared - num_again]

@@ -20,7 +20,8 @@ from tests.kernels.cases import (
 
 from forerun.kernels.ops import HeadLayout
 
-BACKENDS = ("reference", *ISAS)
+TILES = "avx512amx"  # adds in an order of its own where a pool of two- or one-byte entries is made of whole tiles
+BACKENDS = ("reference", TILES, *ISAS)
 HEADS = (
     HeadLayout(1, 1, 64, 64),
     HeadLayout(2, 1, 128, 64),
@@ -50,9 +51,10 @@ def test_block_sizes_windows_and_dtypes(isa: str, block_size: int, dtype: torch.
     assert rms_error(case.run(kernels_named(isa), window=window), exact) <= 2 * rms_error(torchs, exact) + 1e-8
 
 
-@pytest.mark.parametrize("isa", ("reference", "avx512", "avx2"))
+@pytest.mark.parametrize("isa", ("reference", "avx512amx", "avx512", "avx2"))
 @pytest.mark.parametrize(
-    ("dtype", "window"), ((torch.float32, 0), (torch.float32, 40), (torch.float32, -1), (torch.int8, 0))
+    ("dtype", "window"),
+    ((torch.float32, 0), (torch.float32, 40), (torch.float32, -1), (torch.int8, 0), (torch.bfloat16, 40)),
 )
 def test_a_row_has_the_same_bits_in_every_batch(isa: str, dtype: torch.dtype, window: int) -> None:
     kernels = kernels_named(isa)
@@ -100,6 +102,52 @@ def test_instruction_sets_and_thread_counts_agree_bit_by_bit(isa: str) -> None:
             assert torch.equal(case.row(7).run(cpu_kernels(isa, threads)), expected[7:])
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.int8))
+@pytest.mark.parametrize("sizes", ((1, 1, 32), (14, 2, 64), (48, 2, 96), (3, 1, 128), (2, 1, 256)))
+def test_tiles_agree_with_themselves_and_the_truth(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    """Up to 63 query vectors in a unit, sizes of one to eight products, on any number of threads."""
+    heads = HeadLayout(*sizes, sizes[2])
+    case = attention_case([2, 300, 700], num_nodes=4, heads=heads, dtype=dtype)
+    expected = case.run(cpu_kernels(TILES, 1))
+    exact, torchs = attention_truth(case)
+    assert rms_error(expected, exact) <= 2 * rms_error(torchs, exact) + 1e-8
+    assert torch.equal(case.run(cpu_kernels(TILES, 3)), expected)
+    for row in (0, 5, 11):
+        assert torch.equal(case.row(row).run(cpu_kernels(TILES, 2))[0], expected[row])
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    (
+        (HEADS[3], torch.float32),
+        (HEADS[4], torch.bfloat16),
+        (HEADS[2], torch.int8),
+        (HeadLayout(2, 1, 48, 48), torch.bfloat16),
+    ),
+)
+def test_pools_that_are_not_made_of_tiles_keep_the_common_bits(heads: HeadLayout, dtype: torch.dtype) -> None:
+    case = attention_case([2, 700], num_nodes=4, heads=heads, dtype=dtype)
+    assert torch.equal(case.run(cpu_kernels(TILES)), case.run(cpu_kernels("portable")))
+
+
+def test_a_value_that_is_not_finite_is_for_those_who_count_it() -> None:
+    """Outside a window, or behind a row, in splits that rows share: the bits of a pool without it."""
+    case = attention_case([300], num_nodes=8, dtype=torch.bfloat16)
+    lengths = torch.tensor([40, 258, 260, 290, 291, 292, 299, 300], dtype=torch.int32)
+    case = replace(case, rows=replace(case.rows, prefix_lens=lengths, tree_masks=torch.zeros(8).long()))
+    kernels = cpu_kernels(TILES)
+    clean = case.run(kernels, window=35)  # row 3 counts [255, 290), row 7 [265, 300)
+    for logical, bad in ((257, float("inf")), (291, float("nan")), (264, -float("inf"))):
+        block, offset = divmod(logical, 16)
+        spoilt = replace(case, kv=replace(case.kv, values=case.kv.values.clone()))
+        spoilt.kv.values[int(case.rows.block_tables[0, block]), :, offset] = bad
+        dirty = spoilt.run(kernels, window=35)
+        counted = (lengths > logical) & (lengths - 35 <= logical)
+        assert 0 < int(counted.sum()) < 8
+        assert not dirty[counted].isfinite().all(dim=1).any()
+        assert torch.equal(dirty[~counted], clean[~counted])
+
+
 @pytest.mark.parametrize("isa", BACKENDS)
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_garbage_in_unseen_slots_does_not_matter(isa: str, dtype: torch.dtype) -> None:
@@ -125,7 +173,7 @@ def test_nan_stays_in_its_row(isa: str) -> None:
     assert torch.equal(dirty[[0, 1, 3]], clean[[0, 1, 3]])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", (TILES, *ISAS))
 def test_extreme_scores(isa: str) -> None:
     case = attention_case([600], num_nodes=2)
     case.qkv.mul_(100)
@@ -173,11 +221,13 @@ def test_an_int8_cache_is_near_the_float32_cache(isa: str) -> None:
     assert float(difference.square().mean().sqrt()) < 0.01 * float(exact.run(kernels_named(isa), scale).std())
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", (TILES, *ISAS))
 @pytest.mark.parametrize("window", (0, 1, 3, 20, 250, -1))
 def test_a_span_has_the_bits_of_its_rows_alone(isa: str, window: int) -> None:
     """Neighbouring rows that share no counted key at all, some, or all but the last ones, across a split's end."""
-    for heads, dtype in ((HeadLayout(7, 1, 24, 24), torch.float32), (HeadLayout(2, 2, 80, 80), torch.int8)):
+    kinds = ((7, 1, 24, torch.float32), (2, 2, 80, torch.int8), (5, 1, 64, torch.bfloat16), (2, 2, 32, torch.int8))
+    for num_q, num_kv, size, dtype in kinds:
+        heads = HeadLayout(num_q, num_kv, size, size)
         case = attention_case([300], num_nodes=40, heads=heads, dtype=dtype)
         lengths = torch.arange(241, 281, dtype=torch.int32)
         case = replace(case, rows=replace(case.rows, prefix_lens=lengths, tree_masks=torch.zeros(40).long()))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.kernels.triton.graphs import ROW_SIZES, Result, size_for
+from forerun.kernels.triton.graphs import ROW_SIZES, LastUsed, Result, size_for
 from forerun.models.base import ForwardOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.captured import CapturedModel
@@ -47,7 +47,7 @@ class Both:
         self.model: Any = load_model(folder, kernels).model
         self.pools = [[_pool(spec) for spec in self.model.kv_specs] for _ in range(2)]
         self.capture, self.hidden = Replayed(), tuple(hidden)
-        self.captured = CapturedModel(self.model, self.capture, self.pools[1], self.hidden)
+        self.captured = CapturedModel(self.model, kernels, self.capture, self.pools[1], self.hidden)
 
     def run(self, *rows: SequenceRows) -> tuple[ForwardOutput, ForwardOutput]:
         batch = ForwardBatch.build(rows, BLOCK)
@@ -108,3 +108,12 @@ def test_sizes() -> None:
     for num_rows in range(1, 257):
         size = size_for(num_rows, 1, 512)
         assert size is not None and num_rows <= size.num_rows <= max(2 * num_rows, 16) and size.max_visible == 512
+
+
+def test_what_was_used_last_is_kept() -> None:
+    kept: LastUsed[int, str] = LastUsed(2)
+    kept.put(1, "one")
+    kept.put(2, "two")
+    assert kept.get(1) == "one"
+    kept.put(3, "three")
+    assert [kept.get(key) for key in (1, 2, 3)] == ["one", None, "three"]

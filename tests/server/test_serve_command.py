@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -58,6 +59,8 @@ def test_speculative_configs_that_mean_nothing_here(text: str) -> None:
         (["--speculative-config", "{"], "JSON"),
         (["--speculative-config", '{"method": "ngram"}', "--drafter", "ngram"], "give one"),
         (["--timeout", "-1"], "timeout_s"),
+        (["--port", "70000"], "--port must be from 0 (takes a free one) to 65535; got 70000"),
+        (["--host", "203.0.113.7", "--port", "0"], "cannot listen on 203.0.113.7 port 0"),
     ],
 )
 def test_options_that_contradict(arguments: list[str], says: str) -> None:
@@ -65,6 +68,21 @@ def test_options_that_contradict(arguments: list[str], says: str) -> None:
 
     result = CliRunner().invoke(app, ["serve", "mini", *arguments])
     assert result.exit_code == 2 and says in result.output, result.output
+
+
+def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.cli.app import app
+
+    def loaded(*_: Any, **__: Any) -> None:
+        pytest.fail("the model was loaded")
+
+    monkeypatch.setattr("forerun.cli.serve.open_llm", loaded)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = CliRunner().invoke(app, ["serve", "mini", "--port", str(port)])
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.output.split())
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --port" in said
 
 
 def test_the_real_process_serves_and_stops(tmp_path: Path) -> None:

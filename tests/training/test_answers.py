@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from forerun import LLM
 from forerun.cli.train import app
-from forerun.errors import CheckpointError, ConfigError, DataError
+from forerun.errors import CheckpointError, ConfigError, DataError, TrainingError
 from forerun.training.heads import answers
-from forerun.training.heads.answers import answer_file_rows
+from forerun.training.heads.answers import answer_file_rows, read_lines
 from forerun.training.heads.build import make_head
 from forerun.training.heads.config import Eagle3Config, load_head_recipe
 from forerun.training.heads.console import HeadConsole
@@ -23,6 +23,7 @@ from forerun.training.heads.conversations import AnswerOptions, answer_files, re
 from forerun.training.heads.export import export_head
 from forerun.training.heads.rows import Rows
 from forerun.training.heads.run import load_target, make_trainer, train_head
+from forerun.training.heads.sequences import check_lengths
 
 BAD_FILES = (
     ("", "no file of answers"),
@@ -83,10 +84,11 @@ def test_heads_learn_from_files_of_answers_and_of_tokens(target: Path, prompts: 
     many.write_text("".join(json.dumps({"question": f"the dog saw {i} cats"}) + "\n" for i in range(30)))
     (path,) = answer_files(str(target / "model"), [many], tmp_path / "out", OPTIONS, lambda _: None)
     recipe = recipe_of("mtp", tmp_path)
+    recipe = replace(recipe, schedule=replace(recipe.schedule, seq_len=64))  # room for the longest answer
     job = replace(job_of(target, tmp_path / "run"), data=(path, target / "tokens.bin"))
     rows = make_trainer(recipe, job, HeadConsole()).feed.rows
     texts = [length for length, prompt in zip(rows.lens.tolist(), rows.prompts.tolist(), strict=True) if prompt == 0]
-    assert texts and set(texts) == {32} and len(rows) > len(texts)
+    assert texts and set(texts) == {64} and len(rows) > len(texts)
     written = sum(len(line["answer"]) for line in lines_of(path) if len(line["answer"]) > 1)
     held = [line["prompt"] for line in lines_of(tmp_path / "run" / "data" / "heldout.jsonl")]
     kept = [line for line in lines_of(path) if len(line["answer"]) > 1]
@@ -94,6 +96,16 @@ def test_heads_learn_from_files_of_answers_and_of_tokens(target: Path, prompts: 
     not_trained = sum(len(kept[number]["answer"]) for number in (0, len(kept) // 3, 2 * (len(kept) // 3)))
     assert rows.num_answered == written - not_trained + sum(texts)
     assert train_head(recipe, job, HeadConsole())
+
+
+def test_sequences_that_do_not_fit_are_told_or_refused() -> None:
+    said: list[str] = []
+    check_lengths(Rows.of([[1] * 4, [2] * 4], [2, 3]), 4, said.append)
+    assert not said
+    check_lengths(Rows.of([[1] * 4, [2] * 9], [2, 3]), 4, said.append)
+    assert said == ["1 of 2 sequences are cut at schedule.seq_len 4, the longest by 5 tokens"]
+    with pytest.raises(DataError, match="every prompt fills schedule.seq_len 4, .* raise it, at most to 9"):
+        check_lengths(Rows.of([[1] * 6, [2] * 9], [4, 5]), 4, said.append)
 
 
 def test_packed_rows_hold_the_same_tokens_and_answers() -> None:
@@ -121,6 +133,10 @@ def test_bad_files_of_answers_are_refused(target: Path, tmp_path: Path) -> None:
     job = replace(job_of(target, tmp_path / "run"), data=(target / "tokens.bin", target / "prompts.jsonl"))
     with pytest.raises(DataError, match="1 of 2 files are .bin or .answers files, the others prompts"):
         make_trainer(recipe_of("mtp", tmp_path), job, HeadConsole())
+    path.write_text("a shopping list\nmilk")
+    with pytest.raises(TrainingError, match="is no file of answers: .* delete it, or use another --out"):
+        read_lines(path, {})
+    assert path.read_text() == "a shopping list\nmilk"
     with pytest.raises(ConfigError, match="give numbers separated by commas"):
         read_temperatures("0;1")
     with pytest.raises(ConfigError, match="none below 0"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import random
+import shutil
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from forerun import LLM, SamplingParams
 from forerun.cli.train import app
-from forerun.errors import ConfigError, DataError, ForerunError, ResourceError, TrainingError
+from forerun.errors import ConfigError, DataError, ForerunError, ResourceError, TrainingError, UnsupportedError
 from forerun.training.chat import END_OF_TEXT
 from forerun.training.checkpoint import read_checkpoint
 from forerun.training.export import export_model
@@ -264,6 +265,14 @@ def test_bad_input_is_refused(name: str, target: Path, tmp_path: Path) -> None:
     expected: type[ForerunError] = kind
     with pytest.raises(expected, match=words):
         make_trainer(recipe, job_of(target, tmp_path / "run", data), HeadConsole())
+
+
+def test_a_draft_that_would_have_no_tokenizer_is_refused_before_it_is_trained(target: Path, tmp_path: Path) -> None:
+    shutil.copytree(target / "model", tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    job = replace(job_of(target, tmp_path / "run"), target=str(tmp_path / "model"))
+    with pytest.raises(UnsupportedError, match=r"model has no tokenizer\.json, which a draft model gets"):
+        make_trainer(recipe_of("draft", tmp_path), job, HeadConsole())
 
 
 def test_recipes_are_checked(tmp_path: Path) -> None:

@@ -119,6 +119,10 @@ def test_distillation_runs_and_keeps_the_vocabulary(recipe: Recipe, tmp_path: Pa
     assert metrics["history"][-1]["loss"] < metrics["history"][0]["loss"]
     assert 0 < metrics["acceptance_rate"]["stories"] <= 1
     assert len(load_model(tmp_path / "draft" / "export").model.layers) == 1
+    assert student.distill is not None
+    other = replace(student, distill=replace(student.distill, greedy_share=0.75))
+    with pytest.raises(TrainingError, match="'greedy_share': 0.25.*, now it is .*'greedy_share': 0.75.* --fresh"):
+        train_lm(other, tmp_path / "draft", False, Console())
 
 
 def test_greedy_rows_follow_the_argmax(recipe: Recipe) -> None:

@@ -14,9 +14,10 @@ from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
 from forerun.models.base import LayerSpec
 from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.models.bound import BoundModel
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
-from forerun.models.recorded import RecordedModel, record
+from forerun.models.recorded import record
 
 BLOCK_SIZE = 16  # of the engine's pool, unless told otherwise
 MAX_CHAIN = 64  # nodes of a draft tree
@@ -40,7 +41,7 @@ class Passes:
     @property
     def recorded(self) -> bool:
         """Whether passes of few rows run without Python in between."""
-        return isinstance(self.model, RecordedModel)
+        return isinstance(self.model, BoundModel)
 
     def chain(self, context: int, tokens: int) -> ForwardBatch:
         """A draft chain of `tokens` nodes, root included, after `context` known tokens; logits for all."""

@@ -169,10 +169,16 @@ def as_answer_error(error: Exception) -> AnswerError:
 
 
 @asynccontextmanager
-async def open_client(root: str, api_key: str | None, timeout_s: float) -> AsyncIterator[Client]:
-    """A client of the server at `root` (`api_root`) that opens as many connections as there are requests."""
+async def open_client(
+    root: str, api_key: str | None, timeout_s: float, keep_alive: bool = True
+) -> AsyncIterator[Client]:
+    """A client of the server at `root` (`api_root`) that opens as many connections as there are requests.
+
+    `keep_alive`: use connections again, which some servers hang up without saying so before (llama-server).
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+    kept = {"keepalive_timeout": KEEP_ALIVE_S} if keep_alive else {"force_close": True}
+    connector = aiohttp.TCPConnector(limit=0, **kept)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         yield Client(session, root, timeout_s)

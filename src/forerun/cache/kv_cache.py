@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from forerun.kernels.device import to_device
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.base import LayerSpec
 
@@ -59,7 +60,8 @@ class KVCache:
     def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """From slot to slot."""
         if len(sources) and self.layers:
-            slots = torch.tensor([list(sources), list(targets)], dtype=torch.int32).to(self.device)  # [2, rows]
+            slots = torch.tensor([list(sources), list(targets)], dtype=torch.int32)
+            slots = to_device(slots, self.device)  # [2, rows]
             self._kernels.move_rows(self.layers, slots[0], slots[1])
 
     def _slot(self, block_table: Sequence[int], row: int) -> int:

@@ -54,6 +54,11 @@ class CleanGroup(TyperGroup):
         except BrokenPipeError as error:
             _drop_stdout()
             raise typer.Exit(EXIT_BROKEN_PIPE) from error
+        except OSError as error:
+            if error.filename is None:
+                raise  # nothing a user could name
+            print_error(f"{error.filename}: {error.strerror}; choose another path, or see to its rights and room")
+            raise typer.Exit(EXIT_USER_ERROR) from error
 
 
 def _drop_stdout() -> None:

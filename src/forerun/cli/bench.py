@@ -37,7 +37,8 @@ def speed(
     json: opt.JsonOption = False,
     draft_model: opt.DraftModel = None,
     max_draft_tokens: opt.MaxDraftTokens = None,
-    tree_width: opt.TreeWidth = 1,
+    tree_width: opt.TreeWidth = None,
+    head_weights: opt.HeadWeights = "stored",
     adaptive: opt.Adaptive = True,
     verification: opt.Verification = "coupled",
     dtype: opt.Dtype = "auto",
@@ -54,7 +55,7 @@ def speed(
     cases = read_prompts(prompts, limit)
     name = opt.chosen_model(model_name, model)
     plain = open_llm(
-        name, PLAIN, tree_width=tree_width, adaptive=adaptive,
+        name, PLAIN, tree_width=tree_width, head_weights=head_weights, adaptive=adaptive,
         verification=verification, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
         device=device, kernels=kernels, threads=threads, max_num_seqs=1, prefix_caching=False, across_requests=False,
     )  # fmt: skip

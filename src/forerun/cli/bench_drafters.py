@@ -55,7 +55,8 @@ def drafters(
     json: opt.JsonOption = False,
     draft_model: opt.DraftModel = None,
     max_draft_tokens: opt.MaxDraftTokens = None,
-    tree_width: opt.TreeWidth = 1,
+    tree_width: opt.TreeWidth = None,
+    head_weights: opt.HeadWeights = "stored",
     verification: opt.Verification = "coupled",
     dtype: opt.Dtype = "auto",
     kv_cache_dtype: opt.KVCacheDtype = "auto",
@@ -77,7 +78,8 @@ def drafters(
     plain = open_llm(
         name, PLAIN, max_num_seqs=1, prefix_caching=False, across_requests=False, **{key: given[key] for key in engine}
     )
-    asked = {key: given[key] for key in ("max_draft_tokens", "tree_width") if given[key] is not None}
+    names_given = ("max_draft_tokens", "tree_width", "head_weights")
+    asked = {key: given[key] for key in names_given if given[key] is not None}
     drafting = {"across_requests": False, **asked}
     report = {"model": name, "suite": suite, "prompts": str(prompts or suite), "max_tokens": max_tokens,
               "repeats": repeats, "seed": seed, "verification": verification}  # fmt: skip

@@ -50,9 +50,9 @@ def other_engine(llm: LLM, drafter: str, draft_model: str | None = None, max_dra
 def drafter_options(llm: LLM, drafter: str, draft_model: str | None) -> dict[str, Any]:
     """The options of `llm`'s own drafter, for another one."""
     own = llm.config.drafter
-    names = ("tree_width", "adaptive", "ngram_min", "ngram_max", "across_requests")
+    names = ("tree_width", "head_weights", "adaptive", "ngram_min", "ngram_max", "across_requests")
     options: dict[str, Any] = {name: getattr(own, name) for name in names}
-    if drafter in WITH_MODEL and draft_model:
+    if draft_model and drafter in (*WITH_MODEL, "portfolio", "auto"):
         options["draft_model"] = draft_model
     return options
 

@@ -62,7 +62,8 @@ def generate(
     drafter: opt.DrafterName = None,
     draft_model: opt.DraftModel = None,
     max_draft_tokens: opt.MaxDraftTokens = None,
-    tree_width: opt.TreeWidth = 1,
+    tree_width: opt.TreeWidth = None,
+    head_weights: opt.HeadWeights = "stored",
     adaptive: opt.Adaptive = True,
     verification: opt.Verification = "coupled",
     dtype: opt.Dtype = "auto",
@@ -83,7 +84,7 @@ def generate(
 
 def _open(name: str, given: dict[str, Any]) -> LLM:
     """The engine the options ask for, with room for this command's samples only."""
-    drafting = ("max_draft_tokens", "tree_width", "adaptive", "verification")
+    drafting = ("max_draft_tokens", "tree_width", "head_weights", "adaptive", "verification")
     engine = ("dtype", "kv_cache_dtype", "max_model_len", "device", "kernels", "threads")
     options = {key: given[key] for key in (*drafting, *engine)}
     drafter = given["drafter"] or opt.default_drafter(name, given["draft_model"])

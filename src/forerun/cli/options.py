@@ -48,7 +48,13 @@ DraftModel = Annotated[str | None, _option("The draft model, or the folder of Me
 MaxDraftTokens = Annotated[
     int | None, _option("Most tokens drafted a step; 5 for chains, more for trees unless given.", DRAFTING)
 ]
-TreeWidth = Annotated[int, _option("Children a node of a draft model's tree; 1 is a chain.", DRAFTING)]
+TreeWidth = Annotated[
+    int | None,
+    _option("Children a node of a draft tree; 1 is a chain. Usual: 4 for medusa, 3 for eagle, else 1.", DRAFTING),
+]
+HeadWeights = Annotated[
+    str, _option("Matrices of Medusa, EAGLE and MTP heads: stored, or rounded to int8 or int4 when read.", DRAFTING)
+]
 Adaptive = Annotated[bool, _option("Choose each step's drafts by measured cost and acceptance.", DRAFTING)]
 
 Explain = Annotated[bool, _option("Say what speculation did for the answer, and why.", DRAFTING, "--explain")]

@@ -14,6 +14,7 @@ import typer
 from forerun.cli import options as opt
 from forerun.cli.console import print_note
 from forerun.cli.engine import open_llm
+from forerun.cli.listening import check_address
 from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def serve(
     draft_model: opt.DraftModel = None,
     speculative_config: Annotated[str | None, _engine("vLLM's JSON, instead.", opt.DRAFTING)] = None,
     max_draft_tokens: opt.MaxDraftTokens = 5,
-    tree_width: opt.TreeWidth = 1,
+    tree_width: opt.TreeWidth = None,
+    head_weights: opt.HeadWeights = "stored",
     adaptive: opt.Adaptive = True,
     verification: opt.Verification = "coupled",
     dtype: opt.Dtype = "auto",
@@ -83,7 +85,9 @@ def serve(
     engine = _engine_options(name, given)
     if log_format not in ("text", "json"):
         raise ConfigError(f"log-format must be text or json; got {log_format!r}")
+    check_address(host, port)
     _note_open(host, settings)
+    _bound_memory()
     llm = open_llm(name, **engine)
     _run(llm, settings, log_format, host=host, port=port, limit_concurrency=max_connections, **tls)
 
@@ -132,7 +136,7 @@ def _engine_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
     same = (
         "max_num_seqs", "max_num_batched_tokens", "prefix_caching", "seed", "verification", "dtype", "kv_cache_dtype",
-        "max_model_len", "device", "kernels", "threads", "max_draft_tokens", "tree_width", "adaptive",
+        "max_model_len", "device", "kernels", "threads", "max_draft_tokens", "tree_width", "head_weights", "adaptive",
     )  # fmt: skip
     options = {option: given[option] for option in same}
     text = given["speculative_config"]
@@ -142,6 +146,13 @@ def _engine_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     if given["drafter"] or given["draft_model"]:
         raise ConfigError("--speculative-config and --drafter or --draft-model were given: give one of them")
     return {**options, **parse_speculative_config(text)}
+
+
+def _bound_memory() -> None:
+    """Before the engine has threads, which the application's own call would be too late for on many cores."""
+    from forerun.server.memory import bound_arenas
+
+    bound_arenas()
 
 
 def _note_open(host: str, settings: ServerSettings) -> None:

@@ -23,12 +23,15 @@ Out = Annotated[Path, typer.Option(help="Run folder; the head is written to its 
 RecipeFile = Annotated[Path | None, typer.Option(help="A recipe, such as recipes/mini-eagle3.toml.")]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps; the recipe's unless given.")]
 TokensPerStep = Annotated[int | None, typer.Option(help="Tokens a step; the recipe's unless given.")]
-DataTokens = Annotated[int | None, typer.Option(help="Tokens of all sequences together; 0 takes what there is.")]
+DataTokens = Annotated[
+    int | None,
+    typer.Option(help="Tokens of all prompts with their answers, or of each .bin file; 0: what there is."),
+]
 CaptureBytes = Annotated[
     int | None, typer.Option(help="Keep the target's states on disk, in at most so many bytes; 0 computes them anew.")
 ]
 Device = Annotated[str, typer.Option(help="Where to train: cpu or cuda.")]
-Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Delete the run folder first, or go on.")]
+Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Delete the folder's run first, or go on.")]
 
 
 @app.callback()
@@ -41,7 +44,7 @@ def lm(
     recipe: Annotated[Path, typer.Argument(help="A recipe, such as recipes/mini-target.toml.")],
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/NAME unless given.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of the training text; the recipe's unless given.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh/--resume", help="Delete the run folder first, or go on.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh/--resume", help="Delete the folder's run first, or go on.")] = False,
 ) -> None:
     """Train a language model, or go on with it, and export it in Hugging Face layout."""
     from forerun.training.console import Console

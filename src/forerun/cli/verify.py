@@ -38,7 +38,8 @@ def verify(
     json: opt.JsonOption = False,
     draft_model: opt.DraftModel = None,
     max_draft_tokens: opt.MaxDraftTokens = None,
-    tree_width: opt.TreeWidth = 1,
+    tree_width: opt.TreeWidth = None,
+    head_weights: opt.HeadWeights = "stored",
     adaptive: Annotated[
         bool,
         typer.Option(help="Draft as in use; by default always, so that more is tested.", rich_help_panel=opt.DRAFTING),
@@ -60,7 +61,7 @@ def verify(
     cases = read_prompts(prompts, limit)
     name = opt.chosen_model(model_name, model)
     plain = open_llm(
-        name, PLAIN, tree_width=tree_width, adaptive=adaptive, dtype=dtype,
+        name, PLAIN, tree_width=tree_width, head_weights=head_weights, adaptive=adaptive, dtype=dtype,
         kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, device=device, kernels=kernels, threads=threads,
         max_num_seqs=batch_size,
     )  # fmt: skip

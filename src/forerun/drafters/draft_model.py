@@ -34,7 +34,7 @@ def build(context: DrafterContext) -> Drafter:
         context.kernels,
         block_size=context.block_size,
         max_draft_tokens=options.max_draft_tokens,
-        width=options.tree_width,
+        width=options.width,
         max_rows=context.max_rows,
     )
 

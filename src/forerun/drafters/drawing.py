@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import Model
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.models.recorded import RecordedModel
+from forerun.models.bound import BoundModel
 from forerun.speculation.growth import Draft, Leaf, TreeGrower
 from forerun.speculation.products import next_frontier
 from forerun.speculation.tree import ROOT
@@ -41,8 +41,8 @@ class TreeDrawer:
         return native
 
     def _draw_chains(self, model: Model, drafts: Sequence[Draft], level: Level, num_rows: int) -> bool:
-        """Chains in one call of a recorded model; False, and nothing done, where that does not go."""
-        if self._width > 1 or not isinstance(model, RecordedModel) or num_rows > model.max_chain_rows:
+        """Chains in one call of a model bound to its pool; False, and nothing done, where that does not go."""
+        if self._width > 1 or not isinstance(model, BoundModel) or num_rows > model.max_chain_rows:
             return False
         longest_first = sorted(drafts, key=lambda draft: -draft.num_free)
         noise = self._grower.chain_noise(longest_first)

@@ -16,5 +16,6 @@ def build(context: DrafterContext) -> Drafter:
     """The head the options name; raises ModelErrors where it does not fit the target."""
     assert context.options.model is not None  # DrafterConfig makes sure
     target = native_target(context.model)
-    head = read_eagle(open_head(context.options.model), target, context.kernels)
+    source = open_head(context.options.model)
+    head = read_eagle(source, target, context.kernels, context.options.head_weights)
     return FeatureDrafter(head, "eagle", context)

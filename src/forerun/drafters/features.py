@@ -28,14 +28,17 @@ from forerun.drafters.base import DrafterContext, Observed
 from forerun.drafters.drawing import tree_rows
 from forerun.drafters.following import Follow, Piece, Thrift
 from forerun.drafters.growing import Growth, judge_chains, judge_greedy, parent_rows
+from forerun.kernels.device import to_device
 from forerun.kernels.ops import LayerKV
 from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.models.heads.bound import POSITION_SHIFT, BoundHead
 from forerun.models.heads.head import DraftHead, HeadOutput
-from forerun.models.heads.recorded import POSITION_SHIFT, RecordedHead, record_head
+from forerun.models.heads.recorded import record_head
 from forerun.speculation.growth import Draft, Leaf
 from forerun.speculation.tree import ROOT
 
 EAGER_LAG = 16  # known rows that are computed at once even where no block is complete
+_LEAST_TREE = 4  # drafts from which a tree finds more than a chain, whose levels cost less
 
 
 class FeatureDrafter:
@@ -48,12 +51,12 @@ class FeatureDrafter:
         self.hidden_layers = head.hidden_layers
         self.kv_specs = head.kv_specs
         self.weight_bytes = head.weight_bytes
-        self._head: DraftHead | RecordedHead = head
+        self._head: DraftHead | BoundHead = head
         self._sees_slot_zero = head.sees_slot_zero
         self._kernels = context.kernels
         self._grower = context.grower
         self._block_size = context.block_size
-        self._width = options.tree_width
+        self._width = options.width
         self._max_rows = context.max_rows
         self._max_position = context.model.max_position
         self._kvs: Sequence[LayerKV] = ()
@@ -178,36 +181,39 @@ class FeatureDrafter:
             self._follows[draft.request.request_id].num_idle = 0
         if active:
             self._read_long_lags(active)
-            if not self._draw_chains(active):
-                self._draw_levels(active)
+            is_small = all(draft.num_free < _LEAST_TREE for draft in active)
+            width = 1 if is_small else self._width
+            if width > 1 or not self._draw_chains(active):
+                self._draw_levels(active, width)
 
     def _draw_chains(self, drafts: Sequence[Draft]) -> bool:
-        """Chains in one call of a recorded head; False, and nothing done, where that does not go."""
+        """Chains in one call of a head bound to its pool; False, and nothing done, where that does not go."""
         head = self._head
-        if self._width > 1 or not isinstance(head, RecordedHead):
+        if not isinstance(head, BoundHead):
             return False
         longest_first = sorted(drafts, key=lambda draft: -draft.num_free)
         noise = self._grower.chain_noise(longest_first)
         batch = None if noise is None else self._batch(self._root_rows(longest_first))
-        if noise is None or batch is None or not head.was_recorded(batch):
+        if noise is None or batch is None or not head.can_draft_chains(batch):
             return False
-        greedy = any(draft.request.params.temperature == 0.0 for draft in drafts)
+        may_rank = self._grower.coupled
+        judged = may_rank or any(draft.request.params.temperature == 0.0 for draft in drafts)
         keep_logits = self._grower.must_keep_logits(drafts)
-        chains, chances = head.draft_chains(batch, self._take_states(longest_first), noise, keep_logits, greedy)
+        chains, chances = head.draft_chains(batch, self._take_states(longest_first), noise, keep_logits, judged)
         self._grower.append_chains(longest_first, chains, self.name)
         if chances is not None:
-            judge_chains(longest_first, chances)
+            judge_chains(longest_first, chances, may_rank)
         return True
 
-    def _draw_levels(self, drafts: Sequence[Draft]) -> None:
+    def _draw_levels(self, drafts: Sequence[Draft], width: int) -> None:
         """One pass of the head a level, which is drawn and shaped in Python."""
-        growths = [Growth(draft, self._width) for draft in drafts]
+        growths = [Growth(draft, width) for draft in drafts]
         leaves = [[ROOT] for _ in growths]
         batch = self._batch(self._root_rows(drafts))
         out = self._head.read(batch, self._take_states(drafts), self._kvs)
         while out is not None:
-            grown = self._grow(growths, leaves, out)
-            features = out.features.index_select(0, parent_rows(growths, leaves, grown).to(out.features.device))
+            grown = self._grow(growths, leaves, out, width)
+            features = out.features.index_select(0, to_device(parent_rows(growths, leaves, grown), out.features.device))
             leaves = grown
             out = self._next_level(growths, leaves, features)
         for growth in growths:
@@ -256,11 +262,13 @@ class FeatureDrafter:
         rows = [growth.rows(nodes, growth.draft.request.root_position) for growth, nodes in pairs if nodes]
         return self._head.forward(self._batch(rows), features, self._kvs) if rows else None
 
-    def _grow(self, growths: Sequence[Growth], leaves: Sequence[Sequence[int]], out: HeadOutput) -> list[list[int]]:
+    def _grow(
+        self, growths: Sequence[Growth], leaves: Sequence[Sequence[int]], out: HeadOutput, width: int
+    ) -> list[list[int]]:
         """Draw the leaves' children; which of them to expand next, by request."""
         frontier = [Leaf(growth.scratch, node) for growth, nodes in zip(growths, leaves, strict=True) for node in nodes]
-        drawn = self._grower.grow(frontier, out.logits, self._width, self.name)
-        judge_greedy(frontier, drawn, out.logits)
+        drawn = self._grower.grow(frontier, out.logits, width, self.name)
+        judge_greedy(frontier, drawn, out.logits, may_rank=self._grower.coupled and width == 1)
         children = iter(drawn)
         return [
             growth.next_leaves([child for _ in nodes for child in next(children)])

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forerun.kernels.device import indices_on
+
 
 class Piece(NamedTuple):
     """States as a step left them: some rows of several tensors [M, H], one for each layer that is read."""
@@ -24,7 +26,8 @@ class Piece(NamedTuple):
         if self.rows[-1] - first == num - 1:
             parts = [states[first : first + num] for states in self.layers]
         else:
-            parts = [states[self.rows] for states in self.layers]
+            rows = indices_on(self.rows, self.layers[0].device)
+            parts = [states.index_select(0, rows) for states in self.layers]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
@@ -83,10 +86,9 @@ class Follow:
         return self._states
 
 
-_MEMORY = 1 / 256  # what the newest step's time counts for
-_RECENT = 1 / 64  # what it counts for in the share of steps with drafts
+_RECENT = 1 / 64  # what the newest step counts for in the share of steps with drafts
 _WANTED = 0.05  # share of steps with drafts from which following needs no other reason
-_TRUSTED = 0.2  # that share as it is taken to be at first
+_TRUSTED = 0.1  # that share as it is taken to be at first
 _AFFORDED = 0.01  # share of the time that following may take while nobody wants drafts
 _PATIENCE = 48  # steps after which a request nobody drafts for may be left
 _LONGEST_STEP_S = 1.0  # above it there was nothing to do
@@ -97,26 +99,31 @@ class Thrift:
 
     A head that lags too far behind cannot draft: whether drafts will be wanted must be guessed. As long as they are
     wanted now and then, or reading takes next to none of the time, everything is followed. Else requests are left, and
-    followed from their beginning only as far as a small share of the time allows.
+    what was read in vain is a debt that a small share of the time pays off; once it is paid, the next requests are
+    followed from their beginning.
     """
 
     def __init__(self) -> None:
         self._wanted = _TRUSTED
-        self._reading_s = self._total_s = 0.0
+        self._debt_s = 0.0
         self._began: float | None = None
 
     def learn(self, wanted: bool, began: float, reading_s: float) -> None:
         """A step is over that was asked for drafts or not; it was observed from `began` on, which took `reading_s`."""
         self._wanted += _RECENT * (wanted - self._wanted)
-        if self._began is not None and began - self._began < _LONGEST_STEP_S:
-            self._reading_s += reading_s - _MEMORY * self._reading_s
-            self._total_s += began - self._began - _MEMORY * self._total_s
+        step_s = began - self._began if self._began is not None else 0.0
+        paid_s = _AFFORDED * step_s if step_s < _LONGEST_STEP_S else 0.0
+        self._debt_s = max(self._debt_s - paid_s, 0.0) + (0.0 if self._is_wanted else reading_s)
         self._began = began
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self._wanted > _WANTED
 
     @property
     def allows(self) -> bool:
         """Whether to follow requests whose drafts may never be wanted."""
-        return self._wanted > _WANTED or self._reading_s <= _AFFORDED * self._total_s
+        return self._is_wanted or self._debt_s <= _AFFORDED * _LONGEST_STEP_S
 
     def leaves(self, follow: Follow) -> bool:
         """Whether to follow a request no longer."""

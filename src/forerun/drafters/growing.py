@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from forerun.kernels.device import indices_on, to_device, to_host
 from forerun.models.batch import SequenceRows
 from forerun.speculation.growth import Draft, Leaf
 from forerun.speculation.tree import ROOT, DraftTree
@@ -84,24 +85,33 @@ def _scratch(draft: Draft, width: int) -> Draft:
     return scratch
 
 
-def judge_greedy(leaves: Sequence[Leaf], drawn: Sequence[Sequence[int]], logits: Tensor) -> None:
-    """Without randomness a child's chance is the head's own probability, as EAGLE-2 has it; logits [num_leaves, V]."""
-    greedy = [i for i, leaf in enumerate(leaves) if leaf.draft.request.params.temperature == 0.0 and drawn[i]]
+def judge_greedy(leaves: Sequence[Leaf], drawn: Sequence[Sequence[int]], logits: Tensor, may_rank: bool) -> None:
+    """Without randomness a child's chance is the head's own probability, as EAGLE-2 has it; logits [num_leaves, V].
+
+    `may_rank`: judge also those drawn with noise, see `judge_chains`.
+    """
+    greedy = [i for i, leaf in enumerate(leaves) if drawn[i] and (may_rank or leaf.draft.request.params.greedy)]
     if not greedy:
         return
-    rows = logits if len(greedy) == len(leaves) else logits[greedy]
-    totals = rows.logsumexp(dim=1).tolist()
-    for i, total in zip(greedy, totals, strict=True):
+    rows = logits if len(greedy) == len(leaves) else logits[indices_on(greedy, logits.device)]
+    tokens = [[leaves[i].draft.tree.tokens[child] for child in drawn[i]] for i in greedy]
+    width = max(map(len, tokens))
+    ids = to_device(torch.tensor([own + [0] * (width - len(own)) for own in tokens]), logits.device)  # [greedy, width]
+    chances = to_host(rows.gather(1, ids).double() - rows.logsumexp(dim=1, keepdim=True).double()).tolist()
+    for i, values in zip(greedy, chances, strict=True):
         draft, node = leaves[i]
-        values = logits[i, [draft.tree.tokens[child] for child in drawn[i]]].tolist()
-        for child, value in zip(drawn[i], values, strict=True):
-            draft.survival[child] = draft.survival[node] + min(value - total, 0.0)
+        for child, value in zip(drawn[i], values, strict=False):
+            draft.survival[child] = draft.survival[node] + min(value, 0.0)
 
 
-def judge_chains(drafts: Sequence[Draft], log_chances: Tensor) -> None:
-    """The same of chains drawn whole; log_chances [steps, num_drafts], the head's own for each token."""
+def judge_chains(drafts: Sequence[Draft], log_chances: Tensor, may_rank: bool) -> None:
+    """The same of chains drawn whole; log_chances [steps, num_drafts], the head's own for each token.
+
+    `may_rank`: also of those drawn with noise. There a token the head thinks unlikely tells that it was unsure, and the
+    target's choice is the less likely to be the same; how much less is for a policy to learn.
+    """
     for draft, chances in zip(drafts, log_chances.T.tolist(), strict=True):
-        if draft.request.params.temperature == 0.0:
+        if may_rank or draft.request.params.greedy:
             for node, chance in enumerate(chances[: len(draft.tree) - 1], 1):
                 draft.survival[node] = draft.survival[node - 1] + min(chance, 0.0)
 

@@ -41,7 +41,7 @@ def build(context: DrafterContext) -> Drafter:
             "layer_skip drafts with the target's own layers, which a model that runs through transformers does not "
             "give one by one; choose another drafter, or a target of a family that forerun implements"
         )
-    drawer = TreeDrawer(context.grower, context.block_size, options.tree_width, LayerSkipDrafter.name)
+    drawer = TreeDrawer(context.grower, context.block_size, options.width, LayerSkipDrafter.name)
     return LayerSkipDrafter(
         model, context.kernels, drawer, context.block_size, options.max_draft_tokens, options.layers
     )

@@ -36,10 +36,10 @@ def build(context: DrafterContext) -> Drafter:
             "Medusa heads read the target's state after its final norm, which a model that runs through transformers "
             "does not give; choose another drafter, or a target of a family that forerun implements"
         )
-    heads = load_medusa(options.model, model, context.kernels)
+    heads = load_medusa(options.model, model, context.kernels, options.head_weights)
     state_layer = len(model.parts.layers) + 1
     owned = sum(linear.nbytes for linear in heads.linears if linear is not model.parts.lm_head)
-    return MedusaDrafter(heads, context.grower, state_layer, options.max_draft_tokens, options.tree_width, owned)
+    return MedusaDrafter(heads, context.grower, state_layer, options.max_draft_tokens, options.width, owned)
 
 
 class _State(NamedTuple):

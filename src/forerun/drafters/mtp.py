@@ -18,7 +18,7 @@ from forerun.models.heads.source import open_head
 def build(context: DrafterContext) -> Drafter:
     """The module the options name, else the target's own; raises ModelErrors where there is none that fits."""
     target = native_target(context.model)
-    head = read_mtp(open_head(_folder(context)), target, context.kernels)
+    head = read_mtp(open_head(_folder(context)), target, context.kernels, context.options.head_weights)
     return FeatureDrafter(head, "mtp", context)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, Stateless
+from forerun.kernels.device import to_host
 from forerun.kernels.ops import Kernels, NoiseKeys
 from forerun.speculation.growth import Draft
 from forerun.speculation.tree import MAX_NODES, ROOT
@@ -88,7 +89,7 @@ class RecyclingDrafter(Stateless):
         none = torch.zeros(num_rows, dtype=torch.int64)
         plain = torch.zeros(num_rows, dtype=torch.float64)  # temperature 0: the logits themselves
         best, _ = self._kernels.gumbel_topk(logits, plain, NoiseKeys(none, none, none), self._num_successors)
-        self._table[token_ids.cpu().numpy()] = best.cpu().numpy()
+        self._table[token_ids.numpy()] = to_host(best).numpy()
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Fill as much of the fixed tree as there is room for and successors are known."""

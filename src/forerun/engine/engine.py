@@ -5,7 +5,8 @@ Knows: the order of things. Does not know: how any of them is done, nor text, ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
@@ -82,6 +83,7 @@ class Engine:
     groups: dict[str, RequestGroup] = field(default_factory=dict)
     records: dict[str, SampleRecord] = field(default_factory=dict)
     timings: Timings = field(default_factory=Timings)
+    torch_threads: Callable[[], AbstractContextManager[None]] = nullcontext  # around a step
     boundaries: BoundaryStates = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,6 +121,10 @@ class Engine:
 
     def step(self) -> list[RequestGroup]:
         """Advance the scheduled requests by one pass of the target; the groups that changed."""
+        with self.torch_threads():
+            return self._step()
+
+    def _step(self) -> list[RequestGroup]:
         clock = self.timings
         clock.start()
         plan = self._schedule()
@@ -127,11 +133,7 @@ class Engine:
         draft_s = clock.lap("draft_s")
         batch = self._build(work)
         overhead_s += clock.lap("build_s")
-        out = self.model.forward(batch, self._kvs, self.drafter.hidden_layers)
-        synchronize(self.kv_cache.device)
-        forward_s = clock.lap("forward_s")
-        choices = self._verify(work, out)
-        choose_s = clock.lap("verify_s")
+        out, choices, forward_s, choose_s = self._decide(work, batch)
         overhead_s += choose_s
         observed = self._commit(work, choices, out)
         self._show_logits(batch, out)
@@ -218,6 +220,22 @@ class Engine:
         return ForwardBatch.build(sequences, self.kv_cache.block_size)
 
     # -- verify, commit -----------------------------------------------------------------------------------------
+
+    def _decide(
+        self, work: Sequence[_Work], batch: ForwardBatch
+    ) -> tuple[ForwardOutput, list[Choice | LogitsError | None], float, float]:
+        """The pass, what is chosen from it, and the seconds of both.
+
+        A card is waited for once, for the choices, so that choosing counts as a part of the pass there.
+        """
+        out = self.model.forward(batch, self._kvs, self.drafter.hidden_layers)
+        if self.kv_cache.device.type == "cpu":
+            forward_s = self.timings.lap("forward_s")
+            return out, self._verify(work, out), forward_s, self.timings.lap("verify_s")
+        choices = self._verify(work, out)
+        if all(entry.tree is None for entry in work):  # nothing was read of a prompt's pass
+            synchronize(self.kv_cache.device)
+        return out, choices, self.timings.lap("forward_s"), 0.0
 
     def _verify(self, work: Sequence[_Work], out: ForwardOutput) -> list[Choice | LogitsError | None]:
         """One choice or error for every request that reached its root, None for the others."""

@@ -17,9 +17,9 @@ from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.speculation.growth import Draft
 
 _NUM_KNOWN = 8  # tokens of the text
-_SIZES = (1, 2, 4, 8)  # drafts a call
+_SIZES = (1, 2, 3, 4, 8, 16)  # drafts a call
 _TIMINGS = 3  # calls of which the quickest counts, after one that does not
-_BUDGET_S = 0.1  # after which no further size is tried
+_BUDGET_S = 0.2  # after which no further size is tried
 
 
 def measure_draft_costs(

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from forerun.core import Request
 from forerun.engine.explain import needed_rate, shortfall
+from forerun.engine.policy_ledger import Ledger
 from forerun.speculation.growth import Draft
 
 _PRIOR_DRAFTS = 8.0  # how many drafts the engine's average counts for in a new request
@@ -166,31 +167,43 @@ class VerifyCost:
 
 @dataclass(slots=True)
 class StepCosts:
-    """Seconds of a whole step: passes as measured at start, corrected by those of the running engine."""
+    """Seconds of a whole step: passes as measured at start, corrected by those of the running engine.
+
+    Passes there are slower than measured alone: caches are colder, contexts longer. Plain ones and those with drafts
+    are corrected apart, since what plain decoding takes is what all drafting is judged by.
+    """
 
     verify_cost: VerifyCost
     overhead_s: float = 0.0  # of a step without drafts
     extra_s: float = 0.0  # what drafts add to that: more rows to lay out, more choices to make
-    slowness: float = 1.0  # passes in a running engine over those measured alone: caches are colder, contexts longer
+    _slowness: dict[bool, float] = field(default_factory=dict)  # of passes with drafts, and of those without
+    _num_seen: dict[bool, int] = field(default_factory=dict)  # likewise
 
-    def pass_s(self, num_rows: int) -> float:
+    def slowness(self, drafts: bool) -> float:
+        """Passes in the running engine over those measured at start; the other kind's as long as there was none."""
+        return self._slowness.get(drafts, self._slowness.get(not drafts, 1.0))
+
+    def pass_s(self, num_rows: int, drafts: bool = False) -> float:
         """One pass over so many rows."""
-        return self.slowness * self.verify_cost(num_rows)
+        return self.slowness(drafts) * self.verify_cost(num_rows)
 
     def step_s(self, num_rows: int, drafts: bool) -> float:
         """A step around such a pass, drafting apart."""
-        return self.pass_s(num_rows) + self.overhead_s + (self.extra_s if drafts else 0.0)
+        return self.pass_s(num_rows, drafts) + self.overhead_s + (self.extra_s if drafts else 0.0)
 
     def learn(self, num_rows: int, drafts: bool, forward_s: float, overhead_s: float) -> None:
         """Running means of a step's overhead and of how much slower passes are than when measured alone."""
         if num_rows > self.verify_cost.max_rows:
             return
-        ratio = min(forward_s / self.verify_cost(num_rows), _MAX_JUMP * self.slowness)
-        self.slowness += _RISE * (ratio - self.slowness)
+        known = self.slowness(drafts)
+        ratio = min(forward_s / self.verify_cost(num_rows), _MAX_JUMP * known)
+        num_seen = self._num_seen.get(drafts, 0)
+        self._slowness[drafts] = known + max(_RISE, 1 / (num_seen + 1)) * (ratio - known)  # the first say it all
+        self._num_seen[drafts] = num_seen + 1
         overhead_s = min(overhead_s, self.verify_cost(num_rows))
-        if drafts:
+        if drafts and False in self._slowness:
             self.extra_s += _RISE * (max(overhead_s - self.overhead_s, 0.0) - self.extra_s)
-        else:
+        else:  # before the first plain step all overhead counts as what a plain step has, too
             self.overhead_s += _RISE * (overhead_s - self.overhead_s)
 
 
@@ -208,14 +221,16 @@ class AdaptivePolicy(AsDrafted):
     _catch_up_s: float = 0.0  # a drafter's time for a known token it has missed
     _read: dict[str, int] = field(default_factory=dict)  # known tokens when a request last had drafts
     _usual_output: float = _USUAL_OUTPUT
+    ledger: Ledger = field(default_factory=Ledger)
 
     def begin_step(self, num_deciding: int) -> None:
         """Remember the load: rows of all requests share one pass."""
         self._num_deciding = max(1, num_deciding)
+        self.ledger.begin_step()
 
     def node_budget(self, request: Request) -> int:
         """The best budget for this request's acceptance at this load; now and then a probe while it is one."""
-        if not request.speculate or self.max_nodes <= 1:
+        if not request.speculate or self.max_nodes <= 1 or not self.ledger.is_open:
             return 1
         best = max(range(self.max_nodes), key=lambda k: self._speed(request, k))
         if best > 0 and self._is_worth(request, best):
@@ -249,6 +264,8 @@ class AdaptivePolicy(AsDrafted):
 
     def explain(self, request: Request) -> str | None:
         """Its drafts are right too seldom, or reading what the drafter has missed costs too much."""
+        if self.ledger.is_spent:
+            return "drafts have cost more than they gained lately; they are tried again now and then"
         sizes, n, draft_s = range(1, self.max_nodes), self._num_deciding, self._draft_cost()
         step_s = {size: self.costs.step_s(n * (size + 1), True) + size * draft_s for size in sizes}
         needed = needed_rate(step_s, _LEAST_GAIN / self.costs.step_s(n, False))
@@ -267,6 +284,7 @@ class AdaptivePolicy(AsDrafted):
 
     def learn(self, request: Request, num_drafted: int, num_tested: int, num_accepted: int) -> None:
         """Update the request's and the engine's acceptance."""
+        self.ledger.note_tokens(num_accepted + 1)
         if num_drafted:
             self._read[request.request_id] = len(request.token_ids)
             self._overall.add(num_tested, num_accepted)
@@ -278,14 +296,17 @@ class AdaptivePolicy(AsDrafted):
         A drafter that first has to read a prompt, or a busy machine, makes single steps look dear; taking that at its
         word would switch drafting off, and then nothing would correct it.
         """
+        self.ledger.note_drafting(seconds)
         if num_drafted:
             known = self._draft_cost()
             cost = min(seconds / num_drafted, _MAX_JUMP * known)
             self._draft_s = known + (_FALL if cost < known else _RISE) * (cost - known)
 
     def learn_step_cost(self, num_rows: int, forward_s: float, overhead_s: float) -> None:
-        """Leave it to the costs."""
-        self.costs.learn(num_rows, num_rows > self._num_deciding, forward_s, overhead_s)
+        """Leave it to the costs and the ledger."""
+        drafts = num_rows > self._num_deciding
+        self.costs.learn(num_rows, drafts, forward_s, overhead_s)
+        self.ledger.book(forward_s + overhead_s, self.costs.step_s(self._num_deciding, False), drafts)
 
     def learn_catch_up(self, seconds: float, num_tokens: int) -> None:
         """A running mean that falls quickly and rises slowly; the drafts of that step count as reading."""

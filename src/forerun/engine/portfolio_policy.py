@@ -20,6 +20,7 @@ from forerun.core import Request
 from forerun.engine.calibration import Calibration
 from forerun.engine.explain import needed_rate, shortfall
 from forerun.engine.policy import StepCosts
+from forerun.engine.policy_ledger import Ledger
 from forerun.speculation.growth import Draft, Part
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)  # numbers of drafts whose cost is kept apart
@@ -124,6 +125,7 @@ class PortfolioPolicy:
     _read: dict[tuple[str, str], int] = field(default_factory=dict)  # known tokens when it was asked last
     _step_costs: dict[int, float] = field(default_factory=dict)  # with drafts, by rows, as worked out lately
     _num_steps: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
 
     def expect(self, member: str, costs: Mapping[int, float]) -> None:
         """A member of the portfolio, and seconds its calls took when tried at start, by number of drafts."""
@@ -134,6 +136,7 @@ class PortfolioPolicy:
     def begin_step(self, num_deciding: int) -> None:
         """Remember the load: rows of all requests share one pass."""
         self._num_deciding = max(1, num_deciding)
+        self.ledger.begin_step()
         self._num_steps += 1
         if self._num_steps % _STEPS_A_COST == 0:
             self._step_costs.clear()
@@ -146,7 +149,9 @@ class PortfolioPolicy:
 
     def node_budget(self, request: Request) -> int:
         """Room for drafts: a fair share of the rows whose cost is known."""
-        if not request.speculate or self.max_nodes <= 1 or self._all_rest(request.request_id):
+        if not request.speculate or self.max_nodes <= 1 or not self.ledger.is_open:
+            return 1
+        if self._all_rest(request.request_id):
             return 1
         share = max(2, self.costs.verify_cost.max_rows // self._num_deciding)
         return max(1, min(self.max_nodes, share, request.max_nodes or self.max_nodes))
@@ -185,7 +190,9 @@ class PortfolioPolicy:
 
     def _probe_every(self, member: str) -> float:
         """Steps between trials: the dearer they are, the rarer."""
-        return max(_PROBE_EVERY, self._cost(member, _PROBE_DRAFTS) / (_PROBE_SHARE * self.costs.pass_s(1)))
+        n = self._num_deciding
+        price_s = self._cost(member, _PROBE_DRAFTS) + self._step_s(n + _PROBE_DRAFTS) - self.costs.step_s(n, False)
+        return max(_PROBE_EVERY, price_s / (_PROBE_SHARE * self.costs.pass_s(n)))
 
     def _pays_for_asking(self, member: str, draft: Draft, plan: Asking) -> bool:
         """Whether what the member finds, when it finds something, is worth the times it finds nothing."""
@@ -204,11 +211,11 @@ class PortfolioPolicy:
     def _best(self, member: str, draft: Draft) -> Asking:
         """How many drafts of the member, on top of what is there, promise the most tokens per second.
 
-        A path of the member's that is right down to a depth adds a token there unless an earlier member's node holds
-        it already.
+        The member's likeliest nodes come first; one that is right adds a token unless an earlier member's node holds it
+        already, which is guessed as if the nodes were a chain.
         """
         found = self._found_by_depth(draft)
-        rates = self.calibration.path_rates(draft.request.request_id, member)
+        rates = self.calibration.rank_rates(draft.request.request_id, member)
         tokens, chance, there = 1.0 + sum(found), 1.0, len(draft.tree)
         rows = self._num_deciding
         without = tokens / (self._step_s(rows * there) if there > 1 else self.costs.step_s(rows, False))
@@ -250,6 +257,8 @@ class PortfolioPolicy:
         cost = self._members.setdefault(member, MemberCost())
         num_caught_up = sum(draft.num_caught_up for draft in asked)
         num_drafts = max(len(draft.tree) for draft in asked) - 1
+        if num_caught_up < _LONG_LAG:  # reading is an investment, which `_is_worth` weighs, no loss of this step
+            self.ledger.note_drafting(seconds)
         if num_caught_up >= _LONG_LAG:
             cost.learn_catch_up(seconds, num_caught_up)
         elif num_drafts > 0:  # finding nothing may be much cheaper than drafting
@@ -296,6 +305,7 @@ class PortfolioPolicy:
 
     def learn(self, request: Request, num_drafted: int, num_tested: int, num_accepted: int) -> None:
         """Members are scored one by one, see `learn_parts`."""
+        self.ledger.note_tokens(num_accepted + 1)
 
     def learn_parts(self, draft: Draft, tokens: Sequence[int]) -> None:
         """Score every member's tree on the tokens that followed."""
@@ -309,17 +319,21 @@ class PortfolioPolicy:
         """Members' costs are measured one by one, see `learn_member_cost`."""
 
     def learn_step_cost(self, num_rows: int, forward_s: float, overhead_s: float) -> None:
-        """Leave it to the costs."""
-        self.costs.learn(num_rows, num_rows > self._num_deciding, forward_s, overhead_s)
+        """Leave it to the costs and the ledger."""
+        drafts = num_rows > self._num_deciding
+        self.costs.learn(num_rows, drafts, forward_s, overhead_s)
+        self.ledger.book(forward_s + overhead_s, self.costs.step_s(self._num_deciding, False), drafts)
 
     def explain(self, request: Request) -> str | None:
         """No member's drafts are right often enough for what it costs; what is missing, member by member."""
+        if self.ledger.is_spent:
+            return "drafts have cost more than they gained lately; they are tried again now and then"
         plain, n = 1.0 / self.costs.step_s(self._num_deciding, False), self._num_deciding
         said = []
         for member in sorted(self._members):
             sizes = [size for size in _SIZES if size < self.max_nodes]
             step_s = {size: self.costs.step_s(n * (size + 1), True) + self._cost(member, size) for size in sizes}
-            rate = self.calibration.path_rates(request.request_id, member)[0]
+            rate = self.calibration.rank_rates(request.request_id, member)[0]
             said.append(shortfall(f"drafts of {member}", rate, needed_rate(step_s, plain)))
         return "; ".join(filter(None, said)) if all(said) and said else None
 

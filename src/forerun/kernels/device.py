@@ -1,11 +1,17 @@
-"""The device kernels run on: which one, how much memory it has free, and when its work is done.
+"""The device kernels run on: which one, how much memory it has free, what goes there and comes back.
 
 Knows: torch's names for devices. Does not know: kernels, models.
+
+What the host uploads goes through pinned memory, and the host goes on at once. Where it needs numbers of a card it
+must wait for all work before them: `to_host` is the one place where a step does that, so that waits can be counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from forerun.errors import ResourceError
 
@@ -41,3 +47,34 @@ def synchronize(device: torch.device) -> None:
     """Wait until a card has done what it was given; the host's work is done when a call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A copy of `x` on the host, which waits for it; `x` itself if it is there."""
+    return x.cpu()
+
+
+def all_to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Several tensors of 64-bit numbers on the host, brought there in one copy."""
+    if all(x.device == CPU for x in tensors):
+        return tensors
+    joined = to_host(torch.cat([x.contiguous().view(torch.int64).flatten() for x in tensors]))
+    parts = joined.split_with_sizes([x.numel() for x in tensors])
+    return tuple(part.view(x.dtype).view(x.shape) for part, x in zip(parts, tensors, strict=True))
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host where kernels run, itself if that is the host; nobody waits."""
+    if host.device == device:
+        return host
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+def upload(host: Tensor, target: Tensor) -> None:
+    """Overwrite `target` with a tensor of the host; nobody waits."""
+    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+
+
+def indices_on(indices: Sequence[int], device: torch.device) -> Tensor:
+    """Indices as a tensor [len(indices)] int64 on `device`; indexing with a list would wait for a card."""
+    return to_device(torch.tensor(list(indices), dtype=torch.int64), device)

@@ -5,14 +5,16 @@ Knows: the facts and the verbs of `models.base.Model` that replaying changes not
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from forerun.kernels.ops import LayerKV
-from forerun.models.base import CommittedPath, Model
+from forerun.kernels.ops import ChainNoise, Chains, LayerKV
+from forerun.models.base import CommittedPath, ForwardOutput, Model
+from forerun.models.batch import ForwardBatch
 
 
-class BoundModel:
-    """All of `models.base.Model` but `forward`."""
+class BoundModel(ABC):
+    """All of `models.base.Model`, and chains in one go; how passes are replayed is left to be said."""
 
     def __init__(self, model: Model, kvs: Sequence[LayerKV], hidden_layers: Sequence[int]) -> None:
         self.vocab_size = model.vocab_size
@@ -32,3 +34,16 @@ class BoundModel:
     def release(self, request_id: str) -> None:
         """See `models.base.Model`."""
         self._model.release(request_id)
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
+        """See `models.base.Model`."""
+
+    @property
+    @abstractmethod
+    def max_chain_rows(self) -> int:
+        """Rows a batch for `draft_chains` may have; 0 if this forward returns more than logits."""
+
+    @abstractmethod
+    def draft_chains(self, batch: ForwardBatch, noise: ChainNoise, keep_logits: bool) -> Chains:
+        """Run the batch, whose logit rows are one root a sequence, and draw a chain below each, level by level."""

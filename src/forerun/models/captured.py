@@ -16,12 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.config import MAX_TREE_NODES
-from forerun.kernels.ops import AttentionRows, LayerKV
-from forerun.kernels.triton.graphs import Capture, CudaCapture, GraphSize, size_for
+from forerun.kernels.ops import AttentionRows, ChainNoise, Chains, Kernels, LayerKV
+from forerun.kernels.triton.graphs import Capture, CudaCapture, GraphSize, LastUsed, size_for
 from forerun.models.base import ForwardOutput, Model
 from forerun.models.batch import ForwardBatch
 from forerun.models.bound import BoundModel
+from forerun.models.chains import ChainPasses, DeviceChains, table_width
+from forerun.models.static import StaticColumns, padded, padded_tables, repeated
+
+MOST_CHAIN_ROWS = 1 << 20  # any number: a batch that is too large for a graph is run by itself
 
 
 class StaticBatch:
@@ -30,13 +33,10 @@ class StaticBatch:
     def __init__(self, size: GraphSize, block_size: int, device: torch.device) -> None:
         rows, sequences, visible = size
         self._size = size
-        self._width = -(-(visible + MAX_TREE_NODES) // block_size)  # a tree's rows reach further than its positions
-        self._wide = torch.zeros(2 * rows, dtype=torch.int64, device=device)
-        self._narrow = torch.zeros(4 * rows + sequences * (1 + self._width), dtype=torch.int32, device=device)
-        token_ids, tree_masks = self._wide.split_with_sizes([rows, rows])
-        positions, slots, seq_ids, prefix_lens, tree_starts, tables = self._narrow.split_with_sizes(
-            [rows] * 4 + [sequences, sequences * self._width]
-        )
+        self._width = table_width(visible, block_size)
+        self._columns = StaticColumns([rows] * 2, [rows] * 4 + [sequences, sequences * self._width], device)
+        token_ids, tree_masks = self._columns.wide
+        positions, slots, seq_ids, prefix_lens, tree_starts, tables = self._columns.narrow
         self.batch = ForwardBatch(
             token_ids=token_ids,  # [num_rows]
             positions=positions,
@@ -57,16 +57,13 @@ class StaticBatch:
     def fill(self, batch: ForwardBatch) -> None:
         """Copy a batch of the host over, filled up to the size; the host does not wait."""
         rows, (num_rows, num_sequences, _) = batch.rows, self._size
-        wide = [_repeated(column, num_rows) for column in (batch.token_ids, rows.tree_masks)]
-        columns = (batch.positions, batch.slots, rows.seq_ids, rows.prefix_lens)
-        narrow = [_repeated(column, num_rows) for column in columns]
-        narrow.append(_padded(rows.tree_starts, num_sequences))
-        tables = rows.block_tables[:, : self._width]
-        missing = (0, self._width - tables.shape[1], 0, num_sequences - tables.shape[0])
-        narrow.append(torch.nn.functional.pad(tables, missing).flatten())
-        for target, source in ((self._wide, wide), (self._narrow, narrow)):
-            joined = torch.cat(source)
-            target.copy_(joined.pin_memory() if target.is_cuda else joined, non_blocking=True)
+        narrow = (batch.positions, batch.slots, rows.seq_ids, rows.prefix_lens)
+        starts = padded(rows.tree_starts, num_sequences)
+        tables = padded_tables(rows.block_tables, num_sequences, self._width)
+        self._columns.fill(
+            [repeated(column, num_rows) for column in (batch.token_ids, rows.tree_masks)],
+            [*(repeated(column, num_rows) for column in narrow), starts, tables],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +82,13 @@ class CapturedModel(BoundModel):
     """
 
     def __init__(
-        self, model: Model, capture: Capture, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()
-    ) -> None:
+        self, model: Model, kernels: Kernels, capture: Capture, kvs: Sequence[LayerKV],
+        hidden_layers: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         super().__init__(model, kvs, hidden_layers)
         self._capture = capture
-        self._graphs: dict[GraphSize, _Graph] = {}
+        self._graphs: LastUsed[GraphSize, _Graph] = LastUsed()
+        self._chains = DeviceChains(_passes_of(model, kvs), kernels, capture)
 
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
         """See `models.base.Model`."""
@@ -100,12 +99,23 @@ class CapturedModel(BoundModel):
             return self._model.forward(batch, kvs, hidden_layers)
         graph = self._graphs.get(size)
         if graph is None:
-            graph = self._graphs[size] = self._new_graph(size, batch)
+            graph = self._new_graph(size, batch)
+            self._graphs.put(size, graph)
         else:
             graph.static.fill(batch)
             graph.replay()
         hidden = {layer: state[: batch.num_rows].clone() for layer, state in graph.out.hidden.items()}  # [M, H]
         return ForwardOutput(graph.out.logits[: batch.num_rows], hidden)
+
+    @property
+    def max_chain_rows(self) -> int:
+        """See `BoundModel`."""
+        return 0 if self._hidden_layers else MOST_CHAIN_ROWS
+
+    def draft_chains(self, batch: ForwardBatch, noise: ChainNoise, keep_logits: bool) -> Chains:
+        """See `BoundModel`; kept logits lie where the next call writes its own."""
+        chains, _ = self._chains.draw(batch, None, noise, keep_logits, judged=False)
+        return chains
 
     def _new_graph(self, size: GraphSize, batch: ForwardBatch) -> _Graph:
         """Capture a pass of this size on the batch itself, so that it writes nothing but what the batch does."""
@@ -116,17 +126,42 @@ class CapturedModel(BoundModel):
 
 
 def capture_model(
-    model: Model, device: torch.device, kvs: Sequence[LayerKV], hidden_layers: Sequence[int]
+    model: Model, kernels: Kernels, kvs: Sequence[LayerKV], hidden_layers: Sequence[int]
 ) -> CapturedModel:
     """The model with its passes captured on a card."""
-    return CapturedModel(model, CudaCapture(device), kvs, hidden_layers)
+    return CapturedModel(model, kernels, CudaCapture(kernels.device), kvs, hidden_layers)
 
 
-def _repeated(column: Tensor, num: int) -> Tensor:
-    """A column [M] and its last entry again -> [num]."""
-    return torch.cat([column, column[-1:].expand(num - len(column))])
+def _passes_of(model: Model, kvs: Sequence[LayerKV]) -> ChainPasses:
+    """All levels of a chain are one and the same pass of a model that reads tokens alone."""
+
+    def run(batch: ForwardBatch, _: Tensor | None) -> tuple[Tensor, None]:
+        return model.forward(batch, kvs).logits, None
+
+    return ChainPasses(first=run, below=run, vocab_size=model.vocab_size, block_size=kvs[0].block_size)
 
 
-def _padded(column: Tensor, num: int) -> Tensor:
-    """A column and zeros behind it -> [num]."""
-    return torch.nn.functional.pad(column, (0, num - len(column)))
+class CapturedRows:
+    """A function of rows of numbers, captured for every number of them; each row gives as many rows of the result."""
+
+    def __init__(self, run: Callable[[Tensor], Tensor], capture: Capture) -> None:
+        self._run = run
+        self._capture = capture
+        # given, result, replay
+        self._graphs: LastUsed[GraphSize, tuple[Tensor, Tensor, Callable[[], None]]] = LastUsed()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, width] -> the result's rows, which lie where the next call of the same size writes its own."""
+        size = size_for(len(x), 1, 1)
+        if size is None:
+            return self._run(x)
+        graph = self._graphs.get(size)
+        held = x.new_zeros(size.num_rows, x.shape[1]) if graph is None else graph[0]  # [num_rows, width]
+        held[: len(x)].copy_(x)
+        held[len(x) :] = x[-1:]
+        if graph is None:
+            graph = held, *self._capture(lambda: self._run(held))
+            self._graphs.put(size, graph)
+        else:
+            graph[2]()
+        return graph[1][: len(x) * (len(graph[1]) // size.num_rows)]

@@ -12,20 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from forerun.config import HeadWeights
 from forerun.errors import CheckpointError, KernelError, UnsupportedError
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import recording
+from forerun.kernels.triton.graphs import Capture, CudaCapture
 from forerun.layers.linear import Linear
 from forerun.models.build import aligned
+from forerun.models.captured import CapturedRows
 from forerun.models.decoder import Decoder
 from forerun.models.medusa_files import HeadTensors, open_heads
-from forerun.quant.dense import DenseWeight
+from forerun.quant.rounded import Pack, pack_as
 from forerun.weights.resolve import resolve_model
 
 if TYPE_CHECKING:
@@ -80,6 +84,7 @@ class MedusaHeads:
         self._token_ids = token_ids
         self._logit_scale = logit_scale
         self._recorded: dict[int, Program] = {}  # by number of heads
+        self._captured: dict[int, CapturedRows] = {}  # likewise, on a card
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -90,7 +95,9 @@ class MedusaHeads:
     def __call__(self, x: Tensor, num_heads: int) -> Tensor:
         """States x [R, H] -> logits of the first `num_heads` heads [R, num_heads, V] over the target's vocabulary."""
         recorded = self._recorded.get(num_heads)
-        if recorded is not None and x.shape[0] <= recorded.max_rows:
+        if num_heads in self._captured:
+            rows = self._captured[num_heads](x)
+        elif recorded is not None and x.shape[0] <= recorded.max_rows:
             (rows,) = recorded.run_on(x, x.shape[0] * num_heads)
         else:
             rows = self._compute(x, num_heads)
@@ -98,11 +105,19 @@ class MedusaHeads:
 
     def record(self) -> None:
         """Write passes of every number of heads down, to be replayed without Python; stay as it is where that fails."""
+        if self._kernels.device.type == "cuda":
+            self.capture(CudaCapture(self._kernels.device))
+            return
         try:
             programs = {n: _record(self._compute, self._kernels, self._width, n) for n in range(1, self.num_heads + 1)}
         except KernelError:  # an op the recorder cannot write down
             return
         self._recorded = {n: program for n, program in programs.items() if program is not None}
+
+    def capture(self, capture: Capture) -> None:
+        """Capture passes of every number of heads when they are first met."""
+        numbers = range(1, self.num_heads + 1)
+        self._captured = {n: CapturedRows(partial(self._compute, num_heads=n), capture) for n in numbers}
 
     @property
     def _width(self) -> int:
@@ -141,8 +156,10 @@ def _record(compute: Callable[[Tensor, int], Tensor], kernels: Kernels, width: i
         return recorder.finish([compute(recorder.inputs.features, num_heads)])
 
 
-def load_medusa(name_or_path: str | Path, model: Decoder, kernels: Kernels) -> MedusaHeads:
-    """Read the heads in a folder, given like a model's, for `model`.
+def load_medusa(
+    name_or_path: str | Path, model: Decoder, kernels: Kernels, weights: HeadWeights = "stored"
+) -> MedusaHeads:
+    """Read the heads in a folder, given like a model's, for `model`, their matrices as `weights` says.
 
     Raises ModelNotFoundError, CheckpointError for tensors that are missing, misshapen, superfluous or made for another
     target, and UnsupportedError for layouts and storage formats that are not known.
@@ -152,7 +169,8 @@ def load_medusa(name_or_path: str | Path, model: Decoder, kernels: Kernels) -> M
         raise UnsupportedError(
             f"{source.path} holds quantized Medusa heads; only float32, bfloat16 and float16 are read"
         )
-    reader = _Reader(source, _layout(source), Target(model.hidden_size, model.vocab_size, model.parts.lm_head), kernels)
+    fits = Target(model.hidden_size, model.vocab_size, model.parts.lm_head)
+    reader = _Reader(source, _layout(source), fits, kernels, pack_as(weights))
     heads = reader.heads()
     if source.unread:
         raise CheckpointError(
@@ -176,11 +194,12 @@ def _layout(source: HeadTensors) -> Layout:
 class _Reader:
     """Reads the heads of one checkpoint."""
 
-    def __init__(self, source: HeadTensors, layout: Layout, target: Target, kernels: Kernels) -> None:
+    def __init__(self, source: HeadTensors, layout: Layout, target: Target, kernels: Kernels, pack: Pack) -> None:
         self._source = source
         self._layout = layout
         self._target = target
         self._kernels = kernels
+        self._pack = pack
         self._check("hidden_size", target.hidden_size)
         self._check("vocab_size", target.vocab_size)
         self._num_layers = self._count_layers()
@@ -247,7 +266,7 @@ class _Reader:
 
     def _linear(self, matrix: Tensor, bias: Tensor | None = None) -> Linear:
         shift = None if bias is None else aligned(bias).to(self._kernels.device)
-        return Linear(DenseWeight(self._kernels, aligned(matrix)), shift)
+        return Linear(self._pack(self._kernels, aligned(matrix)), shift)
 
     def _tensor(self, name: str, shape: tuple[int, int] | tuple[int]) -> Tensor:
         found = self._source.tensor(name)

@@ -51,11 +51,11 @@ class RecordedModel(BoundModel):
 
     @property
     def max_chain_rows(self) -> int:
-        """Rows a batch for `draft_chains` may have; 0 if this forward returns more than logits."""
+        """See `BoundModel`."""
         return 0 if self._hidden_layers else self._program.max_rows
 
     def draft_chains(self, batch: ForwardBatch, noise: ChainNoise, keep_logits: bool) -> Chains:
-        """Run the batch, whose logit rows are one root a sequence, and draw a chain below each, level by level."""
+        """See `BoundModel`."""
         chains, _ = self._program.run_chains(self._inputs(batch), noise, self._kvs[0].block_size, keep_logits)
         return chains
 
@@ -68,7 +68,7 @@ def record(model: Model, kernels: Kernels, kvs: Sequence[LayerKV], hidden_layers
     if not model.kv_specs:
         return model
     if kernels.device.type == "cuda":
-        return capture_model(model, kernels.device, kvs, hidden_layers)
+        return capture_model(model, kernels, kvs, hidden_layers)
     with recording(kernels, MAX_RECORDED_ROWS) as recorder, torch.no_grad():
         if recorder is None:
             return model

@@ -33,6 +33,7 @@ from forerun.server.conversation import render
 from forerun.server.errors import ApiError, as_api_error, validation_error
 from forerun.server.gate import Gate
 from forerun.server.generation import EventStream, Generation, unless_gone
+from forerun.server.memory import bound_arenas
 from forerun.server.playground import PATHS as PLAYGROUND_PATHS
 from forerun.server.playground import add_playground
 from forerun.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -105,6 +106,7 @@ class Job(Protocol):
 
 def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     """The application that serves `llm`; its lifespan starts and stops the engine's thread."""
+    bound_arenas()
     service, context = EngineService(llm, settings), ServerContext(llm, settings)
 
     @asynccontextmanager

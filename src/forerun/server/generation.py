@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
@@ -41,27 +42,41 @@ class Generation:
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Deltas as they come; whoever stops listening ends the requests. Raises ApiError if one fails."""
-        arrived: asyncio.Queue[Event | ApiError | None] = asyncio.Queue()
-        pumps = [asyncio.create_task(_pump(i, stream, arrived)) for i, stream in enumerate(self.streams)]
-        left = len(pumps)
         try:
-            while left:
-                item = await arrived.get()
-                if isinstance(item, ApiError):
-                    raise item
-                if item is None:
-                    left -= 1
-                else:
-                    yield item
+            if len(self.streams) == 1:
+                async for deltas in self.streams[0].deltas():
+                    for delta in deltas:
+                        yield Event(0, delta)
+            else:
+                async with aclosing(_merged(self.streams)) as merged:
+                    async for event in merged:
+                        yield event
         finally:
             self.close()
-            for pump in pumps:
-                pump.cancel()
 
     def close(self) -> None:
         """End what still runs."""
         for stream in self.streams:
             self._service.abort(stream)
+
+
+async def _merged(streams: Sequence[Stream]) -> AsyncGenerator[Event, None]:
+    """The deltas of several streams in the order in which they come."""
+    arrived: asyncio.Queue[Event | ApiError | None] = asyncio.Queue()
+    pumps = [asyncio.create_task(_pump(i, stream, arrived)) for i, stream in enumerate(streams)]
+    left = len(pumps)
+    try:
+        while left:
+            item = await arrived.get()
+            if isinstance(item, ApiError):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for pump in pumps:
+            pump.cancel()
 
 
 async def _pump(index: int, stream: Stream, arrived: asyncio.Queue[Event | ApiError | None]) -> None:
@@ -96,26 +111,19 @@ async def _disconnected(receive: Receive) -> None:
 # -- server-sent events -----------------------------------------------------------------------------------------
 
 
+# Made once: making one takes as long as using it.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def sse(data: dict[str, Any]) -> bytes:
     """One event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(data).encode() + b"\n\n"
 
 
 async def sse_body(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
     """Events for all chunks, an error as the last event if there is one, and the end mark."""
     try:
-        while True:
-            waiting = asyncio.ensure_future(anext(chunks, None))
-            try:
-                while not (await asyncio.wait({waiting}, timeout=KEEP_ALIVE_S))[0]:
-                    yield b": waiting\n\n"
-            except BaseException:
-                waiting.cancel()
-                await asyncio.gather(waiting, return_exceptions=True)
-                raise
-            chunk = waiting.result()
-            if chunk is None:
-                break
+        async for chunk in chunks:
             yield sse(chunk)
     except Exception as error:
         yield sse(as_api_error(error).body())
@@ -128,6 +136,7 @@ class EventStream(StreamingResponse):
     def __init__(self, chunks: AsyncGenerator[dict[str, Any], None]) -> None:
         self._body = sse_body(chunks)
         self._chunks = chunks
+        self._num_sent = 0
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._body, media_type="text/event-stream", headers=headers)
 
@@ -143,3 +152,23 @@ class EventStream(StreamingResponse):
             await asyncio.gather(sending, gone, return_exceptions=True)
             await self._body.aclose()
             await self._chunks.aclose()
+
+    async def stream_response(self, send: Send) -> None:
+        """The events, and comments while there are none."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        filler = asyncio.create_task(self._fill_silence(send))
+        try:
+            async for event in self._body:
+                self._num_sent += 1
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            filler.cancel()
+            await asyncio.gather(filler, return_exceptions=True)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _fill_silence(self, send: Send) -> None:
+        while True:
+            before = self._num_sent
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if self._num_sent == before:
+                await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})

@@ -14,7 +14,7 @@ from typing import Any
 from forerun.server.json_pattern import marked, other_than
 
 IGNORED = ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems",
-           "contains", "minContains", "maxContains")  # fmt: skip
+           "contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef")  # fmt: skip
 MAX_DEPTH = 64
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _ONES = ("items", "additionalProperties", "propertyNames", "additionalItems")
@@ -46,6 +46,8 @@ def normal_schema(schema: Any, depth: int = 0) -> Any:
     bad = [name for name in IGNORED if name in schema] + ["uniqueItems"] * bool(schema.get("uniqueItems"))
     if bad:
         raise ValueError(f"the keyword {bad[0]!r} cannot be enforced while a text is written; leave it out")
+    if schema.get("type") == []:
+        raise ValueError("'type' names no type; name one or leave it out")
     made = _string(_object(_alone(schema)))
     for name in _MAPS:
         if isinstance(made.get(name), dict):
@@ -112,8 +114,10 @@ def _has_type(value: Any, kinds: Any) -> bool:
             return "null" in named
         case bool():
             return "boolean" in named
-        case int() | float():
-            return "number" in named or ("integer" in named and value == int(value))
+        case int():
+            return "number" in named or "integer" in named
+        case float():
+            return "number" in named or ("integer" in named and value.is_integer())
         case str():
             return "string" in named
         case list():
@@ -147,6 +151,8 @@ def _with_type(branch: Any, kind: Any, head: str) -> Any:
 def _string(schema: Schema) -> Schema:
     """Patterns travel under a name (see json_pattern)."""
     if isinstance(schema.get("pattern"), str):
+        if "format" in schema:  # the library would read the format alone
+            raise ValueError("'format' beside 'pattern' cannot be enforced; leave one of them out")
         return {**schema, "pattern": marked(schema["pattern"])}
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if type(least) is int and type(most) is int and most < least:

@@ -14,6 +14,7 @@ from math import ceil
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
+from typing import NamedTuple
 
 from forerun.core import FinishReason, PositionLogprobs, RequestStats
 from forerun.engine.outputs import RequestGroup, SampleRecord, StepTrace
@@ -88,6 +89,14 @@ class Stream:
             yield item
 
 
+class _Parcel(NamedTuple):
+    """On its way from the engine's thread to the event loop."""
+
+    stream: Stream
+    item: list[Delta] | ApiError
+    num_done: int  # samples that have ended with it
+
+
 class EngineService:
     """Runs an LLM for many clients at once."""
 
@@ -97,6 +106,7 @@ class EngineService:
         self.metrics = Metrics(self.load)
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._streams: dict[str, Stream] = {}  # the engine's thread only
+        self._outbox: list[_Parcel] = []  # likewise
         self._num_open = 0  # samples accepted and not ended; the event loop only
         self._usual_s = 1.0  # time a sample takes
         self._failures = 0
@@ -164,8 +174,10 @@ class EngineService:
     def _run(self) -> None:
         while not self._stopping:
             self._take_commands()
+            self._dispatch()
             if self._streams and not self._stopping:
                 self._advance()
+                self._dispatch()
 
     def _take_commands(self) -> None:
         """All that wait; while there is nothing to compute, wait for one."""
@@ -254,14 +266,23 @@ class EngineService:
             self.metrics.sample_finished(delta.stats, delta.finish_reason, delta.speedup)
 
     def _send(self, stream: Stream, item: list[Delta] | ApiError, num_done: int) -> None:
-        def arrive() -> None:
+        self._outbox.append(_Parcel(stream, item, num_done))
+
+    def _dispatch(self) -> None:
+        """Hand over all that is to be sent: waking the event loop takes longer than most of what it then does."""
+        parcels, self._outbox = self._outbox, []
+        for loop in {parcel.stream.loop for parcel in parcels}:
+            own = [parcel for parcel in parcels if parcel.stream.loop is loop]
+            try:
+                loop.call_soon_threadsafe(self._arrive, own)
+            except RuntimeError:  # the loop has ended, and with it whoever waited
+                log.debug("clients' event loop is closed")
+
+    def _arrive(self, parcels: Sequence[_Parcel]) -> None:
+        """On the event loop: into the streams."""
+        for stream, item, num_done in parcels:
             self._num_open -= num_done
             stream.arrived.put_nowait(item)
-
-        try:
-            stream.loop.call_soon_threadsafe(arrive)
-        except RuntimeError:  # the loop has ended, and with it whoever waited
-            log.debug("a client's event loop is closed")
 
 
 def _count_time(sample: SampleRecord, sent: _Sent, step_s: float, plain_s: float | None) -> None:

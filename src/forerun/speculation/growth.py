@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import Request
+from forerun.kernels.device import all_to_host, to_host
 from forerun.kernels.ops import ChainNoise, Chains, Kernels, NoiseKeys
 from forerun.speculation.noise import Purpose, step_position, stream_id
 from forerun.speculation.sampling import ShapedRow, is_plain, probabilities, shape_row
@@ -118,10 +119,10 @@ class TreeGrower:
         shaped, temperatures = _shape(leaves, logits)
         heat, keys = as_temperatures(temperatures), self._keys(leaves)
         if width == 1:
-            tokens = [[token] for token in self._kernels.gumbel_argmax(shaped, heat, keys).tolist()]
+            tokens = [[token] for token in to_host(self._kernels.gumbel_argmax(shaped, heat, keys)).tolist()]
             scores: list[list[float] | None] = [None] * len(leaves)
         else:
-            ids, values = self._kernels.gumbel_topk(shaped, heat, keys, width)
+            ids, values = all_to_host(*self._kernels.gumbel_topk(shaped, heat, keys, width))
             tokens, scores = ids.tolist(), values.tolist()
         return [
             self._append(

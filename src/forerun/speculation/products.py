@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forerun.kernels.device import all_to_host, indices_on, to_device
 from forerun.speculation.growth import Draft, Leaf, TreeGrower
 from forerun.speculation.tree import ROOT
 
@@ -36,11 +37,12 @@ def grow_products(grower: TreeGrower, drafts: Sequence[Draft], logits: Tensor, w
     drawn = [index for index, draft in enumerate(drafts) if not grower.can_rank(draft.request)]
     if ranked:
         chosen = [drafts[index] for index in ranked]
-        rows = logits[ranked] if drawn else logits  # a copy only where some must be left out
+        rows = logits[indices_on(ranked, logits.device)] if drawn else logits  # a copy only where some must be left out
         for draft, ranks in zip(chosen, _rank(grower, chosen, rows, width), strict=True):
             _grow_best_first(draft, ranks, width, source)
     if drawn:
-        _grow_levels(grower, [drafts[index] for index in drawn], logits[drawn], width, source)
+        rows = logits[indices_on(drawn, logits.device)]
+        _grow_levels(grower, [drafts[index] for index in drawn], rows, width, source)
 
 
 def next_frontier(frontier: Sequence[Leaf], grown: Sequence[Sequence[int]], width: int) -> list[Leaf]:
@@ -59,6 +61,7 @@ def next_frontier(frontier: Sequence[Leaf], grown: Sequence[Sequence[int]], widt
 def _rank(grower: TreeGrower, drafts: Sequence[Draft], logits: Tensor, width: int) -> list[Ranks]:
     ids, scores = grower.rank_depths([draft.request for draft in drafts], logits, max(width, _LEAST_RANKS))
     chances = _log_chances(drafts, logits, scores)  # [num_drafts, depths, ranks]
+    ids, chances = all_to_host(ids, chances)
     return [Ranks(*lists) for lists in zip(ids.tolist(), chances.tolist(), strict=True)]
 
 
@@ -68,7 +71,7 @@ def _log_chances(drafts: Sequence[Draft], logits: Tensor, scores: Tensor) -> Ten
     Estimates only: they steer which nodes are tried, never what is emitted.
     """
     is_greedy = [draft.request.params.temperature == 0.0 for draft in drafts]
-    greedy = torch.tensor(is_greedy, device=logits.device)[:, None, None]
+    greedy = to_device(torch.tensor(is_greedy), logits.device)[:, None, None]
     of_all, of_best = torch.logsumexp(logits, -1, keepdim=True), torch.logsumexp(scores, -1, keepdim=True)
     return scores - torch.where(greedy, of_all.double(), of_best)
 
@@ -94,5 +97,6 @@ def _grow_levels(grower: TreeGrower, drafts: Sequence[Draft], logits: Tensor, wi
     frontier = [Leaf(draft, ROOT) for draft in drafts]
     for depth in range(logits.shape[1]):
         if frontier:
-            rows = logits[[places[id(leaf.draft)] for leaf in frontier], depth]  # [num_leaves, vocab_size]
+            of_leaves = indices_on([places[id(leaf.draft)] for leaf in frontier], logits.device)
+            rows = logits[of_leaves, depth]  # [num_leaves, vocab_size]
             frontier = next_frontier(frontier, grower.grow(frontier, rows, width, source), width)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.core import Request
 from forerun.errors import LogitsError
+from forerun.kernels.device import indices_on, to_host
 from forerun.kernels.ops import Kernels
 from forerun.speculation import verify
 from forerun.speculation.growth import as_temperatures, noise_keys
@@ -64,7 +65,7 @@ class CoupledVerifier:
         if not places:
             return
         rows = [candidate.first_row + node for candidate, node in places]
-        picked = logits if rows == list(range(logits.shape[0])) else logits[rows]  # [nodes, V]
+        picked = logits if rows == list(range(len(logits))) else logits[indices_on(rows, logits.device)]  # [nodes, V]
         positions = [c.request.root_position + c.tree.depths[node] + 1 for c, node in places]
         requests = [candidate.request for candidate, _ in places]
         chosen = self._argmax(picked, requests, positions, [request.params.temperature for request in requests])
@@ -75,10 +76,14 @@ class CoupledVerifier:
 
     def _choose(self, logits: Tensor, walks: Sequence[_Walk]) -> list[int]:
         """The target's token after each walk's current node; -1 where there is none."""
+        requests, positions = [walk.candidate.request for walk in walks], [walk.position for walk in walks]
+        if _are_as_they_lie(walks):  # plain decoding of many: their rows are megabytes, which need not be copied
+            first = walks[0].row
+            temperatures = [request.params.temperature for request in requests]
+            return self._argmax(logits[first : first + len(walks)], requests, positions, temperatures)
         rows = [walk.shape(logits) for walk in walks]
-        stacked = rows[0].logits[None] if len(rows) == 1 else torch.stack([row.logits for row in rows])  # [n, V]
-        requests = [walk.candidate.request for walk in walks]
-        return self._argmax(stacked, requests, [walk.position for walk in walks], [row.temperature for row in rows])
+        stacked = torch.stack([row.logits for row in rows])  # [n, V]
+        return self._argmax(stacked, requests, positions, [row.temperature for row in rows])
 
     def _argmax(
         self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int], temperatures: Sequence[float]
@@ -89,7 +94,7 @@ class CoupledVerifier:
             positions,
             [stream_id(request.sample_index, Purpose.TARGET) for request in requests],
         )
-        chosen: list[int] = self._kernels.gumbel_argmax(logits, as_temperatures(temperatures), keys).tolist()
+        chosen: list[int] = to_host(self._kernels.gumbel_argmax(logits, as_temperatures(temperatures), keys)).tolist()
         return chosen
 
 
@@ -108,16 +113,27 @@ class _Walk:
         """Position of the token to choose next."""
         return self.candidate.request.root_position + len(self.path.nodes)
 
+    @property
+    def row(self) -> int:
+        """The current node's row of the logits."""
+        return self.candidate.first_row + self.path.nodes[-1]
+
     def shape(self, logits: Tensor) -> ShapedRow:
         """The current node's row under the request's parameters."""
         node = self.path.nodes[-1]
-        row = logits[self.candidate.first_row + node]  # [vocab_size]
+        row = logits[self.row]  # [vocab_size]
         return shape_row(row, self.candidate.request, self.candidate.tree.path_tokens(node) if node else ())
 
     def advance(self, token: int) -> bool:
         """Take the chosen token; whether the walk goes on."""
         self.outcome = self.path.advance(token) if token >= 0 else bad_logits(self.candidate.request)
         return self.outcome is None
+
+
+def _are_as_they_lie(walks: Sequence[_Walk]) -> bool:
+    """The walks' rows of the logits follow each other, and go to the draw as they are."""
+    first = walks[0].row
+    return all(walk.row == first + i and is_plain(walk.candidate.request.params) for i, walk in enumerate(walks))
 
 
 class RejectionVerifier:

@@ -5,14 +5,19 @@ Knows batched sampling with a KV cache in torch. Knows nothing of losses or step
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.errors import TrainingError
 from forerun.training.data import Tokens, load_tokens, token_path
+from forerun.training.export import write_json
 from forerun.training.mixture import Mixture
 from forerun.training.net import Net
 from forerun.training.prepare import Report
@@ -52,14 +57,30 @@ def draw_ids(probabilities: Tensor, generator: torch.Generator) -> Tensor:
 def sample_own_text(
     recipe: Recipe, teacher: Net, sources: Mapping[str, Tokens], folder: Path, report: Report
 ) -> Tokens:
-    """Samples `distill.sample_tokens` tokens from the teacher, or takes those an earlier call left in `folder`."""
+    """Samples `distill.sample_tokens` tokens from the teacher, or takes those an earlier call left in `folder`.
+
+    Raises TrainingError if those were sampled otherwise than the recipe says.
+    """
     path = token_path(folder, OWN_TEXT, "train")
+    note = path.with_suffix(".json")  # what the text depends on
     if not path.is_file():
+        write_json(note, about_text(recipe))
         tokens = draw(recipe, teacher, sources, report)
         temporary = path.with_suffix(".tmp")
         tokens.tofile(temporary)
         temporary.replace(path)
+    elif note.is_file() and (found := json.loads(note.read_text(encoding="utf-8"))) != about_text(recipe):
+        raise TrainingError(
+            f"{path} was sampled for {found}, now it is {about_text(recipe)}; use another --out, or --fresh"
+        )
     return load_tokens(folder, OWN_TEXT, "train")
+
+
+def about_text(recipe: Recipe) -> dict[str, Any]:
+    """What the teacher's text depends on; how much of it is learned from is not part of that."""
+    assert recipe.distill is not None  # the caller distills
+    options = {name: value for name, value in asdict(recipe.distill).items() if name != "sample_share"}
+    return {**options, "seed": recipe.seed, "mix": recipe.mix}
 
 
 def draw(recipe: Recipe, teacher: Net, sources: Mapping[str, Tokens], report: Report) -> Tokens:

@@ -6,7 +6,6 @@ Knows the run folder: `data/`, checkpoints, `metrics.json`, `loss.png`, `export/
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from forerun.training.net import Net, NetConfig
 from forerun.training.plots import draw_history
 from forerun.training.prepare import Prepared, prepare
 from forerun.training.recipe import Recipe
+from forerun.training.run_folder import open_run
 from forerun.training.tokenizer import token_lens_bytes
 from forerun.training.train import Trainer
 
@@ -33,9 +33,7 @@ def train_lm(recipe: Recipe, folder: Path, fresh: bool, console: Console) -> boo
 
     Goes on from the last checkpoint in `folder` unless `fresh`. A stopped run is exported as it is.
     """
-    if fresh:
-        shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    open_run(folder, fresh)
     prepared = prepare(recipe, folder / "data", console.say)
     trainer = make_trainer(recipe, prepared, folder, console)
     console.say("going on from a checkpoint" if trainer.resume() else "starting anew")

@@ -63,7 +63,10 @@ class Activation(Tensor):
         record = _RECORDED.get(func.__name__)
         if record is None:
             raise KernelError(f"torch's {func.__name__} on an activation cannot be recorded")
-        return record(*args, **(kwargs or {}))
+        try:
+            return record(*args, **(kwargs or {}))
+        except TypeError as error:
+            raise KernelError(f"torch's {func.__name__} on an activation cannot be recorded so: {error}") from error
 
     def as_view(self, *shape: int) -> Activation:
         """The same memory in another shape."""

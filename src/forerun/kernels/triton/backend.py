@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from forerun.errors import KernelError
+from forerun.kernels.device import to_device
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import (
     AttentionRows,
@@ -76,7 +77,7 @@ class TritonKernels:
 
     def embedding(self, token_ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
         """See `Kernels.embedding`."""
-        return linear.embedding(token_ids.to(self.device), table)
+        return linear.embedding(to_device(token_ids, self.device), table)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""
@@ -160,7 +161,7 @@ class TritonKernels:
 
     def move_rows(self, kvs: list[LayerKV], sources: Tensor, targets: Tensor) -> None:
         """See `Kernels.move_rows`."""
-        moves.move_rows(kvs, sources.to(self.device), targets.to(self.device), self._tables)
+        moves.move_rows(kvs, to_device(sources, self.device), to_device(targets, self.device), self._tables)
 
     def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys) -> Tensor:
         """See `Kernels.gumbel_argmax`; temperatures and keys may come from the host."""

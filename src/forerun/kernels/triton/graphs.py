@@ -8,15 +8,19 @@ A graph has fixed sizes, so what comes is filled up to the next of a few: rows, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 ROW_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 LEAST_VISIBLE = 512
 WARM_UPS = 2  # runs before a capture: the first compiles kernels, which may not happen inside
+MOST_KEPT = 32  # graphs of one kind
 Result = TypeVar("Result")
+Key = TypeVar("Key", bound=Hashable)
+Kept = TypeVar("Kept")
 
 
 class GraphSize(NamedTuple):
@@ -46,6 +50,30 @@ def _doubled(size: int, wanted: int) -> int:
     while size < wanted:
         size *= 2
     return size
+
+
+class LastUsed(Generic[Key, Kept]):
+    """What was captured for the sizes met last.
+
+    Each holds the numbers it makes on the card, logits of up to 256 rows among them, beside a KV pool that was given
+    nearly all the memory: there cannot be one for every size that ever comes.
+    """
+
+    def __init__(self, most: int = MOST_KEPT) -> None:
+        self._most = most
+        self._kept: OrderedDict[Key, Kept] = OrderedDict()
+
+    def get(self, key: Key) -> Kept | None:
+        """What is kept for a size, None if there is nothing."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
+
+    def put(self, key: Key, kept: Kept) -> None:
+        """Keep it, and drop what was not used for longest if that makes too many."""
+        self._kept[key] = kept
+        if len(self._kept) > self._most:
+            self._kept.popitem(last=False)
 
 
 class CudaCapture:

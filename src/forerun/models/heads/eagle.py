@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.config import HeadWeights
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.kernels.ops import Kernels
 from forerun.layers.linear import Linear
@@ -30,6 +31,7 @@ from forerun.models.heads.head import DraftHead, Exit, HeadLayer, HeadParts
 from forerun.models.heads.reading import HeadReader, check_hidden_size, num_bytes, num_layers
 from forerun.models.heads.source import HeadSource
 from forerun.models.heads.vocabulary import read_vocabulary
+from forerun.quant.rounded import ChooseFormat, choose_for
 
 FLAGS = words("norm_before_residual norm_before_fc fc_norm norm_output")
 HEAD_FIELDS = FLAGS | words(
@@ -43,8 +45,9 @@ INERT = frozenset({"t2d"})  # says once more what d2t says
 MAX_LAYERS = 64
 
 
-def read_eagle(source: HeadSource, target: Decoder, kernels: Kernels) -> DraftHead:
+def read_eagle(source: HeadSource, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
     """The EAGLE head of a folder, whichever version; raises ModelErrors that say what does not fit."""
+    choose_format = choose_for(weights)
     if source.config.get("speculators_model_type", "eagle3") != "eagle3":
         raise UnsupportedError(
             f"{source.folder} holds a speculator of type {source.config['speculators_model_type']!r}; the eagle "
@@ -52,9 +55,9 @@ def read_eagle(source: HeadSource, target: Decoder, kernels: Kernels) -> DraftHe
         )
     for prefix in ("midlayer", "layers.0"):
         if source.has(f"{prefix}.hidden_norm.weight"):
-            return _Eagle3(source, target, kernels, prefix).read()
+            return _Eagle3(source, target, kernels, prefix, choose_format).read()
     if source.has("fc.weight") and source.has("layers.0.post_attention_layernorm.weight"):
-        return _read_eagle1(source, target, kernels)
+        return _read_eagle1(source, target, kernels, choose_format)
     raise UnsupportedError(
         f"{source.folder} is no EAGLE head of a known layout: it has neither midlayer.hidden_norm.weight nor "
         "layers.0.hidden_norm.weight (EAGLE-3), nor fc.weight with layers.0.post_attention_layernorm.weight (EAGLE-1 "
@@ -82,10 +85,10 @@ def as_it_is(states: Tensor) -> Tensor:
     return states
 
 
-def _read_eagle1(source: HeadSource, target: Decoder, kernels: Kernels) -> DraftHead:
+def _read_eagle1(source: HeadSource, target: Decoder, kernels: Kernels, choose_format: ChooseFormat) -> DraftHead:
     raw = source.config
     check_hidden_size(source, Fields(raw, {}), target)
-    reader = HeadReader.open(source, raw, HEAD_FIELDS, "layers.0", target, kernels)
+    reader = HeadReader.open(source, raw, HEAD_FIELDS, "layers.0", target, kernels, choose_format)
     size, rope = reader.hidden_size, reader.rope()
     fc = reader.linear("fc", size, 2 * size)
     layers = tuple(
@@ -156,7 +159,9 @@ class Eagle3Fusion:
 class _Eagle3:
     """Reads one EAGLE-3 checkpoint, whose first layer lies below `prefix`."""
 
-    def __init__(self, source: HeadSource, target: Decoder, kernels: Kernels, prefix: str) -> None:
+    def __init__(
+        self, source: HeadSource, target: Decoder, kernels: Kernels, prefix: str, choose_format: ChooseFormat
+    ) -> None:
         raw = source.config
         section = raw.get(SECTION)
         if section is not None and not isinstance(section, Mapping):
@@ -166,7 +171,7 @@ class _Eagle3:
         self.fields = Fields({**layers_raw, **raw}, {})
         self.num_layers = _num_layers(layers_raw)
         check_hidden_size(source, self.fields, target)
-        self.reader = HeadReader.open(source, layers_raw, HEAD_FIELDS, prefix, target, kernels)
+        self.reader = HeadReader.open(source, layers_raw, HEAD_FIELDS, prefix, target, kernels, choose_format)
 
     def read(self) -> DraftHead:
         """The head."""

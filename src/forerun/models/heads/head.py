@@ -122,6 +122,12 @@ class DraftHead:
         """H, of features and of the residual stream."""
         return self.parts.embedding.shape[1]
 
+    @property
+    def vocab_size(self) -> int:
+        """V, the target's."""
+        out = self.parts.exit
+        return out.lm_head.weight.shape[0] if out.vocabulary is None else out.vocabulary.vocab_size
+
     @torch.no_grad()
     def read(self, batch: ForwardBatch, states: Tensor, kvs: Sequence[LayerKV]) -> HeadOutput | None:
         """`forward` on features made of the target's hidden states [M, sum of the widths]."""

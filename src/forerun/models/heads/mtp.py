@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from forerun.config import HeadWeights
 from forerun.errors import UnsupportedError
 from forerun.kernels.ops import Kernels
 from forerun.layers.embedding import Embedding
@@ -33,6 +34,7 @@ from forerun.models.heads.eagle import as_it_is
 from forerun.models.heads.head import DraftHead, Exit, HeadLayer, HeadParts
 from forerun.models.heads.reading import SKIP_SLOT_ZERO, HeadReader, check_hidden_size, num_bytes, num_layers
 from forerun.models.heads.source import HeadSource
+from forerun.quant.rounded import ChooseFormat, choose_for
 
 MIMO = "model.mtp_layers"
 MTP_FIELDS = words("num_nextn_predict_layers num_mtp_layers target_hidden_size")
@@ -56,13 +58,14 @@ class MtpEntrance:
         return self.attention_norm(residual), residual
 
 
-def read_mtp(source: HeadSource, target: Decoder, kernels: Kernels) -> DraftHead:
+def read_mtp(source: HeadSource, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
     """The MTP module of a folder, the target's own or another; raises ModelErrors that say what does not fit."""
+    choose_format = choose_for(weights)
     deepseek = f"model.layers.{num_layers(target)}"
     if source.has(f"{deepseek}.eh_proj.weight"):
-        return _DeepSeek(source, target, kernels, deepseek).read()
+        return _DeepSeek(source, target, kernels, deepseek, choose_format).read()
     if source.has(f"{MIMO}.0.input_proj.weight"):
-        return _read_mimo(source, target, kernels)
+        return _read_mimo(source, target, kernels, choose_format)
     raise UnsupportedError(
         f"{source.folder} has no MTP module for this target: neither {deepseek}.eh_proj.weight (DeepSeek) nor "
         f"{MIMO}.0.input_proj.weight (MiMo); give the folder of a module with --draft-model, or choose another drafter"
@@ -72,13 +75,13 @@ def read_mtp(source: HeadSource, target: Decoder, kernels: Kernels) -> DraftHead
 # -- MiMo ----------------------------------------------------------------------------------------------------------
 
 
-def _read_mimo(source: HeadSource, target: Decoder, kernels: Kernels) -> DraftHead:
+def _read_mimo(source: HeadSource, target: Decoder, kernels: Kernels, choose_format: ChooseFormat) -> DraftHead:
     raw, prefix = source.config, f"{MIMO}.0"
     _refuse_several(source, f"{MIMO}.1.")
     check_hidden_size(source, Fields(raw, {}), target)
     family = FAMILIES.get(str(raw.get("model_type")))
     known = MTP_FIELDS | (family.fields if family is not None else frozenset())
-    reader = HeadReader.open(source, raw, known, prefix, target, kernels)
+    reader = HeadReader.open(source, raw, known, prefix, target, kernels, choose_format)
     builder, size = reader.builder, reader.hidden_size
     layer = reader.layer(prefix, size, reader.rope(), None)
     entrance = MtpEntrance(
@@ -120,7 +123,9 @@ def _refuse_several(source: HeadSource, prefix: str) -> None:
 class _DeepSeek:
     """Reads the module below `prefix`, whose layer is of the target's own family."""
 
-    def __init__(self, source: HeadSource, target: Decoder, kernels: Kernels, prefix: str) -> None:
+    def __init__(
+        self, source: HeadSource, target: Decoder, kernels: Kernels, prefix: str, choose_format: ChooseFormat
+    ) -> None:
         raw = source.config
         _refuse_several(source, f"model.layers.{num_layers(target) + 1}.")
         check_hidden_size(source, Fields(raw, {}), target)
@@ -132,7 +137,7 @@ class _DeepSeek:
             )
         config = ModelConfig.read(raw, family)
         self.source, self.target, self.prefix = source, target, prefix
-        self.builder = Builder(config, family, source, kernels, None, target.max_position)
+        self.builder = Builder(config, family, source, kernels, None, target.max_position, choose_format)
         self.reader = HeadReader(source, target, self.builder, config)
 
     def read(self) -> DraftHead:

@@ -31,6 +31,7 @@ from forerun.models.heads.source import HeadSource
 from forerun.quant.base import Part
 from forerun.quant.dense import DenseWeight
 from forerun.quant.gguf import read_floats
+from forerun.quant.rounded import ChooseFormat
 
 SKIP_SLOT_ZERO = -1  # an attention window: the first token has no state before it, so its slot is never written
 QKV, OUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"
@@ -68,8 +69,9 @@ class HeadReader:
 
     @staticmethod
     def open(
-        source: HeadSource, raw: Mapping[str, Any], known: frozenset[str], layer: str, target: Decoder, kernels: Kernels
-    ) -> HeadReader:
+        source: HeadSource, raw: Mapping[str, Any], known: frozenset[str], layer: str, target: Decoder,
+        kernels: Kernels, choose_format: ChooseFormat,
+    ) -> HeadReader:  # fmt: skip
         """`raw` describes the layers; `known` fields are read elsewhere; `layer` is where the first one's tensors are.
 
         Biases and head norms are there where the checkpoint has such tensors.
@@ -82,7 +84,7 @@ class HeadReader:
                 f"the head in {source.folder} was trained for {config.vocab_size} tokens (vocab_size in its "
                 f"config.json), the target has {target.vocab_size}; give a head that was trained for this target"
             )
-        builder = Builder(config, family, source, kernels, None, target.max_position)
+        builder = Builder(config, family, source, kernels, None, target.max_position, choose_format)
         return HeadReader(source, target, builder, config)
 
     @property

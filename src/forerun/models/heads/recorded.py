@@ -18,32 +18,26 @@ from forerun.errors import KernelError
 from forerun.kernels.ops import ChainNoise, Chains, Kernels, LayerKV
 from forerun.kernels.select import recording
 from forerun.models.batch import ForwardBatch
+from forerun.models.heads.bound import POSITION_SHIFT, BoundHead
+from forerun.models.heads.captured import capture_head
 from forerun.models.heads.head import DraftHead, HeadOutput
 from forerun.models.recorded import MAX_RECORDED_ROWS, placeholder_batch
 
 if TYPE_CHECKING:
     from forerun.kernels.cpu.program import Inputs, Program
 
-POSITION_SHIFT = -1  # rows stand at the position of the state they are fed, which is that of the token before
 
-
-class RecordedHead:
-    """A head bound to one pool, its passes recorded. Does what `DraftHead` does."""
+class RecordedHead(BoundHead):
+    """A head bound to one pool, its passes recorded."""
 
     def __init__(
         self, head: DraftHead, reading: Program, drafting: Program, make_inputs: type[Inputs], kvs: Sequence[LayerKV]
     ) -> None:
         """`reading` is fed the target's states, `drafting` what the head put out."""
-        self._head = head
+        super().__init__(head, kvs)
         self._reading = reading
         self._drafting = drafting
         self._make_inputs = make_inputs
-        self._kvs = kvs
-
-    @property
-    def state_size(self) -> int:
-        """See `DraftHead`."""
-        return self._head.state_size
 
     def read(self, batch: ForwardBatch, states: Tensor, kvs: Sequence[LayerKV]) -> HeadOutput | None:
         """See `DraftHead.read`."""
@@ -60,13 +54,13 @@ class RecordedHead:
     def draft_chains(
         self, batch: ForwardBatch, states: Tensor, noise: ChainNoise, keep_logits: bool, judged: bool
     ) -> tuple[Chains, Tensor | None]:
-        """Run the batch, whose logit rows are one root a sequence, and draw a chain below each, level by level.
-
-        `states` [M, sum of the widths] are the target's. With `judged` also the log chance the head itself gives each
-        token [steps, R] float64.
-        """
+        """See `BoundHead`."""
         inputs, block_size = self._inputs(batch, states), self._kvs[0].block_size
         return self._reading.run_chains(inputs, noise, block_size, keep_logits, self._drafting, POSITION_SHIFT, judged)
+
+    def can_draft_chains(self, batch: ForwardBatch) -> bool:
+        """See `BoundHead`."""
+        return self.was_recorded(batch)
 
     def was_recorded(self, batch: ForwardBatch) -> bool:
         """Whether a batch is of a kind that can be replayed."""
@@ -84,8 +78,10 @@ class RecordedHead:
         )
 
 
-def record_head(head: DraftHead, kernels: Kernels, kvs: Sequence[LayerKV]) -> DraftHead | RecordedHead:
+def record_head(head: DraftHead, kernels: Kernels, kvs: Sequence[LayerKV]) -> DraftHead | BoundHead:
     """The head with its passes recorded for `kvs`; the head itself where kernels or head cannot be recorded."""
+    if kernels.device.type == "cuda":
+        return capture_head(head, kernels, kvs)
     plain = DraftHead(replace(head.parts, masks_start=False))
     try:
         reading = _record(plain.read, kernels, kvs, head.state_size)

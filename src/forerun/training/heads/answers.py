@@ -86,16 +86,22 @@ def answer_file_rows(path: Path, vocab_size: int) -> Rows:
 
 
 def read_lines(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """The complete lines of an answers file, which is begun if it is not there."""
+    """The complete lines of an answers file, which is begun if it is not there.
+
+    Raises TrainingError for a file that is something else or depends on something else.
+    """
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(about) + "\n", encoding="utf-8")
         return []
     text = path.read_text(encoding="utf-8")
     complete = text[: text.rfind("\n") + 1]
+    try:
+        header, *lines = [json.loads(line) for line in complete.splitlines()] or [None]
+    except ValueError as error:
+        raise TrainingError(f"{path} is no file of answers: {error}; delete it, or use another --out") from error
     if complete != text:  # a line was cut off by a crash
         path.write_text(complete, encoding="utf-8")
-    header, *lines = [json.loads(line) for line in complete.splitlines()] or [None]
     if header != about:
         raise TrainingError(f"{path} was written for {header}, now it is {about}; use another --out, or --fresh")
     return lines

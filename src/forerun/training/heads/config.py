@@ -139,9 +139,15 @@ class HeadSchedule:
                 f"schedule.micro_tokens {self.micro_tokens} is not a multiple of schedule.seq_len {self.seq_len}"
             )
         if self.tokens_per_step < 1 or self.tokens_per_step % self.micro_tokens:
-            raise ConfigError("schedule.tokens_per_step is not a multiple of schedule.micro_tokens")
+            raise ConfigError(
+                f"schedule.tokens_per_step {self.tokens_per_step} is not a multiple of schedule.micro_tokens "
+                f"{self.micro_tokens}"
+            )
         if self.warmup_steps < 1 or self.decay_steps < 1 or self.warmup_steps + self.decay_steps > self.steps:
-            raise ConfigError("schedule.warmup_steps + schedule.decay_steps exceed schedule.steps, or one is below 1")
+            raise ConfigError(
+                f"schedule.warmup_steps {self.warmup_steps} + schedule.decay_steps {self.decay_steps} exceed "
+                f"schedule.steps {self.steps}, or one is below 1"
+            )
 
     def learning_rate_scale(self, step: int) -> float:
         """Scales the learning rates of `step`, counted from zero."""
@@ -185,7 +191,7 @@ class HeadOptimizer:
 class HeadData:
     """How sequences are made. greedy_share of the answers is written at T = 0, the rest at T = 1."""
 
-    max_tokens: int = 0  # of all sequences together; 0 takes what there is
+    max_tokens: int = 0  # of all prompts with their answers, or of each .bin file; 0 takes what there is
     prompt_tokens: int = 256  # longer prompts lose their beginning
     answer_tokens: int = 256
     greedy_share: float = 0.5

@@ -65,7 +65,7 @@ def read_file(path: Path) -> Iterator[tuple[list[str], bool]]:
         raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
         text = raw.decode("utf-8")
     except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read prompts from {path}: {error}") from error
+        raise DataError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from error
     kind = Path(path.stem).suffix if path.suffix == ".xz" else path.suffix
     if kind == ".txt":
         yield from (([part], False) for part in text.split("\n\n"))

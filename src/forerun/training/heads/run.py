@@ -7,7 +7,6 @@ Knows the run folder: `data/` (answers, held-out answers, captured states), `las
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +30,7 @@ from forerun.training.heads.rows import Rows
 from forerun.training.heads.sequences import fingerprint, prepare
 from forerun.training.heads.target import NetTarget, Target, is_plain_llama, load_net_target, read_table
 from forerun.training.heads.train import HeadTrainer
+from forerun.training.run_folder import open_run
 from forerun.weights.resolve import resolve_model
 
 Report = Callable[[str], None]
@@ -42,9 +42,7 @@ def train_head(recipe: HeadRecipe, job: HeadJob, console: HeadConsole) -> bool:
 
     Goes on from the checkpoint in the folder unless `fresh`. A stopped run is exported as it is.
     """
-    if job.fresh:
-        shutil.rmtree(job.folder, ignore_errors=True)
-    job.folder.mkdir(parents=True, exist_ok=True)
+    open_run(job.folder, job.fresh)
     trainer = make_trainer(recipe, job, console)
     console.say("going on from a checkpoint" if trainer.resume() else "starting anew")
     with console.watching(recipe.schedule.steps, trainer.step):
@@ -55,6 +53,7 @@ def train_head(recipe: HeadRecipe, job: HeadJob, console: HeadConsole) -> bool:
 
 def make_trainer(recipe: HeadRecipe, job: HeadJob, console: HeadConsole) -> HeadTrainer:
     """Loads the target, prepares the data and makes the head."""
+    check_exportable(recipe.kind, resolve_model(job.target))
     target = load_target(job.target, job.device)
     data = prepare(recipe, job, target, console.say)
     head = make_head(recipe, target, data.train.counts(target.shape.vocab_size))
@@ -65,6 +64,15 @@ def make_trainer(recipe: HeadRecipe, job: HeadJob, console: HeadConsole) -> Head
     weights = step_weights(head.num_steps, recipe.head.decay)
     loss = HeadLoss(head, target, recipe.head.labels, weights, recipe.run.compile)
     return HeadTrainer(recipe, loss, feed, heldout, job.folder, identity_of(recipe, target, feed.rows))
+
+
+def check_exportable(kind: str, target_folder: Path) -> None:
+    """A draft model is a model of its own, so it is exported with its target's tokenizer; raises UnsupportedError."""
+    if kind == "draft" and not (target_folder / "tokenizer.json").is_file():
+        raise UnsupportedError(
+            f"{target_folder} has no tokenizer.json, which a draft model gets from its target; give the target as a "
+            "folder that has one, or train medusa, eagle3 or mtp heads"
+        )
 
 
 def load_target(name: str, device: str) -> Target:

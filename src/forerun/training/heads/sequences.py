@@ -56,12 +56,27 @@ def from_written(recipe: HeadRecipe, job: HeadJob, target: Target, report: Repor
         token_file_rows(path, row_len, vocab_size, options.max_tokens) for path in job.data if path.suffix == ".bin"
     ]
     rows = Rows.join(answers or texts)
+    check_lengths(rows, row_len, report)
     train, held = hold_out(len(rows), options.heldout_prompts)
     ends = rows.prompts[held] if answers else [options.prompt_tokens] * len(held)
     prompts = [rows.sequence(int(number))[: int(end)].tolist() for number, end in zip(held, ends, strict=True)]
     used = Rows.join([rows.take(train).packed(row_len), *texts]) if answers else rows.take(train)
     report(f"{len(used)} rows of {used.num_tokens} tokens, {used.num_answered} of them answers")
     return Sequences(used, heldout_answers(recipe, job, prompts, report))
+
+
+def check_lengths(rows: Rows, row_len: int, report: Report) -> None:
+    """Says how many sequences lose their end; raises DataError where no answer would be left to learn from."""
+    longest, num_long = int(rows.lens.max()), int((rows.lens > row_len).sum())
+    if int(rows.prompts.min()) >= row_len:
+        raise DataError(
+            f"every prompt fills schedule.seq_len {row_len}, so no answer would be seen; raise it, at most to {longest}"
+        )
+    if num_long:
+        lost = longest - row_len
+        report(
+            f"{num_long} of {len(rows)} sequences are cut at schedule.seq_len {row_len}, the longest by {lost} tokens"
+        )
 
 
 def from_prompts(recipe: HeadRecipe, job: HeadJob, report: Report) -> Sequences:

@@ -1,0 +1,348 @@
+"""forerun's server beside llama-server and OpenVINO GenAI: one model file, the same prompts, one and many at a time.
+
+    python benchmarks/serving_peers.py --llama-server PATH [--shape qwen2.5-0.5b] [--weights Q8_0,Q4_0,BF16]
+        [--concurrency 16] [--num-requests 32] [--input-len 64] [--max-tokens 128]
+
+Random weights of a shape are written into a GGUF file that all engines read (`peer_files`; OpenVINO GenAI converts it
+once, and gets F16 for BF16). Prompts are token ids, no two alike; every answer has --max-tokens greedy tokens. forerun
+drafts nothing and has no prefix cache: this measures continuous batching alone. llama-server gets as many slots as
+requests at a time and the whole context for each. forerun and llama-server stream over HTTP; OpenVINO GenAI has no
+server of its own and is called in its process, which spares it that.
+
+Engines run one after the other, alone on the machine. Those that are missing are left out and named. Writes
+benchmarks/results/DATE-NAME.json and prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from peer_files import write_gguf
+from serving import RESULTS, machine, server
+
+from forerun.bench.serve_client import api_root, open_client
+from forerun.bench.serve_load import Load, Run
+from forerun.bench.serve_report import Objective, summary
+from forerun.bench.serve_workload import Ask, Fields
+from forerun.bench.shapes import read_shape
+
+OPENVINO_TYPES = {"Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q8_0": "Q8_0", "F16": "F16", "BF16": "F16"}
+START_S = 120.0  # for llama-server to load its file
+TIMEOUT_S = 600.0  # for a request
+WARM_UP, WARM_UP_TOKENS = "warm-up", 8  # a load that does not count
+Report = dict[str, Any]
+
+
+def main() -> None:
+    """Answer as OpenVINO's process if asked to, else measure, keep, print."""
+    if sys.argv[1:2] == ["openvino"]:
+        openvino_process(Path(sys.argv[2]))
+        return
+    given = options()
+    result: Report = {
+        "command": shlex.join(["python", "benchmarks/serving_peers.py", *sys.argv[1:]]),
+        **settings(given),
+    }
+    result["runs"] = {weights: measure(given, weights) for weights in given.weights.split(",")}
+    result["machine"] = machine()
+    given.out.mkdir(exist_ok=True)
+    path = given.out / f"{result['machine']['date']}-{given.name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    print(markdown(result))
+    print(f"\nkept in {path}", file=sys.stderr)
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="forerun's server beside others, one and many requests at a time.")
+    parser.add_argument("--shape", default="qwen2.5-0.5b")
+    parser.add_argument("--weights", default="Q8_0", help="block types of GGUF, with commas")
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--llama-server", type=Path, help="the program")
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--num-requests", type=int, default=32)
+    parser.add_argument("--num-alone", type=int, default=4, help="requests of the measurement one at a time")
+    parser.add_argument("--input-len", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--name", default="serving-peers")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
+    return parser.parse_args()
+
+
+def settings(given: argparse.Namespace) -> Report:
+    """What was asked for, as plain values."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()}
+
+
+# -- what is asked ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation of one turn, in token ids."""
+
+    ids: tuple[int, ...]
+    turns: tuple[str, ...] = ("",)
+
+    def ask(self, answers: Sequence[str], fields: Mapping[str, Any]) -> Ask:
+        """The request."""
+        return Ask("/completions", {"prompt": list(self.ids), **fields})
+
+
+def prompts(count: int, length: int, vocab_size: int, seed: str) -> list[Prompt]:
+    """Random ones; the last token of the vocabulary ends texts and is left out."""
+    draw = random.Random(seed)
+    return [Prompt(tuple(draw.randrange(vocab_size - 1) for _ in range(length))) for _ in range(count)]
+
+
+def loads(given: argparse.Namespace) -> dict[str, tuple[list[Prompt], int]]:
+    """What is sent, in order: name -> prompts, how many at a time."""
+    vocab_size = read_shape(given.shape).config.vocab_size
+
+    def some(count: int, seed: str) -> list[Prompt]:
+        return prompts(count, given.input_len, vocab_size, seed)
+
+    return {
+        WARM_UP: (some(given.concurrency, WARM_UP), given.concurrency),
+        "alone": (some(given.num_alone, "alone"), 1),
+        "together": (some(given.num_requests, "together"), given.concurrency),
+    }
+
+
+# -- engines ----------------------------------------------------------------------------------------------------
+
+
+def measure(given: argparse.Namespace, weights: str) -> Report:
+    """Every engine on one storage, one after the other."""
+    found: Report = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in given.engines:
+            why_not = missing(name, given, weights)
+            print(f"{weights}: {name}{f' is left out: {why_not}' if why_not else ''}", file=sys.stderr)
+            found[name] = {"left_out": why_not} if why_not else ENGINES[name](given, weights, Path(folder))
+    return found
+
+
+def missing(name: str, given: argparse.Namespace, weights: str) -> str | None:
+    """Why an engine cannot be measured; None if it can."""
+    if name == "llama-server" and not given.llama_server:
+        return "no --llama-server was given"
+    if name == "openvino" and weights not in OPENVINO_TYPES:
+        return f"its GGUF reader does not know {weights}"
+    if name == "openvino" and not importlib.util.find_spec("openvino_genai"):
+        return "openvino-genai is not installed"
+    return None
+
+
+def model_file(given: argparse.Namespace, block_type: str, folder: Path) -> Path:
+    """The GGUF file of a block type, written once."""
+    file = folder / block_type / "model.gguf"
+    if not file.exists():
+        file.parent.mkdir()
+        write_gguf(read_shape(given.shape), block_type, file)
+    return file
+
+
+def forerun(given: argparse.Namespace, weights: str, folder: Path) -> Report:
+    """`forerun serve` without drafts and prefix cache."""
+    arguments = ["--drafter", "none", "--no-prefix-caching", "--max-num-seqs", str(given.concurrency),
+                 "--threads", str(given.threads), "--max-model-len", str(context(given))]  # fmt: skip
+    with server(str(model_file(given, weights, folder)), arguments) as (url, _):
+        return asyncio.run(over_http(url, given))
+
+
+def llama_server(given: argparse.Namespace, weights: str, folder: Path) -> Report:
+    """llama-server with a slot a request."""
+    command = [str(given.llama_server), "-m", str(model_file(given, weights, folder)), "-np", str(given.concurrency),
+               "-c", str(given.concurrency * context(given)), "-t", str(given.threads), "--no-webui"]  # fmt: skip
+    with started(command) as url:
+        return asyncio.run(over_http(url, given))
+
+
+def openvino(given: argparse.Namespace, weights: str, folder: Path) -> Report:
+    """OpenVINO GenAI's continuous batching, in a process of its own."""
+    file = model_file(given, OPENVINO_TYPES[weights], folder)
+    asked = {name: ([p.ids for p in some], at_once, num_tokens(name, given))
+             for name, (some, at_once) in loads(given).items()}  # fmt: skip
+    told = {"file": str(file), "threads": given.threads, "loads": asked}
+    tell = folder / "openvino.json"
+    tell.write_text(json.dumps(told), "utf-8")
+    command = [sys.executable, __file__, "openvino", str(tell)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    report: Report = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+ENGINES: dict[str, Callable[[argparse.Namespace, str, Path], Report]] = {
+    "forerun": forerun, "llama-server": llama_server, "openvino": openvino,
+}  # fmt: skip
+
+
+def context(given: argparse.Namespace) -> int:
+    """Tokens a request may have, in whole blocks of any engine."""
+    return -(-(given.input_len + given.max_tokens + 1) // 256) * 256
+
+
+@contextmanager
+def started(command: Sequence[str]) -> Iterator[str]:
+    """llama-server on a free port, ready -> its address. Raises RuntimeError if it ends or is not ready in time."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log)
+        try:
+            wait_until_ready(url, process)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Until /health says 200."""
+    give_up_s = time.monotonic() + START_S
+    while time.monotonic() < give_up_s and process.poll() is None:
+        try:
+            with urlopen(f"{url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (URLError, OSError):
+            time.sleep(0.2)
+    raise RuntimeError(f"{process.args!r} did not become ready (exit status {process.poll()})")
+
+
+# -- over HTTP --------------------------------------------------------------------------------------------------
+
+
+async def over_http(url: str, given: argparse.Namespace) -> Report:
+    """All loads on one server. Raises RuntimeError if a request failed or had another length."""
+    found: Report = {}
+    async with open_client(api_root(url), None, TIMEOUT_S, keep_alive=False) as client:
+        model = await client.first_model()
+        for name, (some, at_once) in loads(given).items():
+            fields = Fields(model, num_tokens(name, given), 0.0, 0, extra={"ignore_eos": True})
+            outcomes = await Run(client, fields)(some, Load(at_once, None, 0))  # type: ignore[arg-type]
+            figures = summary(outcomes, Objective())
+            written = {outcome.num_tokens for outcome in outcomes}
+            if figures["errors"] or written != {fields.max_tokens}:
+                raise RuntimeError(f"{url}: errors {figures['errors']}, tokens {sorted(written)}")
+            found[name] = figures
+    return {name: row(figures) for name, figures in found.items() if name != WARM_UP}
+
+
+def num_tokens(name: str, given: argparse.Namespace) -> int:
+    """Of every answer of a load."""
+    return WARM_UP_TOKENS if name == WARM_UP else given.max_tokens
+
+
+def row(figures: Report) -> Report:
+    """What is kept of a load."""
+    ttft, tpot = figures["ttft_s"], figures["tpot_s"]
+    return {
+        "tokens_per_s": round(figures["output_tokens_per_s"], 3),
+        "duration_s": figures["duration_s"],
+        "ttft_p50_ms": round(ttft["p50"] * 1e3, 3),
+        "tpot_p50_ms": round(tpot["p50"] * 1e3, 3),
+        "tpot_p99_ms": round(tpot["p99"] * 1e3, 3),
+    }
+
+
+# -- OpenVINO's process -----------------------------------------------------------------------------------------
+
+
+def openvino_process(path: Path) -> None:
+    """Load the file named there, generate all loads, print what they took."""
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+
+    told = json.loads(path.read_text("utf-8"))
+    config = genai.GenerationConfig()
+    pipeline = continuous(Path(told["file"]), told["threads"], max(at_once for _, at_once, _ in told["loads"].values()))
+    found: Report = {}
+    for name, (some, at_once, max_tokens) in told["loads"].items():
+        config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
+        inputs = [ov.Tensor(np.array([ids], dtype=np.int64)) for ids in some]
+        turns = [inputs] if at_once > 1 else [[one] for one in inputs]  # the pipeline itself keeps to its most
+        began = time.perf_counter()
+        answers = [answer for turn in turns for answer in pipeline.generate(turn, [config] * len(turn))]
+        seconds = time.perf_counter() - began
+        written = [len(answer.m_generation_ids[0]) for answer in answers]
+        assert set(written) == {max_tokens}, f"answers of {sorted(set(written))} tokens"
+        found[name] = {"tokens_per_s": round(sum(written) / seconds, 3), "duration_s": round(seconds, 6)}
+    del found[WARM_UP]
+    print("\n" + json.dumps(found), flush=True)
+
+
+def continuous(file: Path, threads: int, at_once: int) -> Any:
+    """A pipeline that works on `at_once` requests at a time; the GGUF file is converted when it is first needed."""
+    import openvino_genai as genai
+
+    if not file.with_name("openvino_model.xml").exists():
+        genai.LLMPipeline(str(file), "CPU", enable_save_ov_model=True)
+    scheduling = genai.SchedulerConfig()
+    scheduling.max_num_seqs, scheduling.cache_size, scheduling.enable_prefix_caching = at_once, 1, False
+    properties = {"INFERENCE_NUM_THREADS": threads}
+    return genai.ContinuousBatchingPipeline(str(file.parent), scheduling, "CPU", properties)
+
+
+# -- Markdown ---------------------------------------------------------------------------------------------------
+
+COLUMNS = ("engine", "alone, tokens/s", "together, tokens/s", "times", "TTFT p50, ms", "TPOT p50, ms", "TPOT p99, ms",
+           "forerun is")  # fmt: skip
+
+
+def markdown(result: Report) -> str:
+    """A table a storage, and what it was taken on."""
+    facts = result["machine"]
+    place = f"{facts['cpu']}, {result['threads']} threads, {', '.join(facts['isa'])}, commit {facts['commit']}"
+    told = (
+        f"{result['shape']}, prompts of {result['input_len']} tokens, answers of {result['max_tokens']}, "
+        f"{result['concurrency']} at a time."
+    )
+    tables = [f"{weights}\n\n{table(run)}" for weights, run in result["runs"].items()]
+    return "\n\n".join([told, *tables, f"{place}, {facts['date']}: `{result['command']}`"])
+
+
+def table(run: Report) -> str:
+    """A row an engine."""
+    own = run.get("forerun", {}).get("together")
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for name, found in run.items():
+        if "left_out" in found:
+            lines.append(f"| {name} | left out: {found['left_out']} | | | | | | |")
+            continue
+        alone, together = found["alone"], found["together"]
+        cells = [f"{alone['tokens_per_s']:.1f}", f"{together['tokens_per_s']:.1f}"]
+        cells.append(f"{together['tokens_per_s'] / alone['tokens_per_s']:.2f}")
+        cells += [
+            f"{together[key]:.1f}" if key in together else "-" for key in ("ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms")
+        ]
+        cells.append(f"{own['tokens_per_s'] / together['tokens_per_s']:.2f}x" if own else "-")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What drafting has really gained over plain decoding, and whether more may be risked.
+
+Knows: seconds and tokens of steps. Does not know: drafters, requests, estimates. A policy decides by estimates, which
+may be wrong all at once: a chance believed too high, a cost too low. The ledger sees only what steps took and gave, so
+that whatever the estimates say, drafting loses at most a small share of the time: losses are paid from earlier gains
+and from an allowance, and where both are spent nothing is drafted until the allowance has grown again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+SHARE: Final = 0.01  # of the time that may be lost for finding out whether drafts pay
+_PLAIN = 2  # steps without drafts that must have shown what plain decoding takes
+_UNTIL, _EVERY = 16, 128  # steps with drafts after which they are due, and one after the last that was
+_FIRST, _MOST = 8.0, 32.0  # plain steps that may be lost at once: at the beginning, and after any gain
+_LONGEST = 4.0  # times the plain steps of the same tokens that a single step may count: others work on the machine too
+
+
+@dataclass(slots=True)
+class Ledger:
+    """An account in seconds, told of every step that read no prompt."""
+
+    balance_s: float = 0.0
+    _draft_s: float = 0.0  # of this step
+    _num_tokens: int = 0  # of this step
+    _num_requests: int = 0
+    _num_plain: int = 0  # steps without drafts so far
+    _num_drafted: int = 0  # and with, since the last one without
+
+    @property
+    def is_open(self) -> bool:
+        """Whether drafting may go on."""
+        return not self.is_spent and self._num_drafted < (_UNTIL if self._num_plain < _PLAIN else _EVERY)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether drafting has to wait because it lost too much."""
+        return self._num_plain + self._num_drafted > 0 and self.balance_s <= 0.0
+
+    def begin_step(self) -> None:
+        """Forget what was noted of a step that was not booked."""
+        self._draft_s, self._num_tokens, self._num_requests = 0.0, 0, 0
+
+    def note_drafting(self, seconds: float) -> None:
+        """Somebody drafted for so long in this step."""
+        self._draft_s += seconds
+
+    def note_tokens(self, num_tokens: int) -> None:
+        """One of the step's requests got so many tokens."""
+        self._num_tokens += num_tokens
+        self._num_requests += 1
+
+    def book(self, rest_s: float, plain_s: float, drafts: bool) -> None:
+        """The step is over, drafting apart it took `rest_s`; without drafts it would have taken `plain_s`.
+
+        `drafts`: some were verified.
+        """
+        if self._num_plain + self._num_drafted == 0:
+            self.balance_s = _FIRST * plain_s
+        elapsed_s = rest_s + self._draft_s
+        self.balance_s += SHARE * elapsed_s
+        if drafts or self._draft_s > 0.0:
+            self._num_drafted += 1
+            worth_s = plain_s * self._num_tokens / max(self._num_requests, 1)
+            self.balance_s += worth_s - min(elapsed_s, _LONGEST * worth_s)
+        else:
+            self._num_plain += 1
+            self._num_drafted = 0 if self._num_plain >= _PLAIN else self._num_drafted
+        self.balance_s = min(self.balance_s, _MOST * plain_s)
+        self.begin_step()

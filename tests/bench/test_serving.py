@@ -1,0 +1,109 @@
+"""The benchmarks of the server: what they ask, what they say of it, what they fail for. No server is run here."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+pytest.importorskip("gguf")
+pytest.importorskip("aiohttp")
+
+
+@pytest.fixture
+def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import soak
+
+    return soak
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import serving_peers
+
+    return serving_peers
+
+
+# -- soak -------------------------------------------------------------------------------------------------------
+
+
+def samples(*rss_mib: float) -> list[dict[str, float]]:
+    return [{"time_s": 10.0 * i, "rss_mib": rss, "files": 20.0} for i, rss in enumerate(rss_mib)]
+
+
+def test_one_late_step_is_no_slope_and_a_leak_is_one(soak: Any) -> None:
+    filling = [600.0 + 5 * i for i in range(20)]
+    assert soak.slope_mib_per_minute(samples(*filling, *[700.0] * 17, *[715.0] * 3)) == 0.0
+    leak = [700.0 + 0.5 * i for i in range(20)]
+    assert soak.slope_mib_per_minute(samples(*filling, *leak)) == pytest.approx(3.0)
+
+
+def test_what_a_soak_fails_for(soak: Any) -> None:
+    given = argparse.Namespace(max_growth_mib=64.0, max_slope_mib_per_minute=1.0)
+    clean: dict[str, Any] = {
+        "counts": {"whole": 9, "wrong: another answer": 0},
+        "statuses": {"good 200": 9, "bad 400": 3},
+        "idle": True,
+        "after": {"integrity": "clean", "blocks_owned": 0},
+        "samples": samples(*[700.0] * 10),
+        "slope_mib_per_minute": 0.2,
+    }
+    assert soak.failures(clean, given) == []
+    broken = {
+        "counts": Counter({"wrong: another answer": 1}),
+        "statuses": {"bad 500": 1},
+        "idle": False,
+        "after": {"integrity": "block 3 is counted wrong", "blocks_owned": 2},
+        "samples": samples(*[700.0] * 9, 800.0),
+        "slope_mib_per_minute": 1.5,
+    }
+    for name, value in broken.items():
+        found = soak.failures({**clean, name: value}, given)
+        assert len(found) == (2 if name == "after" else 1), (name, found)
+
+
+# -- peers ------------------------------------------------------------------------------------------------------
+
+
+def asked(**given: Any) -> argparse.Namespace:
+    usual = {"shape": "qwen2.5-0.5b", "concurrency": 4, "num_requests": 8, "num_alone": 2, "input_len": 16,
+             "max_tokens": 32, "llama_server": None, "threads": 2}  # fmt: skip
+    return argparse.Namespace(**{**usual, **given})
+
+
+def test_all_engines_get_the_same_prompts_and_none_twice(peers: Any) -> None:
+    loads = peers.loads(asked())
+    assert {name: (len(some), at_once) for name, (some, at_once) in loads.items()} == {
+        "warm-up": (4, 4), "alone": (2, 1), "together": (8, 4),
+    }  # fmt: skip
+    everything = [prompt.ids for some, _ in loads.values() for prompt in some]
+    assert len(set(everything)) == 14 and all(len(ids) == 16 for ids in everything)
+    assert loads == peers.loads(asked())
+    ask = loads["alone"][0][0].ask([], {"max_tokens": 3})
+    assert ask.path == "/completions" and ask.body == {"prompt": list(everything[4]), "max_tokens": 3}
+
+
+def test_what_is_missing_is_said(peers: Any) -> None:
+    assert peers.missing("forerun", asked(), "Q8_0") is None
+    assert "--llama-server" in peers.missing("llama-server", asked(), "Q8_0")
+    assert "Q2_K" in peers.missing("openvino", asked(), "Q2_K")
+
+
+def test_the_table(peers: Any) -> None:
+    own = {"tokens_per_s": 30.0, "ttft_p50_ms": 5.0, "tpot_p50_ms": 20.0, "tpot_p99_ms": 30.0}
+    run = {
+        "forerun": {"alone": own, "together": {**own, "tokens_per_s": 150.0}},
+        "openvino": {"alone": {"tokens_per_s": 20.0}, "together": {"tokens_per_s": 100.0}},
+        "llama-server": {"left_out": "no program"},
+    }
+    rows = peers.table(run).splitlines()[2:]
+    assert rows[0] == "| forerun | 30.0 | 150.0 | 5.00 | 5.0 | 20.0 | 30.0 | 1.00x |"
+    assert rows[1] == "| openvino | 20.0 | 100.0 | 5.00 | - | - | - | 1.50x |"
+    assert "left out: no program" in rows[2]

@@ -1,0 +1,119 @@
+"""How often a step waits for its device: counted on one without numbers, where every uncounted question raises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.assemble import assemble
+from forerun.config import DrafterConfig, EngineConfig
+from forerun.core import SamplingParams
+from forerun.engine.engine import Engine
+from forerun.models.captured import CapturedModel
+from forerun.models.heads.captured import CapturedHead
+from forerun.models.loader import load_model
+from tests.drafters import test_medusa, test_mtp
+from tests.models import factory
+from tests.models.test_device import META
+from tests.models.test_device_chains import Enqueued, MetaKernels
+from tests.support import harness, heads, tiny
+
+NUM_DRAFTS = 3
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of what was read; every number read is 7, which every drafter guesses therefore."""
+    found: list[tuple[int, ...]] = []
+
+    def answer(x: Tensor) -> Tensor:
+        if x.device == META:
+            found.append(tuple(x.shape))
+        return torch.full(x.shape, 7, dtype=x.dtype) if x.device == META else x
+
+    monkeypatch.setattr(torch.Tensor, "cpu", answer)
+    return found
+
+
+def engine(folder: Path, kernels: Any, name: str = "none", head: str | None = None, **options: Any) -> Engine:
+    """Everything as on a card, but for what writes work down."""
+    model: Any = load_model(folder, kernels).model
+    drafter = DrafterConfig(name=name, model=head, max_draft_tokens=NUM_DRAFTS, adaptive=False)
+    config = EngineConfig(model="tiny", drafter=drafter, block_size=4, max_model_len=48, **options)
+    made = assemble(config, model, kernels, lambda _: load_model(folder, kernels).model)
+    made.model = CapturedModel(model, kernels, Enqueued(), made._kvs, made.drafter.hidden_layers)
+    return made
+
+
+def run(made: Engine, waits: list[Any], num: int = 2, temperature: float = 0.8) -> list[int]:
+    """Waits of each step after the prompts', of requests that go on."""
+    for index in range(num):
+        params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature)
+        made.add(harness.request(index, [5, 9, 4], params, 48))
+    made.step()
+    counts = []
+    for _ in range(4):
+        waits.clear()
+        made.step()
+        counts.append(len(waits))
+    assert made.has_work and getattr(made.drafter, "num_errors", 0) == 0
+    return counts
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return factory.make_checkpoint("qwen3", tmp_path)
+
+
+def test_a_plain_step_waits_once(folder: Path, waits: list[Any]) -> None:
+    made = engine(folder, MetaKernels())
+    assert run(made, waits) == [1, 1, 1, 1] and waits == [(2,)]
+
+
+def test_a_step_without_choices_waits_for_none(folder: Path, waits: list[Any]) -> None:
+    made = engine(folder, MetaKernels(), max_num_batched_tokens=8, max_num_prefill_tokens=4)
+    made.add(harness.request(0, list(range(5, 25)), SamplingParams(max_tokens=4), 48))
+    made.step()
+    assert waits == []
+
+
+def test_drafting_by_lookup_adds_none(folder: Path, waits: list[Any]) -> None:
+    made = engine(folder, MetaKernels(), "ngram")
+    assert run(made, waits)[1:] == [1, 1, 1] and waits[-1][0] > 2
+
+
+def test_drafting_with_a_model_waits_once_more(folder: Path, waits: list[Any]) -> None:
+    kernels = MetaKernels()
+    made = engine(folder, kernels, "draft", "a model")
+    inner: Any = tiny.inner(made)
+    inner._model = CapturedModel(inner._model, kernels, Enqueued(), inner._kvs)  # type: ignore[arg-type]
+    assert run(made, waits) == [2, 2, 2, 2]
+    assert waits == [(1, NUM_DRAFTS, 2), (2 * (NUM_DRAFTS + 1),)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafting_with_a_head_waits_once_more(
+    folder: Path, tmp_path: Path, waits: list[Any], temperature: float
+) -> None:
+    kernels = MetaKernels()
+    (tmp_path / "head").mkdir()
+    heads.write(tmp_path / "head", test_mtp.mimo_tensors(), test_mtp.mimo_config())
+    made = engine(folder, kernels, "mtp", str(tmp_path / "head"))
+    inner: Any = tiny.inner(made)
+    inner._head = CapturedHead(inner._head, kernels, Enqueued(), inner._kvs)  # type: ignore[arg-type]
+    assert run(made, waits, temperature=temperature) == [2, 2, 2, 2]
+    drafts, choices = waits
+    assert drafts[1:] == (NUM_DRAFTS, 2) and choices == (2 * (NUM_DRAFTS + 1),)
+
+
+def test_drafting_with_medusa_heads_waits_once_more(folder: Path, tmp_path: Path, waits: list[Any]) -> None:
+    kernels = MetaKernels()
+    (tmp_path / "head").mkdir()
+    drawn = test_medusa.random_heads(NUM_DRAFTS, 1)
+    made = engine(folder, kernels, "medusa", str(test_medusa.write_vllm(tmp_path / "head", drawn)))
+    tiny.inner(made)._heads.capture(Enqueued())
+    assert run(made, waits) == [2, 2, 2, 2] and len(waits[0]) == 1
