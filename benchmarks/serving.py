@@ -51,10 +51,15 @@ def main() -> None:
     settings = {name: value for name, value in vars(given).items() if name != "out"}
     result = {"command": shlex.join(["python", "benchmarks/serving.py", *sys.argv[1:]]), **settings, **measured}
     result["machine"] = machine()
+    keep(result, given, markdown(result))
+
+
+def keep(result: Report, given: argparse.Namespace, table: str) -> None:
+    """Write what was measured to OUT/DATE-NAME.json and print its table."""
     given.out.mkdir(exist_ok=True)
     path = given.out / f"{result['machine']['date']}-{given.name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-    print(markdown(result))
+    print(table)
     print(f"\nkept in {path}", file=sys.stderr)
 
 

@@ -36,7 +36,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from peer_files import write_gguf
-from serving import RESULTS, machine, server
+from serving import RESULTS, keep, machine, server
 
 from forerun.bench.serve_client import api_root, open_client
 from forerun.bench.serve_load import Load, Run
@@ -63,11 +63,7 @@ def main() -> None:
     }
     result["runs"] = {weights: measure(given, weights) for weights in given.weights.split(",")}
     result["machine"] = machine()
-    given.out.mkdir(exist_ok=True)
-    path = given.out / f"{result['machine']['date']}-{given.name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-    print(markdown(result))
-    print(f"\nkept in {path}", file=sys.stderr)
+    keep(result, given, markdown(result))
 
 
 def options() -> argparse.Namespace:

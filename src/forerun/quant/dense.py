@@ -65,6 +65,10 @@ class DenseFormat:
         self, source: TensorSource, parts: Sequence[Part], columns: int, kernels: Kernels, dtype: torch.dtype | None
     ) -> DenseWeight:
         """Read, convert, join by rows and pack."""
-        tensors = [source.tensor(f"{part.prefix}.weight", (part.rows, columns)) for part in parts]
-        matrix = torch.cat([tensor if dtype is None else tensor.to(dtype) for tensor in tensors])  # [N, K], a copy
-        return DenseWeight(kernels, matrix)
+        return DenseWeight(kernels, read_joined(source, parts, columns, dtype))
+
+
+def read_joined(source: TensorSource, parts: Sequence[Part], columns: int, dtype: torch.dtype | None) -> Tensor:
+    """The `PREFIX.weight` of all parts, converted if `dtype` is given, one below the other -> [N, K], a copy."""
+    tensors = [source.tensor(f"{part.prefix}.weight", (part.rows, columns)) for part in parts]
+    return torch.cat([tensor if dtype is None else tensor.to(dtype) for tensor in tensors])

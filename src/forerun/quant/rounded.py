@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import Kernels
 from forerun.quant.base import Part, TensorSource, Weight, WeightFormat
-from forerun.quant.dense import DenseFormat, DenseWeight
+from forerun.quant.dense import DenseFormat, DenseWeight, read_joined
 from forerun.quant.formats import find_format
 from forerun.quant.grouped import GroupedWeight
 
@@ -61,8 +61,7 @@ class RoundedFormat:
         self, source: TensorSource, parts: Sequence[Part], columns: int, kernels: Kernels, dtype: torch.dtype | None
     ) -> Weight:
         """Read, join by rows, round and pack."""
-        tensors = [source.tensor(f"{part.prefix}.weight", (part.rows, columns)) for part in parts]
-        return self.pack(kernels, torch.cat(tensors))
+        return self.pack(kernels, read_joined(source, parts, columns, dtype))
 
     def pack(self, kernels: Kernels, matrix: Tensor) -> Weight:
         """Round `matrix` [N, K]; one whose rows no group divides stays as it is."""
