@@ -28,7 +28,7 @@ struct LinearArgs {
     int64_t m, n, k;
     Dtype dtype;
     int64_t panels_per_unit, rows_per_unit;  // a unit is a group of panels times a block of rows
-    uint16_t* parts;  // [m, 3, k] where activations are split into parts for it, else null
+    uint16_t* parts;  // [m * 3 * k] where activations are split into parts for it, else null
 };
 
 struct PackArgs {
