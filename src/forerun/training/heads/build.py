@@ -6,6 +6,7 @@ Knows which class trains which kind. Knows nothing of data or steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from forerun.training.heads.eagle3 import Eagle3Head
 from forerun.training.heads.medusa import MedusaHead
 from forerun.training.heads.mtp import MtpHead
 from forerun.training.heads.target import Target
-from forerun.training.heads.vocabulary import DraftVocabulary, frequent_tokens
+from forerun.training.heads.vocabulary import DraftVocabulary, exported_vocabulary, frequent_tokens
 
 HEADS: Mapping[str, Callable[[Target, Any, DraftVocabulary], Head]] = {
     "medusa": MedusaHead,
@@ -40,29 +41,50 @@ def make_head(recipe: HeadRecipe, target: Target, counts: Tensor) -> Head:
     found = target.shape.max_positions
     if recipe.schedule.seq_len > found:
         raise ConfigError(f"schedule.seq_len {recipe.schedule.seq_len} exceeds the target's {found} positions")
+    start = read_export(Path(recipe.start_from)) if recipe.start_from else None
     torch.manual_seed(recipe.seed)
-    size = min(getattr(recipe.head, "vocab_size", 0), target.shape.vocab_size)
-    head = HEADS[recipe.kind](target, recipe.head, frequent_tokens(counts, size))
-    if recipe.start_from:
-        take_weights(head, Path(recipe.start_from))
+    head = HEADS[recipe.kind](target, recipe.head, _vocabulary(recipe, start, counts))
+    if start is not None:
+        take_weights(head, start)
     return head.to(target.head.device)
 
 
-def take_weights(head: Head, folder: Path) -> None:
-    """Copies the weights of an exported head; raises CheckpointError if it is one of another shape."""
+@dataclass(frozen=True)
+class Export:
+    """An exported head: its folder and its tensors by name."""
+
+    folder: Path
+    tensors: Mapping[str, Tensor]
+
+
+def read_export(folder: Path) -> Export:
+    """Reads an exported head; raises CheckpointError if there is none."""
     try:
-        found = load_file(folder / "model.safetensors")
+        return Export(folder, load_file(folder / "model.safetensors"))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"start_from: {folder} holds no readable exported head: {error}") from error
-    own = head.tensors()
+
+
+def _vocabulary(recipe: HeadRecipe, start: Export | None, counts: Tensor) -> DraftVocabulary:
+    """The one of the head that is trained further: other data may count otherwise, its rows are its tokens' rows."""
+    size = min(getattr(recipe.head, "vocab_size", 0), len(counts))
+    started = exported_vocabulary(start.tensors, len(counts)) if start is not None else None
+    return started if started is not None and started.size == size else frequent_tokens(counts, size)
+
+
+def take_weights(head: Head, start: Export) -> None:
+    """Copies the weights of an exported head; raises CheckpointError if it has another shape or odd maps."""
+    own, found = head.tensors(), start.tensors
     odd = [n for n in own.keys() | found.keys() if n not in own or n not in found or own[n].shape != found[n].shape]
     if odd:
         raise CheckpointError(
-            f"start_from: {folder} and [head] differ in {', '.join(sorted(odd))}; give an export of the same shape"
+            f"start_from: {start.folder} and [head] differ in {', '.join(sorted(odd))}; give one of the same shape"
         )
     with torch.no_grad():
         for name, tensor in own.items():
             if tensor.is_floating_point():
                 tensor.copy_(found[name])  # state dicts share their memory with the head
             elif not tensor.equal(found[name]):
-                raise CheckpointError(f"start_from: {folder} drafts another vocabulary ({name}); train without it")
+                raise CheckpointError(
+                    f"start_from: {start.folder} has a {name} that is not its draft vocabulary's; export it anew"
+                )

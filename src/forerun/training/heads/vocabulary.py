@@ -5,6 +5,7 @@ Knows counting and the two maps of EAGLE-3 checkpoints. Knows nothing of heads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,13 @@ class DraftVocabulary:
 def whole_vocabulary(target_size: int) -> DraftVocabulary:
     """All tokens of the target."""
     return DraftVocabulary(torch.arange(target_size), target_size)
+
+
+def exported_vocabulary(tensors: Mapping[str, Tensor], target_size: int) -> DraftVocabulary | None:
+    """The one of an exported head: EAGLE-3's `d2t` or a Medusa's `token_map`; None where it proposes all tokens."""
+    if "d2t" in tensors:
+        return DraftVocabulary(tensors["d2t"] + torch.arange(len(tensors["d2t"])), target_size)
+    return DraftVocabulary(tensors["token_map"], target_size) if "token_map" in tensors else None
 
 
 def frequent_tokens(counts: Tensor, size: int) -> DraftVocabulary:
