@@ -7,6 +7,7 @@ what it left out. Writes benchmarks/results/DATE-gpu-CARD.json and .md after eve
 so a run that is stopped keeps what it had; a part that crashes or hangs is named, and the others go on. The parts, what
 matters most first:
 
+* compiling: these models' kernels, on all cores; what a card would refuse is named (`gpu_compile.py` needs none);
 * card: copy bandwidth and matmul rate, what everything else is compared with;
 * curve: whole passes at the 1B and 8B shapes, bf16 and 4 bits, as `forerun bench curve` has them;
 * attention: one sequence, 1k to 128k tokens, splits side by side and one after the other;
@@ -32,6 +33,7 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +43,10 @@ if TYPE_CHECKING:
     from gpu_setting import Bench
 
 RESULTS = Path(__file__).with_name("results")
-SECONDS = {"card": 10, "curve": 110, "attention": 35, "speed": 130, "check": 80, "products": 60, "peers": 35}
+SOURCES = Path(__file__).resolve().parents[1] / "src"
+SECONDS = {
+    "compiling": 40, "card": 10, "curve": 100, "attention": 30, "speed": 130, "check": 75, "products": 45, "peers": 35
+}  # fmt: skip
 GRACE_S = 90  # beyond its time a part is given so long for the case it is at, then it is stopped
 VERSIONS = ("torch", "triton", "transformers", "numpy")
 
@@ -49,12 +54,20 @@ VERSIONS = ("torch", "triton", "transformers", "numpy")
 def main() -> None:
     """Watch over a process that does the work, or be that process."""
     given = options()
+    find_package()
     if given.state is not None:
         raise SystemExit(work(given))
     with tempfile.TemporaryDirectory(prefix="forerun-gpu-", dir=given.folder) as name:
         state = Path(name) / "state.json"
         arguments = [*sys.argv[1:], "--folder", name, "--state", str(state)]
         raise SystemExit(supervise([sys.executable, __file__, *arguments], state))
+
+
+def find_package() -> None:
+    """Where forerun is not installed, the sources beside this file do, for processes started from here too."""
+    if find_spec("forerun") is None:
+        sys.path.insert(0, str(SOURCES))
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def options() -> argparse.Namespace:
@@ -214,8 +227,8 @@ def actions() -> dict[str, Callable[..., None]]:
     import gpu_models
 
     return {action.__name__: action for action in (
-        gpu_kernels.card, gpu_models.curve, gpu_kernels.attention, gpu_models.speed, gpu_kernels.check,
-        gpu_kernels.products, gpu_models.peers,
+        gpu_kernels.compiling, gpu_kernels.card, gpu_models.curve, gpu_kernels.attention, gpu_models.speed,
+        gpu_kernels.check, gpu_kernels.products, gpu_models.peers,
     )}  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The parts of gpu.py about kernels: their tests, the card's own speed, products and attention against it.
+"""The parts of gpu.py about kernels: compiling, their tests, the card's own speed, products and attention against it.
 
 Knows: shapes of layers, bytes an op must read. Does not know: models, results, pictures.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_compile import ahead
 from gpu_setting import Bench, Due, Seconds, Sizes, in_time
 from gpu_watch import Noted
 from torch import Tensor
@@ -32,6 +33,7 @@ from forerun.kernels.triton import attention_plan
 from forerun.models.config import ModelConfig
 from forerun.quant.base import Part
 from forerun.quant.dense import DenseFormat
+from forerun.weights.resolve import resolve_model
 
 ROOT = Path(__file__).resolve().parents[1]
 VERDICT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED)")
@@ -45,12 +47,12 @@ NEAR = 2e-5  # largest difference over the root mean square: float32 sums in ano
 
 def check(bench: Bench, due: Due, noted: Noted) -> None:
     """The tests of the Triton kernels where this runs: every op against the reference, row invariance included."""
-    missing = [name for name in ("pytest", "hypothesis", "pytest_timeout") if not find_spec(name)]
+    missing = [name for name in ("pytest", "hypothesis", "pytest_timeout", "xdist") if not find_spec(name)]
     if missing or not (ROOT / "tests").is_dir():
         why = f"{', '.join(missing)} not installed" if missing else "no tests beside this file"
         noted.left_out(f"the kernels' tests: {why}")
         return
-    spread = ["-n", "8"] if find_spec("xdist") and not bench.rehearses else []
+    spread = [] if bench.rehearses else ["-n", "8"]
     command = [
         sys.executable,
         "-m",
@@ -82,6 +84,19 @@ def verdicts(output: str, status: int | None) -> tuple[dict[str, int], bool, str
     counts = {name: found.count(name) for name in dict.fromkeys(found)}
     failed = status not in (0, None) or counts.get("FAILED", 0) > 0
     return counts, status is None, output[-6000:] if failed else ""
+
+
+def compiling(bench: Bench, due: Due, noted: Noted) -> None:
+    """The models' kernels, on all cores, so that later parts only measure; what a card would refuse is named."""
+    models = [str(resolve_model(name)) for name in dict.fromkeys((bench.small, bench.draft))]
+    shapes = list(dict.fromkeys((*bench.sizes.shapes, *models)))
+    rows = ahead(shapes, bench.sizes.weights, bench.sizes.compiled_rows, bench.device, max(1.0, due.left_s))
+    spilling = sum(row.get("stack", 0) > 0 for row in rows)
+    noted.rows({"kernels": len(rows), "spilling": spilling, "registers": max(row.get("registers", 0) for row in rows),
+                "shared": max(row.get("shared", 0) for row in rows)})  # fmt: skip
+    for row in rows:
+        if row["problems"]:
+            noted.error(row["kernel"], "; ".join(row["problems"]))
 
 
 def bandwidth(device: torch.device, sizes: Sizes, seconds: Seconds) -> float:

@@ -17,6 +17,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
+from gpu_compile import ahead
 from gpu_setting import Bench, Due, back_to_back_s, in_time
 from gpu_watch import Noted
 
@@ -42,8 +43,10 @@ from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer
 
 SMALL, WIDENED = "mini", "widened"
+FIXED = "fixed"  # a drafter whose drafts nobody looks at before they are verified, so that a step waits once
 HEADS = ("eagle", "mtp", "medusa")  # what must be shown first
 ROOM = 3  # a widened model's bytes must be there so often on the card: weights, engines' pools, transformers' copy
+COMPILE_S = 40  # seconds for the widened model's kernels
 CONTEXT = 40  # known tokens of the pass that the host's share is taken from
 Run = tuple[float, list[CompletionOutput]]  # seconds, answers
 Item = TypeVar("Item")
@@ -101,12 +104,22 @@ def opened(bench: Bench, noted: Noted, name: str) -> tuple[str, list[str]]:
     folder, source = bench.folder / WIDENED, open_source(resolve_model(bench.small))
     if not folder.exists():
         widen(source, chosen_sizes(bench, source[1]), folder, bench.small)
+        compile_widened(bench, noted, folder)
     heads = [] if bench.rehearses else heads_of(bench, noted, folder)
     draft = f"draft={bench.draft}"
     lookups = ("ngram",) if bench.rehearses else ANY_MODEL
     return str(folder), [*heads, draft, *lookups, f"portfolio=suffix+recycling+{draft}"][
         : 1 if bench.rehearses else None
     ]
+
+
+def compile_widened(bench: Bench, noted: Noted, folder: Path) -> None:
+    """On all cores instead of one after the other; without that, all goes on slower."""
+    if not bench.rehearses:
+        try:
+            ahead([str(folder)], ["bf16"], bench.sizes.compiled_rows, bench.device, COMPILE_S)
+        except Exception:
+            noted.error(f"{WIDENED}: compiling", traceback.format_exc())
 
 
 def heads_of(bench: Bench, noted: Noted, target: Path) -> list[str]:
@@ -146,13 +159,14 @@ def engines_of(bench: Bench, noted: Noted, target: str, drafters: Sequence[str])
         target, **place, max_model_len=bench.sizes.max_model_len, max_num_seqs=max(bench.sizes.batches),
         prefix_caching=False, across_requests=False, adaptive=not bench.rehearses,
     )  # fmt: skip
-    options = {"across_requests": False, "adaptive": not bench.rehearses}
+    wanted = [(name, name, not bench.rehearses) for name in drafters]
+    wanted += [(f"{FIXED} {name}", name, False) for name in drafters if name.startswith("eagle=")]
     engines = {PLAIN: plain}
-    for name in drafters:
+    for title, name, adaptive in wanted:
         try:
-            engines[name] = plain.with_drafter(name, **options)
+            engines[title] = plain.with_drafter(name, across_requests=False, adaptive=adaptive)
         except Exception:
-            noted.error(f"{target}: {name}", traceback.format_exc())
+            noted.error(f"{target}: {title}", traceback.format_exc())
     return engines
 
 

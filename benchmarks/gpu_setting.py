@@ -31,6 +31,7 @@ class Sizes:
     shapes: tuple[str, ...]  # names or folders with a config.json, small to large
     contexts: tuple[int, ...]  # known tokens before a pass
     rows: tuple[int, ...] = (1, 4, 8, 16, 32, 64)  # tokens of a pass
+    compiled_rows: tuple[int, ...] = (1, 32, 64, 300)  # of each kind of kernel some
     weights: tuple[str, ...] = ("bf16", "int4")
     repeats: int = 7
     cold_bytes: int = 512 << 20  # matrices read in turn, so that no cache of a card keeps them
@@ -52,7 +53,8 @@ CARD = Sizes(("llama-3.2-1b", "llama-3.1-8b"), (1024, 8192, 32768, 131072 - 64))
 def rehearsal(tiny: Path) -> Sizes:
     """Everything once, on a model of one narrow layer."""
     return Sizes(
-        (str(tiny),), (8, 300), rows=(1, 3), repeats=1, cold_bytes=1, copy_bytes=1 << 16, matmul_size=32,
+        (str(tiny),), (8, 300), rows=(1, 3), compiled_rows=(3,), repeats=1, cold_bytes=1, copy_bytes=1 << 16,
+        matmul_size=32,
         tests=("tests/kernels/triton/test_rowwise.py", "-k", "edges"), batches=(2,), temperatures=(0.0,),
         prompts=1, runs=1, passes=1, max_tokens=2, max_model_len=64,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 #include "chain.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 namespace forerun {
@@ -64,17 +65,18 @@ struct Level {
     }
 };
 
-// How likely the logits themselves, without noise, make the tokens drawn from them.
-void judge(CpuEngine& engine, const ChainArgs& args, const float* logits, int64_t step) {
-    double* chances = args.log_chances + step * args.r;
-    const int64_t* ids = args.ids + step * args.r;
-    engine.log_sum({logits, chances, args.num_active[step], args.vocab});
+// Log chances of the best of `k` scores a row: its softmax among them, over a scale.
+void judge(const ChainArgs& args, const std::vector<double>& scores, int64_t k, int64_t step) {
     for (int64_t i = 0; i < args.num_active[step]; ++i) {
-        if (ids[i] >= 0) chances[i] = static_cast<double>(logits[i * args.vocab + ids[i]]) - chances[i];
+        const double* best = scores.data() + i * k;
+        double sum = 0.0;
+        for (int64_t rank = 0; rank < k; ++rank) sum += std::exp((best[rank] - best[0]) / args.rivals_scale);
+        args.log_chances[step * args.r + i] = -std::log(sum);
     }
 }
 
 void draw(CpuEngine& engine, const ChainArgs& args, const float* logits, int64_t step) {
+    const bool judged = args.log_chances != nullptr;
     GumbelArgs gumbel{};
     gumbel.logits = logits;
     gumbel.temperatures = args.temperatures;
@@ -83,14 +85,17 @@ void draw(CpuEngine& engine, const ChainArgs& args, const float* logits, int64_t
     gumbel.streams = args.streams;
     gumbel.r = args.num_active[step];
     gumbel.v = args.vocab;
-    gumbel.k = 1;
+    gumbel.k = judged ? std::min(args.num_rivals, args.vocab) : 1;
+    std::vector<int64_t> best(static_cast<size_t>(gumbel.r * gumbel.k));
+    std::vector<double> scores(best.size());
+    engine.gumbel(gumbel, best.data(), scores.data());
     int64_t* ids = args.ids + step * args.r;
-    engine.gumbel(gumbel, ids, nullptr);
-    std::fill(ids + gumbel.r, ids + args.r, -1);
-    for (int64_t i = 0; step > 0 && i < gumbel.r; ++i) {
-        if (ids[i - args.r] < 0) ids[i] = -1;  // below a row without an answer there is none either
+    for (int64_t i = 0; i < args.r; ++i) {
+        // below a row without an answer there is none either
+        const bool goes_on = i < gumbel.r && (step == 0 || ids[i - args.r] >= 0);
+        ids[i] = goes_on ? best[static_cast<size_t>(i * gumbel.k)] : -1;
     }
-    if (args.log_chances) judge(engine, args, logits, step);
+    if (judged) judge(args, scores, gumbel.k, step);
 }
 
 // What the last step put out is what the next is fed; that writes to the other of two places.

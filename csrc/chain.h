@@ -35,9 +35,12 @@ struct ChainArgs {
     int64_t steps, r, vocab, block_size;
     int64_t logits_step;  // floats between the logits of two steps; 0: each step overwrites the last
     int64_t* ids;         // [steps, r]: the drawn tokens, -1 where none was
-    double* log_chances;  // [steps, r]: log softmax of the logits at the drawn tokens, or null
+    double* log_chances;  // [steps, r]: of the drawn tokens, or null: log softmax, over `rivals_scale`, of their scores
+                          // among those of the `num_rivals` best
     int64_t shift;        // added to the positions rows stand at, not to the slots
     int64_t features_step;  // floats a step puts out for the next; 0: the program is fed tokens alone
+    int64_t num_rivals;
+    double rivals_scale;
 };
 
 // Runs `first` on a batch whose r logit rows are the roots of r sequences, draws a token for each row, runs `next` on

@@ -29,7 +29,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "weights": ("", "config", "mini"),  # "": to find the installed package's folder
     "models": ("layers", "quant", "kernels", "weights", "core", "config"),
     "models.base": ("models.batch", "kernels.ops"),
-    "models.batch": ("speculation.tree", "cache", "core", "kernels.ops"),
+    "models.batch": ("speculation.tree", "speculation.late", "cache", "core", "kernels.ops"),
     "cache": ("kernels", "core", "models.base"),
     "speculation": ("core", "kernels"),
     "drafters": (
@@ -38,6 +38,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "drafters.features",
         "drafters.following",
         "drafters.growing",
+        "drafters.grown",
         "speculation",
         "models",
         "cache",

@@ -9,7 +9,7 @@ import pytest
 
 from forerun import LLM, DrafterConfig, EngineConfig, SamplingParams
 from forerun.core import MIN_TEMPERATURE
-from forerun.errors import ConfigError, ModelNotFoundError, PromptError, ResourceError, SamplingError
+from forerun.errors import CheckpointError, ConfigError, ModelNotFoundError, PromptError, ResourceError, SamplingError
 from forerun.llm import engine_config
 from tests.support import mini
 
@@ -255,10 +255,21 @@ def test_a_draft_model_goes_to_the_member_that_needs_it() -> None:
         members("m", "portfolio=suffix+ngram", "small")
 
 
-def test_heads_draft_trees_unless_told_otherwise() -> None:
+def test_what_has_weights_of_its_own_drafts_trees_unless_told_otherwise() -> None:
     def width(**options: Any) -> int:
         return engine_config("m", {"draft_model": "d", **options}).drafter.width
 
-    assert (width(drafter="draft"), width(drafter="mtp")) == (1, 1)
-    assert width(drafter="eagle") > 1 and width(drafter="medusa") > 1
+    assert all(width(drafter=name) > 1 for name in ("draft", "mtp", "eagle", "medusa"))
     assert width(drafter="eagle", tree_width=1) == 1
+
+
+@pytest.mark.parametrize("name", ["mtp", "eagle", "medusa"])
+def test_a_head_given_as_a_draft_model_is_called_what_it_is(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"mini-{name} holds no model .* drafter '{name}=mini-{name}'"):
+        mini.plain().with_drafter("draft", draft_model=f"mini-{name}")
+
+
+def test_what_is_no_head_either_is_called_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="model_type"):
+        mini.plain().with_drafter("draft", draft_model=str(tmp_path))

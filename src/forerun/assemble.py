@@ -21,8 +21,8 @@ from forerun.drafters.portfolio import Portfolio
 from forerun.drafters.registry import build_drafter, build_portfolio
 from forerun.engine.engine import Engine, Verifier
 from forerun.engine.measuring import measure_draft_costs
-from forerun.engine.policy import AdaptivePolicy, FixedPolicy, Policy, StepCosts, VerifyCost, rows_to_measure
-from forerun.engine.portfolio_policy import PortfolioPolicy
+from forerun.engine.policy import FixedPolicy, Policy, StepCosts, VerifyCost, rows_to_measure
+from forerun.engine.policy_adaptive import AdaptivePolicy
 from forerun.engine.scheduler import Limits, Scheduler
 from forerun.errors import ConfigError, ResourceError
 from forerun.kernels.device import synchronize
@@ -112,9 +112,8 @@ def _drafter(
 
 
 def _needs_guide(options: DrafterConfig) -> bool:
-    """Portfolios, and adaptive drafters of which the number of drafts alone does not say what comes of them."""
-    is_chain = options.name in ("ngram", "draft") and options.width == 1
-    return options.name == "portfolio" or (options.adaptive and options.name != "none" and not is_chain)
+    """Portfolios, and every drafter that is not to draft always the same number."""
+    return options.name == "portfolio" or (options.adaptive and options.name != "none")
 
 
 def _longest(config: EngineConfig, model: Model) -> int:
@@ -173,12 +172,10 @@ def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int, 
 def _policy(
     config: EngineConfig, model: Model, drafter: Drafter, portfolio: Portfolio | None, kv_cache: KVCache
 ) -> Policy:
-    if drafter.max_nodes <= 1 or not config.drafter.adaptive:
+    if drafter.max_nodes <= 1 or portfolio is None or not config.drafter.adaptive:
         return FixedPolicy(drafter.max_nodes)
     costs = StepCosts(measure_verify_cost(config, model, drafter, kv_cache))
-    if portfolio is None:
-        return AdaptivePolicy(drafter.max_nodes, costs)
-    policy = PortfolioPolicy(drafter.max_nodes, costs, may_prune=config.verification == "coupled")
+    policy = AdaptivePolicy(drafter.max_nodes, costs, may_prune=config.verification == "coupled")
     for member in portfolio.members:
         policy.expect(member.name, measure_draft_costs(member, model, drafter.hidden_layers, kv_cache))
     portfolio.guide = policy

@@ -20,8 +20,11 @@ DRAFTER_NAMES = (
 )  # fmt: skip
 WITH_MODEL = ("draft", "medusa", "eagle", "mtp")  # drafters that `model` is for; mtp may be part of the target
 NEED_MODEL = ("draft", "medusa", "eagle")
-USUAL_DRAFT_TOKENS = {"suffix": 12, "recycling": 16, "medusa": 12, "eagle": 8, "portfolio": 16, "auto": 16}  # else 5
-USUAL_TREE_WIDTHS = {"medusa": 4, "eagle": 3}  # else 1: their drafts are right too seldom for chains
+USUAL_DRAFT_TOKENS = {
+    "suffix": 12, "recycling": 16, "draft": 8, "medusa": 12, "eagle": 8, "mtp": 8, "portfolio": 16, "auto": 16,
+}  # else 5  # fmt: skip
+# Else 1. Candidates of Medusa heads cost nothing; the others' drafts may be wrong in ways the next best is not.
+USUAL_TREE_WIDTHS = {"medusa": 16, "draft": 3, "eagle": 3, "mtp": 3}
 MAX_TREE_NODES = 64  # one 64-bit ancestor mask
 _OPTIONAL_SIZES = (
     "max_model_len", "num_kv_blocks", "kv_cache_bytes", "threads",

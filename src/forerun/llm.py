@@ -20,9 +20,11 @@ from forerun.core import Request, RequestOutput, SamplingParams
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.stopping import OutputText
-from forerun.errors import ConfigError, PromptError, QueueFullError, SamplingError
+from forerun.errors import ConfigError, ModelError, PromptError, QueueFullError, SamplingError
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
+from forerun.models.heads.kinds import drafter_of
+from forerun.models.heads.mtp import brings_mtp
 from forerun.models.loader import LoadedModel, load_model
 from forerun.progress import progress_bar
 from forerun.weights.detokenizer import IncrementalDetokenizer
@@ -79,10 +81,22 @@ class LLM:
     def _load_draft(self, name: str) -> Any:
         drafts = self._shared.drafts
         if name not in drafts:
-            loaded = load_model(name, self._shared.kernels, dtype=self.config.dtype)
+            loaded = self._load_small(name)
             check_same_vocabulary(self.tokenizer, loaded.tokenizer)
             drafts[name] = loaded
         return drafts[name].model
+
+    def _load_small(self, name: str) -> LoadedModel:
+        try:
+            return load_model(name, self._shared.kernels, dtype=self.config.dtype)
+        except ModelError as error:
+            drafter = drafter_of(name)
+            if drafter is None:
+                raise
+            raise ConfigError(
+                f"{name} holds no model of its own but a head that reads the target's states: draft with it by drafter "
+                f"'{drafter}={name}' (on the command line --drafter {drafter}={name}), or give a small model"
+            ) from error
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -316,13 +330,21 @@ def _offered(model: str, draft_model: str | None) -> list[str]:
     """Who drafts for a model where nobody is named: lookups, and the best there is with weights.
 
     That is the draft model given, else what is embedded for the model, else what lies in its folder under the
-    drafter's name: MODEL/draft, MODEL/mtp, MODEL/eagle, MODEL/medusa.
+    drafter's name: MODEL/draft, MODEL/mtp, MODEL/eagle, MODEL/medusa, or an MTP module in the model's own checkpoint.
     """
     lookups = ["suffix", "recycling"]
     if draft_model is not None:
         return [*lookups, "draft"]
-    beside = [f"{name}={Path(model) / name}" for name in BY_GAIN if (Path(model) / name / "config.json").is_file()]
-    return [*lookups, *(list(EMBEDDED_DRAFTS.get(model, {})) or beside)[:1]]
+    return [*lookups, *(list(EMBEDDED_DRAFTS.get(model, {})) or _beside(model))[:1]]
+
+
+def _beside(model: str) -> list[str]:
+    """Drafters with weights that came with a model, what usually pays most first."""
+    folders = {name: Path(model) / name for name in BY_GAIN}
+    found = {name: f"{name}={folder}" for name, folder in folders.items() if (folder / "config.json").is_file()}
+    if "mtp" not in found and brings_mtp(model):
+        found["mtp"] = "mtp"
+    return [found[name] for name in BY_GAIN if name in found]
 
 
 def _load(config: EngineConfig) -> _Shared:

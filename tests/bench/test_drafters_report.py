@@ -81,7 +81,7 @@ def test_every_rule_takes_part() -> None:
     assert [*found] == [
         "ngram coupled", "ngram token", "ngram block", "draft coupled", "draft token", "draft block", "draft tree",
     ]  # fmt: skip
-    assert found["draft token"] == {"verification": "rejection", "chain_rule": "token"}
+    assert found["draft token"] == {"verification": "rejection", "chain_rule": "token", "tree_width": 1}
     assert found["draft tree"]["tree_width"] > 1
 
 

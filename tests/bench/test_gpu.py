@@ -17,7 +17,7 @@ import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 # Of the rehearsal "check" runs tests/kernels/triton once more, "speed" and "peers" take minutes under the interpreter.
-PARTS = ["card", "curve", "attention", "products"]
+PARTS = ["compiling", "card", "curve", "attention", "products"]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_without_a_card_it_refuses_and_names_the_rehearsal() -> None:
 
 
 def test_unknown_parts_and_a_rehearsal_among_the_results_are_refused() -> None:
-    assert "there is no curves; choose from card" in run("--parts", "card,curves").stderr
+    assert "there is no curves; choose from compiling" in run("--parts", "card,curves").stderr
     assert "give --out" in run("--rehearse").stderr
 
 

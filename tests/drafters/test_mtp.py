@@ -17,6 +17,7 @@ from forerun.config import DrafterConfig, EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import CheckpointError, ConfigError, ModelError, UnsupportedError
+from forerun.llm import engine_config
 from forerun.models.heads.mtp import read_mtp
 from forerun.models.heads.source import open_head
 from forerun.models.loader import load_model
@@ -124,6 +125,31 @@ def test_the_targets_own_folder_is_read_without_a_name(tmp_path: Path) -> None:
     tokens, stats = tiny.run(made, wanted)
     assert tokens == tiny.run(tiny.engine(loaded.model), wanted)[0]  # type: ignore[arg-type]
     assert tiny.num_accepted(stats) > 0
+
+
+def test_auto_takes_the_module_in_the_targets_own_checkpoint(tmp_path: Path) -> None:
+    model = factory.random_hf_model("qwen2", {"num_hidden_layers": LAYERS, "max_position_embeddings": 128})
+    folder = factory.save_checkpoint(model, tmp_path / "mimo")
+    assert chosen(folder) == ["suffix", "recycling"]
+    save_file({**load_file(folder / WEIGHTS), **mimo_tensors()}, folder / WEIGHTS)
+    assert chosen(folder) == ["suffix", "recycling", "mtp"]
+    assert chosen(DeepSeek(tmp_path / "deepseek", True).folder) == ["suffix", "recycling", "mtp"]
+
+
+def test_auto_leaves_a_module_that_cannot_be_read(tmp_path: Path) -> None:
+    """Several modules, or a target that runs through transformers: naming `mtp` says why, `auto` does without."""
+    folder = DeepSeek(tmp_path, True).folder
+    path, tensors = folder / "config.json", load_file(folder / WEIGHTS)
+    save_file({**tensors, f"model.layers.{LAYERS + 1}.enorm.weight": Draw(1).norm()}, folder / WEIGHTS)
+    assert chosen(folder) == ["suffix", "recycling"]
+    save_file(tensors, folder / WEIGHTS)
+    path.write_text(path.read_text(encoding="utf-8").replace('"deepseek_v3"', '"unheard_of"'), encoding="utf-8")
+    assert chosen(folder) == ["suffix", "recycling"]
+    assert chosen(tmp_path / "nowhere") == ["suffix", "recycling"]
+
+
+def chosen(folder: Path) -> list[str]:
+    return [member.name for member in engine_config(str(folder), {"drafter": "auto"}).drafter.members]
 
 
 # -- DeepSeek ------------------------------------------------------------------------------------------------------

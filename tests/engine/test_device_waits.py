@@ -13,6 +13,7 @@ from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
+from forerun.engine.policy import FixedPolicy
 from forerun.models.captured import CapturedModel
 from forerun.models.heads.captured import CapturedHead
 from forerun.models.loader import load_model
@@ -22,27 +23,40 @@ from tests.models.test_device import META
 from tests.models.test_device_chains import Enqueued, MetaKernels
 from tests.support import harness, heads, tiny
 
-NUM_DRAFTS = 3
+NUM_DRAFTS = 4  # of which heads grow a tree
 
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of what was read; every number read is 7, which every drafter guesses therefore."""
+    """Shapes of what was read; every token read is 7, which every drafter guesses therefore."""
     found: list[tuple[int, ...]] = []
 
     def answer(x: Tensor) -> Tensor:
-        if x.device == META:
-            found.append(tuple(x.shape))
-        return torch.full(x.shape, 7, dtype=x.dtype) if x.device == META else x
+        if x.device != META:
+            return x
+        found.append(tuple(x.shape))
+        return told(x)
 
     monkeypatch.setattr(torch.Tensor, "cpu", answer)
     return found
 
 
-def engine(folder: Path, kernels: Any, name: str = "none", head: str | None = None, **options: Any) -> Engine:
+def told(x: Tensor) -> Tensor:
+    """Sevens, but of a tree's nodes, which hang from the root, where parents stand."""
+    numbers = torch.full(x.shape, 7, dtype=x.dtype)
+    if x.shape[0] == 4:
+        numbers[1] = 0
+    elif x.shape == (IN_ALL[2],):
+        numbers[2 * NUM_DRAFTS : 4 * NUM_DRAFTS] = 0
+    return numbers
+
+
+def engine(
+    folder: Path, kernels: Any, name: str = "none", head: str | None = None, width: int | None = None, **options: Any
+) -> Engine:
     """Everything as on a card, but for what writes work down."""
     model: Any = load_model(folder, kernels).model
-    drafter = DrafterConfig(name=name, model=head, max_draft_tokens=NUM_DRAFTS, adaptive=False)
+    drafter = DrafterConfig(name=name, model=head, max_draft_tokens=NUM_DRAFTS, tree_width=width, adaptive=False)
     config = EngineConfig(model="tiny", drafter=drafter, block_size=4, max_model_len=48, **options)
     made = assemble(config, model, kernels, lambda _: load_model(folder, kernels).model)
     made.model = CapturedModel(model, kernels, Enqueued(), made._kvs, made.drafter.hidden_layers)
@@ -52,7 +66,7 @@ def engine(folder: Path, kernels: Any, name: str = "none", head: str | None = No
 def run(made: Engine, waits: list[Any], num: int = 2, temperature: float = 0.8) -> list[int]:
     """Waits of each step after the prompts', of requests that go on."""
     for index in range(num):
-        params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature)
+        params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature)
         made.add(harness.request(index, [5, 9, 4], params, 48))
     made.step()
     counts = []
@@ -86,28 +100,54 @@ def test_drafting_by_lookup_adds_none(folder: Path, waits: list[Any]) -> None:
     assert run(made, waits)[1:] == [1, 1, 1] and waits[-1][0] > 2
 
 
-def test_drafting_with_a_model_waits_once_more(folder: Path, waits: list[Any]) -> None:
+NUM_CHOICES = 2 * (NUM_DRAFTS + 1)  # of two requests
+IN_ALL = {1: NUM_CHOICES + 2 * 2 * NUM_DRAFTS, 2: NUM_CHOICES + 4 * 2 * NUM_DRAFTS}  # and what is told of their drafts
+
+
+def with_draft(folder: Path, width: int) -> Engine:
     kernels = MetaKernels()
-    made = engine(folder, kernels, "draft", "a model")
+    made = engine(folder, kernels, "draft", "a model", width)
     inner: Any = tiny.inner(made)
     inner._model = CapturedModel(inner._model, kernels, Enqueued(), inner._kvs)  # type: ignore[arg-type]
-    assert run(made, waits) == [2, 2, 2, 2]
-    assert waits == [(1, NUM_DRAFTS, 2), (2 * (NUM_DRAFTS + 1),)]
+    return made
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafting_with_a_head_waits_once_more(
-    folder: Path, tmp_path: Path, waits: list[Any], temperature: float
-) -> None:
+def with_head(folder: Path, head: Path, width: int) -> Engine:
     kernels = MetaKernels()
-    (tmp_path / "head").mkdir()
-    heads.write(tmp_path / "head", test_mtp.mimo_tensors(), test_mtp.mimo_config())
-    made = engine(folder, kernels, "mtp", str(tmp_path / "head"))
+    heads.write(head, test_mtp.mimo_tensors(), test_mtp.mimo_config())
+    made = engine(folder, kernels, "mtp", str(head), width)
     inner: Any = tiny.inner(made)
     inner._head = CapturedHead(inner._head, kernels, Enqueued(), inner._kvs)  # type: ignore[arg-type]
-    assert run(made, waits, temperature=temperature) == [2, 2, 2, 2]
-    drafts, choices = waits
-    assert drafts[1:] == (NUM_DRAFTS, 2) and choices == (2 * (NUM_DRAFTS + 1),)
+    return made
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_drafted_step_waits_once_for_drafts_and_choices(
+    folder: Path, tmp_path: Path, waits: list[Any], width: int, temperature: float
+) -> None:
+    for made in (with_draft(folder, width), with_head(folder, tmp_path / "head", width)):
+        assert run(made, waits, temperature=temperature) == [1, 1, 1, 1] and waits == [(IN_ALL[width],)]
+
+
+def test_the_hosts_other_work_is_done_before_the_wait(folder: Path, tmp_path: Path, waits: list[Any]) -> None:
+    made, found = with_draft(folder, 2), list[int]()
+    made.meanwhile = lambda: found.append(len(waits))
+    assert run(made, waits) == [1, 1, 1, 1] and found == [0, 0, 0, 0, 0]  # the prompts' step among them
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_policy_that_looks_at_drafts_waits_once_more(
+    folder: Path, tmp_path: Path, waits: list[Any], width: int
+) -> None:
+    class Looking(FixedPolicy):
+        prunes = True  # type: ignore[assignment]
+
+    for made in (with_draft(folder, width), with_head(folder, tmp_path / "head", width)):
+        made.policy = Looking(NUM_DRAFTS + 1)
+        assert run(made, waits) == [2, 2, 2, 2]
+        drafts, choices = waits
+        assert drafts[0] == 2 * width and choices == ((NUM_CHOICES,) if width == 1 else (4,))  # equal children are one
 
 
 def test_drafting_with_medusa_heads_waits_once_more(folder: Path, tmp_path: Path, waits: list[Any]) -> None:

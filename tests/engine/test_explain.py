@@ -6,8 +6,8 @@ import pytest
 
 from forerun.core import DepthCount, DrafterCount, Request, SamplingParams
 from forerun.engine.explain import needed_rate, shortfall
-from forerun.engine.policy import AdaptivePolicy, FixedPolicy, StepCosts, VerifyCost
-from forerun.engine.portfolio_policy import PortfolioPolicy
+from forerun.engine.policy import FixedPolicy, StepCosts, VerifyCost
+from forerun.engine.policy_adaptive import AdaptivePolicy
 from forerun.speculation.growth import Draft, Part
 from tests.support import harness
 
@@ -32,43 +32,44 @@ def test_shortfalls_in_words() -> None:
     assert "would cost more than they gain" in str(shortfall("drafts", 1.0, None))
 
 
-def taught(cost: VerifyCost, num_right: int) -> AdaptivePolicy:
-    policy = AdaptivePolicy(6, StepCosts(cost))
-    for _ in range(40):
-        policy.learn(request(), 4, 4, num_right)
-        policy.learn_draft_cost(0.1, 1)
+def taught(cost: VerifyCost, num_right: int, member: str = "m") -> AdaptivePolicy:
+    """A member whose first drafts of three are right, which takes a fifth of a pass."""
+    policy = AdaptivePolicy(8, StepCosts(cost), may_prune=True)
+    for _ in range(60):
+        own = Draft(request(), 8)
+        own.add_chain([2, 3, 4], member)
+        policy.learn_member_cost(member, 0.2, [own])
+        policy.calibration.learn("r", Part(member, own.tree, own.survival), [2, 3, 4, 5][:num_right] + [9])
+    policy.begin_step(1)
     return policy
 
 
-def test_the_adaptive_policy_explains_exactly_when_it_drafts_nothing() -> None:
-    good, bad, dear = taught(FLAT, 4), taught(FLAT, 0), taught(STEEP, 3)
-    assert good.node_budget(request()) > 1 and good.explain(request()) is None
-    assert bad.node_budget(request()) == 1
-    assert str(bad.explain(request())).startswith("drafts are right 0% of the time; it takes 1")
-    assert dear.node_budget(request()) == 1 and dear.explain(request()) is not None
+def test_the_policy_explains_exactly_when_nobody_is_asked() -> None:
+    good, bad, dear = taught(FLAT, 3), taught(FLAT, 0), taught(STEEP, 3)
+    for policy, explained in ((good, False), (bad, True), (dear, True)):
+        asked = policy.node_budget(request()) > 1 and policy.quotas("m", [Draft(request(), 8)])[0] > 1
+        assert asked != explained and (policy.explain(request()) is not None) == explained
+    assert str(bad.explain(request())).startswith("drafts of m are right 0% of the time; it takes ")
+    assert "would cost more than they gain here, were they always right" in str(dear.explain(request()))
 
 
 def test_reading_that_costs_too_much_is_named() -> None:
-    policy = taught(FLAT, 4)
-    policy.learn_catch_up(1e6, 10)
+    policy = taught(FLAT, 3)
+    own = Draft(request(), 8, num_caught_up=100)
+    policy.learn_member_cost("m", 1e6, [own])
     asked = Request("other", (1,) * 50, SamplingParams(), seed=0, max_len=90)
-    assert policy.node_budget(asked) == 1
-    assert policy.explain(asked) == "reading the text the drafter has missed would cost more than drafts would gain"
+    assert policy.quotas("m", [Draft(asked, 8)]) == [1]
+    assert policy.explain(asked) == "reading the text m has missed would cost more than its drafts would gain"
 
 
-def test_a_portfolio_names_every_member() -> None:
-    policy = PortfolioPolicy(8, StepCosts(FLAT), may_prune=True)
+def test_every_member_is_named() -> None:
+    policy = AdaptivePolicy(8, StepCosts(FLAT), may_prune=True)
     assert policy.explain(request()) is None
-    for member, right in (("bad", 0), ("good", 3)):
-        for _ in range(60):
-            own = Draft(request(), 8)
-            own.add_chain([2, 3, 4], member)
-            part = Part(member, own.tree, own.survival)
-            policy.learn_member_cost(member, 0.2, [own])
-            policy.calibration.learn("r", part, [2, 3, 4, 5][:right] + [9])
-        said = policy.explain(request())
-        assert (said is None) == bool(right)
-        assert right or str(said).startswith("drafts of bad are right ")
+    policy = taught(FLAT, 0, "bad")
+    assert str(policy.explain(request())).startswith("drafts of bad are right ")
+    policy._members["good"] = taught(FLAT, 3, "good")._members["good"]
+    policy.calibration = taught(FLAT, 3, "good").calibration
+    assert policy.explain(request()) is None
 
 
 def test_without_a_drafter_there_is_nothing_to_explain() -> None:

@@ -8,17 +8,17 @@ import pytest
 
 from forerun import assemble
 from forerun.engine.measuring import measure_draft_costs
-from forerun.engine.portfolio_policy import PortfolioPolicy
+from forerun.engine.policy_adaptive import AdaptivePolicy
 from tests.support import mini
 
 
 @pytest.mark.parametrize("name", ["mtp", "eagle", "medusa", "draft"])
 def test_what_calls_take_is_known_before_the_first_request(name: str) -> None:
-    engine = mini.drafting("portfolio=draft" if name == "draft" else name).engine
-    assert isinstance(engine.policy, PortfolioPolicy)
+    engine = mini.drafting("draft" if name == "draft" else name).engine
+    assert isinstance(engine.policy, AdaptivePolicy)
     costs = engine.policy._members[name].by_size
     assert costs and all(0.0 < seconds < 10.0 for seconds in costs.values())
-    assert name == "medusa" or max(costs) >= 4
+    assert name == "medusa" or max(size for _, size in costs) >= 4
     engine.scheduler.check_integrity()
 
 

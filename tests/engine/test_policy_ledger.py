@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from forerun.core import Request, SamplingParams
-from forerun.engine.policy import AdaptivePolicy, StepCosts, VerifyCost
+from forerun.engine.policy import StepCosts, VerifyCost
+from forerun.engine.policy_adaptive import AdaptivePolicy
 from forerun.engine.policy_ledger import SHARE, Ledger
+from tests.support.drafted import Prices
+from tests.support.drafted import step as step_of
 
 PLAIN_S = 1.0
 
@@ -84,18 +87,42 @@ def test_a_step_that_was_not_booked_is_forgotten() -> None:
 
 def test_a_policy_with_wrong_estimates_is_stopped() -> None:
     """Its drafts are right, but a step with drafts takes far longer than it was ever told."""
-    policy = AdaptivePolicy(6, StepCosts(VerifyCost({1: 1.0, 64: 1.02})))
-    request, budgets = Request("r", (1,), SamplingParams(), seed=0, max_len=9000), []
+    policy = AdaptivePolicy(6, StepCosts(VerifyCost({1: 1.0, 64: 1.02})), may_prune=True)
+    request, drafted = Request("r", (1,), SamplingParams(), seed=0, max_len=9000), []
     for _ in range(400):
-        policy.begin_step(1)
-        budgets.append(policy.node_budget(request))
-        if budgets[-1] > 1:
-            policy.learn_draft_cost(0.05, 5)
-            policy.ledger.note_drafting(5.0)  # spent where no estimate looks
-        policy.learn(request, budgets[-1] - 1, budgets[-1] - 1, budgets[-1] - 1 and 2)
-        policy.learn_step_cost(budgets[-1], 1.0, 0.0)
-    assert budgets[0] > 1 and budgets.count(1) > 370
+        done = step_of(policy, [request], {"r": 2}, Prices())
+        if done.drafted:
+            policy.ledger.balance_s -= 4.0  # spent where no estimate looks
+        drafted.append(bool(done.drafted))
+    assert drafted[0] and sum(drafted) < 30
     assert "cost more than they gained" in str(policy.explain(request))
+
+
+def test_reading_for_drafts_is_paid_step_by_step() -> None:
+    ledger = opened()
+    before = ledger.balance_s
+    ledger.note_reading(3.2)
+    step(ledger, 1.0, 0.0, [1])
+    first = before - ledger.balance_s
+    assert 0.05 < first < 0.2
+    for _ in range(400):
+        step(ledger, 1.0, 0.0, [1])
+    assert before - ledger.balance_s == pytest.approx(3.2 - 401 * SHARE, abs=0.01)
+
+
+def test_drafting_beside_the_reading_of_prompts_is_booked() -> None:
+    """Steps that read prompts say nothing of passes, but drafts in them cost what they cost."""
+    policy = AdaptivePolicy(6, StepCosts(VerifyCost({1: 1.0, 64: 1.02})), may_prune=True)
+    request = Request("r", (1,), SamplingParams(), seed=0, max_len=9000)
+    for _ in range(4):
+        step_of(policy, [request], {"r": 5}, Prices())
+    before = policy.ledger.balance_s
+    policy.begin_step(1)
+    policy.ledger.note_drafting(0.5)
+    policy.learn(request, 2, 1, 0)
+    assert policy.ledger.balance_s == before
+    policy.begin_step(1)
+    assert policy.ledger.balance_s == pytest.approx(before - 0.5, abs=0.1)
 
 
 def test_plain_steps_are_due_before_much_is_judged_by_them() -> None:

@@ -35,6 +35,8 @@ def test_a_step_that_computes_on_the_kernels_threads() -> None:
     inner, seen = llm.engine.verifier, []
 
     class Watched:
+        takes_late = staticmethod(inner.takes_late)
+
         def verify(self, *given: Any) -> Any:
             seen.append(torch.get_num_threads())
             return inner.verify(*given)

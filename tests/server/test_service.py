@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -114,6 +115,37 @@ def test_whoever_stops_listening_frees_the_engine(small: LLM) -> None:
 
     asyncio.run(scenario())
     small.engine.scheduler.check_integrity()
+
+
+def test_answers_may_be_delivered_while_the_next_step_computes(small: LLM) -> None:
+    async def answers(meanwhile: bool) -> list[list[int]]:
+        service = EngineService(small, settings())
+        if meanwhile:
+            service.deliver_meanwhile()
+        service.start()
+        streams = [service.submit(small.prepare("Once", SamplingParams(max_tokens=9 + i, seed=i))) for i in range(5)]
+        found = await asyncio.gather(*(tokens_of(stream) for stream in streams))
+        await asyncio.to_thread(service.stop)
+        return found
+
+    async def tokens_of(stream: Any) -> list[int]:
+        return [token async for deltas in stream.deltas() for delta in deltas for token in delta.token_ids]
+
+    inside: list[bool] = []
+    expected, deliver = asyncio.run(answers(meanwhile=False)), EngineService._deliver
+
+    def noted(service: EngineService, *given: Any) -> None:
+        inside.append(any(frame.name == "_decide" for frame in traceback.extract_stack()))
+        deliver(service, *given)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(EngineService, "_deliver", noted)
+            assert asyncio.run(answers(meanwhile=True)) == expected and all(expected)
+    finally:
+        small.engine.meanwhile = None
+    assert inside.count(True) > 5 and inside[-1] is False  # the last has no next step
+    assert num_used(small) == 0
 
 
 def test_shutting_down_tells_those_who_wait(small: LLM) -> None:

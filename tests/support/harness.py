@@ -12,8 +12,8 @@ from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Drafter
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
-from forerun.engine.policy import AdaptivePolicy, FixedPolicy, VerifyCost
-from forerun.engine.portfolio_policy import PortfolioPolicy
+from forerun.engine.policy import FixedPolicy, VerifyCost
+from forerun.engine.policy_adaptive import AdaptivePolicy
 from forerun.engine.stopping import OutputText
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
@@ -71,7 +71,7 @@ def engine(
     )
     toy_draft = draft or (NoisyToy(target, 0.7) if isinstance(target, ToyModel) else target)
     made = assemble(config, target, kernels(), lambda name: toy_draft)
-    if isinstance(made.policy, AdaptivePolicy | PortfolioPolicy):  # a toy's rows cost too much to be worth drafting
+    if isinstance(made.policy, AdaptivePolicy):  # a toy's rows cost too much to be worth drafting
         made.policy.costs.verify_cost = VerifyCost({1: 1.0})
     return made
 

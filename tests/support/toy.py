@@ -55,13 +55,14 @@ class ToyModel:
         mask = int(rows.tree_masks[row])
         start = int(rows.tree_starts[sequence])
         logical = [*range(int(rows.prefix_lens[row])), *(start + i for i in range(64) if mask >> i & 1)]
-        tokens = []
-        for index, place in enumerate(logical):
+        seen = []
+        for place in logical:
             block = int(rows.block_tables[sequence, place // kv.block_size])
             token, position = kv.keys[block, 0, :, place % kv.block_size].tolist()
-            assert position == index, f"row {row} sees position {position} as its visible key {index}"
-            tokens.append(int(token))
-        return tokens
+            seen.append((position, int(token)))
+        seen.sort()  # a drafter's nodes may lie in any order
+        assert [position for position, _ in seen] == [*range(len(seen))], f"row {row} sees positions {seen}"
+        return [token for _, token in seen]
 
     def _logits(self, tokens: list[int]) -> Tensor:
         seen = tokens[-self._memory :] if self._memory else tokens

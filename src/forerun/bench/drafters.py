@@ -26,11 +26,11 @@ CHAT_CATEGORIES: Final = ("writing", "roleplay", "reasoning", "math", "coding", 
 
 RULES: Final[Mapping[str, Mapping[str, Any]]] = {
     "coupled": {},
-    "token": {"verification": "rejection", "chain_rule": "token"},
-    "block": {"verification": "rejection", "chain_rule": "block"},
+    "token": {"verification": "rejection", "chain_rule": "token", "tree_width": 1},
+    "block": {"verification": "rejection", "chain_rule": "block", "tree_width": 1},
     "tree": {"verification": "rejection", "tree_width": 2},
 }
-# Drafters whose trees are chains unless told otherwise.
+# Drafters that draw chains or trees.
 WITH_WIDTH: Final = ("draft", "layer_skip", "medusa", "eagle", "mtp")
 
 

@@ -23,6 +23,9 @@ from forerun.models.base import LayerSpec, Model
 from forerun.speculation.growth import Draft, TreeGrower
 from forerun.speculation.tree import MAX_NODES
 
+_EITHER = ("draft", "mtp")  # drafters that are right often enough for chains, too
+_TREES_FROM_BYTES = 200_000_000  # weights that take some 10 ms to read, twenty times a level's laying out
+
 
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
@@ -40,6 +43,18 @@ class DrafterContext:
     block_size: int
     max_rows: int
     load_draft: Callable[[str], Model]
+
+    @property
+    def width(self) -> int:
+        """Children a node (1: chains), as the options say.
+
+        If they say nothing, chains where a pass of the target takes next to no time: a level of a tree is laid out in
+        Python, a chain is drawn in one native call.
+        """
+        options = self.options
+        is_free = options.tree_width is None and options.name in _EITHER
+        is_quick = self.kernels.device.type == "cpu" and self.model.weight_bytes < _TREES_FROM_BYTES
+        return 1 if is_free and is_quick else options.width
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from forerun.models.base import CommittedPath, Model
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.recorded import record
 from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.tree import ROOT
 
 
 def build(context: DrafterContext) -> Drafter:
@@ -34,7 +35,7 @@ def build(context: DrafterContext) -> Drafter:
         context.kernels,
         block_size=context.block_size,
         max_draft_tokens=options.max_draft_tokens,
-        width=options.width,
+        width=context.width,
         max_rows=context.max_rows,
     )
 
@@ -116,14 +117,9 @@ class DraftModelDrafter:
         if not active:
             return
         self._catch_up(active)
-        num_rows = sum(d.request.root_position + 1 - self._num_computed(d) for d in active)
-        if self._drawer.draw(self._model, self._kvs, active, self._level, num_rows):
-            for draft in active:  # the last token drawn has not been through the model
-                nodes = range(min(len(draft.tree), draft.max_nodes - 1))
-                self._progress[draft.request.request_id].nodes.update(nodes)
-
-    def _num_computed(self, draft: Draft) -> int:
-        return self._progress[draft.request.request_id].num_computed
+        computed = self._drawer.draw(self._model, self._kvs, active, self._roots)
+        for draft, nodes in zip(active, computed, strict=True):
+            self._progress[draft.request.request_id].nodes = nodes
 
     def _can_draft(self, draft: Draft) -> bool:
         self._progress.setdefault(draft.request.request_id, _Progress()).nodes.clear()
@@ -140,11 +136,11 @@ class DraftModelDrafter:
                 draft.num_caught_up += end - progress.num_computed
                 progress.num_computed = end
 
-    def _level(self, draft: Draft, nodes: Sequence[int]) -> SequenceRows:
-        """Known tokens not computed yet, then these nodes; both count as computed from here on."""
+    def _roots(self, draft: Draft) -> SequenceRows:
+        """Known tokens not computed yet, which count as computed from here on, then the root."""
         progress, root = self._progress[draft.request.request_id], draft.request.root_position
-        rows = tree_rows(draft, progress.num_computed, root, nodes)
-        draft.num_caught_up += root - progress.num_computed
+        lag = root - progress.num_computed
+        draft.num_caught_up += lag if lag > self.max_nodes else 0  # less is what every step leaves
+        rows = tree_rows(draft, progress.num_computed, root, (ROOT,))
         progress.num_computed = root
-        progress.nodes.update(nodes)
         return rows

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from forerun.drafters.growing import LEAST_TREE, Grove, judge_chains
+from forerun.drafters.grown import hand_over, wants_enqueued
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import Model
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.bound import BoundModel
-from forerun.speculation.growth import Draft, Leaf, TreeGrower
-from forerun.speculation.products import next_frontier
-from forerun.speculation.tree import ROOT
+from forerun.speculation.growth import Draft, TreeGrower
 
-Level = Callable[[Draft, Sequence[int]], SequenceRows]  # rows that give logits after these nodes
+Roots = Callable[[Draft], SequenceRows]  # known tokens that are to be computed, then the root
 
 
 class TreeDrawer:
@@ -30,37 +30,56 @@ class TreeDrawer:
         self._width = width
         self._source = source
 
-    def draw(self, model: Model, kvs: Sequence[LayerKV], drafts: Sequence[Draft], level: Level, num_rows: int) -> bool:
-        """Grow all drafts with `model` over `kvs`; whether in one native call, which asks for no level but the roots'.
+    def draw(self, model: Model, kvs: Sequence[LayerKV], drafts: Sequence[Draft], roots: Roots) -> list[set[int]]:
+        """Grow all drafts with `model` over `kvs` -> of each, the nodes whose KV lies in the row of their number."""
+        rows = [roots(draft) for draft in drafts]
+        gains = wants_enqueued(self._grower, drafts, self._width)
+        if gains and isinstance(model, BoundModel) and model.enqueues_drafts:
+            return self._enqueue(model, drafts, rows)
+        if not self._draw_chains(model, drafts, rows):
+            return self._draw_levels(model, kvs, drafts, rows)
+        # the last token of the longest possible chain has not been through the model
+        return [set(range(min(len(draft.tree), draft.max_nodes - 1))) for draft in drafts]
 
-        `num_rows`: what the first level takes.
-        """
-        native = self._draw_chains(model, drafts, level, num_rows)
-        if not native:
-            self._draw_levels(model, kvs, drafts, level)
-        return native
-
-    def _draw_chains(self, model: Model, drafts: Sequence[Draft], level: Level, num_rows: int) -> bool:
+    def _draw_chains(self, model: Model, drafts: Sequence[Draft], rows: Sequence[SequenceRows]) -> bool:
         """Chains in one call of a model bound to its pool; False, and nothing done, where that does not go."""
-        if self._width > 1 or not isinstance(model, BoundModel) or num_rows > model.max_chain_rows:
+        num_rows = sum(len(of_one.span) + 1 for of_one in rows)
+        is_tree = self._width > 1 and any(draft.num_free >= LEAST_TREE for draft in drafts)
+        if is_tree or not isinstance(model, BoundModel) or num_rows > model.max_chain_rows:
             return False
-        longest_first = sorted(drafts, key=lambda draft: -draft.num_free)
+        order = sorted(range(len(drafts)), key=lambda index: -drafts[index].num_free)
+        longest_first = [drafts[index] for index in order]
         noise = self._grower.chain_noise(longest_first)
         if noise is None:
             return False
-        batch = ForwardBatch.build([level(draft, [ROOT]) for draft in longest_first], self._block_size)
-        chains = model.draft_chains(batch, noise, self._grower.must_keep_logits(drafts))
+        batch = ForwardBatch.build([rows[index] for index in order], self._block_size)
+        may_rank = self._grower.coupled
+        judged = may_rank or any(draft.request.params.greedy for draft in drafts)
+        chains, chances = model.draft_chains(batch, noise, self._grower.must_keep_logits(drafts), judged)
         self._grower.append_chains(longest_first, chains, self._source)
+        if chances is not None:
+            judge_chains(longest_first, chances, may_rank)
         return True
 
-    def _draw_levels(self, model: Model, kvs: Sequence[LayerKV], drafts: Sequence[Draft], level: Level) -> None:
+    def _enqueue(self, model: BoundModel, drafts: Sequence[Draft], rows: Sequence[SequenceRows]) -> list[set[int]]:
+        """All levels in one go of a model whose passes are enqueued."""
+        order = sorted(range(len(drafts)), key=lambda index: -drafts[index].num_free)
+        largest_first = [drafts[index] for index in order]
+        noise = self._grower.chain_noise(largest_first)
+        assert noise is not None, "whoever can rank has plain parameters"
+        batch = ForwardBatch.build([rows[index] for index in order], self._block_size)
+        computed = hand_over(largest_first, model.enqueue_drafts(batch, noise, self._width), self._source)
+        return [computed[order.index(index)] for index in range(len(drafts))]
+
+    def _draw_levels(
+        self, model: Model, kvs: Sequence[LayerKV], drafts: Sequence[Draft], rows: list[SequenceRows]
+    ) -> list[set[int]]:
         """Each level drawn and shaped in Python."""
-        frontier = [Leaf(draft, ROOT) for draft in drafts]
-        while frontier:
-            rows = [level(draft, nodes) for draft, nodes in _by_draft(frontier)]
-            logits = model.forward(ForwardBatch.build(rows, self._block_size), kvs).logits  # [num_leaves, vocab_size]
-            grown = self._grower.grow(frontier, logits, self._width, self._source)
-            frontier = next_frontier(frontier, grown, self._width)
+        grove = Grove(self._grower, drafts, self._width, self._source)
+        while rows:
+            grove.grow(model.forward(ForwardBatch.build(rows, self._block_size), kvs).logits)
+            rows = grove.rows()
+        return grove.finish()
 
 
 def tree_rows(draft: Draft, start: int, end: int, nodes: Sequence[int]) -> SequenceRows:
@@ -77,13 +96,3 @@ def tree_rows(draft: Draft, start: int, end: int, nodes: Sequence[int]) -> Seque
         tree_masks=[tree.masks[node] for node in nodes],
         tree_depths=[tree.depths[node] for node in nodes],
     )
-
-
-def _by_draft(frontier: Sequence[Leaf]) -> list[tuple[Draft, list[int]]]:
-    """Leaves of one draft stand together -> each draft with its leaves' nodes."""
-    found: list[tuple[Draft, list[int]]] = []
-    for leaf in frontier:
-        if not found or found[-1][0] is not leaf.draft:
-            found.append((leaf.draft, []))
-        found[-1][1].append(leaf.node)
-    return found

@@ -27,18 +27,20 @@ from forerun.core import Request
 from forerun.drafters.base import DrafterContext, Observed
 from forerun.drafters.drawing import tree_rows
 from forerun.drafters.following import Follow, Piece, Thrift
-from forerun.drafters.growing import Growth, judge_chains, judge_greedy, parent_rows
+from forerun.drafters.growing import LEAST_TREE, Grove, judge_chains
+from forerun.drafters.grown import hand_over, wants_enqueued
 from forerun.kernels.device import to_device
 from forerun.kernels.ops import LayerKV
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.heads.bound import POSITION_SHIFT, BoundHead
-from forerun.models.heads.head import DraftHead, HeadOutput
+from forerun.models.heads.head import DraftHead
 from forerun.models.heads.recorded import record_head
-from forerun.speculation.growth import Draft, Leaf
+from forerun.speculation.growth import Draft
 from forerun.speculation.tree import ROOT
 
 EAGER_LAG = 16  # known rows that are computed at once even where no block is complete
-_LEAST_TREE = 4  # drafts from which a tree finds more than a chain, whose levels cost less
+_TOKENS_A_PASS = 2.5
+_HIGHEST_LEAST = 0.5
 
 
 class FeatureDrafter:
@@ -56,7 +58,8 @@ class FeatureDrafter:
         self._kernels = context.kernels
         self._grower = context.grower
         self._block_size = context.block_size
-        self._width = options.width
+        self._width = context.width
+        self._least = _least_chance(head.weight_bytes / context.model.weight_bytes) if options.adaptive else 0.0
         self._max_rows = context.max_rows
         self._max_position = context.model.max_position
         self._kvs: Sequence[LayerKV] = ()
@@ -181,9 +184,9 @@ class FeatureDrafter:
             self._follows[draft.request.request_id].num_idle = 0
         if active:
             self._read_long_lags(active)
-            is_small = all(draft.num_free < _LEAST_TREE for draft in active)
+            is_small = all(draft.num_free < LEAST_TREE for draft in active)
             width = 1 if is_small else self._width
-            if width > 1 or not self._draw_chains(active):
+            if not (self._enqueue(active, width) or (width == 1 and self._draw_chains(active))):
                 self._draw_levels(active, width)
 
     def _draw_chains(self, drafts: Sequence[Draft]) -> bool:
@@ -205,19 +208,26 @@ class FeatureDrafter:
             judge_chains(longest_first, chances, may_rank)
         return True
 
+    def _enqueue(self, drafts: Sequence[Draft], width: int) -> bool:
+        """All levels in one go of a head whose passes are enqueued; False, and nothing done, where that does not go."""
+        head, largest_first = self._head, sorted(drafts, key=lambda draft: -draft.num_free)
+        if not (isinstance(head, BoundHead) and head.enqueues_drafts and wants_enqueued(self._grower, drafts, width)):
+            return False
+        noise = self._grower.chain_noise(largest_first)
+        assert noise is not None, "whoever can rank has plain parameters"
+        batch = self._batch(self._root_rows(largest_first))
+        hand_over(largest_first, head.enqueue_drafts(batch, self._take_states(largest_first), noise, width), self.name)
+        return True
+
     def _draw_levels(self, drafts: Sequence[Draft], width: int) -> None:
         """One pass of the head a level, which is drawn and shaped in Python."""
-        growths = [Growth(draft, width) for draft in drafts]
-        leaves = [[ROOT] for _ in growths]
-        batch = self._batch(self._root_rows(drafts))
-        out = self._head.read(batch, self._take_states(drafts), self._kvs)
+        grove = Grove(self._grower, drafts, width, self.name, self._least if width > 1 else 0.0)
+        out = self._head.read(self._batch(self._root_rows(drafts)), self._take_states(drafts), self._kvs)
         while out is not None:
-            grown = self._grow(growths, leaves, out, width)
-            features = out.features.index_select(0, to_device(parent_rows(growths, leaves, grown), out.features.device))
-            leaves = grown
-            out = self._next_level(growths, leaves, features)
-        for growth in growths:
-            growth.finish()
+            parents, rows = grove.grow(out.logits), grove.rows()
+            features = out.features.index_select(0, to_device(parents, out.features.device))
+            out = self._head.forward(self._batch(rows), features, self._kvs) if rows else None
+        grove.finish()
 
     def _can_draft(self, draft: Draft) -> bool:
         """There is room, and the state of the token before the root is known: not in a request's very first step."""
@@ -254,32 +264,20 @@ class FeatureDrafter:
         """The first row to compute; the root's is computed again where others had it."""
         return min(self._follows[draft.request.request_id].num_ready, draft.request.root_position)
 
-    def _next_level(
-        self, growths: Sequence[Growth], leaves: Sequence[Sequence[int]], features: Tensor
-    ) -> HeadOutput | None:
-        """Nodes drawn before, each with what the head put out at its parent; None when there are none."""
-        pairs = zip(growths, leaves, strict=True)
-        rows = [growth.rows(nodes, growth.draft.request.root_position) for growth, nodes in pairs if nodes]
-        return self._head.forward(self._batch(rows), features, self._kvs) if rows else None
-
-    def _grow(
-        self, growths: Sequence[Growth], leaves: Sequence[Sequence[int]], out: HeadOutput, width: int
-    ) -> list[list[int]]:
-        """Draw the leaves' children; which of them to expand next, by request."""
-        frontier = [Leaf(growth.scratch, node) for growth, nodes in zip(growths, leaves, strict=True) for node in nodes]
-        drawn = self._grower.grow(frontier, out.logits, width, self.name)
-        judge_greedy(frontier, drawn, out.logits, may_rank=self._grower.coupled and width == 1)
-        children = iter(drawn)
-        return [
-            growth.next_leaves([child for _ in nodes for child in next(children)])
-            for growth, nodes in zip(growths, leaves, strict=True)
-        ]
-
     def _batch(self, rows: Sequence[SequenceRows]) -> ForwardBatch:
         """Rows that stand at the position before their own."""
         batch = ForwardBatch.build(rows, self._block_size)
         batch.positions.add_(POSITION_SHIFT).clamp_(min=0)
         return batch
+
+
+def _least_chance(level_cost: float) -> float:
+    """The chance of a level's leaves from which it is worth its pass, which takes that share of a pass of the target.
+
+    In the time of a target's pass some _TOKENS_A_PASS tokens come out, and of what is right so far about three in four
+    go on right; nodes a deeper level does not get go to levels above, so the best tree of a size is the wider one.
+    """
+    return min(_TOKENS_A_PASS * level_cost / 0.75, _HIGHEST_LEAST)
 
 
 def _rows_of(seen: Observed) -> Sequence[int]:

@@ -1,27 +1,31 @@
 """Trees that are grown larger than what is kept of them, level by level: EAGLE-2's (arXiv 2406.16858).
 
-Knows: which nodes of one request's tree to expand next and which to keep, where the KV of each lies. Does not know:
-who computes logits, or where the known tokens' states are.
+Knows: which nodes of a tree to expand next and which to keep, where the KV of each lies, how trees of several requests
+grow together. Does not know: who computes logits, or where the known tokens' states are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from forerun.kernels.device import indices_on, to_device, to_host
 from forerun.models.batch import SequenceRows
-from forerun.speculation.growth import Draft, Leaf
+from forerun.speculation.growth import Draft, Leaf, TreeGrower
 from forerun.speculation.tree import ROOT, DraftTree
+
+LEAST_TREE = 4  # drafts from which a tree finds more than a chain, whose levels cost less
 
 
 class Growth:
     """One request's tree while it grows, larger than what is kept of it in the end."""
 
-    def __init__(self, draft: Draft, width: int) -> None:
+    def __init__(self, draft: Draft, width: int, least: float = 0.0) -> None:
+        """`least`: the chance that one of a level's leaves is right, from which the level is worth its pass."""
         self.draft = draft
+        self._least = least
         self.scratch = _scratch(draft, width)
         self.places = {ROOT: 0}  # node -> row behind the root where the head's KV of it lies
         self._budget = draft.num_free
@@ -34,6 +38,8 @@ class Growth:
         worst = min((survival[node] for node in kept), default=0.0)
         useful = [node for node in new if node in kept and (not is_full or survival[node] > worst)]
         leaves = sorted(useful, key=lambda node: -survival[node])[: self._width]
+        if sum(math.exp(survival[node]) for node in leaves) < self._least:
+            return []
         self._place(leaves, kept)
         return sorted(leaves, key=self.places.__getitem__)
 
@@ -50,14 +56,14 @@ class Growth:
         free = (place for place in range(self._budget + 1) if place not in taken)
         self.places.update(zip(leaves, free, strict=False))
 
-    def rows(self, nodes: Sequence[int], start: int) -> SequenceRows:
-        """Known tokens from `start` on, then these nodes."""
+    def rows(self, nodes: Sequence[int]) -> SequenceRows:
+        """These nodes, behind all known tokens."""
         request, tree = self.draft.request, self.scratch.tree
         return SequenceRows(
             request_id=request.request_id,
             block_table=request.block_ids,
-            start=start,
-            span=request.token_ids[start : request.root_position],
+            start=request.root_position,
+            span=(),
             tree_start=request.root_position,
             tree_tokens=[tree.tokens[node] for node in nodes],
             tree_rows=[self.places[node] for node in nodes],
@@ -65,8 +71,11 @@ class Growth:
             tree_depths=[tree.depths[node] for node in nodes],
         )
 
-    def finish(self) -> None:
-        """Hand the kept nodes over, in the order they were drawn, with what they were drawn from."""
+    def finish(self) -> set[int]:
+        """Hand the kept nodes over, in the order they were drawn, with what they were drawn from.
+
+        -> those of the new nodes, and the root, whose KV lies in the row of their number.
+        """
         tree, here = self.scratch.tree, {ROOT: ROOT}
         for node in sorted(self._kept()):
             parent = here[tree.parents[node]]
@@ -74,6 +83,57 @@ class Growth:
         for node, place in here.items():
             if self.draft.tree.children(place):
                 self.draft.tree.adopt_proposal(place, tree.proposal(node))
+        return {number for node, number in here.items() if self.places.get(node) == number}
+
+
+class Grove:
+    """Trees of several requests that grow together, a level a pass of whoever computes logits."""
+
+    def __init__(
+        self, grower: TreeGrower, drafts: Sequence[Draft], width: int, source: str, least: float = 0.0
+    ) -> None:
+        """`width` children a node (1: chains), at most so many leaves a level and request; `least`: see `Growth`."""
+        self._grower = grower
+        self._width = width
+        self._source = source
+        self._growths = [Growth(draft, width, least) for draft in drafts]
+        self._leaves: list[list[int]] = [[ROOT] for _ in drafts]
+
+    def grow(self, logits: Tensor) -> Tensor:
+        """Draw the children of all leaves from logits [number of leaves, V], and choose the next leaves of them.
+
+        -> the rows of `logits` that the next leaves hang from [number of next leaves] int64.
+        """
+        frontier = [
+            Leaf(growth.scratch, node)
+            for growth, nodes in zip(self._growths, self._leaves, strict=True)
+            for node in nodes
+        ]
+        drawn = iter(self._grower.grow(frontier, logits, self._width, self._source))
+        grown = [
+            growth.next_leaves([child for _ in nodes for child in next(drawn)])
+            for growth, nodes in zip(self._growths, self._leaves, strict=True)
+        ]
+        parents = self._rows_above(grown)
+        self._leaves = grown
+        return torch.tensor(parents, dtype=torch.int64)
+
+    def _rows_above(self, grown: Sequence[Sequence[int]]) -> list[int]:
+        found, first = [], 0
+        for growth, old, new in zip(self._growths, self._leaves, grown, strict=True):
+            rows = {node: first + index for index, node in enumerate(old)}
+            found += [rows[growth.scratch.tree.parents[node]] for node in new]
+            first += len(old)
+        return found
+
+    def rows(self) -> list[SequenceRows]:
+        """The leaves, by request; none when there is nothing to expand."""
+        pairs = zip(self._growths, self._leaves, strict=True)
+        return [growth.rows(nodes) for growth, nodes in pairs if nodes]
+
+    def finish(self) -> list[set[int]]:
+        """Hand the kept nodes to the drafts -> of each, the nodes whose KV lies in the row of their number."""
+        return [growth.finish() for growth in self._growths]
 
 
 def _scratch(draft: Draft, width: int) -> Draft:
@@ -85,42 +145,12 @@ def _scratch(draft: Draft, width: int) -> Draft:
     return scratch
 
 
-def judge_greedy(leaves: Sequence[Leaf], drawn: Sequence[Sequence[int]], logits: Tensor, may_rank: bool) -> None:
-    """Without randomness a child's chance is the head's own probability, as EAGLE-2 has it; logits [num_leaves, V].
-
-    `may_rank`: judge also those drawn with noise, see `judge_chains`.
-    """
-    greedy = [i for i, leaf in enumerate(leaves) if drawn[i] and (may_rank or leaf.draft.request.params.greedy)]
-    if not greedy:
-        return
-    rows = logits if len(greedy) == len(leaves) else logits[indices_on(greedy, logits.device)]
-    tokens = [[leaves[i].draft.tree.tokens[child] for child in drawn[i]] for i in greedy]
-    width = max(map(len, tokens))
-    ids = to_device(torch.tensor([own + [0] * (width - len(own)) for own in tokens]), logits.device)  # [greedy, width]
-    chances = to_host(rows.gather(1, ids).double() - rows.logsumexp(dim=1, keepdim=True).double()).tolist()
-    for i, values in zip(greedy, chances, strict=True):
-        draft, node = leaves[i]
-        for child, value in zip(drawn[i], values, strict=False):
-            draft.survival[child] = draft.survival[node] + min(value, 0.0)
-
-
 def judge_chains(drafts: Sequence[Draft], log_chances: Tensor, may_rank: bool) -> None:
-    """The same of chains drawn whole; log_chances [steps, num_drafts], the head's own for each token.
+    """What is known of chains drawn whole; log_chances [steps, num_drafts], as `TreeGrower` has them for each token.
 
-    `may_rank`: also of those drawn with noise. There a token the head thinks unlikely tells that it was unsure, and the
-    target's choice is the less likely to be the same; how much less is for a policy to learn.
+    `may_rank`: also of those drawn with noise, which the coupled rule allows.
     """
     for draft, chances in zip(drafts, log_chances.T.tolist(), strict=True):
         if may_rank or draft.request.params.greedy:
             for node, chance in enumerate(chances[: len(draft.tree) - 1], 1):
                 draft.survival[node] = draft.survival[node - 1] + min(chance, 0.0)
-
-
-def parent_rows(growths: Sequence[Growth], leaves: Sequence[Sequence[int]], grown: Sequence[Sequence[int]]) -> Tensor:
-    """Which row of the last pass each new leaf hangs from -> [number of new leaves] int64."""
-    found, first = [], 0
-    for growth, old, new in zip(growths, leaves, grown, strict=True):
-        rows = {node: first + index for index, node in enumerate(old)}
-        found += [rows[growth.scratch.tree.parents[node]] for node in new]
-        first += len(old)
-    return torch.tensor(found, dtype=torch.int64)

@@ -28,6 +28,7 @@ from forerun.models.layer_search import Sample, find_layers
 from forerun.models.recorded import record
 from forerun.models.subset import subset_decoder
 from forerun.speculation.growth import Draft
+from forerun.speculation.tree import ROOT
 
 _SEARCH_EVERY = 64
 _SAMPLE_TOKENS = 4
@@ -86,7 +87,7 @@ class LayerSkipDrafter(Stateless):
             return
         if self._searching:
             self._search(ready)
-        self._drawer.draw(self._model, self._kvs, ready, _level, num_rows=len(ready))
+        self._drawer.draw(self._model, self._kvs, ready, _root)
 
     def _can_draft(self, draft: Draft) -> bool:
         """There is room, and the target has computed all that is known before the root."""
@@ -121,5 +122,5 @@ def spread_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(round(place * (num_layers - 1) / (num_kept - 1)) for place in range(num_kept))
 
 
-def _level(draft: Draft, nodes: Sequence[int]) -> SequenceRows:
-    return tree_rows(draft, draft.request.root_position, draft.request.root_position, nodes)
+def _root(draft: Draft) -> SequenceRows:
+    return tree_rows(draft, draft.request.root_position, draft.request.root_position, (ROOT,))

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from time import perf_counter
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
 
 from forerun.cache.boundaries import BoundaryStates
 from forerun.cache.kv_cache import KVCache, Move
-from forerun.core import Plan, PositionLogprobs, Request, Resumed, ScheduledRequest
+from forerun.core import Plan, Request, Resumed, ScheduledRequest
 from forerun.drafters.base import Drafter, Observed, logits_reader
-from forerun.engine.logprobs import position_logprobs
+from forerun.engine.logprobs import position_logprobs, token_logprobs
 from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.policy import Policy
 from forerun.engine.scheduler import Scheduler
@@ -28,12 +27,10 @@ from forerun.kernels.ops import LayerKV
 from forerun.models.base import CommittedPath, ForwardOutput, Model
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.speculation.growth import Draft
+from forerun.speculation.late import LateDrafts, late_of
 from forerun.speculation.tree import DraftTree
 from forerun.speculation.verifier import Candidate
 from forerun.speculation.verify import Choice
-
-_USUAL_LAG = 1  # tokens a drafter lags behind after a step that accepted everything
-_LONG_LAG = 32  # tokens whose reading takes so much longer than drafting that it tells what reading costs
 
 
 class Verifier(Protocol):
@@ -41,6 +38,14 @@ class Verifier(Protocol):
 
     def verify(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
         """One choice or error a candidate."""
+
+    def takes_late(self, requests: Sequence[Request]) -> bool:
+        """Whether drafts of these requests may be read together with the choices."""
+
+    def verify_late(
+        self, logits: Tensor, deciding: Sequence[tuple[Draft, int]], late: LateDrafts
+    ) -> list[Choice | LogitsError]:
+        """The same for drafts of which some are to be read first, each with its root's row of the logits."""
 
 
 @dataclass(slots=True)
@@ -84,6 +89,7 @@ class Engine:
     records: dict[str, SampleRecord] = field(default_factory=dict)
     timings: Timings = field(default_factory=Timings)
     torch_threads: Callable[[], AbstractContextManager[None]] = nullcontext  # around a step
+    meanwhile: Callable[[], None] | None = None  # once a step, while a card computes; may not touch requests
     boundaries: BoundaryStates = field(init=False)
 
     def __post_init__(self) -> None:
@@ -184,22 +190,15 @@ class Engine:
 
     def _draft(self, plan: Plan) -> list[_Work]:
         """A tree for every request that reaches its root, grown where there is room for drafts."""
-        drafts = {item.request.request_id: Draft(item.request, item.max_nodes) for item in plan.deciding}
+        requests = [item.request for item in plan.deciding]
+        late = bool(self._kvs) and not self.policy.prunes and self.verifier.takes_late(requests)
+        wanted = [(item.request, item.max_nodes) for item in plan.deciding]
+        drafts = {request.request_id: Draft(request, most, may_be_late=late) for request, most in wanted}
         growing = [draft for draft in drafts.values() if draft.max_nodes > 1]
         if growing:
-            start = perf_counter()
             self.drafter.propose(growing)
-            self._learn_draft_cost(growing, perf_counter() - start)
             self.policy.admit(growing, len(drafts))
         return [self._work(item, drafts.get(item.request.request_id)) for item in plan.scheduled]
-
-    def _learn_draft_cost(self, drafts: Sequence[Draft], seconds: float) -> None:
-        """Tell the policy what drafting took, or what it took to read first what the drafter had missed."""
-        num_caught_up = sum(draft.num_caught_up for draft in drafts)
-        if num_caught_up <= _USUAL_LAG * len(drafts):
-            self.policy.learn_draft_cost(seconds, max(len(draft.tree) for draft in drafts) - 1)
-        elif num_caught_up >= _LONG_LAG:
-            self.policy.learn_catch_up(seconds, num_caught_up)
 
     def _work(self, item: ScheduledRequest, draft: Draft | None) -> _Work:
         record = self.records[item.request.request_id]
@@ -217,7 +216,11 @@ class Engine:
             num_nodes = len(entry.tree) if entry.tree else 0
             num_rows += entry.item.num_span + num_nodes
             num_logits += num_nodes + (entry.item.num_span if entry.span_logits else 0)
-        return ForwardBatch.build(sequences, self.kv_cache.block_size)
+        batch, waiting = ForwardBatch.build(sequences, self.kv_cache.block_size), _late_of(work)
+        if waiting is None:
+            return batch
+        roots = [(draft, e.first_row + e.item.num_span) for e in work if (draft := e.draft) is not None and draft.late]
+        return replace(batch, late=waiting.rows(roots))
 
     # -- verify, commit -----------------------------------------------------------------------------------------
 
@@ -229,6 +232,8 @@ class Engine:
         A card is waited for once, for the choices, so that choosing counts as a part of the pass there.
         """
         out = self.model.forward(batch, self._kvs, self.drafter.hidden_layers)
+        if self.meanwhile is not None:
+            self.meanwhile()
         if self.kv_cache.device.type == "cpu":
             forward_s = self.timings.lap("forward_s")
             return out, self._verify(work, out), forward_s, self.timings.lap("verify_s")
@@ -239,8 +244,12 @@ class Engine:
 
     def _verify(self, work: Sequence[_Work], out: ForwardOutput) -> list[Choice | LogitsError | None]:
         """One choice or error for every request that reached its root, None for the others."""
-        candidates = [Candidate(e.item.request, e.tree, e.root_logit) for e in work if e.tree is not None]
-        decided = iter(self.verifier.verify(out.logits, candidates))
+        late, deciding = _late_of(work), [(e.draft, e.root_logit) for e in work if e.draft is not None]
+        if late is not None:
+            decided = iter(self.verifier.verify_late(out.logits, deciding, late))
+        else:
+            candidates = [Candidate(draft.request, draft.tree, row) for draft, row in deciding]
+            decided = iter(self.verifier.verify(out.logits, candidates))
         return [next(decided) if entry.tree is not None else None for entry in work]
 
     def _commit(
@@ -281,7 +290,8 @@ class Engine:
         nodes = choice.nodes[: num_taken + 1]
         sources = [*(tree.sources[node] for node in nodes[1:]), ""][:num_taken]
         record.drafted(tree.sources, tree.depths, nodes[1:])
-        record.emitted(sources, _token_logprobs(entry, nodes, tokens[:num_taken], logits))
+        rows = [entry.root_logit + node for node in nodes[:num_taken]]  # token i was chosen after node i of the path
+        record.emitted(sources, token_logprobs(logits, rows, tokens[:num_taken], entry.item.request.params.logprobs))
         record.traced(tree, nodes[1:], tokens[:num_taken])
         stopped_at_leaf = not tree.children(choice.nodes[-1])
         num_accepted = len(choice.nodes) - 1
@@ -349,6 +359,11 @@ def _wants_span_logits(item: ScheduledRequest) -> bool:
     return request.params.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids) - 1
 
 
+def _late_of(work: Sequence[_Work]) -> LateDrafts | None:
+    """What drafts of this step wait for."""
+    return late_of([entry.draft for entry in work if entry.draft is not None])
+
+
 def _sequence(entry: _Work) -> SequenceRows:
     request, tree = entry.item.request, entry.tree
     start, end = request.num_computed, request.num_computed + entry.item.num_span
@@ -369,17 +384,6 @@ def _sequence(entry: _Work) -> SequenceRows:
 def _move(seen: Observed, root: int) -> Move:
     """Accepted nodes to the rows right behind the root."""
     return Move(seen.request.block_ids, [root + node for node in seen.nodes], range(root, root + len(seen.nodes)))
-
-
-def _token_logprobs(
-    entry: _Work, nodes: Sequence[int], tokens: Sequence[int], logits: Tensor
-) -> list[PositionLogprobs]:
-    """Log-probabilities of the emitted tokens, if asked for: token i was chosen after node i of the path."""
-    num_top = entry.item.request.params.logprobs
-    if num_top is None:
-        return []
-    rows = [logits[entry.root_logit + node] for node in nodes[: len(tokens)]]
-    return [position_logprobs(row, token, num_top) for row, token in zip(rows, tokens, strict=True)]
 
 
 def _take_prompt_logprobs(entry: _Work, logits: Tensor) -> None:

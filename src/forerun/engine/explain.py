@@ -17,16 +17,17 @@ def needed_rate(step_s: Mapping[int, float], speed: float) -> float | None:
     `step_s` holds the seconds of a step with so many drafts. A chain of k drafts emits 1 + a + ... + a^k tokens
     (Leviathan et al., arXiv 2211.17192, eq. 1).
     """
-    if not step_s or _best_speed(1.0, step_s) < speed:
+    if not step_s or best_speed(1.0, step_s) < speed:
         return None
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (low, middle) if _best_speed(middle, step_s) >= speed else (middle, high)
+        low, high = (low, middle) if best_speed(middle, step_s) >= speed else (middle, high)
     return high
 
 
-def _best_speed(rate: float, step_s: Mapping[int, float]) -> float:
+def best_speed(rate: float, step_s: Mapping[int, float]) -> float:
+    """Most tokens a second of one request with drafts that are right so often; `step_s` as above."""
     return max(_tokens(rate, num) / seconds for num, seconds in step_s.items())
 
 

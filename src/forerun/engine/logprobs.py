@@ -5,6 +5,8 @@ Knows: rows of logits. Does not know: requests, trees, sampling. A row's figures
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,15 @@ def position_logprobs(logits: Tensor, token: int, num_top: int) -> PositionLogpr
     row = torch.log_softmax(logits.cpu().double(), dim=0)  # [vocab_size]
     rank = int((row > row[token]).sum()) + 1
     return PositionLogprobs(TokenLogprob(float(row[token]), rank, token), _best(row, num_top))
+
+
+def token_logprobs(
+    logits: Tensor, rows: Sequence[int], tokens: Sequence[int], num_top: int | None
+) -> list[PositionLogprobs]:
+    """Those of tokens chosen from these rows of logits [R, vocab_size]; none where they were not asked for (None)."""
+    if num_top is None:
+        return []
+    return [position_logprobs(logits[row], token, num_top) for row, token in zip(rows, tokens, strict=True)]
 
 
 def _best(row: Tensor, num: int) -> tuple[TokenLogprob, ...]:

@@ -15,15 +15,17 @@ SHARE: Final = 0.01  # of the time that may be lost for finding out whether draf
 _PLAIN = 2  # steps without drafts that must have shown what plain decoding takes
 _UNTIL, _EVERY = 16, 128  # steps with drafts after which they are due, and one after the last that was
 _FIRST, _MOST = 8.0, 32.0  # plain steps that may be lost at once: at the beginning, and after any gain
+_SPREAD = 32  # steps over which reading a prompt for drafts is paid: it serves all that follow
 _LONGEST = 4.0  # times the plain steps of the same tokens that a single step may count: others work on the machine too
 
 
 @dataclass(slots=True)
 class Ledger:
-    """An account in seconds, told of every step that read no prompt."""
+    """An account in seconds, told of every step."""
 
     balance_s: float = 0.0
     _draft_s: float = 0.0  # of this step
+    _reading_s: float = 0.0  # of prompts, for drafts alone, not yet paid
     _num_tokens: int = 0  # of this step
     _num_requests: int = 0
     _num_plain: int = 0  # steps without drafts so far
@@ -39,6 +41,11 @@ class Ledger:
         """Whether drafting has to wait because it lost too much."""
         return self._num_plain + self._num_drafted > 0 and self.balance_s <= 0.0
 
+    @property
+    def is_waiting(self) -> bool:
+        """Somebody drafted in a step that gave tokens and was not booked."""
+        return self._draft_s > 0.0 and self._num_requests > 0
+
     def begin_step(self) -> None:
         """Forget what was noted of a step that was not booked."""
         self._draft_s, self._num_tokens, self._num_requests = 0.0, 0, 0
@@ -46,6 +53,10 @@ class Ledger:
     def note_drafting(self, seconds: float) -> None:
         """Somebody drafted for so long in this step."""
         self._draft_s += seconds
+
+    def note_reading(self, seconds: float) -> None:
+        """Somebody read for so long what he had missed, to draft now and in the steps to come."""
+        self._reading_s += seconds
 
     def note_tokens(self, num_tokens: int) -> None:
         """One of the step's requests got so many tokens."""
@@ -60,7 +71,9 @@ class Ledger:
         if self._num_plain + self._num_drafted == 0:
             self.balance_s = _FIRST * plain_s
         elapsed_s = rest_s + self._draft_s
-        self.balance_s += SHARE * elapsed_s
+        paid_s = self._reading_s / _SPREAD
+        self._reading_s -= paid_s
+        self.balance_s += SHARE * elapsed_s - paid_s
         if drafts or self._draft_s > 0.0:
             self._num_drafted += 1
             worth_s = plain_s * self._num_tokens / max(self._num_requests, 1)

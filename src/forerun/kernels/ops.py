@@ -178,6 +178,10 @@ class ChainNoise(NamedTuple):
     num_active: Tensor  # [steps] int64: rows, from the first, whose chain has that many tokens
 
 
+NUM_RIVALS = 8  # best scores of a row, of logits / T + noise, that tell how sure the first of them is
+RIVALS_SCALE = 0.85  # what they are divided by before their softmax is taken for chances
+
+
 class Chains(NamedTuple):
     """Drawn chains: tokens, -1 from where a chain ends, and, if they were kept, the logits they were drawn from."""
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import AttentionRows
+from forerun.speculation.late import LateRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class ForwardBatch:
     logit_rows: Tensor  # [R] int64, ascending indices into the rows
     sequences: tuple[SequenceRows, ...]
     all_logits: bool  # every row wants logits: logit_rows is 0 .. M-1
+    late: LateRows | None = None  # rows of which the device holds what the host does not know
 
     @property
     def num_rows(self) -> int:
@@ -59,14 +61,15 @@ class ForwardBatch:
 
     def on(self, device: torch.device) -> ForwardBatch:
         """The batch where a model's kernels run, itself if it is there: it is built on the host and goes over whole."""
-        if self.token_ids.device == device:
+        if self.token_ids.device == device and self.late is None:
             return self
         rows = self.rows
         wide = _moved([self.token_ids, rows.tree_masks, self.logit_rows], device)
         tables = rows.block_tables.flatten()
         narrow = _moved([self.positions, self.slots, rows.seq_ids, rows.prefix_lens, rows.tree_starts, tables], device)
-        return replace(
+        moved = replace(
             self,
+            late=None,
             token_ids=wide[0],
             positions=narrow[0],
             slots=narrow[1],
@@ -80,6 +83,17 @@ class ForwardBatch:
             ),
             logit_rows=wide[2],
         )
+        if self.late is not None:
+            moved.take_late(self.late)
+        return moved
+
+    def take_late(self, late: LateRows) -> None:
+        """Overwrite late rows of a batch on the device; rows behind them that repeat the last one are the caller's."""
+        self.token_ids.index_copy_(0, late.rows, late.token_ids)
+        if late.depths is not None and late.tree_masks is not None:
+            starts = self.rows.tree_starts.index_select(0, self.rows.seq_ids.index_select(0, late.rows))
+            self.positions.index_copy_(0, late.rows, (starts + late.depths).int())
+            self.rows.tree_masks.index_copy_(0, late.rows, late.tree_masks)
 
     @staticmethod
     def build(sequences: Sequence[SequenceRows], block_size: int) -> ForwardBatch:

@@ -8,13 +8,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from forerun.kernels.ops import ChainNoise, Chains, LayerKV
 from forerun.models.base import CommittedPath, ForwardOutput, Model
 from forerun.models.batch import ForwardBatch
+from forerun.models.drafted import EnqueuedDrafts
 
 
 class BoundModel(ABC):
     """All of `models.base.Model`, and chains in one go; how passes are replayed is left to be said."""
+
+    enqueues_drafts = False  # trees too, and before anybody has read them
 
     def __init__(self, model: Model, kvs: Sequence[LayerKV], hidden_layers: Sequence[int]) -> None:
         self.vocab_size = model.vocab_size
@@ -45,5 +50,18 @@ class BoundModel(ABC):
         """Rows a batch for `draft_chains` may have; 0 if this forward returns more than logits."""
 
     @abstractmethod
-    def draft_chains(self, batch: ForwardBatch, noise: ChainNoise, keep_logits: bool) -> Chains:
-        """Run the batch, whose logit rows are one root a sequence, and draw a chain below each, level by level."""
+    def draft_chains(
+        self, batch: ForwardBatch, noise: ChainNoise, keep_logits: bool, judged: bool = False
+    ) -> tuple[Chains, Tensor | None]:
+        """Run the batch, whose logit rows are one root a sequence, and draw a chain below each, level by level.
+
+        With `judged` also the log chance of each token, see `TreeGrower` [steps, R] float64.
+        """
+
+    def enqueue_drafts(self, batch: ForwardBatch, noise: ChainNoise, width: int) -> EnqueuedDrafts:
+        """Run the batch as `draft_chains` does, and grow a tree of `width` children a node below each root (1: chains).
+
+        `noise`: of chains as long as trees may have nodes. Trees end after `models.trees.MOST_LEVELS` levels. To be
+        asked only where it `enqueues_drafts`.
+        """
+        raise AssertionError("levels of drafts are read in between here")

@@ -22,7 +22,9 @@ from forerun.models.base import ForwardOutput, Model
 from forerun.models.batch import ForwardBatch
 from forerun.models.bound import BoundModel
 from forerun.models.chains import ChainPasses, DeviceChains, table_width
+from forerun.models.drafted import EnqueuedDrafts
 from forerun.models.static import StaticColumns, padded, padded_tables, repeated
+from forerun.models.trees import DeviceTrees
 
 MOST_CHAIN_ROWS = 1 << 20  # any number: a batch that is too large for a graph is run by itself
 
@@ -64,6 +66,10 @@ class StaticBatch:
             [repeated(column, num_rows) for column in (batch.token_ids, rows.tree_masks)],
             [*(repeated(column, num_rows) for column in narrow), starts, tables],
         )
+        if batch.late is not None:
+            self.batch.take_late(batch.late)
+            for column in (self.batch.token_ids, self.batch.positions, self.batch.rows.tree_masks):
+                column[batch.num_rows :] = column[batch.num_rows - 1]  # what repeats the last row
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,9 @@ class CapturedModel(BoundModel):
         super().__init__(model, kvs, hidden_layers)
         self._capture = capture
         self._graphs: LastUsed[GraphSize, _Graph] = LastUsed()
-        self._chains = DeviceChains(_passes_of(model, kvs), kernels, capture)
+        passes = _passes_of(model, kvs)
+        self._chains = DeviceChains(passes, kernels, capture)
+        self._trees = DeviceTrees(passes, kernels, capture)
 
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
         """See `models.base.Model`."""
@@ -112,10 +120,22 @@ class CapturedModel(BoundModel):
         """See `BoundModel`."""
         return 0 if self._hidden_layers else MOST_CHAIN_ROWS
 
-    def draft_chains(self, batch: ForwardBatch, noise: ChainNoise, keep_logits: bool) -> Chains:
+    def draft_chains(
+        self, batch: ForwardBatch, noise: ChainNoise, keep_logits: bool, judged: bool = False
+    ) -> tuple[Chains, Tensor | None]:
         """See `BoundModel`; kept logits lie where the next call writes its own."""
-        chains, _ = self._chains.draw(batch, None, noise, keep_logits, judged=False)
-        return chains
+        return self._chains.draw(batch, None, noise, keep_logits, judged)
+
+    @property
+    def enqueues_drafts(self) -> bool:  # type: ignore[override]
+        """See `BoundModel`: where passes return nothing but logits."""
+        return not self._hidden_layers
+
+    def enqueue_drafts(self, batch: ForwardBatch, noise: ChainNoise, width: int) -> EnqueuedDrafts:
+        """See `BoundModel`."""
+        if width == 1:
+            return self._chains.enqueue(batch, None, noise)
+        return self._trees.enqueue(batch, None, noise, width)
 
     def _new_graph(self, size: GraphSize, batch: ForwardBatch) -> _Graph:
         """Capture a pass of this size on the batch itself, so that it writes nothing but what the batch does."""

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +25,10 @@ from torch import Tensor
 
 from forerun.config import MAX_TREE_NODES
 from forerun.kernels.device import to_host
-from forerun.kernels.ops import AttentionRows, ChainNoise, Chains, Kernels, NoiseKeys
+from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, AttentionRows, ChainNoise, Chains, Kernels, NoiseKeys
 from forerun.kernels.triton.graphs import Capture, GraphSize, LastUsed, size_for
 from forerun.models.batch import ForwardBatch
+from forerun.models.drafted import EnqueuedDrafts, GrownTrees
 from forerun.models.static import StaticColumns, padded, padded_tables, repeated
 
 # rows of a batch, and their features [M, width] if the pass reads any -> logits [R, V], features of the rows below
@@ -97,16 +100,28 @@ class DeviceChains:
     ) -> tuple[Chains, Tensor | None]:
         """A chain below each of the batch's logit rows, which are one root a sequence, the longest chain first.
 
-        `features` [M, width] on the device. With `judged` also the log softmax of the logits at each token
-        [steps, R] float64. Tokens and chances are on the host; logits lie where the next call writes its own.
+        `features` [M, width] on the device. With `judged` also the log chance of each token [steps, R] float64:
+        the log softmax of its score among the NUM_RIVALS best, all over RIVALS_SCALE. Tokens and chances are on the
+        host; logits lie where the next call writes its own.
         """
+        program, num = self._program(batch, features, noise, keep_logits, judged), noise.positions.shape[1]
+        return program.result(num)
+
+    def enqueue(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise) -> EnqueuedDrafts:
+        """The same, judged and not read."""
+        program, num = self._program(batch, features, noise, False, True), noise.positions.shape[1]
+        return program.drafts(num, noise.num_active)
+
+    def _program(
+        self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, keep_logits: bool, judged: bool
+    ) -> _Program:
+        """That of the fitting size, which was given its work."""
         steps, num = noise.positions.shape
         assert num == batch.rows.tree_starts.shape[0] == batch.logit_rows.shape[0]
         visible = batch.rows.max_visible + steps
         fitting = size_for(batch.num_rows, num, visible)
         size = ChainSize(fitting or GraphSize(batch.num_rows, num, visible), steps, keep_logits, judged)
-        program = self._run(size, batch, features, noise, is_usual=fitting is not None)
-        return program.result(num)
+        return self._run(size, batch, features, noise, is_usual=fitting is not None)
 
     def _run(
         self, size: ChainSize, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, is_usual: bool
@@ -182,14 +197,17 @@ class _Program:
     def _draw(self, step: int, logits: Tensor) -> None:
         """Tokens from logits [R, V] into the output: -1 where a chain has ended or has no answer."""
         keys = NoiseKeys(self._wide.seeds, self._by_level(self._wide.noise_positions)[step], self._wide.streams)
-        drawn = self._kernels.gumbel_argmax(logits, self._wide.temperatures.view(torch.float64), keys)  # [R]
+        heat = self._wide.temperatures.view(torch.float64)  # [R]
+        num_rivals = min(NUM_RIVALS, logits.shape[1]) if self._size.is_judged else 1
+        best, scores = self._kernels.gumbel_topk(logits, heat, keys, num_rivals)  # each [R, rivals]
+        drawn = best[:, 0]
         alive = self._by_level(self._wide.active)[step] > 0
         if step:
             alive &= self._out[0, step - 1] >= 0
         self._out[0, step] = drawn.masked_fill(~alive, -1)
         if self._size.is_judged:
-            own = logits.gather(1, drawn.clamp(min=0)[:, None])[:, 0]  # [R]
-            self._out[1, step] = (own.double() - logits.logsumexp(1).double()).view(torch.int64)
+            scaled = scores / RIVALS_SCALE
+            self._out[1, step] = (scaled[:, 0] - scaled.logsumexp(1)).view(torch.int64)
         if self._size.keeps_logits:
             self._logits[step].copy_(logits)
 
@@ -225,6 +243,21 @@ class _Program:
         logits = self._logits[:, :num_chains] if self._size.keeps_logits else None
         return Chains(out[0], logits), out[1].contiguous().view(torch.float64) if self._size.is_judged else None
 
+    def drafts(self, num_chains: int, num_active: Tensor) -> EnqueuedDrafts:
+        """What will have been drawn for the first chains; num_active [steps]: chains that have that many tokens."""
+        out = self._out[:, :, :num_chains]
+        return EnqueuedDrafts(out, out[0].T, partial(_as_trees, num_active))
+
+
+def _as_trees(num_active: Tensor, out: Tensor) -> GrownTrees:
+    """Chains on the host, judged [2, steps, R], as trees. A row is computed where another token is drawn after it."""
+    tokens, chances = out[0].T, out[1].contiguous().view(torch.float64).T  # each [R, steps]
+    num_chains, num_steps = tokens.shape
+    nodes = torch.arange(1, num_steps + 1).expand(num_chains, -1)
+    lengths = (num_active[:, None] > torch.arange(num_chains)).sum(0)  # [R]
+    survival = torch.stack(list(accumulate(chances.clamp(max=0.0).unbind(1))), dim=1)  # summed as on the host
+    return GrownTrees(tokens, nodes - 1, survival, nodes.masked_fill(nodes >= lengths[:, None], -1))
+
 
 def _below_roots(batch: ForwardBatch, noise: ChainNoise, size: ChainSize, passes: ChainPasses) -> list[Tensor]:
     """Which chains are drawn at each level, then of the levels below the roots: whose row is computed (a chain that has
@@ -244,7 +277,7 @@ def _below_roots(batch: ForwardBatch, noise: ChainNoise, size: ChainSize, passes
 
 
 def _as(dtype: Any, values: Any) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=dtype))
+    return torch.from_numpy(np.array(values, dtype=dtype, order="C"))
 
 
 def table_width(visible: int, block_size: int) -> int:

@@ -45,6 +45,7 @@ class _State:
 class _Node(NamedTuple):
     token_id: int
     cache: Any  # after the node
+    depth: int
 
 
 class _Row(NamedTuple):
@@ -134,10 +135,10 @@ class HFModel:
         return row
 
     def _node(self, state: _State, node: int, token_id: int, mask: int, hidden: bool) -> _Row:
-        ancestors = (mask & ~(1 << node)).bit_length() - 1  # the nearest: parents come before their children
-        parent = state.cache if ancestors < 0 else state.nodes[ancestors].cache
-        row, cache = self._call(token_id, copy.deepcopy(parent), hidden)
-        state.nodes[node] = _Node(token_id, cache)
+        ancestors = [state.nodes[i] for i in range(mask.bit_length()) if mask >> i & 1 and i != node]
+        nearest = max(ancestors, key=lambda ancestor: ancestor.depth, default=None)  # rows may lie in any order
+        row, cache = self._call(token_id, copy.deepcopy(state.cache if nearest is None else nearest.cache), hidden)
+        state.nodes[node] = _Node(token_id, cache, len(ancestors))
         return row
 
     def _call(self, token_id: int, cache: Any, hidden: bool) -> tuple[_Row, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from forerun.errors import KernelError
 from forerun.kernels.ops import ChainNoise, Chains, Kernels, LayerKV
@@ -54,10 +55,12 @@ class RecordedModel(BoundModel):
         """See `BoundModel`."""
         return 0 if self._hidden_layers else self._program.max_rows
 
-    def draft_chains(self, batch: ForwardBatch, noise: ChainNoise, keep_logits: bool) -> Chains:
+    def draft_chains(
+        self, batch: ForwardBatch, noise: ChainNoise, keep_logits: bool, judged: bool = False
+    ) -> tuple[Chains, Tensor | None]:
         """See `BoundModel`."""
-        chains, _ = self._program.run_chains(self._inputs(batch), noise, self._kvs[0].block_size, keep_logits)
-        return chains
+        block_size = self._kvs[0].block_size
+        return self._program.run_chains(self._inputs(batch), noise, block_size, keep_logits, judged=judged)
 
     def _inputs(self, batch: ForwardBatch) -> Inputs:
         return self._make_inputs(batch.token_ids, batch.positions, batch.slots, batch.rows, batch.logit_rows)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -107,11 +108,18 @@ class EngineService:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._streams: dict[str, Stream] = {}  # the engine's thread only
         self._outbox: list[_Parcel] = []  # likewise
+        self._undelivered: Callable[[], None] | None = None  # likewise: what the last step brought
+        if llm.engine.kv_cache.device.type != "cpu":
+            self.deliver_meanwhile()
         self._num_open = 0  # samples accepted and not ended; the event loop only
         self._usual_s = 1.0  # time a sample takes
         self._failures = 0
         self._stopping = False
         self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
+
+    def deliver_meanwhile(self) -> None:
+        """Deliver what a step brought while the next one computes, if there is one: cards compute alone."""
+        self.llm.engine.meanwhile = self._deliver_last
 
     # -- the event loop's side ----------------------------------------------------------------------------------
 
@@ -223,7 +231,17 @@ class EngineService:
             self._recover(error)
             return
         self._failures = 0
-        self._deliver(changed, perf_counter() - now, num_running)
+        self._undelivered = partial(self._deliver, changed, perf_counter() - now, num_running)
+        engine, failed = self.llm.engine, any(s.request.error is not None for group in changed for s in group.samples)
+        if engine.meanwhile is None or not engine.has_work or failed:  # failed ones are aborted, between steps only
+            self._deliver_last()
+
+    def _deliver_last(self) -> None:
+        """What is still undelivered, and send it."""
+        deliver, self._undelivered = self._undelivered, None
+        if deliver is not None:
+            deliver()
+            self._dispatch()
 
     def _recover(self, error: Exception) -> None:
         """A step broke: everyone in it is told, everything they held is freed, and the next request starts afresh."""
@@ -232,6 +250,7 @@ class EngineService:
         log.error("a step of the engine failed", exc_info=error)
         answer = ApiError(500, "the engine failed on a step this request was part of", code="engine_error")
         try:
+            self._deliver_last()
             self._fail(list(self._streams.values()), answer)
             self.llm.engine.scheduler.check_integrity()
         except Exception:

@@ -6,6 +6,12 @@ Under the coupled rule children are the best of log q + G with the *target's* no
 drafter guesses the very token the target will choose. Under the rejection rule they are drawn without replacement
 from q with noise of their own, and q is kept beside them: a drafter only hands in logits, so it cannot report a q
 that was not used.
+
+**How likely a child is.** The target's choice is the argmax of log p / T + G, the drafter's of log q / T + G with the
+same noise: they differ by the drafter's error. So a token is the safer the further its score leads the others', and its
+chance is a softmax of the scores themselves. q alone says little: a token that q makes unlikely was chosen because its
+noise is large, and the target sees that noise, too. (Measured on the `mini` family: docs/log.md, 2026-11-22.) At
+temperature 0 there is no noise, and the same softmax is of q, sharpened, among the best tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +27,9 @@ import torch
 from torch import Tensor
 
 from forerun.core import Request
-from forerun.kernels.device import all_to_host, to_host
-from forerun.kernels.ops import ChainNoise, Chains, Kernels, NoiseKeys
+from forerun.kernels.device import all_to_host
+from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, ChainNoise, Chains, Kernels, NoiseKeys
+from forerun.speculation.late import LateDrafts
 from forerun.speculation.noise import Purpose, step_position, stream_id
 from forerun.speculation.sampling import ShapedRow, is_plain, probabilities, shape_row
 from forerun.speculation.tree import ROOT, DraftTree
@@ -43,6 +50,8 @@ class Draft:
     survival: list[float] = field(init=False)  # log chance of each node, the drafter's own estimate
     parts: list[Part] = field(default_factory=list)  # what the members of a portfolio proposed
     births: list[int] = field(init=False)  # index of each node in the tree of the member that proposed it first
+    may_be_late: bool = False  # the step reads its tokens with the target's choices, see `speculation.late`
+    late: LateDrafts | None = None  # what it waits for
 
     def __post_init__(self) -> None:
         self.tree = DraftTree(self.request.token_ids[-1])
@@ -117,22 +126,18 @@ class TreeGrower:
     def grow(self, leaves: Sequence[Leaf], logits: Tensor, width: int, source: str) -> list[list[int]]:
         """Draw up to `width` children for every leaf from logits [num_leaves, vocab_size] -> new nodes by leaf."""
         shaped, temperatures = _shape(leaves, logits)
-        heat, keys = as_temperatures(temperatures), self._keys(leaves)
-        if width == 1:
-            tokens = [[token] for token in to_host(self._kernels.gumbel_argmax(shaped, heat, keys)).tolist()]
-            scores: list[list[float] | None] = [None] * len(leaves)
-        else:
-            ids, values = all_to_host(*self._kernels.gumbel_topk(shaped, heat, keys, width))
-            tokens, scores = ids.tolist(), values.tolist()
+        num_ranks = min(max(width, NUM_RIVALS), shaped.shape[1])
+        ids, scores = self._kernels.gumbel_topk(shaped, as_temperatures(temperatures), self._keys(leaves), num_ranks)
+        ids, chances = all_to_host(ids, _log_chances(scores))
         return [
             self._append(
                 leaf,
                 ShapedRow(shaped[i], temperatures[i]) if self._records(temperatures[i]) else None,
-                tokens[i],
-                scores[i],
+                tokens[:width],
+                log_chances,
                 source,
             )
-            for i, leaf in enumerate(leaves)
+            for i, (leaf, tokens, log_chances) in enumerate(zip(leaves, ids.tolist(), chances.tolist(), strict=True))
         ]
 
     def _records(self, temperature: float) -> bool:
@@ -208,7 +213,7 @@ class TreeGrower:
                 self._append(Leaf(draft, step), q, [token], None, source)
 
     def _append(
-        self, leaf: Leaf, q: ShapedRow | None, tokens: list[int], scores: list[float] | None, source: str
+        self, leaf: Leaf, q: ShapedRow | None, tokens: list[int], log_chances: list[float] | None, source: str
     ) -> list[int]:
         """Hang drawn tokens below a leaf; `q` is what they were drawn from, None without randomness to account for."""
         draft, node = leaf
@@ -216,15 +221,21 @@ class TreeGrower:
         if not kept:
             return []
         new = draft.tree.draw_children(node, kept, probabilities(q) if q is not None else None, source)
-        draft.survival += self._child_survival(draft.survival[node], len(new), scores, q is not None)
+        draft.survival += _child_survival(draft.survival[node], len(new), None if q is not None else log_chances)
         return new
 
-    def _child_survival(self, parent: float, num: int, scores: list[float] | None, by_rank: bool) -> list[float]:
-        """Log chances of the children: from their scores where any pruning is exact, else from their rank alone."""
-        if scores is None or by_rank:
-            return [parent + math.log(_RANK_SURVIVAL[min(rank, len(_RANK_SURVIVAL) - 1)]) for rank in range(num)]
-        weights = [math.exp(score - scores[0]) for score in scores[:num]]
-        return [parent + math.log(max(weight / sum(weights), 1e-9)) for weight in weights]
+
+def _child_survival(parent: float, num: int, log_chances: list[float] | None) -> list[float]:
+    """Log chances of the first children, where any pruning is exact; else (None) from their rank alone."""
+    if log_chances is None:
+        return [parent + math.log(_RANK_SURVIVAL[min(rank, len(_RANK_SURVIVAL) - 1)]) for rank in range(num)]
+    return [parent + min(chance, 0.0) for chance in log_chances[:num]]
+
+
+def _log_chances(scores: Tensor) -> Tensor:
+    """Of the best scores [R, ranks] of rows, best first; estimates only: they steer what is tried, never the text."""
+    scaled = scores / RIVALS_SCALE
+    return scaled - scaled[:, :NUM_RIVALS].logsumexp(1, keepdim=True)
 
 
 def _shape(leaves: Sequence[Leaf], logits: Tensor) -> tuple[Tensor, list[float]]:

@@ -21,7 +21,8 @@ from forerun.kernels.device import all_to_host, indices_on, to_device
 from forerun.speculation.growth import Draft, Leaf, TreeGrower
 from forerun.speculation.tree import ROOT
 
-_LEAST_RANKS = 4  # ranks looked at to tell how sure a head is, also where only the first will be used
+_LEAST_RANKS = 16  # ranks looked at to tell how sure a head is, also where fewer will be used
+_LEVEL_WIDTH = 4  # children where a tree is filled level by level and would else end at its first
 
 
 class Ranks(NamedTuple):
@@ -39,7 +40,7 @@ def grow_products(grower: TreeGrower, drafts: Sequence[Draft], logits: Tensor, w
         chosen = [drafts[index] for index in ranked]
         rows = logits[indices_on(ranked, logits.device)] if drawn else logits  # a copy only where some must be left out
         for draft, ranks in zip(chosen, _rank(grower, chosen, rows, width), strict=True):
-            _grow_best_first(draft, ranks, width, source)
+            _grow_best_first(draft, ranks, source)
     if drawn:
         rows = logits[indices_on(drawn, logits.device)]
         _grow_levels(grower, [drafts[index] for index in drawn], rows, width, source)
@@ -60,15 +61,17 @@ def next_frontier(frontier: Sequence[Leaf], grown: Sequence[Sequence[int]], widt
 
 def _rank(grower: TreeGrower, drafts: Sequence[Draft], logits: Tensor, width: int) -> list[Ranks]:
     ids, scores = grower.rank_depths([draft.request for draft in drafts], logits, max(width, _LEAST_RANKS))
-    chances = _log_chances(drafts, logits, scores)  # [num_drafts, depths, ranks]
-    ids, chances = all_to_host(ids, chances)
-    return [Ranks(*lists) for lists in zip(ids.tolist(), chances.tolist(), strict=True)]
+    found = all_to_host(ids, _log_chances(drafts, logits, scores))  # each [num_drafts, depths, ranks]
+    tokens, chances = (ranks[:, :, :width].tolist() for ranks in found)
+    return [Ranks(*lists) for lists in zip(tokens, chances, strict=True)]
 
 
 def _log_chances(drafts: Sequence[Draft], logits: Tensor, scores: Tensor) -> Tensor:
     """Log q at temperature 0; above it the noise has spoken, and how far the best lead the others tells how sure it is.
 
-    Estimates only: they steer which nodes are tried, never what is emitted.
+    Unlike those of drafters that see the whole prefix (`growth`), the distributions here are flat, and at temperature 0
+    what they say of their own chances is right (`mini`: docs/log.md, 2026-11-22). Estimates only: they steer which
+    nodes are tried, never what is emitted.
     """
     is_greedy = [draft.request.params.temperature == 0.0 for draft in drafts]
     greedy = to_device(torch.tensor(is_greedy), logits.device)[:, None, None]
@@ -76,7 +79,7 @@ def _log_chances(drafts: Sequence[Draft], logits: Tensor, scores: Tensor) -> Ten
     return scores - torch.where(greedy, of_all.double(), of_best)
 
 
-def _grow_best_first(draft: Draft, ranks: Ranks, width: int, source: str) -> None:
+def _grow_best_first(draft: Draft, ranks: Ranks, source: str) -> None:
     heap = [(-ranks.log_chances[0][0], ROOT, 0, 0)]  # (minus the path's log chance, parent, depth, rank)
     heapify(heap)
     while heap and draft.num_free > 0:
@@ -85,7 +88,7 @@ def _grow_best_first(draft: Draft, ranks: Ranks, width: int, source: str) -> Non
         if token < 0:
             continue
         node = draft.add(parent, token, -cost, source)
-        if rank + 1 < width and rank + 1 < len(chances):
+        if rank + 1 < len(chances):
             heappush(heap, (cost + chances[rank] - chances[rank + 1], parent, depth, rank + 1))
         if depth + 1 < len(ranks.tokens):
             heappush(heap, (cost - ranks.log_chances[depth + 1][0], node, depth + 1, 0))
@@ -94,7 +97,7 @@ def _grow_best_first(draft: Draft, ranks: Ranks, width: int, source: str) -> Non
 def _grow_levels(grower: TreeGrower, drafts: Sequence[Draft], logits: Tensor, width: int, source: str) -> None:
     """Node by node, where noise or shaping is each node's own."""
     places = {id(draft): index for index, draft in enumerate(drafts)}
-    frontier = [Leaf(draft, ROOT) for draft in drafts]
+    frontier, width = [Leaf(draft, ROOT) for draft in drafts], min(width, _LEVEL_WIDTH)
     for depth in range(logits.shape[1]):
         if frontier:
             of_leaves = indices_on([places[id(leaf.draft)] for leaf in frontier], logits.device)

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from forerun.core import Request
 from forerun.errors import LogitsError
-from forerun.kernels.device import indices_on, to_host
-from forerun.kernels.ops import Kernels
+from forerun.kernels.device import all_to_host, indices_on, to_device, to_host
+from forerun.kernels.ops import Kernels, NoiseKeys
 from forerun.speculation import verify
-from forerun.speculation.growth import as_temperatures, noise_keys
+from forerun.speculation.growth import Draft, as_temperatures, noise_keys
+from forerun.speculation.late import LateDrafts
 from forerun.speculation.noise import Purpose, step_position, stream_id, uniform
 from forerun.speculation.sampling import ShapedRow, is_drawable, is_plain, probabilities, shape_row
 from forerun.speculation.tree import DraftTree
@@ -59,6 +61,44 @@ class CoupledVerifier:
             active = [walk for walk, token in zip(active, tokens, strict=True) if walk.advance(token)]
         return [walk.outcome for walk in walks if walk.outcome is not None]
 
+    def takes_late(self, requests: Sequence[Request]) -> bool:
+        """Whether drafts of these requests may be read with the choices: all nodes' tokens are chosen at once."""
+        return self._at_once and all(is_plain(request.params) for request in requests)
+
+    def verify_late(
+        self, logits: Tensor, deciding: Sequence[tuple[Draft, int]], late: LateDrafts
+    ) -> list[Choice | LogitsError]:
+        """`verify` for drafts of which some are to be read first, each with its root's row of the logits.
+
+        Drafts and choices come in one piece: here the host waits for the device, and nowhere else.
+        """
+        chosen = self._choose_late(logits, deciding, late)  # [nodes]
+        sizes = [len(draft.tree) for draft, _ in deciding]
+        unread, tokens = all_to_host(late.unread, chosen)
+        late.finish(unread)
+        walks = [_Walk(Candidate(draft.request, draft.tree, row)) for draft, row in deciding]
+        for walk, own in zip(walks, tokens.split_with_sizes(sizes), strict=True):
+            walk.follow(own.tolist())
+        return [walk.outcome for walk in walks if walk.outcome is not None]
+
+    def _choose_late(self, logits: Tensor, deciding: Sequence[tuple[Draft, int]], late: LateDrafts) -> Tensor:
+        """The target's token after every node, without a word from the device -> [nodes] int64."""
+        nodes = [(draft, row + node, node) for draft, row in deciding for node in range(len(draft.tree))]
+        requests = [draft.request for draft, _, _ in nodes]
+        columns = torch.stack([
+            *noise_keys([request.seed for request in requests], [request.root_position + 1 for request in requests],
+                        [stream_id(request.sample_index, Purpose.TARGET) for request in requests]),
+            torch.tensor([draft.tree.depths[node] for draft, _, node in nodes]),
+            torch.tensor([row for _, row, _ in nodes]),
+            as_temperatures([request.params.temperature for request in requests]).view(torch.int64),
+        ])  # fmt: skip
+        seeds, roots, streams, depths, rows, heat = to_device(columns, logits.device)  # each [nodes]
+        drawn = late.rows(_placed(deciding))
+        if drawn.depths is not None:
+            depths.index_copy_(0, drawn.rows, drawn.depths)
+        keys = NoiseKeys(seeds, roots + depths, streams)
+        return self._kernels.gumbel_argmax(logits.index_select(0, rows), heat.view(torch.float64), keys)
+
     def _walk_plain(self, logits: Tensor, walks: Sequence[_Walk]) -> None:
         """Walk to the end along tokens that are chosen for all nodes in one call."""
         places = [(walk.candidate, node) for walk in walks for node in range(len(walk.candidate.tree))]
@@ -71,8 +111,7 @@ class CoupledVerifier:
         chosen = self._argmax(picked, requests, positions, [request.params.temperature for request in requests])
         tokens = {(id(candidate), node): token for (candidate, node), token in zip(places, chosen, strict=True)}
         for walk in walks:
-            while walk.advance(tokens[id(walk.candidate), walk.path.nodes[-1]]):
-                pass
+            walk.follow([tokens[id(walk.candidate), node] for node in range(len(walk.candidate.tree))])
 
     def _choose(self, logits: Tensor, walks: Sequence[_Walk]) -> list[int]:
         """The target's token after each walk's current node; -1 where there is none."""
@@ -124,10 +163,21 @@ class _Walk:
         row = logits[self.row]  # [vocab_size]
         return shape_row(row, self.candidate.request, self.candidate.tree.path_tokens(node) if node else ())
 
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Walk to the end along the tokens chosen after every node."""
+        while self.advance(tokens[self.path.nodes[-1]]):
+            pass
+
     def advance(self, token: int) -> bool:
         """Take the chosen token; whether the walk goes on."""
         self.outcome = self.path.advance(token) if token >= 0 else bad_logits(self.candidate.request)
         return self.outcome is None
+
+
+def _placed(deciding: Sequence[tuple[Draft, int]]) -> list[tuple[Draft, int]]:
+    """The drafts that are late, each with its root's place where all nodes follow each other."""
+    ends = accumulate(len(draft.tree) for draft, _ in deciding)
+    return [(draft, end - len(draft.tree)) for (draft, _), end in zip(deciding, ends, strict=True) if draft.late]
 
 
 def _are_as_they_lie(walks: Sequence[_Walk]) -> bool:
@@ -143,6 +193,16 @@ class RejectionVerifier:
 
     def __init__(self, chain_rule: str) -> None:
         self._chain_rule = verify.verify_chain_block if chain_rule == "block" else verify.verify_chain_token
+
+    def takes_late(self, requests: Sequence[Request]) -> bool:
+        """Never: q is looked at before and while it decides."""
+        return False
+
+    def verify_late(
+        self, logits: Tensor, deciding: Sequence[tuple[Draft, int]], late: LateDrafts
+    ) -> list[Choice | LogitsError]:
+        """See `takes_late`."""
+        raise AssertionError("drafts must be read before this rule")
 
     def verify(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
         """Decide every candidate from logits [R, vocab_size]; a request with unusable logits gets its error."""

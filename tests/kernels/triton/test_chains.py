@@ -1,10 +1,11 @@
-"""Chains of drafts whose passes are enqueued at once on Triton's kernels are those of one pass a level."""
+"""Chains and trees whose passes are enqueued at once on Triton's kernels are those of one pass a level."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.models.test_device_chains import Enqueued
 from tests.support import tiny
@@ -17,12 +18,12 @@ from forerun.models.captured import CapturedModel
 from forerun.models.loader import load_model
 from forerun.speculation.growth import Draft, TreeGrower
 
-BLOCK_SIZE, BLOCKS_EACH, LENGTHS = 4, 4, (1, 2)
+BLOCK_SIZE, BLOCKS_EACH, NUM = 4, 4, 2
 
 
 def requests() -> list[Request]:
     made = []
-    for index in range(len(LENGTHS)):
+    for index in range(NUM):
         params = SamplingParams(temperature=0.8 * index, max_tokens=9)
         request = Request(str(index), (5 + index, 9), params, seed=2**63 + index)
         request.block_ids = list(range(BLOCKS_EACH * index, BLOCKS_EACH * (index + 1)))[::-1]
@@ -30,20 +31,26 @@ def requests() -> list[Request]:
     return made
 
 
-def test_enqueued_chains_are_the_levels(kernels: Any, device: torch.device, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("width", "lengths"), [(1, (1, 2)), (2, (2, 3))])
+def test_enqueued_drafts_are_the_levels(
+    kernels: Any, device: torch.device, tmp_path: Path, width: int, lengths: tuple[int, int]
+) -> None:
     folder = tiny.write_llama(tmp_path, tiny.random_layers(1))
     model: Any = load_model(folder, kernels).model
     drafted, pools = [], []
     for enqueues in (True, False):
-        kvs = KVCache(kernels, model.kv_specs, BLOCKS_EACH * len(LENGTHS), BLOCK_SIZE).layers
-        drafter = DraftModelDrafter(model, TreeGrower(kernels, True), kernels, BLOCK_SIZE, 4, 1, 64)
+        kvs = KVCache(kernels, model.kv_specs, BLOCKS_EACH * NUM, BLOCK_SIZE).layers
+        drafter = DraftModelDrafter(model, TreeGrower(kernels, True), kernels, BLOCK_SIZE, 4, width, 64)
         capture: Any = CudaCapture(device) if device.type == "cuda" else Enqueued()
         drafter._kvs, drafter._model = kvs, CapturedModel(model, kernels, capture, kvs) if enqueues else model
         for request in (known := requests()):
             drafter.begin(request)
-        drafts = [Draft(request, length + 1) for request, length in zip(known, LENGTHS, strict=True)]
+        drafts = [Draft(request, length + 1) for request, length in zip(known, lengths, strict=True)]
         drafter.propose(drafts)
-        drafted.append([list(draft.tree.tokens) for draft in drafts])
+        drafted.append([(list(d.tree.tokens), list(d.tree.parents), list(d.survival)) for d in drafts])
         pools.append(kvs[0])
-    assert drafted[0] == drafted[1] and [len(tokens) for tokens in drafted[0]] == [2, 3]
+    assert [tree[:2] for tree in drafted[0]] == [tree[:2] for tree in drafted[1]]
+    assert [len(tokens) - 1 for tokens, *_ in drafted[0]] == list(lengths)
+    for own, other in zip(drafted[0], drafted[1], strict=True):
+        assert own[2] == pytest.approx(other[2], abs=1e-5)
     assert torch.equal(pools[0].keys, pools[1].keys) and torch.equal(pools[0].values, pools[1].values)

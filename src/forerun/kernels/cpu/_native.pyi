@@ -231,6 +231,8 @@ class CpuEngine(_Ops):
         log_chances: int,
         shift: int,
         features_step: int,
+        num_rivals: int,
+        rivals_scale: float,
         /,
     ) -> None: ...
     def move_rows(

@@ -21,7 +21,7 @@ from forerun.kernels.cpu.activation import Activation
 from forerun.kernels.cpu.backend import CpuKernels
 from forerun.kernels.cpu.grouped import CpuGrouped
 from forerun.kernels.cpu.packed import CpuExperts, CpuHeads, CpuLinear
-from forerun.kernels.ops import AttentionRows, ChainNoise, Chains
+from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, AttentionRows, ChainNoise, Chains
 
 _INT32, _INT64 = torch.int32, torch.int64
 FORWARD_OPS = (
@@ -166,8 +166,9 @@ class Program:
 
         The forward must return logits alone, or logits and the features of the rows below, which `next_levels` (None:
         this program again) is fed. Rows stand at their positions plus `shift`, whatever `inputs` say of the first.
-        Bits are those of `run` and `gumbel_argmax` level by level. With `judged` the second result is the log softmax
-        of the logits at the drawn tokens -> [steps, R] float64, unset behind a chain's end.
+        Bits are those of `run` and `gumbel_argmax` level by level. With `judged` the second result is the log chance of
+        each drawn token, the log softmax of its score among the NUM_RIVALS best, all over RIVALS_SCALE
+        -> [steps, R] float64, unset behind a chain's end.
         """
         num_rows, (steps, num_chains) = inputs.token_ids.shape[0], noise.positions.shape
         assert num_chains == inputs.logit_rows.shape[0] and num_rows <= self.max_rows
@@ -198,6 +199,8 @@ class Program:
             0 if log_chances is None else log_chances.data_ptr(),
             shift,
             0 if features is None else features.stride(0),
+            NUM_RIVALS,
+            RIVALS_SCALE,
         )
         return Chains(ids, logits if keep_logits else None), log_chances
 

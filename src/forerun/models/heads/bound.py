@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forerun.kernels.ops import ChainNoise, Chains, LayerKV
 from forerun.models.batch import ForwardBatch
+from forerun.models.drafted import EnqueuedDrafts
 from forerun.models.heads.head import DraftHead, HeadOutput
 
 POSITION_SHIFT = -1  # rows stand at the position of the state they are fed, which is that of the token before
@@ -19,6 +20,8 @@ POSITION_SHIFT = -1  # rows stand at the position of the state they are fed, whi
 
 class BoundHead(ABC):
     """Does what `DraftHead` does, and chains in one go."""
+
+    enqueues_drafts = False  # trees too, and before anybody has read them
 
     def __init__(self, head: DraftHead, kvs: Sequence[LayerKV]) -> None:
         self._head = head
@@ -47,6 +50,14 @@ class BoundHead(ABC):
     ) -> tuple[Chains, Tensor | None]:
         """Run the batch, whose logit rows are one root a sequence, and draw a chain below each, level by level.
 
-        `states` [M, sum of the widths] are the target's. With `judged` also the log chance the head itself gives each
-        token [steps, R] float64.
+        `states` [M, sum of the widths] are the target's. With `judged` also the log chance of each token, see
+        `TreeGrower` [steps, R] float64.
         """
+
+    def enqueue_drafts(self, batch: ForwardBatch, states: Tensor, noise: ChainNoise, width: int) -> EnqueuedDrafts:
+        """Run the batch as `draft_chains` does, and grow a tree of `width` children a node below each root (1: chains).
+
+        `noise`: of chains as long as trees may have nodes. Trees end after `models.trees.MOST_LEVELS` levels. To be
+        asked only where it `enqueues_drafts`.
+        """
+        raise AssertionError("levels of drafts are read in between here")

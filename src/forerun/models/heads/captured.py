@@ -1,7 +1,8 @@
-"""A draft head on a card, its passes captured as graphs: all levels of chains as one, those of trees one by one.
+"""A draft head on a card, its passes captured as graphs: all levels of chains or of trees as one.
 
 Knows: that a head is fed by the target on its first level and by itself below. Does not know: what a head computes,
-how chains are laid out (`models.chains`). Passes of which some rows want no logits (known tokens, roots) are its own.
+how chains and trees are laid out (`models.chains`, `models.trees`). Trees whose levels the host must see (logits to be
+shaped or recorded) have a graph a level. Passes of which some rows want no logits (known tokens, roots) are its own.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from forerun.kernels.triton.graphs import Capture, CudaCapture, GraphSize, size_
 from forerun.models.batch import ForwardBatch
 from forerun.models.captured import StaticBatch
 from forerun.models.chains import ChainPasses, DeviceChains
+from forerun.models.drafted import EnqueuedDrafts
 from forerun.models.heads.bound import POSITION_SHIFT, BoundHead
 from forerun.models.heads.head import DraftHead, HeadOutput
+from forerun.models.trees import DeviceTrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,16 @@ class _Level:
 class CapturedHead(BoundHead):
     """A head bound to one pool. What it puts out lies where the next pass of the same size writes its own."""
 
+    enqueues_drafts = True
+
     def __init__(self, head: DraftHead, kernels: Kernels, capture: Capture, kvs: Sequence[LayerKV]) -> None:
         super().__init__(head, kvs)
         self._device = kernels.device
         self._capture = capture
         self._levels: dict[GraphSize, _Level] = {}
-        self._chains = DeviceChains(_passes_of(head, kvs), kernels, capture)
+        passes = _passes_of(head, kvs)
+        self._chains = DeviceChains(passes, kernels, capture)
+        self._trees = DeviceTrees(passes, kernels, capture)
 
     def forward(self, batch: ForwardBatch, features: Tensor, kvs: Sequence[LayerKV]) -> HeadOutput | None:
         """See `DraftHead.forward`."""
@@ -71,6 +78,12 @@ class CapturedHead(BoundHead):
     ) -> tuple[Chains, Tensor | None]:
         """See `BoundHead`; kept logits lie where the next call writes its own."""
         return self._chains.draw(batch, states, noise, keep_logits, judged)
+
+    def enqueue_drafts(self, batch: ForwardBatch, states: Tensor, noise: ChainNoise, width: int) -> EnqueuedDrafts:
+        """See `BoundHead`."""
+        if width == 1:
+            return self._chains.enqueue(batch, states, noise)
+        return self._trees.enqueue(batch, states, noise, width)
 
 
 def capture_head(head: DraftHead, kernels: Kernels, kvs: Sequence[LayerKV]) -> CapturedHead:

@@ -15,12 +15,13 @@ Sources: DeepSeek-V3 (2412.19437) and its README_WEIGHTS.md; vLLM models/deepsee
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from forerun.config import HeadWeights
-from forerun.errors import UnsupportedError
+from forerun.errors import ModelError, UnsupportedError
 from forerun.kernels.ops import Kernels
 from forerun.layers.embedding import Embedding
 from forerun.layers.linear import Linear
@@ -33,7 +34,7 @@ from forerun.models.fields import Fields, words
 from forerun.models.heads.eagle import as_it_is
 from forerun.models.heads.head import DraftHead, Exit, HeadLayer, HeadParts
 from forerun.models.heads.reading import SKIP_SLOT_ZERO, HeadReader, check_hidden_size, num_bytes, num_layers
-from forerun.models.heads.source import HeadSource
+from forerun.models.heads.source import HeadSource, open_head
 from forerun.quant.rounded import ChooseFormat, choose_for
 
 MIMO = "model.mtp_layers"
@@ -70,6 +71,24 @@ def read_mtp(source: HeadSource, target: Decoder, kernels: Kernels, weights: Hea
         f"{source.folder} has no MTP module for this target: neither {deepseek}.eh_proj.weight (DeepSeek) nor "
         f"{MIMO}.0.input_proj.weight (MiMo); give the folder of a module with --draft-model, or choose another drafter"
     )
+
+
+def brings_mtp(name_or_folder: str | Path) -> bool:
+    """Whether a model's own checkpoint holds a module that `read_mtp` reads; False also where there is no such model.
+
+    Tensors are not read, only their names.
+    """
+    try:
+        source = open_head(name_or_folder)
+    except ModelError:  # whoever loads the model says what is wrong with it
+        return False
+    if source.config.get("model_type") not in FAMILIES:  # through transformers states come without the last norm's
+        return False
+    num = source.config.get("num_hidden_layers") or 0
+    deepseek = source.has(f"model.layers.{num}.eh_proj.weight")
+    second = f"model.layers.{num + 1}." if deepseek else f"{MIMO}.1."
+    is_one = not any(name.startswith(second) for name in source)
+    return is_one and (deepseek or source.has(f"{MIMO}.0.input_proj.weight"))
 
 
 # -- MiMo ----------------------------------------------------------------------------------------------------------

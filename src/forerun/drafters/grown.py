@@ -1,0 +1,60 @@
+"""Trees grown on a device become drafts: at once, or when the step that verifies them reads them.
+
+Knows: how kept nodes are told, who may be late. Does not know: who grew them, passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from forerun.kernels.device import to_host
+from forerun.models.drafted import EnqueuedDrafts, GrownTrees
+from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.late import LateDrafts
+from forerun.speculation.tree import ROOT
+
+
+def wants_enqueued(grower: TreeGrower, drafts: Sequence[Draft], width: int) -> bool:
+    """Whether these drafts can be drawn without the host (nothing but temperatures, nothing to record) and gain by it.
+
+    Chains that are read at once are drawn as such, which takes less.
+    """
+    gains = width > 1 or all(draft.may_be_late for draft in drafts)
+    return gains and all(grower.can_rank(draft.request) for draft in drafts)
+
+
+def hand_over(drafts: Sequence[Draft], enqueued: EnqueuedDrafts, source: str) -> list[set[int]]:
+    """Hang what was enqueued for these drafts into them, now or when they are read.
+
+    -> of each, the nodes whose KV lies in the row of their number; filled in when they are read.
+    """
+    computed = [{ROOT} for _ in drafts]
+
+    def finish(unread: Tensor) -> None:
+        for nodes, new in zip(computed, adopt_trees(drafts, enqueued.reading(unread), source), strict=True):
+            nodes |= new
+
+    if all(draft.may_be_late for draft in drafts):
+        LateDrafts(drafts, enqueued.unread, finish, enqueued.tokens, enqueued.depths, enqueued.masks)
+    else:
+        finish(to_host(enqueued.unread))
+    return computed
+
+
+def adopt_trees(drafts: Sequence[Draft], grown: GrownTrees, source: str) -> list[set[int]]:
+    """Hang the kept nodes into the drafts -> of each, the nodes whose KV lies in the row of their number."""
+    columns = zip(*(column.tolist() for column in grown), strict=True)
+    return [_adopt(draft, own, source) for draft, own in zip(drafts, columns, strict=True)]
+
+
+def _adopt(draft: Draft, columns: Sequence[Sequence[float]], source: str) -> set[int]:
+    computed = {ROOT}
+    for token, parent, log_chance, place in zip(*columns, strict=True):
+        if token < 0:
+            break
+        node = draft.add(int(parent), int(token), log_chance, source)
+        if place == node:
+            computed.add(node)
+    return computed

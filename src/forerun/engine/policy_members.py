@@ -1,0 +1,176 @@
+"""What asking a drafter costs, and how long a request that it is not worth asking for is left alone.
+
+Knows: seconds of calls, by how many requests they were for and how many drafts were wanted. Does not know: chances,
+passes of the target, decisions.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from forerun.speculation.growth import Draft
+
+SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)  # numbers of drafts whose cost is kept apart
+_CROWDS: Final = (1, 2, 4, 8, 16, 32, 64, 128)  # and of requests in a call
+_CALLS_A_COST: Final = 8  # for which costs are taken to stay as they are
+_RISE, _FALL, _MAX_JUMP = 0.15, 0.2, 4.0  # how far and how fast a cost follows one measurement
+_STEPS_HELD: Final = 3  # more steps for which what was asked stays as it is
+_FIRST_REST, _LONGEST_REST = 4, 16  # steps for which a member is not even thought about, ever longer
+_FINDS, _MISSES = 0.5, 0.1  # how fast the share of calls that find something follows one of a request
+_OVERALL: Final = 0.03  # and of any
+
+
+def follow(known: float, seen: float) -> float:
+    """A running mean that falls faster than it rises: single steps look dear where something else was at work."""
+    seen = min(seen, _MAX_JUMP * known)
+    return known + (_FALL if seen < known else _RISE) * (seen - known)
+
+
+@dataclass(slots=True)
+class MemberCost:
+    """Seconds a member takes for a call, and for reading what it had missed."""
+
+    by_size: dict[tuple[int, int], float] = field(default_factory=dict)  # by crowd and size
+    catch_up_s: float = 0.0  # a known token
+    empty_s: float = 0.0  # a call that found nothing
+    found: float = 1.0  # share of the calls that found something, over all requests
+    _worked_out: dict[tuple[int, int], float] = field(default_factory=dict)  # lately, since working takes time
+    _num_learned: int = 0
+
+    def of_call(self, num_drafts: int, num_requests: int = 1) -> float:
+        """The cost of a call for so many drafts each; some call must have been measured."""
+        known = self._worked_out.get((num_requests, num_drafts))
+        if known is None:
+            known = self._worked_out[num_requests, num_drafts] = self._from_nearest(num_requests, num_drafts)
+        return known
+
+    def _from_nearest(self, num_requests: int, num_drafts: int) -> float:
+        """More drafts cost in proportion, more requests, which share the reading of weights, as their root."""
+
+        def distance(known: tuple[int, int]) -> float:
+            return abs(math.log(known[0] / num_requests)) + abs(math.log(known[1] / num_drafts))
+
+        crowd, size = min(self.by_size, key=distance)
+        return self.by_size[crowd, size] * max(1.0, num_drafts / size) * max(1.0, math.sqrt(num_requests / crowd))
+
+    def learn(self, num_drafts: int, seconds: float, num_requests: int = 1) -> None:
+        """A call for so many requests gave at most so many drafts each."""
+        kind = _at_most(_CROWDS, num_requests), _at_most(SIZES, num_drafts)
+        known = self.by_size.get(kind)
+        self.by_size[kind] = seconds if known is None else follow(known, seconds)
+        self._num_learned += 1
+        if known is None or self._num_learned % _CALLS_A_COST == 0:
+            self._worked_out.clear()
+
+    def learn_empty(self, seconds: float) -> None:
+        """A call found nothing, which may be much cheaper than drafting."""
+        self.empty_s = seconds if self.empty_s == 0.0 else follow(self.empty_s, seconds)
+
+    def learn_catch_up(self, seconds: float, num_tokens: int) -> None:
+        """Reading so many tokens took this long."""
+        each = seconds / num_tokens
+        self.catch_up_s = each if self.catch_up_s == 0.0 else follow(self.catch_up_s, each)
+
+    def learn_found(self, found: bool) -> None:
+        """Whether a request was drafted anything when asked."""
+        self.found += _OVERALL * (found - self.found)
+
+
+def _at_most(known: tuple[int, ...], number: int) -> int:
+    return known[max(bisect_right(known, number), 1) - 1]
+
+
+@dataclass(slots=True)
+class Rest:
+    """How long a member that was not worth asking is left alone: thinking about it costs time too."""
+
+    length: int = 0  # of the current rest, in steps
+    passed: int = 0  # of it
+    waited: int = 0  # steps since the member was asked or tried
+    found: float = 1.0  # share of the times it was asked when it found something to draft
+
+    @property
+    def is_over_next(self) -> bool:
+        """The next step is one to think about it again."""
+        return self.passed + 1 >= self.length
+
+    def end(self) -> None:
+        """It is worth asking again."""
+        self.length = self.passed = self.waited = 0
+
+    def goes_on(self, num_steps: int = 1) -> bool:
+        """So many more steps have passed, and the rest is not over."""
+        self.waited += num_steps
+        self.passed += num_steps
+        if self.passed < self.length:
+            return True
+        self.length, self.passed = min(max(2 * self.length, _FIRST_REST), _LONGEST_REST), 0
+        return False
+
+    def learn_found(self, found: bool) -> None:
+        """Whether it found something to draft."""
+        self.found += (_FINDS if found else _MISSES) * (found - self.found)
+
+
+@dataclass(slots=True)
+class Pause:
+    """How long nobody is thought about after a step in which it was worth it for none."""
+
+    stride: int = 1  # steps since the last in which somebody could be thought about
+    _num_thought: int = 0  # requests thought about in this step
+    _num_asked: int = 0  # and those a member was asked for
+    _length: int = 0
+    _left: int = 0
+
+    @property
+    def goes_on(self) -> bool:
+        """This step is a plain one."""
+        return self._left > 0
+
+    def begin_step(self, is_new_load: bool) -> None:
+        """After a step; as many requests as before, or not."""
+        if self._left > 0:
+            self._left, self.stride = (0 if is_new_load else self._left - 1), self.stride + 1
+            return
+        if self._num_asked:
+            self._length = 0
+        elif self._num_thought:
+            self._length = self._left = min(max(2 * self._length, _FIRST_REST), _LONGEST_REST)
+        self._num_thought, self._num_asked, self.stride = 0, 0, 1
+
+    def note(self, num_thought: int, num_asked: int) -> None:
+        """A member was thought about for so many requests, and asked for so many."""
+        self._num_thought += num_thought
+        self._num_asked += num_asked
+
+    def end(self) -> None:
+        """Somebody new may come."""
+        self._left = min(self._left, 1)
+
+
+@dataclass(slots=True)
+class Held:
+    """What a member was asked for, for the next few steps if they are alike: planning takes time, too."""
+
+    asked_for: list[tuple[str, int]]
+    quotas: list[int]
+    num_left: int
+
+    @classmethod
+    def of(cls, drafts: Sequence[Draft], quotas: list[int]) -> Held:
+        """Held only where all were asked, so that no rest and no trial is due, and nobody drafted before."""
+        is_steady = all(quota > 1 and len(draft.tree) == 1 for draft, quota in zip(drafts, quotas, strict=True))
+        return cls(_alike(drafts), quotas, _STEPS_HELD if is_steady else 0)
+
+    def serves(self, drafts: Sequence[Draft]) -> bool:
+        """The same requests with the same room, not too often."""
+        self.num_left -= 1
+        return self.num_left >= 0 and self.asked_for == _alike(drafts)
+
+
+def _alike(drafts: Sequence[Draft]) -> list[tuple[str, int]]:
+    return [(draft.request.request_id, draft.num_free) for draft in drafts]

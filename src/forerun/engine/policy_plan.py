@@ -1,0 +1,100 @@
+"""How many nodes a member is asked for, request by request, so that a step gives the most tokens per second.
+
+Knows: what nodes would bring and what rows and calls cost. Does not know: requests, drafters, where figures come from.
+
+The step is planned as a whole: rows of all requests share one pass, and one call drafts for all of them. Nodes are
+taken in the order of what they bring (greedy choice is optimal for a given number of rows: TETRIS, arXiv 2502.15197),
+and of all numbers of nodes the best is chosen, none among them (SmartSpec's goodput, arXiv 2406.14066).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+_PAST_BEST = 5  # more nodes a request than so many past the best number are not looked at
+_NEARLY = 0.975  # of the best speed that fewer nodes may promise to be preferred
+
+
+class Outlook(NamedTuple):
+    """What a step would be if the member were not asked."""
+
+    tokens: float  # expected
+    num_rows: int
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+class Prices(NamedTuple):
+    """Seconds of a step, drafting apart, by its rows, and of a call by drafts and requests."""
+
+    step_s: Callable[[int], float]
+    call_s: Callable[[int, int], float]
+
+
+class Plan(NamedTuple):
+    """How many nodes each request is to get of a call."""
+
+    sizes: tuple[int, ...]
+    speed: float  # of the step
+    call_s: float  # of it, for the call
+    rows_s: float  # of it, for verifying the nodes
+
+    @property
+    def num_asked(self) -> int:
+        """Requests that get any."""
+        return sum(size > 0 for size in self.sizes)
+
+
+def plan_call(gains: Sequence[Sequence[float]], without: Outlook, prices: Prices) -> Plan:
+    """The best sizes; `gains` [requests][nodes] are the tokens each next node of a request is expected to add."""
+    order = _best_first(gains)
+    speeds, calls_s, best = [without.speed], [0.0], 0
+    tokens, asked, size = without.tokens, 0, 0
+    for count, (_, depth, index) in enumerate(order, 1):
+        tokens += gains[index][depth]
+        asked, size = asked + (depth == 0), max(size, depth + 1)
+        calls_s.append(prices.call_s(size, asked))
+        speeds.append(tokens / (prices.step_s(without.num_rows + count) + calls_s[count]))
+        if speeds[count] > speeds[best]:
+            best = count
+        elif count > best + _PAST_BEST * len(gains):
+            break
+    num = _fewest(speeds, best)
+    sizes = [0] * len(gains)
+    for _, _, index in order[:num]:
+        sizes[index] += 1
+    rows_s = prices.step_s(without.num_rows + num) - without.seconds if num else 0.0
+    return Plan(tuple(sizes), speeds[num], calls_s[num], rows_s)
+
+
+def _fewest(speeds: Sequence[float], best: int) -> int:
+    """The fewest nodes that are nearly as good as the best number: what is hoped of many is the least certain."""
+    enough = max(_NEARLY * speeds[best], speeds[0])
+    return next((num for num in range(1, best) if speeds[num] >= enough), best)
+
+
+def _best_first(gains: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
+    """(minus what it brings, place among its request's, request) of every node, none before one it follows."""
+    order = []
+    for index, of_request in enumerate(gains):
+        least = float("inf")
+        for depth, gain in enumerate(of_request):
+            least = min(least, gain)
+            order.append((-least, depth, index))
+    return sorted(order) if len(gains) > 1 else order
+
+
+def profits_s(plan: Plan, gains: Sequence[Sequence[float]], without: Outlook) -> list[float]:
+    """Seconds a step each request's nodes save beside what they cost.
+
+    A token is worth what it takes without the member; the call is shared by what its nodes bring, rows by their number.
+    """
+    brought = [sum(of_request[:size]) for of_request, size in zip(gains, plan.sizes, strict=True)]
+    call_s, row_s = plan.call_s / max(sum(brought), 1e-9), plan.rows_s / max(sum(plan.sizes), 1)
+    saved = zip(brought, plan.sizes, strict=True)
+    return [tokens * (1.0 / without.speed - call_s) - size * row_s for tokens, size in saved]

@@ -1,0 +1,239 @@
+"""Trees of drafts grown on a card: all levels enqueued at once, nothing read before the last of them.
+
+Knows: where the rows of every level lie, how drawn tokens become the next level's rows. Does not know: what a pass
+computes, which nodes are expanded (`tree_levels`), how work is captured, requests.
+
+As with chains (`models.chains`) the host copies the roots' rows and what is known of every tree over in one piece, and
+reads tokens, parents and chances once: at the end, or after a pass of the target that took them from the device. Trees
+are those of one pass a level that is read in between, cut after as many levels as were asked for: a host goes on while
+a level has leaves (and promises enough to be worth its pass), a graph has a fixed length and saves none.
+
+**Filling up.** Sizes are fixed. A tree that is not there is the first tree once more, with the same noise, in the same
+places: it computes the very numbers of the first (row invariance). Leaves that are not there: see `tree_levels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, AttentionRows, ChainNoise, Kernels, NoiseKeys
+from forerun.kernels.triton.graphs import Capture, GraphSize, LastUsed, size_for
+from forerun.models.batch import ForwardBatch
+from forerun.models.chains import ChainPasses, table_width
+from forerun.models.drafted import EnqueuedDrafts, GrownTrees
+from forerun.models.static import StaticColumns, padded_tables, repeated
+from forerun.models.tree_levels import LevelRows, TreeLevels, ancestry
+
+MOST_LEVELS = 8  # as deep as EAGLE-2 and -3 draw their trees (depth 5 to 8 in their repository)
+
+
+class TreeSize(NamedTuple):
+    """What trees are captured for."""
+
+    batch: GraphSize
+    num_nodes: int  # kept of the largest, exactly
+    num_levels: int
+    width: int
+
+
+class _Wide(NamedTuple):
+    """Columns of 64 bits."""
+
+    token_ids: Tensor  # [M] of the first level
+    tree_masks: Tensor  # [M]
+    logit_rows: Tensor  # [R]
+    temperatures: Tensor  # [R], float64 by their bits
+    seeds: Tensor  # [R]
+    streams: Tensor  # [R]
+    noise_positions: Tensor  # [levels * R]
+    budgets: Tensor  # [R]
+
+
+class _Narrow(NamedTuple):
+    """Columns of 32 bits."""
+
+    positions: Tensor  # [M] of the first level
+    slots: Tensor  # [M]
+    seq_ids: Tensor  # [M]
+    prefix_lens: Tensor  # [M]
+    tree_starts: Tensor  # [R], of every level
+    tables: Tensor  # [R * blocks], of every level
+
+
+class DeviceTrees:
+    """Grows trees by programs that are captured, one for every size, when first met."""
+
+    def __init__(self, passes: ChainPasses, kernels: Kernels, capture: Capture) -> None:
+        self._passes = passes
+        self._kernels = kernels
+        self._capture = capture
+        self._captured: LastUsed[TreeSize, tuple[_Program, Callable[[], None]]] = LastUsed()
+
+    def enqueue(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, width: int) -> EnqueuedDrafts:
+        """A tree below each of the batch's logit rows, which are one root a sequence, the largest tree first.
+
+        `noise`: of chains as long as the trees may have nodes, whose positions are those of the levels. `features`
+        [M, width of the features] on the device.
+        """
+        num_nodes, num = noise.positions.shape
+        assert num == batch.rows.tree_starts.shape[0] == batch.logit_rows.shape[0]
+        assert width <= self._passes.vocab_size
+        visible = batch.rows.max_visible + num_nodes
+        fitting = size_for(batch.num_rows, num, visible)
+        fixed = fitting or GraphSize(batch.num_rows, num, visible)
+        size = TreeSize(fixed, num_nodes, min(num_nodes, MOST_LEVELS), width)
+        program = self._run(size, batch, features, noise, is_usual=fitting is not None)
+        return program.drafts(num)
+
+    def _run(
+        self, size: TreeSize, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, is_usual: bool
+    ) -> _Program:
+        """Fill and run the program of a size; one too large to be met again is run as it is."""
+        known = self._captured.get(size)
+        program = _Program(self._passes, self._kernels, size) if known is None else known[0]
+        program.fill(batch, features, noise)
+        if known is not None:
+            known[1]()
+        elif is_usual:
+            self._captured.put(size, (program, self._capture(program.run)[1]))
+        else:
+            program.run()
+        return program
+
+
+class _Program:
+    """The tensors of one size, and the work between them."""
+
+    def __init__(self, passes: ChainPasses, kernels: Kernels, size: TreeSize) -> None:
+        device, (rows, trees, visible) = kernels.device, size.batch
+        self._passes, self._kernels, self._size = passes, kernels, size
+        self._table_width = table_width(visible, passes.block_size)
+        wide = [rows] * 2 + [trees] * 4 + [size.num_levels * trees, trees]
+        self._columns = StaticColumns(wide, [rows] * 4 + [trees, trees * self._table_width], device)
+        self._wide, self._narrow = _Wide(*self._columns.wide), _Narrow(*self._columns.narrow)
+        self._features = torch.zeros(rows, passes.feature_size, device=device) if passes.feature_size else None
+        self._every = torch.arange(trees * size.width, device=device)
+        self._out = torch.zeros(4, trees, size.num_nodes, dtype=torch.int64, device=device)
+        self._shape = torch.zeros(2, trees, size.num_nodes, dtype=torch.int64, device=device)  # depths, masks
+
+    # -- before ------------------------------------------------------------------------------------------------
+
+    def fill(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise) -> None:
+        """Copy a batch and what is known of its trees over; the host does not wait."""
+        rows, (num_rows, num_trees, _) = batch.rows, self._size.batch
+        budgets = (noise.num_active[:, None] > torch.arange(noise.positions.shape[1])).sum(0)  # [R]
+        of_trees = (batch.logit_rows, noise.temperatures.view(torch.int64), *noise[1:3])
+        positions = [_with_first(level, num_trees) for level in noise.positions[: self._size.num_levels]]
+        wide = [
+            *(repeated(column, num_rows) for column in (batch.token_ids, rows.tree_masks)),
+            *(_with_first(column, num_trees) for column in of_trees),
+            torch.cat(positions),
+            _with_first(budgets, num_trees),
+        ]
+        tables = padded_tables(rows.block_tables, len(rows.block_tables), self._table_width)
+        narrow = [
+            *(repeated(c, num_rows) for c in (batch.positions, batch.slots, rows.seq_ids, rows.prefix_lens)),
+            *(_with_first(column, num_trees) for column in (rows.tree_starts, tables)),
+        ]
+        self._columns.fill(_Wide._make(wide), _Narrow._make(narrow))
+        if self._features is not None:
+            assert features is not None and features.shape[0] == batch.num_rows
+            self._features[: len(features)].copy_(features)
+            self._features[len(features) :] = features[-1:]
+
+    # -- on the device -----------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Every pass and every draw; asks the device nothing."""
+        levels = TreeLevels(self._wide.budgets, self._size.width, self._size.num_levels)
+        logits, features = self._passes.first(self._roots(), self._features)
+        given, rows = None, None
+        for level in range(self._size.num_levels):
+            levels.add(*self._best(level, logits))
+            if level + 1 < self._size.num_levels:
+                rows = levels.next_rows(rows)
+                given = _gathered(given, features, rows)
+                logits, features = self._passes.below(self._below(rows), given)
+        self._out.copy_(levels.kept(self._size.num_nodes))
+        self._shape.copy_(ancestry(self._out[1], self._size.num_levels))
+
+    def _best(self, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The best tokens after every leaf, from logits [R * leaves, V], and their log chances: [R, leaves, width].
+
+        By the definition of `speculation.growth`: how far a score leads its rivals.
+        """
+        wide, (_, num_trees, _), width = self._wide, self._size.batch, self._size.width
+        leaves = len(logits) // num_trees
+        positions = wide.noise_positions.view(-1, num_trees)[level]
+        heat, *keys = (
+            column[:, None].expand(num_trees, leaves).flatten()
+            for column in (wide.temperatures.view(torch.float64), wide.seeds, positions, wide.streams)
+        )
+        num_ranks = min(max(width, NUM_RIVALS), logits.shape[1])
+        ids, scores = self._kernels.gumbel_topk(logits, heat, NoiseKeys(*keys), num_ranks)
+        scores = scores / RIVALS_SCALE
+        rivals = scores[:, :NUM_RIVALS].logsumexp(1, keepdim=True)  # [R * leaves, 1]
+        shape = (num_trees, leaves, width)
+        return ids[:, :width].reshape(shape), (scores - rivals)[:, :width].reshape(shape)
+
+    def _roots(self) -> ForwardBatch:
+        """Known tokens that are still to be read, and the roots."""
+        wide, narrow = self._wide, self._narrow
+        rows = self._attention(narrow.seq_ids, narrow.prefix_lens, wide.tree_masks)
+        return ForwardBatch(
+            wide.token_ids, narrow.positions, narrow.slots, rows, wide.logit_rows, sequences=(), all_logits=False
+        )
+
+    def _below(self, rows: LevelRows) -> ForwardBatch:
+        """One level's leaves, one row each."""
+        trees, block_size = rows.trees.flatten(), self._passes.block_size  # [R * width]
+        starts = self._narrow.tree_starts.index_select(0, trees)
+        logical = starts + rows.places.flatten()
+        blocks = self._tables[trees, logical // block_size]
+        return ForwardBatch(
+            token_ids=rows.tokens.flatten().clamp(min=0),
+            positions=(starts + rows.depths.flatten() + self._passes.shift).int(),
+            slots=(blocks * block_size + logical % block_size).int(),
+            rows=self._attention(trees.int(), starts, rows.masks.flatten()),
+            logit_rows=self._every,
+            sequences=(),
+            all_logits=True,
+        )
+
+    @property
+    def _tables(self) -> Tensor:
+        """[R, blocks]."""
+        return self._narrow.tables.view(-1, self._table_width)
+
+    def _attention(self, seq_ids: Tensor, prefix_lens: Tensor, tree_masks: Tensor) -> AttentionRows:
+        visible = self._size.batch.max_visible
+        return AttentionRows(seq_ids, prefix_lens, tree_masks, self._narrow.tree_starts, self._tables, visible)
+
+    # -- after -------------------------------------------------------------------------------------------------
+
+    def drafts(self, num_trees: int) -> EnqueuedDrafts:
+        """What will have been kept of the first trees."""
+        out, (depths, masks) = self._out[:, :num_trees], self._shape[:, :num_trees]
+        return EnqueuedDrafts(out, out[0], _read, depths, masks)
+
+
+def _read(out: Tensor) -> GrownTrees:
+    tokens, parents, chances, places = out  # each [R, nodes]
+    return GrownTrees(tokens, parents, chances.contiguous().view(torch.float64), places)
+
+
+def _gathered(given: Tensor | None, made: Tensor | None, rows: LevelRows) -> Tensor | None:
+    """The features a level's rows are fed: of those the last level was fed, then those it made."""
+    if made is None:
+        return None
+    known = made if given is None else torch.cat([given, made])
+    return known.index_select(0, rows.sources.flatten())
+
+
+def _with_first(column: Tensor, num: int) -> Tensor:
+    """A column [R, ...] and its first entry again -> [num, ...]."""
+    return torch.cat([column, column[:1].expand(num - len(column), *column.shape[1:])])

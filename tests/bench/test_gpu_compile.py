@@ -1,0 +1,65 @@
+"""Whole models compile for an H200 without one, and what a card would refuse is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import factory
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+KERNELS = {"_attention_kernel", "combine_kernel", "_rope_kernel", "_rms_kernel", "_gate_kernel", "_move_kernel",
+           "embed", "multiply", "quantize", "_best_of_part", "_best_of_row"}  # fmt: skip
+
+
+def compile_kernels(cache: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    """The program's status and rows, compiled afresh, the interpreter off."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    out = cache / "rows.json"
+    command = [sys.executable, str(BENCHMARKS / "gpu_compile.py"), *arguments, "--json", str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert out.exists(), done.stderr[-4000:]
+    return done.returncode, json.loads(out.read_text())
+
+
+@pytest.mark.slow
+def test_a_pass_at_the_8b_shape_compiles_and_fits(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    status, rows = compile_kernels(tmp_path, "--shapes", "llama-3.1-8b", "--weights", "int4", "--rows", "64")
+    assert status == 0 and {row["kernel"] for row in rows} == KERNELS
+    for row in rows:
+        assert row["problems"] == [] and row["shared"] <= 113 << 10, row  # two programs at a time
+        assert row["tensor_cores"] == (row["kernel"] in ("multiply", "_attention_kernel")), row
+        assert row["registers"] * row["threads"] <= 32768 and row["stack"] <= 64, row
+    attention = next(row for row in rows if row["kernel"] == "_attention_kernel")
+    assert attention["grid"][1] == 8 and attention["grid"][2] > 64  # KV heads; 512 splits, up to eight a program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek", "qwen2-moe"])
+def test_latents_and_experts_compile_and_fit(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    folder = factory.make_checkpoint(family, tmp_path)
+    arguments = ("--shapes", str(folder), "--weights", "bf16", "--rows", "3", "--contexts", "40")
+    status, rows = compile_kernels(tmp_path, *arguments)
+    wanted = {"_route", "_activate", "_add_up"} | ({"_latent_kernel", "_latent_attention_kernel"}
+                                                   if family == "deepseek" else set())  # fmt: skip
+    assert status == 0 and {row["kernel"] for row in rows} >= wanted and not any(row["problems"] for row in rows)
+
+
+def test_what_a_card_would_refuse_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from gpu_compile import problems
+
+    fine = {"shared": 227 << 10, "registers": 128, "threads": 512, "grid": [1 << 20, 65535, 1]}
+    assert problems(fine) == []
+    bad = {"shared": (227 << 10) + 1, "registers": 129, "threads": 512, "grid": [1, 65536, 1], "error": "ptxas"}
+    assert [text.split()[0] for text in problems(bad)] == ["error:", "232449", "129", "a"]

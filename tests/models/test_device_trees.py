@@ -1,0 +1,158 @@
+"""Trees grown without the host's looking: node for node those of growth on the host, ties and all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from forerun.core import Request, SamplingParams
+from forerun.drafters.growing import Grove
+from forerun.drafters.grown import adopt_trees
+from forerun.kernels.select import select_kernels
+from forerun.models.batch import ForwardBatch
+from forerun.models.chains import ChainPasses
+from forerun.models.trees import MOST_LEVELS, DeviceTrees
+from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.tree import ROOT
+from tests.models.test_device_chains import Enqueued
+
+VOCAB, BLOCK = 11, 4
+KERNELS = select_kernels("reference")
+
+
+class Fake:
+    """Logits of few values, so that many are equal, of all tokens on the way: features carry what came before.
+
+    Beside them a memory as a KV cache is one: a row must see exactly its ancestors, each with what it wrote.
+    """
+
+    def __init__(self, seed: int, num_slots: int) -> None:
+        noise = torch.Generator().manual_seed(seed)
+        self._table = torch.randint(-3, 4, (97, VOCAB), generator=noise).float() / 2
+        self._table[torch.rand(97, generator=noise) < 0.05] = float("nan")  # rows without an answer
+        self.slots = torch.zeros(num_slots, dtype=torch.int64)
+        self.num_rows: list[int] = []
+
+    def first(self, batch: ForwardBatch, features: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert features is not None
+        return self._pass(batch, features[:, 0])
+
+    def below(self, batch: ForwardBatch, features: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert features is not None
+        return self._pass(batch, features[:, 0])
+
+    def _pass(self, batch: ForwardBatch, features: Tensor) -> tuple[Tensor, Tensor]:
+        self.num_rows.append(batch.num_rows)
+        self.slots[batch.slots.long()] = batch.token_ids + VOCAB * features.long()
+        seen = torch.tensor([self._seen(batch, row) for row in range(batch.num_rows)])
+        state = (features.long() * 31 + batch.token_ids * 7 + seen + batch.positions) % 97  # [M]
+        rows = state.index_select(0, batch.logit_rows)
+        return self._table[rows], rows[:, None].float()
+
+    def _seen(self, batch: ForwardBatch, row: int) -> int:
+        """What the row reads of its tree, in order."""
+        rows, sum_ = batch.rows, 0
+        own = int(rows.seq_ids[row])
+        mask, table = int(rows.tree_masks[row]) & (1 << 64) - 1, rows.block_tables[own]
+        for place in (place for place in range(64) if mask >> place & 1):
+            logical = int(rows.tree_starts[own]) + place
+            sum_ = sum_ * 13 + int(self.slots[int(table[logical // BLOCK]) * BLOCK + logical % BLOCK])
+        return sum_ % 1009
+
+
+def drafts_of(sizes: Sequence[int], temperatures: Sequence[float], seed: int) -> list[Draft]:
+    """Requests of different lengths with blocks of their own, the largest tree first."""
+    made = []
+    for index, size in enumerate(sorted(sizes, reverse=True)):
+        params = SamplingParams(temperature=temperatures[index % len(temperatures)], seed=seed + index)
+        request = Request(str(index), list(range(1, 4 + index % 3)), params, seed=seed + index, max_len=200)
+        request.block_ids = list(range(index * 20, index * 20 + 20))
+        made.append(Draft(request, size + 1))
+    return made
+
+
+def roots(drafts: Sequence[Draft]) -> ForwardBatch:
+    from forerun.drafters.drawing import tree_rows
+
+    rows = [tree_rows(draft, draft.request.root_position, draft.request.root_position, (ROOT,)) for draft in drafts]
+    return ForwardBatch.build(rows, BLOCK)
+
+
+def on_host(fake: Fake, drafts: Sequence[Draft], width: int) -> list[set[int]]:
+    """As drafters grow them, cut after as many levels as a device has."""
+    grove = Grove(TreeGrower(KERNELS, True), drafts, width, "x")
+    logits, features = fake.first(roots(drafts), start(drafts))
+    for level in range(MOST_LEVELS):
+        parents, rows = grove.grow(logits), grove.rows()
+        if not rows or level == MOST_LEVELS - 1:
+            break
+        logits, features = fake.below(ForwardBatch.build(rows, BLOCK), features.index_select(0, parents))
+    return grove.finish()
+
+
+def start(drafts: Sequence[Draft]) -> Tensor:
+    """What roots are fed."""
+    return torch.arange(len(drafts))[:, None].float() % 2
+
+
+def on_device(fake: Fake, drafts: Sequence[Draft], width: int, capture: Enqueued) -> list[set[int]]:
+    noise = TreeGrower(KERNELS, True).chain_noise(drafts)
+    assert noise is not None
+    passes = ChainPasses(fake.first, fake.below, VOCAB, BLOCK, feature_size=1)
+    trees = DeviceTrees(passes, KERNELS, capture)
+    return adopt_trees(drafts, trees.enqueue(roots(drafts), start(drafts), noise, width).read(), "x")
+
+
+def told(drafts: Sequence[Draft]) -> list[object]:
+    return [(list(d.tree.tokens), list(d.tree.parents), list(d.survival), list(d.tree.sources)) for d in drafts]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 14), min_size=1, max_size=5),
+    width=st.integers(1, 5),
+    temperatures=st.lists(st.sampled_from([0.0, 1.0, 0.6]), min_size=1, max_size=3),
+    seed=st.integers(0, 1 << 20),
+)
+def test_a_tree_is_the_hosts(sizes: list[int], width: int, temperatures: list[float], seed: int) -> None:
+    fakes = [Fake(seed, 20 * BLOCK * len(sizes)) for _ in range(2)]
+    ours, theirs = (drafts_of(sizes, temperatures, seed) for _ in range(2))
+    computed = on_device(fakes[0], ours, width, Enqueued())
+    expected = on_host(fakes[1], theirs, width)
+    assert told(ours) == told(theirs)
+    deepest = [max(draft.tree.depths) for draft in theirs]
+    if max(deepest) < MOST_LEVELS:  # else the last level's leaves have places and were not computed
+        assert computed == expected
+    for draft, nodes in zip(ours, computed, strict=True):  # what is said to be computed lies there
+        table, root = draft.request.block_ids, draft.request.root_position
+        slots = [table[(root + node) // BLOCK] * BLOCK + (root + node) % BLOCK for node in nodes]
+        assert [int(fakes[0].slots[slot]) % VOCAB for slot in slots] == [draft.tree.tokens[node] for node in nodes]
+        assert all(fakes[0].slots[slot] == fakes[1].slots[slot] for slot in slots)
+
+
+def test_levels_are_as_many_whatever_comes_of_them_and_captured_once() -> None:
+    capture, fake = Enqueued(), Fake(1, 80)
+    noise_of = TreeGrower(KERNELS, True).chain_noise
+    trees = DeviceTrees(ChainPasses(fake.first, fake.below, VOCAB, BLOCK, 1), KERNELS, capture)
+    for seed in range(3):
+        drafts = drafts_of([6], [1.0], seed)
+        noise = noise_of(drafts)
+        assert noise is not None
+        before = len(fake.num_rows)
+        trees.enqueue(roots(drafts), start(drafts), noise, 3)
+        assert fake.num_rows[before:] == [1, 3, 3, 3, 3, 3]
+    assert (capture.num_captures, capture.num_runs) == (1, 3)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 40])
+def test_the_number_of_levels_is_bounded(num_nodes: int) -> None:
+    fake = Fake(2, 80)
+    drafts = drafts_of([num_nodes], [0.0], 0)
+    on_device(fake, drafts, 4, Enqueued())
+    assert len(fake.num_rows) == min(num_nodes, MOST_LEVELS)
+    assert max(drafts[0].tree.depths) <= MOST_LEVELS

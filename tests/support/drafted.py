@@ -1,0 +1,79 @@
+"""Steps of an adaptive policy with a made-up drafter of chains: who was asked for how much, and what came of it.
+
+Knows: the order in which engine and portfolio call a policy. Does not know: models, schedulers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from forerun.core import Request
+from forerun.engine.policy_adaptive import AdaptivePolicy
+from forerun.speculation.growth import Draft, Part
+
+MEMBER = "m"
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Seconds the made-up machine really takes."""
+
+    row_s: float = 0.01
+    pass_s: float = 1.0
+    draft_s: float = 0.05
+    read_s: float = 0.0  # a token that was missed
+
+    def verify_s(self, num_rows: int) -> float:
+        """A pass over so many rows."""
+        return self.pass_s + self.row_s * num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What happened in one."""
+
+    drafted: Mapping[str, int]
+    verified: Mapping[str, int]
+    num_tokens: int
+    seconds: float
+
+
+def step(policy: AdaptivePolicy, requests: Sequence[Request], right: Mapping[str, int], prices: Prices) -> Step:
+    """Requests choose tokens; of the next drafts of each the first `right` (by id) would be right."""
+    policy.begin_step(len(requests))
+    drafts = [Draft(r, budget) for r in requests if (budget := policy.node_budget(r)) > 1]
+    drafting_s, drafted = _ask(policy, drafts, prices)
+    policy.admit(drafts, len(requests))
+    sizes = {draft.request.request_id: len(draft.tree) - 1 for draft in drafts}
+    tokens = 0
+    for request in requests:
+        verified, hits = sizes.get(request.request_id, 0), right[request.request_id]
+        accepted = min(verified, hits)
+        tokens += accepted + 1
+        policy.learn(request, verified, accepted + (accepted < verified), accepted)
+    for draft in drafts:
+        hits = right[draft.request.request_id]
+        follows = [*range(2, 2 + hits), 1] if hits < len(draft.tree) - 1 else range(2, 2 + len(draft.tree))
+        policy.learn_parts(draft, list(follows)[: len(draft.tree)])
+    rows = len(requests) + sum(sizes.values())
+    policy.learn_step_cost(rows, prices.verify_s(rows), 0.0)
+    return Step(drafted, sizes, tokens, prices.verify_s(rows) + drafting_s)
+
+
+def _ask(policy: AdaptivePolicy, drafts: Sequence[Draft], prices: Prices) -> tuple[float, dict[str, int]]:
+    """As a portfolio of one member does -> seconds, drafts by request."""
+    quotas = policy.quotas(MEMBER, drafts) if drafts else []
+    asked = [(draft, Draft(draft.request, quota)) for draft, quota in zip(drafts, quotas, strict=True) if quota > 1]
+    seconds = 0.0
+    for draft, own in asked:
+        lag = len(draft.request.token_ids) - policy._read.get((draft.request.request_id, MEMBER), 0)
+        own.num_caught_up = lag if lag > 1 else 0
+        own.add_chain(range(2, 1 + own.max_nodes), MEMBER)
+        seconds += prices.read_s * own.num_caught_up
+        part = Part(MEMBER, own.tree, own.survival)
+        draft.graft(part, policy.log_survival(part, draft))
+    if asked:
+        seconds += prices.draft_s * max(len(own.tree) - 1 for _, own in asked)
+        policy.learn_member_cost(MEMBER, seconds, [own for _, own in asked])
+    return seconds, {own.request.request_id: len(own.tree) - 1 for _, own in asked}
