@@ -136,8 +136,6 @@ void CpuEngine::norm(const NormArgs& args) {
 
 void CpuEngine::add(const AddArgs& args) { share(table_->add_rows, args, args.m, args.h / 8); }
 
-void CpuEngine::log_sum(const LogSumArgs& args) { share(table_->log_sum, args, args.m, args.n); }
-
 void CpuEngine::gated_act(const GatedArgs& args) { share(table_->gated_act, args, args.m, args.f); }
 
 void CpuEngine::embedding(const EmbeddingArgs& args) {

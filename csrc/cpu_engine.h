@@ -41,7 +41,6 @@ public:
     void add(const AddArgs& args);
     void fill(const FillArgs& args);
     void scatter_columns(const ScatterArgs& args);  // throws std::out_of_range
-    void log_sum(const LogSumArgs& args);
     // Best k of every row -> ids [r, k], scores [r, k] (may be null).
     void gumbel(GumbelArgs args, int64_t* ids, double* scores);
 

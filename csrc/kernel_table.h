@@ -113,12 +113,6 @@ struct ScatterArgs {
     int64_t m, n, h;
 };
 
-struct LogSumArgs {
-    const float* x;  // [m, n]
-    double* y;       // [m]: log of the sum of e^x; NaN for a row holding NaN or +inf
-    int64_t m, n;
-};
-
 struct EmbeddingArgs {
     const int64_t* ids;  // [m]
     const void* table;   // [v, h], or the same packed for `linear`
@@ -234,7 +228,6 @@ struct KernelTable {
     void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);    // unit: a row, also below
     void (*layer_norm)(const NormArgs&, int64_t begin, int64_t end);
     void (*add_rows)(const AddArgs&, int64_t begin, int64_t end);
-    void (*log_sum)(const LogSumArgs&, int64_t begin, int64_t end);
     void (*gated_act)(const GatedArgs&, int64_t begin, int64_t end);
     void (*embedding)(const EmbeddingArgs&, int64_t begin, int64_t end);
     void (*rope_and_cache)(const RopeArgs&, int64_t begin, int64_t end);

@@ -39,7 +39,8 @@ class DrafterConfig:
     `name` is one of DRAFTER_NAMES or FILE.py:CLASS, a drafter of the user's own.
     `max_draft_tokens` bounds the drafted tokens a step and request; the policy may draft fewer, also none.
     `tree_width` above 1 makes a model drafter grow a best-first tree of that many children a node instead of a chain;
-    None leaves it at what is usual for the drafter, a tree for Medusa and EAGLE heads.
+    None leaves it at what is usual for the drafter: trees for draft models, Medusa, EAGLE and MTP heads, but chains of
+    draft models and MTP modules where the target's weights are read in no time.
     """
 
     name: str = "none"

@@ -18,6 +18,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import ConfigError
 from forerun.speculation.growth import Draft, Leaf, TreeGrower
+from forerun.speculation.late import LateDrafts
 from tests.support import harness
 from tests.support.toy import ToyModel
 
@@ -164,6 +165,17 @@ def test_only_what_was_drawn_outlives_an_error(coupled: bool) -> None:
     GuardedDrafter(Failing(draw, fail_at=1), VOCAB).propose([draft])
     assert len(draft.tree) == len(draft.survival) == (1 if coupled else 3)
     assert request.failed_drafters == ("failing",)
+
+
+def test_a_drafter_that_fails_after_it_promised_trees_owes_nothing() -> None:
+    def promise(drafts: Sequence[Draft]) -> None:
+        unread = torch.zeros(len(drafts), 4, dtype=torch.int64)
+        LateDrafts(drafts, unread, lambda _: None, unread)
+        raise RuntimeError
+
+    draft = Draft(Request("r", (1, 2), SamplingParams(), seed=3), 5, may_be_late=True)
+    GuardedDrafter(Failing(promise, fail_at=1), VOCAB).propose([draft])
+    assert len(draft.tree) == 1 and draft.late is None
 
 
 def test_something_else_than_a_drafter_is_refused() -> None:

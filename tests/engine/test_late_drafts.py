@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
+from forerun.core import Request, SamplingParams
 from forerun.engine.engine import Engine
 from forerun.models.captured import CapturedModel
 from forerun.models.heads.captured import CapturedHead
+from forerun.speculation.growth import Draft
 from forerun.speculation.late import LateDrafts
 from forerun.speculation.verifier import CoupledVerifier
 from tests.drafters import test_mtp
@@ -99,3 +102,11 @@ def test_requests_whose_logits_are_shaped_are_read_first(num_late: list[int]) ->
     groups = tiny.groups(2, temperature=1.0, max_tokens=6, top_k=5)
     assert tiny.run(with_draft(3), groups)[0] == tiny.plain(tiny.target(LAYERS), groups)
     assert num_late == []
+
+
+def test_tokens_of_a_longer_vocabulary_are_fed_as_the_last_of_the_targets() -> None:
+    draft = Draft(Request("r", (1, 2), SamplingParams(), seed=3), 4, may_be_late=True)
+    tokens = torch.tensor([[6, 9, -1]])
+    late = LateDrafts([draft], tokens, lambda _: None, tokens)
+    rows = late.rows([(draft, 5)], vocab_size=8)
+    assert rows.rows.tolist() == [6, 7, 8] and rows.token_ids.tolist() == [6, 7, 0]

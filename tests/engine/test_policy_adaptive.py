@@ -334,3 +334,15 @@ def test_answers_that_turn_out_short_count() -> None:
         policy.end(Request("e", (1,), SamplingParams(), seed=0))
     done = [step(policy, running(1, known=900, max_len=2900), {"r0": 4}, prices) for _ in range(20)]
     assert not any(each.drafted for each in done)
+
+
+def test_a_load_that_no_drafts_seem_to_pay_for_is_tried_again() -> None:
+    """A call cost that was once measured far too high is learned anew by a trial alone."""
+    dear = policy()
+    dear.expect("m", {1: 1e6, 8: 1e6})
+    budgets = []
+    for _ in range(600):
+        dear.begin_step(16)
+        budgets.append(dear.node_budget(request()))
+        dear.learn_step_cost(16, 1.0, 0.0)
+    assert budgets[:255] == [1] * 255 and sum(budget > 1 for budget in budgets) == 2

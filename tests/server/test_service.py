@@ -148,6 +148,38 @@ def test_answers_may_be_delivered_while_the_next_step_computes(small: LLM) -> No
     assert num_used(small) == 0
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_an_answer_that_waits_for_the_next_step_comes_without_one(
+    small: LLM, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever else was running has left, or the server stops."""
+    monkeypatch.setattr(EngineService, "healthy", True)  # it runs here, without its thread, so that the order is known
+
+    async def scenario() -> None:
+        service = EngineService(small, settings())
+        service.deliver_meanwhile()
+        params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=1) for n in (1, 400)]
+        short, long = (service.submit(small.prepare("Once", of_one)) for of_one in params)
+        service._take_commands()
+        while not short.group.finished:
+            service._advance()
+        if stops:
+            service._stop()
+        else:
+            service.abort(long)
+            service._take_commands()
+            monkeypatch.setattr(small, "step", lambda: pytest.fail("a step of nothing"))
+            service._advance()
+        service._dispatch()
+        assert [token async for deltas in short.deltas() for delta in deltas for token in delta.token_ids]
+        assert not service._streams and num_used(small) == 0
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        small.engine.meanwhile = None
+
+
 def test_shutting_down_tells_those_who_wait(small: LLM) -> None:
     async def scenario() -> None:
         service = EngineService(small, settings())

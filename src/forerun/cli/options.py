@@ -46,11 +46,15 @@ DrafterName = Annotated[
 ]
 DraftModel = Annotated[str | None, _option("The draft model, or the folder of Medusa, EAGLE or MTP heads.", DRAFTING)]
 MaxDraftTokens = Annotated[
-    int | None, _option("Most tokens drafted a step; 5 for chains, more for trees unless given.", DRAFTING)
+    int | None, _option("Most tokens drafted a step; unless given 5 to 16, as is usual for the drafter.", DRAFTING)
 ]
 TreeWidth = Annotated[
     int | None,
-    _option("Children a node of a draft tree; 1 is a chain. Usual: 4 for medusa, 3 for eagle, else 1.", DRAFTING),
+    _option(
+        "Children a node of a draft tree; 1 is a chain. Usual: 16 for medusa, 3 for eagle, draft and mtp (for the last "
+        "two 1 on a CPU with a target under 200 MB), else 1.",
+        DRAFTING,
+    ),
 ]
 HeadWeights = Annotated[
     str, _option("Matrices of Medusa, EAGLE and MTP heads: stored, or rounded to int8 or int4 when read.", DRAFTING)

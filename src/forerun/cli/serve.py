@@ -65,7 +65,7 @@ def serve(
     drafter: opt.DrafterName = None,
     draft_model: opt.DraftModel = None,
     speculative_config: Annotated[str | None, _engine("vLLM's JSON, instead.", opt.DRAFTING)] = None,
-    max_draft_tokens: opt.MaxDraftTokens = 5,
+    max_draft_tokens: opt.MaxDraftTokens = None,
     tree_width: opt.TreeWidth = None,
     head_weights: opt.HeadWeights = "stored",
     adaptive: opt.Adaptive = True,

@@ -154,7 +154,7 @@ def _was_drawn(tree: DraftTree) -> bool:
 
 def _clear(draft: Draft) -> None:
     """Leave the root alone."""
-    fresh = Draft(draft.request, draft.max_nodes)
+    fresh, draft.late = Draft(draft.request, draft.max_nodes), None
     draft.tree, draft.survival, draft.births, draft.parts = fresh.tree, fresh.survival, fresh.births, fresh.parts
 
 

@@ -220,7 +220,7 @@ class Engine:
         if waiting is None:
             return batch
         roots = [(draft, e.first_row + e.item.num_span) for e in work if (draft := e.draft) is not None and draft.late]
-        return replace(batch, late=waiting.rows(roots))
+        return replace(batch, late=waiting.rows(roots, self.model.vocab_size))
 
     # -- verify, commit -----------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ _MOST_SAVED = 4.0  # plain steps of it that may be saved up, and are there at th
 _LONG_LAG = 32  # tokens whose reading takes so much longer than drafting that it tells what reading costs
 _USUAL_LAG = 2  # tokens of a request that every call may have to read
 _STEPS_A_COST = 8  # for which a step's cost is taken to stay as it is
+_STEPS_A_LOAD_TRIAL = 256  # of which one is open to trials though no drafts seem to pay among so many requests
 _GUESSED_SHARE = 0.15  # a draft's cost over a plain pass, until it was measured
 _GUESSED_READING = 32  # known tokens read in the time of a draft, until it was measured
 _USUAL_OUTPUT, _OUTPUT_RISE, _LEAST_LEFT = 128.0, 0.2, 24  # tokens an answer is expected to have, and to have left
@@ -112,7 +113,7 @@ class AdaptivePolicy:
         if known is None:
             known = not self._members or self.max_nodes <= 1 or any(map(self._may_gain, self._members))
             self._may_pay[self._num_deciding] = known
-        return known
+        return known or self._num_steps % _STEPS_A_LOAD_TRIAL == 0
 
     def _may_gain(self, member: str) -> bool:
         n, p = self._num_deciding, MOST_LIKELY

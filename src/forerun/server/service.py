@@ -199,6 +199,7 @@ class EngineService:
 
     def _stop(self) -> None:
         self._stopping = True
+        self._deliver_last()  # whoever has ended gets the answer
         self._fail(list(self._streams.values()), ApiError(503, "the server is shutting down"))
 
     def _begin(self, stream: Stream) -> None:
@@ -223,6 +224,9 @@ class EngineService:
 
     def _advance(self) -> None:
         """One step for all, and what it brought to everyone."""
+        if self._undelivered is not None and not self.llm.engine.has_work:  # all that went on was aborted meanwhile
+            self._deliver_last()
+            return
         now = perf_counter()
         num_running = len(self.llm.engine.scheduler.running) or 1
         try:

@@ -52,8 +52,12 @@ class LateDrafts:
             draft.add_chain([0] * draft.num_free, "")
         self._all = list(drafts)
 
-    def rows(self, firsts: Sequence[tuple[Draft, int]]) -> LateRows:
-        """The rows of these drafts' nodes, given the row of each root."""
+    def rows(self, firsts: Sequence[tuple[Draft, int]], vocab_size: int) -> LateRows:
+        """The rows of these drafts' nodes, given the row of each root.
+
+        Tokens that only a draft model's longer vocabulary has, which the target never chooses, are fed as its last: a
+        row of no token would be numbers that are none, in a place that other rows skip by a weight of zero.
+        """
         width, rows, places = self._columns[0].shape[1], list[int](), list[int]()
         for draft, first in firsts:
             num, index = len(draft.tree) - 1, self._drafts[id(draft)]
@@ -62,7 +66,7 @@ class LateDrafts:
         both = to_device(torch.tensor([rows, places], dtype=torch.int64), self.unread.device)  # [2, n]
         picked = [None if c is None else c.flatten().index_select(0, both[1]) for c in self._columns]
         assert picked[0] is not None
-        return LateRows(both[0], picked[0], picked[1], picked[2])
+        return LateRows(both[0], picked[0].clamp(max=vocab_size - 1), picked[1], picked[2])
 
     def finish(self, host: Tensor) -> None:
         """What `unread` held is known: the trees are what they are from here on."""

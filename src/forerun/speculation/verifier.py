@@ -93,7 +93,7 @@ class CoupledVerifier:
             as_temperatures([request.params.temperature for request in requests]).view(torch.int64),
         ])  # fmt: skip
         seeds, roots, streams, depths, rows, heat = to_device(columns, logits.device)  # each [nodes]
-        drawn = late.rows(_placed(deciding))
+        drawn = late.rows(_placed(deciding), logits.shape[1])
         if drawn.depths is not None:
             depths.index_copy_(0, drawn.rows, drawn.depths)
         keys = NoiseKeys(seeds, roots + depths, streams)
