@@ -141,7 +141,9 @@ def test_a_policy_that_looks_at_drafts_waits_once_more(
     folder: Path, tmp_path: Path, waits: list[Any], width: int
 ) -> None:
     class Looking(FixedPolicy):
-        prunes = True  # type: ignore[assignment]
+        @property
+        def prunes(self) -> bool:
+            return True
 
     for made in (with_draft(folder, width), with_head(folder, tmp_path / "head", width)):
         made.policy = Looking(NUM_DRAFTS + 1)

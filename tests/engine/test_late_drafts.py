@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,13 @@ def engine(drafter: DrafterConfig, **options: Any) -> Engine:
     return made
 
 
+class ReadFirst(CoupledVerifier):
+    """The same choices, of drafts that were read before."""
+
+    def takes_late(self, requests: Sequence[Request]) -> bool:
+        return False
+
+
 def with_draft(width: int, **options: Any) -> Engine:
     """The target drafts for itself, so that much is accepted."""
     config = DrafterConfig(name="draft", model="tiny", max_draft_tokens=7, tree_width=width, adaptive=False)
@@ -91,7 +99,7 @@ def test_late_drafts_of_a_head_change_no_token(
 def test_a_late_tree_is_the_one_that_is_read_at_once(width: int, num_late: list[int]) -> None:
     groups = tiny.groups(3, temperature=1.0, max_tokens=12)
     late, early = with_draft(width), with_draft(width)
-    early.verifier.takes_late = lambda requests: False  # type: ignore[method-assign]
+    early.verifier = ReadFirst(tiny.kernels(), at_once=True)
     (tokens, stats), (expected, expected_stats) = tiny.run(late, groups), tiny.run(early, groups)
     assert tokens == expected and num_late
     for own, other in zip(stats, expected_stats, strict=True):

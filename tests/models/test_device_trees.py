@@ -15,7 +15,7 @@ from forerun.drafters.growing import Grove
 from forerun.drafters.grown import adopt_trees
 from forerun.kernels.select import select_kernels
 from forerun.models.batch import ForwardBatch
-from forerun.models.chains import ChainPasses
+from forerun.models.programs import DraftPasses
 from forerun.models.trees import MOST_LEVELS, DeviceTrees
 from forerun.speculation.growth import Draft, TreeGrower
 from forerun.speculation.tree import ROOT
@@ -103,7 +103,7 @@ def start(drafts: Sequence[Draft]) -> Tensor:
 def on_device(fake: Fake, drafts: Sequence[Draft], width: int, capture: Enqueued) -> list[set[int]]:
     noise = TreeGrower(KERNELS, True).chain_noise(drafts)
     assert noise is not None
-    passes = ChainPasses(fake.first, fake.below, VOCAB, BLOCK, feature_size=1)
+    passes = DraftPasses(fake.first, fake.below, VOCAB, BLOCK, feature_size=1)
     trees = DeviceTrees(passes, KERNELS, capture)
     return adopt_trees(drafts, trees.enqueue(roots(drafts), start(drafts), noise, width).read(), "x")
 
@@ -138,7 +138,7 @@ def test_a_tree_is_the_hosts(sizes: list[int], width: int, temperatures: list[fl
 def test_levels_are_as_many_whatever_comes_of_them_and_captured_once() -> None:
     capture, fake = Enqueued(), Fake(1, 80)
     noise_of = TreeGrower(KERNELS, True).chain_noise
-    trees = DeviceTrees(ChainPasses(fake.first, fake.below, VOCAB, BLOCK, 1), KERNELS, capture)
+    trees = DeviceTrees(DraftPasses(fake.first, fake.below, VOCAB, BLOCK, 1), KERNELS, capture)
     for seed in range(3):
         drafts = drafts_of([6], [1.0], seed)
         noise = noise_of(drafts)

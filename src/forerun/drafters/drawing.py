@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from forerun.drafters.growing import LEAST_TREE, Grove, judge_chains
+from forerun.drafters.growing import LEAST_TREE, Grove, adopt_chains, wants_chances
 from forerun.drafters.grown import hand_over, wants_enqueued
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import Model
@@ -53,12 +53,9 @@ class TreeDrawer:
         if noise is None:
             return False
         batch = ForwardBatch.build([rows[index] for index in order], self._block_size)
-        may_rank = self._grower.coupled
-        judged = may_rank or any(draft.request.params.greedy for draft in drafts)
-        chains, chances = model.draft_chains(batch, noise, self._grower.must_keep_logits(drafts), judged)
-        self._grower.append_chains(longest_first, chains, self._source)
-        if chances is not None:
-            judge_chains(longest_first, chances, may_rank)
+        judged = wants_chances(self._grower, drafts)
+        drawn = model.draft_chains(batch, noise, self._grower.must_keep_logits(drafts), judged)
+        adopt_chains(self._grower, longest_first, *drawn, self._source)
         return True
 
     def _enqueue(self, model: BoundModel, drafts: Sequence[Draft], rows: Sequence[SequenceRows]) -> list[set[int]]:

@@ -27,7 +27,7 @@ from forerun.core import Request
 from forerun.drafters.base import DrafterContext, Observed
 from forerun.drafters.drawing import tree_rows
 from forerun.drafters.following import Follow, Piece, Thrift
-from forerun.drafters.growing import LEAST_TREE, Grove, judge_chains
+from forerun.drafters.growing import LEAST_TREE, Grove, adopt_chains, wants_chances
 from forerun.drafters.grown import hand_over, wants_enqueued
 from forerun.kernels.device import to_device
 from forerun.kernels.ops import LayerKV
@@ -199,13 +199,9 @@ class FeatureDrafter:
         batch = None if noise is None else self._batch(self._root_rows(longest_first))
         if noise is None or batch is None or not head.can_draft_chains(batch):
             return False
-        may_rank = self._grower.coupled
-        judged = may_rank or any(draft.request.params.temperature == 0.0 for draft in drafts)
-        keep_logits = self._grower.must_keep_logits(drafts)
-        chains, chances = head.draft_chains(batch, self._take_states(longest_first), noise, keep_logits, judged)
-        self._grower.append_chains(longest_first, chains, self.name)
-        if chances is not None:
-            judge_chains(longest_first, chances, may_rank)
+        judged, keep_logits = wants_chances(self._grower, drafts), self._grower.must_keep_logits(drafts)
+        drawn = head.draft_chains(batch, self._take_states(longest_first), noise, keep_logits, judged)
+        adopt_chains(self._grower, longest_first, *drawn, self.name)
         return True
 
     def _enqueue(self, drafts: Sequence[Draft], width: int) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from forerun.kernels.ops import Chains
 from forerun.models.batch import SequenceRows
 from forerun.speculation.growth import Draft, Leaf, TreeGrower
 from forerun.speculation.tree import ROOT, DraftTree
@@ -143,6 +144,20 @@ def _scratch(draft: Draft, width: int) -> Draft:
     scratch = Draft(draft.request, room)
     scratch.tree = DraftTree(draft.request.token_ids[-1], room)
     return scratch
+
+
+def wants_chances(grower: TreeGrower, drafts: Sequence[Draft]) -> bool:
+    """Whether chains drawn for these are to come with their chances."""
+    return grower.coupled or any(draft.request.params.greedy for draft in drafts)
+
+
+def adopt_chains(
+    grower: TreeGrower, drafts: Sequence[Draft], chains: Chains, log_chances: Tensor | None, source: str
+) -> None:
+    """Hang chains drawn whole into their drafts, the longest first, with their chances if they came."""
+    grower.append_chains(drafts, chains, source)
+    if log_chances is not None:
+        judge_chains(drafts, log_chances, grower.coupled)
 
 
 def judge_chains(drafts: Sequence[Draft], log_chances: Tensor, may_rank: bool) -> None:

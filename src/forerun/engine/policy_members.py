@@ -84,6 +84,10 @@ def _at_most(known: tuple[int, ...], number: int) -> int:
     return known[max(bisect_right(known, number), 1) - 1]
 
 
+def _longer(rest: int) -> int:
+    return min(max(2 * rest, _FIRST_REST), _LONGEST_REST)
+
+
 @dataclass(slots=True)
 class Rest:
     """How long a member that was not worth asking is left alone: thinking about it costs time too."""
@@ -108,7 +112,7 @@ class Rest:
         self.passed += num_steps
         if self.passed < self.length:
             return True
-        self.length, self.passed = min(max(2 * self.length, _FIRST_REST), _LONGEST_REST), 0
+        self.length, self.passed = _longer(self.length), 0
         return False
 
     def learn_found(self, found: bool) -> None:
@@ -139,7 +143,7 @@ class Pause:
         if self._num_asked:
             self._length = 0
         elif self._num_thought:
-            self._length = self._left = min(max(2 * self._length, _FIRST_REST), _LONGEST_REST)
+            self._length = self._left = _longer(self._length)
         self._num_thought, self._num_asked, self.stride = 0, 0, 1
 
     def note(self, num_thought: int, num_asked: int) -> None:

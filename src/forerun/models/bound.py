@@ -19,8 +19,6 @@ from forerun.models.drafted import EnqueuedDrafts
 class BoundModel(ABC):
     """All of `models.base.Model`, and chains in one go; how passes are replayed is left to be said."""
 
-    enqueues_drafts = False  # trees too, and before anybody has read them
-
     def __init__(self, model: Model, kvs: Sequence[LayerKV], hidden_layers: Sequence[int]) -> None:
         self.vocab_size = model.vocab_size
         self.device = model.device
@@ -43,6 +41,11 @@ class BoundModel(ABC):
     @abstractmethod
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
         """See `models.base.Model`."""
+
+    @property
+    def enqueues_drafts(self) -> bool:
+        """Whether trees, too, are drawn in one go, before anybody has read them."""
+        return False
 
     @property
     @abstractmethod

@@ -21,8 +21,9 @@ from forerun.kernels.triton.graphs import Capture, CudaCapture, GraphSize, LastU
 from forerun.models.base import ForwardOutput, Model
 from forerun.models.batch import ForwardBatch
 from forerun.models.bound import BoundModel
-from forerun.models.chains import ChainPasses, DeviceChains, table_width
+from forerun.models.chains import DeviceChains
 from forerun.models.drafted import EnqueuedDrafts
+from forerun.models.programs import DraftPasses, table_width
 from forerun.models.static import StaticColumns, padded, padded_tables, repeated
 from forerun.models.trees import DeviceTrees
 
@@ -81,6 +82,20 @@ class _Graph:
     replay: Callable[[], None]
 
 
+class DeviceDrafts:
+    """Chains and trees drawn by the same passes, each captured."""
+
+    def __init__(self, passes: DraftPasses, kernels: Kernels, capture: Capture) -> None:
+        self.chains = DeviceChains(passes, kernels, capture)
+        self._trees = DeviceTrees(passes, kernels, capture)
+
+    def enqueue(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, width: int) -> EnqueuedDrafts:
+        """Trees of `width` children a node below the batch's roots, the largest first; of one child they are chains."""
+        if width == 1:
+            return self.chains.enqueue(batch, features, noise)
+        return self._trees.enqueue(batch, features, noise, width)
+
+
 class CapturedModel(BoundModel):
     """A model bound to one pool. Implements `models.base.Model`.
 
@@ -94,9 +109,7 @@ class CapturedModel(BoundModel):
         super().__init__(model, kvs, hidden_layers)
         self._capture = capture
         self._graphs: LastUsed[GraphSize, _Graph] = LastUsed()
-        passes = _passes_of(model, kvs)
-        self._chains = DeviceChains(passes, kernels, capture)
-        self._trees = DeviceTrees(passes, kernels, capture)
+        self._drafts = DeviceDrafts(_passes_of(model, kvs), kernels, capture)
 
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
         """See `models.base.Model`."""
@@ -124,18 +137,16 @@ class CapturedModel(BoundModel):
         self, batch: ForwardBatch, noise: ChainNoise, keep_logits: bool, judged: bool = False
     ) -> tuple[Chains, Tensor | None]:
         """See `BoundModel`; kept logits lie where the next call writes its own."""
-        return self._chains.draw(batch, None, noise, keep_logits, judged)
+        return self._drafts.chains.draw(batch, None, noise, keep_logits, judged)
 
     @property
-    def enqueues_drafts(self) -> bool:  # type: ignore[override]
+    def enqueues_drafts(self) -> bool:
         """See `BoundModel`: where passes return nothing but logits."""
         return not self._hidden_layers
 
     def enqueue_drafts(self, batch: ForwardBatch, noise: ChainNoise, width: int) -> EnqueuedDrafts:
         """See `BoundModel`."""
-        if width == 1:
-            return self._chains.enqueue(batch, None, noise)
-        return self._trees.enqueue(batch, None, noise, width)
+        return self._drafts.enqueue(batch, None, noise, width)
 
     def _new_graph(self, size: GraphSize, batch: ForwardBatch) -> _Graph:
         """Capture a pass of this size on the batch itself, so that it writes nothing but what the batch does."""
@@ -152,13 +163,13 @@ def capture_model(
     return CapturedModel(model, kernels, CudaCapture(kernels.device), kvs, hidden_layers)
 
 
-def _passes_of(model: Model, kvs: Sequence[LayerKV]) -> ChainPasses:
+def _passes_of(model: Model, kvs: Sequence[LayerKV]) -> DraftPasses:
     """All levels of a chain are one and the same pass of a model that reads tokens alone."""
 
     def run(batch: ForwardBatch, _: Tensor | None) -> tuple[Tensor, None]:
         return model.forward(batch, kvs).logits, None
 
-    return ChainPasses(first=run, below=run, vocab_size=model.vocab_size, block_size=kvs[0].block_size)
+    return DraftPasses(first=run, below=run, vocab_size=model.vocab_size, block_size=kvs[0].block_size)
 
 
 class CapturedRows:

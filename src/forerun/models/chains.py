@@ -13,8 +13,6 @@ the first, does at that level: it writes the very numbers of that row to the ver
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -25,26 +23,12 @@ from torch import Tensor
 
 from forerun.config import MAX_TREE_NODES
 from forerun.kernels.device import to_host
-from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, AttentionRows, ChainNoise, Chains, Kernels, NoiseKeys
-from forerun.kernels.triton.graphs import Capture, GraphSize, LastUsed, size_for
+from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, ChainNoise, Chains, Kernels, NoiseKeys
+from forerun.kernels.triton.graphs import Capture, GraphSize
 from forerun.models.batch import ForwardBatch
 from forerun.models.drafted import EnqueuedDrafts, GrownTrees
-from forerun.models.static import StaticColumns, padded, padded_tables, repeated
-
-# rows of a batch, and their features [M, width] if the pass reads any -> logits [R, V], features of the rows below
-Pass = Callable[[ForwardBatch, Tensor | None], tuple[Tensor, Tensor | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class ChainPasses:
-    """What draws chains: the pass over the roots and what is known before them, and that over each level below."""
-
-    first: Pass
-    below: Pass
-    vocab_size: int
-    block_size: int
-    feature_size: int = 0  # columns that `first` reads beside tokens; 0: none
-    shift: int = 0  # added to the positions of the levels below
+from forerun.models.programs import DraftPasses, DraftProgram, Programs, batch_size
+from forerun.models.static import padded, padded_tables, repeated
 
 
 class ChainSize(NamedTuple):
@@ -57,43 +41,19 @@ class ChainSize(NamedTuple):
 
 
 class _Wide(NamedTuple):
-    """Columns of 64 bits."""
+    """Columns of 64 bits behind those of the roots."""
 
-    token_ids: Tensor  # [M] of the first level
-    tree_masks: Tensor  # [M]
-    logit_rows: Tensor  # [R]
-    temperatures: Tensor  # [R], float64 by their bits
-    seeds: Tensor  # [R]
-    streams: Tensor  # [R]
     noise_positions: Tensor  # [steps * R]
     active: Tensor  # [steps * R]: 1 where a chain has that many tokens
     chains_below: Tensor  # [(steps - 1) * R]: whose row is computed, by levels below the first
     masks_below: Tensor  # likewise
 
 
-class _Narrow(NamedTuple):
-    """Columns of 32 bits."""
-
-    positions: Tensor  # [M] of the first level
-    slots: Tensor  # [M]
-    seq_ids: Tensor  # [M]
-    prefix_lens: Tensor  # [M]
-    tree_starts: Tensor  # [R], of every level
-    tables: Tensor  # [R * blocks], of every level
-    positions_below: Tensor  # [(steps - 1) * R], by levels below the first
-    slots_below: Tensor
-    seq_ids_below: Tensor
-    prefix_lens_below: Tensor
-
-
 class DeviceChains:
     """Draws chains by programs that are captured, one for every size, when first met."""
 
-    def __init__(self, passes: ChainPasses, kernels: Kernels, capture: Capture) -> None:
-        self._passes = passes
-        self._kernels = kernels
-        self._capture = capture
-        self._captured: LastUsed[ChainSize, tuple[_Program, Callable[[], None]]] = LastUsed()
+    def __init__(self, passes: DraftPasses, kernels: Kernels, capture: Capture) -> None:
+        self._programs = Programs(partial(_Program, passes, kernels), capture)
 
     def draw(
         self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, keep_logits: bool, judged: bool
@@ -116,41 +76,20 @@ class DeviceChains:
         self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, keep_logits: bool, judged: bool
     ) -> _Program:
         """That of the fitting size, which was given its work."""
-        steps, num = noise.positions.shape
-        assert num == batch.rows.tree_starts.shape[0] == batch.logit_rows.shape[0]
-        visible = batch.rows.max_visible + steps
-        fitting = size_for(batch.num_rows, num, visible)
-        size = ChainSize(fitting or GraphSize(batch.num_rows, num, visible), steps, keep_logits, judged)
-        return self._run(size, batch, features, noise, is_usual=fitting is not None)
-
-    def _run(
-        self, size: ChainSize, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, is_usual: bool
-    ) -> _Program:
-        """Fill and run the program of a size; one too large to be met again is run as it is."""
-        known = self._captured.get(size)
-        program = _Program(self._passes, self._kernels, size) if known is None else known[0]
-        program.fill(batch, features, noise)
-        if known is not None:
-            known[1]()
-        elif is_usual:
-            self._captured.put(size, (program, self._capture(program.run)[1]))
-        else:
-            program.run()
-        return program
+        fixed, is_usual = batch_size(batch, noise)
+        size = ChainSize(fixed, noise.positions.shape[0], keep_logits, judged)
+        return self._programs.run(size, batch, features, noise, is_usual)
 
 
-class _Program:
-    """The tensors of one size, and the work between them."""
+class _Program(DraftProgram):
+    """All levels of chains of one size."""
 
-    def __init__(self, passes: ChainPasses, kernels: Kernels, size: ChainSize) -> None:
-        device, (rows, chains, visible), steps = kernels.device, size.batch, size.num_steps
-        self._passes, self._kernels, self._size = passes, kernels, size
-        self._width, levels = table_width(visible, passes.block_size), steps * chains
-        below, table = levels - chains, chains * self._width
-        wide, narrow = [rows] * 2 + [chains] * 4 + [levels] * 2 + [below] * 2, [rows] * 4 + [chains, table]
-        self._columns = StaticColumns(wide, narrow + [below] * 4, device)
-        self._wide, self._narrow = _Wide(*self._columns.wide), _Narrow(*self._columns.narrow)
-        self._features = torch.zeros(rows, passes.feature_size, device=device) if passes.feature_size else None
+    def __init__(self, passes: DraftPasses, kernels: Kernels, size: ChainSize) -> None:
+        chains, steps = size.batch.num_sequences, size.num_steps
+        levels, below = steps * chains, (steps - 1) * chains
+        super().__init__(passes, kernels, size.batch, [levels] * 2 + [below] * 2, [below] * 4)
+        self._size, self._of_levels = size, _Wide(*self._wide_below)
+        device = kernels.device
         self._out = torch.zeros(1 + size.is_judged, steps, chains, dtype=torch.int64, device=device)
         self._every = torch.arange(chains, device=device)
         kept = (steps, chains, passes.vocab_size) if size.keeps_logits else (0,)
@@ -160,27 +99,17 @@ class _Program:
 
     def fill(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise) -> None:
         """Copy a batch and the layout of all levels below it over; the host does not wait."""
-        rows, (num_rows, num_chains, _) = batch.rows, self._size.batch
+        rows, num_chains = batch.rows, self._size.batch.num_sequences
         active, *below = _below_roots(batch, noise, self._size, self._passes)
         wide = [
-            *(repeated(column, num_rows) for column in (batch.token_ids, rows.tree_masks)),
             repeated(batch.logit_rows, num_chains),
             *(padded(column, num_chains) for column in (noise.temperatures.view(torch.int64), *noise[1:3])),
             torch.nn.functional.pad(noise.positions, (0, num_chains - noise.positions.shape[1])),
             active,
             *below[:2],
         ]
-        narrow = [
-            *(repeated(c, num_rows) for c in (batch.positions, batch.slots, rows.seq_ids, rows.prefix_lens)),
-            padded(rows.tree_starts, num_chains),
-            padded_tables(rows.block_tables, num_chains, self._width),
-            *below[2:],
-        ]
-        self._columns.fill(_Wide._make(wide), _Narrow._make(narrow))
-        if self._features is not None:
-            assert features is not None and features.shape[0] == batch.num_rows
-            self._features[: len(features)].copy_(features)
-            self._features[len(features) :] = features[-1:]
+        tables = padded_tables(rows.block_tables, num_chains, self._table_width)
+        self._fill(batch, features, wide, [padded(rows.tree_starts, num_chains), tables, *below[2:]])
 
     # -- on the device -----------------------------------------------------------------------------------------
 
@@ -189,19 +118,19 @@ class _Program:
         logits, features = self._passes.first(self._roots(), self._features)
         self._draw(0, logits)
         for step in range(1, self._size.num_steps):
-            chains = self._by_level(self._wide.chains_below)[step - 1]  # [R]
+            chains = self._by_level(self._of_levels.chains_below)[step - 1]  # [R]
             features = None if features is None else features.index_select(0, chains)
             logits, features = self._passes.below(self._below(step, chains), features)
             self._draw(step, logits)
 
     def _draw(self, step: int, logits: Tensor) -> None:
         """Tokens from logits [R, V] into the output: -1 where a chain has ended or has no answer."""
-        keys = NoiseKeys(self._wide.seeds, self._by_level(self._wide.noise_positions)[step], self._wide.streams)
+        keys = NoiseKeys(self._wide.seeds, self._by_level(self._of_levels.noise_positions)[step], self._wide.streams)
         heat = self._wide.temperatures.view(torch.float64)  # [R]
         num_rivals = min(NUM_RIVALS, logits.shape[1]) if self._size.is_judged else 1
         best, scores = self._kernels.gumbel_topk(logits, heat, keys, num_rivals)  # each [R, rivals]
         drawn = best[:, 0]
-        alive = self._by_level(self._wide.active)[step] > 0
+        alive = self._by_level(self._of_levels.active)[step] > 0
         if step:
             alive &= self._out[0, step - 1] >= 0
         self._out[0, step] = drawn.masked_fill(~alive, -1)
@@ -215,25 +144,12 @@ class _Program:
         """[levels * R] -> [levels, R]."""
         return column.view(-1, self._size.batch.num_sequences)
 
-    def _roots(self) -> ForwardBatch:
-        """Known tokens that are still to be read, and the roots."""
-        wide, narrow = self._wide, self._narrow
-        rows = self._attention(narrow.seq_ids, narrow.prefix_lens, wide.tree_masks)
-        return ForwardBatch(
-            wide.token_ids, narrow.positions, narrow.slots, rows, wide.logit_rows, sequences=(), all_logits=False
-        )
-
     def _below(self, step: int, chains: Tensor) -> ForwardBatch:
         """The tokens drawn last, one row a chain; a chain without an answer goes on idly."""
         token_ids = self._out[0, step - 1].index_select(0, chains).clamp_(min=0)  # [R]
-        positions, slots, seq_ids, prefix_lens = (self._by_level(column)[step - 1] for column in self._narrow[6:])
-        rows = self._attention(seq_ids, prefix_lens, self._by_level(self._wide.masks_below)[step - 1])
+        positions, slots, seq_ids, prefix_lens = (self._by_level(column)[step - 1] for column in self._narrow_below)
+        rows = self._attention(seq_ids, prefix_lens, self._by_level(self._of_levels.masks_below)[step - 1])
         return ForwardBatch(token_ids, positions, slots, rows, self._every, sequences=(), all_logits=True)
-
-    def _attention(self, seq_ids: Tensor, prefix_lens: Tensor, tree_masks: Tensor) -> AttentionRows:
-        _, num_chains, visible = self._size.batch
-        tables = self._narrow.tables.view(num_chains, self._width)
-        return AttentionRows(seq_ids, prefix_lens, tree_masks, self._narrow.tree_starts, tables, visible)
 
     # -- after -------------------------------------------------------------------------------------------------
 
@@ -259,7 +175,7 @@ def _as_trees(num_active: Tensor, out: Tensor) -> GrownTrees:
     return GrownTrees(tokens, nodes - 1, survival, nodes.masked_fill(nodes >= lengths[:, None], -1))
 
 
-def _below_roots(batch: ForwardBatch, noise: ChainNoise, size: ChainSize, passes: ChainPasses) -> list[Tensor]:
+def _below_roots(batch: ForwardBatch, noise: ChainNoise, size: ChainSize, passes: DraftPasses) -> list[Tensor]:
     """Which chains are drawn at each level, then of the levels below the roots: whose row is computed (a chain that has
     ended repeats the first, which is the longest), masks, positions, slots, sequences, known tokens seen."""
     own = np.arange(size.batch.num_sequences)[None]
@@ -278,8 +194,3 @@ def _below_roots(batch: ForwardBatch, noise: ChainNoise, size: ChainSize, passes
 
 def _as(dtype: Any, values: Any) -> Tensor:
     return torch.from_numpy(np.array(values, dtype=dtype, order="C"))
-
-
-def table_width(visible: int, block_size: int) -> int:
-    """Blocks of a sequence whose rows see so far: a tree's rows reach further than its positions."""
-    return -(-(visible + MAX_TREE_NODES) // block_size)

@@ -14,18 +14,18 @@ places: it computes the very numbers of the first (row invariance). Leaves that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, AttentionRows, ChainNoise, Kernels, NoiseKeys
-from forerun.kernels.triton.graphs import Capture, GraphSize, LastUsed, size_for
+from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, ChainNoise, Kernels, NoiseKeys
+from forerun.kernels.triton.graphs import Capture, GraphSize
 from forerun.models.batch import ForwardBatch
-from forerun.models.chains import ChainPasses, table_width
 from forerun.models.drafted import EnqueuedDrafts, GrownTrees
-from forerun.models.static import StaticColumns, padded_tables, repeated
+from forerun.models.programs import DraftPasses, DraftProgram, Programs, batch_size
+from forerun.models.static import padded_tables
 from forerun.models.tree_levels import LevelRows, TreeLevels, ancestry
 
 MOST_LEVELS = 8  # as deep as EAGLE-2 and -3 draw their trees (depth 5 to 8 in their repository)
@@ -41,37 +41,18 @@ class TreeSize(NamedTuple):
 
 
 class _Wide(NamedTuple):
-    """Columns of 64 bits."""
+    """Columns of 64 bits behind those of the roots."""
 
-    token_ids: Tensor  # [M] of the first level
-    tree_masks: Tensor  # [M]
-    logit_rows: Tensor  # [R]
-    temperatures: Tensor  # [R], float64 by their bits
-    seeds: Tensor  # [R]
-    streams: Tensor  # [R]
     noise_positions: Tensor  # [levels * R]
     budgets: Tensor  # [R]
-
-
-class _Narrow(NamedTuple):
-    """Columns of 32 bits."""
-
-    positions: Tensor  # [M] of the first level
-    slots: Tensor  # [M]
-    seq_ids: Tensor  # [M]
-    prefix_lens: Tensor  # [M]
-    tree_starts: Tensor  # [R], of every level
-    tables: Tensor  # [R * blocks], of every level
 
 
 class DeviceTrees:
     """Grows trees by programs that are captured, one for every size, when first met."""
 
-    def __init__(self, passes: ChainPasses, kernels: Kernels, capture: Capture) -> None:
-        self._passes = passes
-        self._kernels = kernels
-        self._capture = capture
-        self._captured: LastUsed[TreeSize, tuple[_Program, Callable[[], None]]] = LastUsed()
+    def __init__(self, passes: DraftPasses, kernels: Kernels, capture: Capture) -> None:
+        self._vocab_size = passes.vocab_size
+        self._programs = Programs(partial(_Program, passes, kernels), capture)
 
     def enqueue(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, width: int) -> EnqueuedDrafts:
         """A tree below each of the batch's logit rows, which are one root a sequence, the largest tree first.
@@ -80,42 +61,19 @@ class DeviceTrees:
         [M, width of the features] on the device.
         """
         num_nodes, num = noise.positions.shape
-        assert num == batch.rows.tree_starts.shape[0] == batch.logit_rows.shape[0]
-        assert width <= self._passes.vocab_size
-        visible = batch.rows.max_visible + num_nodes
-        fitting = size_for(batch.num_rows, num, visible)
-        fixed = fitting or GraphSize(batch.num_rows, num, visible)
+        assert width <= self._vocab_size
+        fixed, is_usual = batch_size(batch, noise)
         size = TreeSize(fixed, num_nodes, min(num_nodes, MOST_LEVELS), width)
-        program = self._run(size, batch, features, noise, is_usual=fitting is not None)
-        return program.drafts(num)
-
-    def _run(
-        self, size: TreeSize, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, is_usual: bool
-    ) -> _Program:
-        """Fill and run the program of a size; one too large to be met again is run as it is."""
-        known = self._captured.get(size)
-        program = _Program(self._passes, self._kernels, size) if known is None else known[0]
-        program.fill(batch, features, noise)
-        if known is not None:
-            known[1]()
-        elif is_usual:
-            self._captured.put(size, (program, self._capture(program.run)[1]))
-        else:
-            program.run()
-        return program
+        return self._programs.run(size, batch, features, noise, is_usual).drafts(num)
 
 
-class _Program:
-    """The tensors of one size, and the work between them."""
+class _Program(DraftProgram):
+    """All levels of trees of one size."""
 
-    def __init__(self, passes: ChainPasses, kernels: Kernels, size: TreeSize) -> None:
-        device, (rows, trees, visible) = kernels.device, size.batch
-        self._passes, self._kernels, self._size = passes, kernels, size
-        self._table_width = table_width(visible, passes.block_size)
-        wide = [rows] * 2 + [trees] * 4 + [size.num_levels * trees, trees]
-        self._columns = StaticColumns(wide, [rows] * 4 + [trees, trees * self._table_width], device)
-        self._wide, self._narrow = _Wide(*self._columns.wide), _Narrow(*self._columns.narrow)
-        self._features = torch.zeros(rows, passes.feature_size, device=device) if passes.feature_size else None
+    def __init__(self, passes: DraftPasses, kernels: Kernels, size: TreeSize) -> None:
+        trees, device = size.batch.num_sequences, kernels.device
+        super().__init__(passes, kernels, size.batch, [size.num_levels * trees, trees], [])
+        self._size, self._of_levels = size, _Wide(*self._wide_below)
         self._every = torch.arange(trees * size.width, device=device)
         self._out = torch.zeros(4, trees, size.num_nodes, dtype=torch.int64, device=device)
         self._shape = torch.zeros(2, trees, size.num_nodes, dtype=torch.int64, device=device)  # depths, masks
@@ -124,32 +82,20 @@ class _Program:
 
     def fill(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise) -> None:
         """Copy a batch and what is known of its trees over; the host does not wait."""
-        rows, (num_rows, num_trees, _) = batch.rows, self._size.batch
+        rows, num_trees = batch.rows, self._size.batch.num_sequences
         budgets = (noise.num_active[:, None] > torch.arange(noise.positions.shape[1])).sum(0)  # [R]
         of_trees = (batch.logit_rows, noise.temperatures.view(torch.int64), *noise[1:3])
         positions = [_with_first(level, num_trees) for level in noise.positions[: self._size.num_levels]]
-        wide = [
-            *(repeated(column, num_rows) for column in (batch.token_ids, rows.tree_masks)),
-            *(_with_first(column, num_trees) for column in of_trees),
-            torch.cat(positions),
-            _with_first(budgets, num_trees),
-        ]
+        wide = [*(_with_first(column, num_trees) for column in of_trees), torch.cat(positions)]
         tables = padded_tables(rows.block_tables, len(rows.block_tables), self._table_width)
-        narrow = [
-            *(repeated(c, num_rows) for c in (batch.positions, batch.slots, rows.seq_ids, rows.prefix_lens)),
-            *(_with_first(column, num_trees) for column in (rows.tree_starts, tables)),
-        ]
-        self._columns.fill(_Wide._make(wide), _Narrow._make(narrow))
-        if self._features is not None:
-            assert features is not None and features.shape[0] == batch.num_rows
-            self._features[: len(features)].copy_(features)
-            self._features[len(features) :] = features[-1:]
+        narrow = [_with_first(column, num_trees) for column in (rows.tree_starts, tables)]
+        self._fill(batch, features, [*wide, _with_first(budgets, num_trees)], narrow)
 
     # -- on the device -----------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Every pass and every draw; asks the device nothing."""
-        levels = TreeLevels(self._wide.budgets, self._size.width, self._size.num_levels)
+        levels = TreeLevels(self._of_levels.budgets, self._size.width, self._size.num_levels)
         logits, features = self._passes.first(self._roots(), self._features)
         given, rows = None, None
         for level in range(self._size.num_levels):
@@ -168,7 +114,7 @@ class _Program:
         """
         wide, (_, num_trees, _), width = self._wide, self._size.batch, self._size.width
         leaves = len(logits) // num_trees
-        positions = wide.noise_positions.view(-1, num_trees)[level]
+        positions = self._of_levels.noise_positions.view(-1, num_trees)[level]
         heat, *keys = (
             column[:, None].expand(num_trees, leaves).flatten()
             for column in (wide.temperatures.view(torch.float64), wide.seeds, positions, wide.streams)
@@ -179,14 +125,6 @@ class _Program:
         rivals = scores[:, :NUM_RIVALS].logsumexp(1, keepdim=True)  # [R * leaves, 1]
         shape = (num_trees, leaves, width)
         return ids[:, :width].reshape(shape), (scores - rivals)[:, :width].reshape(shape)
-
-    def _roots(self) -> ForwardBatch:
-        """Known tokens that are still to be read, and the roots."""
-        wide, narrow = self._wide, self._narrow
-        rows = self._attention(narrow.seq_ids, narrow.prefix_lens, wide.tree_masks)
-        return ForwardBatch(
-            wide.token_ids, narrow.positions, narrow.slots, rows, wide.logit_rows, sequences=(), all_logits=False
-        )
 
     def _below(self, rows: LevelRows) -> ForwardBatch:
         """One level's leaves, one row each."""
@@ -203,15 +141,6 @@ class _Program:
             sequences=(),
             all_logits=True,
         )
-
-    @property
-    def _tables(self) -> Tensor:
-        """[R, blocks]."""
-        return self._narrow.tables.view(-1, self._table_width)
-
-    def _attention(self, seq_ids: Tensor, prefix_lens: Tensor, tree_masks: Tensor) -> AttentionRows:
-        visible = self._size.batch.max_visible
-        return AttentionRows(seq_ids, prefix_lens, tree_masks, self._narrow.tree_starts, self._tables, visible)
 
     # -- after -------------------------------------------------------------------------------------------------
 

@@ -16,12 +16,11 @@ from torch import Tensor
 from forerun.kernels.ops import ChainNoise, Chains, Kernels, LayerKV
 from forerun.kernels.triton.graphs import Capture, CudaCapture, GraphSize, size_for
 from forerun.models.batch import ForwardBatch
-from forerun.models.captured import StaticBatch
-from forerun.models.chains import ChainPasses, DeviceChains
+from forerun.models.captured import DeviceDrafts, StaticBatch
 from forerun.models.drafted import EnqueuedDrafts
 from forerun.models.heads.bound import POSITION_SHIFT, BoundHead
 from forerun.models.heads.head import DraftHead, HeadOutput
-from forerun.models.trees import DeviceTrees
+from forerun.models.programs import DraftPasses
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +43,7 @@ class CapturedHead(BoundHead):
         self._device = kernels.device
         self._capture = capture
         self._levels: dict[GraphSize, _Level] = {}
-        passes = _passes_of(head, kvs)
-        self._chains = DeviceChains(passes, kernels, capture)
-        self._trees = DeviceTrees(passes, kernels, capture)
+        self._drafts = DeviceDrafts(_passes_of(head, kvs), kernels, capture)
 
     def forward(self, batch: ForwardBatch, features: Tensor, kvs: Sequence[LayerKV]) -> HeadOutput | None:
         """See `DraftHead.forward`."""
@@ -77,13 +74,11 @@ class CapturedHead(BoundHead):
         self, batch: ForwardBatch, states: Tensor, noise: ChainNoise, keep_logits: bool, judged: bool
     ) -> tuple[Chains, Tensor | None]:
         """See `BoundHead`; kept logits lie where the next call writes its own."""
-        return self._chains.draw(batch, states, noise, keep_logits, judged)
+        return self._drafts.chains.draw(batch, states, noise, keep_logits, judged)
 
     def enqueue_drafts(self, batch: ForwardBatch, states: Tensor, noise: ChainNoise, width: int) -> EnqueuedDrafts:
         """See `BoundHead`."""
-        if width == 1:
-            return self._chains.enqueue(batch, states, noise)
-        return self._trees.enqueue(batch, states, noise, width)
+        return self._drafts.enqueue(batch, states, noise, width)
 
 
 def capture_head(head: DraftHead, kernels: Kernels, kvs: Sequence[LayerKV]) -> CapturedHead:
@@ -98,7 +93,7 @@ def _fill(static: StaticBatch, held: Tensor, batch: ForwardBatch, features: Tens
     held[len(features) :] = features[-1:]
 
 
-def _passes_of(head: DraftHead, kvs: Sequence[LayerKV]) -> ChainPasses:
+def _passes_of(head: DraftHead, kvs: Sequence[LayerKV]) -> DraftPasses:
     """The first level reads the target's states, those below what the head put out."""
 
     def read(batch: ForwardBatch, states: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -109,7 +104,7 @@ def _passes_of(head: DraftHead, kvs: Sequence[LayerKV]) -> ChainPasses:
         assert features is not None
         return _whole(head.forward(batch, features, kvs))
 
-    return ChainPasses(
+    return DraftPasses(
         first=read,
         below=forward,
         vocab_size=head.vocab_size,

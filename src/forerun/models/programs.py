@@ -1,0 +1,157 @@
+"""What chains and trees drawn on a card have in common: a program a size, whose first pass is the roots'.
+
+Knows: where the roots' rows lie, which tensors stay where they are, how programs are kept. Does not know: what is drawn
+below the roots (`chains`, `trees`), what a pass computes, how work is captured (`kernels.triton.graphs`), requests.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from forerun.config import MAX_TREE_NODES
+from forerun.kernels.ops import AttentionRows, ChainNoise, Kernels
+from forerun.kernels.triton.graphs import Capture, GraphSize, LastUsed, size_for
+from forerun.models.batch import ForwardBatch
+from forerun.models.static import StaticColumns, repeated
+
+# rows of a batch, and their features [M, width] if the pass reads any -> logits [R, V], features of the rows below
+Pass = Callable[[ForwardBatch, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPasses:
+    """What draws chains and trees: the pass over roots and what is known before them, and that over a level below."""
+
+    first: Pass
+    below: Pass
+    vocab_size: int
+    block_size: int
+    feature_size: int = 0  # columns that `first` reads beside tokens; 0: none
+    shift: int = 0  # added to the positions of the levels below
+
+
+class RootsWide(NamedTuple):
+    """Columns of 64 bits of the roots' pass and draws."""
+
+    token_ids: Tensor  # [M] of the first level
+    tree_masks: Tensor  # [M]
+    logit_rows: Tensor  # [R]
+    temperatures: Tensor  # [R], float64 by their bits
+    seeds: Tensor  # [R]
+    streams: Tensor  # [R]
+
+
+class RootsNarrow(NamedTuple):
+    """Columns of 32 bits."""
+
+    positions: Tensor  # [M] of the first level
+    slots: Tensor  # [M]
+    seq_ids: Tensor  # [M]
+    prefix_lens: Tensor  # [M]
+    tree_starts: Tensor  # [R], of every level
+    tables: Tensor  # [R * blocks], of every level
+
+
+class DraftProgram(ABC):
+    """The tensors of one size, and the work between them."""
+
+    def __init__(
+        self, passes: DraftPasses, kernels: Kernels, batch: GraphSize, wide: Sequence[int], narrow: Sequence[int]
+    ) -> None:
+        """`wide` and `narrow`: lengths of the columns that follow those of the roots."""
+        rows, num, visible = batch
+        self._passes, self._kernels, self._batch = passes, kernels, batch
+        self._table_width = table_width(visible, passes.block_size)
+        wide, narrow = [rows] * 2 + [num] * 4 + [*wide], [rows] * 4 + [num, num * self._table_width, *narrow]
+        self._columns = StaticColumns(wide, narrow, kernels.device)
+        self._wide = RootsWide(*self._columns.wide[: len(RootsWide._fields)])
+        self._narrow = RootsNarrow(*self._columns.narrow[: len(RootsNarrow._fields)])
+        self._wide_below = self._columns.wide[len(RootsWide._fields) :]
+        self._narrow_below = self._columns.narrow[len(RootsNarrow._fields) :]
+        self._features = torch.zeros(rows, passes.feature_size, device=kernels.device) if passes.feature_size else None
+
+    @abstractmethod
+    def fill(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise) -> None:
+        """Copy a batch and what is known of the levels below it over; the host does not wait."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Every pass and every draw; asks the device nothing."""
+
+    def _fill(
+        self, batch: ForwardBatch, features: Tensor | None, wide: Sequence[Tensor], narrow: Sequence[Tensor]
+    ) -> None:
+        """Copy the rows of a batch over, their features, and the columns that follow the rows' in their order."""
+        rows, num_rows = batch.rows, self._batch.num_rows
+        of_rows = [repeated(column, num_rows) for column in (batch.token_ids, rows.tree_masks)]
+        short = (batch.positions, batch.slots, rows.seq_ids, rows.prefix_lens)
+        self._columns.fill([*of_rows, *wide], [*(repeated(column, num_rows) for column in short), *narrow])
+        if self._features is not None:
+            assert features is not None and features.shape[0] == batch.num_rows
+            self._features[: len(features)].copy_(features)
+            self._features[len(features) :] = features[-1:]
+
+    def _roots(self) -> ForwardBatch:
+        """Known tokens that are still to be read, and the roots."""
+        wide, narrow = self._wide, self._narrow
+        rows = self._attention(narrow.seq_ids, narrow.prefix_lens, wide.tree_masks)
+        return ForwardBatch(
+            wide.token_ids, narrow.positions, narrow.slots, rows, wide.logit_rows, sequences=(), all_logits=False
+        )
+
+    @property
+    def _tables(self) -> Tensor:
+        """[R, blocks]."""
+        return self._narrow.tables.view(-1, self._table_width)
+
+    def _attention(self, seq_ids: Tensor, prefix_lens: Tensor, tree_masks: Tensor) -> AttentionRows:
+        visible = self._batch.max_visible
+        return AttentionRows(seq_ids, prefix_lens, tree_masks, self._narrow.tree_starts, self._tables, visible)
+
+
+Size = TypeVar("Size")
+Program = TypeVar("Program", bound=DraftProgram)
+
+
+class Programs(Generic[Size, Program]):
+    """Programs that are captured, one for every size, when first met."""
+
+    def __init__(self, make: Callable[[Size], Program], capture: Capture) -> None:
+        self._make = make
+        self._capture = capture
+        self._captured: LastUsed[Size, tuple[Program, Callable[[], None]]] = LastUsed()
+
+    def run(
+        self, size: Size, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, is_usual: bool
+    ) -> Program:
+        """Fill and run the program of a size; one too large to be met again is run as it is."""
+        known = self._captured.get(size)
+        program = self._make(size) if known is None else known[0]
+        program.fill(batch, features, noise)
+        if known is not None:
+            known[1]()
+        elif is_usual:
+            self._captured.put(size, (program, self._capture(program.run)[1]))
+        else:
+            program.run()
+        return program
+
+
+def batch_size(batch: ForwardBatch, noise: ChainNoise) -> tuple[GraphSize, bool]:
+    """What a program for these roots, one a sequence, must have room for, and whether that is a usual size."""
+    num_levels, num = noise.positions.shape
+    assert num == batch.rows.tree_starts.shape[0] == batch.logit_rows.shape[0]
+    visible = batch.rows.max_visible + num_levels
+    fitting = size_for(batch.num_rows, num, visible)
+    return fitting or GraphSize(batch.num_rows, num, visible), fitting is not None
+
+
+def table_width(visible: int, block_size: int) -> int:
+    """Blocks of a sequence whose rows see so far: a tree's rows reach further than its positions."""
+    return -(-(visible + MAX_TREE_NODES) // block_size)
