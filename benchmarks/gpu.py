@@ -11,7 +11,8 @@ matters most first:
 * card: copy bandwidth and matmul rate, what everything else is compared with;
 * curve: whole passes at the 1B and 8B shapes, bf16 and 4 bits, as `forerun bench curve` has them;
 * attention: one sequence, 1k to 128k tokens, splits side by side and one after the other;
-* speed: every drafter against plain decoding on mini widened to the 8B shape and on mini, batches of 1, 32 and 8;
+* speed: every drafter against plain decoding on mini widened to the 8B shape (a process of its own writes that model
+  meanwhile) and on mini, batches of 1, 32 and 8;
 * check: the tests of the Triton kernels on the card, every op against the reference, row invariance included;
 * products: every matrix of these shapes, 1 to 64 rows, by CUDA events, caches cold;
 * peers: transformers' `generate` and assisted generation on the same models.
@@ -45,10 +46,11 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).with_name("results")
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 SECONDS = {
-    "compiling": 40, "card": 10, "curve": 100, "attention": 30, "speed": 130, "check": 75, "products": 45, "peers": 35
+    "compiling": 40, "card": 5, "curve": 95, "attention": 25, "speed": 140, "check": 70, "products": 40, "peers": 35
 }  # fmt: skip
-GRACE_S = 90  # beyond its time a part is given so long for the case it is at, then it is stopped
+GRACE_S = 60  # beyond its time a part is given so long for the case it is at, then it is stopped
 VERSIONS = ("torch", "triton", "transformers", "numpy")
+NATIVE = "forerun.kernels.cpu._native"
 
 
 def main() -> None:
@@ -104,19 +106,35 @@ def work(given: argparse.Namespace) -> int:
         kernels = select_kernels("triton", device=device.type)
     except ForerunError as error:
         raise SystemExit(f"{error}. Without a card `--rehearse` tries the script out on the CPU.") from error
-    return Run(prepared(kernels, Path(given.folder), given.rehearse), given).all_parts()
+    bench = prepared(kernels, Path(given.folder), given.rehearse)
+    if {"speed", "peers"} & set(given.parts):
+        begin_widening(bench)
+    return Run(bench, given).all_parts()
 
 
 def prepared(kernels: Any, folder: Path, rehearses: bool) -> Bench:
     """The setting of a run; the bandwidth is measured first, everything is compared with it."""
     from gpu_kernels import bandwidth
     from gpu_setting import CARD, Bench, rehearsal, timer, tiny_model
+    from gpu_widen import Widening
 
     small = str(tiny_model(folder / "tiny")) if rehearses else "mini"
     sizes = rehearsal(Path(small)) if rehearses else CARD
     seconds = timer(kernels.device)
     draft = small if rehearses else "mini-draft"
-    return Bench(kernels, sizes, folder, small, draft, seconds, bandwidth(kernels.device, sizes, seconds), rehearses)
+    speed = bandwidth(kernels.device, sizes, seconds)
+    return Bench(kernels, sizes, folder, small, draft, seconds, speed, rehearses, Widening(folder))
+
+
+def begin_widening(bench: Bench) -> None:
+    """Start what takes a core most of a minute, so that it is there when engines run on it."""
+    from gpu_widen import HEADS
+
+    heads, shapes = ((), ()) if bench.rehearses else (HEADS, bench.sizes.shapes)
+    try:
+        bench.widening.begin(bench.small, heads, shapes, bench.device)
+    except Exception:  # costs the parts that wait for it, which name it, and no others
+        traceback.print_exc()
 
 
 class Run:
@@ -237,6 +255,7 @@ def versions() -> dict[str, str | None]:
     import torch
 
     found: dict[str, str | None] = {"cuda": torch.version.cuda}
+    found["host_kernels"] = "C++" if find_spec(NATIVE) else "none: drafts are looked up in Python"
     for name in VERSIONS:
         try:
             found[name] = version(name)

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,15 +36,17 @@ from triton.runtime.jit import JITFunction
 from forerun.bench.shapes import read_shape
 from forerun.bench.synthetic import RandomGroupedFormat, RandomSource
 from forerun.bench.weight_kinds import Grouped, read_kind
-from forerun.config import MAX_TREE_NODES
+from forerun.config import MAX_TREE_NODES, USUAL_TREE_WIDTHS
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import LayerKV, NoiseKeys
+from forerun.kernels.tree_growth import TreeRoom, new_trees
 from forerun.kernels.triton import moves
 from forerun.kernels.triton.backend import TritonKernels
 from forerun.kernels.triton.grouped_layout import TILE_N, TritonGrouped, pack_grouped
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.build import Builder
 from forerun.models.decoder import Decoder
+from forerun.models.heads.bound import POSITION_SHIFT
 from forerun.quant.base import Part
 from forerun.quant.dense import DenseFormat
 from forerun.quant.grouped import GroupedWeight
@@ -54,6 +56,7 @@ MOST_SHARED = 227 << 10  # bytes of shared memory a program may have there
 MOST_PROGRAMS = ((1 << 31) - 1, 65535, 65535)  # along the three dimensions of a grid
 SHAPES = ("llama-3.1-8b", "llama-3.2-1b")
 WEIGHTS = ("bf16", "int4")
+WIDTHS = (USUAL_TREE_WIDTHS["eagle"], 16)  # of trees: the usual one, the widest there may be
 BLOCK_SIZE = 16  # positions a block of the pool has
 META = torch.device("meta")
 
@@ -244,16 +247,29 @@ def choose(kernels: PaperKernels, logits: Tensor, numbers: Sequence[int]) -> Non
     wide = [torch.empty(logits.shape[0], dtype=torch.int64, device=META) for _ in range(3)]
     for k in numbers:
         kernels.gumbel_topk(logits, wide[0].double(), NoiseKeys(*wide), k)
+    kernels.gumbel_chances(logits, wide[0].double(), NoiseKeys(*wide), WIDTHS[0])
+
+
+def grow_trees(kernels: PaperKernels, width: int) -> None:
+    """Levels of a tree: below the root, below leaves, the last; as heads (their positions shifted) and models draft."""
+    budgets, starts = torch.empty(1, dtype=torch.int64, device=META), torch.empty(1, dtype=torch.int32, device=META)
+    for shift in (0, POSITION_SHIFT):
+        room, nodes, rows = TreeRoom(starts, starts[:, None], BLOCK_SIZE, shift), new_trees(1, META), None
+        for _ in range(3):
+            ids = torch.empty(1, nodes.leaves.shape[1], width, dtype=torch.int64, device=META)
+            kernels.keep_trees(nodes, budgets, ids, ids.double(), MAX_TREE_NODES - 1)
+            nodes, rows = kernels.grow_trees(nodes, budgets, ids, ids.double(), room, rows)
 
 
 def ahead(
-    shapes: Sequence[str], weights: Sequence[str], rows: Sequence[int], device: torch.device, timeout_s: float
-) -> list[dict[str, Any]]:
+    shapes: Sequence[str], weights: Sequence[str], rows: Sequence[int], trees: Sequence[int], device: torch.device,
+    timeout_s: float,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of a run of this program for a card, on all cores; raises TimeoutExpired and CalledProcessError."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else divmod(ARCHITECTURE, 10)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        lists = {"--shapes": shapes, "--weights": weights, "--rows": rows}
+        lists = {"--shapes": shapes, "--weights": weights, "--rows": rows, "--trees": trees}
         command = [sys.executable, __file__, *(f"{name}={','.join(map(str, own))}" for name, own in lists.items())]
         command += [f"--architecture={10 * major + minor}", f"--processes={os.cpu_count() or 1}", f"--json={out}"]
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -297,6 +313,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--shapes", default=",".join(SHAPES), help="names or config.json files: %(default)s")
     parser.add_argument("--weights", default=",".join(WEIGHTS), help="%(default)s")
     parser.add_argument("--rows", default="1,32,64,300", help="of a pass: %(default)s")
+    parser.add_argument("--trees", default=",".join(map(str, WIDTHS)), help="children of a node: %(default)s")
     parser.add_argument("--contexts", default="131008", help="known tokens before it: %(default)s")
     parser.add_argument("--pools", default="model", help="KV as the model has it (model), int8, or both: %(default)s")
     parser.add_argument("--architecture", type=int, default=ARCHITECTURE)
@@ -312,12 +329,20 @@ def compile_here(given: argparse.Namespace) -> list[dict[str, Any]]:
     failed = []
     with compiled(given.architecture) as rows:
         kernels = PaperKernels()
-        for case in cases(given)[index::num]:
+        widths = [int(width) for width in given.trees.split(",") if width]
+        work = [(partial(grow_trees, kernels, width), f"trees of {width}") for width in widths]
+        work += [(partial(run_case, kernels, case), " ".join(map(str, case))) for case in cases(given)]
+        for run, name in work[index::num]:
             try:
-                run_model(paper_decoder(case.shape, case.weights, kernels), kernels, case)
+                run()
             except Exception as error:  # of Triton or ptxas: what a card would have met
-                failed.append({"kernel": " ".join(map(str, case)), "error": f"{type(error).__name__}: {error}"[-900:]})
+                failed.append({"kernel": name, "error": f"{type(error).__name__}: {error}"[-900:]})
     return rows + failed
+
+
+def run_case(kernels: PaperKernels, case: Case) -> None:
+    """One pass of one model."""
+    run_model(paper_decoder(case.shape, case.weights, kernels), kernels, case)
 
 
 def cases(given: argparse.Namespace) -> list[Case]:

@@ -5,6 +5,7 @@ Knows: shapes of layers, bytes an op must read. Does not know: models, results, 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -42,6 +43,7 @@ CHECKED_OUTPUTS = 64  # of a product, against the reference on the host
 CHECKED_ROWS = 2
 CHECKED_CONTEXT = 8192  # contexts up to here are compared with the reference on the host
 MOST_COPIES = 64
+MOST_WORKERS = 14  # each has a context of its own on the card
 NEAR = 2e-5  # largest difference over the root mean square: float32 sums in another order
 
 
@@ -52,7 +54,8 @@ def check(bench: Bench, due: Due, noted: Noted) -> None:
         why = f"{', '.join(missing)} not installed" if missing else "no tests beside this file"
         noted.left_out(f"the kernels' tests: {why}")
         return
-    spread = [] if bench.rehearses else ["-n", "8"]
+    workers = max(1, min(MOST_WORKERS, (os.cpu_count() or 1) - 2))  # compiling takes most of the time
+    spread = ["-n", "0"] if bench.rehearses else ["-n", str(workers), "--dist", "worksteal"]
     command = [
         sys.executable,
         "-m",
@@ -89,8 +92,10 @@ def verdicts(output: str, status: int | None) -> tuple[dict[str, int], bool, str
 def compiling(bench: Bench, due: Due, noted: Noted) -> None:
     """The models' kernels, on all cores, so that later parts only measure; what a card would refuse is named."""
     models = [str(resolve_model(name)) for name in dict.fromkeys((bench.small, bench.draft))]
+    models += [str(bench.widening.shape)] if bench.widening.shape.exists() else []
     shapes = list(dict.fromkeys((*bench.sizes.shapes, *models)))
-    rows = ahead(shapes, bench.sizes.weights, bench.sizes.compiled_rows, bench.device, max(1.0, due.left_s))
+    sizes, left_s = bench.sizes, max(1.0, due.left_s)
+    rows = ahead(shapes, sizes.weights, sizes.compiled_rows, sizes.tree_widths, bench.device, left_s)
     spilling = sum(row.get("stack", 0) > 0 for row in rows)
     noted.rows({"kernels": len(rows), "spilling": spilling, "registers": max(row.get("registers", 0) for row in rows),
                 "shared": max(row.get("shared", 0) for row in rows)})  # fmt: skip

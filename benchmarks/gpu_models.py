@@ -1,25 +1,24 @@
 """The parts of gpu.py about models: passes at published shapes, drafters end to end, transformers in the same run.
 
-Knows: widened copies of mini in a temporary folder. Does not know: kernels, results, pictures.
+Knows: engines on one set of weights, prompts, transformers' models. Does not know: kernels, results, pictures.
 """
 
 from __future__ import annotations
 
-import shutil
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import product
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from importlib.util import find_spec
+from itertools import accumulate, product
 from statistics import median
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from gpu_compile import ahead
-from gpu_setting import Bench, Due, back_to_back_s, in_time
+from gpu_setting import Bench, Due, RepeatedSource, Sizes, back_to_back_s, in_time
 from gpu_watch import Noted
+from gpu_widen import MODEL as WIDENED
 
 from forerun import LLM, SamplingParams
 from forerun.bench import curve as curves
@@ -28,67 +27,186 @@ from forerun.bench.drafters import ANY_MODEL, auto_drafters
 from forerun.bench.passes import Passes
 from forerun.bench.plain import plain_step_s
 from forerun.bench.prompts import PromptCase, read_prompts
-from forerun.bench.random_model import random_model
-from forerun.bench.shapes import Shape, read_shape
+from forerun.bench.shapes import read_shape
 from forerun.bench.speed import PLAIN
+from forerun.bench.synthetic import RandomGroupedFormat
 from forerun.bench.weight_kinds import read_kind
-from forerun.bench.widen import open_source, widen
-from forerun.bench.widen_heads import WidenedTarget, widen_head
-from forerun.bench.widen_sizes import Sizes as WidenedSizes
 from forerun.core import CompletionOutput
 from forerun.kernels.device import synchronize
-from forerun.models.config import ModelConfig, num_parameters
-from forerun.models.memory import memory_of
+from forerun.models.batch import ForwardBatch
+from forerun.models.build import Builder
+from forerun.quant.dense import DenseFormat
 from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer
 
-SMALL, WIDENED = "mini", "widened"
+SMALL = "mini"
 FIXED = "fixed"  # a drafter whose drafts nobody looks at before they are verified, so that a step waits once
-HEADS = ("eagle", "mtp", "medusa")  # what must be shown first
-ROOM = 3  # a widened model's bytes must be there so often on the card: weights, engines' pools, transformers' copy
-COMPILE_S = 40  # seconds for the widened model's kernels
+FIRST_BATCHES = 2  # what must be shown is about these
 CONTEXT = 40  # known tokens of the pass that the host's share is taken from
 Run = tuple[float, list[CompletionOutput]]  # seconds, answers
 Item = TypeVar("Item")
 
 
 def curve(bench: Bench, due: Due, noted: Noted) -> None:
-    """`forerun bench curve` at every shape, storage and context."""
+    """`forerun bench curve` at every shape, storage and context, without the host's share of a step."""
     cases = list(product(reversed(bench.sizes.shapes), bench.sizes.weights))
-    in_time(cases, due, noted, " ".join, partial(curve_rows, bench, due))
+    in_time(cases, due, noted, " ".join, partial(curve_rows, bench, due, noted))
 
 
-def curve_rows(bench: Bench, due: Due, case: tuple[str, str]) -> Iterator[dict[str, Any]]:
-    """One shape and storage; contexts that come too late are missing."""
+def curve_rows(bench: Bench, due: Due, noted: Noted, case: tuple[str, str]) -> Iterator[dict[str, Any]]:
+    """One shape and storage."""
     name, weights = case
-    shape, sizes = read_shape(name), bench.sizes
-    model = random_model(shape, read_kind(weights), bench.kernels, max(sizes.contexts) + max(sizes.rows))
-    for context in (context for context in sizes.contexts if due.left_s):
+    sizes, passes = bench.sizes, passes_of(bench, name, weights)
+    for context in sizes.contexts:
+        if due.left_s == 0:
+            noted.left_out(f"{name} {weights} after {context}")
+            continue
         with torch.inference_mode():
-            measured = curves.measure(model.passes, sizes.rows, [context], sizes.repeats, lambda: bench.bandwidth)
-        for row in curves.rows(measured, model.passes, sizes.rows):
+            turns = InARow(passes, sizes.passes_a_turn)
+            measured = curves.measure(turns, sizes.rows, [context], sizes.repeats, lambda: bench.bandwidth)
+        for row in curves.rows(turns.each(measured), passes, sizes.rows):
             share = round(row["gb_per_s"] * 1e9 / bench.bandwidth, 4)
             yield {"shape": name, "weights": weights, **row, "share": share}
 
 
+@dataclass(frozen=True, slots=True)
+class InARow:
+    """Passes of which several are enqueued before anybody waits: the card's own time, where the host is ahead of it."""
+
+    passes: Passes
+    number: int
+
+    def chain(self, context: int, tokens: int) -> ForwardBatch:
+        """See `Passes.chain`."""
+        return self.passes.chain(context, tokens)
+
+    def run(self, batch: ForwardBatch) -> None:
+        """So many in a row."""
+        model: Any = self.passes.model
+        for _ in range(self.number):
+            model.forward(batch, self.passes.cache.layers)
+        synchronize(self.passes.cache.device)
+
+    def bytes_read(self, context: int, tokens: int) -> int:
+        """See `Passes.bytes_read`."""
+        return self.passes.bytes_read(context, tokens)
+
+    def each(self, measured: curves.Measured[curves.Case]) -> curves.Measured[curves.Case]:
+        """Seconds of one."""
+        return replace(measured, seconds={case: [span / self.number for span in spans]
+                                          for case, spans in measured.seconds.items()})  # fmt: skip
+
+
+def passes_of(bench: Bench, name: str, weights: str) -> Passes:
+    """A model of random weights and a pool for all contexts."""
+    shape, kind = read_shape(name), read_kind(weights)
+    form = DenseFormat() if kind.grouped is None else RandomGroupedFormat(kind.grouped)
+    num_rows = max(bench.sizes.contexts) + max(bench.sizes.rows)
+    source = RepeatedSource(kind.dtype)
+    model = Builder(shape.config, shape.family, source, bench.kernels, None, num_rows, lambda *_: form).decoder()
+    return Passes(model, bench.kernels, num_rows)
+
+
+# -- drafters --------------------------------------------------------------------------------------------------------
+
+
+class SpeedCase(NamedTuple):
+    """What all drafters are compared in."""
+
+    model: str
+    temperature: float
+    batch: int
+    is_long: bool  # prompts that fill most of the context
+
+    def __str__(self) -> str:
+        """In words."""
+        length = ", long prompts" if self.is_long else ""
+        return f"{self.model}, temperature {self.temperature:g}, batch {self.batch}{length}"
+
+
+@dataclass(slots=True)
+class Opened:
+    """A model with all that can draft for it, and what plain decoding has answered so far."""
+
+    engines: dict[str, LLM]
+    prompts: dict[bool, list[PromptCase]]  # short and long ones
+    about: dict[str, Any]
+    answers: dict[tuple[bool, float], list[CompletionOutput]] = field(default_factory=dict)  # each alone
+
+    def expected(self, num: int, is_long: bool, params: SamplingParams) -> list[CompletionOutput]:
+        """Plain decoding's answers to so many prompts, one by one."""
+        known, cases = self.answers.setdefault((is_long, params.temperature), []), self.prompts[is_long]
+        alone = [[cases[index % len(cases)]] for index in range(len(known), num)]
+        known += timed(self.engines[PLAIN], alone, params, first=len(known))[1]
+        return known[:num]
+
+
 def speed(bench: Bench, due: Due, noted: Noted) -> None:
-    """Every drafter against plain decoding: on mini at the cost of the largest shape that fits, then on mini."""
-    in_time((WIDENED, SMALL), due, noted, str, partial(model_rows, bench, due, noted))
+    """Every drafter against plain decoding: on mini at the cost of the largest shape that fits, and on mini."""
+    models = cache(partial(opened, bench, due, noted))
+    in_time(speed_cases(bench.sizes), due, noted, str, partial(speed_rows, bench, noted, models))
 
 
-def model_rows(bench: Bench, due: Due, noted: Noted, name: str) -> Iterator[dict[str, Any]]:
-    """All batches and temperatures on one model, greedy first."""
-    engines = engines_of(bench, noted, *opened(bench, noted, name))
+def speed_cases(sizes: Sizes) -> list[SpeedCase]:
+    """Greedy ones first, of these the batches that something must be shown for; long prompts for the small model."""
+    first, others = sizes.batches[:FIRST_BATCHES], sizes.batches[FIRST_BATCHES:]
+    long = [(SMALL, sizes.batches[0], True)] if sizes.long_model_len else []
+    some = [*product((WIDENED, SMALL), first, [False]), *long, *product((WIDENED, SMALL), others, [False])]
+    return [SpeedCase(model, heat, batch, is_long) for heat in sizes.temperatures for model, batch, is_long in some]
+
+
+def speed_rows(
+    bench: Bench, noted: Noted, models: Callable[[str], Opened], case: SpeedCase
+) -> Iterator[dict[str, Any]]:
+    """All drafters in one case."""
+    model = models(case.model)
+    params = SamplingParams(max_tokens=bench.sizes.max_tokens, temperature=case.temperature, seed=0, ignore_eos=True)
+    batches = groups(model.prompts[case.is_long], case.batch, bench.sizes.prompts)
+    expected = model.expected(sum(map(len, batches)), case.is_long, params)
+    for row in batch_rows(model.engines, batches, expected, params, bench.sizes.runs, noted):
+        yield {**model.about, **case._asdict(), **row}
+
+
+def opened(bench: Bench, due: Due, noted: Noted, name: str) -> Opened:
+    """A model and all that can draft for it, as on the command line."""
+    target, drafters = (small if name == SMALL else widened)(bench, due, noted)
+    sizes = bench.sizes
+    longest = max(sizes.max_model_len, sizes.long_model_len) if name == SMALL else sizes.max_model_len
+    engines = engines_of(bench, noted, target, drafters, longest)
+    plain = engines[PLAIN]
     cases = [replace(case, turns=case.turns[:1]) for case in read_prompts(None) if case.is_chat]
-    cases = fitting_cases(engines[PLAIN], cases)
-    about: dict[str, Any] = {"model": name, **sizes_of(engines[PLAIN], bench), **host_share(engines[PLAIN], bench)}
-    for temperature, batch in product(bench.sizes.temperatures, bench.sizes.batches):
-        if due.left_s == 0:
-            noted.left_out(f"{name}, temperature {temperature}, batch {batch}")
-            continue
-        params = SamplingParams(max_tokens=bench.sizes.max_tokens, temperature=temperature, seed=0, ignore_eos=True)
-        for row in batch_rows(engines, groups(cases, batch, bench.sizes.prompts), params, bench.sizes.runs, noted):
-            yield {**about, "temperature": temperature, "batch": batch, **row}
+    cases = [case for case in fitting_cases(plain, cases) if len(case.turns[0]) < sizes.max_model_len]
+    prompts = {False: cases, True: long_cases(cases, plain, longest - 2 * sizes.max_tokens)}
+    return Opened(engines, prompts, {"model": name, **sizes_of(plain, bench), **host_share(plain, bench)})
+
+
+def long_cases(cases: Sequence[PromptCase], llm: LLM, num_tokens: int) -> list[PromptCase]:
+    """From every prompt on as many, one after the other, as together have up to so many tokens."""
+    lengths = [len(llm.tokenizer.encode(case.turns[0])) + 1 for case in cases]
+    found = []
+    for start in range(len(cases)):
+        ends = accumulate(lengths[start:] + lengths[:start])
+        num = max(1, sum(end <= num_tokens for end in ends))
+        texts = [cases[(start + index) % len(cases)].turns[0] for index in range(num)]
+        found.append(replace(cases[start], turns=("\n".join(texts),)))
+    return found
+
+
+def small(bench: Bench, _: Due, __: Noted) -> tuple[str, list[str]]:
+    """Mini and its drafters."""
+    return bench.small, ([f"draft={bench.draft}"] if bench.rehearses else auto_drafters(bench.small, None))
+
+
+def widened(bench: Bench, due: Due, noted: Noted) -> tuple[str, list[str]]:
+    """The widened model, as soon as it is written, and its drafters."""
+    folder, heads, errors = bench.widening.result(due.left_s)
+    for head, why in errors.items():
+        noted.error(f"{WIDENED}: {head}", why)
+    draft = f"draft={bench.draft}"
+    if bench.rehearses:
+        return str(folder), [draft]
+    named = [f"{head}={path}" for head, path in heads.items()]
+    return str(folder), [*named, draft, *ANY_MODEL, f"portfolio=suffix+recycling+{draft}"]
 
 
 def groups(items: Sequence[Item], batch: int, least: int) -> list[list[Item]]:
@@ -97,66 +215,11 @@ def groups(items: Sequence[Item], batch: int, least: int) -> list[list[Item]]:
     return [[items[(start * batch + index) % len(items)] for index in range(batch)] for start in range(num_batches)]
 
 
-def opened(bench: Bench, noted: Noted, name: str) -> tuple[str, list[str]]:
-    """A model and all that can draft for it, as on the command line; the widened one is written when first needed."""
-    if name == SMALL:
-        return bench.small, ([f"draft={bench.draft}"] if bench.rehearses else auto_drafters(name, None))
-    folder, source = bench.folder / WIDENED, open_source(resolve_model(bench.small))
-    if not folder.exists():
-        widen(source, chosen_sizes(bench, source[1]), folder, bench.small)
-        compile_widened(bench, noted, folder)
-    heads = [] if bench.rehearses else heads_of(bench, noted, folder)
-    draft = f"draft={bench.draft}"
-    lookups = ("ngram",) if bench.rehearses else ANY_MODEL
-    return str(folder), [*heads, draft, *lookups, f"portfolio=suffix+recycling+{draft}"][
-        : 1 if bench.rehearses else None
-    ]
-
-
-def compile_widened(bench: Bench, noted: Noted, folder: Path) -> None:
-    """On all cores instead of one after the other; without that, all goes on slower."""
-    if not bench.rehearses:
-        try:
-            ahead([str(folder)], ["bf16"], bench.sizes.compiled_rows, bench.device, COMPILE_S)
-        except Exception:
-            noted.error(f"{WIDENED}: compiling", traceback.format_exc())
-
-
-def heads_of(bench: Bench, noted: Noted, target: Path) -> list[str]:
-    """Mini's heads for the widened model, as drafters; one that cannot be had is named."""
-    names = []
-    for head in HEADS:
-        out = bench.folder / f"widened-{head}"
-        try:
-            if not out.exists():
-                widen_head(WidenedTarget.open(target), resolve_model(f"mini-{head}"), out)
-            names.append(f"{head}={out}")
-        except Exception:
-            noted.error(f"{WIDENED}: {head}", traceback.format_exc())
-    return names
-
-
-def chosen_sizes(bench: Bench, config: ModelConfig) -> WidenedSizes:
-    """The largest shape that card and disk have room for; twice the width where none has, and to rehearse."""
-    for name in reversed(bench.sizes.shapes if not bench.rehearses else ()):
-        needed, free = 2 * num_parameters(read_shape(name).config), memory_of(bench.device)
-        if shutil.disk_usage(bench.folder).free > 1.2 * needed and (free is None or free > ROOM * needed):
-            return as_wide(config, read_shape(name))
-    return replace(WidenedSizes.of(config), hidden_size=2 * config.hidden_size, ffn_size=2 * config.ffn_size)
-
-
-def as_wide(config: ModelConfig, shape: Shape) -> WidenedSizes:
-    """The shape's sizes with as many entries of queries, keys and values, in heads of `config`'s size."""
-    wanted, own = WidenedSizes.of(shape.config), config.heads.head_dim
-    per_head = shape.config.heads.head_dim // own
-    return replace(wanted, num_q=wanted.num_q * per_head, num_kv=wanted.num_kv * per_head)
-
-
-def engines_of(bench: Bench, noted: Noted, target: str, drafters: Sequence[str]) -> dict[str, LLM]:
+def engines_of(bench: Bench, noted: Noted, target: str, drafters: Sequence[str], longest: int) -> dict[str, LLM]:
     """Plain decoding and every drafter on the same weights; a drafter that cannot be had is named with its error."""
-    place = {"device": bench.device.type, "kernels": "triton"}
+    place = {"device": bench.device.type, "kernels": bench.backend}
     plain = LLM(
-        target, **place, max_model_len=bench.sizes.max_model_len, max_num_seqs=max(bench.sizes.batches),
+        target, **place, max_model_len=longest, max_num_seqs=max(bench.sizes.batches),
         prefix_caching=False, across_requests=False, adaptive=not bench.rehearses,
     )  # fmt: skip
     wanted = [(name, name, not bench.rehearses) for name in drafters]
@@ -192,12 +255,10 @@ def host_share(llm: LLM, bench: Bench) -> dict[str, Any]:
 
 
 def batch_rows(
-    engines: Mapping[str, LLM], batches: Sequence[Sequence[PromptCase]], params: SamplingParams, num_runs: int,
-    noted: Noted,
+    engines: Mapping[str, LLM], batches: Sequence[Sequence[PromptCase]], expected: Sequence[CompletionOutput],
+    params: SamplingParams, num_runs: int, noted: Noted,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """All engines in turns, after a run each that does not count; tokens against plain decoding one by one."""
-    alone = [[case] for batch in batches for case in batch]
-    expected = timed(engines[PLAIN], alone, params)[1]
     runs: dict[str, list[Run]] = {name: [] for name in engines}
     for turn in range(num_runs + 1):
         for name in list(runs):
@@ -225,9 +286,9 @@ def figures(runs: Sequence[Run], expected: Sequence[CompletionOutput], plain_s: 
     }
 
 
-def timed(llm: LLM, batches: Sequence[Sequence[PromptCase]], params: SamplingParams) -> Run:
-    """Seconds of all batches, one after the other, and the answers; every prompt has a seed of its own."""
-    answers, number = [], 0
+def timed(llm: LLM, batches: Sequence[Sequence[PromptCase]], params: SamplingParams, first: int = 0) -> Run:
+    """Seconds of all batches, one after the other, and the answers; every prompt has a seed of its own from `first`."""
+    answers, number = [], first
     synchronize(llm.kernels.device)
     start = perf_counter()
     for batch in batches:
@@ -237,32 +298,50 @@ def timed(llm: LLM, batches: Sequence[Sequence[PromptCase]], params: SamplingPar
     return perf_counter() - start, answers
 
 
+# -- transformers ----------------------------------------------------------------------------------------------------
+
+
 def peers(bench: Bench, due: Due, noted: Noted) -> None:
     """transformers on the same models and prompts, greedy: `generate`, and assisted by the draft model."""
-    in_time((WIDENED, SMALL), due, noted, str, partial(peer_rows, bench, due, noted))
+    if not find_spec("transformers"):
+        noted.left_out("transformers is not installed")
+        return
+    folders = {WIDENED: lambda: str(bench.widening.result(due.left_s).folder), SMALL: lambda: bench.small}
+    models = cache(lambda name: transformers_model(folders[name](), bench))
+    assistant = cache(lambda: transformers_model(bench.draft, bench))
+    in_time(peer_cases(bench.sizes), due, noted, " ".join, partial(peer_rows, bench, models, assistant))
 
 
-def peer_rows(bench: Bench, due: Due, noted: Noted, name: str) -> Iterator[dict[str, Any]]:
-    """One model. Assisted generation takes one prompt at a time."""
-    model, assistant = (transformers_model(which, bench) for which in (opened(bench, noted, name)[0], bench.draft))
-    prompts = encoded(bench)
-    batches = bench.sizes.batches
-    for method, batch in [("generate", batches[0]), ("assisted", 1), *(("generate", size) for size in batches[1:])]:
-        if due.left_s == 0:
-            noted.left_out(f"{name}: {method}, batch {batch}")
-            continue
-        options = {"assistant_model": assistant} if method == "assisted" else {}
-        generated(model, prompts[:1], bench, options)
-        spans = [generated(model, group, bench, options) for group in groups(prompts, batch, bench.sizes.prompts)]
-        rate = bench.sizes.max_tokens * sum(num for num, _ in spans) / sum(seconds for _, seconds in spans)
-        yield {"model": name, "method": method, "batch": batch, "tokens_per_s": round(rate, 2)}
+def peer_cases(sizes: Sizes) -> list[tuple[str, str, str]]:
+    """Model, method, batch; assisted generation takes one prompt at a time."""
+    first, *others = sizes.batches
+    stages = [("generate", first), ("assisted", 1)], [("generate", batch) for batch in others]
+    return [
+        (model, method, f"batch {batch}")
+        for some in stages
+        for model, (method, batch) in product((WIDENED, SMALL), some)
+    ]
+
+
+def peer_rows(
+    bench: Bench, models: Callable[[str], Any], assistant: Callable[[], Any], case: tuple[str, str, str]
+) -> Iterator[dict[str, Any]]:
+    """One method on one model, after a prompt that does not count."""
+    name, method, batch = case[0], case[1], int(case[2].removeprefix("batch "))
+    model, prompts = models(name), encoded(bench)
+    options = {"assistant_model": assistant()} if method == "assisted" else {}
+    generated(model, prompts[:1], bench, options)
+    spans = [generated(model, group, bench, options) for group in groups(prompts, batch, bench.sizes.peer_prompts)]
+    rate = bench.sizes.max_tokens * sum(num for num, _ in spans) / sum(seconds for _, seconds in spans)
+    yield {"model": name, "method": method, "batch": batch, "tokens_per_s": round(rate, 2)}
 
 
 def transformers_model(name: str, bench: Bench) -> Any:
-    """As its users load it, in bfloat16."""
+    """As its users load it, in bfloat16; straight to the device where `accelerate` is there to do so."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=torch.bfloat16)
+    place = {"device_map": {"": bench.device}} if find_spec("accelerate") else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=torch.bfloat16, **place)
     return model.to(bench.device).eval()
 
 

@@ -32,6 +32,8 @@ def lines(parts: Parts) -> list[dict[str, Any]]:
         ("EAGLE-3, widened to 8B, batch 32: times plain", ">=", 1.0, lambda: widened(parts, "eagle", 32, "speedup")),
         ("answers that are not plain decoding's", "<=", 0, lambda: count(parts, "speed", "identical")),
         ("rows with other bits in a batch", "<=", 0, lambda: _sum(other_bits(parts))),
+        ("cases with other numbers than the reference", "<=", 0, lambda: _sum(other_numbers(parts))),
+        ("tests of the kernels that failed", "<=", 0, lambda: failed_tests(parts)),
     ]
     return [_line(what, sign, wanted, figure()) for what, sign, wanted, figure in goals]
 
@@ -65,7 +67,7 @@ def attention(parts: Parts, name: str) -> float | None:
 def widened(parts: Parts, drafter: str, batch: int, name: str) -> float | None:
     """A greedy figure on mini widened to the 8B shape; None if only a smaller one had room."""
     rows = [row for row in rows_of(parts, "speed") if row["drafter"].partition("=")[0] == drafter]
-    return first(rows, name, model="widened", widened_to=LARGE, batch=batch, temperature=0.0)
+    return first(rows, name, model="widened", widened_to=LARGE, batch=batch, temperature=0.0, is_long=False)
 
 
 def count(parts: Parts, part: str, name: str) -> float | None:
@@ -77,6 +79,17 @@ def count(parts: Parts, part: str, name: str) -> float | None:
 def other_bits(parts: Parts) -> list[float | None]:
     """Cases with other bits in a batch, products and attention."""
     return [count(parts, part, "row_has_its_bits") for part in ("products", "attention")]
+
+
+def other_numbers(parts: Parts) -> list[float | None]:
+    """Cases the reference gives other numbers for, products and attention."""
+    return [count(parts, part, "as_reference") for part in ("products", "attention")]
+
+
+def failed_tests(parts: Parts) -> float | None:
+    """None where none was run."""
+    told = rows_of(parts, "check")
+    return sum(row.get("FAILED", 0) + row.get("ERROR", 0) for row in told) if any(told) else None
 
 
 def _sum(numbers: Sequence[float | None]) -> float | None:
@@ -105,6 +118,7 @@ def markdown(result: Mapping[str, Any]) -> str:
             for part, found in result["parts"].items() if found["left_out"]]  # fmt: skip
     machine = result["machine"]
     place = f"{result['card']}, torch {machine['torch']}, commit {machine['commit']}, {machine['date']}"
+    place += f", kernels of the host: {machine['host_kernels']}"
     return "\n\n".join(filter(None, ["\n".join(rows), "\n".join(left), f"{place}:", f"```\n{result['command']}\n```"]))
 
 
@@ -148,7 +162,8 @@ def _draw_attention(panel: Any, rows: Sequence[Row]) -> None:
 
 
 def _draw_speed(panel: Any, rows: Sequence[Row]) -> None:
-    named = [{**row, "drafter": row["drafter"].partition("=")[0]} for row in rows if row["temperature"] == 0]
+    shown = [row for row in rows if row["temperature"] == 0 and not row["is_long"]]
+    named = [{**row, "drafter": row["drafter"].partition("=")[0]} for row in shown]
     _plot(panel, named, ("model", "drafter"), "batch", "speedup")
     panel.set(title="drafters over plain decoding, greedy", xlabel="requests", ylabel="times plain", ylim=(0, None))
 

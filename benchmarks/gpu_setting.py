@@ -14,8 +14,11 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
+from gpu_compile import WIDTHS
 from gpu_watch import Noted
+from gpu_widen import Widening
 
+from forerun.bench.synthetic import RandomSource
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
 from forerun.kernels.triton.graphs import CudaCapture
@@ -32,6 +35,7 @@ class Sizes:
     contexts: tuple[int, ...]  # known tokens before a pass
     rows: tuple[int, ...] = (1, 4, 8, 16, 32, 64)  # tokens of a pass
     compiled_rows: tuple[int, ...] = (1, 32, 64, 300)  # of each kind of kernel some
+    tree_widths: tuple[int, ...] = WIDTHS  # of trees grown on the card
     weights: tuple[str, ...] = ("bf16", "int4")
     repeats: int = 7
     cold_bytes: int = 512 << 20  # matrices read in turn, so that no cache of a card keeps them
@@ -40,11 +44,14 @@ class Sizes:
     tests: tuple[str, ...] = ("tests/kernels/triton",)
     batches: tuple[int, ...] = (1, 32, 8)  # what must be shown is about the first two
     prompts: int = 6  # at least, of a batch or of several
+    peer_prompts: int = 3  # likewise, of transformers
     runs: int = 2  # of every drafter
     passes: int = 100  # in a row, for the card's own time
+    passes_a_turn: int = 8  # of the curve, likewise
     temperatures: tuple[float, ...] = (0.0, 1.0)
     max_tokens: int = 64
     max_model_len: int = 512
+    long_model_len: int = 2048  # of the small model; 0: no long prompts
 
 
 CARD = Sizes(("llama-3.2-1b", "llama-3.1-8b"), (1024, 8192, 32768, 131072 - 64))  # 64: room for the pass itself
@@ -53,10 +60,11 @@ CARD = Sizes(("llama-3.2-1b", "llama-3.1-8b"), (1024, 8192, 32768, 131072 - 64))
 def rehearsal(tiny: Path) -> Sizes:
     """Everything once, on a model of one narrow layer."""
     return Sizes(
-        (str(tiny),), (8, 300), rows=(1, 3), compiled_rows=(3,), repeats=1, cold_bytes=1, copy_bytes=1 << 16,
-        matmul_size=32,
+        (str(tiny),), (8, 300), rows=(1, 3), compiled_rows=(3,), tree_widths=(), repeats=1, cold_bytes=1,
+        copy_bytes=1 << 16, matmul_size=32,
         tests=("tests/kernels/triton/test_rowwise.py", "-k", "edges"), batches=(2,), temperatures=(0.0,),
-        prompts=1, runs=1, passes=1, max_tokens=2, max_model_len=64,
+        prompts=1, peer_prompts=1, runs=1, passes=1, passes_a_turn=1, max_tokens=2, max_model_len=64,
+        long_model_len=0,
     )  # fmt: skip
 
 
@@ -72,6 +80,8 @@ class Bench:
     seconds: Seconds
     bandwidth: float  # bytes a second, read and written by a copy
     rehearses: bool
+    widening: Widening  # of the small model, and of its heads
+    backend: str = "triton"  # kernels of engines, as `forerun` calls them
 
     @property
     def device(self) -> torch.device:
@@ -150,6 +160,22 @@ def back_to_back_s(run: Callable[[], object], device: torch.device, repeats: int
         run()
     synchronize(device)
     return (perf_counter() - start) / repeats
+
+
+class RepeatedSource(RandomSource):
+    """Random tensors of which those of one shape are made once: on a card each has its own copy."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """`dtype`: of every tensor."""
+        super().__init__(dtype)
+        self._made: dict[tuple[int, ...] | None, torch.Tensor] = {}
+
+    def tensor(self, name: str, shape: Sequence[int] | None = None) -> torch.Tensor:
+        """See `RandomSource`."""
+        key = None if shape is None else tuple(shape)
+        if key not in self._made:
+            self._made[key] = super().tensor(name, shape)
+        return self._made[key]
 
 
 def tiny_model(folder: Path) -> Path:

@@ -16,6 +16,8 @@ constexpr int64_t kChunksPerThread = 8;      // so that a descheduled thread hol
 constexpr int64_t kSmallestChunk = 1000;     // nanoseconds
 constexpr int64_t kRowBlockBytes = 192 << 10;  // activations that stay in the second-level cache beside a panel
 constexpr int64_t kGroupedRowBytes = 512 << 10;  // likewise, activations of one byte
+constexpr int64_t kFewRows = 64;             // whose activations are quantized some inputs at a time
+constexpr int64_t kSectionInputs = 512;      // so many
 constexpr int64_t kSplitInputs = 32;         // only multiples of this many inputs are split into parts
 constexpr int64_t kSplitFrom = 1 << 20;      // weights; smaller matrices wait in the caches, and few rows are faster whole
 constexpr int64_t kSplitPanels = 8;          // panels that share activations in parts while those are near
@@ -126,7 +128,13 @@ void CpuEngine::grouped(const GroupedArgs& given) {
     const Scratch::Piece piece = scratch_.take(4 * (words + steps) + kLine);  // tiles may read a line too many
     args.words = static_cast<int32_t*>(piece.memory());
     args.steps = reinterpret_cast<float*>(args.words + words);
-    share(table_->grouped_quantize, args, args.m, args.k / 4);
+    // Words of a few rows share cache lines, which threads that took a row each would drive out of each other's caches.
+    const bool few = args.m > 1 && args.m <= kFewRows;
+    const int64_t groups = std::max(layout.group_size, 2 * kGroupedBlock);  // two of 16 share an activation scale
+    args.section = divide_up(few ? kSectionInputs : args.k, groups) * groups;
+    args.section_rows = few ? args.m : 1;
+    const int64_t quantizing = divide_up(args.k, args.section) * divide_up(args.m, args.section_rows);
+    share(table_->grouped_quantize, args, quantizing, args.section_rows * args.section / 4);
     share(table_->grouped, args, units, args.panels_per_unit * args.k * divide_up(rows, 4) / 2);
 }
 

@@ -58,6 +58,7 @@ struct GroupedArgs {
     int64_t zero;  // what a code of 0 stands for is -zero
     GroupedLayout layout;
     int64_t panels_per_unit, rows_per_unit;  // set by the engine, as are the next
+    int64_t section, section_rows;           // inputs, whole groups, and rows of a unit of quantizing
     int64_t row_words;                       // k / 4, filled up to whole lines of 64 bytes
     int32_t* words;                          // [m, row_words] scratch: the activations as integers
     float* steps;                            // [m, num_steps, 3] scratch: scales and sums
@@ -238,7 +239,7 @@ struct KernelTable {
     void (*attention_combine)(const AttentionArgs&, int64_t begin, int64_t end);  // unit: row x KV head
     void (*gumbel_maxima)(const GumbelArgs&, int64_t begin, int64_t end);         // unit: row x part
     void (*gumbel_search)(const GumbelArgs&, int64_t begin, int64_t end);         // unit: row x part
-    void (*grouped_quantize)(const GroupedArgs&, int64_t begin, int64_t end);     // unit: a row
+    void (*grouped_quantize)(const GroupedArgs&, int64_t begin, int64_t end);     // unit: rows x section
     void (*grouped)(const GroupedArgs&, int64_t begin, int64_t end);              // unit: panels x rows
 };
 

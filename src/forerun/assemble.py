@@ -175,7 +175,8 @@ def _policy(
     if drafter.max_nodes <= 1 or portfolio is None or not config.drafter.adaptive:
         return FixedPolicy(drafter.max_nodes)
     costs = StepCosts(measure_verify_cost(config, model, drafter, kv_cache))
-    policy = AdaptivePolicy(drafter.max_nodes, costs, may_prune=config.verification == "coupled")
+    is_coupled, is_host = config.verification == "coupled", kv_cache.device.type == "cpu"
+    policy = AdaptivePolicy(drafter.max_nodes, costs, may_prune=is_coupled, prunes=is_host)
     for member in portfolio.members:
         policy.expect(member.name, measure_draft_costs(member, model, drafter.hidden_layers, kv_cache))
     portfolio.guide = policy

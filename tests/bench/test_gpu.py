@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-# Of the rehearsal "check" runs tests/kernels/triton once more, "speed" and "peers" take minutes under the interpreter.
-PARTS = ["compiling", "card", "curve", "attention", "products"]
+# Engines take minutes under the interpreter: "speed" is rehearsed below, on the CPU's kernels.
+PARTS = ["compiling", "card", "curve", "attention", "check", "products", "peers"]
 
 
 @pytest.fixture
@@ -37,6 +38,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_the_rehearsal_runs_and_finds_nothing_wrong(tmp_path: Path) -> None:
     pytest.importorskip("triton")
+    pytest.importorskip("transformers")
     done = run("--rehearse", "--parts", ",".join(PARTS), "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(next(tmp_path.glob("*-gpu-rehearsal.json")).read_text())
@@ -45,6 +47,10 @@ def test_the_rehearsal_runs_and_finds_nothing_wrong(tmp_path: Path) -> None:
     assert all(part["rows"] and not part["errors"] and not part["left_out"] for part in parts.values())
     assert all(row["as_reference"] and row["row_has_its_bits"] for row in parts["products"]["rows"])
     assert all(row["unsplit_has_the_bits"] and row["as_reference"] for row in parts["attention"]["rows"])
+    assert parts["check"]["rows"] == [{"PASSED": 2}]
+    assert {(row["model"], row["method"]) for row in parts["peers"]["rows"]} == set(
+        product(("widened", "mini"), ("generate", "assisted"))
+    )
     assert [line["found"] for line in result["lines"] if line["what"].startswith(("bf16", "4-bit", "EAGLE"))] == [
         None
     ] * 7
@@ -58,6 +64,15 @@ def test_without_a_card_it_refuses_and_names_the_rehearsal() -> None:
     assert done.returncode == 1 and "sees no CUDA device" in done.stderr and "--rehearse" in done.stderr
 
 
+def test_all_parts_and_one_that_is_late_take_less_than_ten_minutes(report: Any) -> None:
+    pytest.importorskip("triton")
+    import gpu
+
+    assert sum(gpu.SECONDS.values()) <= 455  # of 8 minutes; the rest is starting, and the case that ends late
+    assert sum(gpu.SECONDS.values()) + gpu.GRACE_S <= 540
+    assert list(gpu.SECONDS) == list(gpu.actions())
+
+
 def test_unknown_parts_and_a_rehearsal_among_the_results_are_refused() -> None:
     assert "there is no curves; choose from compiling" in run("--parts", "card,curves").stderr
     assert "give --out" in run("--rehearse").stderr
@@ -67,7 +82,7 @@ def test_lines_compare_what_was_found(report: Any) -> None:
     row = {"shape": "llama-3.1-8b", "weights": "bf16", "context": 1024}
     curve = [{**row, "tokens": 1, "share": 0.7, "ratio": 1.0}, {**row, "tokens": 16, "share": 0.7, "ratio": 1.1}]
     speed = [{"drafter": "eagle=x", "model": "widened", "widened_to": "llama-3.1-8b", "batch": 1, "temperature": 0.0,
-              "speedup": 3.0, "identical": False}]  # fmt: skip
+              "is_long": False, "speedup": 3.0, "identical": False}]  # fmt: skip
     parts = {name: {"rows": rows, "errors": {}} for name, rows in (("curve", curve), ("speed", speed))}
     told = {line["what"]: (line["found"], line["holds"]) for line in report.lines(parts)}
     assert told["bf16, 8B shape, M = 1: share of copy bandwidth"] == (0.7, False)
@@ -100,6 +115,106 @@ def test_cases_that_fail_or_come_too_late_are_named(report: Any) -> None:
     assert found["rows"] == [{"case": "a"}, {"case": "b"}] and found["left_out"] == ["c"]
     assert list(found["errors"]) == ["b"] and "KeyError: 'gone'" in found["errors"]["b"]
     assert found["kept"] == 3  # after every row and error
+
+
+@pytest.mark.slow
+def test_engines_and_their_peers_on_the_kernels_there_are(report: Any, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("transformers")
+    import gpu_models
+    from gpu_setting import Bench, Due, Sizes, timer
+    from gpu_widen import HEADS, Widening
+
+    from forerun.bench.drafters import ANY_MODEL
+    from forerun.kernels.select import select_kernels
+
+    kernels = select_kernels("auto", threads=1)
+    if kernels.name == "reference":
+        pytest.skip("without kernels it takes minutes")
+    sizes = Sizes(("llama-3.2-1b",), (8,), batches=(1, 2), prompts=2, peer_prompts=1, runs=1, passes=2,
+                  temperatures=(0.0, 1.0), max_tokens=4, max_model_len=256, long_model_len=320)  # fmt: skip
+    widening, device = Widening(tmp_path), torch.device("cpu")
+    bench = Bench(kernels, sizes, tmp_path, "mini", "mini-draft", timer(device), 1e10, False, widening, "auto")
+    widening.begin("mini", HEADS, (), device)
+    parts: dict[str, dict[str, Any]] = {"speed": {}, "peers": {}}
+    for name, part in parts.items():
+        getattr(gpu_models, name)(bench, Due(600.0), noted(part))
+        assert not part["errors"] and not part["left_out"]
+    rows = parts["speed"]["rows"]
+    cases = [(row["temperature"], row["model"], row["batch"], row["is_long"]) for row in rows
+             if row["drafter"] == "none"]  # fmt: skip
+    short = [*product(("widened", "mini"), (1, 2), [False]), ("mini", 1, True)]
+    assert cases == [(temperature, *case) for temperature in (0.0, 1.0) for case in short]
+    assert all(row["identical"] and not row["num_failed"] for row in rows) and report.wrong(parts) == []
+    drafters = {row["drafter"].partition("=")[0] for row in rows}
+    assert drafters == {"none", *HEADS, "draft", *ANY_MODEL, "portfolio", "fixed eagle"}
+    assert max(row["acceptance_length"] for row in rows) > 1.5
+    assert len(parts["peers"]["rows"]) == 6 and all(row["tokens_per_s"] > 0 for row in parts["peers"]["rows"])
+    told = {line["what"]: line["found"] for line in report.lines(parts)}
+    assert told["answers that are not plain decoding's"] == 0
+    assert told["EAGLE-3, widened to 8B, batch 1: times plain"] is None  # it was widened to another size
+
+
+def test_passes_in_a_row_are_told_one_by_one(report: Any) -> None:
+    pytest.importorskip("triton")
+    from gpu_models import InARow
+
+    from forerun.bench.curve import measure, rows
+
+    class Fake:
+        device, layers = torch.device("cpu"), ()
+
+        def __init__(self) -> None:
+            self.model = self.cache = self
+            self.seen: list[tuple[int, int]] = []
+
+        def chain(self, *case: int) -> Any:
+            return case
+
+        def forward(self, batch: Any, layers: Any) -> None:
+            self.seen.append(batch)
+
+        def bytes_read(self, context: int, tokens: int) -> int:
+            return 6_000_000_000
+
+    passes: Any = Fake()
+    turns = InARow(passes, 3)
+    seconds = iter(range(0, 100, 6))
+    measured = measure(turns, [1], [8], 2, lambda: 1.0, clock=lambda: next(seconds))
+    assert passes.seen == [(8, 1)] * 9  # one that does not count and two, three passes each
+    assert rows(turns.each(measured), turns, [1]) == [
+        {"tokens": 1, "context": 8, "ms": 2000.0, "ratio": 1.0, "gb_per_s": 3.0}
+    ]
+
+
+def test_cases_that_something_must_be_shown_for_come_first(report: Any) -> None:
+    pytest.importorskip("triton")
+    from gpu_models import peer_cases, speed_cases
+    from gpu_setting import CARD
+
+    cases = speed_cases(CARD)
+    assert cases[:2] == [("widened", 0.0, 1, False), ("widened", 0.0, 32, False)] and len(set(cases)) == 14
+    methods = peer_cases(CARD)
+    assert [case[0] for case in methods[:4]] == ["widened", "widened", "mini", "mini"] and len(set(methods)) == 8
+
+
+def test_what_was_not_widened_is_named_and_what_was_is_kept(report: Any, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from gpu_widen import Widening
+
+    device = torch.device("cpu")
+    first = Widening(tmp_path)
+    first.begin("mini-draft", ("none",), (), device)
+    folder, heads, errors = first.result()
+    assert (folder / "config.json").exists() and heads == {} and "mini-none" in errors["none"]
+    config = json.loads((first.shape / "config.json").read_text())
+    assert config == json.loads((folder / "config.json").read_text())
+    again = Widening(tmp_path)  # as a run does that was started again
+    again.begin("mini-draft", ("none",), (), device)
+    assert again._process is None and again.result().folder == folder
+    silent = Widening(tmp_path / "none")
+    with pytest.raises(RuntimeError, match="not widened: its process said nothing"):
+        silent.result()
 
 
 def test_what_pytest_says_is_counted(report: Any) -> None:

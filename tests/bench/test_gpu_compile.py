@@ -15,7 +15,9 @@ from tests.models import factory
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 KERNELS = {"_attention_kernel", "combine_kernel", "_rope_kernel", "_rms_kernel", "_gate_kernel", "_move_kernel",
-           "embed", "multiply", "quantize", "_best_of_part", "_best_of_row"}  # fmt: skip
+           "embed", "multiply", "quantize", "_best_of_part", "_best_of_row", "_grow_kernel",
+           "_keep_kernel"}  # fmt: skip
+TREES = ("_grow_kernel", "_keep_kernel")  # of which there are never two on a multiprocessor
 
 
 def compile_kernels(cache: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
@@ -37,7 +39,8 @@ def test_a_pass_at_the_8b_shape_compiles_and_fits(tmp_path: Path) -> None:
     for row in rows:
         assert row["problems"] == [] and row["shared"] <= 113 << 10, row  # two programs at a time
         assert row["tensor_cores"] == (row["kernel"] in ("multiply", "_attention_kernel")), row
-        assert row["registers"] * row["threads"] <= 32768 and row["stack"] <= 64, row
+        assert row["stack"] <= (0 if row["kernel"] in TREES else 64), row
+        assert row["kernel"] in TREES or row["registers"] * row["threads"] <= 32768, row
     attention = next(row for row in rows if row["kernel"] == "_attention_kernel")
     assert attention["grid"][1] == 8 and attention["grid"][2] > 64  # KV heads; 512 splits, up to eight a program
 
@@ -47,7 +50,7 @@ def test_a_pass_at_the_8b_shape_compiles_and_fits(tmp_path: Path) -> None:
 def test_latents_and_experts_compile_and_fit(family: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     folder = factory.make_checkpoint(family, tmp_path)
-    arguments = ("--shapes", str(folder), "--weights", "bf16", "--rows", "3", "--contexts", "40")
+    arguments = ("--shapes", str(folder), "--weights", "bf16", "--rows", "3", "--contexts", "40", "--trees=")
     status, rows = compile_kernels(tmp_path, *arguments)
     wanted = {"_route", "_activate", "_add_up"} | ({"_latent_kernel", "_latent_attention_kernel"}
                                                    if family == "deepseek" else set())  # fmt: skip

@@ -305,6 +305,10 @@ def test_a_pickle_runs_no_code(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_fitted(tmp_path_factory.mktemp("heads")))
+
+
+def write_fitted(folder: Path) -> Path:
     """Heads whose output matrices are fitted to the target's greedy text, so that some drafts are right."""
     model, texts = tiny.target(TARGET_LAYERS), tiny.groups(24, temperature=0.0, max_tokens=50)
     known = [
@@ -322,7 +326,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> str:
     zeros = [[torch.zeros(HIDDEN, HIDDEN)] for _ in range(4)]
     outputs = [8 * (ridge @ torch.nn.functional.one_hot(torch.tensor(ids), VOCAB).float()).T for ids in wanted]
     heads = Heads(zeros, [[None] for _ in range(4)], outputs)
-    return str(write_vllm(tmp_path_factory.mktemp("heads"), heads))
+    return write_vllm(folder, heads)
 
 
 def config(folder: str, max_draft_tokens: int = 4, tree_width: int = 1, adaptive: bool = False) -> DrafterConfig:

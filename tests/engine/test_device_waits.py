@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,19 @@ from torch import Tensor
 from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import SamplingParams
+from forerun.drafters.portfolio import Portfolio
 from forerun.engine.engine import Engine
 from forerun.engine.policy import FixedPolicy
+from forerun.engine.policy_adaptive import AdaptivePolicy
 from forerun.models.captured import CapturedModel
 from forerun.models.heads.captured import CapturedHead
 from forerun.models.loader import load_model
-from tests.drafters import test_medusa, test_mtp
+from tests.drafters import test_eagle, test_medusa, test_mtp
 from tests.models import factory
 from tests.models.test_device import META
 from tests.models.test_device_chains import Enqueued, MetaKernels
 from tests.support import harness, heads, tiny
+from tests.support.hopeful import expect_much
 
 NUM_DRAFTS = 4  # of which heads grow a tree
 
@@ -44,19 +48,22 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def told(x: Tensor) -> Tensor:
     """Sevens, but of a tree's nodes, which hang from the root, where parents stand."""
     numbers = torch.full(x.shape, 7, dtype=x.dtype)
-    if x.shape[0] == 4:
+    if x.dim() > 1 and x.shape[0] in (3, 4):
         numbers[1] = 0
-    elif x.shape == (IN_ALL[2],):
+    elif x.shape in ((IN_ALL[2],), (OF_MEDUSA,)):
         numbers[2 * NUM_DRAFTS : 4 * NUM_DRAFTS] = 0
     return numbers
 
 
 def engine(
-    folder: Path, kernels: Any, name: str = "none", head: str | None = None, width: int | None = None, **options: Any
-) -> Engine:
+    folder: Path, kernels: Any, name: str = "none", head: str | None = None, width: int | None = None,
+    adaptive: bool = False, members: tuple[DrafterConfig, ...] = (), **options: Any,
+) -> Engine:  # fmt: skip
     """Everything as on a card, but for what writes work down."""
     model: Any = load_model(folder, kernels).model
-    drafter = DrafterConfig(name=name, model=head, max_draft_tokens=NUM_DRAFTS, tree_width=width, adaptive=False)
+    drafter = DrafterConfig(
+        name=name, model=head, max_draft_tokens=NUM_DRAFTS, tree_width=width, adaptive=adaptive, members=members
+    )
     config = EngineConfig(model="tiny", drafter=drafter, block_size=4, max_model_len=48, **options)
     made = assemble(config, model, kernels, lambda _: load_model(folder, kernels).model)
     made.model = CapturedModel(model, kernels, Enqueued(), made._kvs, made.drafter.hidden_layers)
@@ -102,22 +109,46 @@ def test_drafting_by_lookup_adds_none(folder: Path, waits: list[Any]) -> None:
 
 NUM_CHOICES = 2 * (NUM_DRAFTS + 1)  # of two requests
 IN_ALL = {1: NUM_CHOICES + 2 * 2 * NUM_DRAFTS, 2: NUM_CHOICES + 4 * 2 * NUM_DRAFTS}  # and what is told of their drafts
+OF_MEDUSA = NUM_CHOICES + 3 * 2 * NUM_DRAFTS
 
 
-def with_draft(folder: Path, width: int) -> Engine:
+def with_draft(folder: Path, width: int, **options: Any) -> Engine:
     kernels = MetaKernels()
-    made = engine(folder, kernels, "draft", "a model", width)
-    inner: Any = tiny.inner(made)
-    inner._model = CapturedModel(inner._model, kernels, Enqueued(), inner._kvs)  # type: ignore[arg-type]
-    return made
+    return enqueued(engine(folder, kernels, "draft", "a model", width, **options), kernels)
 
 
-def with_head(folder: Path, head: Path, width: int) -> Engine:
+def with_head(folder: Path, head: Path, width: int, **options: Any) -> Engine:
     kernels = MetaKernels()
     heads.write(head, test_mtp.mimo_tensors(), test_mtp.mimo_config())
-    made = engine(folder, kernels, "mtp", str(head), width)
-    inner: Any = tiny.inner(made)
-    inner._head = CapturedHead(inner._head, kernels, Enqueued(), inner._kvs)  # type: ignore[arg-type]
+    return enqueued(engine(folder, kernels, "mtp", str(head), width, **options), kernels)
+
+
+def with_eagle(folder: Path, head: Path, width: int, **options: Any) -> Engine:
+    kernels = MetaKernels()
+    head.mkdir()
+    made, _ = test_eagle.make("eagle1", head)
+    return enqueued(engine(folder, kernels, "eagle", str(made), width, **options), kernels)
+
+
+def with_medusa(folder: Path, head: Path, width: int, **options: Any) -> Engine:
+    kernels = MetaKernels()
+    head.mkdir()
+    drawn = test_medusa.random_heads(NUM_DRAFTS, 1)
+    return enqueued(
+        engine(folder, kernels, "medusa", str(test_medusa.write_vllm(head, drawn)), width, **options), kernels
+    )
+
+
+def enqueued(made: Engine, kernels: Any) -> Engine:
+    """What a card's drafters do, where nothing is written down."""
+    members = made.drafter.members if isinstance(made.drafter, Portfolio) else (made.drafter,)
+    inner: Any = next(tiny.unwrapped(member) for member in members if member.weight_bytes)
+    if inner.name == "draft":
+        inner._model = CapturedModel(inner._model, kernels, Enqueued(), inner._kvs)
+    elif inner.name == "medusa":
+        inner._heads.capture(Enqueued())
+    else:
+        inner._head = CapturedHead(inner._head, kernels, Enqueued(), inner._kvs)
     return made
 
 
@@ -152,10 +183,59 @@ def test_a_policy_that_looks_at_drafts_waits_once_more(
         assert drafts[0] == 2 * width and choices == ((NUM_CHOICES,) if width == 1 else (4,))  # equal children are one
 
 
-def test_drafting_with_medusa_heads_waits_once_more(folder: Path, tmp_path: Path, waits: list[Any]) -> None:
-    kernels = MetaKernels()
-    (tmp_path / "head").mkdir()
-    drawn = test_medusa.random_heads(NUM_DRAFTS, 1)
-    made = engine(folder, kernels, "medusa", str(test_medusa.write_vllm(tmp_path / "head", drawn)))
-    tiny.inner(made)._heads.capture(Enqueued())
-    assert run(made, waits) == [2, 2, 2, 2] and len(waits[0]) == 1
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafting_with_medusa_heads_waits_once(
+    folder: Path, tmp_path: Path, waits: list[Any], width: int, temperature: float
+) -> None:
+    made = with_medusa(folder, tmp_path / "head", width)
+    assert run(made, waits, temperature=temperature) == [1, 1, 1, 1] and waits == [(OF_MEDUSA,)]
+
+
+ADAPTIVE: dict[str, Callable[..., Engine]] = {
+    "draft": lambda folder, _, width: with_draft(folder, width, adaptive=True),
+    "mtp": lambda folder, head, width: with_head(folder, head, width, adaptive=True),
+    "eagle": lambda folder, head, width: with_eagle(folder, head, width, adaptive=True),
+    "medusa": lambda folder, head, width: with_medusa(folder, head, width, adaptive=True),
+}
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_the_adaptive_policy_waits_once(folder: Path, tmp_path: Path, waits: list[Any], name: str, width: int) -> None:
+    made = ADAPTIVE[name](folder, tmp_path / "head", width)
+    assert isinstance(made.policy, AdaptivePolicy) and not made.policy.prunes, "where passes run on a card"
+    expect_much(made)
+    assert run(made, waits) == [1, 1, 1, 1]
+    assert waits == [(OF_MEDUSA if name == "medusa" else IN_ALL[width],)], "all drafts there is room for"
+    assert sum(record.stats().drafters[name].drafted for record in made.records.values()) > 0
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_draft_model_that_reads_a_prompt_first_is_waited_for(folder: Path, waits: list[Any], adaptive: bool) -> None:
+    """What reading takes can be told from the pass then; every later step waits once."""
+    made, counts = with_draft(folder, 1, adaptive=adaptive), list[int]()
+    if adaptive:
+        expect_much(made)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    made.add(harness.request(0, list(range(5, 5 + 2 * NUM_DRAFTS)), params, 48))
+    for _ in range(4):
+        waits.clear()
+        made.step()
+        counts.append(len(waits))
+    assert counts == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_portfolio_waits_once_more_where_two_may_draft_for_a_request(
+    folder: Path, waits: list[Any], adaptive: bool
+) -> None:
+    """Behind lookups a model's drafts are late in steps in which those find nothing; before them never."""
+    lookup = DrafterConfig(name="ngram", max_draft_tokens=2, ngram_min=8, ngram_max=8)
+    of_model = DrafterConfig(name="draft", model="a model", tree_width=1)
+    for members, expected in (((lookup, of_model), [1, 2, 2, 2]), ((of_model, lookup), [2, 2, 2, 2])):
+        kernels = MetaKernels()
+        made = enqueued(engine(folder, kernels, "portfolio", members=members, adaptive=adaptive), kernels)
+        if adaptive:
+            expect_much(made)
+        assert run(made, waits) == expected

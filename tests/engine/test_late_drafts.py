@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,18 @@ import torch
 from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import Request, SamplingParams
+from forerun.drafters.portfolio import Portfolio
+from forerun.engine.calibration import Calibration
 from forerun.engine.engine import Engine
 from forerun.models.captured import CapturedModel
 from forerun.models.heads.captured import CapturedHead
-from forerun.speculation.growth import Draft
+from forerun.speculation.growth import Draft, Part
 from forerun.speculation.late import LateDrafts
 from forerun.speculation.verifier import CoupledVerifier
-from tests.drafters import test_mtp
+from tests.drafters import test_medusa, test_mtp
 from tests.models.test_device_chains import Enqueued
 from tests.support import heads, tiny
+from tests.support.hopeful import expect_much
 
 LAYERS = 2
 
@@ -56,23 +60,55 @@ class ReadFirst(CoupledVerifier):
         return False
 
 
-def with_draft(width: int, **options: Any) -> Engine:
+def with_draft(width: int, adaptive: bool = False, **options: Any) -> Engine:
     """The target drafts for itself, so that much is accepted."""
-    config = DrafterConfig(name="draft", model="tiny", max_draft_tokens=7, tree_width=width, adaptive=False)
-    made = engine(config, **options)
-    inner: Any = tiny.inner(made)
-    inner._model = CapturedModel(tiny.target(LAYERS), tiny.kernels(), Enqueued(), inner._kvs)
-    return made
+    return of_members([draft_config(width)], adaptive, **options)
 
 
-def with_head(width: int, folder: Path, **options: Any) -> Engine:
+def draft_config(width: int) -> DrafterConfig:
+    return DrafterConfig(name="draft", model="tiny", max_draft_tokens=7, tree_width=width)
+
+
+def with_head(width: int, folder: Path, adaptive: bool = False, **options: Any) -> Engine:
     """A random head, of which next to nothing is accepted."""
     heads.write(folder, test_mtp.mimo_tensors(), test_mtp.mimo_config())
-    config = DrafterConfig(name="mtp", model=str(folder), max_draft_tokens=6, tree_width=width, adaptive=False)
+    config = DrafterConfig(name="mtp", model=str(folder), max_draft_tokens=6, tree_width=width)
+    return of_members([config], adaptive, **options)
+
+
+def with_medusa(width: int, folder: Path, adaptive: bool = False, **options: Any) -> Engine:
+    """Heads fitted to the target's text, of which something is accepted."""
+    config = DrafterConfig(name="medusa", model=str(folder), max_draft_tokens=20 if width > 1 else 4, tree_width=width)
+    return of_members([config], adaptive, **options)
+
+
+def of_members(members: Sequence[DrafterConfig], adaptive: bool, **options: Any) -> Engine:
+    """A single drafter, or a portfolio; its policy adapts, and hopes for much, or always drafts the same number."""
+    if len(members) == 1:
+        config = replace(members[0], adaptive=adaptive)
+    else:
+        config = DrafterConfig(name="portfolio", members=tuple(members), max_draft_tokens=12, adaptive=adaptive)
     made = engine(config, **options)
-    inner: Any = tiny.inner(made)
-    inner._head = CapturedHead(inner._head._head, tiny.kernels(), Enqueued(), inner._kvs)
+    for member in made.drafter.members if isinstance(made.drafter, Portfolio) else (made.drafter,):
+        enqueue(tiny.unwrapped(member))
+    if adaptive:
+        expect_much(made)
     return made
+
+
+def enqueue(drafter: Any) -> None:
+    """Let it do as on a card."""
+    if drafter.name == "draft":
+        drafter._model = CapturedModel(tiny.target(LAYERS), tiny.kernels(), Enqueued(), drafter._kvs)
+    elif drafter.name == "mtp":
+        drafter._head = CapturedHead(drafter._head._head, tiny.kernels(), Enqueued(), drafter._kvs)
+    elif drafter.name == "medusa":
+        drafter._heads.capture(Enqueued())
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return test_medusa.write_fitted(tmp_path_factory.mktemp("heads"))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -118,3 +154,139 @@ def test_tokens_of_a_longer_vocabulary_are_fed_as_the_last_of_the_targets() -> N
     late = LateDrafts([draft], tokens, lambda _: None, tokens)
     rows = late.rows([(draft, 5)], vocab_size=8)
     assert rows.rows.tolist() == [6, 7, 8] and rows.token_ids.tolist() == [6, 7, 0]
+
+
+LIMITS: list[dict[str, int]] = [{}, {"max_num_batched_tokens": 19, "max_num_prefill_tokens": 5}, {"num_kv_blocks": 30}]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=["free", "chunks", "preempted"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("width", [1, 3])
+def test_late_drafts_under_the_adaptive_policy_change_no_token(
+    width: int, temperature: float, limits: dict[str, int], num_late: list[int]
+) -> None:
+    groups = tiny.groups(5, temperature=temperature, max_tokens=13)
+    found, stats = tiny.run(with_draft(width, adaptive=True, **limits), groups)
+    assert found == tiny.expected(LAYERS, 5, temperature=temperature, max_tokens=13)
+    assert max(num_late) >= 2 and tiny.num_accepted(stats) > 10
+    assert any(stat.num_preemptions for stat in stats) or "num_kv_blocks" not in limits
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("width", [1, 4, 16])
+def test_late_drafts_of_medusa_change_no_token(
+    width: int, temperature: float, adaptive: bool, fitted: Path, num_late: list[int]
+) -> None:
+    groups = tiny.groups(6, temperature=temperature)
+    found, stats = tiny.run(with_medusa(width, fitted, adaptive), groups)
+    assert found == tiny.expected(LAYERS, 6, temperature=temperature)
+    assert max(num_late) >= 3 and tiny.num_accepted(stats) > 5
+
+
+@pytest.mark.parametrize("limits", LIMITS[1:], ids=["chunks", "preempted"])
+def test_late_drafts_of_heads_under_the_adaptive_policy_change_no_token(
+    limits: dict[str, int], fitted: Path, tmp_path: Path, num_late: list[int]
+) -> None:
+    groups = tiny.groups(5, temperature=0.7, max_tokens=11)
+    for made in (with_medusa(4, fitted, True, **limits), with_head(3, tmp_path, True, **limits)):
+        num_late.clear()
+        found, stats = tiny.run(made, groups)
+        assert found == tiny.expected(LAYERS, 5, temperature=0.7, max_tokens=11) and num_late
+        assert any(stat.num_preemptions for stat in stats) or "num_kv_blocks" not in limits
+
+
+def test_requests_with_less_room_or_a_drafter_of_their_own_beside_others(num_late: list[int]) -> None:
+    """Some speculate with one or two drafts, one not at all, and one asks for the drafter by its name."""
+    groups = tiny.groups(5, temperature=0.7, max_tokens=12)
+    expected = tiny.plain(tiny.target(LAYERS), groups)
+    for index, group in enumerate(groups[:4]):
+        request = group.samples[0].request
+        request.max_nodes, request.speculate = (index + 1, True) if index else (None, False)
+    groups[4].samples[0].request.drafter = "draft"
+    found, stats = tiny.run(with_draft(3, adaptive=True), groups)
+    assert found == expected and num_late
+    assert stats[0].trees.drafted == 0 < stats[4].trees.drafted
+    for index in (1, 2, 3):
+        assert 0 < stats[index].trees.drafted <= index * stats[index].num_steps
+
+
+def test_medusas_late_tree_is_the_one_that_is_read_at_once(fitted: Path, num_late: list[int]) -> None:
+    groups = tiny.groups(4, temperature=0.7, max_tokens=15)
+    late, early, on_host = (with_medusa(5, fitted) for _ in range(3))
+    early.verifier = ReadFirst(tiny.kernels(), at_once=True)
+    tiny.inner(on_host)._heads._trees = None  # the heads' logits are read, and the tree is found on the host
+    told = [tiny.run(made, groups) for made in (late, early, on_host)]
+    assert num_late and told[0][0] == told[1][0] == told[2][0]
+    for stats in zip(*(stats for _, stats in told), strict=True):
+        assert len({(of.num_steps, str(of.trees), str(of.drafters)) for of in stats}) == 1
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_portfolio_passes_the_last_members_lateness_on_and_joins_the_others(
+    order: int, temperature: float, adaptive: bool, num_late: list[int]
+) -> None:
+    members = [DrafterConfig(name="ngram", max_draft_tokens=3, ngram_min=1, ngram_max=2), draft_config(3)][::order]
+    groups = tiny.groups(4, temperature=temperature, max_tokens=16)
+    found, stats = tiny.run(of_members(members, adaptive), groups)
+    assert found == tiny.expected(LAYERS, 4, temperature=temperature, max_tokens=16)
+    assert bool(num_late) == (order == 1), "nobody is asked behind a draft model that comes last"
+    assert {name for stat in stats for name, count in stat.drafters.items() if count.accepted} >= {"draft"}
+
+
+def test_two_models_in_a_portfolio_are_read_one_after_the_other(fitted: Path, num_late: list[int]) -> None:
+    """Each is asked for requests of its own, and for one they share: a step waits for the drafts of one at most."""
+    groups = tiny.groups(6, temperature=0.7, max_tokens=14)
+    for index, group in enumerate(groups[:5]):
+        group.samples[0].request.drafter = "medusa" if index % 2 else "draft"
+    members = [draft_config(2), DrafterConfig(name="medusa", model=str(fitted), tree_width=3)]
+    for adaptive in (False, True):
+        num_late.clear()
+        found, stats = tiny.run(of_members(members, adaptive), groups)
+        assert found == tiny.plain(tiny.target(LAYERS), groups) and num_late
+        for index, stat in enumerate(stats[:5]):
+            assert set(stat.drafters) <= {"medusa" if index % 2 else "draft"}
+
+
+def test_a_portfolios_late_trees_are_those_read_at_once_to_its_members_too(num_late: list[int]) -> None:
+    """Chances, counts, and how much of what was accepted a draft model knows to have computed."""
+    groups, told = tiny.groups(4, temperature=0.7, max_tokens=16), []
+    for verifier in (CoupledVerifier, ReadFirst):
+        made, rows = of_members([DrafterConfig(name="suffix"), draft_config(3)], adaptive=False), list[int]()
+        made.verifier = verifier(tiny.kernels(), at_once=True)
+        listen(tiny.unwrapped(made.drafter.members[1])._model, rows)  # type: ignore[attr-defined]
+        tokens, stats = tiny.run(made, groups)
+        told.append((tokens, [(of.num_steps, of.trees, of.drafters) for of in stats], rows))
+    assert told[0] == told[1] and num_late and len(told[0][2]) > 4
+
+
+def listen(model: Any, rows: list[int]) -> None:
+    """Write down how many rows a draft model computes before it draws."""
+    enqueue_drafts = model.enqueue_drafts
+
+    def counted(batch: Any, *others: Any) -> Any:
+        rows.append(batch.num_rows)
+        return enqueue_drafts(batch, *others)
+
+    model.enqueue_drafts = counted
+
+
+def test_late_trees_are_judged_as_those_read_at_once(num_late: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the policy is shown of a first tree: all of it, with the drafter's chances."""
+    judged, log_survival = list[Any](), Calibration.log_survival
+
+    def heard(self: Calibration, request_id: str, part: Part) -> list[float]:
+        judged.append((list(part.tree.tokens), list(part.tree.parents), list(part.survival)))
+        return log_survival(self, request_id, part)
+
+    monkeypatch.setattr(Calibration, "log_survival", heard)
+    first = []
+    for verifier in (CoupledVerifier, ReadFirst):
+        made = with_draft(3, adaptive=True)
+        made.verifier = verifier(tiny.kernels(), at_once=True)
+        judged.clear()
+        tiny.run(made, tiny.groups(1, temperature=0.7, max_tokens=10))
+        first.append(judged[0])
+    assert first[0] == first[1] and len(first[0][0]) > 4 and num_late

@@ -130,11 +130,24 @@ def test_every_instruction_set_and_thread_count_gives_the_same_bits(isa: str) ->
     for case in (*_cases()[::3], *TILE_CASES):
         case = replace(case, num_outputs=333)
         matrix = case.matrix()
-        for num_rows in (1, 5, 14) if case not in TILE_CASES else (9, 14, 33, 101):
+        for num_rows in (1, 5, 14) if case not in TILE_CASES else (5, 9, 14, 33, 101):
             x, bias = torch.randn(num_rows, case.num_inputs), torch.randn(333)
             expected = _run(cpu_kernels("portable", 1), matrix, x, bias)
             for threads in (1, 2):
                 assert torch.equal(_run(cpu_kernels(isa, threads), matrix, x, bias), expected), case
+
+
+@pytest.mark.parametrize("isa", BYTE_ISAS)
+def test_rows_cut_into_sections_have_the_same_bits(isa: str) -> None:
+    """A row alone and one of many are quantized as a whole, those of a few rows in pieces that threads share."""
+    kernels = kernels_named(isa)
+    for bits, group_size in ((4, 16), (4, 32), (5, 48), (8, 128), (4, 192), (3, 288), (8, 1400)):
+        k = 1408 if group_size in (32, 128) else 1400  # what tiles take, and what leaves a rest
+        case = Case(40, k, bits, group_size, offsets=bits < 8, order=bits == 5)
+        packed, x = kernels.pack_grouped(case.matrix()), torch.randn(70, k)
+        alone = torch.cat([kernels.linear(row[None].clone(), packed, None) for row in x])
+        for num_rows in (2, 13, 64, 65, 70):
+            assert torch.equal(kernels.linear(x[:num_rows].clone(), packed, None), alone[:num_rows]), (case, num_rows)
 
 
 @pytest.mark.parametrize("isa", (*BYTE_ISAS[:-1], "reference"))

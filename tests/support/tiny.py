@@ -124,8 +124,13 @@ def num_accepted(stats: Sequence[RequestStats]) -> int:
 
 
 def inner(made: Engine) -> Any:
-    """The one drafter itself, below whatever the engine wraps it in."""
-    found: Any = made.drafter
+    """The one drafter itself, below whatever the engine wraps it in; the first of several."""
+    return unwrapped(made.drafter)
+
+
+def unwrapped(drafter: Any) -> Any:
+    """Below guards and portfolios."""
+    found = drafter
     while hasattr(found, "inner") or hasattr(found, "members"):
         found = found.inner if hasattr(found, "inner") else found.members[0]
     return found

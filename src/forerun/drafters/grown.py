@@ -21,8 +21,17 @@ def wants_enqueued(grower: TreeGrower, drafts: Sequence[Draft], width: int) -> b
 
     Chains that are read at once are drawn as such, which takes less.
     """
-    gains = width > 1 or all(draft.may_be_late for draft in drafts)
+    gains = width > 1 or may_be_late(drafts)
     return gains and all(grower.can_rank(draft.request) for draft in drafts)
+
+
+def may_be_late(drafts: Sequence[Draft]) -> bool:
+    """Whether these drafts may be read with the target's choices.
+
+    Not after reading what a drafter had missed, a prompt most often: what that takes decides whether drafting pays, and
+    in the time of the pass it could not be told from it. It happens once a request.
+    """
+    return all(draft.may_be_late and draft.num_caught_up == 0 for draft in drafts)
 
 
 def hand_over(drafts: Sequence[Draft], enqueued: EnqueuedDrafts, source: str) -> list[set[int]]:
@@ -36,7 +45,7 @@ def hand_over(drafts: Sequence[Draft], enqueued: EnqueuedDrafts, source: str) ->
         for nodes, new in zip(computed, adopt_trees(drafts, enqueued.reading(unread), source), strict=True):
             nodes |= new
 
-    if all(draft.may_be_late for draft in drafts):
+    if may_be_late(drafts):
         LateDrafts(drafts, enqueued.unread, finish, enqueued.tokens, enqueued.depths, enqueued.masks)
     else:
         finish(to_host(enqueued.unread))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, Observed, Stateless
+from forerun.drafters.grown import hand_over, wants_enqueued
 from forerun.errors import UnsupportedError
 from forerun.kernels.ops import LayerKV
 from forerun.models.decoder import Decoder
@@ -92,13 +93,28 @@ class MedusaDrafter(Stateless):
             self._states[request.request_id] = _State(request.num_computed, boundary[None], 0)
 
     def propose(self, drafts: Sequence[Draft]) -> None:
-        """One small pass for all requests, then trees of what the heads say."""
+        """One small pass for all requests, and trees of what the heads say."""
         ready = [draft for draft in drafts if draft.num_free > 0 and self._knows(draft.request)]
         if not ready:
             return
-        states = torch.stack([self._states[draft.request.request_id].read() for draft in ready])  # [num_drafts, H]
-        depths = min(self._heads.num_heads, max(draft.num_free for draft in ready))
-        grow_products(self._grower, ready, self._heads(states, depths), self._width, self.name)
+        if self._heads.enqueues_drafts and wants_enqueued(self._grower, ready, self._width):
+            self._enqueue(ready)
+        else:
+            depths = min(self._heads.num_heads, max(draft.num_free for draft in ready))
+            logits = self._heads(self._states_of(ready), depths)  # [num_drafts, depths, V]
+            grow_products(self._grower, ready, logits, self._width, self.name)
+
+    def _enqueue(self, drafts: Sequence[Draft]) -> None:
+        """Heads, draws and trees in one go; nothing is read before the step does."""
+        largest_first = sorted(drafts, key=lambda draft: -draft.num_free)
+        noise = self._grower.chain_noise(largest_first)
+        assert noise is not None, "whoever can rank has plain parameters"
+        drawn = self._heads.enqueue_drafts(self._states_of(largest_first), noise, self._width)
+        hand_over(largest_first, drawn, self.name)
+
+    def _states_of(self, drafts: Sequence[Draft]) -> Tensor:
+        """[num_drafts, H]."""
+        return torch.stack([self._states[draft.request.request_id].read() for draft in drafts])
 
     def _knows(self, request: Request) -> bool:
         """The root's own state is there, not that of an earlier token."""

@@ -6,12 +6,17 @@ a later one sees what the earlier ones found.
 
 Under the rejection rule a node's children must come from one recorded distribution, so there a request takes the
 first tree that has any drafts; which member that is depends on the text alone, never on what was drawn.
+
+A member may leave its drafts on a device (`speculation.late`) where nobody else would look at them: they are the first
+of their requests, and no member behind it could be asked for these. So a portfolio of one passes lateness on, and of
+several the last, in steps in which the others found nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from time import perf_counter
 from typing import Protocol
@@ -23,6 +28,7 @@ from forerun.core import Request
 from forerun.drafters.base import Drafter, Observed, logits_reader
 from forerun.kernels.ops import LayerKV
 from forerun.speculation.growth import Draft, Part
+from forerun.speculation.late import late_of
 
 
 class Guide(Protocol):
@@ -37,6 +43,12 @@ class Guide(Protocol):
     def learn_member_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
         """The member took this long for these drafts of its own."""
 
+    def learn_late_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
+        """The member was given work for so long, for these drafts, which were read with the target's choices.
+
+        What a device took to draw them is in the time of the pass.
+        """
+
 
 class Everyone:
     """The guide without a policy: every member drafts as much as there is room for, and is believed."""
@@ -50,6 +62,9 @@ class Everyone:
         return list(part.survival)
 
     def learn_member_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
+        """Nothing to learn."""
+
+    def learn_late_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
         """Nothing to learn."""
 
 
@@ -120,11 +135,24 @@ class Portfolio:
         wanted = [(draft, min(n, member.max_nodes)) for draft, n in zip(open_ones, quotas, strict=True) if n > 1]
         if not wanted:
             return
-        own = [Draft(draft.request, num_nodes) for draft, num_nodes in wanted]
+        may_be_late = self._may_be_late(member, [draft for draft, _ in wanted])
+        own = [Draft(draft.request, num_nodes, may_be_late=may_be_late) for draft, num_nodes in wanted]
         member.propose(own)
-        for (draft, _), proposed in zip(wanted, own, strict=True):
-            self._graft(member, draft, proposed)
-        self.guide.learn_member_cost(member.name, perf_counter() - start, own)
+        pairs = [(draft, proposed) for (draft, _), proposed in zip(wanted, own, strict=True)]
+        waiting = late_of(own)
+        if waiting is None:
+            self._graft(member, pairs)
+            self.guide.learn_member_cost(member.name, perf_counter() - start, own)
+        else:
+            take = partial(self._take_late, member, pairs, perf_counter() - start)
+            waiting.hand_on([pair for pair in pairs if pair[1].late], take)
+
+    def _may_be_late(self, member: Drafter, drafts: Sequence[Draft]) -> bool:
+        """Whether nobody will look at its drafts before they are verified; a step waits for one member's at most."""
+        behind = self.members[self.members.index(member) + 1 :]
+        is_last = not any(self._is_open(other, draft) for other in behind for draft in drafts)
+        is_first = all(draft.may_be_late and len(draft.tree) == 1 for draft in drafts)
+        return is_last and is_first and late_of(list(self._drafts.values())) is None
 
     def _is_open(self, member: Drafter, draft: Draft) -> bool:
         """The request wants this member, and its tree may still take drafts."""
@@ -132,10 +160,17 @@ class Portfolio:
         exclusive = not self._coupled and draft.request.params.temperature > 0.0 and len(draft.tree) > 1
         return draft.num_free > 0 and (only is None or only == member.name) and not exclusive and not failed
 
-    def _graft(self, member: Drafter, draft: Draft, proposed: Draft) -> None:
-        draft.num_caught_up += proposed.num_caught_up
-        part = Part(member.name, proposed.tree, tuple(proposed.survival))
-        draft.graft(part, self.guide.log_survival(part, draft))
+    def _graft(self, member: Drafter, pairs: Sequence[tuple[Draft, Draft]]) -> None:
+        """Add what the member proposed to each of the step's drafts."""
+        for draft, proposed in pairs:
+            draft.num_caught_up += proposed.num_caught_up
+            part = Part(member.name, proposed.tree, tuple(proposed.survival))
+            draft.graft(part, self.guide.log_survival(part, draft))
+
+    def _take_late(self, member: Drafter, pairs: Sequence[tuple[Draft, Draft]], seconds: float) -> None:
+        """The same when the member's trees are known at last; to enqueue them took so long."""
+        self._graft(member, pairs)
+        self.guide.learn_late_cost(member.name, seconds, [proposed for _, proposed in pairs])
 
     def num_ready(self, request: Request) -> tuple[int, ...]:
         """The members' numbers, one after the other."""

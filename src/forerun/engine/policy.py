@@ -25,7 +25,7 @@ class Policy(Protocol):
 
     @property
     def prunes(self) -> bool:
-        """Whether `admit` looks at drafts, which therefore must have been read."""
+        """Whether `admit` looks at all drafts, which therefore must have been read."""
 
     def begin_step(self, num_deciding: int) -> None:
         """A step begins in which about this many requests choose tokens."""
@@ -37,7 +37,10 @@ class Policy(Protocol):
         """Of the drafted nodes `num_tested` were looked at and `num_accepted` accepted."""
 
     def admit(self, drafts: Sequence[Draft], num_deciding: int) -> None:
-        """Prune the trees of a step in which so many requests choose tokens to the nodes worth verifying."""
+        """Prune the trees of a step in which so many requests choose tokens to the nodes worth verifying.
+
+        Of trees that were not read (`Draft.late`) nothing is known but how many nodes they may have.
+        """
 
     def learn_parts(self, draft: Draft, tokens: Sequence[int]) -> None:
         """These tokens followed the root of a tree that members of a portfolio proposed."""
@@ -169,21 +172,28 @@ class StepCosts:
         """A step around such a pass, drafting apart."""
         return self.pass_s(num_rows) + self.overhead_s + (self.extra_s if drafts else 0.0)
 
-    def learn(self, num_rows: int, drafts: bool, forward_s: float, overhead_s: float) -> None:
-        """Running means of a step's overhead and of how much slower passes are than when measured alone."""
+    def learn(self, num_rows: int, drafts: bool, forward_s: float | None, overhead_s: float) -> None:
+        """Running means of a step's overhead and of how much slower passes are than when measured alone.
+
+        `forward_s` None: the pass was not timed apart from other work of its device.
+        """
         if num_rows > self.verify_cost.max_rows:
             return
-        known, point, alone_s = self.slowness(num_rows), self.verify_cost.nearest(num_rows), self.verify_cost(num_rows)
-        ratio = min(forward_s / alone_s, _MAX_JUMP * known)
-        num_seen = self._num_seen.get(point, 0)
-        self._slowness[point] = known + max(_RISE, 1 / (num_seen + 1)) * (ratio - known)  # the first say it all
-        self._num_seen[point] = num_seen + 1
+        if forward_s is not None:
+            self._learn_pass(num_rows, forward_s)
         self._num_plain += not drafts
-        overhead_s = min(overhead_s, alone_s)
+        overhead_s = min(overhead_s, self.verify_cost(num_rows))
         if drafts and self._num_plain:
             self.extra_s += _RISE * (max(overhead_s - self.overhead_s, 0.0) - self.extra_s)
         else:  # before the first plain step all overhead counts as what a plain step has, too
             self.overhead_s += _RISE * (overhead_s - self.overhead_s)
+
+    def _learn_pass(self, num_rows: int, forward_s: float) -> None:
+        known, point = self.slowness(num_rows), self.verify_cost.nearest(num_rows)
+        ratio = min(forward_s / self.verify_cost(num_rows), _MAX_JUMP * known)
+        num_seen = self._num_seen.get(point, 0)
+        self._slowness[point] = known + max(_RISE, 1 / (num_seen + 1)) * (ratio - known)  # the first say it all
+        self._num_seen[point] = num_seen + 1
 
 
 def rows_to_measure(max_nodes: int, max_rows: int) -> Sequence[int]:

@@ -23,8 +23,8 @@ from forerun.engine.calibration import MOST_LIKELY, Calibration
 from forerun.engine.explain import best_speed, needed_rate, shortfall
 from forerun.engine.policy import StepCosts
 from forerun.engine.policy_ledger import Ledger
-from forerun.engine.policy_members import SIZES, Held, MemberCost, Pause, Rest
-from forerun.engine.policy_plan import Outlook, Plan, Prices, plan_call, profits_s
+from forerun.engine.policy_members import LONG_LAG, SIZES, Held, MemberCost, Pause, Rest, most_drafts
+from forerun.engine.policy_plan import Outlook, Plan, Prices, found_by_depth, plan_call, profits_s
 from forerun.speculation.growth import Draft, Part
 
 _HOPELESS = 0.02  # chance of a right path below which deeper ones are not looked at
@@ -34,8 +34,6 @@ _PROBE_EVERY = 8  # steps without the member after which a request may be tried 
 _PROBE_DRAFTS = 3
 _PROBE_SHARE = 0.005  # of the time that trials may take
 _MOST_SAVED = 4.0  # plain steps of it that may be saved up, and are there at the beginning
-_LONG_LAG = 32  # tokens whose reading takes so much longer than drafting that it tells what reading costs
-_USUAL_LAG = 2  # tokens of a request that every call may have to read
 _STEPS_A_COST = 8  # for which a step's cost is taken to stay as it is
 _STEPS_A_LOAD_TRIAL = 256  # of which one is open to trials though no drafts seem to pay among so many requests
 _GUESSED_SHARE = 0.15  # a draft's cost over a plain pass, until it was measured
@@ -51,6 +49,7 @@ class AdaptivePolicy:
     max_nodes: int
     costs: StepCosts
     may_prune: bool  # under the coupled rule; else trees are verified as they were drawn
+    prunes: bool = True  # always, so that it waits for drafts; else only what was read anyway
     calibration: Calibration = field(default_factory=Calibration)
     ledger: Ledger = field(default_factory=Ledger)
     _is_open: bool = True  # somebody may be asked in this step
@@ -68,6 +67,7 @@ class AdaptivePolicy:
     _held: dict[str, Held] = field(default_factory=dict)  # what members were asked for last
     _for_trials_s: dict[str, float] = field(default_factory=dict)  # what each member's trials may take now
     _usual_output: float = _USUAL_OUTPUT
+    _late: tuple[str, float, Sequence[Draft]] | None = None  # a call of this step: member, enqueueing, drafts
 
     def __post_init__(self) -> None:
         self._plain_s = self.costs.step_s(1, False)
@@ -82,6 +82,7 @@ class AdaptivePolicy:
 
     def begin_step(self, num_deciding: int) -> None:
         """Remember the load: rows of all requests share one pass."""
+        self._settle_late(None)
         if self.ledger.is_waiting:  # the last step also read a prompt: what it took beside that must be guessed
             self.ledger.book(self._step_s(self._num_rows), self._plain_s, drafts=True)
         self._pause.begin_step(is_new_load=num_deciding != self._num_deciding)
@@ -192,8 +193,8 @@ class AdaptivePolicy:
         """The step as it is so far: other requests get one token each."""
         n = self._num_deciding
         num_nodes = sum(len(draft.tree) - 1 for draft in drafts)
-        tokens = n + sum(sum(_found_by_depth(draft)) for draft in drafts if len(draft.tree) > 1)
-        return Outlook(tokens, n + num_nodes, self._step_s(n + num_nodes) if num_nodes else self._plain_s)
+        found = sum(sum(found_by_depth(draft.tree.depths, draft.survival)) for draft in drafts) if num_nodes else 0.0
+        return Outlook(n + found, n + num_nodes, self._step_s(n + num_nodes) if num_nodes else self._plain_s)
 
     def _gains(self, member: str, draft: Draft) -> list[float]:
         """What each next node of the member is expected to add to the step's tokens.
@@ -201,7 +202,7 @@ class AdaptivePolicy:
         The member's likeliest nodes come first; one that is right adds a token unless an earlier member's node holds it
         already, which is guessed as if the nodes were a chain.
         """
-        found = _found_by_depth(draft) if len(draft.tree) > 1 else []
+        found = found_by_depth(draft.tree.depths, draft.survival) if len(draft.tree) > 1 else []
         rates = self.calibration.rank_rates(draft.request.request_id, member)
         gains, chance = [], 1.0
         for place in range(draft.num_free):
@@ -261,7 +262,7 @@ class AdaptivePolicy:
     def _catch_up_s(self, member: str, request: Request) -> float:
         """Seconds the member needs for what it has missed of a request since it was asked last."""
         lag, cost = len(request.token_ids) - self._read.get((request.request_id, member), 0), self._cost_of(member)
-        if cost.catch_up_s == 0.0 and cost.by_size and lag >= _LONG_LAG:
+        if cost.catch_up_s == 0.0 and cost.by_size and lag >= LONG_LAG:
             return cost.of_call(1) * lag / _GUESSED_READING
         return cost.catch_up_s * lag
 
@@ -278,23 +279,15 @@ class AdaptivePolicy:
             known = self._resting[key] = Rest(found=self._cost_of(member).found)
         return known
 
-    def _key(self, member: str, draft: Draft) -> tuple[str, str]:
-        return draft.request.request_id, member
-
     # -- after it drafted ---------------------------------------------------------------------------------------
 
     def log_survival(self, part: Part, draft: Draft) -> list[float]:
         """See `drafters.portfolio.Guide`."""
         return self.calibration.log_survival(draft.request.request_id, part)
 
-    @property
-    def prunes(self) -> bool:
-        """It judges nodes by their chances."""
-        return True
-
     def admit(self, drafts: Sequence[Draft], num_deciding: int) -> None:
         """Keep, over all requests, the likeliest nodes as long as they raise the expected tokens per second."""
-        if not self.may_prune:
+        if not self.may_prune or any(draft.late for draft in drafts):
             return
         ranked = sorted(
             (-draft.survival[node], node, index)
@@ -336,28 +329,43 @@ class AdaptivePolicy:
 
     def learn_member_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
         """See `drafters.portfolio.Guide`."""
-        cost, num_read = self._cost_of(member), sum(draft.num_caught_up for draft in asked)
-        num_drafts = max(len(draft.tree) for draft in asked) - 1
-        if num_read >= _LONG_LAG + _USUAL_LAG * len(asked):
-            reading_s = max(seconds - self._cost(member, max(num_drafts, 1), len(asked)), seconds / 2)
-            cost.learn_catch_up(reading_s, num_read)
-            self.ledger.note_reading(reading_s)
-            seconds -= reading_s
-        elif num_drafts > 0:
-            cost.learn(num_drafts, seconds, len(asked))
-        else:
-            cost.learn_empty(seconds)
+        reading_s = self._cost_of(member).learn_call(seconds, asked, lambda: self._usual_s(member, asked))
+        self.ledger.note_reading(reading_s)
+        self._note_call(member, seconds - reading_s, asked)
+
+    def _note_call(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
         self.ledger.note_drafting(seconds)
+        cost = self._cost_of(member)
         for draft in asked:
-            self._read[self._key(member, draft)] = len(draft.request.token_ids)
+            self._read[draft.request.request_id, member] = len(draft.request.token_ids)
             found = len(draft.tree) > 1
             self._rest_of(member, draft.request).learn_found(found)
             cost.learn_found(found)
 
+    def _usual_s(self, member: str, asked: Sequence[Draft]) -> float:
+        return self._cost(member, max(most_drafts(asked), 1), len(asked))
+
+    def learn_late_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
+        """See `drafters.portfolio.Guide`."""
+        self._late = member, seconds, asked
+
+    def _settle_late(self, rest_s: float | None) -> float:
+        """The late call took what is left of its step's time; None: not known, it counts as usual -> its share."""
+        if self._late is None:
+            return 0.0
+        (member, seconds, asked), self._late = self._late, None
+        if rest_s is None:
+            self._note_call(member, max(self._usual_s(member, asked), seconds), asked)
+            return 0.0
+        self.learn_member_cost(member, seconds + max(rest_s, 0.0), asked)
+        return max(rest_s, 0.0)
+
     def learn_step_cost(self, num_rows: int, forward_s: float, overhead_s: float) -> None:
         """Leave it to the costs and the ledger; save up for trials."""
-        drafts = num_rows > self._num_deciding
-        self.costs.learn(num_rows, drafts, forward_s, overhead_s)
+        drafts, is_late = num_rows > self._num_deciding, self._late is not None
+        if is_late:
+            forward_s -= self._settle_late(forward_s - self.costs.pass_s(num_rows))
+        self.costs.learn(num_rows, drafts, None if is_late else forward_s, overhead_s)
         self.ledger.book(forward_s + overhead_s, self._plain_s, drafts)
         most_s = _MOST_SAVED * self._plain_s
         for member, saved_s in self._for_trials_s.items():
@@ -389,11 +397,3 @@ class AdaptivePolicy:
         for known in (self._resting, self._read):
             for member in self._members:
                 known.pop((request.request_id, member), None)
-
-
-def _found_by_depth(draft: Draft) -> list[float]:
-    """Chance that earlier members' nodes hold the right token, by depth."""
-    mass = [0.0] * max(draft.tree.depths)
-    for depth, chance in zip(draft.tree.depths[1:], draft.survival[1:], strict=True):
-        mass[depth - 1] += math.exp(chance)
-    return [min(m, 1.0) for m in mass]

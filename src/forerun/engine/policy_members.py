@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,6 +22,8 @@ _STEPS_HELD: Final = 3  # more steps for which what was asked stays as it is
 _FIRST_REST, _LONGEST_REST = 4, 16  # steps for which a member is not even thought about, ever longer
 _FINDS, _MISSES = 0.5, 0.1  # how fast the share of calls that find something follows one of a request
 _OVERALL: Final = 0.03  # and of any
+LONG_LAG: Final = 32  # tokens whose reading takes so much longer than drafting that it tells what reading costs
+_USUAL_LAG: Final = 2  # tokens of a request that every call may have to read
 
 
 def follow(known: float, seen: float) -> float:
@@ -57,6 +59,19 @@ class MemberCost:
         crowd, size = min(self.by_size, key=distance)
         return self.by_size[crowd, size] * max(1.0, num_drafts / size) * max(1.0, math.sqrt(num_requests / crowd))
 
+    def learn_call(self, seconds: float, asked: Sequence[Draft], usual_s: Callable[[], float]) -> float:
+        """A call for these drafts took this long, without reading it would be `usual_s()` -> seconds of reading."""
+        num_read, num_drafts = sum(draft.num_caught_up for draft in asked), most_drafts(asked)
+        if num_read >= LONG_LAG + _USUAL_LAG * len(asked):
+            reading_s = max(seconds - usual_s(), seconds / 2)
+            self.learn_catch_up(reading_s, num_read)
+            return reading_s
+        if num_drafts > 0:
+            self.learn(num_drafts, seconds, len(asked))
+        else:
+            self.learn_empty(seconds)
+        return 0.0
+
     def learn(self, num_drafts: int, seconds: float, num_requests: int = 1) -> None:
         """A call for so many requests gave at most so many drafts each."""
         kind = _at_most(_CROWDS, num_requests), _at_most(SIZES, num_drafts)
@@ -78,6 +93,11 @@ class MemberCost:
     def learn_found(self, found: bool) -> None:
         """Whether a request was drafted anything when asked."""
         self.found += _OVERALL * (found - self.found)
+
+
+def most_drafts(asked: Sequence[Draft]) -> int:
+    """The most that one of them has."""
+    return max(len(draft.tree) for draft in asked) - 1
 
 
 def _at_most(known: tuple[int, ...], number: int) -> int:

@@ -9,6 +9,7 @@ and of all numbers of nodes the best is chosen, none among them (SmartSpec's goo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -48,6 +49,14 @@ class Plan(NamedTuple):
     def num_asked(self) -> int:
         """Requests that get any."""
         return sum(size > 0 for size in self.sizes)
+
+
+def found_by_depth(depths: Sequence[int], log_chances: Sequence[float]) -> list[float]:
+    """Chance that the nodes of a tree hold the right token, by depth; the first of both lists is the root's."""
+    mass = [0.0] * max(depths)
+    for depth, chance in zip(depths[1:], log_chances[1:], strict=True):
+        mass[depth - 1] += math.exp(chance)
+    return [min(m, 1.0) for m in mass]
 
 
 def plan_call(gains: Sequence[Sequence[float]], without: Outlook, prices: Prices) -> Plan:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from forerun.errors import KernelError
 from forerun.kernels.grouped import GroupedMatrix
+from forerun.kernels.tree_growth import TreeNodes, TreeRoom, TreeRows
 
 
 class HeadLayout(NamedTuple):
@@ -363,6 +364,31 @@ class Kernels(Protocol):
         """The k best of the same scores, best first, ties to the lower id -> ids [R, k] int64, scores [R, k] float64.
 
         Places with a score of -inf (and whole rows that `gumbel_argmax` answers -1 for) hold id -1.
+        """
+
+    def gumbel_chances(
+        self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """The same ids, and the log chance of each: how far its score leads its rivals' -> each [R, width].
+
+        That is the log softmax of the NUM_RIVALS best scores over RIVALS_SCALE (`forerun.speculation.growth` says why),
+        continued beyond these; -inf beside id -1.
+        """
+
+    def grow_trees(
+        self, nodes: TreeNodes, budgets: Tensor, ids: Tensor, log_chances: Tensor, room: TreeRoom, last: TreeRows | None
+    ) -> tuple[TreeNodes, TreeRows]:
+        """Hang children below the leaves of R trees, keep the likeliest `budgets` [R] nodes, choose the next leaves.
+
+        ids, -1 for none, and log_chances (float64, above 0 as 0) [R, leaves, width], best first. The rows are those of
+        the pass over the next leaves, at most `width`; last: those of the pass that drew, None if that was the roots'.
+        """
+
+    def keep_trees(self, nodes: TreeNodes, budgets: Tensor, ids: Tensor, log_chances: Tensor, num_nodes: int) -> Tensor:
+        """Hang the last children -> the nodes kept below the root, in the order drawn, [6, R, num_nodes] int64.
+
+        Tokens; parents, 0 for the root, else their column plus 1; log chances, float64 by their bits; places; depths;
+        ancestors and self by bits, bit i for column i - 1. Behind the last: -1 four times, then a child of the root.
         """
 
 

@@ -23,6 +23,8 @@ from forerun.kernels.experts import ReferenceExperts, check_routing, expert_sum,
 from forerun.kernels.grouped import GroupedMatrix, ReferenceGrouped, multiply_grouped, pack_reference
 from forerun.kernels.ops import (
     ACTIVATIONS,
+    NUM_RIVALS,
+    RIVALS_SCALE,
     WEIGHT_DTYPES,
     AttentionRows,
     HeadLayout,
@@ -34,6 +36,7 @@ from forerun.kernels.ops import (
     PackedLinear,
     Routing,
 )
+from forerun.kernels.tree_growth import grow_trees, keep_trees
 
 OPS = (
     "pack_linear",
@@ -56,6 +59,9 @@ OPS = (
     "move_rows",
     "gumbel_argmax",
     "gumbel_topk",
+    "gumbel_chances",
+    "grow_trees",
+    "keep_trees",
 )
 
 
@@ -308,6 +314,18 @@ class ReferenceKernels:
             ids[row, : len(best)] = torch.from_numpy(best)
             scores[row, : len(best)] = torch.from_numpy(row_scores[best])
         return ids, scores
+
+    def gumbel_chances(
+        self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.gumbel_chances`."""
+        num_ranks = min(max(width, NUM_RIVALS), logits.shape[1])
+        ids, scores = self.gumbel_topk(logits, temperatures, keys, num_ranks)
+        scaled = scores / RIVALS_SCALE
+        chances = scaled - scaled[:, :NUM_RIVALS].logsumexp(1, keepdim=True)
+        return ids[:, :width], chances.masked_fill(ids < 0, float("-inf"))[:, :width]
+
+    grow_trees, keep_trees = staticmethod(grow_trees), staticmethod(keep_trees)
 
 
 def check_weight(weight: Tensor) -> None:

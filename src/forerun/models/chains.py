@@ -23,7 +23,7 @@ from torch import Tensor
 
 from forerun.config import MAX_TREE_NODES
 from forerun.kernels.device import to_host
-from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, ChainNoise, Chains, Kernels, NoiseKeys
+from forerun.kernels.ops import ChainNoise, Chains, Kernels, NoiseKeys
 from forerun.kernels.triton.graphs import Capture, GraphSize
 from forerun.models.batch import ForwardBatch
 from forerun.models.drafted import EnqueuedDrafts, GrownTrees
@@ -60,9 +60,8 @@ class DeviceChains:
     ) -> tuple[Chains, Tensor | None]:
         """A chain below each of the batch's logit rows, which are one root a sequence, the longest chain first.
 
-        `features` [M, width] on the device. With `judged` also the log chance of each token [steps, R] float64:
-        the log softmax of its score among the NUM_RIVALS best, all over RIVALS_SCALE. Tokens and chances are on the
-        host; logits lie where the next call writes its own.
+        `features` [M, width] on the device. With `judged` also the log chance of each token [steps, R] float64, see
+        `Kernels.gumbel_chances`. Tokens and chances are on the host; logits lie where the next call writes its own.
         """
         program, num = self._program(batch, features, noise, keep_logits, judged), noise.positions.shape[1]
         return program.result(num)
@@ -127,16 +126,15 @@ class _Program(DraftProgram):
         """Tokens from logits [R, V] into the output: -1 where a chain has ended or has no answer."""
         keys = NoiseKeys(self._wide.seeds, self._by_level(self._of_levels.noise_positions)[step], self._wide.streams)
         heat = self._wide.temperatures.view(torch.float64)  # [R]
-        num_rivals = min(NUM_RIVALS, logits.shape[1]) if self._size.is_judged else 1
-        best, scores = self._kernels.gumbel_topk(logits, heat, keys, num_rivals)  # each [R, rivals]
+        draw = self._kernels.gumbel_chances if self._size.is_judged else self._kernels.gumbel_topk
+        best, chances = draw(logits, heat, keys, 1)  # each [R, 1]
         drawn = best[:, 0]
         alive = self._by_level(self._of_levels.active)[step] > 0
         if step:
             alive &= self._out[0, step - 1] >= 0
         self._out[0, step] = drawn.masked_fill(~alive, -1)
         if self._size.is_judged:
-            scaled = scores / RIVALS_SCALE
-            self._out[1, step] = (scaled[:, 0] - scaled.logsumexp(1)).view(torch.int64)
+            self._out[1, step] = chances[:, 0].contiguous().view(torch.int64)
         if self._size.keeps_logits:
             self._logits[step].copy_(logits)
 

@@ -21,14 +21,16 @@ from torch import Tensor
 
 from forerun.config import HeadWeights
 from forerun.errors import CheckpointError, KernelError, UnsupportedError
-from forerun.kernels.ops import Kernels
+from forerun.kernels.ops import ChainNoise, Kernels
 from forerun.kernels.select import recording
 from forerun.kernels.triton.graphs import Capture, CudaCapture
 from forerun.layers.linear import Linear
 from forerun.models.build import aligned
 from forerun.models.captured import CapturedRows
 from forerun.models.decoder import Decoder
+from forerun.models.drafted import EnqueuedDrafts
 from forerun.models.medusa_files import HeadTensors, open_heads
+from forerun.models.medusa_trees import HeadTrees
 from forerun.quant.rounded import Pack, pack_as
 from forerun.weights.resolve import resolve_model
 
@@ -85,6 +87,7 @@ class MedusaHeads:
         self._logit_scale = logit_scale
         self._recorded: dict[int, Program] = {}  # by number of heads
         self._captured: dict[int, CapturedRows] = {}  # likewise, on a card
+        self._trees: HeadTrees | None = None  # there
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -115,9 +118,24 @@ class MedusaHeads:
         self._recorded = {n: program for n, program in programs.items() if program is not None}
 
     def capture(self, capture: Capture) -> None:
-        """Capture passes of every number of heads when they are first met."""
+        """Capture passes of every number of heads, and trees of what they say, when they are first met."""
         numbers = range(1, self.num_heads + 1)
         self._captured = {n: CapturedRows(partial(self._compute, num_heads=n), capture) for n in numbers}
+        self._trees = HeadTrees(self._compute, self._width, self._kernels, capture)
+
+    @property
+    def enqueues_drafts(self) -> bool:
+        """Whether trees are drawn in one go, before anybody has read them."""
+        return self._trees is not None
+
+    @torch.no_grad()
+    def enqueue_drafts(self, x: Tensor, noise: ChainNoise, width: int) -> EnqueuedDrafts:
+        """Trees of up to `width` children a node below states x [R, H], the largest first; where `enqueues_drafts`.
+
+        `noise`: of chains as long as the trees may have nodes.
+        """
+        assert self._trees is not None
+        return self._trees.enqueue(x, self.num_heads, noise, width)
 
     @property
     def _width(self) -> int:

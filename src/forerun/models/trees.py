@@ -1,7 +1,7 @@
 """Trees of drafts grown on a card: all levels enqueued at once, nothing read before the last of them.
 
 Knows: where the rows of every level lie, how drawn tokens become the next level's rows. Does not know: what a pass
-computes, which nodes are expanded (`tree_levels`), how work is captured, requests.
+computes, which nodes are expanded (`kernels.tree_growth`), how work is captured, requests.
 
 As with chains (`models.chains`) the host copies the roots' rows and what is known of every tree over in one piece, and
 reads tokens, parents and chances once: at the end, or after a pass of the target that took them from the device. Trees
@@ -9,7 +9,7 @@ are those of one pass a level that is read in between, cut after as many levels 
 a level has leaves (and promises enough to be worth its pass), a graph has a fixed length and saves none.
 
 **Filling up.** Sizes are fixed. A tree that is not there is the first tree once more, with the same noise, in the same
-places: it computes the very numbers of the first (row invariance). Leaves that are not there: see `tree_levels`.
+places: it computes the very numbers of the first (row invariance). Leaves that are not there: `kernels.tree_growth`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, ChainNoise, Kernels, NoiseKeys
+from forerun.kernels.ops import ChainNoise, Kernels, NoiseKeys
+from forerun.kernels.tree_growth import TreeRoom, TreeRows, new_trees
 from forerun.kernels.triton.graphs import Capture, GraphSize
 from forerun.models.batch import ForwardBatch
 from forerun.models.drafted import EnqueuedDrafts, GrownTrees
 from forerun.models.programs import DraftPasses, DraftProgram, Programs, batch_size
 from forerun.models.static import padded_tables
-from forerun.models.tree_levels import LevelRows, TreeLevels, ancestry
 
 MOST_LEVELS = 8  # as deep as EAGLE-2 and -3 draw their trees (depth 5 to 8 in their repository)
 
@@ -75,8 +75,7 @@ class _Program(DraftProgram):
         super().__init__(passes, kernels, size.batch, [size.num_levels * trees, trees], [])
         self._size, self._of_levels = size, _Wide(*self._wide_below)
         self._every = torch.arange(trees * size.width, device=device)
-        self._out = torch.zeros(4, trees, size.num_nodes, dtype=torch.int64, device=device)
-        self._shape = torch.zeros(2, trees, size.num_nodes, dtype=torch.int64, device=device)  # depths, masks
+        self._out = torch.zeros(6, trees, size.num_nodes, dtype=torch.int64, device=device)
 
     # -- before ------------------------------------------------------------------------------------------------
 
@@ -95,48 +94,45 @@ class _Program(DraftProgram):
 
     def run(self) -> None:
         """Every pass and every draw; asks the device nothing."""
-        levels = TreeLevels(self._of_levels.budgets, self._size.width, self._size.num_levels)
+        kernels, size, budgets = self._kernels, self._size, self._of_levels.budgets
+        room = TreeRoom(self._narrow.tree_starts, self._tables, self._passes.block_size, self._passes.shift)
+        nodes, rows, given = new_trees(size.batch.num_sequences, kernels.device), None, None
         logits, features = self._passes.first(self._roots(), self._features)
-        given, rows = None, None
-        for level in range(self._size.num_levels):
-            levels.add(*self._best(level, logits))
-            if level + 1 < self._size.num_levels:
-                rows = levels.next_rows(rows)
-                given = _gathered(given, features, rows)
-                logits, features = self._passes.below(self._below(rows), given)
-        self._out.copy_(levels.kept(self._size.num_nodes))
-        self._shape.copy_(ancestry(self._out[1], self._size.num_levels))
+        noise, noise_below = self._noise()
+        for level in range(size.num_levels - 1):
+            ids, chances = self._best(logits, noise_below[level] if level else noise[level])
+            nodes, rows = kernels.grow_trees(nodes, budgets, ids, chances, room, rows)
+            given = _gathered(given, features, rows)
+            logits, features = self._passes.below(self._below(rows), given)
+        ids, chances = self._best(logits, noise[-1] if rows is None else noise_below[-1])
+        self._out.copy_(kernels.keep_trees(nodes, budgets, ids, chances, size.num_nodes))
 
-    def _best(self, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The best tokens after every leaf, from logits [R * leaves, V], and their log chances: [R, leaves, width].
+    def _noise(self) -> tuple[Tensor, Tensor]:
+        """What the draws of every level are keyed by: temperatures by their bits, seeds, positions, streams.
 
-        By the definition of `speculation.growth`: how far a score leads its rivals.
+        Those of roots [levels, 4, R], and of `width` leaves a tree [levels, 4, R * width].
         """
-        wide, (_, num_trees, _), width = self._wide, self._size.batch, self._size.width
-        leaves = len(logits) // num_trees
-        positions = self._of_levels.noise_positions.view(-1, num_trees)[level]
-        heat, *keys = (
-            column[:, None].expand(num_trees, leaves).flatten()
-            for column in (wide.temperatures.view(torch.float64), wide.seeds, positions, wide.streams)
-        )
-        num_ranks = min(max(width, NUM_RIVALS), logits.shape[1])
-        ids, scores = self._kernels.gumbel_topk(logits, heat, NoiseKeys(*keys), num_ranks)
-        scores = scores / RIVALS_SCALE
-        rivals = scores[:, :NUM_RIVALS].logsumexp(1, keepdim=True)  # [R * leaves, 1]
-        shape = (num_trees, leaves, width)
-        return ids[:, :width].reshape(shape), (scores - rivals)[:, :width].reshape(shape)
+        wide, (_, num_trees, _) = self._wide, self._size.batch
+        positions = self._of_levels.noise_positions.view(-1, num_trees)  # [levels, R]
+        columns = (wide.temperatures, wide.seeds, positions, wide.streams)
+        noise = torch.stack([column.expand_as(positions) for column in columns], dim=1)
+        return noise, noise[:, :, :, None].expand(-1, -1, -1, self._size.width).flatten(2)
 
-    def _below(self, rows: LevelRows) -> ForwardBatch:
+    def _best(self, logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """The best tokens after every leaf, from logits [R * leaves, V], and log chances: [R, leaves, width]."""
+        heat, *keys = noise.unbind(0)
+        width = self._size.width
+        ids, chances = self._kernels.gumbel_chances(logits, heat.view(torch.float64), NoiseKeys(*keys), width)
+        shape = (self._size.batch.num_sequences, -1, width)
+        return ids.reshape(shape), chances.reshape(shape)
+
+    def _below(self, rows: TreeRows) -> ForwardBatch:
         """One level's leaves, one row each."""
-        trees, block_size = rows.trees.flatten(), self._passes.block_size  # [R * width]
-        starts = self._narrow.tree_starts.index_select(0, trees)
-        logical = starts + rows.places.flatten()
-        blocks = self._tables[trees, logical // block_size]
         return ForwardBatch(
-            token_ids=rows.tokens.flatten().clamp(min=0),
-            positions=(starts + rows.depths.flatten() + self._passes.shift).int(),
-            slots=(blocks * block_size + logical % block_size).int(),
-            rows=self._attention(trees.int(), starts, rows.masks.flatten()),
+            token_ids=rows.token_ids,
+            positions=rows.positions,
+            slots=rows.slots,
+            rows=self._attention(rows.seq_ids, rows.prefix_lens, rows.tree_masks),
             logit_rows=self._every,
             sequences=(),
             all_logits=True,
@@ -146,8 +142,8 @@ class _Program(DraftProgram):
 
     def drafts(self, num_trees: int) -> EnqueuedDrafts:
         """What will have been kept of the first trees."""
-        out, (depths, masks) = self._out[:, :num_trees], self._shape[:, :num_trees]
-        return EnqueuedDrafts(out, out[0], _read, depths, masks)
+        out = self._out[:, :num_trees]
+        return EnqueuedDrafts(out[:4], out[0], _read, depths=out[4], masks=out[5])
 
 
 def _read(out: Tensor) -> GrownTrees:
@@ -155,12 +151,12 @@ def _read(out: Tensor) -> GrownTrees:
     return GrownTrees(tokens, parents, chances.contiguous().view(torch.float64), places)
 
 
-def _gathered(given: Tensor | None, made: Tensor | None, rows: LevelRows) -> Tensor | None:
+def _gathered(given: Tensor | None, made: Tensor | None, rows: TreeRows) -> Tensor | None:
     """The features a level's rows are fed: of those the last level was fed, then those it made."""
     if made is None:
         return None
     known = made if given is None else torch.cat([given, made])
-    return known.index_select(0, rows.sources.flatten())
+    return known.index_select(0, rows.sources)
 
 
 def _with_first(column: Tensor, num: int) -> Tensor:

@@ -7,7 +7,8 @@ know: who draws, what a pass computes, acceptance.
 portfolio that joins trees, parameters that shape logits by what was drafted, a rule that needs q. Whoever runs the step
 says so by `Draft.may_be_late`; a drafter then may leave its trees to be read with the target's choices, in one piece.
 Until then a tree is a chain of zeros as long as the tree may have nodes: rows of nodes that were not drawn are computed
-in vain, into places nobody reads.
+in vain, into places nobody reads. A portfolio asks its members for drafts of their own: the step's drafts then wait for
+those (`hand_on`), and what was drawn is hung into both when it was read.
 """
 
 from __future__ import annotations
@@ -51,6 +52,20 @@ class LateDrafts:
             draft.late = self
             draft.add_chain([0] * draft.num_free, "")
         self._all = list(drafts)
+        self._then: list[Callable[[], None]] = []
+
+    def hand_on(self, pairs: Sequence[tuple[Draft, Draft]], then: Callable[[], None]) -> None:
+        """Let drafts of the step wait for drafts of a member: pairs of both, the step's being roots alone.
+
+        `then` hangs the member's trees into the step's drafts; it is called when they are known.
+        """
+        for draft, own in pairs:
+            assert own.late is self and draft.late is None and len(draft.tree) == 1
+            self._drafts[id(draft)] = self._drafts[id(own)]
+            draft.late = self
+            draft.add_chain([0] * (len(own.tree) - 1), "")
+        self._all += [draft for draft, _ in pairs]
+        self._then.append(then)
 
     def rows(self, firsts: Sequence[tuple[Draft, int]], vocab_size: int) -> LateRows:
         """The rows of these drafts' nodes, given the row of each root.
@@ -73,6 +88,8 @@ class LateDrafts:
         for draft in self._all:
             draft.late, draft.tree, draft.survival = None, DraftTree(draft.request.token_ids[-1]), [0.0]
         self._finish(host)
+        for then in self._then:
+            then()
 
 
 def late_of(drafts: Sequence[Draft]) -> LateDrafts | None:

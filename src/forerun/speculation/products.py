@@ -5,13 +5,14 @@ Knows: depths, ranks, room. Does not know: what computed the logits, and draws n
 Such a tree is a product: every node of a depth has the same candidates, so the best tree of n nodes consists of the n
 paths of ranks with the largest sums of log chances, found one by one with a heap (Medusa, arXiv 2401.10774, section
 2.3.3, has such a tree fixed beforehand; here it is new for every step). A path's prefixes and its siblings of better
-rank have no smaller sums, so they come before it.
+rank have no smaller sums, so they come before it. Of equal sums the shorter path comes first, then the one whose parent
+does, then the better rank: an order that can be found level by level as well (`models.medusa_trees`, on a device).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,8 @@ def next_frontier(frontier: Sequence[Leaf], grown: Sequence[Sequence[int]], widt
 
 def _rank(grower: TreeGrower, drafts: Sequence[Draft], logits: Tensor, width: int) -> list[Ranks]:
     ids, scores = grower.rank_depths([draft.request for draft in drafts], logits, max(width, _LEAST_RANKS))
-    found = all_to_host(ids, _log_chances(drafts, logits, scores))  # each [num_drafts, depths, ranks]
+    log_chances = _log_chances(drafts, logits, scores).masked_fill(ids < 0, -torch.inf)  # also heads without an answer
+    found = all_to_host(ids, log_chances)  # each [num_drafts, depths, ranks]
     tokens, chances = (ranks[:, :, :width].tolist() for ranks in found)
     return [Ranks(*lists) for lists in zip(tokens, chances, strict=True)]
 
@@ -76,22 +78,22 @@ def _log_chances(drafts: Sequence[Draft], logits: Tensor, scores: Tensor) -> Ten
     is_greedy = [draft.request.params.temperature == 0.0 for draft in drafts]
     greedy = to_device(torch.tensor(is_greedy), logits.device)[:, None, None]
     of_all, of_best = torch.logsumexp(logits, -1, keepdim=True), torch.logsumexp(scores, -1, keepdim=True)
-    return scores - torch.where(greedy, of_all.double(), of_best)
+    return (scores - torch.where(greedy, of_all.double(), of_best)).clamp(max=0.0)
 
 
 def _grow_best_first(draft: Draft, ranks: Ranks, source: str) -> None:
-    heap = [(-ranks.log_chances[0][0], ROOT, 0, 0)]  # (minus the path's log chance, parent, depth, rank)
-    heapify(heap)
+    chances = ranks.log_chances
+    heap = [(-chances[0][0], 0, ROOT, 0)]  # (minus the path's log chance, depth, parent, rank)
     while heap and draft.num_free > 0:
-        cost, parent, depth, rank = heappop(heap)
-        token, chances = ranks.tokens[depth][rank], ranks.log_chances[depth]
+        cost, depth, parent, rank = heappop(heap)
+        token = ranks.tokens[depth][rank]
         if token < 0:
             continue
         node = draft.add(parent, token, -cost, source)
-        if rank + 1 < len(chances):
-            heappush(heap, (cost + chances[rank] - chances[rank + 1], parent, depth, rank + 1))
-        if depth + 1 < len(ranks.tokens):
-            heappush(heap, (cost - ranks.log_chances[depth + 1][0], node, depth + 1, 0))
+        if rank + 1 < len(chances[depth]):
+            heappush(heap, (-(draft.survival[parent] + chances[depth][rank + 1]), depth, parent, rank + 1))
+        if depth + 1 < len(chances):
+            heappush(heap, (-(draft.survival[node] + chances[depth + 1][0]), depth + 1, node, 0))
 
 
 def _grow_levels(grower: TreeGrower, drafts: Sequence[Draft], logits: Tensor, width: int, source: str) -> None:

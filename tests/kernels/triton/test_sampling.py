@@ -29,6 +29,11 @@ def agree(kernels: Any, logits: Tensor, temperatures: Tensor, noise: NoiseKeys, 
     assert torch.allclose(scores.cpu(), expected, rtol=1e-14, atol=1e-14)
     best = kernels.gumbel_argmax(logits.to(kernels.device), temperatures, noise)
     assert torch.equal(best.cpu(), expected_ids[:, 0])
+    expected_ids, expected = kernels_named("reference").gumbel_chances(logits, temperatures, noise, k)
+    ids, chances = kernels.gumbel_chances(logits.to(kernels.device), temperatures, noise, k)
+    found = min(k, logits.shape[1])  # torch's has no more places
+    assert torch.equal(ids.cpu()[:, :found], expected_ids) and (ids[:, found:] == -1).all()
+    assert torch.allclose(chances.cpu()[:, :found], expected, rtol=1e-13, atol=1e-13, equal_nan=True)
 
 
 @pytest.mark.parametrize("vocab_size", (1, 3, 63, 500))

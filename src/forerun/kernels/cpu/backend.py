@@ -70,8 +70,8 @@ class CpuKernels:
         return self.engine.num_threads
 
     def describe(self) -> dict[str, str]:
-        """Every op runs on the instruction set chosen at the start."""
-        return dict.fromkeys(OPS, self.engine.isa)
+        """The ops there are run on the instruction set chosen at the start."""
+        return {op: self.engine.isa for op in OPS if hasattr(self, op)}
 
     def pack_linear(self, weight: Tensor) -> PackedLinear:
         """See `Kernels.pack_linear`."""

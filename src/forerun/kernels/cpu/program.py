@@ -287,6 +287,18 @@ class Recorder(CpuKernels):
         """Not part of a forward."""
         raise KernelError("gumbel_topk cannot be recorded")
 
+    def gumbel_chances(self, *_: object) -> NoReturn:
+        """Not part of a forward."""
+        raise KernelError("gumbel_chances cannot be recorded")
+
+    def grow_trees(self, *_: object) -> NoReturn:
+        """Not part of a forward."""
+        raise KernelError("grow_trees cannot be recorded")
+
+    def keep_trees(self, *_: object) -> NoReturn:
+        """Not part of a forward."""
+        raise KernelError("keep_trees cannot be recorded")
+
     def _uncommon_attention(self, *_: object) -> NoReturn:
         raise KernelError("attention with such wide heads or groups cannot be recorded")
 

@@ -27,7 +27,8 @@ from forerun.kernels.ops import (
     Routing,
 )
 from forerun.kernels.reference import OPS
-from forerun.kernels.triton import attention, experts, latent, linear, moves, norms, rope, sampling
+from forerun.kernels.tree_growth import TreeNodes, TreeRoom, TreeRows
+from forerun.kernels.triton import attention, experts, latent, linear, moves, norms, rope, sampling, tree_growth
 from forerun.kernels.triton.grouped import grouped_linear
 from forerun.kernels.triton.grouped_layout import TritonGrouped, pack_grouped
 from forerun.kernels.triton.linear import TritonLinear
@@ -170,3 +171,19 @@ class TritonKernels:
     def gumbel_topk(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys, k: int) -> tuple[Tensor, Tensor]:
         """See `Kernels.gumbel_topk`; temperatures and keys may come from the host."""
         return sampling.gumbel_topk(logits.to(self.device), temperatures, keys, k)
+
+    def gumbel_chances(
+        self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.gumbel_chances`; temperatures and keys may come from the host."""
+        return sampling.gumbel_chances(logits.to(self.device), temperatures, keys, width)
+
+    def grow_trees(
+        self, nodes: TreeNodes, budgets: Tensor, ids: Tensor, log_chances: Tensor, room: TreeRoom, last: TreeRows | None
+    ) -> tuple[TreeNodes, TreeRows]:
+        """See `Kernels.grow_trees`."""
+        return tree_growth.grow_trees(nodes, budgets, ids, log_chances, room, last)
+
+    def keep_trees(self, nodes: TreeNodes, budgets: Tensor, ids: Tensor, log_chances: Tensor, num_nodes: int) -> Tensor:
+        """See `Kernels.keep_trees`."""
+        return tree_growth.keep_trees(nodes, budgets, ids, log_chances, num_nodes)

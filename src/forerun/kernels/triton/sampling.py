@@ -1,4 +1,4 @@
-"""Keyed Gumbel sampling on the device: argmax and the k best of log p + G, without a word to the host.
+"""Keyed Gumbel sampling on the device: argmax, the k best of log p + G and their chances, without a word to the host.
 
 Knows: the definition of the noise (`forerun.kernels.philox`), ties, rows without an answer. Does not know: who draws.
 
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.kernels.ops import NoiseKeys
+from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, NoiseKeys
 from forerun.kernels.triton.common import EXACT, power_of_two
 
 PART = 2048  # tokens a program looks at
@@ -32,13 +32,25 @@ def gumbel_argmax(logits: Tensor, temperatures: Tensor, keys: NoiseKeys) -> Tens
 
 def gumbel_topk(logits: Tensor, temperatures: Tensor, keys: NoiseKeys, k: int) -> tuple[Tensor, Tensor]:
     """See `Kernels.gumbel_topk`; temperatures and keys may lie on the host, then they go over in one copy."""
+    return _best(logits, temperatures, keys, k, k, judges=False)
+
+
+def gumbel_chances(logits: Tensor, temperatures: Tensor, keys: NoiseKeys, width: int) -> tuple[Tensor, Tensor]:
+    """See `Kernels.gumbel_chances`; temperatures and keys as in `gumbel_topk`."""
+    return _best(logits, temperatures, keys, width, max(width, NUM_RIVALS), judges=True)
+
+
+def _best(
+    logits: Tensor, temperatures: Tensor, keys: NoiseKeys, k: int, num_ranks: int, judges: bool
+) -> tuple[Tensor, Tensor]:
+    """The k best of so many that are looked for, with their scores or log chances."""
     (num_rows, vocab_size), device = logits.shape, logits.device
     ids = torch.empty(num_rows, k, dtype=torch.int64, device=device)
     scores = torch.empty(num_rows, k, dtype=torch.float64, device=device)
     if not num_rows:
         return ids, scores
     part = min(PART, power_of_two(vocab_size, LEAST_PART))
-    num_parts, kept = triton.cdiv(vocab_size, part), min(k, part)
+    num_parts, kept = triton.cdiv(vocab_size, part), min(num_ranks, part)
     part_ids = torch.empty(num_rows, num_parts * kept, dtype=torch.int64, device=device)
     part_scores = torch.empty(num_rows, num_parts * kept, dtype=torch.float64, device=device)
     broken = torch.empty(num_rows, num_parts, dtype=torch.int32, device=device)
@@ -48,7 +60,8 @@ def gumbel_topk(logits: Tensor, temperatures: Tensor, keys: NoiseKeys, k: int) -
     )  # fmt: skip
     _best_of_row[(num_rows,)](
         part_ids, part_scores, broken, ids, scores,
-        K=k, NUM=num_parts * kept, BLOCK=power_of_two(num_parts * kept),
+        K=k, RANKS=num_ranks, JUDGES=judges, RIVALS=NUM_RIVALS, SCALE=RIVALS_SCALE,
+        LANES=power_of_two(num_ranks), NUM=num_parts * kept, BLOCK=power_of_two(num_parts * kept),
         NUM_PARTS=num_parts, PARTS=power_of_two(num_parts), **EXACT,
     )  # fmt: skip
     return ids, scores
@@ -103,17 +116,34 @@ def _best_of_part(
 @triton.jit
 def _best_of_row(
     part_ids, part_scores, broken, ids_out, scores_out,
-    K: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr, PARTS: tl.constexpr,
+    K: tl.constexpr, RANKS: tl.constexpr, JUDGES: tl.constexpr, RIVALS: tl.constexpr, SCALE: tl.constexpr,
+    LANES: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    parts, places = tl.arange(0, PARTS), tl.arange(0, BLOCK)
+    parts, places, ranks = tl.arange(0, PARTS), tl.arange(0, BLOCK), tl.arange(0, LANES)
     bad = tl.max(tl.load(broken + row * NUM_PARTS + parts, mask=parts < NUM_PARTS, other=0), axis=0) != 0
     scores = tl.load(part_scores + row * NUM + places, mask=places < NUM, other=float("-inf"))
     ids = tl.load(part_ids + row * NUM + places, mask=places < NUM, other=-1)
     scores = tl.where(bad, float("-inf"), scores)
-    for rank in range(K):
+    best_ids = tl.full([LANES], -1, tl.int64)
+    best_scores = tl.full([LANES], float("-inf"), tl.float64)
+    for rank in range(RANKS):
         best = tl.max(scores, axis=0)
         chosen = tl.min(tl.where(scores == best, ids, FAR), axis=0)
-        tl.store(ids_out + row * K + rank, tl.where(best > float("-inf"), chosen, -1))
-        tl.store(scores_out + row * K + rank, best)
+        best_ids = tl.where(ranks == rank, tl.where(best > float("-inf"), chosen, -1), best_ids)
+        best_scores = tl.where(ranks == rank, best, best_scores)
         scores = tl.where(ids == chosen, float("-inf"), scores)
+    if JUDGES:
+        best_scores = _log_chances(best_scores, ranks, RIVALS, SCALE)
+    tl.store(ids_out + row * K + ranks, best_ids, mask=ranks < K)
+    tl.store(scores_out + row * K + ranks, best_scores, mask=ranks < K)
+
+
+@triton.jit
+def _log_chances(scores, ranks, RIVALS: tl.constexpr, SCALE: tl.constexpr):
+    """How far scores, best first, lead the rivals' among them; -inf where a score is."""
+    scaled = scores / SCALE
+    most = tl.max(scaled, axis=0)
+    most = tl.where(most > float("-inf"), most, 0.0)
+    total = tl.sum(tl.where(ranks < RIVALS, tl.exp(scaled - most), 0.0), axis=0)
+    return scaled - (most + tl.log(tl.where(total > 0.0, total, 1.0)))
