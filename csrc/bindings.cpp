@@ -276,11 +276,11 @@ void draft_chains(CpuEngine& engine, Program& first, Program& next, const std::v
                   int64_t rows, int64_t max_blocks, int64_t max_visible, Address temperatures, Address seeds,
                   Address streams, Address noise_positions, Address num_active, int64_t steps, int64_t r,
                   int64_t vocab, int64_t block_size, int64_t logits_step, Address ids, Address log_chances, int64_t shift,
-                  int64_t features_step, int64_t num_rivals, double rivals_scale) {
+                  int64_t features_step, int64_t num_rivals, double rivals_scale, double least) {
     const ChainArgs args{at<double>(temperatures), at<int64_t>(seeds),      at<int64_t>(streams),
                          at<int64_t>(noise_positions), at<int64_t>(num_active), steps, r, vocab, block_size,
                          logits_step, at<int64_t>(ids), at<double>(log_chances), shift, features_step,
-                         num_rivals, rivals_scale};
+                         num_rivals, rivals_scale, least};
     const nb::gil_scoped_release released;
     run_chains(engine, first, next, addresses, {rows, r, max_blocks, max_visible}, args);
 }

@@ -98,6 +98,26 @@ void draw(CpuEngine& engine, const ChainArgs& args, const float* logits, int64_t
     if (judged) judge(args, scores, gumbel.k, step);
 }
 
+// Chances that all of a chain is right, added up over the chains that are to go on.
+class Ends {
+public:
+    explicit Ends(int64_t r) : log_chances_(static_cast<size_t>(r)) {}
+
+    double after(const ChainArgs& args, int64_t step) {
+        double sum = 0.0;
+        for (int64_t i = 0; i < args.num_active[step + 1]; ++i) {
+            if (args.ids[step * args.r + i] < 0) continue;
+            double& path = log_chances_[static_cast<size_t>(i)];
+            path += args.log_chances[step * args.r + i];
+            sum += std::exp(path);
+        }
+        return sum;
+    }
+
+private:
+    std::vector<double> log_chances_;
+};
+
 // What the last step put out is what the next is fed; that writes to the other of two places.
 void hand_on_features(std::vector<uintptr_t>& addresses, const ChainArgs& args, int64_t step) {
     const auto size = static_cast<uintptr_t>(args.features_step) * sizeof(float);
@@ -112,10 +132,15 @@ void run_chains(CpuEngine& engine, Program& first, Program& next, std::vector<ui
     const size_t wanted = args.features_step > 0 ? kNumSlots : kLogits + 1;
     if (addresses.size() != wanted) throw std::invalid_argument("chains need a forward that returns what they read");
     Level level(addresses, sizes, args);
+    Ends ends(args.r);
     first.run(addresses, sizes);
     for (int64_t step = 0;; ++step) {
         draw(engine, args, at<float>(addresses, kLogits), step);
         if (step + 1 == args.steps) return;
+        if (args.log_chances != nullptr && ends.after(args, step) < args.least) {
+            std::fill(args.ids + (step + 1) * args.r, args.ids + args.steps * args.r, -1);
+            return;
+        }
         const int64_t rows = args.num_active[step + 1];
         level.descend(step + 1, rows, args.ids + step * args.r);
         level.put_into(addresses);

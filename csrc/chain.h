@@ -41,6 +41,7 @@ struct ChainArgs {
     int64_t features_step;  // floats a step puts out for the next; 0: the program is fed tokens alone
     int64_t num_rivals;
     double rivals_scale;
+    double least;  // with `log_chances`: of all chains being right so far, added up; below it nothing more is drawn
 };
 
 // Runs `first` on a batch whose r logit rows are the roots of r sequences, draws a token for each row, runs `next` on

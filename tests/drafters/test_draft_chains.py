@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -34,8 +36,8 @@ class Side:
         self.drafter.attach((), self.kvs)
         assert isinstance(self.drafter._model, RecordedModel) == native
 
-    def propose(self, requests: list[Request], lengths: tuple[int, ...]) -> list[Draft]:
-        drafts = [Draft(request, length + 1) for request, length in zip(requests, lengths, strict=True)]
+    def propose(self, requests: list[Request], lengths: tuple[int, ...], least: float = 0.0) -> list[Draft]:
+        drafts = [Draft(request, length + 1, least=least) for request, length in zip(requests, lengths, strict=True)]
         self.drafter.propose(drafts)
         return drafts
 
@@ -86,6 +88,23 @@ def test_chains_are_the_levels(coupled: bool, temperature: float, prompt_len: in
             accept(side, drafts, num_accepted)
     for mine, other in zip(sides[0].kvs, sides[1].kvs, strict=True):
         assert torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("least", [0.05, 0.3, 0.8, 2.0, 5.0])
+def test_chains_end_together_where_they_promise_too_little(temperature: float, least: float) -> None:
+    """As the levels do: drawn on as long as the chances of all that may go on add up to so much."""
+    native, levels, whole = (
+        Side(is_native, True).propose(requests(temperature, 6), LENGTHS, bound)
+        for is_native, bound in ((True, least), (False, least), (True, 0.0))
+    )
+    for mine, other, full in zip(native, levels, whole, strict=True):
+        num = len(mine.tree)
+        assert list(mine.tree.tokens) == list(other.tree.tokens) == list(full.tree.tokens)[:num]
+        assert mine.survival == full.survival[:num]
+    num_levels = max(len(draft.tree) for draft in native) - 1
+    promised = [sum(math.exp(d.survival[n]) for d in whole if len(d.tree) > n + 1) for n in range(1, max(LENGTHS))]
+    assert num_levels == next((n for n, chance in enumerate(promised, 1) if chance < least), max(LENGTHS))
 
 
 def test_native_chains_are_really_used(monkeypatch: pytest.MonkeyPatch) -> None:

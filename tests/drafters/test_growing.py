@@ -5,28 +5,44 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from forerun.core import Request, SamplingParams
-from forerun.drafters.growing import Growth
-from forerun.speculation.growth import Draft
+from forerun.drafters.growing import Grove, Growth
+from forerun.kernels.ops import RIVALS_SCALE
+from forerun.kernels.reference import ReferenceKernels
+from forerun.speculation.growth import Draft, TreeGrower
 from forerun.speculation.tree import ROOT
 
 
-def grown(chances: list[float], least: float, num_drafts: int = 6) -> tuple[Growth, list[int]]:
-    """A tree with children of these chances below its root, and which of them are to be expanded."""
-    draft = Draft(Request("r", (1, 2), SamplingParams(), seed=0), 1 + num_drafts)
-    growth = Growth(draft, 2, least)
-    new = [growth.scratch.add(ROOT, 10 + i, math.log(chance), "x") for i, chance in enumerate(chances)]
-    return growth, growth.next_leaves(new)
+def drafts_of(least: float, num_requests: int) -> list[Draft]:
+    params = SamplingParams(temperature=0.0)
+    return [Draft(Request(f"{i}", (1, 2), params, seed=0), 7, least=least) for i in range(num_requests)]
+
+
+def logits_of(chances: list[float]) -> torch.Tensor:
+    """A row [V] from which tokens are drawn with these chances."""
+    return torch.tensor(chances).log() * RIVALS_SCALE
 
 
 def test_the_likeliest_are_expanded() -> None:
-    assert grown([0.2, 0.5, 0.1], least=0.0)[1] == [2, 1]  # their rows are given out in that order
+    growth = Growth(drafts_of(0.0, 1)[0], 2)
+    new = [growth.scratch.add(ROOT, 10 + i, math.log(chance), "x") for i, chance in enumerate([0.2, 0.5, 0.1])]
+    assert growth.expand(growth.useful(new)) == [2, 1]  # their rows are given out in that order
 
 
-@pytest.mark.parametrize(("least", "expected"), [(0.69, [2, 1]), (0.71, [])])
-def test_a_level_is_left_out_where_its_leaves_are_seldom_right_together(least: float, expected: list[int]) -> None:
-    growth, leaves = grown([0.2, 0.5, 0.1], least)
-    assert leaves == expected
-    assert growth.finish() >= {ROOT}
-    assert list(growth.draft.tree.tokens) == [2, 10, 11, 12]  # what was drawn is kept, expanded or not
+@pytest.mark.parametrize(("least", "is_worth"), [(0.69, True), (0.71, False)])
+def test_a_level_is_left_out_where_its_leaves_are_seldom_right_together(least: float, is_worth: bool) -> None:
+    drafts = drafts_of(least, 1)
+    grove = Grove(TreeGrower(ReferenceKernels(), True), drafts, 2, "x")
+    grove.grow(logits_of([0.1, 0.2, 0.5, 0.2])[None])
+    assert bool(grove.rows()) is is_worth
+    assert grove.finish() == [{ROOT, 1, 2} if is_worth else {ROOT}]
+    assert list(drafts[0].tree.tokens) == [2, 2, 1]  # what was drawn is kept, expanded or not
+
+
+@pytest.mark.parametrize(("least", "is_worth"), [(1.39, True), (1.41, False)])
+def test_requests_share_a_level(least: float, is_worth: bool) -> None:
+    grove = Grove(TreeGrower(ReferenceKernels(), True), drafts_of(least, 2), 2, "x")
+    grove.grow(logits_of([0.1, 0.2, 0.5, 0.2]).expand(2, 4))
+    assert len(grove.rows()) == 2 * is_worth

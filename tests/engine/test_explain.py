@@ -10,6 +10,7 @@ from forerun.engine.policy import FixedPolicy, StepCosts, VerifyCost
 from forerun.engine.policy_adaptive import AdaptivePolicy
 from forerun.speculation.growth import Draft, Part
 from tests.support import harness
+from tests.support.hopeful import show_plain_steps
 
 FLAT, STEEP = VerifyCost({1: 1.0, 64: 1.05}), VerifyCost({1: 1.0, 64: 64.0})
 
@@ -40,6 +41,7 @@ def taught(cost: VerifyCost, num_right: int, member: str = "m") -> AdaptivePolic
         own.add_chain([2, 3, 4], member)
         policy.learn_member_cost(member, 0.2, [own])
         policy.calibration.learn("r", Part(member, own.tree, own.survival), [2, 3, 4, 5][:num_right] + [9])
+    show_plain_steps(policy, cost(1))
     policy.begin_step(1)
     return policy
 
@@ -49,7 +51,7 @@ def test_the_policy_explains_exactly_when_nobody_is_asked() -> None:
     for policy, explained in ((good, False), (bad, True), (dear, True)):
         asked = policy.node_budget(request()) > 1 and policy.quotas("m", [Draft(request(), 8)])[0] > 1
         assert asked != explained and (policy.explain(request()) is not None) == explained
-    assert str(bad.explain(request())).startswith("drafts of m are right 0% of the time; it takes ")
+    assert str(bad.explain(request())).startswith("drafts of m are right 1% of the time; it takes ")
     assert "would cost more than they gain here, were they always right" in str(dear.explain(request()))
 
 

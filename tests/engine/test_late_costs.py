@@ -11,6 +11,7 @@ from forerun.core import Request, SamplingParams
 from forerun.engine.policy import StepCosts, VerifyCost
 from forerun.engine.policy_adaptive import AdaptivePolicy
 from forerun.speculation.growth import Draft
+from tests.support.hopeful import show_plain_steps
 
 MEMBER = "m"
 ENQUEUED_S, DRAFT_S, OVERHEAD_S = 0.01, 0.05, 0.02
@@ -27,6 +28,10 @@ def policy(draft_s: float) -> AdaptivePolicy:
     costs = StepCosts(VerifyCost({num_rows: pass_s(num_rows) for num_rows in (1, 2, 4, 8, 16, 32, 64)}))
     made = AdaptivePolicy(9, costs, may_prune=True, prunes=False)
     made.expect(MEMBER, {size: ENQUEUED_S + draft_s * size for size in (1, 2, 4, 8)})
+    show_plain_steps(made, pass_s(NUM_REQUESTS), NUM_REQUESTS)
+    for _ in range(3):  # the ledger does not count the first with drafts
+        unlearned_step(made, NUM_REQUESTS, late=False, drawn_s=0.0)
+        made.ledger.book(0.0, 1.0, drafts=True)
     return made
 
 

@@ -14,6 +14,7 @@ from forerun.engine.policy_members import MemberCost
 from forerun.speculation.growth import Draft, Part
 from forerun.speculation.tree import DraftTree
 from tests.support.drafted import MEMBER, Prices, step
+from tests.support.hopeful import show_plain_steps
 
 FLAT = VerifyCost({1: 1.0, 64: 1.05})
 STEEP = VerifyCost({1: 1.0, 64: 64.0})
@@ -30,7 +31,10 @@ def chain(member: str, tokens: list[int], asked: Request | None = None) -> Part:
 
 
 def policy(cost: VerifyCost = FLAT, may_prune: bool = True) -> AdaptivePolicy:
-    return AdaptivePolicy(16, StepCosts(cost), may_prune)
+    """One that has seen plain steps."""
+    made = AdaptivePolicy(16, StepCosts(cost), may_prune)
+    show_plain_steps(made, 1.0)
+    return made
 
 
 def teach(taught: AdaptivePolicy, member: str, right: int, seconds: float, asked: Request | None = None) -> None:
@@ -148,7 +152,8 @@ def test_requests_are_forgotten() -> None:
     teach(taught, "m", 2, 0.1)
     taught.quotas("m", [Draft(request(), 16)])
     taught.end(request())
-    assert not taught.calibration._requests and not taught._resting and not taught._read
+    assert not taught.calibration._of_depths._requests and not taught.calibration._of_kinds._requests
+    assert not taught._resting._known and not taught._read
 
 
 def test_finding_nothing_says_nothing_of_what_drafting_costs() -> None:
@@ -166,6 +171,7 @@ def test_a_member_that_finds_nothing_is_asked_now_and_then_until_it_does() -> No
     taught, asked = policy(), []
     teach(taught, "m", 1, 0.01)
     for turn in range(300):
+        taught.begin_step(1)
         quota = taught.quotas("m", [Draft(request("new"), 16)])[0]
         asked.append(quota > 1)
         taught.learn_step_cost(1, 1.0, 0.0)
@@ -193,6 +199,25 @@ def test_while_all_members_rest_steps_are_plain_ones() -> None:
     taught.begin_step(1)
     taught.begin_step(1)
     assert taught.node_budget(request()) > 1, "somebody new does not rest"
+
+
+def test_a_member_nobody_has_seen_is_asked_for_one_and_soon_for_more() -> None:
+    prices = Prices(row_s=0.01, draft_s=0.05)
+    made, requests, asked = measured(prices), running(1), list[int]()
+    while len(asked) < 12:
+        asked += step(made, requests, {"r0": 8}, prices).drafted.values()
+    assert asked == sorted(asked) and asked[0] == 1 and asked[-1] == 8
+
+
+def test_a_level_must_promise_what_it_costs() -> None:
+    for draft_s, prunes, expected in ((0.06, True, 0.06), (0.2, True, 0.2), (0.06, False, 0.0)):
+        prices = Prices(row_s=0.01, pass_s=0.99, draft_s=draft_s)
+        made, requests = measured(prices), running(1)
+        made.prunes = prunes
+        for index in range(40):
+            step(made, requests, {"r0": index % 8}, prices)
+        share = (expected + 0.01 * prunes) / prices.verify_s(1)
+        assert made.least_chance(MEMBER) == pytest.approx(1.3 / 0.75 * share, rel=0.1)
 
 
 def test_costs_measured_at_start_are_believed_until_better_is_known() -> None:
@@ -280,11 +305,11 @@ def test_only_the_requests_whose_drafts_are_right_are_drafted_for() -> None:
 @pytest.mark.parametrize("num_right", [1, 2, 4, 8])
 @pytest.mark.parametrize("row_s", [0.01, 0.1])
 def test_the_number_of_drafts_follows_what_one_more_brings(num_right: int, row_s: float) -> None:
-    """Within 5 % of the best fixed number, which knows beforehand."""
+    """Within 5 % of the best fixed number, which knows beforehand how many are right and draws one more."""
     prices = Prices(row_s=row_s, draft_s=0.06)
     policy, requests = measured(prices), running(1)
     done = [step(policy, requests, {"r0": num_right}, prices) for _ in range(300)][100:]
-    best = max((min(k, num_right) + 1) / (prices.verify_s(k + 1) + prices.draft_s * k) for k in range(9))
+    best = max((min(k, num_right) + 1) / (prices.verify_s(k + 1) + prices.draft_s * (k + 1)) for k in range(9))
     assert sum(each.num_tokens for each in done) / sum(each.seconds for each in done) >= 0.95 * best
 
 

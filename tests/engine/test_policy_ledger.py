@@ -7,7 +7,7 @@ import pytest
 from forerun.core import Request, SamplingParams
 from forerun.engine.policy import StepCosts, VerifyCost
 from forerun.engine.policy_adaptive import AdaptivePolicy
-from forerun.engine.policy_ledger import SHARE, Ledger
+from forerun.engine.policy_ledger import FIRST, SHARE, Ledger
 from tests.support.drafted import Prices
 from tests.support.drafted import step as step_of
 
@@ -28,8 +28,11 @@ def step(ledger: Ledger, rest_s: float, draft_s: float, num_tokens: list[int]) -
 def opened() -> Ledger:
     """One that has seen plain steps."""
     ledger = Ledger()
-    for _ in range(2):
+    for _ in range(3):
         step(ledger, PLAIN_S, 0.0, [1])
+    for _ in range(3):  # the first with drafts do not count
+        step(ledger, 9.0, 9.0, [1])
+    assert ledger.balance_s == pytest.approx(FIRST + (3 + 3 * 18) * SHARE)
     return ledger
 
 
@@ -94,7 +97,7 @@ def test_a_policy_with_wrong_estimates_is_stopped() -> None:
         if done.drafted:
             policy.ledger.balance_s -= 4.0  # spent where no estimate looks
         drafted.append(bool(done.drafted))
-    assert drafted[0] and sum(drafted) < 30
+    assert drafted[3] and sum(drafted) < 30
     assert "cost more than they gained" in str(policy.explain(request))
 
 
@@ -114,7 +117,7 @@ def test_drafting_beside_the_reading_of_prompts_is_booked() -> None:
     """Steps that read prompts say nothing of passes, but drafts in them cost what they cost."""
     policy = AdaptivePolicy(6, StepCosts(VerifyCost({1: 1.0, 64: 1.02})), may_prune=True)
     request = Request("r", (1,), SamplingParams(), seed=0, max_len=9000)
-    for _ in range(4):
+    for _ in range(10):
         step_of(policy, [request], {"r": 5}, Prices())
     before = policy.ledger.balance_s
     policy.begin_step(1)
@@ -130,5 +133,5 @@ def test_plain_steps_are_due_before_much_is_judged_by_them() -> None:
     for _ in range(300):
         opens.append(ledger.is_open)
         step(ledger, 1.0, 0.1 * ledger.is_open, [2 if ledger.is_open else 1])
-    assert opens[:40].count(False) == 2 and all(opens[:10]) and not ledger.is_spent
+    assert opens[:40] == [False] * 3 + [True] * 37 and not ledger.is_spent
     assert opens[40:].count(False) == 2, "now and then again: machines and contexts change"

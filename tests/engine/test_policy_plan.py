@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from forerun.engine.policy_plan import Outlook, Prices, plan_call, profits_s
+from forerun.engine.policy_plan import Outlook, Prices, best_gain, expected_gains, plan_call, profits_s, worth_verifying
 
 
 def prices(row: float, call: float, level: float = 0.0) -> Prices:
@@ -57,3 +57,27 @@ def test_profits_share_what_the_step_saves() -> None:
     assert plan.sizes == (2, 1)
     assert sum(profits_s(plan, gains, without)) == pytest.approx(saved)
     assert all(profit > 0.0 for profit in profits_s(plan, gains, without))
+
+
+def test_the_likeliest_nodes_are_verified_as_long_as_they_pay() -> None:
+    chances = [[0.9, 0.8, 0.1], [0.5, 0.05], []]
+    cheap = worth_verifying(chances, Outlook(3.0, 3, 1.0), lambda rows: 1.0 + 1e-6 * rows)
+    assert cheap == [[0, 1, 2, 3], [0, 1, 2], [0]]
+    dear = worth_verifying(chances, Outlook(3.0, 3, 1.0), lambda rows: 1.0 + 0.2 * (rows - 3))
+    assert dear == [[0, 1, 2], [0], [0]]
+    assert worth_verifying(chances, Outlook(3.0, 3, 1.0), lambda rows: 2.0) == [[0], [0], [0]]
+
+
+def test_what_earlier_members_found_is_not_gained_again() -> None:
+    assert expected_gains([0.5, 0.8], [], 3) == pytest.approx([0.5, 0.4, 0.32])
+    assert expected_gains([0.5, 0.8], [1.0, 0.5], 3) == pytest.approx([0.0, 0.2, 0.32])
+    assert len(expected_gains([0.1], [], 9)) == 1, "hopeless nodes are not looked at"
+
+
+def test_the_best_that_drafts_could_do_at_a_load() -> None:
+    light, heavy = (
+        Prices(lambda rows: 1.0, lambda size, of: 0.1),
+        Prices(lambda rows: float(rows), lambda size, of: 0.1),
+    )
+    assert best_gain(1, 1.0, [1, 4], light) == pytest.approx((1 + sum(0.97**n for n in range(1, 5))) / 1.1)
+    assert best_gain(16, 16.0, [1, 4], heavy) < 1.0

@@ -5,6 +5,7 @@ Knows: the order in which engine and portfolio call a policy. Does not know: mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ def step(policy: AdaptivePolicy, requests: Sequence[Request], right: Mapping[str
     """Requests choose tokens; of the next drafts of each the first `right` (by id) would be right."""
     policy.begin_step(len(requests))
     drafts = [Draft(r, budget) for r in requests if (budget := policy.node_budget(r)) > 1]
-    drafting_s, drafted = _ask(policy, drafts, prices)
+    drafting_s, drafted = _ask(policy, drafts, right, prices)
     policy.admit(drafts, len(requests))
     sizes = {draft.request.request_id: len(draft.tree) - 1 for draft in drafts}
     tokens = 0
@@ -54,22 +55,34 @@ def step(policy: AdaptivePolicy, requests: Sequence[Request], right: Mapping[str
         policy.learn(request, verified, accepted + (accepted < verified), accepted)
     for draft in drafts:
         hits = right[draft.request.request_id]
-        follows = [*range(2, 2 + hits), 1] if hits < len(draft.tree) - 1 else range(2, 2 + len(draft.tree))
-        policy.learn_parts(draft, list(follows)[: len(draft.tree)])
+        policy.learn_parts(draft, [*range(2, 2 + hits), 1][: len(draft.tree)])
     rows = len(requests) + sum(sizes.values())
     policy.learn_step_cost(rows, prices.verify_s(rows), 0.0)
     return Step(drafted, sizes, tokens, prices.verify_s(rows) + drafting_s)
 
 
-def _ask(policy: AdaptivePolicy, drafts: Sequence[Draft], prices: Prices) -> tuple[float, dict[str, int]]:
+def draw(own: Draft, num_right: int) -> None:
+    """A chain of a drafter that knows how sure it is, and stops where that is too little for another level."""
+    while own.num_free and math.exp(own.survival[-1]) >= own.least:
+        depth = len(own.tree)
+        own.add(depth - 1, 1 + depth, own.survival[-1] + math.log(0.9 if depth <= num_right else 0.1), MEMBER)
+
+
+def _ask(
+    policy: AdaptivePolicy, drafts: Sequence[Draft], right: Mapping[str, int], prices: Prices
+) -> tuple[float, dict[str, int]]:
     """As a portfolio of one member does -> seconds, drafts by request."""
-    quotas = policy.quotas(MEMBER, drafts) if drafts else []
-    asked = [(draft, Draft(draft.request, quota)) for draft, quota in zip(drafts, quotas, strict=True) if quota > 1]
+    quotas, least = policy.quotas(MEMBER, drafts) if drafts else [], policy.least_chance(MEMBER)
+    asked = [
+        (draft, Draft(draft.request, quota, least=least))
+        for draft, quota in zip(drafts, quotas, strict=True)
+        if quota > 1
+    ]
     seconds = 0.0
     for draft, own in asked:
         lag = len(draft.request.token_ids) - policy._read.get((draft.request.request_id, MEMBER), 0)
         own.num_caught_up = lag if lag > 1 else 0
-        own.add_chain(range(2, 1 + own.max_nodes), MEMBER)
+        draw(own, right[draft.request.request_id])
         seconds += prices.read_s * own.num_caught_up
         part = Part(MEMBER, own.tree, own.survival)
         draft.graft(part, policy.log_survival(part, draft))

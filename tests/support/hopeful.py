@@ -23,8 +23,16 @@ def expect_much(made: Engine, prunes: bool = False) -> AdaptivePolicy:
         if member.weight_bytes:
             policy.expect(member.name, dict.fromkeys((1, 2, 4, 8, 16), 1e-6))
         _show_right(policy, member.name, made.drafter.max_nodes - 1)
+    show_plain_steps(policy, 1.0)
     made.policy = made.drafter.guide = policy
     return policy
+
+
+def show_plain_steps(policy: AdaptivePolicy, pass_s: float, num_requests: int = 1) -> None:
+    """As many steps without drafts as a policy wants to see before it lets anybody draft."""
+    for _ in range(4):
+        policy.begin_step(num_requests)
+        policy.learn_step_cost(num_requests, pass_s, 0.0)
 
 
 def _show_right(policy: AdaptivePolicy, member: str, num_drafts: int) -> None:

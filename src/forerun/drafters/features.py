@@ -39,8 +39,6 @@ from forerun.speculation.growth import Draft
 from forerun.speculation.tree import ROOT
 
 EAGER_LAG = 16  # known rows that are computed at once even where no block is complete
-_TOKENS_A_PASS = 2.5
-_HIGHEST_LEAST = 0.5
 
 
 class FeatureDrafter:
@@ -59,7 +57,6 @@ class FeatureDrafter:
         self._grower = context.grower
         self._block_size = context.block_size
         self._width = context.width
-        self._least = _least_chance(head.weight_bytes / context.model.weight_bytes) if options.adaptive else 0.0
         self._max_rows = context.max_rows
         self._max_position = context.model.max_position
         self._kvs: Sequence[LayerKV] = ()
@@ -217,7 +214,7 @@ class FeatureDrafter:
 
     def _draw_levels(self, drafts: Sequence[Draft], width: int) -> None:
         """One pass of the head a level, which is drawn and shaped in Python."""
-        grove = Grove(self._grower, drafts, width, self.name, self._least if width > 1 else 0.0)
+        grove = Grove(self._grower, drafts, width, self.name)
         out = self._head.read(self._batch(self._root_rows(drafts)), self._take_states(drafts), self._kvs)
         while out is not None:
             parents, rows = grove.grow(out.logits), grove.rows()
@@ -265,15 +262,6 @@ class FeatureDrafter:
         batch = ForwardBatch.build(rows, self._block_size)
         batch.positions.add_(POSITION_SHIFT).clamp_(min=0)
         return batch
-
-
-def _least_chance(level_cost: float) -> float:
-    """The chance of a level's leaves from which it is worth its pass, which takes that share of a pass of the target.
-
-    In the time of a target's pass some _TOKENS_A_PASS tokens come out, and of what is right so far about three in four
-    go on right; nodes a deeper level does not get go to levels above, so the best tree of a size is the wider one.
-    """
-    return min(_TOKENS_A_PASS * level_cost / 0.75, _HIGHEST_LEAST)
 
 
 def _rows_of(seen: Observed) -> Sequence[int]:

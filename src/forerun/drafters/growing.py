@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun.kernels.ops import Chains
 from forerun.models.batch import SequenceRows
-from forerun.speculation.growth import Draft, Leaf, TreeGrower
+from forerun.speculation.growth import Draft, Leaf, TreeGrower, least_of
 from forerun.speculation.tree import ROOT, DraftTree
 
 LEAST_TREE = 4  # drafts from which a tree finds more than a chain, whose levels cost less
@@ -23,25 +23,28 @@ LEAST_TREE = 4  # drafts from which a tree finds more than a chain, whose levels
 class Growth:
     """One request's tree while it grows, larger than what is kept of it in the end."""
 
-    def __init__(self, draft: Draft, width: int, least: float = 0.0) -> None:
-        """`least`: the chance that one of a level's leaves is right, from which the level is worth its pass."""
+    def __init__(self, draft: Draft, width: int) -> None:
         self.draft = draft
-        self._least = least
         self.scratch = _scratch(draft, width)
         self.places = {ROOT: 0}  # node -> row behind the root where the head's KV of it lies
         self._budget = draft.num_free
         self._width = width
 
-    def next_leaves(self, new: Sequence[int]) -> list[int]:
-        """Which of the nodes just drawn to expand: those whose children may be among the kept."""
+    def useful(self, new: Sequence[int]) -> list[int]:
+        """Which of the nodes just drawn may have children that are kept, the likeliest first."""
         kept = self._kept()
         survival, is_full = self.scratch.survival, len(kept) == self._budget
         worst = min((survival[node] for node in kept), default=0.0)
         useful = [node for node in new if node in kept and (not is_full or survival[node] > worst)]
-        leaves = sorted(useful, key=lambda node: -survival[node])[: self._width]
-        if sum(math.exp(survival[node]) for node in leaves) < self._least:
-            return []
-        self._place(leaves, kept)
+        return sorted(useful, key=lambda node: -survival[node])[: self._width]
+
+    def chance(self, nodes: Sequence[int]) -> float:
+        """That one of these, none of which is above another, is right."""
+        return sum(math.exp(self.scratch.survival[node]) for node in nodes)
+
+    def expand(self, leaves: Sequence[int]) -> list[int]:
+        """Give the leaves of the next level rows of their own -> the leaves by row."""
+        self._place(leaves, self._kept())
         return sorted(leaves, key=self.places.__getitem__)
 
     def _kept(self) -> set[int]:
@@ -90,18 +93,18 @@ class Growth:
 class Grove:
     """Trees of several requests that grow together, a level a pass of whoever computes logits."""
 
-    def __init__(
-        self, grower: TreeGrower, drafts: Sequence[Draft], width: int, source: str, least: float = 0.0
-    ) -> None:
-        """`width` children a node (1: chains), at most so many leaves a level and request; `least`: see `Growth`."""
+    def __init__(self, grower: TreeGrower, drafts: Sequence[Draft], width: int, source: str) -> None:
+        """`width` children a node (1: chains), at most so many leaves a level and request."""
         self._grower = grower
         self._width = width
         self._source = source
-        self._growths = [Growth(draft, width, least) for draft in drafts]
+        self._growths = [Growth(draft, width) for draft in drafts]
+        self._least = least_of(drafts)
         self._leaves: list[list[int]] = [[ROOT] for _ in drafts]
 
     def grow(self, logits: Tensor) -> Tensor:
-        """Draw the children of all leaves from logits [number of leaves, V], and choose the next leaves of them.
+        """Draw the children of all leaves from logits [number of leaves, V], and choose the next leaves of them: none
+        where they promise too little for a level's pass.
 
         -> the rows of `logits` that the next leaves hang from [number of next leaves] int64.
         """
@@ -111,10 +114,13 @@ class Grove:
             for node in nodes
         ]
         drawn = iter(self._grower.grow(frontier, logits, self._width, self._source))
-        grown = [
-            growth.next_leaves([child for _ in nodes for child in next(drawn)])
+        useful = [
+            growth.useful([child for _ in nodes for child in next(drawn)])
             for growth, nodes in zip(self._growths, self._leaves, strict=True)
         ]
+        pairs = list(zip(self._growths, useful, strict=True))
+        is_worth = sum(growth.chance(nodes) for growth, nodes in pairs) >= self._least
+        grown = [growth.expand(nodes) if is_worth else [] for growth, nodes in pairs]
         parents = self._rows_above(grown)
         self._leaves = grown
         return torch.tensor(parents, dtype=torch.int64)

@@ -37,6 +37,9 @@ class Guide(Protocol):
     def quotas(self, member: str, drafts: Sequence[Draft]) -> list[int]:
         """Nodes, the root included, the member may draft for each request; 1: it is not asked."""
 
+    def least_chance(self, member: str) -> float:
+        """See `Draft.least`."""
+
     def log_survival(self, part: Part, draft: Draft) -> list[float]:
         """Log chance of each node of a member's tree, from its own estimates and how those fared."""
 
@@ -56,6 +59,10 @@ class Everyone:
     def quotas(self, member: str, drafts: Sequence[Draft]) -> list[int]:
         """All the room."""
         return [draft.num_free + 1 for draft in drafts]
+
+    def least_chance(self, member: str) -> float:
+        """Every level is drawn."""
+        return 0.0
 
     def log_survival(self, part: Part, draft: Draft) -> list[float]:
         """The member's own estimates."""
@@ -102,7 +109,8 @@ class Portfolio:
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
         """Tell every member which of the accepted nodes were its own, in its own numbers."""
         for member in self.members:
-            member.observe([self._as_seen_by(member, seen) for seen in observed], hidden)
+            own = [self._as_seen_by(member, seen) for seen in observed] if self._drafts else observed
+            member.observe(own, hidden)
         self._drafts.clear()
 
     def _as_seen_by(self, member: Drafter, seen: Observed) -> Observed:
@@ -136,7 +144,8 @@ class Portfolio:
         if not wanted:
             return
         may_be_late = self._may_be_late(member, [draft for draft, _ in wanted])
-        own = [Draft(draft.request, num_nodes, may_be_late=may_be_late) for draft, num_nodes in wanted]
+        least = self.guide.least_chance(member.name)
+        own = [Draft(draft.request, size, least=least, may_be_late=may_be_late) for draft, size in wanted]
         member.propose(own)
         pairs = [(draft, proposed) for (draft, _), proposed in zip(wanted, own, strict=True)]
         waiting = late_of(own)

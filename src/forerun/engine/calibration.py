@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from forerun.speculation.growth import Part
 from forerun.speculation.tree import ROOT, DraftTree
@@ -25,11 +26,12 @@ _LAST_RANK = 4  # ranks from here on are one kind
 _MEMORY = 0.99  # what a past node of a kind counts for after another one
 _REQUEST_MEMORY = 0.975  # what a past node of a request counts for after another one
 _PRIOR_NODES = 6.0  # how many nodes the prior chance counts for
-_REQUEST_PRIOR = 12.0  # how many nodes stand behind a request's being like all others
+_REQUEST_PRIOR = 16.0  # how many nodes stand behind a request's being like all others
 _NEWCOMER_STEPS, _NEWCOMER_MEMORY = 4, 0.98  # first steps of a request that tell what the next request is like
 _PRIOR_CHANCE = 0.6
 MOST_LIKELY: Final = 0.97  # no node is believed to be right more often
 _LEAST = 0.005
+_REACH = 2  # nodes more that a right one lets a member be asked for
 
 Kind = tuple[str, int, int]  # member, depth, range of the estimate
 
@@ -57,12 +59,40 @@ class Tally:
 _NOTHING: Final = Tally()
 
 
-class Tested(NamedTuple):
-    """Nodes of a request whose children a step has put to the test, and how many had a right one."""
+@dataclass(slots=True)
+class Standing:
+    """How much better or worse than expected members fare in single requests, and in requests at their beginnings."""
 
-    num: int
-    expected: float
-    right: int
+    _requests: dict[tuple[str, str], Tally] = field(default_factory=dict)  # tested: right ones expected
+    _newcomers: dict[str, Tally] = field(default_factory=dict)  # likewise, of requests' first nodes, by member
+
+    def learn(self, request_id: str, member: str, num: int, expected: float, right: int) -> None:
+        """Of so many nodes put to the test in a step so many were expected to have a right child, and had one."""
+        tally = self._requests.get((request_id, member))
+        if tally is None:
+            tally = self._requests[request_id, member] = Tally()
+        if tally.num_added < _NEWCOMER_STEPS:
+            newcomers = self._newcomers.get(member)
+            if newcomers is None:
+                newcomers = self._newcomers[member] = Tally(_REQUEST_PRIOR, _REQUEST_PRIOR)
+            newcomers.add(expected, right, _NEWCOMER_MEMORY**num)
+        tally.add(expected, right, _REQUEST_MEMORY**num)
+
+    def factor(self, request_id: str, member: str, rate: float) -> float:
+        """Of the request, which a member of such a rate is expected to fare in like newcomers until more is known.
+
+        Not like all others: what is counted over all nodes is mostly of requests in which drafts are right, since those
+        are drafted for.
+        """
+        tally, newcomers = self._requests.get((request_id, member), _NOTHING), self._newcomers.get(member)
+        usual = newcomers.rate if newcomers is not None else 1.0
+        expected = _REQUEST_PRIOR * rate + _LEAST
+        return (tally.right + expected * usual) / (tally.tested + expected)
+
+    def forget(self, request_id: str) -> None:
+        """A request is over."""
+        for key in [key for key in self._requests if key[0] == request_id]:
+            del self._requests[key]
 
 
 @dataclass(slots=True)
@@ -70,14 +100,16 @@ class Calibration:
     """Chances of nodes, learned from what followed."""
 
     _kinds: dict[Kind, Tally] = field(default_factory=dict)
-    _requests: dict[tuple[str, str], Tally] = field(default_factory=dict)  # tested: right ones expected
-    _newcomers: dict[str, Tally] = field(default_factory=dict)  # likewise, of requests' first nodes, by member
+    _depths: dict[tuple[str, int], Tally] = field(default_factory=dict)  # nodes with a right child, by depth
+    _of_kinds: Standing = field(default_factory=Standing)  # beside what kinds of estimates were right
+    _of_depths: Standing = field(default_factory=Standing)  # beside what was right without looking at estimates
     _ranks: dict[tuple[str, int], Tally] = field(default_factory=dict)  # right nodes, by member and rank in their tree
+    _num_right: Counter[str] = field(default_factory=Counter)  # nodes by member, never forgotten
 
     def log_survival(self, request_id: str, part: Part) -> list[float]:
         """Log chance of every node of a member's tree, the root's being 0."""
         result, parents, tallies = [0.0], part.tree.parents, self._kinds
-        factor = self._factor(request_id, part.member)
+        factor = self._of_kinds.factor(request_id, part.member, self._first_rate(part.member))
         for node in range(1, len(part.tree)):
             kind = _kind(part, node)
             tally = tallies.get(kind)
@@ -91,23 +123,45 @@ class Calibration:
         So the product of the first n is the chance of the n-th node, whatever the shape of the tree; in a chain they
         are the chances that a path which was right so far goes on. The last one holds for all ranks behind it.
         """
-        factor = self._factor(request_id, member)
+        factor = self._of_depths.factor(request_id, member, self._first_rate(member))
         ranks = range(1, _LAST_RANK + 1)
         rates = [tally.rate if (tally := self._ranks.get((member, rank))) else _PRIOR_CHANCE for rank in ranks]
         return [min(max(rate * factor, _LEAST), MOST_LIKELY) for rate in rates]
 
+    def reach(self, member: str) -> int:
+        """How many nodes a member may be asked for: one that was never right gets one, and soon as many as it likes.
+
+        What nobody has seen drafting is believed to be as good as most are; if it is not, to learn so from single
+        drafts costs least.
+        """
+        return 1 + _REACH * self._num_right[member]
+
     def learn(self, request_id: str, part: Part, tokens: Sequence[int]) -> int:
         """These tokens followed the root -> how many of them the member's tree holds as a path."""
         path = _path(part.tree, tokens)
-        expected, num_tested = 0.0, 0
+        num_right, by_kind, by_depth, num_tested = len(path) - 1, 0.0, 0.0, 0
+        self._num_right[part.member] += num_right
         for parent, token in zip(path, tokens, strict=False):
             if part.tree.children(parent):
-                expected += self._learn_children(part, parent, token)
+                by_kind += self._learn_children(part, parent, token)
+                by_depth += self._learn_depth(part.member, num_tested, num_tested < num_right)
                 num_tested += 1
         if num_tested:
-            self._learn_request(request_id, part.member, Tested(num_tested, expected, len(path) - 1))
+            self._of_kinds.learn(request_id, part.member, num_tested, by_kind, num_right)
+            self._of_depths.learn(request_id, part.member, num_tested, by_depth, num_right)
         self._learn_ranks(part, set(path[1:]), path[-1] if len(path) > len(tokens) else None)
-        return len(path) - 1
+        return num_right
+
+    def _learn_depth(self, member: str, depth: int, is_right: bool) -> float:
+        """Count a node of the right path with children -> the chance one of them was expected to have."""
+        tally = _tally(self._depths, (member, min(depth, _DEEPEST)), _PRIOR_CHANCE)
+        expected = tally.rate
+        tally.add(1.0, is_right, _MEMORY)
+        return expected
+
+    def _first_rate(self, member: str) -> float:
+        first = self._ranks.get((member, 1))
+        return first.rate if first is not None else _PRIOR_CHANCE
 
     def _learn_ranks(self, part: Part, right: Set[int], end: int | None) -> None:
         """Count how often the node of a rank was right beside how often the one before it was.
@@ -129,8 +183,8 @@ class Calibration:
 
     def forget(self, request_id: str) -> None:
         """A request is over."""
-        for key in [key for key in self._requests if key[0] == request_id]:
-            del self._requests[key]
+        self._of_kinds.forget(request_id)
+        self._of_depths.forget(request_id)
 
     def _learn_children(self, part: Part, parent: int, token: int) -> float:
         """Count the children of a node that was right -> the chance one of them was expected to have."""
@@ -141,29 +195,6 @@ class Calibration:
             expected += tally.right / tally.tested
             tally.add(1.0, tokens[child] == token, _MEMORY)
         return min(expected, MOST_LIKELY)
-
-    def _learn_request(self, request_id: str, member: str, tested: Tested) -> None:
-        tally = self._requests.get((request_id, member))
-        if tally is None:
-            tally = self._requests[request_id, member] = Tally()
-        if tally.num_added < _NEWCOMER_STEPS:
-            newcomers = self._newcomers.get(member)
-            if newcomers is None:
-                newcomers = self._newcomers[member] = Tally(_REQUEST_PRIOR, _REQUEST_PRIOR)
-            newcomers.add(tested.expected, tested.right, _NEWCOMER_MEMORY**tested.num)
-        tally.add(tested.expected, tested.right, _REQUEST_MEMORY**tested.num)
-
-    def _factor(self, request_id: str, member: str) -> float:
-        """How much better or worse than expected the member fares in this request.
-
-        At first as much as requests did in their beginnings: what is counted over all nodes is mostly of requests in
-        which drafts are right, since those are drafted for.
-        """
-        tally, newcomers = self._requests.get((request_id, member), _NOTHING), self._newcomers.get(member)
-        usual = newcomers.rate if newcomers is not None else 1.0
-        first = self._ranks.get((member, 1))
-        expected = _REQUEST_PRIOR * (first.rate if first is not None else _PRIOR_CHANCE) + _LEAST
-        return (tally.right + expected * usual) / (tally.tested + expected)
 
 
 Key = TypeVar("Key")

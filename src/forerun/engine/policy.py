@@ -17,7 +17,8 @@ from typing import Protocol
 from forerun.core import Request
 from forerun.speculation.growth import Draft
 
-_MAX_JUMP, _RISE = 4.0, 0.1  # how far and how fast what is known of a step follows one
+_MAX_JUMP, _RISE, _FALL = 4.0, 0.1, 0.3  # how far and how fast what is known of a step follows one
+_SETTLING = 4  # measurements of which the least counts
 
 
 class Policy(Protocol):
@@ -181,19 +182,57 @@ class StepCosts:
             return
         if forward_s is not None:
             self._learn_pass(num_rows, forward_s)
-        self._num_plain += not drafts
         overhead_s = min(overhead_s, self.verify_cost(num_rows))
         if drafts and self._num_plain:
             self.extra_s += _RISE * (max(overhead_s - self.overhead_s, 0.0) - self.extra_s)
         else:  # before the first plain step all overhead counts as what a plain step has, too
-            self.overhead_s += _RISE * (overhead_s - self.overhead_s)
+            self.overhead_s = _followed(self.overhead_s, overhead_s, self._num_plain)
+        self._num_plain += not drafts
 
     def _learn_pass(self, num_rows: int, forward_s: float) -> None:
         known, point = self.slowness(num_rows), self.verify_cost.nearest(num_rows)
         ratio = min(forward_s / self.verify_cost(num_rows), _MAX_JUMP * known)
         num_seen = self._num_seen.get(point, 0)
-        self._slowness[point] = known + max(_RISE, 1 / (num_seen + 1)) * (ratio - known)  # the first say it all
+        self._slowness[point] = _followed(known, ratio, num_seen)
         self._num_seen[point] = num_seen + 1
+
+
+def _followed(known: float, seen: float, num_seen: int) -> float:
+    """A running mean that begins with the least of the first few, and falls faster than it rises.
+
+    Steps that are the first of their kind, or come behind others of another kind, are slow.
+    """
+    if num_seen < _SETTLING:
+        return min(known, seen) if num_seen else seen
+    return known + (_FALL if seen < known else _RISE) * (seen - known)
+
+
+@dataclass(slots=True)
+class CostMemo:
+    """Costs of steps as worked out lately: working takes time, and they hardly change from step to step."""
+
+    costs: StepCosts
+    _drafted: dict[int, float] = field(default_factory=dict)  # with drafts, by rows
+    _plain: dict[int, float] = field(default_factory=dict)  # without, by requests
+
+    def drafted_s(self, num_rows: int) -> float:
+        """A step with drafts over so many rows, drafting apart."""
+        known = self._drafted.get(num_rows)
+        if known is None:
+            known = self._drafted[num_rows] = self.costs.step_s(num_rows, True)
+        return known
+
+    def plain_s(self, num_requests: int) -> float:
+        """A step without drafts."""
+        known = self._plain.get(num_requests)
+        if known is None:
+            known = self._plain[num_requests] = self.costs.step_s(num_requests, False)
+        return known
+
+    def forget(self) -> None:
+        """More is known by now."""
+        self._drafted.clear()
+        self._plain.clear()
 
 
 def rows_to_measure(max_nodes: int, max_rows: int) -> Sequence[int]:

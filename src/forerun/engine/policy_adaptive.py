@@ -3,13 +3,13 @@
 Knows: costs of steps and of members, chances of nodes. Does not know: how members draft, what a pass does. It is the
 guide of a `drafters.portfolio.Portfolio`, in which a single drafter stands too when it is to be guided.
 
-Four ideas. *Before a member drafts* a step is planned for all requests together (`policy_plan`), with every node's
-chance as its rank fared so far; nothing is always a choice, and where drafts could not pay were they nearly always
-right, the load is too high and nobody is asked, so that no drafter reads prompts in vain. *After it drafted* nodes of
-all requests are admitted in the order of their chances, now those of the very nodes (`calibration`), while expected
-tokens per second rise (DSpark, algorithm 1). *What has to be read first* is an investment, made where the rest of the
-answer pays for it. *Trials* of what is not worth it now take a small share of the time, and a ledger of what drafting
-really gave stops everything where all estimates are wrong (`policy_ledger`).
+*Before a member drafts* a step is planned for all requests together (`policy_plan`), with every node's chance as its
+rank fared so far; where drafts could not pay were they nearly always right nobody is asked, so that no prompt is read
+in vain. *While it drafts* level by level it stops where the next promises less than it costs. *After it drafted* nodes
+of all requests are admitted by their chances, now those of the very nodes (`calibration`; DSpark, algorithm 1). *What
+has to be read first* is an investment, made where the rest of the answer pays for it. *Trials* of what is not worth it
+are paid from what drafting really gained: a ledger of that stops everything where all estimates are wrong
+(`policy_ledger`). Steps in which nobody is asked are slept through, as quick as without drafts (`policy_rest`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.core import Request
-from forerun.engine.calibration import MOST_LIKELY, Calibration
+from forerun.engine.calibration import Calibration
 from forerun.engine.explain import best_speed, needed_rate, shortfall
-from forerun.engine.policy import StepCosts
+from forerun.engine.policy import CostMemo, StepCosts
 from forerun.engine.policy_ledger import Ledger
-from forerun.engine.policy_members import LONG_LAG, SIZES, Held, MemberCost, Pause, Rest, most_drafts
-from forerun.engine.policy_plan import Outlook, Plan, Prices, found_by_depth, plan_call, profits_s
+from forerun.engine.policy_members import LONG_LAG, SIZES, Held, MemberCost, most_drafts
+from forerun.engine.policy_plan import (
+    Outlook,
+    Plan,
+    Prices,
+    best_gain,
+    expected_gains,
+    found_by_depth,
+    plan_call,
+    profits_s,
+    worth_verifying,
+)
+from forerun.engine.policy_rest import LONGEST_REST, Pause, Rest, Rests, Trials
 from forerun.speculation.growth import Draft, Part
 
-_HOPELESS = 0.02  # chance of a right path below which deeper ones are not looked at
 _CHEAP = 0.05  # of a plain pass: members below this are asked whatever others may find
 _LEAST_GAIN = 0.02  # of a plain step's speed that a costly member must promise to be worth its uncertainty
 _PROBE_EVERY = 8  # steps without the member after which a request may be tried once more
 _PROBE_DRAFTS = 3
-_PROBE_SHARE = 0.005  # of the time that trials may take
-_MOST_SAVED = 4.0  # plain steps of it that may be saved up, and are there at the beginning
+_BURST = 4  # steps of a trial: the first is slow, drafts being out of the caches and behind
 _STEPS_A_COST = 8  # for which a step's cost is taken to stay as it is
 _STEPS_A_LOAD_TRIAL = 256  # of which one is open to trials though no drafts seem to pay among so many requests
+_TOKENS_A_PASS, _GOES_ON = 1.3, 0.75  # in the time of a plain pass, and the chance that a right path goes on right
+_HIGHEST_LEAST = 0.5  # chance of a level's leaves above which the level is drawn whatever it costs
 _GUESSED_SHARE = 0.15  # a draft's cost over a plain pass, until it was measured
 _GUESSED_READING = 32  # known tokens read in the time of a draft, until it was measured
 _USUAL_OUTPUT, _OUTPUT_RISE, _LEAST_LEFT = 128.0, 0.2, 24  # tokens an answer is expected to have, and to have left
+_ROWS = 8  # over which the price of a row is taken
 _LEAST_ROOM = 4  # nodes a request may have at any load
 
 
@@ -58,23 +70,25 @@ class AdaptivePolicy:
     _plain_s: float = 0.0  # of a step of so many without drafts
     _num_rows: int = 0  # of this step so far
     _members: dict[str, MemberCost] = field(default_factory=dict)
-    _resting: dict[tuple[str, str], Rest] = field(default_factory=dict)  # by request and member not worth asking
+    _resting: Rests = field(default_factory=Rests)  # of members not worth asking for a request
     _read: dict[tuple[str, str], int] = field(default_factory=dict)  # known tokens when it was asked last
-    _step_costs: dict[int, float] = field(default_factory=dict)  # with drafts, by rows, as worked out lately
-    _plain_costs: dict[int, float] = field(default_factory=dict)  # without, by requests; likewise
-    _may_pay: dict[int, bool] = field(default_factory=dict)  # drafting could pay among so many requests; likewise
+    _steps: CostMemo = field(init=False)
+    _may_pay: dict[int, bool] = field(default_factory=dict)  # drafting could pay among so many requests, lately
     _num_steps: int = 0
+    _load_tried: int = 0  # the step that was last open to trials whatever the load
     _held: dict[str, Held] = field(default_factory=dict)  # what members were asked for last
-    _for_trials_s: dict[str, float] = field(default_factory=dict)  # what each member's trials may take now
+    _trials: Trials = field(default_factory=Trials)
     _usual_output: float = _USUAL_OUTPUT
     _late: tuple[str, float, Sequence[Draft]] | None = None  # a call of this step: member, enqueueing, drafts
 
     def __post_init__(self) -> None:
-        self._plain_s = self.costs.step_s(1, False)
+        self._steps = CostMemo(self.costs)
+        self._plain_s = self._steps.plain_s(1)
 
     def expect(self, member: str, costs: Mapping[int, float]) -> None:
         """A member of the portfolio, and seconds its calls took when tried at start, by number of drafts."""
         cost = self._cost_of(member)
+        cost.draws_levels = bool(costs)
         for num_drafts, seconds in costs.items():
             cost.learn(num_drafts, seconds)
 
@@ -83,30 +97,37 @@ class AdaptivePolicy:
     def begin_step(self, num_deciding: int) -> None:
         """Remember the load: rows of all requests share one pass."""
         self._settle_late(None)
-        if self.ledger.is_waiting:  # the last step also read a prompt: what it took beside that must be guessed
-            self.ledger.book(self._step_s(self._num_rows), self._plain_s, drafts=True)
-        self._pause.begin_step(is_new_load=num_deciding != self._num_deciding)
-        self._num_deciding, self._num_rows = max(1, num_deciding), 0
         self._num_steps += 1
-        if self._num_steps % _STEPS_A_COST == 0:
-            for known in (self._step_costs, self._plain_costs, self._may_pay):
-                known.clear()
-        self._plain_s = self._plain_step_s()
+        self._pause.begin_step(is_new_load=num_deciding != self._num_deciding)
+        if self._pause.goes_on:
+            self._is_open = False
+            return
+        self._book_last_steps()
+        self._num_deciding, self._num_rows = max(1, num_deciding), 0
+        self._plain_s = self._steps.plain_s(self._num_deciding)
         self.ledger.begin_step()
-        self._is_open = not self._pause.goes_on and self.ledger.is_open and self._load_allows()
+        self._is_open = self.ledger.is_open and self._load_allows()
+        if not self._is_open:
+            self._pause.stay(self.ledger.steps_shut(self._plain_s) or LONGEST_REST)
+
+    def _book_last_steps(self) -> None:
+        """Those slept through, or one that also read a prompt: what it took beside that must be guessed."""
+        num_slept, forward_s, overhead_s = self._pause.wake()
+        if num_slept:
+            self.costs.learn(self._num_deciding, False, forward_s / num_slept, overhead_s / num_slept)
+            self.ledger.book(forward_s + overhead_s, self._plain_s, False, num_slept)
+        elif self.ledger.is_waiting:
+            self.ledger.book(self._steps.drafted_s(self._num_rows), self._plain_s, drafts=True)
+        if num_slept or self._num_steps % _STEPS_A_COST == 0:
+            self._steps.forget()
+            self._may_pay.clear()
 
     def node_budget(self, request: Request) -> int:
         """Room for drafts: a fair share of the rows whose cost is known; none where nobody would be asked."""
-        if not self._is_open or not request.speculate or self.max_nodes <= 1 or self._all_rest(request.request_id):
+        if not self._is_open or not request.speculate or self.max_nodes <= 1 or self._rests(request):
             return 1
         share = max(_LEAST_ROOM, self.costs.verify_cost.max_rows // self._num_deciding)
         return max(1, min(self.max_nodes, share, request.max_nodes or self.max_nodes))
-
-    def _plain_step_s(self) -> float:
-        known = self._plain_costs.get(self._num_deciding)
-        if known is None:
-            known = self._plain_costs[self._num_deciding] = self.costs.step_s(self._num_deciding, False)
-        return known
 
     def _load_allows(self) -> bool:
         """Whether drafts that are nearly always right would gain anything in a step of so many requests."""
@@ -114,36 +135,27 @@ class AdaptivePolicy:
         if known is None:
             known = not self._members or self.max_nodes <= 1 or any(map(self._may_gain, self._members))
             self._may_pay[self._num_deciding] = known
-        return known or self._num_steps % _STEPS_A_LOAD_TRIAL == 0
+        return known or self._tries_any_load()
+
+    def _tries_any_load(self) -> bool:
+        """What seems hopeless is looked at now and then."""
+        if self._num_steps < self._load_tried + _STEPS_A_LOAD_TRIAL:
+            return False
+        self._load_tried = self._num_steps
+        return True
 
     def _may_gain(self, member: str) -> bool:
-        n, p = self._num_deciding, MOST_LIKELY
-        plain, sizes = n / self._plain_s, [size for size in SIZES if size < self.max_nodes]
-        most = max(
-            (n + of * p * (1 - p**size) / (1 - p)) / (self._step_s(n + of * size) + self._cost(member, size, of))
-            for size in sizes
-            for of in {1, n}
-        )
-        return most >= (1.0 + _LEAST_GAIN) * plain
+        sizes = [size for size in SIZES if size < self.max_nodes]
+        prices = Prices(self._steps.drafted_s, lambda size, of: self._cost(member, size, of))
+        return best_gain(self._num_deciding, self._plain_s, sizes, prices) >= 1.0 + _LEAST_GAIN
 
-    def _all_rest(self, request_id: str) -> bool:
+    def _rests(self, request: Request) -> bool:
         """No member is to be thought about in this step, which is then a plain one and as quick as those are."""
-        resting = self._resting
-        rests = [resting.get((request_id, member)) for member in self._members]
-        if not rests or any(rest is None or rest.is_over_next for rest in rests):
-            return False
-        return all(rest is not None and rest.goes_on(self._pause.stride) for rest in rests)
+        return self._resting.all_go_on(request.request_id, self._members, self._pause.stride)
 
     def plain_step_s(self, num_requests: int) -> float | None:
         """A step without drafts."""
-        return self.costs.step_s(num_requests, False)
-
-    def _step_s(self, num_rows: int) -> float:
-        """A step with drafts over so many rows; what is worked out is used for some steps, since working takes time."""
-        known = self._step_costs.get(num_rows)
-        if known is None:
-            known = self._step_costs[num_rows] = self.costs.step_s(num_rows, True)
-        return known
+        return self._steps.plain_s(num_requests)
 
     # -- before a member drafts ---------------------------------------------------------------------------------
 
@@ -154,7 +166,8 @@ class AdaptivePolicy:
             self._pause.note(len(drafts), len(drafts))
             return held.quotas
         quotas = self._new_quotas(member, drafts)
-        self._held[member] = Held.of(drafts, quotas)
+        is_trial = self._trials.began(member, self._num_steps)
+        self._held[member] = Held.of(drafts, quotas, _BURST - 1) if is_trial else Held.of(drafts, quotas)
         return quotas
 
     def _new_quotas(self, member: str, drafts: Sequence[Draft]) -> list[int]:
@@ -163,8 +176,8 @@ class AdaptivePolicy:
         awake = [index for index, rest in enumerate(rests) if not rest.goes_on(self._pause.stride)]
         if awake:
             for index, size in zip(awake, self._sizes(member, [drafts[index] for index in awake]), strict=True):
-                sizes[index] = size
                 if size:
+                    sizes[index] = self._room(member, drafts[index], size)
                     rests[index].end()
             self._try_one(member, drafts, awake, sizes)
         self._pause.note(len(awake), sum(size > 0 for size in sizes))
@@ -183,34 +196,35 @@ class AdaptivePolicy:
             plan = plan_call([g if w else [] for g, w in zip(gains, worth, strict=True)], without, prices)
         return plan.sizes if self._gains_enough(plan, without) else [0] * len(drafts)
 
+    @property
+    def _looks_at_drafts(self) -> bool:
+        """Chances of drafts are known before they are verified, and may decide."""
+        return self.may_prune and self.prunes
+
+    def _room(self, member: str, draft: Draft, size: int) -> int:
+        """For so many nodes it is worth asking; who draws level by level may go on as long as levels promise enough."""
+        if not (self._looks_at_drafts and self._cost_of(member).draws_levels):
+            return size
+        return min(draft.num_free, self.calibration.reach(member))
+
     def _prices(self, member: str) -> Prices:
         cost = self._cost_of(member)
         if cost.by_size:
-            return Prices(self._step_s, cost.of_call)
-        return Prices(self._step_s, lambda size, _: _GUESSED_SHARE * size * self.costs.verify_cost(1))
+            return Prices(self._steps.drafted_s, cost.of_call)
+        return Prices(self._steps.drafted_s, lambda size, _: _GUESSED_SHARE * size * self.costs.verify_cost(1))
 
     def _outlook(self, drafts: Sequence[Draft]) -> Outlook:
         """The step as it is so far: other requests get one token each."""
         n = self._num_deciding
         num_nodes = sum(len(draft.tree) - 1 for draft in drafts)
         found = sum(sum(found_by_depth(draft.tree.depths, draft.survival)) for draft in drafts) if num_nodes else 0.0
-        return Outlook(n + found, n + num_nodes, self._step_s(n + num_nodes) if num_nodes else self._plain_s)
+        return Outlook(n + found, n + num_nodes, self._steps.drafted_s(n + num_nodes) if num_nodes else self._plain_s)
 
     def _gains(self, member: str, draft: Draft) -> list[float]:
-        """What each next node of the member is expected to add to the step's tokens.
-
-        The member's likeliest nodes come first; one that is right adds a token unless an earlier member's node holds it
-        already, which is guessed as if the nodes were a chain.
-        """
+        """What each next node of the member is expected to add to the step's tokens."""
         found = found_by_depth(draft.tree.depths, draft.survival) if len(draft.tree) > 1 else []
         rates = self.calibration.rank_rates(draft.request.request_id, member)
-        gains, chance = [], 1.0
-        for place in range(draft.num_free):
-            chance *= rates[min(place, len(rates) - 1)]
-            if chance < _HOPELESS:
-                break
-            gains.append(chance * (1.0 - found[place]) if place < len(found) else chance)
-        return gains
+        return expected_gains(rates, found, min(draft.num_free, self.calibration.reach(member)))
 
     def _is_worth(self, member: str, draft: Draft, tokens: float, profit_s: float) -> bool:
         """Whether what is saved pays for calls that find nothing, and over the rest of the answer for reading first."""
@@ -231,29 +245,25 @@ class AdaptivePolicy:
         return min(max(self._usual_output - request.num_output, _LEAST_LEFT), request.num_remaining)
 
     def _try_one(self, member: str, drafts: Sequence[Draft], awake: Sequence[int], sizes: list[int]) -> None:
-        """Ask for one request more that it is not worth asking for, when time for a trial has been saved up."""
+        """Ask for one request more that it is not worth asking for, when a trial can be paid."""
         rests = {index: self._rest_of(member, drafts[index].request) for index in awake if not sizes[index]}
         due = [index for index, rest in rests.items() if rest.waited >= _PROBE_EVERY and drafts[index].num_free > 0]
         if not due:
             return
-        chosen = max(due, key=lambda index: rests[index].waited * self._first_rate(member, drafts[index]))
+        rates = {index: self.calibration.rank_rates(drafts[index].request.request_id, member)[0] for index in due}
+        chosen = max(due, key=lambda index: rests[index].waited * rates[index])
         draft = drafts[chosen]
         price_s = self._price_of_trial(member, sizes) + self._catch_up_s(member, draft.request)
-        saved_s = self._for_trials_s.get(member, _MOST_SAVED * self._plain_s)
-        if price_s <= saved_s:
-            self._for_trials_s[member] = saved_s - price_s
-            sizes[chosen] = min(_PROBE_DRAFTS, draft.num_free)
+        if self._trials.may_begin(member, self._num_steps, _BURST * price_s, self.ledger.balance_s):
+            sizes[chosen] = min(_PROBE_DRAFTS, draft.num_free, self.calibration.reach(member))
             rests[chosen].waited = rests[chosen].passed = 0
-
-    def _first_rate(self, member: str, draft: Draft) -> float:
-        return self.calibration.rank_rates(draft.request.request_id, member)[0]
 
     def _price_of_trial(self, member: str, sizes: Sequence[int]) -> float:
         """Seconds by which a trial makes a step with these sizes longer."""
         asked, size, rows = sum(s > 0 for s in sizes), max(sizes), self._num_deciding + sum(sizes)
         call_s = self._cost(member, size, asked) if asked else 0.0
-        step_s = self._step_s(rows) if asked else self._plain_s
-        more_s = self._cost(member, max(size, _PROBE_DRAFTS), asked + 1) + self._step_s(rows + _PROBE_DRAFTS)
+        step_s = self._steps.drafted_s(rows) if asked else self._plain_s
+        more_s = self._cost(member, max(size, _PROBE_DRAFTS), asked + 1) + self._steps.drafted_s(rows + _PROBE_DRAFTS)
         return max(more_s - call_s - step_s, 0.0)
 
     def _cost(self, member: str, size: int, num_requests: int = 1) -> float:
@@ -273,11 +283,16 @@ class AdaptivePolicy:
         return known
 
     def _rest_of(self, member: str, request: Request) -> Rest:
-        key = request.request_id, member
-        known = self._resting.get(key)
-        if known is None:
-            known = self._resting[key] = Rest(found=self._cost_of(member).found)
-        return known
+        return self._resting.of(request.request_id, member, self._cost_of(member).found)
+
+    def least_chance(self, member: str) -> float:
+        """See `drafters.portfolio.Guide`: what a level and a node of it cost is what they must promise to save."""
+        if not self._looks_at_drafts:
+            return 0.0
+        n = self._num_deciding
+        row_s = max(self.costs.pass_s(n + _ROWS) - self.costs.pass_s(n + 1), 0.0) / (_ROWS - 1)
+        share = (self._cost_of(member).level_s + row_s) / self._plain_s
+        return min(_TOKENS_A_PASS / _GOES_ON * share, _HIGHEST_LEAST)
 
     # -- after it drafted ---------------------------------------------------------------------------------------
 
@@ -289,30 +304,16 @@ class AdaptivePolicy:
         """Keep, over all requests, the likeliest nodes as long as they raise the expected tokens per second."""
         if not self.may_prune or any(draft.late for draft in drafts):
             return
-        ranked = sorted(
-            (-draft.survival[node], node, index)
-            for index, draft in enumerate(drafts)
-            for node in range(1, len(draft.tree))
-        )
-        if not ranked:
-            return
-        kept: list[list[int]] = [[0] for _ in drafts]
-        for _, node, index in ranked[: self._num_worth(ranked, num_deciding)]:
-            kept[index].append(node)
+        chances = [[math.exp(chance) for chance in draft.survival[1:]] for draft in drafts]
+        kept = worth_verifying(chances, self._outlook_drafted(num_deciding), self._steps.drafted_s)
         for draft, nodes in zip(drafts, kept, strict=True):
             if len(nodes) < len(draft.tree):
-                draft.keep(sorted(nodes))
+                draft.keep(nodes)
 
-    def _num_worth(self, ranked: Sequence[tuple[float, int, int]], num_deciding: int) -> int:
-        """How many of the nodes, best first, give the most tokens per second."""
-        tokens, step_s = float(num_deciding), self._step_s
-        best, best_speed = 0, tokens / self._plain_s
-        for count, (minus_chance, _, _) in enumerate(ranked, 1):
-            tokens += math.exp(-minus_chance)
-            speed = tokens / step_s(num_deciding + count)
-            if speed > best_speed:
-                best, best_speed = count, speed
-        return best
+    def _outlook_drafted(self, num_deciding: int) -> Outlook:
+        """The step without nodes: a row less than with one, but no plain step, since caches hold what drafted."""
+        one_s, two_s = (self._steps.drafted_s(num_deciding + nodes) for nodes in (1, 2))
+        return Outlook(float(num_deciding), num_deciding, max(2 * one_s - two_s, self._plain_s))
 
     # -- learning -----------------------------------------------------------------------------------------------
 
@@ -361,15 +362,15 @@ class AdaptivePolicy:
         return max(rest_s, 0.0)
 
     def learn_step_cost(self, num_rows: int, forward_s: float, overhead_s: float) -> None:
-        """Leave it to the costs and the ledger; save up for trials."""
+        """Leave it to the costs and the ledger."""
+        if self._pause.goes_on:
+            self._pause.sleep_through(forward_s, overhead_s)
+            return
         drafts, is_late = num_rows > self._num_deciding, self._late is not None
         if is_late:
             forward_s -= self._settle_late(forward_s - self.costs.pass_s(num_rows))
         self.costs.learn(num_rows, drafts, None if is_late else forward_s, overhead_s)
         self.ledger.book(forward_s + overhead_s, self._plain_s, drafts)
-        most_s = _MOST_SAVED * self._plain_s
-        for member, saved_s in self._for_trials_s.items():
-            self._for_trials_s[member] = min(saved_s + _PROBE_SHARE * (forward_s + overhead_s), most_s)
 
     def explain(self, request: Request) -> str | None:
         """No member's drafts are right often enough for what it costs; what is missing, member by member."""
@@ -394,6 +395,6 @@ class AdaptivePolicy:
         self._usual_output += _OUTPUT_RISE * (request.num_output - self._usual_output)
         self._pause.end()
         self.calibration.forget(request.request_id)
-        for known in (self._resting, self._read):
-            for member in self._members:
-                known.pop((request.request_id, member), None)
+        self._resting.forget(request.request_id, self._members)
+        for member in self._members:
+            self._read.pop((request.request_id, member), None)

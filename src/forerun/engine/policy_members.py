@@ -1,4 +1,4 @@
-"""What asking a drafter costs, and how long a request that it is not worth asking for is left alone.
+"""What asking a drafter costs, and what it was asked for last.
 
 Knows: seconds of calls, by how many requests they were for and how many drafts were wanted. Does not know: chances,
 passes of the target, decisions.
@@ -19,8 +19,6 @@ _CROWDS: Final = (1, 2, 4, 8, 16, 32, 64, 128)  # and of requests in a call
 _CALLS_A_COST: Final = 8  # for which costs are taken to stay as they are
 _RISE, _FALL, _MAX_JUMP = 0.15, 0.2, 4.0  # how far and how fast a cost follows one measurement
 _STEPS_HELD: Final = 3  # more steps for which what was asked stays as it is
-_FIRST_REST, _LONGEST_REST = 4, 16  # steps for which a member is not even thought about, ever longer
-_FINDS, _MISSES = 0.5, 0.1  # how fast the share of calls that find something follows one of a request
 _OVERALL: Final = 0.03  # and of any
 LONG_LAG: Final = 32  # tokens whose reading takes so much longer than drafting that it tells what reading costs
 _USUAL_LAG: Final = 2  # tokens of a request that every call may have to read
@@ -39,6 +37,8 @@ class MemberCost:
     by_size: dict[tuple[int, int], float] = field(default_factory=dict)  # by crowd and size
     catch_up_s: float = 0.0  # a known token
     empty_s: float = 0.0  # a call that found nothing
+    by_depth: dict[int, float] = field(default_factory=dict)  # a call by the levels it drew
+    draws_levels: bool = False  # by a model of its own, and stops where the next promises too little
     found: float = 1.0  # share of the calls that found something, over all requests
     _worked_out: dict[tuple[int, int], float] = field(default_factory=dict)  # lately, since working takes time
     _num_learned: int = 0
@@ -68,6 +68,7 @@ class MemberCost:
             return reading_s
         if num_drafts > 0:
             self.learn(num_drafts, seconds, len(asked))
+            self.learn_depth(seconds, max(max(draft.tree.depths) for draft in asked))
         else:
             self.learn_empty(seconds)
         return 0.0
@@ -80,6 +81,19 @@ class MemberCost:
         self._num_learned += 1
         if known is None or self._num_learned % _CALLS_A_COST == 0:
             self._worked_out.clear()
+
+    def learn_depth(self, seconds: float, depth: int) -> None:
+        """A call drew so many levels."""
+        known = self.by_depth.get(depth)
+        self.by_depth[depth] = seconds if known is None else follow(known, seconds)
+
+    @property
+    def level_s(self) -> float:
+        """Another level of drafts, by the calls of the fewest and the most."""
+        if len(self.by_depth) < 2:
+            return 0.0
+        few, many = min(self.by_depth), max(self.by_depth)
+        return max(self.by_depth[many] - self.by_depth[few], 0.0) / (many - few)
 
     def learn_empty(self, seconds: float) -> None:
         """A call found nothing, which may be much cheaper than drafting."""
@@ -104,78 +118,6 @@ def _at_most(known: tuple[int, ...], number: int) -> int:
     return known[max(bisect_right(known, number), 1) - 1]
 
 
-def _longer(rest: int) -> int:
-    return min(max(2 * rest, _FIRST_REST), _LONGEST_REST)
-
-
-@dataclass(slots=True)
-class Rest:
-    """How long a member that was not worth asking is left alone: thinking about it costs time too."""
-
-    length: int = 0  # of the current rest, in steps
-    passed: int = 0  # of it
-    waited: int = 0  # steps since the member was asked or tried
-    found: float = 1.0  # share of the times it was asked when it found something to draft
-
-    @property
-    def is_over_next(self) -> bool:
-        """The next step is one to think about it again."""
-        return self.passed + 1 >= self.length
-
-    def end(self) -> None:
-        """It is worth asking again."""
-        self.length = self.passed = self.waited = 0
-
-    def goes_on(self, num_steps: int = 1) -> bool:
-        """So many more steps have passed, and the rest is not over."""
-        self.waited += num_steps
-        self.passed += num_steps
-        if self.passed < self.length:
-            return True
-        self.length, self.passed = _longer(self.length), 0
-        return False
-
-    def learn_found(self, found: bool) -> None:
-        """Whether it found something to draft."""
-        self.found += (_FINDS if found else _MISSES) * (found - self.found)
-
-
-@dataclass(slots=True)
-class Pause:
-    """How long nobody is thought about after a step in which it was worth it for none."""
-
-    stride: int = 1  # steps since the last in which somebody could be thought about
-    _num_thought: int = 0  # requests thought about in this step
-    _num_asked: int = 0  # and those a member was asked for
-    _length: int = 0
-    _left: int = 0
-
-    @property
-    def goes_on(self) -> bool:
-        """This step is a plain one."""
-        return self._left > 0
-
-    def begin_step(self, is_new_load: bool) -> None:
-        """After a step; as many requests as before, or not."""
-        if self._left > 0:
-            self._left, self.stride = (0 if is_new_load else self._left - 1), self.stride + 1
-            return
-        if self._num_asked:
-            self._length = 0
-        elif self._num_thought:
-            self._length = self._left = _longer(self._length)
-        self._num_thought, self._num_asked, self.stride = 0, 0, 1
-
-    def note(self, num_thought: int, num_asked: int) -> None:
-        """A member was thought about for so many requests, and asked for so many."""
-        self._num_thought += num_thought
-        self._num_asked += num_asked
-
-    def end(self) -> None:
-        """Somebody new may come."""
-        self._left = min(self._left, 1)
-
-
 @dataclass(slots=True)
 class Held:
     """What a member was asked for, for the next few steps if they are alike: planning takes time, too."""
@@ -185,10 +127,10 @@ class Held:
     num_left: int
 
     @classmethod
-    def of(cls, drafts: Sequence[Draft], quotas: list[int]) -> Held:
+    def of(cls, drafts: Sequence[Draft], quotas: list[int], num_steps: int = _STEPS_HELD) -> Held:
         """Held only where all were asked, so that no rest and no trial is due, and nobody drafted before."""
         is_steady = all(quota > 1 and len(draft.tree) == 1 for draft, quota in zip(drafts, quotas, strict=True))
-        return cls(_alike(drafts), quotas, _STEPS_HELD if is_steady else 0)
+        return cls(_alike(drafts), quotas, num_steps if is_steady else 0)
 
     def serves(self, drafts: Sequence[Draft]) -> bool:
         """The same requests with the same room, not too often."""

@@ -13,7 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from forerun.engine.calibration import MOST_LIKELY
+
 _PAST_BEST = 5  # more nodes a request than so many past the best number are not looked at
+_HOPELESS = 0.02  # chance of a right path below which deeper ones are not looked at
 _NEARLY = 0.975  # of the best speed that fewer nodes may promise to be preferred
 
 
@@ -79,6 +82,54 @@ def plan_call(gains: Sequence[Sequence[float]], without: Outlook, prices: Prices
         sizes[index] += 1
     rows_s = prices.step_s(without.num_rows + num) - without.seconds if num else 0.0
     return Plan(tuple(sizes), speeds[num], calls_s[num], rows_s)
+
+
+def expected_gains(rates: Sequence[float], found: Sequence[float], num_nodes: int) -> list[float]:
+    """What each next node of a member is expected to add to the step's tokens.
+
+    The likeliest nodes come first: a node's chance is `rates` [rank] times that of the one before it. One that is right
+    adds a token unless an earlier member's node holds it already, of which `found` [depth] is the chance, as if the
+    nodes were a chain.
+    """
+    gains, chance = list[float](), 1.0
+    for place in range(num_nodes):
+        chance *= rates[min(place, len(rates) - 1)]
+        if chance < _HOPELESS:
+            break
+        gains.append(chance * (1.0 - found[place]) if place < len(found) else chance)
+    return gains
+
+
+def best_gain(n: int, plain_s: float, sizes: Sequence[int], prices: Prices) -> float:
+    """Speed over plain decoding of n requests, were drafts for one or for all right as often as is ever believed."""
+    p = MOST_LIKELY
+    speeds = (
+        (n + of * p * (1 - p**size) / (1 - p)) / (prices.step_s(n + of * size) + prices.call_s(size, of))
+        for size in sizes
+        for of in {1, n}
+    )
+    return max(speeds) * plain_s / n
+
+
+def worth_verifying(
+    chances: Sequence[Sequence[float]], without: Outlook, step_s: Callable[[int], float]
+) -> list[list[int]]:
+    """The nodes to keep of each tree, the root among them, given the chances of all others.
+
+    Over all requests the likeliest, as many as give the most tokens per second. Nodes follow their parents, which are
+    never less likely.
+    """
+    ranked = sorted((-chance, node, index) for index, tree in enumerate(chances) for node, chance in enumerate(tree, 1))
+    tokens, best, best_speed = without.tokens, 0, without.speed
+    for count, (minus_chance, _, _) in enumerate(ranked, 1):
+        tokens -= minus_chance
+        speed = tokens / step_s(without.num_rows + count)
+        if speed > best_speed:
+            best, best_speed = count, speed
+    kept: list[list[int]] = [[0] for _ in chances]
+    for _, node, index in ranked[:best]:
+        kept[index].append(node)
+    return [sorted(nodes) for nodes in kept]
 
 
 def _fewest(speeds: Sequence[float], best: int) -> int:

@@ -177,6 +177,7 @@ class ChainNoise(NamedTuple):
     streams: Tensor  # [R] int64
     positions: Tensor  # [steps, R] int64: what `NoiseKeys.positions` is at each step
     num_active: Tensor  # [steps] int64: rows, from the first, whose chain has that many tokens
+    least: float = 0.0  # where chances are wanted: of all chains being right so far, added up, to draw on; see `Draft`
 
 
 NUM_RIVALS = 8  # best scores of a row, of logits / T + noise, that tell how sure the first of them is

@@ -50,6 +50,7 @@ class Draft:
     survival: list[float] = field(init=False)  # log chance of each node, the drafter's own estimate
     parts: list[Part] = field(default_factory=list)  # what the members of a portfolio proposed
     births: list[int] = field(init=False)  # index of each node in the tree of the member that proposed it first
+    least: float = 0.0  # chance that nodes at the ends are right, of a call's drafts together, worth another level
     may_be_late: bool = False  # the step reads its tokens with the target's choices, see `speculation.late`
     late: LateDrafts | None = None  # what it waits for
 
@@ -197,7 +198,7 @@ class TreeGrower:
         parts = _signed(wide).split_with_sizes([num, num, num * len(steps), len(steps)])
         seeds, streams, positions, num_active = parts
         heat = as_temperatures([request.params.temperature for request in requests])
-        return ChainNoise(heat, seeds, streams, positions.view(len(steps), num), num_active)
+        return ChainNoise(heat, seeds, streams, positions.view(len(steps), num), num_active, least_of(drafts))
 
     def must_keep_logits(self, drafts: Sequence[Draft]) -> bool:
         """Whether q has to be recorded for one of these drafts."""
@@ -247,6 +248,11 @@ def _shape(leaves: Sequence[Leaf], logits: Tensor) -> tuple[Tensor, list[float]]
         for i, leaf in enumerate(leaves)
     ]
     return torch.stack([row.logits for row in rows]), [row.temperature for row in rows]  # [num_leaves, vocab_size]
+
+
+def least_of(drafts: Sequence[Draft]) -> float:
+    """The chance from which another level of these drafts is drawn."""
+    return min(draft.least for draft in drafts)
 
 
 def noise_keys(seeds: Sequence[int], positions: Sequence[int], streams: Sequence[int]) -> NoiseKeys:

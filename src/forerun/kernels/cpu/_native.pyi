@@ -233,6 +233,7 @@ class CpuEngine(_Ops):
         features_step: int,
         num_rivals: int,
         rivals_scale: float,
+        least: float,
         /,
     ) -> None: ...
     def move_rows(

@@ -168,7 +168,7 @@ class Program:
         this program again) is fed. Rows stand at their positions plus `shift`, whatever `inputs` say of the first.
         Bits are those of `run` and `gumbel_argmax` level by level. With `judged` the second result is the log chance of
         each drawn token, the log softmax of its score among the NUM_RIVALS best, all over RIVALS_SCALE
-        -> [steps, R] float64, unset behind a chain's end.
+        -> [steps, R] float64, unset behind a chain's end; all chains end where they promise less than `noise.least`.
         """
         num_rows, (steps, num_chains) = inputs.token_ids.shape[0], noise.positions.shape
         assert num_chains == inputs.logit_rows.shape[0] and num_rows <= self.max_rows
@@ -201,6 +201,7 @@ class Program:
             0 if features is None else features.stride(0),
             NUM_RIVALS,
             RIVALS_SCALE,
+            noise.least,
         )
         return Chains(ids, logits if keep_logits else None), log_chances
 
