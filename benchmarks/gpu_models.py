@@ -40,7 +40,7 @@ from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer
 
 SMALL = "mini"
-FIXED = "fixed"  # a drafter whose drafts nobody looks at before they are verified, so that a step waits once
+FIXED = "fixed"  # a drafter that always drafts as many as it may, beside the one that the policy guides
 FIRST_BATCHES = 2  # what must be shown is about these
 CONTEXT = 40  # known tokens of the pass that the host's share is taken from
 Run = tuple[float, list[CompletionOutput]]  # seconds, answers

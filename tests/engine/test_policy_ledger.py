@@ -128,6 +128,14 @@ def test_drafting_beside_the_reading_of_prompts_is_booked() -> None:
     assert policy.ledger.balance_s == pytest.approx(before - 0.5, abs=0.1)
 
 
+def test_where_every_step_reads_prompts_plain_steps_are_not_waited_for() -> None:
+    ledger, opens = Ledger(), []
+    for _ in range(12):
+        ledger.begin_step()
+        opens.append(ledger.is_open)
+    assert opens == [False] * 8 + [True] * 4
+
+
 def test_plain_steps_are_due_before_much_is_judged_by_them() -> None:
     ledger, opens = Ledger(), []
     for _ in range(300):

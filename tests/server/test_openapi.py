@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,8 +39,18 @@ def attack(operation: Any) -> set[int]:
         if answer.status_code >= 400:
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
-    check()
+    attempted(check)
     return statuses
+
+
+def attempted(check: Callable[[], None], most: int = 3) -> None:
+    """Run it, again where CPython 3.11's parser miscounts because another thread parses, too (cpython#106905)."""
+    for attempt in range(1, most + 1):
+        try:
+            return check()
+        except* SystemError:
+            if attempt == most:
+                raise
 
 
 def test_generated_requests_find_no_internal_error(llm: LLM) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 
 SHARE: Final = 0.0075  # of the time that may be lost for finding out whether drafts pay
 _PLAIN = 3  # steps without drafts that must have shown what plain decoding takes before anything is compared with it
+_PATIENCE = 8  # steps after which that is not waited for any longer: where all read prompts, none says what it takes
 _UNCOUNTED = 3  # first steps with drafts: what runs for the first time is slow
 _EVERY = 128  # steps with drafts after which one is due again
 FIRST: Final = 8.0  # plain steps that may be lost at the beginning
@@ -31,6 +32,7 @@ class Ledger:
     _reading_s: float = 0.0  # of prompts, for drafts alone, not yet paid
     _num_tokens: int = 0  # of this step
     _num_requests: int = 0
+    _num_begun: int = 0  # steps so far, booked or not
     _num_plain: int = 0  # steps without drafts so far
     _num_first: int = 0  # and with, up to those that count
     _num_drafted: int = 0  # and with, since the last one without
@@ -38,7 +40,8 @@ class Ledger:
     @property
     def is_open(self) -> bool:
         """Whether drafting may go on; it begins when plain steps have shown what they take."""
-        return self._num_plain >= _PLAIN and not self.is_spent and self._num_drafted < _EVERY
+        is_known = self._num_plain >= _PLAIN or self._num_begun > _PATIENCE
+        return is_known and not self.is_spent and self._num_drafted < _EVERY
 
     @property
     def is_spent(self) -> bool:
@@ -58,6 +61,10 @@ class Ledger:
 
     def begin_step(self) -> None:
         """Forget what was noted of a step that was not booked."""
+        self._num_begun += 1
+        self._forget()
+
+    def _forget(self) -> None:
         self._draft_s, self._num_tokens, self._num_requests = 0.0, 0, 0
 
     def note_drafting(self, seconds: float) -> None:
@@ -88,7 +95,7 @@ class Ledger:
             self._num_drafted += 1
             if self._num_first < _UNCOUNTED:
                 self._num_first += 1
-                self.begin_step()
+                self._forget()
                 return
             worth_s = plain_s * self._num_tokens / max(self._num_requests, 1)
             self.balance_s += worth_s - min(elapsed_s, _LONGEST * worth_s)
@@ -96,4 +103,4 @@ class Ledger:
             self._num_plain += num_steps
             self._num_drafted = 0 if self._num_plain >= _PLAIN else self._num_drafted
         self.balance_s = min(self.balance_s, _MOST * plain_s)
-        self.begin_step()
+        self._forget()
