@@ -27,7 +27,7 @@ from forerun.core import CompletionOutput, SamplingParams
 if TYPE_CHECKING:
     from forerun.llm import LLM
 
-OPENING = "Once upon a time there was a little bird who wanted to see the sea."
+QUESTION = "Give me three tips for a good night's sleep."
 PLAIN = "none"
 MIN_PANEL_LINES = 8
 PANEL_BORDER = 4  # columns
@@ -35,14 +35,12 @@ FRAMES_PER_S = 12
 
 
 def demo(
-    prompt: Annotated[
-        str | None, typer.Argument(help="What to ask. Unless given, the model goes on with the opening of a story.")
-    ] = None,
+    prompt: Annotated[str, typer.Argument(help="What to ask.")] = QUESTION,
     model: opt.ModelOption = None,
     drafter: opt.DrafterName = None,
     draft_model: opt.DraftModel = None,
     max_tokens: opt.MaxTokens = 160,
-    temperature: opt.Temperature = 0.7,
+    temperature: opt.Temperature = 0.3,
     seed: opt.Seed = 0,
     repeats: Annotated[int, typer.Option(help="Timed runs of each.", min=1)] = 5,
     device: opt.Device = "auto",
@@ -55,8 +53,8 @@ def demo(
     chosen = drafter or opt.default_drafter(name, draft_model)
     plain = open_llm(name, PLAIN, device=device, kernels=kernels, threads=threads, max_num_seqs=1)
     drafted = other_engine(plain, chosen, draft_model)
-    token_ids = as_prompt(plain, prompt or OPENING, chat=None if prompt else False)
-    Demo(name, prompt or OPENING, token_ids, (plain, drafted), params).run(repeats)
+    token_ids = as_prompt(plain, prompt, chat=None)
+    Demo(name, prompt, token_ids, (plain, drafted), params).run(repeats)
 
 
 class Demo:
