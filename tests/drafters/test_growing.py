@@ -28,7 +28,8 @@ def logits_of(chances: list[float]) -> torch.Tensor:
 def test_the_likeliest_are_expanded() -> None:
     growth = Growth(drafts_of(0.0, 1)[0], 2)
     new = [growth.scratch.add(ROOT, 10 + i, math.log(chance), "x") for i, chance in enumerate([0.2, 0.5, 0.1])]
-    assert growth.expand(growth.useful(new)) == [2, 1]  # their rows are given out in that order
+    kept = growth.kept()
+    assert growth.expand(growth.useful(new, kept), kept) == [2, 1]  # their rows are given out in that order
 
 
 @pytest.mark.parametrize(("least", "is_worth"), [(0.69, True), (0.71, False)])

@@ -6,11 +6,13 @@ The made-up card takes so long for a pass and so long for a draft; the host sees
 from __future__ import annotations
 
 import pytest
+import torch
 
 from forerun.core import Request, SamplingParams
 from forerun.engine.policy import StepCosts, VerifyCost
 from forerun.engine.policy_adaptive import AdaptivePolicy
 from forerun.speculation.growth import Draft
+from forerun.speculation.late import LateDrafts
 from tests.support.hopeful import show_plain_steps
 
 MEMBER = "m"
@@ -132,6 +134,7 @@ def test_what_was_not_read_is_not_pruned_and_what_was_is() -> None:
     for is_late in (True, False):
         draft = drafted("r")
         draft.survival[1:] = [-5.0] * SIZE
-        draft.late = object() if is_late else None  # type: ignore[assignment]
+        if is_late:
+            LateDrafts([draft], torch.zeros(0), lambda _: None, torch.zeros(1, SIZE, dtype=torch.int64))
         taught.admit([draft], 1)
         assert len(draft.tree) == (SIZE + 1 if is_late else 1)

@@ -30,9 +30,8 @@ class Growth:
         self._budget = draft.num_free
         self._width = width
 
-    def useful(self, new: Sequence[int]) -> list[int]:
+    def useful(self, new: Sequence[int], kept: set[int]) -> list[int]:
         """Which of the nodes just drawn may have children that are kept, the likeliest first."""
-        kept = self._kept()
         survival, is_full = self.scratch.survival, len(kept) == self._budget
         worst = min((survival[node] for node in kept), default=0.0)
         useful = [node for node in new if node in kept and (not is_full or survival[node] > worst)]
@@ -42,12 +41,12 @@ class Growth:
         """That one of these, none of which is above another, is right."""
         return sum(math.exp(self.scratch.survival[node]) for node in nodes)
 
-    def expand(self, leaves: Sequence[int]) -> list[int]:
+    def expand(self, leaves: Sequence[int], kept: set[int]) -> list[int]:
         """Give the leaves of the next level rows of their own -> the leaves by row."""
-        self._place(leaves, self._kept())
+        self._place(leaves, kept)
         return sorted(leaves, key=self.places.__getitem__)
 
-    def _kept(self) -> set[int]:
+    def kept(self) -> set[int]:
         """The likeliest nodes; every one comes with its parent, since no child is likelier and parents come first."""
         survival = self.scratch.survival
         order = sorted(range(1, len(self.scratch.tree)), key=lambda node: (-survival[node], node))
@@ -81,7 +80,7 @@ class Growth:
         -> those of the new nodes, and the root, whose KV lies in the row of their number.
         """
         tree, here = self.scratch.tree, {ROOT: ROOT}
-        for node in sorted(self._kept()):
+        for node in sorted(self.kept()):
             parent = here[tree.parents[node]]
             here[node] = self.draft.add(parent, tree.tokens[node], self.scratch.survival[node], tree.sources[node])
         for node, place in here.items():
@@ -114,16 +113,19 @@ class Grove:
             for node in nodes
         ]
         drawn = iter(self._grower.grow(frontier, logits, self._width, self._source))
-        useful = [
-            growth.useful([child for _ in nodes for child in next(drawn)])
-            for growth, nodes in zip(self._growths, self._leaves, strict=True)
-        ]
-        pairs = list(zip(self._growths, useful, strict=True))
-        is_worth = sum(growth.chance(nodes) for growth, nodes in pairs) >= self._least
-        grown = [growth.expand(nodes) if is_worth else [] for growth, nodes in pairs]
+        new = [[child for _ in nodes for child in next(drawn)] for nodes in self._leaves]
+        grown = self._next_leaves(new)
         parents = self._rows_above(grown)
         self._leaves = grown
         return torch.tensor(parents, dtype=torch.int64)
+
+    def _next_leaves(self, new: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Of the nodes just drawn for each request."""
+        kept = [(growth, growth.kept()) for growth in self._growths]
+        leaves = [growth.useful(nodes, known) for (growth, known), nodes in zip(kept, new, strict=True)]
+        if sum(growth.chance(nodes) for growth, nodes in zip(self._growths, leaves, strict=True)) < self._least:
+            return [[] for _ in leaves]
+        return [growth.expand(nodes, known) for (growth, known), nodes in zip(kept, leaves, strict=True)]
 
     def _rows_above(self, grown: Sequence[Sequence[int]]) -> list[int]:
         found, first = [], 0

@@ -290,7 +290,7 @@ class AdaptivePolicy:
         if not self._looks_at_drafts:
             return 0.0
         n = self._num_deciding
-        row_s = max(self.costs.pass_s(n + _ROWS) - self.costs.pass_s(n + 1), 0.0) / (_ROWS - 1)
+        row_s = max(self._steps.drafted_s(n + _ROWS) - self._steps.drafted_s(n + 1), 0.0) / (_ROWS - 1)
         share = (self._cost_of(member).level_s + row_s) / self._plain_s
         return min(_TOKENS_A_PASS / _GOES_ON * share, _HIGHEST_LEAST)
 

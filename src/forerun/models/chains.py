@@ -77,7 +77,7 @@ class DeviceChains:
         """That of the fitting size, which was given its work."""
         fixed, is_usual = batch_size(batch, noise)
         size = ChainSize(fixed, noise.positions.shape[0], keep_logits, judged)
-        return self._programs.run(size, batch, features, noise, is_usual)
+        return self._programs.run(size, lambda program: program.fill(batch, features, noise), is_usual)
 
 
 class _Program(DraftProgram):

@@ -13,19 +13,21 @@ device anything, and shapes depend on sizes alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from forerun.config import MAX_TREE_NODES
+from forerun.kernels.chances import LEAST_RANKS, head_log_chances
 from forerun.kernels.ops import ChainNoise, Kernels, NoiseKeys
 from forerun.kernels.tree_growth import ancestry
-from forerun.kernels.triton.graphs import Capture, LastUsed, size_for
+from forerun.kernels.triton.graphs import Capture, size_for
 from forerun.models.drafted import EnqueuedDrafts, GrownTrees
+from forerun.models.programs import Programs
 from forerun.models.static import StaticColumns, padded
 
-_LEAST_RANKS = 16  # looked at to tell how sure a head is, as in `speculation.products`
 _NONE = -1  # a token that is not there
 _NEVER = float("-inf")
 
@@ -51,11 +53,7 @@ class HeadTrees:
     """Grows trees by programs that are captured, one for every size, when first met."""
 
     def __init__(self, heads: Heads, state_size: int, kernels: Kernels, capture: Capture) -> None:
-        self._heads = heads
-        self._state_size = state_size
-        self._kernels = kernels
-        self._capture = capture
-        self._captured: LastUsed[HeadTreeSize, tuple[_Program, Callable[[], None]]] = LastUsed()
+        self._programs = Programs(partial(_Program, heads, state_size, kernels), capture)
 
     def enqueue(self, x: Tensor, num_heads: int, noise: ChainNoise, width: int) -> EnqueuedDrafts:
         """A tree below the token chosen from each of the states x [R, H], the largest tree first.
@@ -66,20 +64,7 @@ class HeadTrees:
         usual = size_for(num, 1, 1)
         rows = num if usual is None else usual.num_rows
         size = HeadTreeSize(rows, min(num_heads, num_nodes), _room_for(num_nodes), width)
-        return self._run(size, x, noise, usual is not None).drafts(num)
-
-    def _run(self, size: HeadTreeSize, x: Tensor, noise: ChainNoise, is_usual: bool) -> _Program:
-        """Fill and run the program of a size; one too large to be met again is run as it is."""
-        known = self._captured.get(size)
-        program = _Program(self._heads, self._state_size, self._kernels, size) if known is None else known[0]
-        program.fill(x, noise)
-        if known is not None:
-            known[1]()
-        elif is_usual:
-            self._captured.put(size, (program, self._capture(program.run)[1]))
-        else:
-            program.run()
-        return program
+        return self._programs.run(size, lambda program: program.fill(x, noise), usual is not None).drafts(num)
 
 
 class _Program:
@@ -116,19 +101,15 @@ class _Program:
         self._shape.copy_(ancestry(self._out[1], num_heads))
 
     def _ranks(self) -> tuple[Tensor, Tensor]:
-        """The best tokens of every head and their log chances, by the definition of `speculation.products`.
-
-        Each [trees * heads, ranks].
-        """
+        """The best tokens of every head and their log chances, each [trees * heads, ranks]."""
         _, num_heads, _, width = self._size
         logits = self._heads(self._states, num_heads)  # [trees * heads, V]
         of_trees = [column[:, None].repeat(1, num_heads).flatten() for column in self._columns.wide[:3]]
         heat, seeds, streams = of_trees[0].view(torch.float64), *of_trees[1:]  # each [trees * heads]
         keys = NoiseKeys(seeds, self._columns.wide[3], streams)
-        num_ranks = min(max(width, _LEAST_RANKS), logits.shape[1])
+        num_ranks = min(max(width, LEAST_RANKS), logits.shape[1])
         ids, scores = self._kernels.gumbel_topk(logits, heat, keys, num_ranks)
-        of_all, of_best = logits.logsumexp(1, keepdim=True).double(), scores.logsumexp(1, keepdim=True)
-        return ids, (scores - torch.where(heat[:, None] == 0.0, of_all, of_best)).clamp(max=0.0)
+        return ids, head_log_chances(logits, scores, heat[:, None] == 0.0)
 
     def drafts(self, num_trees: int) -> EnqueuedDrafts:
         """What will have been kept of the first trees."""

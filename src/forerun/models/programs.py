@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -116,7 +116,14 @@ class DraftProgram(ABC):
 
 
 Size = TypeVar("Size")
-Program = TypeVar("Program", bound=DraftProgram)
+Program = TypeVar("Program", bound="Capturable")
+
+
+class Capturable(Protocol):
+    """Work that can be captured once it was filled."""
+
+    def run(self) -> None:
+        """Everything; asks the device nothing."""
 
 
 class Programs(Generic[Size, Program]):
@@ -127,13 +134,11 @@ class Programs(Generic[Size, Program]):
         self._capture = capture
         self._captured: LastUsed[Size, tuple[Program, Callable[[], None]]] = LastUsed()
 
-    def run(
-        self, size: Size, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, is_usual: bool
-    ) -> Program:
+    def run(self, size: Size, fill: Callable[[Program], None], is_usual: bool) -> Program:
         """Fill and run the program of a size; one too large to be met again is run as it is."""
         known = self._captured.get(size)
         program = self._make(size) if known is None else known[0]
-        program.fill(batch, features, noise)
+        fill(program)
         if known is not None:
             known[1]()
         elif is_usual:

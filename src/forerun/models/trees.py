@@ -64,7 +64,7 @@ class DeviceTrees:
         assert width <= self._vocab_size
         fixed, is_usual = batch_size(batch, noise)
         size = TreeSize(fixed, num_nodes, min(num_nodes, MOST_LEVELS), width)
-        return self._programs.run(size, batch, features, noise, is_usual).drafts(num)
+        return self._programs.run(size, lambda program: program.fill(batch, features, noise), is_usual).drafts(num)
 
 
 class _Program(DraftProgram):

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forerun.kernels.chances import LEAST_RANKS, head_log_chances
 from forerun.kernels.device import all_to_host, indices_on, to_device
 from forerun.speculation.growth import Draft, Leaf, TreeGrower
 from forerun.speculation.tree import ROOT
 
-_LEAST_RANKS = 16  # ranks looked at to tell how sure a head is, also where fewer will be used
 _LEVEL_WIDTH = 4  # children where a tree is filled level by level and would else end at its first
 
 
@@ -61,24 +61,13 @@ def next_frontier(frontier: Sequence[Leaf], grown: Sequence[Sequence[int]], widt
 
 
 def _rank(grower: TreeGrower, drafts: Sequence[Draft], logits: Tensor, width: int) -> list[Ranks]:
-    ids, scores = grower.rank_depths([draft.request for draft in drafts], logits, max(width, _LEAST_RANKS))
-    log_chances = _log_chances(drafts, logits, scores).masked_fill(ids < 0, -torch.inf)  # also heads without an answer
+    ids, scores = grower.rank_depths([draft.request for draft in drafts], logits, max(width, LEAST_RANKS))
+    is_greedy = to_device(torch.tensor([draft.request.params.greedy for draft in drafts]), logits.device)
+    chances = head_log_chances(logits, scores, is_greedy[:, None, None])
+    log_chances = chances.masked_fill(ids < 0, -torch.inf)  # also heads without an answer
     found = all_to_host(ids, log_chances)  # each [num_drafts, depths, ranks]
-    tokens, chances = (ranks[:, :, :width].tolist() for ranks in found)
-    return [Ranks(*lists) for lists in zip(tokens, chances, strict=True)]
-
-
-def _log_chances(drafts: Sequence[Draft], logits: Tensor, scores: Tensor) -> Tensor:
-    """Log q at temperature 0; above it the noise has spoken, and how far the best lead the others tells how sure it is.
-
-    Unlike those of drafters that see the whole prefix (`growth`), the distributions here are flat, and at temperature 0
-    what they say of their own chances is right (`mini`: docs/log.md, 2026-11-22). Estimates only: they steer which
-    nodes are tried, never what is emitted.
-    """
-    is_greedy = [draft.request.params.temperature == 0.0 for draft in drafts]
-    greedy = to_device(torch.tensor(is_greedy), logits.device)[:, None, None]
-    of_all, of_best = torch.logsumexp(logits, -1, keepdim=True), torch.logsumexp(scores, -1, keepdim=True)
-    return (scores - torch.where(greedy, of_all.double(), of_best)).clamp(max=0.0)
+    best = (ranks[:, :, :width].tolist() for ranks in found)
+    return [Ranks(*lists) for lists in zip(*best, strict=True)]
 
 
 def _grow_best_first(draft: Draft, ranks: Ranks, source: str) -> None:
