@@ -63,25 +63,20 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class SamplingBody(Body):
-    """Fields that all generating requests share."""
+class SharedFields(Body):
+    """Fields with one name and one meaning in every API served here."""
 
     model: str | None = None
-    max_tokens: int | None = None
+    stream: bool | None = None
     temperature: Fraction | None = None
     top_p: Fraction | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    presence_penalty: Fraction | None = None
-    frequency_penalty: Fraction | None = None
-    logit_bias: dict[str, Fraction] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None  # who asks on whose behalf; has no effect
     top_k: int | None = None
     min_p: Fraction | None = None
+    seed: int | None = None
+    presence_penalty: Fraction | None = None
+    frequency_penalty: Fraction | None = None
     repetition_penalty: Fraction | None = None
+    logit_bias: dict[str, Fraction] | None = None
     min_tokens: int | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
@@ -89,16 +84,26 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: TokenIds | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    return_token_ids: bool | None = None
     speculation: Speculation | None = None
     priority: int | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class SamplingBody(SharedFields):
+    """Fields that completions and chat completions share."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # who asks on whose behalf; has no effect
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
     length_penalty: Fraction | None = None
