@@ -48,6 +48,9 @@ def test_chat_streaming_and_models(api: Any) -> None:
         update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
     )
     assert [model.id for model in api.models.list()] == ["mini", "other-name"]
+    assert api.models.retrieve("other-name").id == "other-name"
+    with pytest.raises(openai.NotFoundError, match="org/nothing"):
+        api.models.retrieve("org/nothing")
 
 
 def test_completions_logprobs_samples_and_extra_fields(api: Any) -> None:

@@ -199,6 +199,11 @@ def _add_texts(router: APIRouter, context: ServerContext) -> None:
             raise ApiError(400, f"there is no token {strange}; {known}", param="tokens")
         return {"prompt": context.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, str | None]:
+        """The tokenizer's special tokens by their roles, and its chat template, as tokenizer_config.json has them."""
+        return {**context.tokenizer.special_tokens, "chat_template": context.tokenizer.chat_template}
+
 
 def _tokens(context: ServerContext, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
@@ -210,15 +215,29 @@ def _tokens(context: ServerContext, body: TokenizeBody) -> list[int]:
 
 
 def _add_status(router: APIRouter, service: EngineService, context: ServerContext) -> None:
-    started = int(time())
+    same: dict[str, Any] = {
+        "object": "model",
+        "created": int(time()),
+        "owned_by": "forerun",
+        "root": context.llm.config.model,
+        "max_model_len": context.llm.max_model_len,
+    }
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The served model, by all its names."""
-        entry = {"object": "model", "created": started, "owned_by": "forerun", "root": context.llm.config.model}
-        listed = [{"id": name, **entry, "max_model_len": context.llm.max_model_len}
-                  for name in context.settings.served_names]  # fmt: skip
-        return {"object": "list", "data": listed}
+        return {"object": "list", "data": [{"id": name, **same} for name in context.settings.served_names]}
+
+    @router.get("/v1/models/{model_id:path}")
+    async def one_model(model_id: str) -> dict[str, Any]:
+        """The served model, by one of its names."""
+        context.check_model(model_id)
+        return {"id": model_id, **same}
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of forerun."""
+        return {"version": __version__}
 
     @router.get("/health")
     async def health() -> Response:

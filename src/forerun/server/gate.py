@@ -32,11 +32,12 @@ class Gate:
     """ASGI middleware around the whole application."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, paths: frozenset[str]) -> None:
-        """`paths`: the known ones, which metrics may name."""
+        """`paths`: the known ones, which metrics may name; {name} in one stands for any text, slashes included."""
         self._app = app
         self._settings = settings
         self._metrics = metrics
         self._paths = paths
+        self._open_ended = {re.compile(_pattern(path)): path for path in paths if "{" in path}
         self._check_key = KeyCheck(settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,8 +46,9 @@ class Gate:
             await self._app(scope, receive, send)
             return
         passage = _Passage(scope, receive, send, self._settings)
+        path = self._known(scope["path"])
         try:
-            if scope["path"] not in self._paths:
+            if path is None:
                 raise ApiError(404, f"there is no {scope['path'][:200]} here; see /docs", code="not_found")
             if scope["path"] not in OPEN_PATHS:
                 self._check_key(passage.headers.get("authorization"))
@@ -55,15 +57,25 @@ class Gate:
         except Exception as error:
             await self._answer_error(passage, error)
         finally:
-            path = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.http.labels(path, str(passage.status)).inc()
+            self._metrics.http.labels(path or "other", str(passage.status)).inc()
             log.info("request", extra=passage.summary())
+
+    def _known(self, path: str) -> str | None:
+        """The known path this is, or is an example of; None: it is neither."""
+        if path in self._paths:
+            return path
+        return next((name for pattern, name in self._open_ended.items() if pattern.fullmatch(path)), None)
 
     async def _answer_error(self, passage: _Passage, error: Exception) -> None:
         if not isinstance(error, ApiError):
             log.exception("request failed", extra={"request_id": passage.request_id})
         if passage.status == 0:
             await as_api_error(error).response()(passage.scope, passage.receive, passage.send)
+
+
+def _pattern(path: str) -> str:
+    """A path's {parameters} as a regular expression."""
+    return ".+".join(re.escape(part) for part in re.split(r"\{[^}]*\}", path))
 
 
 class _Passage:

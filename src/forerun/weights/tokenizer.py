@@ -40,7 +40,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._special_tokens = {role: _token_text(settings.get(role)) for role in SPECIAL_ROLES}
+        self.special_tokens = {role: _token_text(settings.get(role)) for role in SPECIAL_ROLES}
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._rule = piece_rule(json.loads(backend.to_str()).get("decoder"))
         self._bytes = {token_id: (self.token_text(token_id) or "").encode() for token_id in plain_ids}
@@ -139,7 +139,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise PromptError("this model has no chat template; use plain prompts (`generate`) instead of chat")
-        names = {role: text for role, text in self._special_tokens.items() if text is not None}
+        names = {role: text for role, text in self.special_tokens.items() if text is not None}
         given = {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         return render(self.chat_template, messages, {**names, **given, **variables})
 
@@ -154,7 +154,7 @@ class Tokenizer:
         return self._rule.to_bytes(name)
 
     def _special_id(self, role: str) -> int | None:
-        text = self._special_tokens[role]
+        text = self.special_tokens[role]
         return None if text is None else self.token_id(text)
 
 
