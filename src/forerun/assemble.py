@@ -31,7 +31,7 @@ from forerun.kernels.threads import torch_rests
 from forerun.models.base import LayerSpec, Model
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.memory import check_memory, memory_of
-from forerun.models.recorded import record
+from forerun.models.recorded import RecordedModel, record
 from forerun.speculation.growth import TreeGrower
 from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
 
@@ -53,9 +53,8 @@ def assemble(
     kv_cache = _kv_cache(config, model, drafter, kernels)
     own_kvs = kv_cache.layers[: len(model.kv_specs)]
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
-    recorded = record(model, kernels, own_kvs, drafter.hidden_layers)
-    computes_itself = recorded is not model and kernels.device.type == "cpu"
-    model = recorded
+    model = record(model, kernels, own_kvs, drafter.hidden_layers)
+    computes_itself = isinstance(model, RecordedModel)
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
     return Engine(
         model=model,

@@ -10,6 +10,7 @@ import torch
 
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.models.base import CommittedPath, Model
+from forerun.models.hf import HFModel
 from forerun.models.loader import load_model
 from tests.models import factory
 from tests.models.factory import Runner
@@ -76,6 +77,18 @@ def test_hidden_states(model: Model) -> None:
     assert out.hidden[1].shape == (4, 32)
     with pytest.raises(UnsupportedError, match="layers 0 to 1"):
         Runner(model, 20, request_id="hidden2").span(KNOWN[:4], hidden=(2,))
+
+
+def test_frequencies_that_follow_the_longest_text_are_each_rows_own() -> None:
+    """Transformers keeps those of the longest text seen: whatever ran before would change the logits of this one."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    model = HFModel(factory.random_hf_model("llama", {"rope_parameters": rope, "max_position_embeddings": 16}))
+    tokens = [KNOWN[i % len(KNOWN)] for i in range(40)]
+    first = Runner(model, 20, request_id="first").span(tokens[:20]).logits
+    Runner(model.with_own_state(), 40, request_id="long").span(tokens)
+    assert torch.equal(Runner(model, 20, request_id="again").span(tokens[:20]).logits, first)
+    whole = torch.cat([Runner(model, 20, request_id=str(n)).span(tokens[:n]).logits[-1:] for n in (16, 17, 20)])
+    assert torch.equal(whole, first[[15, 16, 19]])
 
 
 def test_known_families_run_through_transformers_too(tmp_path: Path) -> None:

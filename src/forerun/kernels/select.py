@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -41,6 +42,7 @@ class KernelTable:
         self.device: torch.device = getattr(backend, "device", CPU)
         self.backend = backend
         self.selection = selection
+        self._replacing = RLock()
         self._places: dict[str, str] = {**reference.describe(), **backend.describe()}
         for op in OPS:
             function: Callable[..., Any] = getattr(backend, op, None) or getattr(reference, op)
@@ -48,19 +50,33 @@ class KernelTable:
 
     @contextmanager
     def replaced_by(self, other: Any) -> Iterator[None]:
-        """Inside this context everyone who holds the table calls the ops of `other`. One thread at a time."""
-        own = {op: getattr(self, op) for op in OPS}
-        try:
-            for op in OPS:
-                setattr(self, op, getattr(other, op))
-            yield
-        finally:
-            for op, function in own.items():
-                setattr(self, op, function)
+        """Inside this context this thread calls the ops of `other` when it calls those of the table.
+
+        Other threads, whose engines may be computing with the table, go on calling its own.
+        """
+        with self._replacing:
+            own = {op: getattr(self, op) for op in OPS}
+            try:
+                for op, function in own.items():
+                    setattr(self, op, _on_this_thread(getattr(other, op), function))
+                yield
+            finally:
+                for op, function in own.items():
+                    setattr(self, op, function)
 
     def describe(self) -> dict[str, str]:
         """Op name -> where it runs."""
         return dict(self._places)
+
+
+def _on_this_thread(here: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
+    """An op that is `here` where the calling thread calls it."""
+    caller = get_ident()
+
+    def op(*args: Any, **kwargs: Any) -> Any:
+        return (here if get_ident() == caller else elsewhere)(*args, **kwargs)
+
+    return op
 
 
 def select_kernels(

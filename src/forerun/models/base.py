@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -71,3 +71,11 @@ class Model(Protocol):
 
     def release(self, request_id: str) -> None:
         """The request ended or was preempted: forget its state."""
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """What a model has besides whose state is its own instead of in the pool: engines must not share it."""
+
+    def with_own_state(self) -> Model:
+        """The same weights, and a state that knows no request yet; every engine and every drafter takes one."""

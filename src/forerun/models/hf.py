@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,8 @@ class HFModel:
         """`module` is a loaded AutoModelForCausalLM in evaluation mode."""
         self._module = module
         self._cache_name = _cache_name(module)
+        self._ropes = _changing_ropes(module)
+        self._one_caller: AbstractContextManager[Any] = Lock() if self._ropes else nullcontext()
         self._states: dict[str, _State] = {}
         config = module.config.get_text_config()
         head = module.get_output_embeddings()
@@ -75,6 +78,12 @@ class HFModel:
         parameters = list(module.parameters())
         self.weight_bytes = sum(p.nbytes for p in parameters)
         self.num_parameters = sum(p.numel() for p in parameters)
+
+    def with_own_state(self) -> HFModel:
+        """See `models.base.KeepsState`."""
+        other = copy.copy(self)
+        other._states = {}
+        return other
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
@@ -143,14 +152,41 @@ class HFModel:
 
     def _call(self, token_id: int, cache: Any, hidden: bool) -> tuple[_Row, Any]:
         """One token after `cache` (which transformers changes in place)."""
-        out = self._module(
-            input_ids=torch.tensor([[token_id]], device=self.device),
-            use_cache=True,
-            output_hidden_states=hidden,
-            **{self._cache_name: cache},
-        )
+        with self._one_caller:
+            for rope in self._ropes:
+                rope.restore()
+            out = self._module(
+                input_ids=torch.tensor([[token_id]], device=self.device),
+                use_cache=True,
+                output_hidden_states=hidden,
+                **{self._cache_name: cache},
+            )
         states = tuple(layer[0, -1].float() for layer in out.hidden_states) if hidden else ()
         return _Row(out.logits[0, -1].float(), states), getattr(out, self._cache_name)
+
+
+class _Rope:
+    """A rotary embedding that follows the longest text seen, and so makes a row depend on the calls before it.
+
+    Put back before every call its frequencies are those of the row's own length, whoever ran before.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        lengths = [name for name in vars(module) if name.endswith("max_seq_len_cached")]
+        self._lengths = {name: getattr(module, name) for name in lengths}
+        self._frequencies = {name: buffer for name, buffer in module.named_buffers() if name.endswith("inv_freq")}
+
+    def restore(self) -> None:
+        """As it was loaded."""
+        for name, value in (*self._lengths.items(), *self._frequencies.items()):
+            setattr(self._module, name, value)
+
+
+def _changing_ropes(module: Any) -> list[_Rope]:
+    """Transformers' rotary embeddings of the kinds "dynamic" and "longrope", which change what they hold."""
+    kinds = [(part, str(getattr(part, "rope_type", ""))) for part in module.modules()]
+    return [_Rope(part) for part, kind in kinds if "dynamic" in kind or "longrope" in kind]
 
 
 def load_hf_model(folder: Path, dtype: torch.dtype | None, device: torch.device = CPU) -> HFModel:

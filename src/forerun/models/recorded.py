@@ -15,7 +15,7 @@ from torch import Tensor
 from forerun.errors import KernelError
 from forerun.kernels.ops import ChainNoise, Chains, Kernels, LayerKV
 from forerun.kernels.select import recording
-from forerun.models.base import ForwardOutput, Model
+from forerun.models.base import ForwardOutput, KeepsState, Model
 from forerun.models.batch import ForwardBatch
 from forerun.models.bound import BoundModel
 from forerun.models.captured import capture_model
@@ -67,9 +67,9 @@ class RecordedModel(BoundModel):
 
 
 def record(model: Model, kernels: Kernels, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> Model:
-    """The model with its forward recorded for `kvs`; the model itself where kernels or model cannot be recorded."""
-    if not model.kv_specs:
-        return model
+    """The model for one engine alone, its forward recorded for `kvs` where kernels and model can be recorded."""
+    if isinstance(model, KeepsState):
+        return model.with_own_state()
     if kernels.device.type == "cuda":
         return capture_model(model, kernels, kvs, hidden_layers)
     with recording(kernels, MAX_RECORDED_ROWS) as recorder, torch.no_grad():
