@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.errors import ConfigError
+from forerun.server.call_readers import CallPiece, JsonCalls
 from forerun.server.reasoning import ReasoningSplitter, may_think, reasoning_style, starts_inside
 from forerun.server.tools import (
     STYLES,
-    Call,
     ForcedArguments,
     ForcedCalls,
     ToolParser,
     call_id,
     calls_schema,
-    read_json_calls,
     tool_style,
 )
+from tests.server.conftest import events_of
 from tests.support.mini import SHARED
+
+
+class Call(NamedTuple):
+    """A call put together."""
+
+    name: str
+    arguments: str
+
 
 CALL = '{"name": "f", "arguments": {"x": [1, "a]}"]}}'
 F = Call("f", '{"x": [1, "a]}"]}')
@@ -55,7 +64,16 @@ TEXTS: dict[str, tuple[str, str, str, list[Call]]] = {  # name -> style, text, c
 
 def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[Call]]:
     parsed = [*map(parser.feed, pieces), parser.finish()]
-    return "".join(p.content for p in parsed), [call for p in parsed for call in p.calls]
+    return "".join(p.content for p in parsed), together([piece for p in parsed for piece in p.calls])
+
+
+def together(pieces: list[CallPiece]) -> list[Call]:
+    calls: list[Call] = []
+    for piece in pieces:
+        if piece.name is not None:
+            calls.append(Call(piece.name, ""))
+        calls[-1] = Call(calls[-1].name, calls[-1].arguments + piece.arguments)
+    return calls
 
 
 def cut(text: str, places: list[int]) -> list[str]:
@@ -84,14 +102,81 @@ def test_text_without_calls_is_kept_whole(style: str, text: str) -> None:
 
 def test_forced_calls() -> None:
     assert read(ForcedCalls(), list(f"[{CALL}, {CALL}]")) == ("", [F, F])
-    assert read(ForcedCalls(), list(f"[{CALL}, {CALL[:-5]}")) == ("", [F])  # cut off by max_tokens
+    cut_off = Call("f", '{"x": [1, "a]')  # by max_tokens: the finish reason says so
+    assert read(ForcedCalls(), list(f"[{CALL}, {CALL[:-5]}")) == ("", [F, cut_off])
     assert read(ForcedArguments("g"), ['{"a"', ": 1}"]) == ("", [Call("g", '{"a": 1}')])
 
 
-def test_json_calls_are_read_strictly() -> None:
-    assert read_json_calls("") is None and read_json_calls("[1]") is None and read_json_calls('{"name": 3}') is None
-    assert read_json_calls('{"name": "f"} {"x": 1}') is None
-    assert read_json_calls('{"name": "f"}') == [Call("f", "{}")]
+@pytest.mark.parametrize("text", ["", "[1]", '{"name": 3}', '{"name": "f"', "[{}]", "x", '["' + "[" * 100_000])
+def test_what_is_no_json_call_is_left(text: str) -> None:
+    for pieces in ([text], list(text)[:50] + [text[50:]]):
+        reader = JsonCalls()
+        found = [piece for part in pieces for piece in reader.feed(part)] + reader.finish()
+        assert found == [] and (reader.rest or "") == text
+
+
+def test_a_call_may_be_written_in_other_ways() -> None:
+    for text, calls in (
+        ('{"name": "f"}', [Call("f", "{}")]),
+        (
+            '[{"arguments": {"a": 1}, "name": "f"}; {"name": "g", "parameters": {}}]',
+            [Call("f", '{"a": 1}'), Call("g", "{}")],
+        ),
+        ('{"name": "f", "arguments": {"a": "}"}, "id": "{"} {"name": "g"}', [Call("f", '{"a": "}"}'), Call("g", "{}")]),
+    ):
+        for pieces in ([text], list(text)):
+            reader = JsonCalls()
+            assert together([piece for part in pieces for piece in reader.feed(part)]) == calls
+            reader.finish()
+            assert reader.rest is None
+    reader = JsonCalls()
+    assert together(reader.feed('{"name": "f"} {"x": 1}')) == [Call("f", "{}")] and reader.rest == ' {"x": 1}'
+
+
+DEEP = "[" * 200_000 + "]" * 200_000
+
+
+@pytest.mark.parametrize("style", [style for style in STYLES if style != "none"])
+def test_deep_values_are_no_errors(style: str) -> None:
+    for text in (
+        f'<tool_call>{{"name": "f", "other": {DEEP}}}</tool_call>',
+        f"<tool_call><function=f><parameter=x>{DEEP}</parameter></function></tool_call>",
+        f'{{"name": "f", "other": {DEEP}}}',
+        f'[TOOL_CALLS][{{"name": "f", "other": {DEEP}}}]',
+    ):
+        content, calls = read(STYLES[style](), [text])
+        assert calls or content == text
+        assert not calls or json.loads(calls[0].arguments) == {"x": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "first"),
+    [
+        ("hermes", f"<tool_call>{CALL}</tool_call>", '{"name": "f", "arguments": {'),
+        ("llama3_json", CALL, '{"name": "f", "arguments": {'),
+        ("mistral", f"[TOOL_CALLS][{CALL}]", '{"name": "f", "arguments": {'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"x": [1, "a]}"]}', "[ARGS]{"),
+    ],
+)
+def test_arguments_are_passed_on_as_they_come(style: str, text: str, first: str) -> None:
+    """Every character of the arguments, as soon as it is there; the name before the first of them."""
+    parser, seen = STYLES[style](), []
+    for character in text:
+        seen.append(list(parser.feed(character).calls))
+    start = text.index(first) + len(first) - 1
+    assert not any(seen[:start])
+    assert seen[start] == [CallPiece("f"), CallPiece(None, "{")]
+    for place, character in enumerate(F.arguments[1:], start + 1):
+        assert seen[place] == [CallPiece(None, character)]
+
+
+def test_xml_arguments_are_passed_on_by_parameter() -> None:
+    parser = STYLES["qwen3_coder"]()
+    texts = ("<tool_call>\n<function=f>", "\n<parameter=x>\n5\n</para", "meter>\n<parameter=y>NaN</parameter>",
+             "</function></tool_call>")  # fmt: skip
+    assert [together([CallPiece("f"), *parser.feed(text).calls]) for text in texts] == [
+        [Call("f", ""), Call("f", "")], [Call("f", "")], [Call("f", '{"x": 5, "y": "NaN"')], [Call("f", "}")]
+    ]  # fmt: skip
 
 
 def test_styles_are_found_in_the_real_templates() -> None:
@@ -167,8 +252,9 @@ CLOCK = {"type": "function", "function": {"name": "get_time"}}
 
 
 def test_the_schema_of_forced_calls() -> None:
-    schema = calls_schema([("f", None), ("g", {"type": "object", "$defs": {"c": {}}})], 1)
-    assert schema["maxItems"] == 1 and schema["$defs"] == {"c": {}}
+    schema = calls_schema([("f", None), ("g", {"properties": {"a": {"$ref": "#/$defs/c"}}, "$defs": {"c": {}}})], 1)
+    assert schema["maxItems"] == 1
+    assert schema["$defs"]["g"] == {"properties": {"a": {"$ref": "#/$defs/g/$defs/c"}}, "$defs": {"c": {}}}
     assert [kind["properties"]["name"]["const"] for kind in schema["items"]["anyOf"]] == ["f", "g"]
 
 
@@ -212,3 +298,56 @@ def test_named_and_required_calls_are_valid(chat: Callable[..., Any]) -> None:
         if first["name"] == "get_weather":
             assert len(arguments["city"]) <= 10 and 1 <= arguments["days"] <= 9
         assert first["name"] in ("get_weather", "get_time")
+
+
+def shop(name: str, **kinds: Any) -> dict[str, Any]:
+    """A tool whose parameters refer to a definition that other tools define otherwise, and one to itself."""
+    parameters = {
+        "type": "object",
+        "properties": {"item": {"$ref": "#/$defs/Item"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["item"],
+        "$defs": {"Item": kinds},
+    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_each_tool_keeps_its_own_definitions(chat: Callable[..., Any]) -> None:
+    """Pydantic names definitions after classes, and two tools may have one class name."""
+    pytest.importorskip("xgrammar")
+    tools = [shop("buy", enum=["apple", "pear"]), shop("sell", type="integer", minimum=10, maximum=12)]
+    seen = set()
+    for seed in range(12):
+        answer = chat("trade", tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=90, seed=seed)
+        [choice] = answer["choices"]
+        if choice["finish_reason"] != "tool_calls":
+            continue
+        [call] = choice["message"]["tool_calls"]
+        arguments, known = json.loads(call["function"]["arguments"]), {"buy": ("apple", "pear"), "sell": (10, 11, 12)}
+        while arguments is not None:
+            assert arguments["item"] in known[call["function"]["name"]]
+            arguments = arguments.get("next")
+        seen.add(call["function"]["name"])
+    assert seen == {"buy", "sell"}
+
+
+def test_a_stream_of_calls_has_the_arguments_in_pieces(client: TestClient) -> None:
+    pytest.importorskip("xgrammar")
+    body = {"messages": [{"role": "user", "content": "Rome?"}], "tools": [WEATHER, CLOCK], "tool_choice": "required",
+            "parallel_tool_calls": False, "max_tokens": 160, "seed": 3}  # fmt: skip
+    [whole] = client.post("/v1/chat/completions", json=body).json()["choices"]
+    *events, done = events_of(client.post("/v1/chat/completions", json={**body, "stream": True}).text)
+    choices = [json.loads(event)["choices"][0] for event in events]
+    opening, *pieces = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+    [call] = whole["message"]["tool_calls"]
+    assert set(opening) == {"index", "id", "type", "function"}
+    assert opening["function"] == {"name": call["function"]["name"], "arguments": ""}
+    assert len(pieces) > 1 and all(set(piece) == {"index", "function"} for piece in pieces)
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == call["function"]["arguments"]
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [whole["finish_reason"]]
+    assert done == "[DONE]"
+
+
+def test_deep_arguments_of_earlier_calls_are_text(post: Callable[..., Any]) -> None:
+    deep = {"id": "c", "type": "function", "function": {"name": "f", "arguments": DEEP}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [deep]}, {"role": "user", "content": "?"}]
+    assert post("/tokenize", messages=messages)["count"] > 0

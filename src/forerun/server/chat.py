@@ -11,6 +11,7 @@ from typing import Any
 
 from forerun.core import GrammarMask, SamplingParams
 from forerun.server.answers import Account, chat_logprob, head
+from forerun.server.call_readers import CallPiece
 from forerun.server.context import ServerContext
 from forerun.server.conversation import render
 from forerun.server.errors import ApiError
@@ -23,10 +24,10 @@ from forerun.server.structured import AfterToken, GrammarSpec, grammar_spec, jso
 from forerun.server.tools import (
     MARKED_BY_SPECIAL_TOKENS,
     STYLES,
-    Call,
     ForcedArguments,
     ForcedCalls,
     NoCalls,
+    Parsed,
     ToolParser,
     call_id,
     calls_schema,
@@ -47,22 +48,27 @@ class _Choice:
     content: str = ""
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
+    num_calls: int = 0  # also of those that are left out
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def take(self, delta: Delta) -> dict[str, Any]:
-        """Read new text -> what is new of the message, as a stream's delta says it."""
+    def take(self, delta: Delta) -> list[dict[str, Any]]:
+        """Read new text -> what is new of the message, as the deltas of a stream say it, in their order.
+
+        A call begins with {index, id, type, function: {name, arguments: ""}}; deltas with {index, function:
+        {arguments}} go on with it, and each has the arguments' next characters as the model wrote them.
+        """
         reasoning, content = self._split(delta.text) if delta.text else ("", "")
-        parsed = self.parser.feed(content)
-        content, calls = parsed.content, list(parsed.calls)
+        parsed = self.parser.feed(content) if content else Parsed()
+        content, pieces = parsed.content, list(parsed.calls)
         if delta.finish_reason is not None:
             more_reasoning, rest = self.splitter.finish() if self.splitter else ("", "")
-            for last in (self.parser.feed(rest), self.parser.finish()):
-                content, calls = content + last.content, calls + list(last.calls)
+            for last in (self.parser.feed(rest) if rest else Parsed(), self.parser.finish()):
+                content, pieces = content + last.content, pieces + list(last.calls)
             reasoning += more_reasoning
-        new = self._add(reasoning, content, calls)
+        new = self._add(reasoning, content, pieces)
         if delta.finish_reason is not None:
             ended_well = self.calls and delta.finish_reason == "stop"
             self.finish_reason = "tool_calls" if ended_well else delta.finish_reason
@@ -71,28 +77,36 @@ class _Choice:
     def _split(self, text: str) -> tuple[str, str]:
         return self.splitter.feed(text) if self.splitter else ("", text)
 
-    def _add(self, reasoning: str, content: str, calls: list[Call]) -> dict[str, Any]:
-        if self.only_one_call:
-            calls = calls[: max(0, 1 - len(self.calls))]
-        made = [self._call(call, len(self.calls) + i) for i, call in enumerate(calls)]
+    def _add(self, reasoning: str, content: str, pieces: list[CallPiece]) -> list[dict[str, Any]]:
         self.content += content
         self.reasoning += reasoning
-        self.calls += made
-        new = {"reasoning_content": reasoning, "content": content, "tool_calls": made}
-        return {name: value for name, value in new.items() if value}
+        texts = {name: text for name, text in (("reasoning_content", reasoning), ("content", content)) if text}
+        calls = [delta for piece in pieces for delta in self._add_piece(piece)]
+        return [*([texts] if texts else []), *({"tool_calls": [call]} for call in calls)]
 
-    def _call(self, call: Call, index: int) -> dict[str, Any]:
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"index": index, "id": call_id(self.style), "type": "function", "function": function}
+    def _add_piece(self, piece: CallPiece) -> list[dict[str, Any]]:
+        """The deltas of a piece of a call; none where the call is one too many."""
+        made: list[dict[str, Any]] = []
+        self.num_calls += piece.name is not None
+        if self.only_one_call and self.num_calls > 1:
+            return made
+        index = self.num_calls - 1
+        if piece.name is not None:
+            opening = {"id": call_id(self.style), "type": "function"}
+            self.calls.append({**opening, "function": {"name": piece.name, "arguments": ""}})
+            made.append({"index": index, **opening, "function": {"name": piece.name, "arguments": ""}})
+        if piece.arguments:
+            self.calls[index]["function"]["arguments"] += piece.arguments
+            made.append({"index": index, "function": {"arguments": piece.arguments}})
+        return made
 
     def message(self) -> dict[str, Any]:
         """The whole message."""
-        calls = [{name: value for name, value in call.items() if name != "index"} for call in self.calls]
-        message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if calls else "")}
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.calls else "")}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
-        if calls:
-            message["tool_calls"] = calls
+        if self.calls:
+            message["tool_calls"] = self.calls
         return message
 
 
@@ -156,7 +170,11 @@ class ChatJob:
         if choice != "required":
             return None
         functions = [(tool.function.name, tool.function.parameters) for tool in self._tools]
-        return json_spec("tools", calls_schema(functions, 1 if self._body.parallel_tool_calls is False else None))
+        try:
+            schema = calls_schema(functions, 1 if self._body.parallel_tool_calls is False else None)
+        except ValueError as error:
+            raise ApiError(400, f"tools: these parameters cannot be used: {error}", param="tools") from error
+        return json_spec("tools", schema)
 
     @property
     def _style(self) -> str:
@@ -196,7 +214,7 @@ class ChatJob:
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self._prompt} if self._body.return_token_ids else {}
 
-    def _take(self, event: Event) -> tuple[_Choice, dict[str, Any], list[dict[str, Any]]]:
+    def _take(self, event: Event) -> tuple[_Choice, list[dict[str, Any]], list[dict[str, Any]]]:
         """-> the choice, what is new of its message, and of its log-probabilities."""
         delta = event.delta
         choice = self._choices[delta.index]
@@ -208,7 +226,7 @@ class ChatJob:
         choice.stop_reason = self._context.stop_reason(delta)
         if self._body.include_reasoning is False:
             choice.reasoning = ""
-            new.pop("reasoning_content", None)
+            new = [part for part in new if part.pop("reasoning_content", None) is None or part]
         return choice, new, logprobs
 
     def _whole_choice(self, choice: _Choice) -> dict[str, Any]:
@@ -232,24 +250,30 @@ class ChatJob:
             async for event in events:
                 choice, new, logprobs = self._take(event)
                 ids = {"token_ids": event.delta.token_ids} if self._body.return_token_ids else {}
-                if new or logprobs or ids or choice.finish_reason:
-                    yield {**first, "choices": [{**self._chunk(choice, new, logprobs), **ids}]}
+                for made in self._chunks(choice, new, logprobs, ids):
+                    yield {**first, "choices": [made]}
         finally:
             await events.aclose()
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield {**first, "choices": [], "usage": self._account.usage(), "forerun": self._account.forerun()}
 
-    def _chunk(self, choice: _Choice, new: dict[str, Any], logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        made = _chunk_choice(choice.index, new, choice.finish_reason)
+    def _chunks(
+        self, choice: _Choice, new: list[dict[str, Any]], logprobs: list[dict[str, Any]], ids: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """A chunk for each part of the message; the first has the tokens they come from, the last how it ended."""
+        if not (new or logprobs or ids or choice.finish_reason):
+            return []
+        made = [_chunk_choice(choice.index, part) for part in new or [{}]]
+        made[0] |= ids
         if self._body.logprobs:
-            made["logprobs"] = {"content": logprobs}
+            made[0]["logprobs"] = {"content": logprobs}
         if choice.finish_reason is not None:
-            made["stop_reason"] = choice.stop_reason
+            made[-1] |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         return made
 
 
-def _chunk_choice(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+def _chunk_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _usable_tools(body: ChatBody) -> list[Tool]:

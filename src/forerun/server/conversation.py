@@ -92,7 +92,7 @@ def _arguments(text: str) -> Any:
     """Templates write arguments as JSON themselves."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

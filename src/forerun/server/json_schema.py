@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from forerun.server.json_pattern import marked, other_than
@@ -48,16 +49,37 @@ def normal_schema(schema: Any, depth: int = 0) -> Any:
         raise ValueError(f"the keyword {bad[0]!r} cannot be enforced while a text is written; leave it out")
     if schema.get("type") == []:
         raise ValueError("'type' names no type; name one or leave it out")
-    made = _string(_object(_alone(schema)))
+    return _mapped(_string(_object(_alone(schema))), lambda part: normal_schema(part, depth + 1))
+
+
+def moved(schema: Any, place: str, depth: int = 0) -> Any:
+    """The schema as a part of another one at `place` ("#/$defs/x"): references into itself name that place too.
+
+    Raises ValueError if it is nested too deep.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    if not isinstance(schema, dict):
+        return schema
+    made = _mapped(schema, lambda part: moved(part, place, depth + 1))
+    target = made.get("$ref")
+    if isinstance(target, str) and target.startswith("#"):
+        made["$ref"] = place + target[1:]
+    return made
+
+
+def _mapped(schema: Schema, change: Callable[[Any], Any]) -> Schema:
+    """The schema with every schema directly in it changed."""
+    made = dict(schema)
     for name in _MAPS:
         if isinstance(made.get(name), dict):
-            made[name] = {key: normal_schema(value, depth + 1) for key, value in made[name].items()}
+            made[name] = {key: change(value) for key, value in made[name].items()}
     for name in _ONES:
         if name in made:
-            made[name] = normal_schema(made[name], depth + 1)
+            made[name] = change(made[name])
     for name in _LISTS:
         if isinstance(made.get(name), list):
-            made[name] = [normal_schema(value, depth + 1) for value in made[name]]
+            made[name] = [change(value) for value in made[name]]
     return made
 
 

@@ -1,34 +1,29 @@
-"""Tool calls in a model's text: found, taken out, and turned into calls.
+"""Tool calls in a model's text: found and taken out, piece by piece.
 
-Knows: the styles models were trained on, and text that arrives in pieces. Does not know: HTTP, tokens, sampling. Text
-that looks like a call and is none is passed on as text: nothing a model wrote is lost.
+Knows: the styles models were trained on, and their marks. Does not know: HTTP, tokens, sampling. Text that looks like a
+call and is none is passed on as text: nothing a model wrote is lost.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 from forerun.errors import ConfigError
+from forerun.server.call_readers import CallPiece, CallReader, JsonCalls, MistralCalls, XmlCalls
+from forerun.server.json_schema import moved
 from forerun.server.reasoning import held_back
-
-
-class Call(NamedTuple):
-    """A call: `arguments` is JSON as text."""
-
-    name: str
-    arguments: str
 
 
 class Parsed(NamedTuple):
     """What new text turned out to be."""
 
     content: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CallPiece, ...] = ()
 
 
 class ToolParser(Protocol):
@@ -53,43 +48,48 @@ class NoCalls:
         return Parsed()
 
 
-ReadBody = Callable[[str], list[Call] | None]
-
-
 @dataclass(slots=True)
 class BetweenMarks:
     """Calls stand between two marks, text around them (Hermes, Qwen)."""
 
     start: str
     end: str
-    read: ReadBody
+    make: Callable[[], CallReader]
     _held: str = ""
-    _inside: bool = False
+    _reader: CallReader | None = None  # between the marks
     _after_call: bool = False
 
     def feed(self, text: str) -> Parsed:
-        """Text outside calls, and the calls completed."""
+        """Text outside calls, and what is certain of calls."""
         self._held += text
-        content, calls = "", []
-        while True:
-            mark = self.end if self._inside else self.start
-            before, found, after = self._held.partition(mark)
-            if not found:
-                break
-            self._held = after
-            if self._inside:
-                read = self.read(before)
-                self._after_call = bool(read)
-                calls += read or []
-                content += "" if read else self.start + before + self.end
-            else:
-                content += self._outside(before)
-            self._inside = not self._inside
-        if not self._inside:
-            keep = held_back(self._held, self.start)
-            shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-            content += self._outside(shown)
-        return Parsed(content, tuple(calls))
+        content: list[str] = []
+        calls: list[CallPiece] = []
+        while self._pass_mark(content, calls):
+            pass
+        mark = self.start if self._reader is None else self.end
+        keep = held_back(self._held, mark)
+        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        if self._reader is None:
+            content.append(self._outside(certain))
+        else:
+            calls += self._reader.feed(certain)
+        return Parsed("".join(content), tuple(calls))
+
+    def _pass_mark(self, content: list[str], calls: list[CallPiece]) -> bool:
+        """Read up to the next mark, if it is there."""
+        before, found, after = self._held.partition(self.start if self._reader is None else self.end)
+        if not found:
+            return False
+        self._held = after
+        if self._reader is None:
+            content.append(self._outside(before))
+            self._reader = self.make()
+        else:
+            calls += [*self._reader.feed(before), *self._reader.finish()]
+            self._after_call = self._reader.num_calls > 0 and self._reader.rest is None
+            content.append(_no_calls(self._reader, self.start, self.end))
+            self._reader = None
+        return True
 
     def _outside(self, text: str) -> str:
         """Blank lines between calls are not content."""
@@ -99,12 +99,12 @@ class BetweenMarks:
         return text
 
     def finish(self) -> Parsed:
-        """A call whose end mark never came counts if it is whole."""
+        """A call whose end mark never came counts."""
         text, self._held = self._held, ""
-        if not self._inside:
+        if self._reader is None:
             return Parsed(text)
-        calls = self.read(text)
-        return Parsed(calls=tuple(calls)) if calls else Parsed(self.start + text)
+        calls = (*self._reader.feed(text), *self._reader.finish())
+        return Parsed(_no_calls(self._reader, self.start, ""), calls)
 
 
 @dataclass(slots=True)
@@ -112,65 +112,60 @@ class ToTheEnd:
     """From a mark on, everything is calls (Mistral, Llama 3); with `bare`, also when the output begins with "{"."""
 
     start: str
-    read: ReadBody
+    make: Callable[[], CallReader]
     bare: bool = False
     _held: str = ""
-    _inside: str | None = None  # what the calls began with
+    _reader: CallReader | None = None
+    _opening: str = ""  # what the calls began with
     _begun: bool = False
 
     def feed(self, text: str) -> Parsed:
-        """Text before the calls."""
+        """Text before the calls, then what is certain of them."""
+        if self._reader is not None:
+            return Parsed(calls=tuple(self._reader.feed(text)))
         self._held += text
-        if self._inside is not None:
-            return Parsed()
         if self.bare and not self._begun and self._held.lstrip()[:1] == "{":
-            self._inside = ""
-            return Parsed()
+            return self._begin("", "", self._held)
         before, found, after = self._held.partition(self.start)
         if found:
-            self._held, self._inside = after, self.start
-            return Parsed(before)
-        keep = held_back(self._held, self.start)
+            return self._begin(before, self.start, after)
         if self.bare and not self._begun and not self._held.strip():
             return Parsed()
+        keep = held_back(self._held, self.start)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         self._begun = self._begun or bool(shown)
         return Parsed(shown)
 
+    def _begin(self, content: str, opening: str, text: str) -> Parsed:
+        self._held, self._opening, self._reader = "", opening, self.make()
+        return Parsed(content, tuple(self._reader.feed(text)))
+
     def finish(self) -> Parsed:
-        """The calls, or the text if it is none."""
-        text, self._held = self._held, ""
-        if self._inside is None:
+        """The text if it is no call."""
+        if self._reader is None:
+            text, self._held = self._held, ""
             return Parsed(text)
-        calls = self.read(text)
-        return Parsed(calls=tuple(calls)) if calls else Parsed(self._inside + text)
+        calls = tuple(self._reader.finish())
+        return Parsed(_no_calls(self._reader, self._opening, ""), calls)
+
+
+def _no_calls(reader: CallReader, start: str, end: str) -> str:
+    """What a reader could not use, with the marks around it that no call has used up."""
+    return "" if reader.rest is None else ("" if reader.num_calls else start) + reader.rest + end
 
 
 @dataclass(slots=True)
 class ForcedCalls:
     """The whole output is a JSON list of calls, because a grammar made it so."""
 
-    _held: str = ""
-    _place: int = 0
-    _decoder: json.JSONDecoder = field(default_factory=json.JSONDecoder)
+    _reader: JsonCalls = field(default_factory=JsonCalls)
 
     def feed(self, text: str) -> Parsed:
-        """The calls completed."""
-        self._held += text
-        calls = []
-        while True:
-            start = self._held.find("{", self._place)
-            try:
-                value, self._place = self._decoder.raw_decode(self._held, start) if start >= 0 else (None, self._place)
-            except ValueError:
-                break
-            if value is None:
-                break
-            calls += [_call(value)]
-        return Parsed(calls=tuple(call for call in calls if call))
+        """What is certain of the calls."""
+        return Parsed(calls=tuple(self._reader.feed(text)))
 
     def finish(self) -> Parsed:
-        """What was cut off is not a call."""
+        """What was cut off before it was a call is none."""
         return Parsed()
 
 
@@ -179,87 +174,27 @@ class ForcedArguments:
     """The whole output is the arguments of one function, because a grammar made it so."""
 
     name: str
-    _held: str = ""
+    _begun: bool = False
 
     def feed(self, text: str) -> Parsed:
-        """Held until it is whole."""
-        self._held += text
-        return Parsed()
+        """The arguments as they come."""
+        name, self._begun = (None if self._begun else self.name), True
+        return Parsed(calls=(CallPiece(name, text),))
 
     def finish(self) -> Parsed:
         """The call, cut off or not: the finish reason says which."""
-        return Parsed(calls=(Call(self.name, self._held),))
+        return Parsed() if self._begun else self.feed("")
 
 
 # -- styles -----------------------------------------------------------------------------------------------------
 
 
-def _call(value: Any) -> Call | None:
-    """A call from an object with `name` and `arguments` (or `parameters`)."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return Call(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
-
-
-def read_json_calls(text: str) -> list[Call] | None:
-    """JSON objects, or lists of them, one after another, with blanks or ";" between; None if it is anything else."""
-    decoder, place, calls = json.JSONDecoder(), 0, []
-    text = text.strip()
-    while place < len(text):
-        try:
-            value, place = decoder.raw_decode(text, place)
-        except ValueError:
-            return None
-        found = [_call(entry) for entry in (value if isinstance(value, list) else [value])]
-        if None in found:
-            return None
-        calls += [call for call in found if call]
-        while place < len(text) and text[place] in " \t\r\n;,":
-            place += 1
-    return calls or None
-
-
-def read_mistral_calls(text: str) -> list[Call] | None:
-    """A JSON list of calls, or since 2025 NAME[ARGS]{...} after each mark."""
-    if "[ARGS]" not in text:
-        return read_json_calls(text)
-    calls = []
-    for part in text.split("[TOOL_CALLS]"):
-        name, _, arguments = part.partition("[ARGS]")
-        try:
-            calls.append(Call(name.partition("[CALL_ID]")[0].strip(), json.dumps(json.loads(arguments))))
-        except ValueError:
-            return None
-    return calls
-
-
-_FUNCTION = re.compile(r"<function=([^>]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-
-def read_xml_call(text: str) -> list[Call] | None:
-    """<function=NAME><parameter=KEY>value</parameter>...</function> (Qwen3-Coder)."""
-    found = _FUNCTION.search(text)
-    if found is None:
-        return None
-    values = {key.strip(): _value(value) for key, value in _PARAMETER.findall(found[2])}
-    return [Call(found[1].strip(), json.dumps(values, ensure_ascii=False))]
-
-
-def _value(text: str) -> Any:
-    """JSON where it is JSON, else the text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
+MISTRAL_MARK = "[TOOL_CALLS]"
 STYLES: dict[str, Callable[[], ToolParser]] = {
-    "hermes": lambda: BetweenMarks("<tool_call>", "</tool_call>", read_json_calls),
-    "qwen3_coder": lambda: BetweenMarks("<tool_call>", "</tool_call>", read_xml_call),
-    "llama3_json": lambda: ToTheEnd("<|python_tag|>", read_json_calls, bare=True),
-    "mistral": lambda: ToTheEnd("[TOOL_CALLS]", read_mistral_calls),
+    "hermes": lambda: BetweenMarks("<tool_call>", "</tool_call>", JsonCalls),
+    "qwen3_coder": lambda: BetweenMarks("<tool_call>", "</tool_call>", XmlCalls),
+    "llama3_json": lambda: ToTheEnd("<|python_tag|>", JsonCalls, bare=True),
+    "mistral": lambda: ToTheEnd(MISTRAL_MARK, partial(MistralCalls, MISTRAL_MARK)),
     "none": NoCalls,
 }
 ALIASES = {"qwen": "hermes", "qwen2": "hermes", "qwen3": "hermes", "llama3": "llama3_json", "llama": "llama3_json"}
@@ -297,15 +232,11 @@ def describe_tools(tools: list[dict[str, Any]]) -> str:
 
 def calls_schema(functions: list[tuple[str, dict[str, Any] | None]], max_calls: int | None) -> dict[str, Any]:
     """The JSON schema of a list of at least one call of these (name, parameters)."""
-    kinds = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "arguments": parameters or {"type": "object"}},
-            "required": ["name", "arguments"],
-        }
-        for name, parameters in functions
-    ]
+    kinds, definitions = [], {}
+    for name, parameters in functions:
+        place = f"#/$defs/{name}"  # each has its own definitions below it, which its references then name
+        definitions[name] = moved(parameters or {"type": "object"}, place)
+        members = {"name": {"const": name}, "arguments": {"$ref": place}}
+        kinds.append({"type": "object", "properties": members, "required": list(members)})
     bound = {} if max_calls is None else {"maxItems": max_calls}
-    definitions = {k: v for _, p in functions for k, v in ((p or {}).get("$defs") or {}).items()}
-    return {"type": "array", "items": {"anyOf": kinds}, "minItems": 1, **bound,
-            **({"$defs": definitions} if definitions else {})}  # fmt: skip
+    return {"type": "array", "items": {"anyOf": kinds}, "minItems": 1, **bound, "$defs": definitions}

@@ -1,0 +1,345 @@
+"""Reads tool calls from text that arrives in pieces: the name as soon as it is certain, the arguments as they come.
+
+Knows: how calls are written between a style's marks. Does not know: the marks, HTTP, tokens. A call is certain once its
+name is whole and its arguments have begun; from there on they are passed on as the model wrote them. What is no call
+is kept as `rest`: nothing a model wrote is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+
+class CallPiece(NamedTuple):
+    """New text of a call: a name begins the next one, None goes on with the last. `arguments` is a part of JSON."""
+
+    name: str | None
+    arguments: str = ""
+
+
+class CallReader(Protocol):
+    """Reads one stretch of text that should hold calls and nothing else."""
+
+    rest: str | None  # text from which on there are no calls; None as long as there may be
+    num_calls: int
+
+    def feed(self, text: str) -> list[CallPiece]:
+        """What is certain now."""
+
+    def finish(self) -> list[CallPiece]:
+        """The stretch is over; what was held back and is no call is in `rest`."""
+
+
+class Place(Enum):
+    """Where a reader is."""
+
+    BETWEEN = "before a call"
+    ARGUMENTS = "in the arguments of a call"
+    AFTER = "behind the arguments, in the call's object"
+    TAIL = "in further members of the call's object"
+
+
+_HEADER = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_SEPARATORS = " \t\r\n;,[]"
+
+
+@dataclass(slots=True)
+class JsonEnd:
+    """Finds where a JSON object or list ends."""
+
+    depth: int = 0
+    _in_string: bool = False
+    _escaped: bool = False
+
+    def find(self, text: str) -> int | None:
+        """The place in `text` behind the end; None if it is not there yet."""
+        for place, character in enumerate(text):
+            if self._in_string:
+                self._string(character)
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self.depth += 1
+            elif character in "}]":
+                self.depth -= 1
+                if self.depth <= 0:
+                    return place + 1
+        return None
+
+    def _string(self, character: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        else:
+            self._in_string = character != '"'
+
+
+@dataclass(slots=True)
+class JsonCalls:
+    """Objects with `name` and `arguments` (or `parameters`), or lists of them, with blanks, "," or ";" between."""
+
+    rest: str | None = None
+    num_calls: int = 0
+    _held: str = ""
+    _place: Place = Place.BETWEEN
+    _end: JsonEnd = field(default_factory=JsonEnd)
+
+    def feed(self, text: str) -> list[CallPiece]:
+        """What is certain now."""
+        if self.rest is not None:
+            self.rest += text
+            return []
+        may_be_whole = "}" in text
+        self._held += text
+        pieces: list[CallPiece] = []
+        while self.rest is None and self._advance(pieces, may_be_whole):
+            pass
+        return pieces
+
+    def finish(self) -> list[CallPiece]:
+        """Nothing more is certain: a call that was cut off stays as it is."""
+        left = self._held if self._place is Place.BETWEEN else ""
+        if self.rest is None and left and not (self.num_calls and not left.strip(_SEPARATORS)):
+            self.rest = left
+        return []
+
+    def _advance(self, pieces: list[CallPiece], may_be_whole: bool) -> bool:
+        """Read on in the held text; whether there may be more to read."""
+        match self._place:
+            case Place.BETWEEN:
+                return self._begin(pieces, may_be_whole)
+            case Place.ARGUMENTS:
+                text = self._to_end(Place.AFTER)
+                pieces += [CallPiece(None, text)] if text else []
+            case Place.AFTER:
+                return self._close()
+            case Place.TAIL:
+                self._to_end(Place.BETWEEN)
+        return bool(self._held)
+
+    def _begin(self, pieces: list[CallPiece], may_be_whole: bool) -> bool:
+        body = self._held.lstrip(_SEPARATORS)
+        if not body:
+            return False
+        header = _HEADER.match(body)
+        if header is not None and (name := _name(header[1])) is not None:
+            self._held, self._place, self._end = body[header.end() :], Place.ARGUMENTS, JsonEnd()
+            pieces.append(self._opened(name))
+            return True
+        return self._whole(body, pieces) if body[0] == "{" and may_be_whole else self._stay(body)
+
+    def _stay(self, body: str) -> bool:
+        """Wait for more, unless no call begins like this."""
+        if body[0] != "{":
+            self._fail()
+        return False
+
+    def _whole(self, body: str, pieces: list[CallPiece]) -> bool:
+        """A call written another way, such as without arguments: read when it is complete."""
+        try:
+            value, end = json.JSONDecoder(parse_constant=_no_constant).raw_decode(body)
+            call = _call(value)
+        except (ValueError, RecursionError):
+            return False
+        if call is None:
+            self._fail()
+            return False
+        pieces += [self._opened(call[0]), CallPiece(None, call[1])]
+        self._held = body[end:]
+        return True
+
+    def _close(self) -> bool:
+        body = self._held.lstrip()
+        if body[:1] == "}":
+            self._held, self._place = body[1:], Place.BETWEEN
+        elif body[:1] == ",":
+            self._place, self._end = Place.TAIL, JsonEnd(depth=1)
+        elif body:
+            self._fail()
+        return bool(body)
+
+    def _to_end(self, then: Place) -> str:
+        """Take the held text up to the end of what is being read."""
+        end = self._end.find(self._held)
+        text, self._held = (self._held, "") if end is None else (self._held[:end], self._held[end:])
+        if end is not None:
+            self._place = then
+        return text
+
+    def _opened(self, name: str) -> CallPiece:
+        self.num_calls += 1
+        return CallPiece(name)
+
+    def _fail(self) -> None:
+        self.rest, self._held = self._held, ""
+
+
+@dataclass(slots=True)
+class MistralCalls:
+    """A JSON list of calls, or since 2025 NAME[ARGS]{...}, the mark again before each further one."""
+
+    mark: str
+    rest: str | None = None
+    num_calls: int = 0
+    _held: str = ""
+    _json: JsonCalls | None = None
+    _end: JsonEnd | None = None  # in the arguments of a call
+
+    def feed(self, text: str) -> list[CallPiece]:
+        """What is certain now."""
+        if self.rest is not None:
+            self.rest += text
+            return []
+        self._held += text
+        if self._json is None and not self.num_calls and self._held.lstrip()[:1] in ("[", "{"):
+            self._json = JsonCalls()
+        if self._json is not None:
+            return self._delegated(self._json)
+        pieces: list[CallPiece] = []
+        while self._held and self._advance(pieces):
+            pass
+        return pieces
+
+    def _delegated(self, reader: JsonCalls) -> list[CallPiece]:
+        text, self._held = self._held, ""
+        pieces = reader.feed(text)
+        self.rest, self.num_calls = reader.rest, reader.num_calls
+        return pieces
+
+    def _advance(self, pieces: list[CallPiece]) -> bool:
+        if self._end is not None:
+            end = self._end.find(self._held)
+            text, self._held = (self._held, "") if end is None else (self._held[:end], self._held[end:])
+            self._end = self._end if end is None else None
+            pieces.append(CallPiece(None, text))
+            return end is not None
+        if self.num_calls and not self._next_mark():
+            return False
+        return self._begin(pieces)
+
+    def _next_mark(self) -> bool:
+        """Behind a call only the mark of another may come; it stays until that one is certain."""
+        body = self._held.lstrip()
+        if not body.startswith(self.mark[: len(body)]):
+            self.rest, self._held = self._held, ""
+            return False
+        return body.startswith(self.mark)
+
+    def _begin(self, pieces: list[CallPiece]) -> bool:
+        name, found, arguments = self._held.lstrip().removeprefix(self.mark).partition("[ARGS]")
+        begun = arguments.lstrip()[:1]
+        if found and begun == "{":
+            self.num_calls += 1
+            self._held, self._end = arguments.lstrip(), JsonEnd()
+            pieces.append(CallPiece(name.partition("[CALL_ID]")[0].strip()))
+            return True
+        if begun:
+            self.rest, self._held = self._held, ""
+        return False
+
+    def finish(self) -> list[CallPiece]:
+        """Nothing more is certain."""
+        if self._json is not None:
+            pieces = self._json.finish()
+            self.rest = self._json.rest
+            return pieces
+        if self.rest is None and self._held.strip():
+            self.rest = self._held
+        return []
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_FUNCTION_END = re.compile(r"\s*</function>")
+
+
+@dataclass(slots=True)
+class XmlCalls:
+    """<function=NAME><parameter=KEY>value</parameter>...</function> (Qwen3-Coder): a parameter at a time."""
+
+    rest: str | None = None
+    num_calls: int = 0
+    _held: str = ""
+    _num_parameters: int | None = None  # of the function that is being read
+
+    def feed(self, text: str) -> list[CallPiece]:
+        """What is certain now."""
+        if self.rest is not None:
+            self.rest += text
+            return []
+        self._held += text
+        pieces: list[CallPiece] = []
+        while ">" in self._held and self._advance(pieces):
+            pass
+        return pieces
+
+    def _advance(self, pieces: list[CallPiece]) -> bool:
+        if self._num_parameters is None:
+            return self._begin(pieces)
+        if found := _PARAMETER.match(self._held):
+            lead = ", " if self._num_parameters else "{"
+            pieces.append(CallPiece(None, f"{lead}{_written(found[1].strip())}: {_value(found[2])}"))
+            self._num_parameters += 1
+        elif found := _FUNCTION_END.match(self._held):
+            pieces.append(self._closed())
+        else:
+            return False
+        self._held = self._held[found.end() :]
+        return True
+
+    def _begin(self, pieces: list[CallPiece]) -> bool:
+        found = _FUNCTION.match(self._held)
+        if found is None:
+            self.rest, self._held = self._held, ""
+            return False
+        self.num_calls, self._num_parameters, self._held = self.num_calls + 1, 0, self._held[found.end() :]
+        pieces.append(CallPiece(found[1].strip()))
+        return True
+
+    def _closed(self) -> CallPiece:
+        end = "}" if self._num_parameters else "{}"
+        self._num_parameters = None
+        return CallPiece(None, end)
+
+    def finish(self) -> list[CallPiece]:
+        """A function whose end never came ends here, unless it stopped in a parameter."""
+        if self.rest is None and self._held.strip():
+            self.rest = self._held
+            return []
+        return [] if self._num_parameters is None else [self._closed()]
+
+
+def _call(value: Any) -> tuple[str, str] | None:
+    """Name and arguments of an object with `name` and `arguments` (or `parameters`)."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    return value["name"], arguments if isinstance(arguments, str) else _written(arguments)
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _name(quoted: str) -> str | None:
+    try:
+        return str(json.loads(quoted))
+    except ValueError:
+        return None
+
+
+def _value(text: str) -> str:
+    """JSON where it is JSON, else the text as a JSON string."""
+    try:
+        return _written(json.loads(text, parse_constant=_no_constant))
+    except (ValueError, RecursionError):
+        return _written(text)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
