@@ -1,0 +1,114 @@
+"""The small world: text with sense, exact answers, and an examination that training never sees."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LAB = Path(__file__).resolve().parents[2] / "lab"
+sys.path.insert(0, str(LAB))
+
+from world import facts, make, skills, talk  # noqa: E402
+from world.grammar import Wordings, expand  # noqa: E402
+from world.stories import PLOTS  # noqa: E402
+
+LEFT_OVER = re.compile(r"[\[\]{}|]|\?\?|\.\.|  | [,.!?]")
+
+
+def records(count: int) -> list[dict]:
+    return list(make.records(random.Random(5), count))
+
+
+def test_no_gap_or_alternative_is_left_over() -> None:
+    for plot in PLOTS:
+        for seed in range(60):
+            told = plot(random.Random(seed))
+            for text in (told.text.replace("\n\n", " "), told.title, told.about, *sum(told.questions, ())):
+                assert not LEFT_OVER.search(text), text
+
+
+def test_answers_to_questions_are_in_the_story() -> None:
+    """Every name of an answer stands in the text it is about."""
+    for seed in range(400):
+        told = PLOTS[seed % len(PLOTS)](random.Random(seed))
+        for _, answer in told.questions:
+            for name in re.findall(r"(?<=[a-z] )[A-Z][a-z]+", answer):
+                assert name in told.text, (answer, told.text)
+
+
+def test_a_hero_keeps_one_pronoun() -> None:
+    told = [PLOTS[2](random.Random(seed)) for seed in range(50)]  # one person and a friend who is never "he" or "she"
+    for one in told:
+        text = f" {one.text} "
+        assert not (re.search(r"\b[Ss]he\b", text) and re.search(r"\b[Hh]e\b", text)), text
+
+
+def test_no_two_records_are_alike_and_a_seed_gives_the_same() -> None:
+    one, two = records(1500), records(1500)
+    assert one == two
+    assert len({json.dumps(record) for record in one}) == 1500
+
+
+def wordings() -> list[tuple[str, Wordings]]:
+    return [
+        (f"{m.__name__}.{n}", v)
+        for m in (facts, skills, talk, make)
+        for n, v in vars(m).items()
+        if isinstance(v, Wordings)
+    ]
+
+
+@pytest.mark.parametrize(("name", "found"), wordings())
+def test_the_examination_has_wordings_of_its_own(name: str, found: Wordings) -> None:
+    rng = random.Random(1)
+    marks = dict.fromkeys("xqintabcfko", "#") | {"keys": "#", "about": "#", "hero": "#", "title": "#"}
+    trained = {expand(pattern, rng, marks).lower() for pattern in found.train for _ in range(40)}
+    asked = {expand(pattern, rng, marks).lower() for pattern in found.test for _ in range(40)}
+    assert trained and asked and not trained & asked
+
+
+def test_examination_questions_do_not_occur_in_training() -> None:
+    trained = {turn[1] for record in records(3000) for turn in record.get("turns", ()) if turn[0] == "user"}
+    asked = list(make.exam(random.Random(2), 20))
+    assert len(asked) == 20 * len(make.EXAM)
+    assert not [line for line in asked if line["question"] in trained and line["kind"] not in ("talk", "unknown")]
+
+
+def test_tasks_have_the_answers_a_program_computes() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        [(asked, answer)] = skills.sorting(rng, "train").turns
+        if "," in answer and answer[0].isalpha():
+            assert answer.split(", ") == sorted(answer.split(", ")) and all(
+                word in asked for word in answer.split(", ")
+            )
+        [(asked, answer)] = skills.extraction(rng, "test").turns
+        assert all(str(value) in asked for value in json.loads(answer).values())
+        [(asked, answer)] = skills.copying(rng, "train").turns
+        assert answer in asked
+        [(asked, answer)] = facts.ask(facts.sum_fact(rng), "sums", rng, "train").turns
+        one, kind, two, _, result = answer.rstrip(".").split()
+        assert {"plus": int(one) + int(two), "minus": int(one) - int(two), "times": int(one) * int(two)}[kind] == int(
+            result
+        )
+
+
+def test_neighbours_agree() -> None:
+    table = {row.country: row for row in facts.countries()}
+    assert len(table) == 180 and table["France"].capital == "Paris" and "Spain" in table["France"].neighbours
+    assert all(row.country in table[other].neighbours for row in table.values() for other in row.neighbours)
+
+
+def test_the_command_writes_both_files(tmp_path: Path) -> None:
+    for more in (("--samples", "50"), ("--exam", "3")):
+        subprocess.run(
+            [sys.executable, str(LAB / "world" / "make.py"), str(tmp_path), *more], check=True, capture_output=True
+        )
+    assert len((tmp_path / "exam.jsonl").read_text().splitlines()) == 3 * len(make.EXAM)
+    assert (tmp_path / "small_world.jsonl.xz").stat().st_size > 1000
