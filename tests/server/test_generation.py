@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
+from forerun import LLM
 from forerun.server import generation
+from forerun.server.app import create_app
 from forerun.server.errors import ApiError
-from forerun.server.generation import DONE, EventStream
+from forerun.server.generation import DONE, EventStream, Generation
+from forerun.server.service import EngineService
+from tests.server.conftest import settings
 
 SILENCE = b": waiting\n\n"
 
@@ -31,6 +37,7 @@ class Connection:
             self.complete = not message["more_body"]
         if len(self.bodies) == self._hang_up_after:
             self._left.set()
+            await asyncio.sleep(0.2)  # nobody reads any more
 
     async def receive(self) -> dict[str, str]:
         await self._left.wait()
@@ -39,9 +46,17 @@ class Connection:
 
 def run(chunks: AsyncGenerator[dict[str, Any], None], connection: Connection) -> None:
     async def answer() -> None:
-        await asyncio.wait_for(EventStream(chunks)({"type": "http"}, connection.receive, connection.send), 10)
+        await asyncio.wait_for(stream({"type": "http"}, connection.receive, connection.send), 10)
 
+    stream = EventStream(Generation(Idle(), (), False), chunks)  # type: ignore[arg-type]
     asyncio.run(answer())
+
+
+class Idle:
+    """A service with nothing to do."""
+
+    def check_room(self, num_samples: int) -> None:
+        assert num_samples == 0
 
 
 def test_comments_fill_silence_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +98,60 @@ def test_a_client_that_hangs_up_ends_what_it_waits_for() -> None:
     connection = Connection(hang_up_after=1)
     run(chunks(), connection)
     assert ended == [True] and not connection.complete
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1500}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "hang_up_after"),
+    [
+        ("/v1/chat/completions", {**CHAT, "n": 2, "stream": True}, 1),
+        ("/v1/completions", {"prompt": "Once", "max_tokens": 1500, "n": 2, "echo": True, "stream": True}, 1),
+        ("/playground/stream", CHAT, 1),
+        ("/v1/chat/completions", CHAT, 0),
+        ("/v1/completions", {"prompt": "Once", "max_tokens": 1500, "stream": True}, 0),
+    ],
+)
+def test_no_request_outlives_its_client(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], hang_up_after: int
+) -> None:
+    """Whoever hangs up before or during the first chunks, which come before any token does, ends all requests."""
+    submitted: list[str] = []
+    aborted: list[str] = []
+    submit, abort = EngineService.submit, EngineService.abort
+
+    def note_submit(service: EngineService, *given: Any) -> Any:
+        stream = submit(service, *given)
+        submitted.append(stream.request_id)
+        return stream
+
+    def note_abort(service: EngineService, stream: Any) -> None:
+        aborted.append(stream.request_id)
+        abort(service, stream)
+
+    monkeypatch.setattr(EngineService, "submit", note_submit)
+    monkeypatch.setattr(EngineService, "abort", note_abort)
+    app = create_app(llm, settings())
+    asyncio.run(_hang_up(app, path, fields, hang_up_after))
+    assert submitted == aborted and len(submitted) == 1
+    scheduler = llm.engine.scheduler
+    assert not scheduler.running and not scheduler.waiting and scheduler.pool.num_used == 0
+
+
+async def _hang_up(app: FastAPI, path: str, fields: dict[str, Any], after: int) -> None:
+    """Ask, and hang up when `after` chunks have come; returns when the server is idle and stopped."""
+    connection, body = Connection(after), [json.dumps({**fields, "ignore_eos": True} if "/v1" in path else fields)]
+    if after == 0:
+        connection._left.set()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body.pop().encode()} if body else await connection.receive()
+
+    scope = {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")], "server": ("127.0.0.1", 80),
+        "client": ("127.0.0.1", 1), "scheme": "http", "http_version": "1.1", "root_path": "",
+    }  # fmt: skip
+    async with app.router.lifespan_context(app):
+        await asyncio.wait_for(app(scope, receive, connection.send), 30)

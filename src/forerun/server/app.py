@@ -164,8 +164,8 @@ def _add_generating(router: APIRouter, service: EngineService, context: ServerCo
         job = await asyncio.to_thread(make)
         generation = Generation(service, job.groups, job.constrained)
         if stream:
-            return EventStream(job.chunks(generation))
-        return JSONResponse(await unless_gone(request, job.whole(generation)))
+            return EventStream(generation, job.chunks(generation))
+        return JSONResponse(await unless_gone(request, generation, job.whole(generation)))
 
     @router.post("/v1/chat/completions", response_class=JSONResponse)
     async def chat_completions(body: ChatBody, request: Request) -> Response:

@@ -245,15 +245,11 @@ class ChatJob:
         for choice in self._choices:
             opening = _chunk_choice(choice.index, {"role": "assistant", "content": ""})
             yield {**first, **self._prompt_ids, "choices": [opening]}
-        events = generation.events()
-        try:
-            async for event in events:
-                choice, new, logprobs = self._take(event)
-                ids = {"token_ids": event.delta.token_ids} if self._body.return_token_ids else {}
-                for made in self._chunks(choice, new, logprobs, ids):
-                    yield {**first, "choices": [made]}
-        finally:
-            await events.aclose()
+        async for event in generation.events():
+            choice, new, logprobs = self._take(event)
+            ids = {"token_ids": event.delta.token_ids} if self._body.return_token_ids else {}
+            for made in self._chunks(choice, new, logprobs, ids):
+                yield {**first, "choices": [made]}
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield {**first, "choices": [], "usage": self._account.usage(), "forerun": self._account.forerun()}
 

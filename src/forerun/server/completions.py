@@ -144,12 +144,8 @@ class CompletionJob:
             for choice in self._choices:
                 text = self._prompt_text(choice.index // self._num_samples)
                 yield {**first, "choices": [_piece(choice.index, text)]}
-        events = generation.events()
-        try:
-            async for event in events:
-                yield {**first, "choices": [self._chunk(event)]}
-        finally:
-            await events.aclose()
+        async for event in generation.events():
+            yield {**first, "choices": [self._chunk(event)]}
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield {**first, "choices": [], "usage": self._account.usage(), "forerun": self._account.forerun()}
 

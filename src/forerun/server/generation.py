@@ -32,32 +32,34 @@ class Event(NamedTuple):
 
 
 class Generation:
-    """The requests of one HTTP request, handed to the engine when this is made."""
+    """The requests of one HTTP request: the engine has them inside `with`, and no longer."""
 
     def __init__(self, service: EngineService, groups: Sequence[RequestGroup], constrained: bool) -> None:
-        """Raises ApiError 429 if the queue is full."""
-        service.check_room(sum(len(group.samples) for group in groups))
         self._service = service
-        self.streams = [service.submit(group, constrained) for group in groups]
+        self._groups = groups
+        self._constrained = constrained
+        self._streams: list[Stream] = []
+
+    def __enter__(self) -> None:
+        """Hand all requests to the engine; raises ApiError 429 if the queue has no room for them."""
+        self._service.check_room(sum(len(group.samples) for group in self._groups))
+        self._streams += [self._service.submit(group, self._constrained) for group in self._groups]
+
+    def __exit__(self, *_: object) -> None:
+        """End what still runs."""
+        for stream in self._streams:
+            self._service.abort(stream)
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Deltas as they come; whoever stops listening ends the requests. Raises ApiError if one fails."""
-        try:
-            if len(self.streams) == 1:
-                async for deltas in self.streams[0].deltas():
-                    for delta in deltas:
-                        yield Event(0, delta)
-            else:
-                async with aclosing(_merged(self.streams)) as merged:
-                    async for event in merged:
-                        yield event
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """End what still runs."""
-        for stream in self.streams:
-            self._service.abort(stream)
+        """Deltas as they come; raises ApiError if a request fails."""
+        if len(self._streams) == 1:
+            async for deltas in self._streams[0].deltas():
+                for delta in deltas:
+                    yield Event(0, delta)
+        else:
+            async with aclosing(_merged(self._streams)) as merged:
+                async for event in merged:
+                    yield event
 
 
 async def _merged(streams: Sequence[Stream]) -> AsyncGenerator[Event, None]:
@@ -89,8 +91,16 @@ async def _pump(index: int, stream: Stream, arrived: asyncio.Queue[Event | ApiEr
         arrived.put_nowait(error)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled if the client hangs up first."""
+async def unless_gone(request: Request, generation: Generation, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work` on `generation`; both are ended if the client hangs up first."""
+    try:
+        with generation:
+            return await _unless_gone(request, work)
+    finally:
+        work.close()
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -131,9 +141,13 @@ async def sse_body(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerat
 
 
 class EventStream(StreamingResponse):
-    """A stream of events that ends at once when the client goes away, whatever it is waiting for."""
+    """A stream of events that ends at once when the client goes away, whatever it is waiting for.
 
-    def __init__(self, chunks: AsyncGenerator[dict[str, Any], None]) -> None:
+    The engine has the requests of `generation`, of which `chunks` tells, from its first byte to its last.
+    """
+
+    def __init__(self, generation: Generation, chunks: AsyncGenerator[dict[str, Any], None]) -> None:
+        self._generation = generation
         self._body = sse_body(chunks)
         self._chunks = chunks
         self._num_sent = 0
@@ -141,7 +155,11 @@ class EventStream(StreamingResponse):
         super().__init__(self._body, media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the end, or until the client hangs up."""
+        """Send until the end, or until the client hangs up. Raises ApiError 429 before anything is sent."""
+        with self._generation:
+            await self._send_until_gone(receive, send)
+
+    async def _send_until_gone(self, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self.stream_response(send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:

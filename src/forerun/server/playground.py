@@ -63,7 +63,8 @@ def add_playground(router: APIRouter, service: EngineService, context: ServerCon
         context.check_model(body.model)
         service.check_room(1)
         job = await asyncio.to_thread(TracedChat, context, body)
-        return EventStream(job.chunks(Generation(service, job.chat.groups, job.chat.constrained)))
+        generation = Generation(service, job.chat.groups, job.chat.constrained)
+        return EventStream(generation, job.chunks(generation))
 
 
 def _add_file(router: APIRouter, path: str, name: str, media_type: str) -> None:
@@ -91,16 +92,12 @@ class TracedChat:
     async def chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
         """The events; raises ApiError if the request fails."""
         yield {"start": self._start()}
-        events = generation.events()
-        try:
-            async for event in events:
-                self._account.add(0, event.delta)
-                for step in event.delta.steps:
-                    yield {"step": self._step(step), "speedup": event.delta.speedup}
-                if event.delta.finish_reason is not None:
-                    yield {"end": self._end(event.delta)}
-        finally:
-            await events.aclose()
+        async for event in generation.events():
+            self._account.add(0, event.delta)
+            for step in event.delta.steps:
+                yield {"step": self._step(step), "speedup": event.delta.speedup}
+            if event.delta.finish_reason is not None:
+                yield {"end": self._end(event.delta)}
 
     def _start(self) -> dict[str, Any]:
         request = self._sample.request
