@@ -197,6 +197,11 @@ class Request:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
+    def prompt_logprobs(self) -> int | None:
+        """Alternatives wanted at every token of the prompt, None for no entries; the first of `n` samples has all."""
+        return self.params.prompt_logprobs if self.sample_index == 0 else None
+
+    @property
     def root_position(self) -> int:
         """Position of the last known token."""
         return len(self.token_ids) - 1

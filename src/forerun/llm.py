@@ -156,18 +156,30 @@ class LLM:
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt or conversation -> an output after every step. Closing the iterator aborts."""
+        """Complete one prompt or conversation -> an output whenever there is more of it. Closing the iterator aborts.
+
+        The request is queued at once. Streams may be read in turns, and beside calls of `generate`: whoever steps
+        steps for all, and what a stream was given meanwhile comes with its next output.
+        """
         given: Any = prompt
         if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
             given = self.render_chat(given)
         group = self._group(given, sampling_params or SamplingParams())
         self.engine.add(group)
-        return self._stream(group)
+        outputs = self._stream(group)
+        next(outputs)  # only what has begun is told when it is closed
+        return outputs
 
     def _stream(self, group: RequestGroup) -> Iterator[RequestOutput]:
+        """What the request is before its first step, then each change of it."""
+        num_seen = group.num_events
         try:
-            while not group.finished:
-                if group in self.step():
+            yield group.output()
+            while num_seen < group.num_events or not group.finished:
+                if num_seen == group.num_events:
+                    self.step()
+                else:
+                    num_seen = group.num_events
                     yield group.output()
         finally:
             self.engine.abort(group.request_id)
@@ -187,10 +199,11 @@ class LLM:
             raise
 
     def _run(self, groups: Sequence[RequestGroup], progress: bool) -> None:
+        own = {group.request_id for group in groups}
         with progress_bar("requests", len(groups), progress) as advance:
             try:
                 while not all(group.finished for group in groups):
-                    advance(sum(group.finished for group in self.step()))
+                    advance(sum(group.finished and group.request_id in own for group in self.step()))
             except BaseException:
                 for group in groups:
                     self.engine.abort(group.request_id)

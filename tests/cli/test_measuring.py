@@ -84,6 +84,18 @@ def test_verify_finds_no_difference(run_json: Any, prompts: str) -> None:
     assert all(set(check) == CHECK and check["differences"] == [] for check in report["checks"])
 
 
+def test_verify_of_plain_decoding_compares_batches_with_single_conversations(
+    run_json: Any, run: Any, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.cli.verify._check_rejection", lambda llm: {"passed": True, "cases": []})
+    options = ("verify", "mini", "--drafters", "none", "--prompts", prompts, "--max-tokens", "6", "--temperature", "1")
+    [check] = run_json(*options)["checks"]
+    assert (check["drafter"], check["num_prompts"], check["acceptance_length"]) == ("none", 3, 1.0)
+    assert check["num_tokens"] == check["num_steps"] > 0
+    monkeypatch.setattr("forerun.bench.equality.first_difference", lambda a, b: 2)
+    assert "DIFFERENT" in run(*options, "--limit", "1", status=1).stdout
+
+
 def test_verify_exits_1_on_a_difference(run: Any, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.bench.equality.first_difference", lambda a, b: 2)
     monkeypatch.setattr("forerun.cli.verify._check_rejection", lambda llm: {"passed": True, "cases": []})

@@ -152,3 +152,11 @@ def test_output_text_is_cut_at_the_first_of_several_stops() -> None:
     text = OutputText(request, Pieces())
     assert text.take([0, 1, 0]) == 2
     assert (text.text, request.stop_reason) == ("one two ", "STOP")
+
+
+@pytest.mark.parametrize(("max_nodes", "most"), [(1, 0), (3, 2), (None, 4)])
+def test_a_request_bounds_its_trees_whatever_the_policy(max_nodes: int | None, most: int) -> None:
+    group = harness.request(0, [0], greedy(max_tokens=30))
+    group.samples[0].request.max_nodes = max_nodes
+    trees = finish(group, "draft").stats.trees
+    assert len(trees.depths) == most and (trees.drafted > 0) == (most > 0)

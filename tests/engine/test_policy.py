@@ -17,6 +17,11 @@ def test_a_request_may_refuse() -> None:
     assert FixedPolicy(6).node_budget(request()) == 6
 
 
+def test_a_request_may_bound_its_trees() -> None:
+    assert [FixedPolicy(6).node_budget(request(max_nodes=most)) for most in (1, 4, 60)] == [1, 4, 6]
+    assert FixedPolicy(6).node_budget(request(max_nodes=4, speculate=False)) == 1
+
+
 def test_verify_cost_interpolates() -> None:
     cost = VerifyCost({1: 1.0, 3: 2.0, 5: 6.0})
     assert [cost(n) for n in (1, 2, 3, 4, 5, 7)] == [1.0, 1.5, 2.0, 4.0, 6.0, 10.0]

@@ -13,6 +13,9 @@ from tests.support.mini import SHARED
 WEIGHTS = SHARED / "weights" / "stories260K"
 pytestmark = pytest.mark.skipif(not WEIGHTS.exists(), reason="the folder of small real weights is not here")
 CPU = "auto"
+# Tokens a step, of this one text: 1.35 by copying from it, 8.8 (7.5 of 30 tokens) with 8 drafts that are always right.
+LEAST = {"none": 1.0, "ngram": 1.3, "draft": 7.0, "draft-tree": 5.0}
+MOST = {"none": 1.0, "ngram": 1.5, "draft": 9.0, "draft-tree": 9.0}
 
 
 def golden() -> str:
@@ -42,4 +45,7 @@ def test_published_sample(folder: Path, backend: str, drafter: str, num: int) ->
     [output] = llm.generate([start], SamplingParams(temperature=0.0, max_tokens=num, ignore_eos=True))
     text, published = output.outputs[0].text.strip(), golden()
     assert text.startswith(published) if num == 256 else (published.startswith(text) and len(text) > 50)
-    assert output.outputs[0].stats.acceptance_length > (1.5 if name == "draft" else 0.9)
+    stats = output.outputs[0].stats
+    assert LEAST[drafter] <= stats.acceptance_length <= MOST[drafter]
+    if drafter == "draft":
+        assert stats.trees.drafted == stats.trees.accepted > 0, "the model is its own draft: every guess is right"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.core import SamplingParams
+from forerun.core import RequestOutput, SamplingParams
 from tests.support import harness
 from tests.support.toy import ToyModel
 
@@ -43,3 +43,18 @@ def test_against_the_model() -> None:
         assert entry.chosen.rank == int((row > row[tokens[position]]).sum()) + 1
         assert [t.rank for t in entry.top] == list(range(1, len(entry.top) + 1))
         assert entry.top[0].token_id == int(row.argmax())
+
+
+def test_samples_of_a_prompt_read_it_once_whatever_is_asked_of_it() -> None:
+    def run(**more: int) -> tuple[int, RequestOutput]:
+        model = ToyModel()
+        params = SamplingParams(n=8, seed=1, max_tokens=1, temperature=0.7, **more)
+        group = harness.request(0, [*PROMPT] * 4, params)
+        harness.run(harness.engine("none", model=model), [group])
+        return model.num_rows_computed, group.output()
+
+    (num_rows, out), (num_plain_rows, plain) = run(logprobs=1, prompt_logprobs=1), run()
+    assert num_rows == num_plain_rows < 2 * 4 * len(PROMPT)
+    assert [sample.token_ids for sample in out.outputs] == [sample.token_ids for sample in plain.outputs]
+    assert out.prompt_logprobs is not None and None not in out.prompt_logprobs[1:]
+    assert len(out.prompt_logprobs) == 4 * len(PROMPT) and plain.prompt_logprobs is None

@@ -118,10 +118,35 @@ def test_streaming_gives_the_same_text() -> None:
     assert all(whole.outputs[0].text.startswith(text) for text in texts)
 
 
-def test_a_closed_stream_frees_everything() -> None:
+def test_streams_in_turns_and_beside_generate_are_complete() -> None:
+    llm, sampling = drafting("draft"), params(0.7)
+    expected = alone(mini.PROMPTS, sampling)
+    streams = {i: llm.stream(mini.PROMPTS[i], sampling) for i in range(3)}
+    shown = {i: [next(stream)] for i, stream in streams.items()}
+    assert tokens(llm.generate(mini.PROMPTS[3:5], sampling)) == expected[3:5]  # steps for the streams too
+    late = llm.stream(mini.PROMPTS[5], sampling)
+    while streams:
+        for i in list(streams):
+            output = next(streams[i], None)
+            if output is None:
+                del streams[i]
+            else:
+                shown[i].append(output)
+    assert tokens(list(late)[-1:]) == expected[5:6]
+    for i, seen in shown.items():
+        assert seen[-1].finished and tokens(seen[-1:]) == [expected[i]]
+        lengths = [len(output.outputs[0].token_ids) for output in seen]
+        assert lengths == sorted(set(lengths)) and lengths[0] > 0, "every output has more than the one before"
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 2])
+def test_a_closed_stream_frees_everything(num_read: int) -> None:
     llm = drafting("draft")
     stream = llm.stream(mini.PROMPTS[0], params(0.7))
-    next(stream)
+    for _ in range(num_read):
+        next(stream)
+    assert llm.engine.has_work
     stream.close()
     assert not llm.engine.has_work and not llm.engine.groups
     llm.engine.scheduler.check_integrity()

@@ -51,8 +51,11 @@ def verify(
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
 ) -> None:
-    """Compare every drafter's tokens with plain decoding, and test the rejection rule. Exit status 1: a difference."""
-    wanted = [name for name in opt.names(drafters) if name != PLAIN]
+    """Compare every drafter's tokens with plain decoding, and test the rejection rule. Exit status 1: a difference.
+
+    Plain decoding takes one conversation at a time; drafter `none` is the same in batches.
+    """
+    wanted = opt.names(drafters)
     check_drafters(wanted)
     params = [
         SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed)
@@ -66,7 +69,8 @@ def verify(
         max_num_seqs=batch_size,
     )  # fmt: skip
     report: dict[str, Any] = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "seed": seed}
-    report |= _compare(engines_by_name(plain, wanted, draft_model, max_draft_tokens), cases, params, batch_size)
+    engines = engines_by_name(plain, wanted, draft_model, max_draft_tokens)
+    report |= _compare(plain, {drafter: engines[drafter] for drafter in wanted}, cases, params, batch_size)
     report["rejection"] = _check_rejection(plain)
     report["identical"] = not any(check["differences"] for check in report["checks"])
     report["passed"] = report["identical"] and report["rejection"]["passed"]
@@ -76,14 +80,17 @@ def verify(
 
 
 def _compare(
-    engines: dict[str, LLM], cases: Sequence[PromptCase], params: Sequence[SamplingParams], batch_size: int
+    plain: LLM,
+    engines: dict[str, LLM],
+    cases: Sequence[PromptCase],
+    params: Sequence[SamplingParams],
+    batch_size: int,
 ) -> dict[str, Any]:
     from forerun.bench.conversation import fitting_cases
     from forerun.bench.equality import check_equality
     from forerun.bench.machine import describe_machine
     from forerun.progress import progress_bar
 
-    plain = engines.pop(PLAIN)
     fitting = fitting_cases(plain, cases)
     total = len(fitting) * len(params) * (1 + len(engines))
     with progress_bar("conversations", total, shown=err().is_terminal) as advance:

@@ -356,7 +356,7 @@ def _too_late(request: Request) -> DeadlineError:
 def _wants_span_logits(item: ScheduledRequest) -> bool:
     """The span holds prompt tokens whose successors' log-probabilities were asked for."""
     request = item.request
-    return request.params.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids) - 1
+    return request.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids) - 1
 
 
 def _late_of(work: Sequence[_Work]) -> LateDrafts | None:
@@ -387,7 +387,7 @@ def _move(seen: Observed, root: int) -> Move:
 
 
 def _take_prompt_logprobs(entry: _Work, logits: Tensor) -> None:
-    request, num_top = entry.item.request, entry.item.request.params.prompt_logprobs
+    request, num_top = entry.item.request, entry.item.request.prompt_logprobs
     if not entry.span_logits or num_top is None:
         return
     start = request.num_computed

@@ -145,6 +145,11 @@ class RequestGroup:
         """Every sample has ended."""
         return all(sample.request.finish_reason is not None for sample in self.samples)
 
+    @property
+    def num_events(self) -> int:
+        """Tokens and ends so far: while it stays, `output` says nothing new."""
+        return sum(s.request.num_output + (s.request.finish_reason is not None) for s in self.samples)
+
     def output(self) -> RequestOutput:
         """What the user sees now."""
         first = self.samples[0]
@@ -178,7 +183,7 @@ def _completion(sample: SampleRecord) -> CompletionOutput:
 
 def _prompt_logprobs(sample: SampleRecord) -> tuple[PositionLogprobs | None, ...] | None:
     """One entry a prompt token; None for the first, which nothing precedes."""
-    if sample.request.params.prompt_logprobs is None:
+    if sample.request.prompt_logprobs is None:
         return None
     return (None, *(sample.prompt_logprobs.get(i) for i in range(1, len(sample.request.prompt_token_ids))))
 

@@ -88,8 +88,8 @@ class FixedPolicy(AsDrafted):
         """Nothing depends on the load."""
 
     def node_budget(self, request: Request) -> int:
-        """The fixed budget, or the root alone where the request asked not to speculate."""
-        return self._max_nodes if request.speculate else 1
+        """The fixed budget as far as the request allows; the root alone where it asked not to speculate."""
+        return min(self._max_nodes, request.max_nodes or self._max_nodes) if request.speculate else 1
 
     def learn(self, request: Request, num_drafted: int, num_tested: int, num_accepted: int) -> None:
         """Nothing to learn."""

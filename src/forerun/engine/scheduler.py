@@ -255,7 +255,7 @@ class Scheduler:
         """What the cache has for a request; None if more of it will be there soon."""
         if self._shared is None or self.prefix_cache is None:
             return NO_HIT
-        if request.params.prompt_logprobs is not None:  # they come from rows that must be computed
+        if request.prompt_logprobs is not None:  # they come from rows that must be computed
             return self.prefix_cache.nothing()
         if self._shared.is_waiting(request):
             return None
