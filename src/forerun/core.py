@@ -99,7 +99,7 @@ def _check_ranges(params: SamplingParams) -> None:
         )
     _number("top_p", params.top_p, 0.0, 1.0, low_open=True)
     _number("min_p", params.min_p, 0.0, 1.0)
-    _number("repetition_penalty", params.repetition_penalty, 0.0, 100.0, low_open=True)
+    _number("repetition_penalty", params.repetition_penalty, 0.01, 100.0)  # beyond it logits leave float32
     _number("presence_penalty", params.presence_penalty, -2.0, 2.0)
     _number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
     _whole("n", params.n, 1, 256)

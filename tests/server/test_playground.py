@@ -152,7 +152,7 @@ def test_nobody_elses_steps_are_kept(llm: LLM) -> None:
         ({"messages": "hello"}, 400, "messages"),
         ({"temperature": 1000.0}, 400, "temperature"),
         ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"seed": -1}, 400, "seed"),
+        ({"seed": -2}, 400, "seed"),
         ({"speculation": "sometimes"}, 400, "speculation"),
         ({"n": 2}, 400, "n"),
         ({"model": "nobody"}, 404, "model"),

@@ -40,10 +40,12 @@ class OutputText:
         return len(tokens)
 
     def _ends(self, token: int) -> bool:
-        """Set the finish reason if this token ends the request. A stop token's own text is not shown."""
+        """Set the finish reason if the token ends the request. A stop token's own text is shown only if asked for."""
         request = self.request
         enough = request.num_output >= request.params.min_tokens
         if enough and token in request.stop_token_ids:
+            if request.params.include_stop_str_in_output:
+                self.text += self.detokenizer.feed([token])
             self.text += self.detokenizer.finish()
             request.finish_reason, request.stop_reason = "stop", token
         elif not self._completes_stop(token) and request.num_remaining <= 0:

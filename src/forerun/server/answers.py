@@ -6,53 +6,62 @@ Knows: figures of samples and how OpenAI writes them. Does not know: chat, compl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from time import time
 from typing import Any
 from uuid import uuid4
 
 from forerun.core import PositionLogprobs, RequestStats, TokenLogprob
 from forerun.server.service import Delta
+from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # minus infinity, which JSON cannot say
 
 
-def head(kind: str, prefix: str, model: str) -> dict[str, Any]:
+def head(kind: str, prefix: str, model: str, request_id: str | None = None) -> dict[str, Any]:
     """Id, type, time and model of an answer."""
-    return {"id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time()), "model": model}
+    return {"id": f"{prefix}-{request_id or uuid4().hex}", "object": kind, "created": int(time()), "model": model}
+
+
+def token_counts(num_prompt: int, num_written: int) -> dict[str, Any]:
+    """OpenAI's count of tokens."""
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_written, "total_tokens": num_prompt + num_written}
 
 
 class Account:
     """Adds up what the samples of one HTTP request cost."""
 
-    def __init__(self, num_prompts: int) -> None:
+    def __init__(self, num_prompts: int, dropped: Sequence[str] = (), writes: bool = True) -> None:
+        """`dropped`: fields of the request that were left out; `writes`: the tokens chosen are part of the answer."""
         self._prompts: list[RequestStats | None] = [None] * num_prompts
+        self._seeds: list[int | None] = [None] * num_prompts
         self._ended: list[Delta] = []
+        self._dropped = dropped
+        self._writes = writes
 
     def add(self, prompt_index: int, delta: Delta) -> None:
         """Count a sample's last delta; others are ignored."""
         if delta.stats is not None:
             self._ended.append(delta)
+            self._seeds[prompt_index] = delta.seed
             if delta.index == 0:
                 self._prompts[prompt_index] = delta.stats
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object: prompts once, whatever n is."""
         prompts = [stats for stats in self._prompts if stats is not None]
-        num_prompt = sum(stats.num_prompt_tokens for stats in prompts)
-        num_written = sum(stats.num_tokens for stats in self._stats)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_written,
-            "total_tokens": num_prompt + num_written,
-            "prompt_tokens_details": {"cached_tokens": sum(stats.num_cached_tokens for stats in prompts)},
-        }
+        num_cached = sum(stats.num_cached_tokens for stats in prompts)
+        counted = token_counts(sum(stats.num_prompt_tokens for stats in prompts), self._num_written)
+        return {**counted, "prompt_tokens_details": {"cached_tokens": num_cached}}
+
+    @property
+    def _num_written(self) -> int:
+        return sum(stats.num_tokens for stats in self._stats) if self._writes else 0
 
     def forerun(self) -> dict[str, Any]:
         """What speculation and caching did."""
         stats = self._stats
-        num_steps, num_tokens = sum(s.num_steps for s in stats), sum(s.num_tokens for s in stats)
+        num_steps, num_tokens = sum(s.num_steps for s in stats), self._num_written
         speedups = [delta.speedup for delta in self._ended if delta.speedup is not None]
         drafters = _drafters(stats)
         return {
@@ -63,10 +72,11 @@ class Account:
             "estimated_speedup": round(sum(speedups) / len(speedups), 4) if speedups else None,
             "cached_prompt_tokens": sum(s.num_cached_tokens for s in stats),
             "drafters": drafters,
-            "seeds": sorted({delta.seed for delta in self._ended}),
+            "seeds": [seed for seed in self._seeds if seed is not None],
             "queue_s": round(max((s.queue_s for s in stats), default=0.0), 6),
             "ttft_s": round(max((s.ttft_s for s in stats), default=0.0), 6),
             "decode_s": round(max((s.decode_s for s in stats), default=0.0), 6),
+            **({"dropped_fields": list(self._dropped)} if self._dropped else {}),
         }
 
     @property
@@ -97,37 +107,90 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     return token_bytes(tokenizer, token_id).decode("utf-8", "replace")
 
 
-def chat_logprob(tokenizer: Tokenizer, entry: PositionLogprobs) -> dict[str, Any]:
+def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool = False) -> str:
+    """How log-probabilities name a token: its text, or "token_id:5" for `return_tokens_as_token_ids`."""
+    return f"token_id:{token_id}" if as_id else token_text(tokenizer, token_id)
+
+
+def chat_logprob(tokenizer: Tokenizer, entry: PositionLogprobs, as_id: bool = False) -> dict[str, Any]:
     """One position in the style of chat completions."""
-    top = [_chat_token(tokenizer, other) for other in entry.top]
-    return {**_chat_token(tokenizer, entry.chosen), "top_logprobs": top}
+    top = [_chat_token(tokenizer, other, as_id) for other in entry.top]
+    return {**_chat_token(tokenizer, entry.chosen, as_id), "top_logprobs": top}
 
 
-def _chat_token(tokenizer: Tokenizer, token: TokenLogprob) -> dict[str, Any]:
-    raw = token_bytes(tokenizer, token.token_id)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": _number(token.logprob), "bytes": list(raw)}
+def _chat_token(tokenizer: Tokenizer, token: TokenLogprob, as_id: bool) -> dict[str, Any]:
+    name, raw = token_name(tokenizer, token.token_id, as_id), token_bytes(tokenizer, token.token_id)
+    return {"token": name, "logprob": _number(token.logprob), "bytes": list(raw)}
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None], offset: int
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    entries: Sequence[PositionLogprobs | None],
+    offsets: Sequence[int],
+    as_ids: bool = False,
 ) -> dict[str, Any]:
-    """Positions in the style of completions; `offset`: characters before the first token."""
-    texts = [token_text(tokenizer, token) for token in token_ids]
-    offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
+    """Positions in the style of completions; `offsets`: the characters before each token."""
     return {
-        "tokens": texts,
+        "tokens": [token_name(tokenizer, token, as_ids) for token in token_ids],
         "token_logprobs": [entry and _number(entry.chosen.logprob) for entry in entries],
-        "top_logprobs": [entry and _top(tokenizer, entry) for entry in entries],
-        "text_offset": offsets,
+        "top_logprobs": [entry and _top(tokenizer, entry, as_ids) for entry in entries],
+        "text_offset": list(offsets),
     }
 
 
-def _top(tokenizer: Tokenizer, entry: PositionLogprobs) -> dict[str, float]:
+def _top(tokenizer: Tokenizer, entry: PositionLogprobs, as_ids: bool) -> dict[str, float]:
     """By text; of two tokens with the same text the more probable one. The chosen one is always there."""
     best: dict[str, float] = {}
     for token in (*entry.top, entry.chosen):
-        best.setdefault(token_text(tokenizer, token.token_id), _number(token.logprob))
+        best.setdefault(token_name(tokenizer, token.token_id, as_ids), _number(token.logprob))
     return best
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[PositionLogprobs | None], as_ids: bool = False
+) -> list[dict[str, Any] | None]:
+    """A prompt's positions in vLLM's style: by token id, the prompt's own token and the best ones."""
+    return [None if entry is None else _by_id(tokenizer, entry, as_ids) for entry in entries]
+
+
+def _by_id(tokenizer: Tokenizer, entry: PositionLogprobs, as_ids: bool) -> dict[str, Any]:
+    return {
+        str(token.token_id): {
+            "logprob": _number(token.logprob),
+            "rank": token.rank,
+            "decoded_token": token_name(tokenizer, token.token_id, as_ids),
+        }
+        for token in (entry.chosen, *entry.top)
+    }
+
+
+class Offsets:
+    """Where tokens begin in the text they make, in characters; one inside a character begins where that begins."""
+
+    def __init__(self, texts: IncrementalDetokenizer, start: int = 0) -> None:
+        """`texts`: of the tokens to come, none of which was fed; `start`: characters before them."""
+        self._texts = texts
+        self._place = start
+
+    def take(self, token_ids: Sequence[int]) -> list[int]:
+        """Of the next tokens."""
+        found = []
+        for token_id in token_ids:
+            found.append(self._place)
+            self._place += len(self._texts.feed([token_id]))
+        return found
+
+
+def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:
+    """Where a prompt's tokens begin in its text, which may spell special tokens out, or hold none of them."""
+    texts, place, found = IncrementalDetokenizer(tokenizer), 0, []
+    for token_id in token_ids:
+        found.append(place)
+        name = tokenizer.special_text(token_id)
+        is_spelled = name != "" and text.startswith(name, place)
+        place += len(name) if is_spelled else len(texts.feed([token_id]))
+    return found
 
 
 def _number(logprob: float) -> float:

@@ -170,13 +170,13 @@ def _add_generating(router: APIRouter, service: EngineService, context: ServerCo
     @router.post("/v1/chat/completions", response_class=JSONResponse)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
-        context.check_model(body.model)
+        context.check_body(body)
         return await answer(request, lambda: ChatJob(context, body), body.stream)
 
     @router.post("/v1/completions", response_class=JSONResponse)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Complete texts."""
-        context.check_model(body.model)
+        context.check_body(body)
         return await answer(request, lambda: CompletionJob(context, body), body.stream)
 
 
@@ -184,7 +184,7 @@ def _add_texts(router: APIRouter, context: ServerContext) -> None:
     @router.post("/tokenize", response_class=JSONResponse)
     def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """Token ids of a text or of a conversation."""
-        context.check_model(body.model)
+        context.check_body(body)
         tokens = _tokens(context, body)
         names = {"token_strs": [context.tokenizer.token_text(t) for t in tokens]} if body.return_token_strs else {}
         return {"count": len(tokens), "max_model_len": context.llm.max_model_len, "tokens": tokens, **names}
@@ -192,7 +192,7 @@ def _add_texts(router: APIRouter, context: ServerContext) -> None:
     @router.post("/detokenize", response_class=JSONResponse)
     def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         """The text of token ids."""
-        context.check_model(body.model)
+        context.check_body(body)
         strange = next((t for t in body.tokens if not 0 <= t < context.llm.loaded.model.vocab_size), None)
         if strange is not None:
             known = f"the model knows 0 to {context.llm.loaded.model.vocab_size - 1}"
@@ -209,9 +209,10 @@ def _tokens(context: ServerContext, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.prompt is not None:
-        return context.tokenizer.encode(body.prompt, body.add_special_tokens)
-    chat = ChatBody(messages=body.messages or [], add_generation_prompt=body.add_generation_prompt)
-    return context.tokenizer.encode(render(context.tokenizer, chat, []), add_special_tokens=False)
+        return context.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+    given = body.model_dump(exclude={"prompt", "add_special_tokens", "return_token_strs"}, exclude_unset=True)
+    text = render(context.tokenizer, ChatBody(**given), body.tools or [])
+    return context.tokenizer.encode(text, body.add_special_tokens or False)
 
 
 def _add_status(router: APIRouter, service: EngineService, context: ServerContext) -> None:

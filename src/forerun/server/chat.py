@@ -6,17 +6,18 @@ Knows: OpenAI's chat answers, whole and streamed. Does not know: the engine, HTT
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forerun.core import GrammarMask, SamplingParams
-from forerun.server.answers import Account, chat_logprob, head
+from forerun.server.answers import Account, chat_logprob, head, prompt_logprobs, token_counts
 from forerun.server.call_readers import CallPiece
-from forerun.server.context import ServerContext
-from forerun.server.conversation import render
+from forerun.server.context import ServerContext, dropped_fields
+from forerun.server.conversation import continues, render
 from forerun.server.errors import ApiError
+from forerun.server.functions import old_finish_reason, old_message, with_tools
 from forerun.server.generation import Event, Generation
-from forerun.server.params import check_fields, engine_options, sampling_params
+from forerun.server.params import check_fields, engine_options, sampling_params, token_limit
 from forerun.server.reasoning import ReasoningSplitter, may_think, starts_inside
 from forerun.server.schema import ChatBody, NamedToolChoice, Tool
 from forerun.server.service import Delta
@@ -117,32 +118,38 @@ class ChatJob:
         """Raises ApiError or PromptError for whatever is wrong with the request. Takes a while: not for event loops."""
         check_fields(body)
         self._context = context
-        self._body = body
+        self._body = body = with_tools(body)
         self._tools = _usable_tools(body)
         text = render(context.tokenizer, body, self._tools)
-        self._splitter = _splitter(context, text)
+        self._splitter = _splitter(context, text, continues(body))
         params = self._params(text)
-        self._prompt = token_ids = context.tokenizer.encode(text, add_special_tokens=False)
+        token_ids = context.tokenizer.encode(text, add_special_tokens=body.add_special_tokens or False)
+        self._prompt = token_ids = context.truncated(token_ids, body.truncate_prompt_tokens, params.max_tokens)
         context.check_prompt(token_ids)
         context.check_samples(params.n)
         options = engine_options(body, context.drafter, context.settings.timeout_s)
         self.constrained = context.is_constrained(params)
         self.groups = [context.llm.prepare(token_ids, params, **options)]
         self._choices = [self._choice(i) for i in range(params.n)]
-        self._account = Account(1)
+        self._account = Account(1, dropped_fields(body))
 
     # -- what to generate ---------------------------------------------------------------------------------------
 
     def _params(self, prompt: str) -> SamplingParams:
         body = self._body
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
             raise ApiError(400, f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs")
+        if body.detokenize is False and self._tools:
+            raise ApiError(
+                400, "tools need texts, and detokenize false asks for none: leave one out", param="detokenize"
+            )
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens")
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        others: dict[str, Any] = {"max_tokens": limit, "grammar": self._grammar(prompt)}
+        others: dict[str, Any] = {"max_tokens": token_limit(limit, None), "grammar": self._grammar(prompt)}
+        others["prompt_logprobs"] = body.prompt_logprobs
         if body.logprobs:
             others["logprobs"] = body.top_logprobs or 0
         if self._reads_calls and self._style in MARKED_BY_SPECIAL_TOKENS and body.skip_special_tokens is None:
@@ -206,20 +213,35 @@ class ChatJob:
         async for event in generation.events():
             self._take(event)
         choices = [self._whole_choice(choice) for choice in self._choices]
-        first = head("chat.completion", "chatcmpl", self._context.model_name)
+        first = head("chat.completion", "chatcmpl", self._context.model_name, self._body.request_id)
         ends = {"usage": self._account.usage(), "forerun": self._account.forerun()}
-        return {**first, **self._prompt_ids, "choices": choices, **ends}
+        return {**first, **self._prompt_ids, **self._prompt_logprobs, "choices": choices, **ends}
 
     @property
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self._prompt} if self._body.return_token_ids else {}
 
+    @property
+    def _prompt_logprobs(self) -> dict[str, Any]:
+        if self._body.prompt_logprobs is None:
+            return {}
+        entries, as_ids = self.groups[0].output().prompt_logprobs or (), self._body.return_tokens_as_token_ids or False
+        return {"prompt_logprobs": prompt_logprobs(self._context.tokenizer, entries, as_ids)}
+
+    def _usage_so_far(self, choice: _Choice) -> dict[str, Any]:
+        """What a piece of a stream says of its own choice, if each was asked to."""
+        options = self._body.stream_options
+        if options is None or not options.continuous_usage_stats:
+            return {}
+        return {"usage": token_counts(len(self._prompt), len(choice.token_ids))}
+
     def _take(self, event: Event) -> tuple[_Choice, list[dict[str, Any]], list[dict[str, Any]]]:
         """-> the choice, what is new of its message, and of its log-probabilities."""
-        delta = event.delta
+        delta = event.delta if self._body.detokenize is not False else replace(event.delta, text="")
         choice = self._choices[delta.index]
         self._account.add(0, delta)
-        logprobs = [chat_logprob(self._context.tokenizer, entry) for entry in delta.logprobs]
+        as_ids = self._body.return_tokens_as_token_ids or False
+        logprobs = [chat_logprob(self._context.tokenizer, entry, as_ids) for entry in delta.logprobs]
         choice.logprobs += logprobs
         choice.token_ids += delta.token_ids
         new = choice.take(delta)
@@ -230,26 +252,30 @@ class ChatJob:
         return choice, new, logprobs
 
     def _whole_choice(self, choice: _Choice) -> dict[str, Any]:
+        message = choice.message()
         return {
             "index": choice.index,
-            "message": choice.message(),
+            "message": old_message(message) if self._body.functions else message,
             "logprobs": {"content": choice.logprobs} if self._body.logprobs else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice),
             "stop_reason": choice.stop_reason,
             **({"token_ids": choice.token_ids} if self._body.return_token_ids else {}),
         }
 
+    def _finish_reason(self, choice: _Choice) -> str | None:
+        return old_finish_reason(choice.finish_reason) if self._body.functions else choice.finish_reason
+
     async def chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in pieces."""
-        first = head("chat.completion.chunk", "chatcmpl", self._context.model_name)
+        first = head("chat.completion.chunk", "chatcmpl", self._context.model_name, self._body.request_id)
         for choice in self._choices:
             opening = _chunk_choice(choice.index, {"role": "assistant", "content": ""})
-            yield {**first, **self._prompt_ids, "choices": [opening]}
+            yield {**first, **self._prompt_ids, "choices": [opening], **self._usage_so_far(choice)}
         async for event in generation.events():
             choice, new, logprobs = self._take(event)
             ids = {"token_ids": event.delta.token_ids} if self._body.return_token_ids else {}
             for made in self._chunks(choice, new, logprobs, ids):
-                yield {**first, "choices": [made]}
+                yield {**first, "choices": [made], **self._usage_so_far(choice)}
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield {**first, "choices": [], "usage": self._account.usage(), "forerun": self._account.forerun()}
 
@@ -259,12 +285,13 @@ class ChatJob:
         """A chunk for each part of the message; the first has the tokens they come from, the last how it ended."""
         if not (new or logprobs or ids or choice.finish_reason):
             return []
-        made = [_chunk_choice(choice.index, part) for part in new or [{}]]
+        parts = [old_message(part) for part in new] if self._body.functions else new
+        made = [_chunk_choice(choice.index, part) for part in parts or [{}]]
         made[0] |= ids
         if self._body.logprobs:
             made[0]["logprobs"] = {"content": logprobs}
         if choice.finish_reason is not None:
-            made[-1] |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+            made[-1] |= {"finish_reason": self._finish_reason(choice), "stop_reason": choice.stop_reason}
         return made
 
 
@@ -293,9 +320,10 @@ def _find(tools: list[Tool], name: str) -> Tool:
     return found
 
 
-def _splitter(context: ServerContext, prompt: str) -> ReasoningSplitter | None:
-    """The splitter an answer to this prompt needs; each sample gets a copy."""
+def _splitter(context: ServerContext, prompt: str, goes_on: bool) -> ReasoningSplitter | None:
+    """The splitter an answer to this prompt needs; each sample gets a copy. `goes_on`: with a message begun in it."""
     marks = context.reasoning_marks
     if marks is None or not may_think(prompt, marks):
         return None
-    return ReasoningSplitter(*marks, inside=starts_inside(prompt, marks))
+    inside = starts_inside(prompt, marks)
+    return None if goes_on and not inside else ReasoningSplitter(*marks, inside=inside)

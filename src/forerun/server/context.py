@@ -5,18 +5,25 @@ Knows: how these are found. Does not know: requests in flight, HTTP.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from itertools import islice
 
 from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
 from forerun.llm import LLM
-from forerun.server.errors import ApiError
+from forerun.server.errors import ApiError, unsupported
 from forerun.server.reasoning import reasoning_style
+from forerun.server.schema import Body, unknown_fields
 from forerun.server.service import Delta
 from forerun.server.settings import ServerSettings
 from forerun.server.structured import GrammarCompiler
 from forerun.server.tools import tool_style
+from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer
+
+MAX_DROPPED = 20  # unknown fields of a request that are named
+log = logging.getLogger("forerun.server")
 
 
 class ServerContext:
@@ -58,6 +65,35 @@ class ServerContext:
             raise ApiError(404, f"there is no model {name[:100]!r} here; there is {listed}", param="model",
                            code="model_not_found")  # fmt: skip
 
+    def check_body(self, body: Body) -> None:
+        """What every request passes first: ApiError for another model, unknown fields, or a template of its own."""
+        self.check_model(getattr(body, "model", None))
+        if getattr(body, "chat_template", None) is not None and not self.settings.trust_request_chat_template:
+            raise unsupported(
+                "chat_template",
+                "chat_template: templates of requests run only with --trust-request-chat-template: leave it out",
+            )
+        unknown = dropped_fields(body)
+        if unknown and self.settings.unknown_fields == "refuse":
+            hint = "leave it out, or let the server drop such fields (--unknown-fields ignore)"
+            raise ApiError(400, f"unknown field {unknown[0]!r}: {hint}", param=unknown[0], code="unknown_parameter")
+        if unknown:
+            log.warning("unknown fields of a request were dropped: %r", unknown)
+
+    def texts_after(self, prompt: Sequence[int], skip_special_tokens: bool) -> IncrementalDetokenizer:
+        """What makes an answer's text of its tokens."""
+        texts = self.tokenizer if skip_special_tokens else self.tokenizer.with_special_tokens()
+        return IncrementalDetokenizer(texts, prompt)
+
+    def truncated(self, token_ids: list[int], limit: int | None, max_tokens: int | None) -> list[int]:
+        """The end of a prompt, as long as `truncate_prompt_tokens` says; -1 is what the answer leaves room for."""
+        if limit == 0:
+            raise ApiError(400, "truncate_prompt_tokens 0 leaves no prompt: give at least 1, or -1",
+                           param="truncate_prompt_tokens")  # fmt: skip
+        if limit == -1:
+            limit = min(self.max_prompt_tokens, max(1, self.llm.max_model_len - (max_tokens or 1)))
+        return token_ids if limit is None else token_ids[-limit:]
+
     def check_prompt(self, token_ids: Sequence[int]) -> None:
         """Raise ApiError 400 for a prompt that is too long."""
         if len(token_ids) > self.max_prompt_tokens:
@@ -82,3 +118,8 @@ class ServerContext:
     def is_constrained(self, params: SamplingParams) -> bool:
         """The request itself may leave no token to choose."""
         return bool(params.grammar or params.allowed_token_ids or params.bad_words or params.min_tokens)
+
+
+def dropped_fields(body: Body) -> list[str]:
+    """Unknown fields of a request that was accepted all the same, the first MAX_DROPPED."""
+    return [name[:100] for name in islice(unknown_fields(body), MAX_DROPPED)]

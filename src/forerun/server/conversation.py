@@ -9,20 +9,23 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from forerun.errors import CheckpointError
 from forerun.server.errors import ApiError, unsupported
-from forerun.server.schema import ChatBody, ContentPart, Message, Tool
+from forerun.server.schema import TEMPLATE_FIELDS, ChatBody, ContentPart, Message, Tool
 from forerun.server.tools import describe_tools
 from forerun.weights.tokenizer import Tokenizer
 
 MAX_MESSAGES = 4096
-OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "self", "template")
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "self", "template", "chat_template")
+GAP = "<forerun-goes-on-here> "  # behind the message to be continued; its blank tells whether the template strips texts
+PART_KINDS = ("image_url", "input_audio", "video_url", "file")
 
 
 def render(tokenizer: Tokenizer, body: ChatBody, tools: Sequence[Tool]) -> str:
     """The prompt's text. Raises PromptError or ApiError 400."""
     if len(body.messages) > MAX_MESSAGES:
         raise ApiError(400, f"{len(body.messages)} messages; the most is {MAX_MESSAGES}", param="messages")
-    template = tokenizer.chat_template or ""
+    template = body.chat_template or tokenizer.chat_template or ""
     messages = [_message(message, index, template) for index, message in enumerate(body.messages)]
     variables = _variables(body, template)
     listed = [tool.model_dump(exclude_none=True) for tool in tools]
@@ -30,8 +33,44 @@ def render(tokenizer: Tokenizer, body: ChatBody, tools: Sequence[Tool]) -> str:
         variables["tools"] = listed
     elif listed:
         messages = _with_system(messages, describe_tools(listed))
-    add_prompt = body.add_generation_prompt is not False
-    return tokenizer.apply_chat_template(messages, add_prompt, **variables)
+    if continues(body):
+        _check_continuation(body)
+        messages[-1]["content"] += GAP
+        return _before_gap(_apply(tokenizer, body, messages, False, variables))
+    return _apply(tokenizer, body, messages, body.add_generation_prompt is not False, variables)
+
+
+def _apply(
+    tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]], add_prompt: bool, variables: dict[str, Any]
+) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, add_prompt, template=body.chat_template, **variables)
+    except CheckpointError as error:
+        if body.chat_template is None:
+            raise
+        raise ApiError(400, str(error), param="chat_template") from error
+
+
+def continues(body: ChatBody) -> bool:
+    """Whether the answer goes on with the last message instead of beginning a new one."""
+    return bool(body.continue_final_message or (body.messages and body.messages[-1].prefix))
+
+
+def _check_continuation(body: ChatBody) -> None:
+    if not body.messages or body.messages[-1].role != "assistant" or body.messages[-1].tool_calls:
+        raise ApiError(400, "continue_final_message needs a text of the assistant's as the last message",
+                       param="messages")  # fmt: skip
+    if body.add_generation_prompt:
+        raise ApiError(400, "add_generation_prompt begins a new message and continue_final_message does not: give one",
+                       param="add_generation_prompt")  # fmt: skip
+
+
+def _before_gap(text: str) -> str:
+    """A rendered conversation up to where its last message ends; blanks there only if the template keeps them."""
+    before, found, after = text.rpartition(GAP.strip())
+    if not found:
+        raise unsupported("continue_final_message", "this model's chat template does not show the last message's text")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _variables(body: ChatBody, template: str) -> dict[str, Any]:
@@ -40,35 +79,50 @@ def _variables(body: ChatBody, template: str) -> dict[str, Any]:
     own = [name for name in variables if name in OWN_VARIABLES]
     if own:
         raise ApiError(400, f"chat_template_kwargs may not set {own[0]!r}", param="chat_template_kwargs")
-    if body.reasoning_effort is not None:
-        if "reasoning_effort" not in template:
-            raise unsupported("reasoning_effort", "this model's chat template knows no reasoning_effort: leave it out")
-        variables["reasoning_effort"] = body.reasoning_effort
+    for name in TEMPLATE_FIELDS:
+        value = getattr(body, name)
+        if value is None or value == []:
+            continue
+        if name not in template:
+            raise unsupported(name, f"this model's chat template knows no {name}: leave it out")
+        variables[name] = value
     return variables
 
 
 def _message(message: Message, index: int, template: str) -> dict[str, Any]:
     """A message as templates want it: plain text, call arguments as objects, no empty fields."""
-    refused = [name for name in ("audio", "function_call") if getattr(message, name) is not None]
-    if refused:
-        raise unsupported("messages", f"messages.{index}.{refused[0]} is not supported")
+    if message.audio is not None:
+        raise unsupported("messages", f"messages.{index}.audio is not supported")
     role = "system" if message.role == "developer" and "developer" not in template else message.role
     made: dict[str, Any] = {"role": role, "content": _text(message, index)}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if getattr(message, name) is not None:
-            made[name] = getattr(message, name)
-    if message.tool_calls:
+    optional = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning if message.reasoning_content is None else message.reasoning_content,
+    }
+    made |= {name: value for name, value in optional.items() if value is not None}
+    calls = [(call.id, call.function) for call in message.tool_calls or ()]
+    if message.function_call is not None:
+        calls.append((_legacy_id(index), message.function_call))
+    if calls:
         made["tool_calls"] = [
-            {"id": call.id, "type": "function",
-             "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)}}
-            for call in message.tool_calls
+            {"id": name, "type": "function",
+             "function": {"name": function.name, "arguments": _arguments(function.arguments)}}
+            for name, function in calls
         ]  # fmt: skip
+    if message.role == "function":
+        made |= {"role": "tool", "tool_call_id": _legacy_id(index - 1)}
     return made
+
+
+def _legacy_id(index: int) -> str:
+    """Calls had no ids when they were called function_call; the answer to one stands right behind it."""
+    return f"call{index:05d}"
 
 
 def _text(message: Message, index: int) -> str:
     if message.content is None:
-        if message.role in ("assistant", "tool"):
+        if message.role in ("assistant", "tool", "function"):
             return message.refusal or ""
         raise ApiError(400, f"messages.{index}.content is missing: give a text", param="messages")
     if isinstance(message.content, str):
@@ -77,6 +131,11 @@ def _text(message: Message, index: int) -> str:
 
 
 def _part(part: ContentPart, index: int) -> str:
+    others = [name for name in PART_KINDS if getattr(part, name) is not None and part.type == "text"]
+    if others:
+        raise unsupported(
+            "messages", f"messages.{index}: a part of type text holds {others[0]}, which is not supported"
+        )
     if part.type == "text" and part.text is not None:
         return part.text
     if part.type == "refusal" and part.refusal is not None:

@@ -19,21 +19,30 @@ SAME_NAME = (
     "repetition_penalty", "min_tokens", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
+WHAT_TO_DO = {"extra_body": "its fields belong beside the others; clients put them there"}
 MAX_STRINGS = 64  # stop strings, bad words
 MAX_PRIORITY = 1000
+MAX_PROMPT_LOGPROBS = 20
 
 
 def check_fields(body: SamplingBody) -> None:
     """Raise ApiError 400 for what is known but not served."""
     refused = refused_fields(body)
     if refused:
-        raise unsupported(refused[0], f"{refused[0]} is not supported here: leave it out")
+        raise unsupported(
+            refused[0], f"{refused[0]} is not supported here: {WHAT_TO_DO.get(refused[0], 'leave it out')}"
+        )
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "best_of is not supported: leave it out, and ask for n samples")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise unsupported("stream_options", "continuous_usage_stats is not supported; include_usage is")
+    if body.prompt_logprobs is not None and not 0 <= body.prompt_logprobs <= MAX_PROMPT_LOGPROBS:
+        most = f"from 0 to {MAX_PROMPT_LOGPROBS}, got {body.prompt_logprobs}"
+        raise ApiError(400, f"prompt_logprobs must be {most}", param="prompt_logprobs")
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs cannot be streamed: leave one out", param="prompt_logprobs")
+    if body.detokenize is False and body.stop:
+        raise ApiError(400, "stop needs texts, and detokenize false asks for none: leave one out", param="detokenize")
     for name in ("stop", "bad_words"):
         value = getattr(body, name)
         if isinstance(value, list) and len(value) > MAX_STRINGS:
@@ -50,12 +59,19 @@ def sampling_params(body: SamplingBody, **others: Any) -> SamplingParams:
         given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
     if others.get("grammar") is not None and body.ignore_eos:
         raise ApiError(400, "ignore_eos contradicts structured output, which has an end", param="ignore_eos")
+    if given.get("seed") == -1:  # as llama.cpp and others write it: any
+        del given["seed"]
     given |= others
     try:
         return SamplingParams(**given)
     except SamplingError as error:
         named = next((name for name in given if str(error).startswith(name)), None)
         raise ApiError(400, str(error), param=named, code="invalid_value") from error
+
+
+def token_limit(given: int | None, default: int | None) -> int | None:
+    """`max_tokens` for SamplingParams; -1, as llama.cpp and others write it, is all there is room for."""
+    return default if given is None else None if given == -1 else given
 
 
 def _token_id(key: str) -> int:

@@ -60,7 +60,7 @@ def add_playground(router: APIRouter, service: EngineService, context: ServerCon
     @router.post(STREAM_PATH, include_in_schema=False)
     async def stream(body: PlaygroundBody) -> Response:
         """Answer a conversation step by step."""
-        context.check_model(body.model)
+        context.check_body(body)
         service.check_room(1)
         job = await asyncio.to_thread(TracedChat, context, body)
         generation = Generation(service, job.chat.groups, job.chat.constrained)

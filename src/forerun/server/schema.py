@@ -1,37 +1,47 @@
 """What clients may send: every field of every request, its type, and which fields are refused.
 
 Knows: names and types, after OpenAI's API and, where that has no name, vLLM's. Does not know: models, engines, tensors.
-Unknown fields and fields this server cannot honour are refused; nothing is ignored.
+Fields this server cannot honour are refused. Unknown ones are kept beside the known, for `unknown_fields` to find.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _whole(value: Any) -> Any:
+    """20 for 20.0: JSON has one kind of number, and some clients write all of them with a point."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
 
 TokenIds = list[int]
+Whole = Annotated[int, BeforeValidator(_whole)]
 Fraction = Annotated[float, Field(allow_inf_nan=False)]
+MAX_ID = 128  # characters of a request's own id
 
 
 class Body(BaseModel):
-    """A request body or a part of one: no field but those listed, no type but the one named."""
+    """A request body or a part of one: no type but the one named. The document of the API lists every field."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
 
 
 class StreamOptions(Body):
     """What a stream carries besides text."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: bool = False  # in every event, not only in the last
+    include_obfuscation: Literal[False] | None = None
 
 
 class SpeculationChoice(Body):
     """Who drafts for this request, and how much."""
 
     drafter: str | None = None
-    max_nodes: Annotated[int, Field(ge=1, le=64)] | None = None
+    max_nodes: Annotated[Whole, Field(ge=1, le=64)] | None = None
 
 
 Speculation = Literal["auto", "off"] | SpeculationChoice
@@ -70,14 +80,14 @@ class SharedFields(Body):
     stream: bool | None = None
     temperature: Fraction | None = None
     top_p: Fraction | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: Fraction | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     presence_penalty: Fraction | None = None
     frequency_penalty: Fraction | None = None
     repetition_penalty: Fraction | None = None
     logit_bias: dict[str, Fraction] | None = None
-    min_tokens: int | None = None
+    min_tokens: Whole | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -90,26 +100,37 @@ class SharedFields(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     speculation: Speculation | None = None
-    priority: int | None = None
+    priority: Whole | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
 class SamplingBody(SharedFields):
     """Fields that completions and chat completions share."""
 
-    max_tokens: int | None = None
-    n: int | None = None
+    max_tokens: Whole | None = None
+    n: Whole | None = None
     stop: str | list[str] | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # who asks on whose behalf; has no effect
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
-    best_of: int | None = None
+    best_of: Whole | None = None
     use_beam_search: bool | None = None
     length_penalty: Fraction | None = None
-    service_tier: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[Whole, Field(ge=-1)] | None = None
+    prompt_logprobs: Whole | None = None
+    return_tokens_as_token_ids: bool | None = None
+    detokenize: bool | None = None
+    request_id: Annotated[str, Field(max_length=MAX_ID)] | None = None  # becomes part of the answer's id
+    extra_body: dict[str, Any] | None = None
+    # Notes for whoever keeps, bills or routes requests. They have no effect on the text.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
 
 
 class CompletionBody(SamplingBody):
@@ -117,9 +138,8 @@ class CompletionBody(SamplingBody):
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Whole | None = None
     suffix: str | None = None
-    add_special_tokens: bool | None = None
 
 
 class ImageUrl(BaseModel):
@@ -138,6 +158,7 @@ class ContentPart(Body):
     input_audio: dict[str, Any] | None = None
     video_url: dict[str, Any] | str | None = None
     file: dict[str, Any] | None = None
+    cache_control: Any = None  # for servers whose prompt caches are told what to keep
 
 
 class CalledFunction(Body):
@@ -145,6 +166,7 @@ class CalledFunction(Body):
 
     name: str
     arguments: str
+    parsed_arguments: Any = None  # what openai's client adds to an answer
 
 
 class MessageToolCall(Body):
@@ -153,22 +175,28 @@ class MessageToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
+    index: Whole | None = None
 
 
 class Message(Body):
-    """One turn of the conversation."""
+    """One turn of the conversation. The last fields are those of answers that clients send back as they came."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+    prefix: bool | None = None  # Mistral's and DeepSeek's continue_final_message
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same in newer versions of vLLM
     refusal: str | None = None
     audio: dict[str, Any] | None = None
-    function_call: dict[str, Any] | None = None
-    annotations: list[Any] | None = None
+    id: Any = None
+    annotations: Any = None
+    cache_control: Any = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
 
 
 class FunctionDefinition(Body):
@@ -185,6 +213,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Any = None
 
 
 class NamedFunction(Body):
@@ -204,23 +233,29 @@ class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
     add_generation_prompt: bool | None = None
-    reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    echo: Literal[False] | None = None
+    functions: list[FunctionDefinition] | None = None
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
-    functions: list[Any] | None = None
-    function_call: str | dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
+    # Handed to the chat template, where it knows them: see TEMPLATE_FIELDS.
+    reasoning_effort: str | None = None
     verbosity: str | None = None
+    enable_thinking: bool | None = None
+    documents: list[Any] | None = None
 
 
 class TokenizeBody(Body):
@@ -229,9 +264,13 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None  # unless given: to prompts, not to conversations
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):
@@ -241,21 +280,17 @@ class DetokenizeBody(Body):
     tokens: TokenIds
 
 
+TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking", "documents")
+
 # Field -> the values that mean "as it is here anyway"; anything else is refused.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
+    "extra_body": ({},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "functions": ([],),
-    "function_call": ("none",),
     "web_search_options": (),
-    "verbosity": (),
-    "metadata": ({},),
 }
 
 
@@ -263,3 +298,14 @@ def refused_fields(body: SamplingBody) -> list[str]:
     """Fields that are known but cannot be honoured with the value they were given."""
     given = {name: getattr(body, name) for name in body.model_fields_set if name in HARMLESS}
     return sorted(name for name, value in given.items() if value is not None and value not in HARMLESS[name])
+
+
+def unknown_fields(part: Any, path: str = "") -> Iterator[str]:
+    """Where a body has fields that are not listed here, as "messages.0.colour"."""
+    if isinstance(part, Body):
+        yield from (f"{path}{name}" for name in part.model_extra or ())
+        for name in type(part).model_fields:
+            yield from unknown_fields(getattr(part, name), f"{path}{name}.")
+    elif isinstance(part, list) and part and isinstance(part[0], Body):
+        for index, entry in enumerate(part):
+            yield from unknown_fields(entry, f"{path}{index}.")

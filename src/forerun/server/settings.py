@@ -24,6 +24,8 @@ class ServerSettings:
     body_timeout_s: float = 30.0  # for the whole body to arrive
     grammar_timeout_s: float = 10.0  # for compiling a schema, regex or grammar
     warm_grammars: bool = True  # start the grammar compiler with the server, not with the first request for it
+    unknown_fields: str = "refuse"  # or "ignore": drop fields of requests that are not known here
+    trust_request_chat_template: bool = False  # run templates that requests bring
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
 
@@ -37,6 +39,8 @@ class ServerSettings:
         for name in ("max_prompt_tokens", "timeout_s"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        if self.unknown_fields not in ("refuse", "ignore"):
+            raise ConfigError(f"unknown-fields must be refuse or ignore; got {self.unknown_fields!r}")
         if self.max_queue < 0:
             raise ConfigError(f"max_queue must be 0 or more, got {self.max_queue}")
 

@@ -131,17 +131,23 @@ class Tokenizer:
         return (self.token_text(token_id) or "") if token_id in self._special_ids else ""
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        **variables: Any,
     ) -> str:
         """The text of a conversation, ready for `encode(text, add_special_tokens=False)`.
 
-        Messages are objects with "role" and "content". `variables` reach the template. Raises PromptError.
+        Messages are objects with "role" and "content". `template`: the model's own unless given. `variables` reach the
+        template. Raises PromptError.
         """
-        if self.chat_template is None:
+        template = template or self.chat_template
+        if template is None:
             raise PromptError("this model has no chat template; use plain prompts (`generate`) instead of chat")
         names = {role: text for role, text in self.special_tokens.items() if text is not None}
         given = {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
-        return render(self.chat_template, messages, {**names, **given, **variables})
+        return render(template, messages, {**names, **given, **variables})
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation."""
