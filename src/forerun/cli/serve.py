@@ -46,6 +46,11 @@ def serve(
     tool_parser: Annotated[str, _server("auto (by chat template), hermes, qwen, qwen3_coder, llama3_json, mistral or "
                                         "none.", "--tool-parser", "--tool-call-parser")] = "auto",
     reasoning_parser: Annotated[str, _server("auto (by chat template), think or none.")] = "auto",
+    unknown_fields: Annotated[str, _server("Fields of requests not known here: refuse, or ignore (answers name them)."
+                                           )] = "refuse",
+    trust_request_chat_template: Annotated[
+        bool, _safety("Run chat templates that requests bring.", "--trust-request-chat-template")
+    ] = False,
     log_format: Annotated[str, _server("text or json.")] = "text",
     api_key: Annotated[list[str] | None, _safety("Key clients must send; repeatable.")] = None,
     api_key_file: Annotated[Path | None, _safety("A file of keys, one a line.")] = None,
@@ -99,14 +104,22 @@ def _settings(name: str, given: dict[str, Any]) -> ServerSettings:
     except ImportError as error:
         raise ConfigError(f"`forerun serve` needs `pip install 'forerun[server]'` ({error})") from error
 
-    same = ("tool_parser", "reasoning_parser", "max_queue", "max_body_bytes", "max_prompt_tokens", "max_samples")
+    same = (
+        "tool_parser", "reasoning_parser", "max_queue", "max_body_bytes", "max_prompt_tokens", "max_samples",
+        "unknown_fields", "trust_request_chat_template",
+    )  # fmt: skip
     return ServerSettings(
-        served_names=tuple(given["served_model_name"] or (name,)),
+        served_names=tuple(given["served_model_name"] or (_model_id(name),)),
         api_keys=(*(given["api_key"] or ()), *_keys(given["api_key_file"])),
         timeout_s=given["timeout"],
         grammar_timeout_s=given["grammar_timeout"],
         **{option: given[option] for option in same},
     )
+
+
+def _model_id(name: str) -> str:
+    """What clients call the model: a GGUF file's name, wherever the file lies; any other model as it was given."""
+    return Path(name).name if name.endswith(".gguf") else name
 
 
 def _keys(path: Path | None) -> list[str]:
