@@ -6,9 +6,8 @@ Knows: routes, and how errors become answers. Does not know: how answers are mad
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from threading import Thread
@@ -18,7 +17,6 @@ from typing import Any, Protocol
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from forerun import __version__
@@ -26,6 +24,7 @@ from forerun.engine.outputs import RequestGroup
 from forerun.errors import ForerunError
 from forerun.llm import LLM
 from forerun.server import metrics
+from forerun.server.bodies import CheckedRequest, CheckedRoute, LargeBodies
 from forerun.server.chat import ChatJob
 from forerun.server.completions import CompletionJob
 from forerun.server.context import ServerContext
@@ -58,39 +57,6 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-class _CheckedRequest(Request):
-    """A request whose body is UTF-8 and JSON without half characters, or an ApiError."""
-
-    async def json(self) -> Any:
-        """The parsed body."""
-        raw = await self.body()
-        try:
-            value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
-            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-        except (UnicodeDecodeError, UnicodeEncodeError) as error:
-            raise ApiError(400, f"the body is not UTF-8 text: {error.reason}", code="invalid_utf8") from error
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
-        return value
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-class _CheckedRoute(APIRoute):
-    """Reads bodies through _CheckedRequest."""
-
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """The handler, given checked requests."""
-        handler = super().get_route_handler()
-
-        async def checked(request: Request) -> Response:
-            return await handler(_CheckedRequest(request.scope, request.receive))
-
-        return checked
-
-
 class Job(Protocol):
     """A checked request that knows how to answer."""
 
@@ -107,7 +73,7 @@ class Job(Protocol):
 def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     """The application that serves `llm`; its lifespan starts and stops the engine's thread."""
     bound_arenas()
-    service, context = EngineService(llm, settings), ServerContext(llm, settings)
+    service, context, large = EngineService(llm, settings), ServerContext(llm, settings), LargeBodies()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -120,9 +86,10 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
         finally:
             await asyncio.to_thread(service.stop)
             await asyncio.to_thread(context.grammars.close)
+            large.close()
 
     app = FastAPI(title="forerun", version=__version__, lifespan=lifespan, separate_input_output_schemas=False)
-    app.state.service, app.state.context = service, context
+    app.state.service, app.state.context, app.state.large_bodies = service, context, large
     app.include_router(_router(service, context))
     for kind in (ForerunError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
@@ -150,7 +117,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _router(service: EngineService, context: ServerContext) -> APIRouter:
-    router = APIRouter(route_class=_CheckedRoute, responses=_ERRORS)
+    router = APIRouter(route_class=CheckedRoute, responses=_ERRORS)
     _add_generating(router, service, context)
     _add_texts(router, context)
     _add_status(router, service, context)
@@ -159,22 +126,22 @@ def _router(service: EngineService, context: ServerContext) -> APIRouter:
 
 
 def _add_generating(router: APIRouter, service: EngineService, context: ServerContext) -> None:
-    async def answer(request: Request, make: Callable[[], Job], stream: bool | None) -> Response:
+    async def answer(request: CheckedRequest, make: Callable[[], Job], stream: bool | None) -> Response:
         service.check_room(1)
-        job = await asyncio.to_thread(make)
+        job = await request.prepare(make)
         generation = Generation(service, job.groups, job.constrained)
         if stream:
             return EventStream(generation, job.chunks(generation))
         return JSONResponse(await unless_gone(request, generation, job.whole(generation)))
 
     @router.post("/v1/chat/completions", response_class=JSONResponse)
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
+    async def chat_completions(body: ChatBody, request: CheckedRequest) -> Response:
         """Answer a conversation."""
         context.check_body(body)
         return await answer(request, lambda: ChatJob(context, body), body.stream)
 
     @router.post("/v1/completions", response_class=JSONResponse)
-    async def completions(body: CompletionBody, request: Request) -> Response:
+    async def completions(body: CompletionBody, request: CheckedRequest) -> Response:
         """Complete texts."""
         context.check_body(body)
         return await answer(request, lambda: CompletionJob(context, body), body.stream)

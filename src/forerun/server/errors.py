@@ -5,12 +5,14 @@ Knows: statuses, error bodies, which status each exception of forerun deserves. 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 
 from forerun.errors import ConfigError, DeadlineError, ForerunError, LogitsError, QueueFullError, RequestError
 
@@ -18,6 +20,7 @@ TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_fo
          413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
          504: "timeout_error"}  # fmt: skip
 MAX_SHOWN = 200  # characters of a value repeated in a message
+MAX_ERRORS = 100  # of a body, all of which pydantic writes down before one can be had
 
 
 class ApiError(HTTPException):
@@ -69,16 +72,22 @@ def as_api_error(error: Exception, constrained: bool = False) -> ApiError:
     return ApiError(500, "the server failed while working on this request; its log says why", code="internal_error")
 
 
-def validation_error(error: RequestValidationError) -> ApiError:
+def validation_error(error: RequestValidationError | ValidationError) -> ApiError:
     """The first thing that is wrong with a body, and where."""
+    if isinstance(error, ValidationError) and error.error_count() > MAX_ERRORS:  # there is no way to have the first
+        return ApiError(400, f"{error.error_count()} fields of the body are unknown or wrong", code="invalid_type")
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"] if part != "body")
     field = str(next((part for part in first["loc"] if part != "body"), "")) or None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {path!r}: leave it out", param=path, code="unknown_parameter")
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}", code="invalid_json")
-    shown = repr(first.get("input"))
-    shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
     where = f"{path}: " if path else "the body must be a JSON object with Content-Type application/json: "
-    return ApiError(400, f"{where}{first['msg']}; got {shown}", param=field, code="invalid_type")
+    return ApiError(400, f"{where}{first['msg']}; got {shown(first.get('input'))}", param=field, code="invalid_type")
+
+
+def shown(value: Any) -> str:
+    """A value for a message: no longer than a line, however large it is."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = MAX_SHOWN
+    text = short.repr(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 
 def _whole(value: Any) -> Any:
@@ -23,10 +24,28 @@ Fraction = Annotated[float, Field(allow_inf_nan=False)]
 MAX_ID = 128  # characters of a request's own id
 
 
+def _stop_at_first_error(node: Any) -> None:
+    if isinstance(node, dict):
+        if node.get("type") == "list":
+            node["fail_fast"] = True
+        for child in node.values():
+            _stop_at_first_error(child)
+    elif isinstance(node, list | tuple):
+        for child in node:
+            _stop_at_first_error(child)
+
+
 class Body(BaseModel):
     """A request body or a part of one: no type but the one named. The document of the API lists every field."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Lists are read up to their first error: a long list of wrong values is no more work than a short one."""
+        made = handler(source)
+        _stop_at_first_error(made)
+        return made
 
 
 class StreamOptions(Body):

@@ -1,0 +1,110 @@
+"""How a request's body becomes a checked value without holding up other requests.
+
+Knows: JSON, the limits on how much work a body may be, and which thread does it. Does not know: fields (see `schema`).
+
+Parsing and checking hold Python's interpreter. What that costs is bounded by how many objects, lists and named values
+a body may hold, and by stopping at the first error of a list; the few that are large take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+
+from forerun.server.errors import ApiError, validation_error
+
+MAX_PARTS: Final = 1 << 16  # objects, lists and named values of a body, each of which takes some hundred bytes
+LARGE: Final = 64 << 10  # bytes; smaller ones are parsed and checked within a few milliseconds
+NUM_LARGE: Final = 2  # large bodies that are worked on at the same time
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # or what is left of one
+Result = TypeVar("Result")
+
+
+class LargeBodies:
+    """The threads that work on large bodies."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_LARGE, "forerun-large-body")
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """The result of `work`, once it is its turn."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        """Let go of the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class CheckedRequest(Request):
+    """A request whose body is JSON text of the kind its route takes, or an ApiError."""
+
+    kind: type[BaseModel] | None = None
+
+    async def json(self) -> Any:
+        """The parsed body, checked."""
+        raw = await self.body()
+        if len(raw) > LARGE:
+            return await self._large.run(lambda: parse(raw, self.kind))
+        return parse(raw, self.kind)
+
+    async def prepare(self, work: Callable[[], Result]) -> Result:
+        """The result of `work` on the body, which takes a while."""
+        if len(await self.body()) > LARGE:
+            return await self._large.run(work)
+        return await asyncio.to_thread(work)
+
+    @property
+    def _large(self) -> LargeBodies:
+        large: LargeBodies = self.app.state.large_bodies
+        return large
+
+
+class CheckedRoute(APIRoute):
+    """Hands requests to endpoints as CheckedRequest."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """The handler, given checked requests."""
+        handler = super().get_route_handler()
+        kind = None if self.body_field is None else self.body_field.field_info.annotation
+
+        async def checked(request: Request) -> Response:
+            made = CheckedRequest(request.scope, request.receive)
+            made.kind = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+            return await handler(made)
+
+        return checked
+
+
+def parse(raw: bytes, kind: type[BaseModel] | None = None) -> Any:
+    """The JSON value, or the `kind` it describes. Raises ApiError 400 naming the first thing that is wrong."""
+    _check_parts(raw)
+    try:
+        value = from_json(raw.decode("utf-8"), allow_inf_nan=False)
+        return value if kind is None else kind.model_validate(value)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8 text: {error.reason}", code="invalid_utf8") from error
+    except ValidationError as error:
+        raise validation_error(error) from error
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+
+
+def _check_parts(raw: bytes) -> None:
+    """Texts may hold any number of brackets and colons: they are looked at only where there are many."""
+    if _num_parts(raw) > MAX_PARTS and (num_parts := _num_parts(_STRING.sub(b"", raw))) > MAX_PARTS:
+        raise ApiError(
+            400, f"the body holds {num_parts} objects, lists and named values; the most is {MAX_PARTS}",
+            code="body_too_complex",
+        )  # fmt: skip
+
+
+def _num_parts(raw: bytes) -> int:
+    return raw.count(b"{") + raw.count(b"[") + raw.count(b":")
