@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, suggestion
 
 Verification = Literal["coupled", "rejection"]
 ChainRule = Literal["block", "token"]
@@ -143,7 +143,8 @@ def option_names() -> dict[str, tuple[str, ...]]:
 
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
+        names = [str(choice) for choice in allowed]
+        raise ConfigError(f"{name} must be one of {', '.join(names)}; got {value!r}{suggestion(str(value), names)}")
 
 
 def _range(name: str, value: object, low: int, high: int) -> None:

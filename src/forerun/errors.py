@@ -24,6 +24,9 @@ Every message says what was found, what is allowed, and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class ForerunError(Exception):
     """Base of every error forerun raises for its users."""
@@ -91,3 +94,10 @@ class TrainingError(ForerunError):
 
 class DataError(TrainingError):
     """A data or prompt file is missing or malformed."""
+
+
+def suggestion(given: str, known: Iterable[str]) -> str:
+    """The end of a message for a name that does not exist: "; did you mean ...?", or "" where nothing is like it."""
+    names = {name.lower(): name for name in known}
+    close = [names[match] for match in get_close_matches(given.lower(), names, n=3, cutoff=0.7)]
+    return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -45,6 +45,44 @@ def test_bench_json(run_json: Any, prompts: str) -> None:
     assert list(report["categories"]) == ["chat", "story", "other"] and report["num_prompts"] == 3
 
 
+def test_a_draft_model_reaches_the_portfolio_that_asks_for_one(run_json: Any, prompts: str) -> None:
+    options = (
+        "--prompts",
+        prompts,
+        "--limit",
+        "1",
+        "--max-tokens",
+        "4",
+        "--repeats",
+        "1",
+        "--draft-model",
+        "mini-draft",
+    )
+    wanted = "ngram,portfolio=suffix+draft,portfolio=suffix+recycling"
+    report = run_json("bench", "speed", "--model", "mini", "--drafters", wanted, *options)
+    assert [row["drafter"] for row in report["rows"]][1:] == wanted.split(",")
+
+
+@pytest.mark.parametrize(
+    ("drafters", "said"),
+    [
+        ("portfolio=suffix+none", "a portfolio's members are single drafters"),
+        ("draft=./no-such-model", "there is no model './no-such-model'"),
+        ("portfolio=suffix+draft=mini-drft", "did you mean mini-draft"),
+        ("ngrm", "there is no drafter ngrm; choose from none, ngram"),
+    ],
+)
+def test_what_is_wrong_with_a_drafter_is_said_before_the_model_is_loaded(
+    run: Any, prompts: str, drafters: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forerun.llm, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("forerun.weights.resolve.download", lambda name, _: pytest.fail(f"asked the hub for {name}"))
+    if "drft" in drafters:
+        monkeypatch.setattr("forerun.weights.resolve.HubName.parse", lambda _: None)
+    result = run("bench", "speed", "--drafters", drafters, "--prompts", prompts, status=2)
+    assert said in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("command", [["bench", "speed"], ["verify"]])
 def test_the_precision_of_the_cache_reaches_the_engines(
     run: Any, command: list[str], prompts: str, monkeypatch: pytest.MonkeyPatch

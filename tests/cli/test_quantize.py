@@ -70,11 +70,23 @@ def test_gguf(run_json: Any, text: str, tmp_path: Path) -> None:
         (["--format", "gguf", "--bits", "4"], "--bits is no option of --format gguf"),
         (["--type", "Q8_0"], "--type is no option of --format hf"),
         (["--format", "onnx"], "--format must be one of hf, gguf"),
-        (["--format", "gguf"], "must be the name of a new file that ends in .gguf"),
+        (["--format", "gguf"], "must end in .gguf"),
+        (["--format", "gguf", "--type", "Q9"], "--type must be one of F32, F16, Q4_0"),
+        (["--format", "gguf", "--type", "Q4KM"], "got 'Q4KM'; did you mean Q4_K_M"),
     ],
 )
 def test_options_of_the_other_format(run: Any, tmp_path: Path, options: list[str], said: str) -> None:
     assert said in " ".join(run("quantize", "mini", str(tmp_path / "out"), *options, status=2).stderr.split())
+
+
+def test_a_name_that_ends_in_gguf_is_a_gguf_file(run: Any, run_json: Any, text: str, tmp_path: Path) -> None:
+    out = tmp_path / "x.gguf"
+    said = run("quantize", "mini", str(out), "--format", "hf", status=2).stderr
+    assert "is the name of a GGUF file, but --format hf writes a folder" in " ".join(said.split())
+    report = run_json("quantize", "mini", str(out), "--perplexity", text, "--length", "64")
+    assert report["type"] == "Q4_K_M" and out.is_file()
+    again = run("quantize", "mini", str(out), status=2).stderr
+    assert "exists already" in " ".join(again.split())
 
 
 @pytest.mark.parametrize(

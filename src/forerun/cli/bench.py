@@ -13,9 +13,9 @@ import typer
 from forerun.bench.prompts import PromptCase, read_prompts
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_json, print_note, table
-from forerun.cli.engine import open_llm, other_engine
+from forerun.cli.engine import open_llm, other_engine, prepare, takes_model
 from forerun.core import SamplingParams
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, suggestion
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -54,6 +54,8 @@ def speed(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     cases = read_prompts(prompts, limit)
     name = opt.chosen_model(model_name, model)
+    for drafter in wanted:
+        prepare(name, drafter, draft_model if takes_model(drafter) else None, max_draft_tokens=max_draft_tokens)
     plain = open_llm(
         name, PLAIN, tree_width=tree_width, head_weights=head_weights, adaptive=adaptive,
         verification=verification, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
@@ -138,4 +140,5 @@ def check_drafters(names: Sequence[str]) -> None:
     bare = [name.partition("=")[0] for name in names]
     unknown = [name for name in bare if name not in DRAFTER_NAMES and ".py:" not in name]
     if unknown:
-        raise ConfigError(f"there is no drafter {', '.join(unknown)}; choose from {', '.join(DRAFTER_NAMES)}")
+        like = suggestion(unknown[0], DRAFTER_NAMES)
+        raise ConfigError(f"there is no drafter {', '.join(unknown)}; choose from {', '.join(DRAFTER_NAMES)}{like}")

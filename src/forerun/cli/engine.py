@@ -5,26 +5,74 @@ Knows: the offline API. Does not know: options of single commands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.cli.console import err, print_note
-from forerun.config import WITH_MODEL
+from forerun.config import NEED_MODEL, WITH_MODEL
 from forerun.core import RequestStats
+from forerun.progress import progress_bar
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
+    from forerun.models.loader import LoadedModel
 
 
 def open_llm(model: str, drafter: str, draft_model: str | None = None, **options: Any) -> LLM:
     """Load a model, with a spinner on a terminal. Options that are None keep their defaults."""
+    given = {name: value for name, value in options.items() if value is not None}
+    prepare(model, drafter, draft_model, **given)
     with err().status(f"loading {model}"):
         from forerun.llm import LLM
 
-        given = {name: value for name, value in options.items() if value is not None}
         llm = LLM(model, drafter=drafter, draft_model=draft_model, **given)
     note_slow_kernels(llm.kernels, options.get("kernels"))
+    slow = why_slow(llm.loaded)
+    if slow:
+        print_note(slow)
     return llm
+
+
+def prepare(model: str, drafter: str, draft_model: str | None = None, **options: Any) -> None:
+    """Before anything is loaded: raise what is wrong with the options, and download the models the hub has to give."""
+    with err().status("starting"):
+        from forerun.llm import engine_config
+
+    wanted = {**options, "drafter": drafter, "draft_model": draft_model}
+    drafters = engine_config(model, wanted).drafter
+    for name in (model, drafters.model, *(member.model for member in drafters.members)):
+        if name is not None:
+            fetch(name)
+
+
+def fetch(model: str) -> Path:
+    """A model's folder or file, downloaded with a bar where it is not on this machine."""
+    from forerun.weights.resolve import find_local, resolve_model
+
+    return find_local(model) or resolve_model(model, downloading)
+
+
+def downloading(model: str, num_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
+    """Show a download: a bar on a terminal, else one line."""
+    shown = err().is_terminal
+    if not shown:
+        print_note(f"downloading {model}, {num_bytes / 1e9:.2f} GB")
+    return progress_bar(model, num_bytes, shown, in_bytes=True)
+
+
+def why_slow(loaded: LoadedModel) -> str | None:
+    """What a user is told of a model that runs through transformers, None for one that forerun runs itself."""
+    from forerun.models.families import FAMILIES
+
+    if loaded.implementation == "forerun":
+        return None
+    return (
+        f"runs through transformers, a token at a time, 100 to 300 times slower than what forerun runs itself (but as "
+        f"exactly): there is no implementation of {loaded.raw_config.get('model_type')!r} models here, only of "
+        f"{', '.join(FAMILIES)}"
+    )
 
 
 def note_slow_kernels(kernels: Any, asked: str | None) -> None:
@@ -52,9 +100,17 @@ def drafter_options(llm: LLM, drafter: str, draft_model: str | None) -> dict[str
     own = llm.config.drafter
     names = ("tree_width", "head_weights", "adaptive", "ngram_min", "ngram_max", "across_requests")
     options: dict[str, Any] = {name: getattr(own, name) for name in names}
-    if draft_model and drafter in (*WITH_MODEL, "portfolio", "auto"):
+    if draft_model and takes_model(drafter):
         options["draft_model"] = draft_model
     return options
+
+
+def takes_model(drafter: str) -> bool:
+    """Whether `--draft-model` is for this drafter: it drafts with a model and names none."""
+    name, _, rest = drafter.partition("=")
+    if name in ("portfolio", "auto"):
+        return not rest or any(part in NEED_MODEL for part in rest.split("+"))
+    return name in WITH_MODEL
 
 
 def stats_dict(stats: RequestStats) -> dict[str, Any]:

@@ -1,12 +1,10 @@
 """`forerun generate`: complete one prompt.
 
-Knows: where a prompt comes from and how an answer is shown. Does not know: how it is made.
+Knows: how a prompt is asked and how an answer is shown. Does not know: where a prompt comes from, how text is made.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +15,8 @@ from forerun.cli.console import err, out, print_json, print_note
 from forerun.cli.drafted import DraftedText, has_colour, legend, render
 from forerun.cli.engine import open_llm, stats_dict, stats_line
 from forerun.cli.explain import explain_dict, print_explanation
+from forerun.cli.prompt import model_and_prompt
 from forerun.core import CompletionOutput, RequestOutput, SamplingParams
-from forerun.errors import ConfigError, DataError, PromptError
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -27,7 +25,9 @@ if TYPE_CHECKING:
 def generate(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODEL] [PROMPT]", help="One argument is the prompt; of two, the first is the model."),
+        typer.Argument(
+            metavar="[MODEL] [PROMPT]", help="A lone argument that names a model is one, any other is the prompt."
+        ),
     ] = None,
     model: opt.ModelOption = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
@@ -75,7 +75,7 @@ def generate(
 ) -> None:
     """Complete a prompt, given as an argument, with --file or on standard input."""
     given = locals()
-    name, prompt = _model_and_prompt(arguments or [], model, file)
+    name, prompt = model_and_prompt(arguments or [], model, file)
     params = _sampling_params(given)
     llm = _open(name, given)
     asked = as_prompt(llm, prompt, chat)
@@ -103,31 +103,6 @@ def _sampling_params(given: dict[str, Any]) -> SamplingParams:
         **{name: given[name] for name in (*same, *more)},
         **lists,
     )
-
-
-def _model_and_prompt(arguments: Sequence[str], model: str | None, file: Path | None) -> tuple[str, str]:
-    """Sort out `[MODEL] [PROMPT]`, --model, --file and standard input. Raises ConfigError or PromptError."""
-    if len(arguments) > 2:
-        raise ConfigError(f"{len(arguments)} arguments were given: put the prompt in quotes")
-    if file is not None and len(arguments) == 2:
-        raise ConfigError("the prompt was given twice, as an argument and with --file: give one")
-    rest = list(arguments)
-    named = rest.pop(0) if len(rest) == 2 or (rest and file is not None) else None
-    prompt = rest[0] if rest else _read_prompt(file)
-    if not prompt.strip():
-        raise PromptError("the prompt is empty: give some text")
-    return opt.chosen_model(named, model), prompt
-
-
-def _read_prompt(file: Path | None) -> str:
-    if file is None and sys.stdin.isatty():
-        raise ConfigError("there is no prompt: give it as an argument, with --file, or on standard input")
-    try:
-        return file.read_text("utf-8") if file is not None else sys.stdin.read()
-    except OSError as error:
-        raise DataError(f"cannot read the prompt from {file}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"the prompt is not UTF-8 text (byte {error.start})") from error
 
 
 def as_prompt(llm: LLM, prompt: str, chat: bool | None) -> list[int]:

@@ -13,7 +13,8 @@ import typer
 
 from forerun.cli import options as opt
 from forerun.cli.console import err, out, print_json, print_note, table
-from forerun.errors import ConfigError
+from forerun.cli.engine import fetch
+from forerun.errors import ConfigError, suggestion
 
 if TYPE_CHECKING:
     from forerun.kernels.ops import Kernels
@@ -26,6 +27,7 @@ OWN_SEQUENCES = 32  # texts the model writes itself: slower to have than to read
 SEQUENCES = 128
 USUAL_LENGTH = 512
 MEASURED = 16  # held-out sequences that perplexity is measured on
+GGUF_SUFFIX = ".gguf"
 HF, GGUF = "With --format hf", "With --format gguf"
 FOREIGN_OPTIONS = {  # format -> parameters of the other one, by the option's name
     "hf": {"mix": "--type"},
@@ -40,9 +42,14 @@ def quantize(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A folder, a hub id or an embedded model.")],
     target: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The folder (or with --format gguf, the file) that is written.")
+        Path, typer.Argument(metavar="OUT", help="The folder that is written, or the file if it ends in .gguf.")
     ],
-    form: Annotated[str, typer.Option("--format", help="hf (GPTQ's or AWQ's layout) or gguf.")] = "hf",
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="hf (GPTQ's or AWQ's layout) or gguf.", show_default="gguf for OUT.gguf, else hf"
+        ),
+    ] = None,
     method: Annotated[str, typer.Option(help="rtn (rounding), gptq or awq.", rich_help_panel=HF)] = "gptq",
     bits: Annotated[int, typer.Option(help="8, 4, 3 or 2.", rich_help_panel=HF)] = 4,
     group_size: Annotated[int, typer.Option(help="Inputs that share a scale; -1: a row.", rich_help_panel=HF)] = 128,
@@ -76,7 +83,9 @@ def quantize(
     json: opt.JsonOption = False,
 ) -> None:
     """Write a model in fewer bits, as others load it too. A run of gptq or awq goes on where it was interrupted."""
+    form = form or ("gguf" if target.suffix == GGUF_SUFFIX else "hf")
     _refuse_others(context, form)
+    _check_target(target, form, mix)
     text = _TextOptions(calibration, sequences, length, perplexity, seed, kernels, threads)
     if form == "gguf":
         report = _quantize_gguf(model, target, mix, text)
@@ -132,7 +141,6 @@ def _quantize_gguf(model: str, file: Path, mix: str, given: _TextOptions) -> dic
     from forerun.progress import progress_bar
     from forerun.weights.checkpoint import Checkpoint
 
-    _check_file(file)
     ops = _kernels(given)
     loaded = load(model, ops)
     length = sequence_length(loaded, given.length)
@@ -148,15 +156,29 @@ def _quantize_gguf(model: str, file: Path, mix: str, given: _TextOptions) -> dic
     return {"model": model, "out": str(file), "format": "gguf", "type": mix, "before": before, "after": after}
 
 
-def _check_file(file: Path) -> None:
-    if file.suffix != ".gguf" or file.exists():
-        raise ConfigError(f"{file} must be the name of a new file that ends in .gguf")
+def _check_target(target: Path, form: str, mix: str) -> None:
+    """Raise ConfigError for a type GGUF files are not written in here, and for a name of the other format."""
+    if form == "hf":
+        if target.suffix == GGUF_SUFFIX:
+            raise ConfigError(
+                f"{target} is the name of a GGUF file, but --format hf writes a folder: leave --format out"
+            )
+        return
+    from forerun.quant.gguf_encode import FILE_TYPES
+
+    if mix not in FILE_TYPES:
+        raise ConfigError(f"--type must be one of {', '.join(FILE_TYPES)}; got {mix!r}{suggestion(mix, FILE_TYPES)}")
+    if target.suffix != GGUF_SUFFIX:
+        raise ConfigError(f"{target} must end in .gguf, as --format gguf writes a file")
+    if target.exists():
+        raise ConfigError(f"{target} exists already: choose the name of a new file")
 
 
 def load(model: str, kernels: Kernels) -> LoadedModel:
     """A model of its own, with a spinner on a terminal."""
     from forerun.models.loader import load_model
 
+    fetch(model)
     with err().status(f"loading {model}"):
         return load_model(model, kernels)
 

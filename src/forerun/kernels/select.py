@@ -5,6 +5,7 @@ Knows: backends and what they declare. Does not know: what the ops compute, nor 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,6 +127,9 @@ def _host_kernels(name: str, threads: int | None, isa: str | None) -> Kernels:
                 f"{reason}. Install a C++17 compiler and run `pip install .` again, or choose kernels 'reference'."
             ) from error
         return _table(ReferenceKernels(), Selection("reference", reason))
+    cores = os.cpu_count() or 1
+    if threads is not None and not 1 <= threads <= cores:
+        raise KernelError(f"threads must be from 1 to {cores}, the cores of this machine; got {threads}")
     backend = CpuKernels(threads, isa)
     reason = f"{backend.engine.isa} on {backend.num_threads} thread(s)"
     if has_cuda() and find_spec("triton") is None:

@@ -200,7 +200,7 @@ def _positions(possible: int, wanted: int | None) -> int:
     if wanted is None:
         return possible
     if not 1 <= wanted <= possible:
-        raise ConfigError(f"max_position must be from 1 to {possible}, the positions this model can use; got {wanted}")
+        raise ConfigError(f"max_model_len must be from 1 to {possible}, the positions this model can use; got {wanted}")
     return wanted
 
 

@@ -1,15 +1,20 @@
 """From what a user typed to a model folder, or to a GGUF file, which is a model by itself.
 
-Knows: embedded names, local folders and files, hub ids, in this order. Does not know: what is in them.
+Knows: embedded names, local folders and files, names of a hub, in this order. Does not know: what is in them, nor how a
+hub is asked (`weights.hub_download`).
 """
 
 from __future__ import annotations
 
+import os.path
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import forerun
-from forerun.errors import ModelNotFoundError
+from forerun.errors import ModelNotFoundError, suggestion
+from forerun.weights.hub import HubName, cached_models, find_cached
+from forerun.weights.hub_download import NoRepositoryError, Progress, download
 
 EMBEDDED = {
     "mini": "mini/target",
@@ -18,32 +23,72 @@ EMBEDDED = {
     "mini-eagle": "mini/eagle",
     "mini-medusa": "mini/medusa",
 }
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-HUB_COPIES = ("original/*", "consolidated*", "onnx/*")  # the same weights in other layouts
-HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "medusa_lm_head.pt")
+PATH = re.compile(r"(\.{0,2}|~)/\S*|\S+\.gguf", re.IGNORECASE)  # what nobody writes but to name a file
+CONFIGS = ("config.json", "medusa_lm_head.pt")  # one of them is in every folder of a model or of heads
 
 
-def resolve_model(name_or_path: str | Path) -> Path:
-    """The folder or GGUF file of a model given by embedded name, path or hub id.
+def resolve_model(name_or_path: str | Path, progress: Progress | None = None) -> Path:
+    """The folder or GGUF file of a model given by embedded name, path or hub name; downloaded where it has to be.
 
     Raises ModelNotFoundError, which lists what was tried.
     """
     name = str(name_or_path)
-    tried: list[str] = []
+    found = find_local(name)
+    if found is not None:
+        return found
+    folder = Path(name).expanduser()
+    is_other = os.path.isfile(folder)
+    tried = [f"a folder {folder}{' (it is a file: give the folder, or a .gguf file)' if is_other else ''}"]
+    asked = None if is_other else HubName.parse(name)
+    if asked is not None:
+        try:
+            return download(asked, progress)
+        except NoRepositoryError as error:
+            tried.append(str(error))
+    like = suggestion(name, _known(folder))
+    raise ModelNotFoundError(
+        f"there is no model {name!r}; tried {'; '.join(tried)}; the embedded models are {', '.join(EMBEDDED)}{like}"
+    )
+
+
+def find_local(name: str) -> Path | None:
+    """Where a model lies on this machine; None if it does not, or not all of it. Raises ModelNotFoundError."""
     if name in EMBEDDED:
         return _embedded(name)
-    folder = Path(name).expanduser()
-    if name and (folder.is_dir() or (folder.is_file() and folder.suffix.lower() == ".gguf")):
-        return folder
-    is_other = " (it is a file: give the folder, or a .gguf file)" if folder.is_file() else ""
-    tried.append(f"a folder {folder}{is_other}")
-    if not folder.is_absolute() and HUB_ID.fullmatch(name):
-        found = _download(name, tried)
-        if found is not None:
-            return found
-    raise ModelNotFoundError(
-        f"there is no model {name!r}; tried {'; '.join(tried)}; the embedded models are {', '.join(EMBEDDED)}"
-    )
+    path = Path(name).expanduser()
+    if name and (os.path.isdir(path) or (path.suffix.lower() == ".gguf" and os.path.isfile(path))):
+        return path
+    asked = HubName.parse(name)
+    return None if asked is None else find_cached(asked)
+
+
+def is_model(text: str) -> bool:
+    """Whether a text names a model: an embedded one, a path, a folder or file of one, or a hub's in the cache.
+
+    Raises ModelNotFoundError for ORGANISATION/NAME that is not in the cache: it may be a model or a text.
+    """
+    if text in EMBEDDED or PATH.fullmatch(text) or any(os.path.isfile(os.path.join(text, name)) for name in CONFIGS):
+        return True
+    asked = HubName.parse(text)
+    if asked is None:
+        return False
+    if find_cached(asked, complete=False) is not None:
+        return True
+    if "/" in asked.repository:
+        raise ModelNotFoundError(
+            f"{text} is a text, or a model of the hub that was not downloaded yet: get the model with `forerun pull "
+            f"{text}`, or give the text after a model's name, such as `forerun generate mini {text}`"
+        )
+    return False
+
+
+def _known(folder: Path) -> Iterator[str]:
+    """Names that may have been meant: embedded and cached models, and what lies beside the folder."""
+    yield from EMBEDDED
+    yield from (model.name for model in cached_models())
+    for beside in folder.parent.glob("*") if os.path.isdir(folder.parent) else ():
+        if beside.suffix.lower() == ".gguf" or any((beside / name).is_file() for name in CONFIGS):
+            yield str(beside)
 
 
 def _embedded(name: str) -> Path:
@@ -53,22 +98,3 @@ def _embedded(name: str) -> Path:
             f"the embedded model {name!r} is missing from this installation ({folder}); install forerun again"
         )
     return folder
-
-
-def _download(name: str, tried: list[str]) -> Path | None:
-    """The hub's snapshot, from its cache if the network is away; None (and a note in `tried`) if there is none."""
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        tried.append("the hub (huggingface_hub is not installed)")
-        return None
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_COPIES)))
-    except Exception as error:  # the hub library raises dozens of kinds, from offline to gated
-        tried.append(f"the hub id {name} ({_first_line(error)})")
-        return None
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

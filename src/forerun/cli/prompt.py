@@ -1,0 +1,67 @@
+"""Which of a command's arguments is the model, and where its prompt comes from.
+
+Knows: arguments, files, standard input. Does not know: what is done with a prompt.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from forerun.cli import options as opt
+from forerun.errors import ConfigError, DataError, PromptError
+
+
+def model_and_prompt(arguments: Sequence[str], model: str | None, file: Path | None) -> tuple[str, str]:
+    """Sort out `[MODEL] [PROMPT]`, --model, --file and standard input. Raises ConfigError, DataError or PromptError.
+
+    A lone argument is the model if it names one, else the prompt. Of two prompts none is preferred.
+    """
+    if len(arguments) > 2:
+        raise ConfigError(f"{len(arguments)} arguments were given: put the prompt in quotes")
+    if file is not None and len(arguments) == 2:
+        raise ConfigError("the prompt was given twice, as an argument and with --file: give one")
+    rest = list(arguments)
+    named = rest.pop(0) if len(rest) == 2 or (rest and (file is not None or _is_model(rest[0]))) else None
+    name = opt.chosen_model(named, model)
+    prompt = rest[0] if rest else _read_prompt(file, name if named or model else None)
+    if (rest or file is not None) and is_piped():
+        raise ConfigError(
+            f"the prompt was given twice, {'as an argument' if rest else 'with --file'} and on standard input: give "
+            "one (end the command with </dev/null where that input is meant for another)"
+        )
+    if not prompt.strip():
+        raise PromptError(f"the prompt is empty: give some text{f' (the model is {name})' if named else ''}")
+    return name, prompt
+
+
+def _is_model(text: str) -> bool:
+    from forerun.weights.resolve import is_model
+
+    return is_model(text)
+
+
+def is_piped() -> bool:
+    """Whether text waits on standard input; does not wait for it."""
+    stream = sys.stdin
+    if stream is None or stream.isatty():
+        return False
+    try:
+        is_ready = bool(select.select([stream], [], [], 0)[0])
+    except (OSError, ValueError):  # not a file of the system's, as in tests
+        is_ready = True
+    return is_ready and bool(getattr(stream.buffer, "peek", stream.buffer.read)(1))
+
+
+def _read_prompt(file: Path | None, model: str | None) -> str:
+    if file is None and (sys.stdin is None or sys.stdin.isatty()):
+        missing = f"there is no prompt for the model {model}" if model else "there is no prompt"
+        raise ConfigError(f"{missing}: give it as an argument after the model, with --file, or on standard input")
+    try:
+        return file.read_text("utf-8") if file is not None else sys.stdin.read()
+    except OSError as error:
+        raise DataError(f"cannot read the prompt from {file}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"the prompt is not UTF-8 text (byte {error.start})") from error

@@ -1,0 +1,213 @@
+"""Downloading a model of a Hugging Face hub into the cache, going on where an earlier download was interrupted.
+
+Knows: huggingface_hub, how it fails. Does not know: names on the command line, terminals.
+
+Weights are downloaded here, file by file, because huggingface_hub begins a file anew in every process; all else, and
+what the cache looks like, is left to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import hashlib
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from forerun.errors import ForerunError, ModelError, ModelNotFoundError, ResourceError
+from forerun.weights.hub import HubName, choose_files, find_cached
+
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (what, bytes) -> adds bytes done
+
+RESUMED_BYTES = 8 << 20  # files from this size on are continued; smaller ones are there at once
+LARGEST_BYTES = 50 * 10**9  # the hub gives larger files by another protocol only, which huggingface_hub speaks
+NUM_CONNECTIONS = 4
+LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+class NoRepositoryError(ModelNotFoundError):
+    """The hub knows no repository of this name, or cannot be reached."""
+
+
+class _Interrupted(Exception):
+    """Ends the threads of a download that failed elsewhere."""
+
+
+def download(name: HubName, progress: Progress | None = None) -> Path:
+    """Bring the hub's latest revision of a model into the cache -> its folder, or its GGUF file.
+
+    progress(what, bytes) is entered once and told of bytes as they come; without it huggingface_hub shows its own bars.
+    Where the hub cannot be reached, what the cache has will do. Raises NoRepositoryError, ModelNotFoundError for a
+    repository without such a model, ModelError where it is refused, ResourceError for a full disk.
+    """
+    try:
+        with _explained(name):
+            return _download(name, progress)
+    except NoRepositoryError:
+        cached = find_cached(name, complete=False)
+        if cached is None:
+            raise
+        return cached
+
+
+def _download(name: HubName, progress: Progress | None) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+
+    found = HfApi().model_info(name.repository, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
+    files = choose_files(name, sizes)
+    large = [file for file in files if RESUMED_BYTES <= sizes[file] <= LARGEST_BYTES]
+    small = [glob.escape(file) for file in files if file not in large]
+    bars: dict[str, Any] = {} if progress is None else {"tqdm_class": _bar(lambda num: None, is_shown=False)}
+    folder = Path(snapshot_download(name.repository, allow_patterns=[*small, "README.md"], **bars))
+    _Weights(name, folder, {file: sizes[file] for file in large}).fetch(progress)
+    wanted = [glob.escape(file) for file in files]
+    snapshot_download(name.repository, revision=folder.name, allow_patterns=wanted, **bars)
+    return folder / files[0] if files[0].endswith(".gguf") else folder
+
+
+class _Weights:
+    """The large files of one revision."""
+
+    def __init__(self, name: HubName, folder: Path, sizes: Mapping[str, int]) -> None:
+        """`folder` is the snapshot they belong to, `sizes` are their bytes."""
+        self._name = name
+        self._revision = folder.name
+        self._storage = folder.parent.parent
+        self._sizes = {file: size for file, size in sizes.items() if not (folder / file).exists()}
+        self._stopped = threading.Event()
+
+    def fetch(self, progress: Progress | None) -> None:
+        """Download what is missing. Raises ResourceError before it begins if it does not fit on the disk."""
+        total = sum(self._sizes.values())
+        self._check_room(total)
+        if not total:
+            return
+        with nullcontext(lambda num: None) if progress is None else progress(str(self._name), total) as advance:
+            bar = _bar(self._told(advance), is_shown=progress is None)
+            with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+                try:
+                    for done in as_completed([pool.submit(self._fetch, file, bar) for file in self._sizes]):
+                        done.result()
+                except BaseException:
+                    self._stopped.set()
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+
+    def _check_room(self, total: int) -> None:
+        free = shutil.disk_usage(self._storage).free
+        begun = sum(path.stat().st_size for path in (self._storage / "blobs").glob("*.incomplete"))
+        if total - begun > free:
+            raise ResourceError(
+                f"{self._name} needs {total / 1e9:.1f} GB in {self._storage.parent}, where {free / 1e9:.1f} GB are "
+                "free: remove models with `forerun rm`, or set HF_HOME to another disk"
+            )
+
+    def _told(self, advance: Callable[[int], None]) -> Callable[[int], None]:
+        """What a file's thread calls with the bytes that came; ends the thread once another failed."""
+
+        def told(num: int) -> None:
+            if self._stopped.is_set():
+                raise _Interrupted
+            advance(num)
+
+        return told
+
+    def _fetch(self, file: str, bar: Any) -> None:
+        """One file into the cache's blobs, under the lock huggingface_hub takes for it."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        url = hf_hub_url(self._name.repository, file, revision=self._revision)
+        about = get_hf_file_metadata(url)
+        if about.etag is None or about.size is None:
+            return  # huggingface_hub says what is wrong
+        blob = self._storage / "blobs" / about.etag
+        lock = self._storage.parent / ".locks" / self._storage.name / f"{about.etag}.lock"
+        for folder in (blob.parent, lock.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock):
+            if not blob.exists():
+                _complete(url, blob, about.size, file, bar)
+
+
+def _complete(url: str, blob: Path, size: int, file: str, bar: Any) -> None:
+    """Download the rest of a file of `size` bytes; one that was continued is checked against its SHA-256."""
+    from huggingface_hub.file_download import http_get
+
+    headers = import_module("huggingface_hub.utils").build_hf_headers()
+    partial = blob.with_name(f"{blob.name}.incomplete")
+    begun = partial.stat().st_size if partial.exists() else 0
+    if begun > size:
+        partial.unlink()
+        begun = 0
+    with partial.open("ab") as out:
+        http_get(url, out, resume_size=begun, headers=headers, expected_size=size, tqdm_class=bar,
+                 displayed_filename=file)  # fmt: skip
+    if begun and len(blob.name) == 64 and _sha256(partial) != blob.name:
+        partial.unlink()
+        raise ModelError(f"{file} came damaged, its beginning from an earlier download: download it again")
+    partial.replace(blob)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _bar(advance: Callable[[int], None], is_shown: bool) -> Any:
+    """A kind of progress bar for huggingface_hub that tells `advance` of what comes, on the terminal or not."""
+    base: Any = import_module("huggingface_hub.utils").tqdm
+
+    def begin(self: Any, *args: Any, **options: Any) -> None:
+        base.__init__(self, *args, **options if is_shown else {**options, "disable": True})
+        advance(int(options.get("initial") or 0))
+
+    def update(self: Any, n: float | None = 1) -> Any:
+        advance(int(n or 0))
+        return base.update(self, n)
+
+    return type("Bar", (base,), {"__init__": begin, "update": update})
+
+
+@contextmanager
+def _explained(name: HubName) -> Iterator[None]:
+    """Raise what the hub's library raises as errors that say what to do."""
+    try:
+        yield
+    except (ForerunError, _Interrupted):
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(
+                f"the disk is full: make room, such as with `forerun rm`, then `forerun pull {name}` goes on"
+            ) from error
+        raise _as_ours(name, error) from error
+    except Exception as error:  # the library raises dozens of kinds
+        raise _as_ours(name, error) from error
+
+
+def _as_ours(name: HubName, error: Exception) -> ModelError:
+    from huggingface_hub import constants, errors
+
+    hub, repository = constants.ENDPOINT, name.repository
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    if isinstance(error, errors.GatedRepoError):
+        return ModelError(
+            f"{repository} is gated: accept its terms at {hub}/{repository}, then {LOGIN} (the hub answered {status})"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return NoRepositoryError(f"the hub {hub} (it has no {repository}, or it is private: then {LOGIN})")
+    if status in (401, 403):
+        return ModelError(f"the hub {hub} refuses {repository} ({status}): {LOGIN}; a token may have ended")
+    if status is not None:
+        return NoRepositoryError(f"the hub {hub} (it answered {status} for {repository}: try again later)")
+    lines = str(error).strip().splitlines() or [""]
+    return NoRepositoryError(f"the hub {hub} ({type(error).__name__}: {lines[0][:160]})")

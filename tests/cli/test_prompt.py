@@ -1,0 +1,87 @@
+"""Which argument is the model, where the prompt comes from, and that nothing is guessed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.errors import ConfigError
+from forerun.weights.resolve import resolve_model
+
+PROMPT = "What is the capital of France?"
+SHORT = ("--max-tokens", "24", "--temperature", "0", "--drafter", "none")
+
+
+@pytest.fixture
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with another model than the default one, and the current folder."""
+    shutil.copytree(resolve_model("mini-draft"), tmp_path / "other")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "other"
+
+
+@pytest.mark.parametrize("form", ["./other", "other", "{folder}", "mini-draft"])
+def test_a_lone_argument_that_is_a_model_is_one(run_json: Any, other: Path, form: str) -> None:
+    name = form.format(folder=other)
+    expected = run_json("generate", "mini-draft", PROMPT, *SHORT)
+    assert run_json("generate", name, *SHORT, stdin=PROMPT)["text"] == expected["text"]
+    assert expected["text"] != run_json("generate", "mini", PROMPT, *SHORT)["text"]
+
+
+def test_a_pipe_of_the_shell_is_the_prompt(run_json: Any, other: Path) -> None:
+    command = [sys.executable, "-m", "forerun.cli", "generate", "./other", *SHORT]
+    done = subprocess.run(command, input=PROMPT, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.rstrip("\n") == run_json("generate", "mini-draft", PROMPT, *SHORT)["text"]
+
+
+def test_a_path_that_is_no_model_is_never_the_prompt(run: Any, other: Path) -> None:
+    said = run("generate", "./othr", *SHORT, stdin=PROMPT, status=2).stderr
+    assert "there is no model './othr'" in said and "did you mean other?" in said
+
+
+def test_the_same_text_is_a_prompt_behind_a_model(run_json: Any, other: Path) -> None:
+    assert run_json("generate", "mini", "./other", *SHORT)["text"]
+
+
+@pytest.mark.parametrize("arguments", [["Summarize this."], ["mini", "Summarize this."]])
+def test_two_prompts_are_refused(run: Any, arguments: list[str]) -> None:
+    said = run("generate", *arguments, *SHORT, stdin=PROMPT, status=2).stderr
+    assert "the prompt was given twice, as an argument and on standard input" in said
+
+
+def test_a_model_of_the_hub_or_a_text(run: Any) -> None:
+    said = run("generate", "someone/some-model", *SHORT, stdin=PROMPT, status=2).stderr
+    assert "someone/some-model is a text, or a model of the hub that was not downloaded yet" in said
+
+
+def test_two_models_are_refused(run: Any, other: Path) -> None:
+    said = run("generate", "./other", "--model", "mini", *SHORT, stdin=PROMPT, status=2).stderr
+    assert "two models were given, ./other and --model mini" in said
+
+
+def test_a_terminal_gives_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.cli.prompt import model_and_prompt
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    with pytest.raises(ConfigError, match="there is no prompt for the model mini-draft"):
+        model_and_prompt(["mini-draft"], None, None)
+    assert model_and_prompt(["a long text of words"], None, None) == ("mini", "a long text of words")
+
+
+def test_long_and_odd_texts_are_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.cli.prompt import model_and_prompt
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    for text in ("word " * 5000, "w" * 5000, "w" * 90, "a\nb", "Hello", "and so on ...", "what is a/b?"):
+        assert model_and_prompt([text], None, None) == ("mini", text)
+
+
+def test_what_is_missing_is_said(run: Any) -> None:
+    assert (
+        "the prompt is empty: give some text (the model is mini)" in run("generate", "mini", stdin="", status=2).stderr
+    )
