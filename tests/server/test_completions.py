@@ -9,6 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from forerun import LLM, SamplingParams
+from forerun.server import answers
 from tests.server.conftest import Post, events_of
 
 PROMPT = "Once upon a time there was"
@@ -45,20 +46,29 @@ def test_sampling_parameters_reach_the_model(llm: LLM, complete: Post, fields: d
     assert complete(PROMPT, **fields)["choices"][0]["text"] == offline.outputs[0].text
 
 
-def test_logprobs_and_echo(llm: LLM, complete: Post) -> None:
-    ids = llm.tokenizer.encode(PROMPT)
-    [choice] = complete(PROMPT, echo=True, logprobs=2, temperature=0, max_tokens=4)["choices"]
+@pytest.mark.parametrize("text", [PROMPT, "naïve 🦊🦊 日本 été<|im_end|> ünï"])
+def test_logprobs_and_echo(llm: LLM, complete: Post, text: str) -> None:
+    ids = llm.tokenizer.encode(text)
+    fields = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    [choice] = complete(text, echo=True, logprobs=2, return_token_ids=True, **fields)["choices"]
     found = choice["logprobs"]
-    assert choice["text"].startswith(PROMPT) and len(choice["text"]) > len(PROMPT)
+    assert choice["text"].startswith(text) and len(choice["text"]) > len(text)
     assert len(found["tokens"]) == len(ids) + 4 == len(found["text_offset"]) == len(found["top_logprobs"])
-    assert "".join(found["tokens"]) == choice["text"]
-    assert [
-        choice["text"][at:][: len(t)] for at, t in zip(found["text_offset"], found["tokens"], strict=True)
-    ] == found["tokens"]
-    params = SamplingParams(max_tokens=4, temperature=0, logprobs=2, prompt_logprobs=2)
-    [offline] = llm.with_drafter("none").generate(PROMPT, params)
+    assert found["tokens"] == [answers.token_text(llm.tokenizer, token) for token in [*ids, *choice["token_ids"]]]
+    check_offsets(llm, choice["text"], found["text_offset"], [*ids, *choice["token_ids"]])
+    params = SamplingParams(**fields, logprobs=2, prompt_logprobs=2)
+    [offline] = llm.with_drafter("none").generate(text, params)
     expected = [*(offline.prompt_logprobs or ())[1:], *(offline.outputs[0].logprobs or ())]
     assert found["token_logprobs"] == [None, *(entry.chosen.logprob for entry in expected if entry)]
+
+
+def check_offsets(llm: LLM, text: str, offsets: list[int], ids: list[int]) -> None:
+    """An offset is where the characters begin that a token has bytes of."""
+    raw = b""
+    for token, offset in zip(ids, offsets, strict=True):
+        whole = raw.decode("utf-8", "ignore")
+        assert (offset, text[:offset]) == (len(whole), whole)
+        raw += answers.token_bytes(llm.tokenizer, token)
 
 
 def test_scoring_a_text_without_writing(complete: Post) -> None:
