@@ -5,6 +5,7 @@ Knows: names, defaults, ranges. Does not know: what any option does.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
@@ -134,6 +135,14 @@ class EngineConfig:
         for name in _OPTIONAL_SIZES:
             if getattr(self, name) is not None:
                 _range(name, getattr(self, name), 1, 2**50)
+
+
+def api_key_from_environment() -> str | None:
+    """FORERUN_API_KEY, the server's key where the command line names none. Raises ConfigError if it is empty."""
+    key = os.environ.get("FORERUN_API_KEY")
+    if key is not None and not key.strip():
+        raise ConfigError("FORERUN_API_KEY is set but empty: give it a key, or unset it")
+    return key
 
 
 def option_names() -> dict[str, tuple[str, ...]]:

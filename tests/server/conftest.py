@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
 
-import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from forerun import LLM
 from forerun.server.app import create_app
+from forerun.server.run import Server
 from forerun.server.settings import ServerSettings
 from tests.support import mini
 
@@ -93,8 +93,7 @@ def running(app: FastAPI) -> Iterator[str]:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-        config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5)
-        server = uvicorn.Server(config)
+        server = Server(app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         give_up = time.monotonic() + 60

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import re
+import os
+import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +59,9 @@ def test_speculative_configs_that_mean_nothing_here(text: str) -> None:
     [
         (["--tool-parser", "gpt"], "tool-parser"),
         (["--log-format", "xml"], "log-format"),
+        (["--log-level", "loud"], "log-level must be one of debug, info, warning, error; got 'loud'"),
+        (["--allowed-origins", "page.example"], "an allowed origin must be"),
+        (["--allowed-hosts", "http://box"], "an allowed host must be"),
         (["--ssl-certfile", "here.pem"], "ssl-keyfile"),
         (["--api-key-file", "/nowhere/keys"], "API keys"),
         (["--speculative-config", "{"], "JSON"),
@@ -85,27 +93,94 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(monkeypatch: py
     assert f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --port" in said
 
 
-def test_the_real_process_serves_and_stops(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("first\n\nsecond\n", "utf-8")
-    command = [sys.executable, "-m", "forerun.cli", "serve", "mini", "--port", "0", "--log-format", "json",
-               "--max-model-len", "256", "--max-num-seqs", "2", "--api-key-file", str(keys)]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+@contextmanager
+def serving(*options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, list[dict[str, Any]]]]:
+    """A server of its own -> the process, its address, what it logged up to there; it is ended afterwards."""
+    command = [sys.executable, "-m", "forerun.cli", "serve", "mini", "--port", "0", "--log-format", "json", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
     assert process.stderr is not None
     try:
-        port = next(int(found[1]) for line in process.stderr if (found := re.search(r"127\.0\.0\.1:(\d+)", line)))
-        asked = json.dumps({"prompt": "Once", "max_tokens": 3}).encode()
-        headers = {"Content-Type": "application/json", "Authorization": "Bearer second", "X-Request-Id": "my-id"}
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", asked, headers)
-        with urllib.request.urlopen(request, timeout=200) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 3
-        logged = next(json.loads(line) for line in process.stderr if "my-id" in line)
-        assert logged["status"] == 200 and logged["path"] == "/v1/completions" and logged["duration_s"] > 0
+        logged = []
+        for line in process.stderr:
+            logged += [json.loads(line)] if line.startswith("{") else []
+            if logged and logged[-1]["event"] == "listening":
+                break
+        yield process, logged[-1]["api"].removesuffix("/v1"), logged
     finally:
         process.terminate()
         process.stderr.read()
         process.stderr.close()
         assert process.wait(timeout=60) in (0, -15)
+
+
+def ask(address: str, headers: dict[str, str], **fields: Any) -> Any:
+    data = json.dumps({"prompt": "Once", **fields}).encode()
+    headers = {"Content-Type": "application/json", **headers}
+    request = urllib.request.Request(f"{address}/v1/completions", data, headers)
+    return urllib.request.urlopen(request, timeout=200)
+
+
+def test_the_real_process_serves_and_says_what(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first\n\nsecond\n", "utf-8")
+    options = ["--max-model-len", "256", "--max-num-seqs", "2", "--api-key-file", str(keys), "--drafter", "ngram",
+               "--max-queue", "7"]  # fmt: skip
+    with serving(*options) as (process, address, logged):
+        events = {entry["event"]: entry for entry in logged}
+        assert (events["model"]["source"], events["model"]["drafter"]) == ("mini", "ngram")
+        limits = events["limits"]
+        assert (limits["max_model_len"], limits["max_num_seqs"], limits["max_queue"]) == (256, 2, 7)
+        assert limits["api_keys"] == 2
+        with urllib.request.urlopen(events["listening"]["playground"], timeout=60) as page:
+            assert b"<html" in page.read()
+        with ask(address, {"Authorization": "Bearer second", "X-Request-Id": "my-id"}, max_tokens=3) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 3
+        assert process.stderr is not None
+        line = next(json.loads(line) for line in process.stderr if "my-id" in line)
+        assert line["status"] == 200 and line["path"] == "/v1/completions" and line["duration_s"] > 0
+
+
+def test_a_stop_lets_requests_end_and_then_ends_them() -> None:
+    """Streams get an error event and their end mark, others a body that says so; the log holds no traceback."""
+    options = ["--drafter", "none", "--drain-seconds", "0.5", "--max-num-seqs", "16"]
+    with serving(*options) as (process, address, _), ThreadPoolExecutor(2) as pool:
+        long: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True, "n": 7}
+        stream = ask(address, {}, stream=True, **long)
+        first = stream.readline()
+        whole = pool.submit(ask, address, {}, **long)
+        with ask(address, {}, max_tokens=1):  # the one before it has begun by now
+            pass
+        process.terminate()
+        events = [line for line in [first, *stream] if line.strip()]
+        assert len(events) > 2 and events[-1] == b"data: [DONE]\n"
+        assert json.loads(events[-2].removeprefix(b"data: "))["error"]["code"] == "shutting_down"
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            whole.result()
+        assert caught.value.code == 503 and json.load(caught.value)["error"]["code"] == "shutting_down"
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert "stopping" in said and "Traceback" not in said and '"level": "error"' not in said, said
+        assert '"level": "warning"' not in said, said
+
+
+def test_a_server_that_is_interrupted_at_once_raises_no_alarm() -> None:
+    """Its grammar compiler is still starting then. Its key comes from the environment here."""
+    options = ["--max-model-len", "64", "--max-num-seqs", "1", "--drafter", "none"]
+    with serving(*options, FORERUN_API_KEY="from outside") as (process, _, logged):
+        assert next(entry for entry in logged if entry["event"] == "limits")["api_keys"] == 1
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert "structured output" not in said and "Traceback" not in said, said
+        assert process.wait(timeout=60) == 0
+
+
+def test_an_empty_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.cli.app import app
+
+    monkeypatch.setenv("FORERUN_API_KEY", " ")
+    result = CliRunner().invoke(app, ["serve", "mini"])
+    assert result.exit_code == 2 and "FORERUN_API_KEY is set but empty" in result.output
 
 
 def test_log_lines() -> None:

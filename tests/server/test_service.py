@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 
 from forerun import LLM, SamplingParams
 from forerun.core import RequestStats
+from forerun.engine.outputs import RequestGroup
 from forerun.server.errors import ApiError
 from forerun.server.service import EngineService
 from tests.server.conftest import client_of, settings, wait_until
@@ -212,6 +213,134 @@ def test_metrics_add_up(small: LLM) -> None:
     assert values['forerun_http_requests_total{path="other",status="404"}'] == "1.0"
     assert float(values["forerun_steps_total"]) > 0 and float(values['forerun_step_seconds_total{phase="forward"}']) > 0
     assert (values["forerun_requests_running"], values["forerun_kv_cache_usage_ratio"]) == ("0.0", "0.0")
+
+
+def values_of(text: str) -> dict[str, float]:
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in lines}
+
+
+def ends_of(client: TestClient) -> dict[str, float]:
+    """Samples by how they ended."""
+    values = values_of(client.get("/metrics").text)
+    named = {name: value for name, value in values.items() if name.startswith("forerun_samples_finished_total{")}
+    return {name.split('"')[1]: value for name, value in named.items()}
+
+
+def test_every_sample_ends_once_in_the_metrics(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the end: by itself, by the client, by the clock, by an error; with samples of one request at different
+    points."""
+    groups: list[RequestGroup] = []
+    start = small.start
+    monkeypatch.setattr(small, "start", lambda group: (groups.append(group), start(group)), raising=False)
+    no_token = {"allowed_token_ids": [300], "min_tokens": 3, "stop_token_ids": [300]}
+    with client_of(small) as client:
+        assert client.post("/v1/completions", json=body(1, 12, n=2)).status_code == 200
+        assert client.post("/v1/completions", json=body(1, 12, n=3, **no_token)).status_code == 400
+        late = body(1, 400, n=4, ignore_eos=True, timeout=0.2)
+        assert client.post("/v1/completions", json=late).status_code == 504
+        values, ends = values_of(client.get("/metrics").text), ends_of(client)
+    assert ends.pop("length", 0) + ends.pop("stop", 0) == 2
+    assert ends == {"error": 3, "deadline": 4}
+    samples = [sample.stats() for group in groups for sample in group.samples]
+    assert len(samples) == 9 and any(s.num_tokens for s in samples[5:])
+    assert values["forerun_generation_tokens_total"] == sum(s.num_tokens for s in samples)
+    assert values["forerun_prompt_tokens_total"] == sum(s.num_prompt_tokens for s in samples)
+    assert values["forerun_cached_prompt_tokens_total"] == sum(s.num_cached_tokens for s in samples)
+
+
+def test_a_request_that_is_given_up_counts_each_sample_once(small: LLM) -> None:
+    """Two of four have ended when the client goes."""
+
+    async def scenario() -> None:
+        service = EngineService(small, settings())
+        service.start()
+        stream = service.submit(small.prepare("Once", SamplingParams(max_tokens=150, ignore_eos=True, seed=1, n=4)))
+        ended = 0
+        async for deltas in stream.deltas():
+            ended += sum(delta.finish_reason is not None for delta in deltas)
+            if ended:
+                break
+        service.abort(stream)
+        await asyncio.to_thread(service.stop)
+        metrics = service.metrics
+        counts = {reason: metrics.finished.labels(reason)._value.get() for reason in ("length", "abort")}
+        assert counts["length"] >= ended and counts["length"] + counts["abort"] == 4 and counts["abort"] > 0
+
+    asyncio.run(scenario())
+    assert num_used(small) == 0
+
+
+class Broken(BaseException):
+    """What no `except Exception` sees, as when a library of Rust's panics."""
+
+
+@pytest.mark.parametrize("part", ["_deliver", "_take_commands", "_dispatch", "abort"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, Broken])
+def test_whatever_breaks_around_a_step_nobody_waits_for_ever(
+    small: LLM, part: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request gets its error, and the next one its answer."""
+    broken: list[str] = []
+
+    async def scenario() -> None:
+        service = EngineService(small, settings())
+        of = small if part == "abort" else service
+        whole = getattr(of, part)
+
+        def once(*given: Any) -> Any:
+            if not broken and (part == "abort" or service._streams):
+                broken.append(part)
+                raise error("broken")
+            return whole(*given)
+
+        monkeypatch.setattr(of, part, once, raising=False)
+        if part == "abort":  # which is called where a step has failed
+            step = small.step
+            monkeypatch.setattr(small, "step", lambda: 1 / 0 if not broken else step(), raising=False)
+        service.start()
+        params = SamplingParams(max_tokens=5, seed=1)
+        with pytest.raises(ApiError) as caught:
+            await asyncio.wait_for(read(service.submit(small.prepare("Once", params))), 60)
+        assert caught.value.status_code == 500 and broken
+        if part != "abort":  # after which nobody knows what the engine holds
+            assert service.healthy
+            await asyncio.wait_for(read(service.submit(small.prepare("Once", params))), 60)
+        await asyncio.to_thread(service.stop)
+
+    async def read(stream: Any) -> None:
+        async for _ in stream.deltas():
+            pass
+
+    asyncio.run(scenario())
+    monkeypatch.undo()
+    for group_id in list(small.engine.groups):
+        small.abort(group_id)
+    assert num_used(small) == 0
+
+
+def test_a_request_that_comes_while_the_engine_ends_is_refused(small: LLM) -> None:
+    async def scenario() -> None:
+        service = EngineService(small, settings())
+        service.start()
+        held = service.submit(small.prepare("Once", SamplingParams(max_tokens=400, ignore_eos=True)))
+        service._commands.put(service._stop)
+        late = service.submit(small.prepare("Once", SamplingParams(max_tokens=4)))  # behind the end
+        for stream in (held, late):
+            with pytest.raises(ApiError) as caught:
+                await asyncio.wait_for(anext(stream.deltas()), 60)
+                await asyncio.wait_for(drain(stream), 60)
+            assert caught.value.status_code == 503
+        await asyncio.to_thread(service.stop)
+        with pytest.raises(ApiError, match="shutting down"):
+            service.submit(small.prepare("Once", SamplingParams(max_tokens=4)))
+
+    async def drain(stream: Any) -> None:
+        async for _ in stream.deltas():
+            pass
+
+    asyncio.run(scenario())
+    assert num_used(small) == 0
 
 
 def test_the_dashboard_asks_for_metrics_that_exist(small: LLM) -> None:

@@ -6,6 +6,7 @@ Knows: options, and how they reach the engine, the server and uvicorn. Does not 
 from __future__ import annotations
 
 import ipaddress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from forerun.cli import options as opt
 from forerun.cli.console import print_note
 from forerun.cli.engine import open_llm
 from forerun.cli.listening import check_address
+from forerun.config import api_key_from_environment
 from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,11 +24,11 @@ if TYPE_CHECKING:
     from forerun.server.settings import ServerSettings
 
 SERVER, SAFETY = "Server", "Limits and safety"
-KEEP_ALIVE_S, SHUTDOWN_S = 5, 10
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
-def _server(help_text: str, *names: str) -> Any:
-    return typer.Option(*names, help=help_text, rich_help_panel=SERVER)
+def _server(help_text: str, *names: str, **limits: Any) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=SERVER, **limits)
 
 
 def _safety(help_text: str, *names: str, **limits: Any) -> Any:
@@ -52,54 +54,61 @@ def serve(
         bool, _safety("Run chat templates that requests bring.", "--trust-request-chat-template")
     ] = False,
     log_format: Annotated[str, _server("text or json.")] = "text",
-    api_key: Annotated[list[str] | None, _safety("Key clients must send; repeatable.")] = None,
+    log_level: Annotated[str, _server("debug (with health checks), info, warning or error.")] = "info",
+    drain_seconds: Annotated[float, _server("Time for requests to end when the server is told to stop.", min=0)] = 8.0,
+    api_key: Annotated[list[str] | None, _safety("Key clients must send; repeatable. Else FORERUN_API_KEY.")] = None,
     api_key_file: Annotated[Path | None, _safety("A file of keys, one a line.")] = None,
+    allowed_hosts: Annotated[list[str] | None, _safety("Names clients may call this server by; *.NAME for all below, * "
+                                                       "for any; repeatable.")] = None,
+    allowed_origins: Annotated[list[str] | None, _safety("Web pages that may ask, by SCHEME://HOST[:PORT], or *; "
+                                                         "repeatable.")] = None,
     ssl_certfile: Annotated[Path | None, _safety("TLS certificate (PEM).")] = None,
     ssl_keyfile: Annotated[Path | None, _safety("TLS key (PEM).")] = None,
     max_queue: Annotated[int, _safety("Requests that may wait beside those that run; more get 429.", min=0)] = 256,
     max_body_bytes: Annotated[int, _safety("Largest request body.", min=1)] = 8 << 20,
     max_prompt_tokens: Annotated[int | None, _safety("Longest prompt; what the context holds unless given.")] = None,
     max_samples: Annotated[int, _safety("Most samples (n times prompts) of one request.", min=1)] = 64,
-    max_connections: Annotated[int, _safety("Open connections; more get 503.", min=1)] = 4096,
+    max_connections: Annotated[int, _safety("Requests open at a time; more get 503.", min=1)] = 4096,
     timeout: Annotated[float | None, _safety("Seconds for requests that bring no timeout of their own.")] = None,
     grammar_timeout: Annotated[float, _safety("Seconds for compiling a schema, regex or grammar.")] = 10.0,
     max_num_seqs: Annotated[int, _engine("Requests computed at the same time.")] = 32,
     max_num_batched_tokens: Annotated[int, _engine("Rows a step may compute.")] = 512,
     prefix_caching: Annotated[bool, _engine("Keep computed prompts for others alike.")] = True,
     seed: Annotated[int, _engine("Where the seeds of requests that bring none come from.")] = 0,
-    drafter: opt.DrafterName = None,
-    draft_model: opt.DraftModel = None,
     speculative_config: Annotated[str | None, _engine("vLLM's JSON, instead.", opt.DRAFTING)] = None,
-    max_draft_tokens: opt.MaxDraftTokens = None,
-    tree_width: opt.TreeWidth = None,
-    head_weights: opt.HeadWeights = "stored",
-    adaptive: opt.Adaptive = True,
-    verification: opt.Verification = "coupled",
-    dtype: opt.Dtype = "auto",
-    kv_cache_dtype: opt.KVCacheDtype = "auto",
-    max_model_len: opt.MaxModelLen = None,
-    device: opt.Device = "auto",
-    kernels: opt.KernelsName = "auto",
+    drafter: opt.DrafterName = None, draft_model: opt.DraftModel = None, max_draft_tokens: opt.MaxDraftTokens = None,
+    tree_width: opt.TreeWidth = None, head_weights: opt.HeadWeights = "stored", adaptive: opt.Adaptive = True,
+    verification: opt.Verification = "coupled", dtype: opt.Dtype = "auto", kv_cache_dtype: opt.KVCacheDtype = "auto",
+    max_model_len: opt.MaxModelLen = None, device: opt.Device = "auto", kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
 ) -> None:  # fmt: skip
     """Serve a model to any client of OpenAI's API."""
-    given = locals()
+    given = locals()  # every option by its name
     name = opt.chosen_model(model_name, model)
+    _log_to(log_format, log_level)
     settings = _settings(name, given)
-    tls = _tls(ssl_certfile, ssl_keyfile)
+    listen = {"host": host, "port": port, **_tls(ssl_certfile, ssl_keyfile)}
     engine = _engine_options(name, given)
-    if log_format not in ("text", "json"):
-        raise ConfigError(f"log-format must be text or json; got {log_format!r}")
     check_address(host, port)
     _note_open(host, settings)
     _bound_memory()
-    llm = open_llm(name, **engine)
-    _run(llm, settings, log_format, host=host, port=port, limit_concurrency=max_connections, **tls)
+    _run(open_llm(name, **engine), settings, listen)
+
+
+def _log_to(style: str, level: str) -> None:
+    try:
+        from forerun.server import logs
+    except ImportError as error:
+        raise ConfigError(f"`forerun serve` needs `pip install 'forerun[server]'` ({error})") from error
+    for option, value, allowed in (("log-format", style, ("text", "json")), ("log-level", level, logs.LEVELS)):
+        if value not in allowed:
+            raise ConfigError(f"{option} must be one of {', '.join(allowed)}; got {value!r}")
+    logs.configure(style, level)
 
 
 def _settings(name: str, given: dict[str, Any]) -> ServerSettings:
     try:
-        from forerun.server.app import create_app  # noqa: F401
+        from forerun.server.run import affordable
         from forerun.server.settings import ServerSettings
     except ImportError as error:
         raise ConfigError(f"`forerun serve` needs `pip install 'forerun[server]'` ({error})") from error
@@ -108,9 +117,14 @@ def _settings(name: str, given: dict[str, Any]) -> ServerSettings:
         "tool_parser", "reasoning_parser", "max_queue", "max_body_bytes", "max_prompt_tokens", "max_samples",
         "unknown_fields", "trust_request_chat_template",
     )  # fmt: skip
+    keys = _keys(given["api_key"], given["api_key_file"])
     return ServerSettings(
         served_names=tuple(given["served_model_name"] or (_model_id(name),)),
-        api_keys=(*(given["api_key"] or ()), *_keys(given["api_key_file"])),
+        api_keys=keys,
+        allowed_hosts=_allowed_hosts(given["host"], given["allowed_hosts"], bool(keys)),
+        allowed_origins=tuple(given["allowed_origins"] or ()),
+        max_connections=affordable(given["max_connections"]),
+        drain_s=given["drain_seconds"],
         timeout_s=given["timeout"],
         grammar_timeout_s=given["grammar_timeout"],
         **{option: given[option] for option in same},
@@ -122,9 +136,14 @@ def _model_id(name: str) -> str:
     return Path(name).name if name.endswith(".gguf") else name
 
 
-def _keys(path: Path | None) -> list[str]:
-    if path is None:
-        return []
+def _keys(given: list[str] | None, path: Path | None) -> tuple[str, ...]:
+    """Those of the command line, else that of the environment."""
+    named = (*(given or ()), *(_read_keys(path) if path else ()))
+    from_environment = None if named else api_key_from_environment()
+    return (from_environment,) if from_environment else named
+
+
+def _read_keys(path: Path) -> list[str]:
     try:
         keys = [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -132,6 +151,18 @@ def _keys(path: Path | None) -> list[str]:
     if not keys:
         raise ConfigError(f"{path} holds no API key: write one a line")
     return keys
+
+
+def _allowed_hosts(host: str, given: list[str] | None, has_keys: bool) -> tuple[str, ...]:
+    """The names given; on loopback its own besides.
+
+    A page of another site may have its name point to this machine, so that a browser takes a server without keys for a
+    part of that site: unless names are given, such a server answers to its own only.
+    """
+    if not _is_loopback(host):
+        return tuple(given or ())
+    own = dict.fromkeys((*LOOPBACK_NAMES, host))
+    return (*own, *(given or ())) if given or not has_keys else ()
 
 
 def _tls(certificate: Path | None, key: Path | None) -> dict[str, Any]:
@@ -180,14 +211,9 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _run(llm: LLM, settings: ServerSettings, log_format: str, **options: Any) -> None:
-    import uvicorn
-
+def _run(llm: LLM, settings: ServerSettings, listen: dict[str, Any]) -> None:
     from forerun.server.app import create_app
-    from forerun.server.logs import configure
+    from forerun.server.run import Server
 
-    configure(log_format)
-    uvicorn.run(
-        create_app(llm, settings), log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=SHUTDOWN_S, server_header=False, **options,
-    )  # fmt: skip
+    with suppress(KeyboardInterrupt):  # Ctrl-C, which the server has dealt with
+        Server(create_app(llm, settings), **listen).run()

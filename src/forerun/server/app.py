@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from threading import Thread
+from threading import Event, Thread
 from time import time
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from forerun import __version__
 from forerun.engine.outputs import RequestGroup
@@ -30,7 +31,7 @@ from forerun.server.completions import CompletionJob
 from forerun.server.context import ServerContext
 from forerun.server.conversation import render
 from forerun.server.errors import ApiError, as_api_error, validation_error
-from forerun.server.gate import Gate
+from forerun.server.gate import ID_HEADER, Gate
 from forerun.server.generation import EventStream, Generation, unless_gone
 from forerun.server.memory import bound_arenas
 from forerun.server.playground import PATHS as PLAYGROUND_PATHS
@@ -46,12 +47,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "The request is wrong; the error names the field.",
         401: "An API key is needed.",
+        403: "The server does not go by the name in the Host header.",
         404: "There is no such model.",
         408: "The body did not arrive in time.",
         413: "The body is too large.",
         422: "Not used; wrong fields are 400.",
         429: "The queue is full; Retry-After says when to come again.",
-        503: "The engine does not work.",
+        503: "The engine does not work, the server stops, or too many requests are open.",
         504: "The request took longer than its timeout.",
     }.items()
 }
@@ -73,36 +75,49 @@ class Job(Protocol):
 def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     """The application that serves `llm`; its lifespan starts and stops the engine's thread."""
     bound_arenas()
-    service, context, large = EngineService(llm, settings), ServerContext(llm, settings), LargeBodies()
+    service, context = EngineService(llm, settings), ServerContext(llm, settings)
+    large, stopping = LargeBodies(), Event()
+
+    def stop() -> None:
+        """End all requests with an error, and what works for them; may be called again."""
+        stopping.set()
+        service.stop()
+        context.grammars.close()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS, "forerun-request"))
         if settings.warm_grammars:
-            Thread(target=_warm, args=(context,), name="forerun-grammars", daemon=True).start()
+            Thread(target=_warm, args=(context, stopping), name="forerun-grammars", daemon=True).start()
         try:
             yield
         finally:
-            await asyncio.to_thread(service.stop)
-            await asyncio.to_thread(context.grammars.close)
+            await asyncio.to_thread(stop)
             large.close()
 
     app = FastAPI(title="forerun", version=__version__, lifespan=lifespan, separate_input_output_schemas=False)
     app.state.service, app.state.context, app.state.large_bodies = service, context, large
+    app.state.stop = stop
     app.include_router(_router(service, context))
     for kind in (ForerunError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
     paths = frozenset(path for path in (*app.openapi()["paths"], "/docs", "/openapi.json", *PLAYGROUND_PATHS))
     app.add_middleware(Gate, settings=settings, metrics=service.metrics, paths=paths)
+    if settings.allowed_origins:  # outermost: a page may read errors, too, and asks before it has shown its key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",), allow_private_network=True, expose_headers=(ID_HEADER, "Retry-After"),
+        )  # fmt: skip
     return app
 
 
-def _warm(context: ServerContext) -> None:
+def _warm(context: ServerContext, stopping: Event) -> None:
     try:
         context.grammars.start()
     except ApiError as error:
-        log.warning("no structured output: %s", error.message)
+        if not stopping.is_set():
+            log.warning("no structured output: %s", error.message)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -1,6 +1,7 @@
 """Who may ask: bearer keys, compared in constant time.
 
-Knows: the Authorization header. Does not know: routes.
+Knows: the Authorization header, and that a key beyond ASCII comes in UTF-8 or Latin-1, as the client's library encodes
+headers. Does not know: routes.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ class KeyCheck:
     """Refuses requests without one of the keys; with no keys everyone may ask."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self._keys = [key.encode() for key in keys]
+        self._keys = [encoded for key in keys for encoded in _encodings(key)]
 
     def __call__(self, authorization: str | None) -> None:
         """Raise ApiError 401 unless the header is `Bearer KEY` with a known key."""
         if not self._keys:
             return
         scheme, _, given = (authorization or "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]  # all, always
+        matches = [hmac.compare_digest(given.encode("latin-1").strip(), key) for key in self._keys]  # all, always
         if scheme.lower() != "bearer" or not any(matches):
             raise ApiError(
                 401,
@@ -30,3 +31,9 @@ class KeyCheck:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+
+def _encodings(key: str) -> set[bytes]:
+    """The bytes of a key in a header."""
+    latin = key.encode("latin-1", "ignore")
+    return {key.encode(), latin} if latin.decode("latin-1") == key else {key.encode()}

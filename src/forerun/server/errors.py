@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from forerun.errors import ConfigError, DeadlineError, ForerunError, LogitsError, QueueFullError, RequestError
 
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 408: "timeout_error",
-         413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+         408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
          504: "timeout_error"}  # fmt: skip
 MAX_SHOWN = 200  # characters of a value repeated in a message
 MAX_ERRORS = 100  # of a body, all of which pydantic writes down before one can be had
@@ -81,8 +81,10 @@ def validation_error(error: RequestValidationError | ValidationError) -> ApiErro
     field = str(next((part for part in first["loc"] if part != "body"), "")) or None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {path!r}: leave it out", param=path, code="unknown_parameter")
-    where = f"{path}: " if path else "the body must be a JSON object with Content-Type application/json: "
-    return ApiError(400, f"{where}{first['msg']}; got {shown(first.get('input'))}", param=field, code="invalid_type")
+    if not path:  # whose text is nobody's to repeat: it was not read as JSON, or is no object
+        return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json",
+                        code="invalid_type")  # fmt: skip
+    return ApiError(400, f"{path}: {first['msg']}; got {shown(first.get('input'))}", param=field, code="invalid_type")
 
 
 def shown(value: Any) -> str:

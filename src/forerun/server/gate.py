@@ -1,4 +1,4 @@
-"""What every HTTP request passes before its endpoint: an id, a key, limits on its body, a line in the log, a count.
+"""What every HTTP request passes before its endpoint: an id, a known host, a key, limits, a line in the log, a count.
 
 Knows: ASGI messages. Does not know: endpoints.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from fnmatch import fnmatchcase
 from time import perf_counter
 from typing import Any
 from uuid import uuid4
@@ -21,7 +22,8 @@ from forerun.server.metrics import Metrics
 from forerun.server.settings import ServerSettings
 
 # Asked for by load balancers, which have no key, and by browsers, which have none before the page has asked for it.
-OPEN_PATHS = ("/health", "/", "/playground.js", "/steps.js", "/playground.css")
+HEALTH = "/health"
+OPEN_PATHS = (HEALTH, "/", "/playground.js", "/steps.js", "/playground.css")
 ID_HEADER = "X-Request-Id"
 _ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
 
@@ -39,6 +41,7 @@ class Gate:
         self._paths = paths
         self._open_ended = {re.compile(_pattern(path)): path for path in paths if "{" in path}
         self._check_key = KeyCheck(settings.api_keys)
+        self._num_open = 0  # requests in progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection's request."""
@@ -47,18 +50,41 @@ class Gate:
             return
         passage = _Passage(scope, receive, send, self._settings)
         path = self._known(scope["path"])
+        num_places = int(path != HEALTH)  # health checks need none: there must be room for them always
+        self._num_open += num_places
         try:
-            if path is None:
-                raise ApiError(404, f"there is no {scope['path'][:200]} here; see /docs", code="not_found")
-            if scope["path"] not in OPEN_PATHS:
-                self._check_key(passage.headers.get("authorization"))
-            passage.check_length()
+            self._check(passage, path)
             await self._app(scope, passage.receive, passage.send)
         except Exception as error:
             await self._answer_error(passage, error)
         finally:
+            self._num_open -= num_places
             self._metrics.http.labels(path or "other", str(passage.status)).inc()
-            log.info("request", extra=passage.summary())
+            log.log(_level(path, passage.status), "request", extra=passage.summary())
+
+    def _check(self, passage: _Passage, path: str | None) -> None:
+        """Raise ApiError for a request, to this known path, that is to go no further."""
+        if path != HEALTH and self._num_open > self._settings.max_connections:
+            raise ApiError(
+                503, f"{self._settings.max_connections} requests are open, as many as this server takes: try again",
+                code="too_many_connections", headers={"Retry-After": "1", "Connection": "close"},
+            )  # fmt: skip
+        self._check_host(passage.headers.get("host", ""))
+        if path is None:
+            raise ApiError(404, f"there is no {passage.scope['path'][:200]} here; see /docs", code="not_found")
+        if path not in OPEN_PATHS:
+            self._check_key(passage.headers.get("authorization"))
+        passage.check_length()
+
+    def _check_host(self, given: str) -> None:
+        """Refuse names this server does not go by: a page of another site may have made its own name point here."""
+        allowed = self._settings.allowed_hosts
+        if given and allowed and not any(fnmatchcase(host_name(given), name.lower()) for name in allowed):
+            shown = host_name(given)[:100]
+            raise ApiError(
+                403, f"this server does not go by the name {shown!r}; if it should, start it with --allowed-hosts NAME",
+                code="unknown_host",
+            )  # fmt: skip
 
     def _known(self, path: str) -> str | None:
         """The known path this is, or is an example of; None: it is neither."""
@@ -76,6 +102,18 @@ class Gate:
 def _pattern(path: str) -> str:
     """A path's {parameters} as a regular expression."""
     return ".+".join(re.escape(part) for part in re.split(r"\{[^}]*\}", path))
+
+
+def _level(path: str | None, status: int) -> int:
+    """Of a request's line in the log: health checks that go well say nothing."""
+    return logging.DEBUG if path == HEALTH and status == 200 else logging.INFO
+
+
+def host_name(given: str) -> str:
+    """A Host header without its port, an IPv6 address without brackets."""
+    name = given.strip().lower()
+    bare = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    return bare.rstrip(".")
 
 
 class _Passage:

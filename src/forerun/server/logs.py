@@ -10,6 +10,7 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+LEVELS = ("debug", "info", "warning", "error")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
@@ -26,7 +27,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False, default=str)
+        return _printable(json.dumps(entry, ensure_ascii=False, default=str))
 
 
 class TextFormatter(logging.Formatter):
@@ -35,8 +36,8 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line, and a traceback below it where there is one."""
         when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
-        line = f"{when} {record.levelname.lower()} {record.getMessage()}{fields}"
+        fields = "".join(f" {name}={_word(str(value))}" for name, value in _fields(record).items())
+        line = f"{when} {record.levelname.lower()} {_printable(record.getMessage())}{fields}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -44,12 +45,26 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
     return {name: value for name, value in vars(record).items() if name not in _STANDARD and value is not None}
 
 
-def configure(style: str) -> None:
-    """Send the server's log to standard error, `style` being json or text."""
+def _word(value: str) -> str:
+    """A field's value as one word: whatever could be taken for another field or line is quoted."""
+    plain = value.isprintable() and not set(value) & set(' "=')
+    return value if plain and value else _printable(json.dumps(value, ensure_ascii=False))
+
+
+def _printable(text: str) -> str:
+    """Without line ends and what else steers a terminal or a reader of lines; what comes from a client may hold any."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] if ord(c) != 0x7F else "\\u007f" for c in text)
+
+
+def configure(style: str, level: str) -> None:
+    """Send forerun's log to standard error, `style` being json or text, and uvicorn's where it reports trouble."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
-    for name in ("forerun.server", "uvicorn.error"):
+    quiet = level if level in ("debug", "error") else "warning"
+    for name, least in (("forerun", level), ("uvicorn.error", quiet)):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
-        logger.setLevel(logging.INFO)
+        logger.setLevel(least.upper())
         logger.propagate = False

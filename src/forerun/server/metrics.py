@@ -41,8 +41,10 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(_LoadCollector(read_load))
         self.http = self._counter("http_requests", "HTTP requests by path and status.", "path", "status")
-        self.finished = self._counter("samples_finished", "Samples by how they ended.", "reason")
-        self.prompt = self._counter("prompt_tokens", "Prompt tokens of finished samples.")
+        self.finished = self._counter(
+            "samples_finished", "Samples by how they ended: stop, length, abort, deadline or error.", "reason"
+        )
+        self.prompt = self._counter("prompt_tokens", "Prompt tokens of samples that ended.")
         self.generated = self._counter("generation_tokens", "Tokens written.")
         self.cached = self._counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache.")
         self.drafted = self._counter("draft_tokens", "Tokens drafted, by drafter.", "drafter")

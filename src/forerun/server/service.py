@@ -25,6 +25,7 @@ from forerun.server.metrics import Load, Metrics
 from forerun.server.settings import ServerSettings
 
 MAX_FAILURES = 3  # steps failed in a row after which the server calls itself unhealthy
+_REASONS = {499: "abort", 503: "abort", 504: "deadline"}  # how samples count that end with an error; else "error"
 _RISE = 0.1  # how fast the usual time of a sample follows new ones
 
 log = logging.getLogger("forerun.server")
@@ -66,8 +67,12 @@ class Stream:
     loop: asyncio.AbstractEventLoop
     constrained: bool
     sent: list[_Sent]
+    num_open: int = field(init=False)  # samples whose end has not been sent; the engine's thread only
     started: float = field(default_factory=perf_counter)
     arrived: asyncio.Queue[list[Delta] | ApiError] = field(default_factory=asyncio.Queue)
+
+    def __post_init__(self) -> None:
+        self.num_open = len(self.group.samples)
 
     @property
     def request_id(self) -> str:
@@ -114,7 +119,9 @@ class EngineService:
         self._num_open = 0  # samples accepted and not ended; the event loop only
         self._usual_s = 1.0  # time a sample takes
         self._failures = 0
+        self._closing = False  # nothing more is taken
         self._stopping = False
+        self._ended = False  # the thread takes no more commands
         self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
 
     def deliver_meanwhile(self) -> None:
@@ -128,7 +135,8 @@ class EngineService:
         self._thread.start()
 
     def stop(self) -> None:
-        """End all requests and the thread; returns when it has ended."""
+        """Take no more requests, end all with an error, and the thread; returns when it has ended."""
+        self._closing = True
         self._commands.put(self._stop)
         self._thread.join()
 
@@ -152,6 +160,8 @@ class EngineService:
 
     def check_room(self, num_samples: int) -> None:
         """Raise ApiError 429 if so many more samples would overfill the queue, 503 if the engine is down."""
+        if self._closing:
+            raise _shutting_down()
         if not self.healthy:
             raise ApiError(503, "the engine has stopped working; see /health", headers={"Retry-After": "30"})
         slots = self.llm.config.max_num_seqs
@@ -171,6 +181,8 @@ class EngineService:
         stream = Stream(group, asyncio.get_running_loop(), constrained, sent)
         self._num_open += len(group.samples)
         self._commands.put(lambda: self._begin(stream))
+        if self._ended:  # in this moment: nobody may have seen the command
+            raise _shutting_down()
         return stream
 
     def abort(self, stream: Stream) -> None:
@@ -181,11 +193,20 @@ class EngineService:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._take_commands()
+            try:
+                self._turn()
+            except BaseException as error:  # a library may panic with one: whatever it is, clients must not wait for it
+                self._recover(error)
+        self._ended = True
+        self._refuse_late()
+
+    def _turn(self) -> None:
+        """Whatever there is to do now; waits if that is nothing."""
+        self._take_commands()
+        self._dispatch()
+        if self._streams and not self._stopping:
+            self._advance()
             self._dispatch()
-            if self._streams and not self._stopping:
-                self._advance()
-                self._dispatch()
 
     def _take_commands(self) -> None:
         """All that wait; while there is nothing to compute, wait for one."""
@@ -200,7 +221,14 @@ class EngineService:
     def _stop(self) -> None:
         self._stopping = True
         self._deliver_last()  # whoever has ended gets the answer
-        self._fail(list(self._streams.values()), ApiError(503, "the server is shutting down"))
+        self._fail(list(self._streams.values()), _shutting_down())
+
+    def _refuse_late(self) -> None:
+        """Requests that came while the thread was ending."""
+        while not self._commands.empty():
+            self._survives(self._commands.get())
+        self._survives(lambda: self._fail(list(self._streams.values()), _shutting_down()))
+        self._dispatch()
 
     def _begin(self, stream: Stream) -> None:
         self._streams[stream.request_id] = stream
@@ -213,14 +241,17 @@ class EngineService:
     def _drop(self, stream: Stream) -> None:
         if stream.request_id in self._streams:
             self._fail([stream], ApiError(499, "the client went away"))
-            self.metrics.finished.labels("abort").inc(len(stream.group.samples))
 
     def _fail(self, streams: Sequence[Stream], error: ApiError) -> None:
         """End these with an error and free what they hold."""
         for stream in streams:
             del self._streams[stream.request_id]
+            self._send(stream, error, stream.num_open)  # first: whoever waits is told even if the engine is broken
+            reason = _REASONS.get(error.status_code, "error")
+            for sample, sent in zip(stream.group.samples, stream.sent, strict=True):
+                if not sent.done:
+                    self.metrics.sample_finished(sample.stats(), reason, None)
             self.llm.abort(stream.request_id)
-            self._send(stream, error, sum(not sent.done for sent in stream.sent))
 
     def _advance(self) -> None:
         """One step for all, and what it brought to everyone."""
@@ -229,16 +260,12 @@ class EngineService:
             return
         now = perf_counter()
         num_running = len(self.llm.engine.scheduler.running) or 1
-        try:
-            changed = self.llm.step()
-        except Exception as error:
-            self._recover(error)
-            return
-        self._failures = 0
+        changed = self.llm.step()
         self._undelivered = partial(self._deliver, changed, perf_counter() - now, num_running)
         engine, failed = self.llm.engine, any(s.request.error is not None for group in changed for s in group.samples)
         if engine.meanwhile is None or not engine.has_work or failed:  # failed ones are aborted, between steps only
             self._deliver_last()
+        self._failures = 0
 
     def _deliver_last(self) -> None:
         """What is still undelivered, and send it."""
@@ -247,19 +274,26 @@ class EngineService:
             deliver()
             self._dispatch()
 
-    def _recover(self, error: Exception) -> None:
-        """A step broke: everyone in it is told, everything they held is freed, and the next request starts afresh."""
+    def _recover(self, error: BaseException) -> None:
+        """A step broke, or something around it: all are told, what they held is freed, the next request starts anew."""
         self._failures += 1
         self.metrics.errors.inc()
         log.error("a step of the engine failed", exc_info=error)
         answer = ApiError(500, "the engine failed on a step this request was part of", code="engine_error")
-        try:
-            self._deliver_last()
-            self._fail(list(self._streams.values()), answer)
-            self.llm.engine.scheduler.check_integrity()
-        except Exception:
-            log.exception("the engine cannot be cleaned up")
+        clean = [self._survives(self._deliver_last)]
+        clean += [self._survives(partial(self._fail, [stream], answer)) for stream in list(self._streams.values())]
+        if not all([*clean, self._survives(self.llm.engine.scheduler.check_integrity)]):
             self._failures = MAX_FAILURES
+        self._survives(self._dispatch)
+
+    def _survives(self, cleaning: Command) -> bool:
+        """Do it; whether that went well."""
+        try:
+            cleaning()
+        except BaseException:
+            log.exception("the engine cannot be cleaned up")
+            return False
+        return True
 
     def _deliver(self, changed: Sequence[RequestGroup], step_s: float, num_running: int) -> None:
         plain_s = self.llm.plain_step_s(num_running)
@@ -269,11 +303,12 @@ class EngineService:
                 self._deliver_one(stream, step_s, plain_s)
 
     def _deliver_one(self, stream: Stream, step_s: float, plain_s: float | None) -> None:
+        error = next((s.request.error for s in stream.group.samples if s.request.error is not None), None)
+        if error is not None:
+            self._fail([stream], as_api_error(error, stream.constrained))
+            return
         deltas, num_done = [], 0
         for sample, sent in zip(stream.group.samples, stream.sent, strict=True):
-            if sample.request.error is not None:
-                self._fail([stream], as_api_error(sample.request.error, stream.constrained))
-                return
             if not sent.done and sample.request.num_output > sent.num_tokens:
                 _count_time(sample, sent, step_s, plain_s)
                 deltas.append(_delta(sample, sent))
@@ -289,6 +324,7 @@ class EngineService:
             self.metrics.sample_finished(delta.stats, delta.finish_reason, delta.speedup)
 
     def _send(self, stream: Stream, item: list[Delta] | ApiError, num_done: int) -> None:
+        stream.num_open -= num_done
         self._outbox.append(_Parcel(stream, item, num_done))
 
     def _dispatch(self) -> None:
@@ -306,6 +342,10 @@ class EngineService:
         for stream, item, num_done in parcels:
             self._num_open -= num_done
             stream.arrived.put_nowait(item)
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 def _count_time(sample: SampleRecord, sent: _Sent, step_s: float, plain_s: float | None) -> None:

@@ -5,9 +5,14 @@ Knows: names, defaults and ranges of what `forerun serve` adds to the engine's o
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from forerun.errors import ConfigError
+
+_ORIGIN = re.compile(r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s,]+)$")
+# A name, *.NAME, or an address without brackets.
+_HOST = re.compile(r"^(\*|(\*\.)?[^/\s,*:\[\]]+|[0-9a-f]*(:[0-9a-f.]*){2,})$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +21,10 @@ class ServerSettings:
 
     served_names: tuple[str, ...]  # names of the model; the first is reported
     api_keys: tuple[str, ...] = ()  # (): no key is asked for
+    allowed_hosts: tuple[str, ...] = ()  # names in the Host header; *.NAME for those below it; (): any
+    allowed_origins: tuple[str, ...] = ()  # of pages in browsers that may ask; "*": all
+    max_connections: int = 4096  # requests at a time, health checks not counted
+    drain_s: float = 8.0  # for requests to end when the server is told to stop
     max_body_bytes: int = 8 << 20
     max_prompt_tokens: int | None = None  # None: what the context holds
     max_queue: int = 256  # samples that may wait beside those that run
@@ -34,17 +43,28 @@ class ServerSettings:
             raise ConfigError("a served model needs at least one name")
         if any(not key for key in self.api_keys):
             raise ConfigError("an API key is empty: give a text of at least one character, or no key")
-        for name in ("max_body_bytes", "max_samples", "body_timeout_s", "grammar_timeout_s"):
+        for name in ("max_body_bytes", "max_samples", "max_connections", "body_timeout_s", "grammar_timeout_s"):
             _positive(name, getattr(self, name))
         for name in ("max_prompt_tokens", "timeout_s"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         if self.unknown_fields not in ("refuse", "ignore"):
             raise ConfigError(f"unknown-fields must be refuse or ignore; got {self.unknown_fields!r}")
-        if self.max_queue < 0:
-            raise ConfigError(f"max_queue must be 0 or more, got {self.max_queue}")
+        for name in ("max_queue", "drain_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        _forms(
+            "allowed origin", self.allowed_origins, _ORIGIN, "* or SCHEME://HOST[:PORT], such as https://example.com"
+        )
+        _forms("allowed host", self.allowed_hosts, _HOST, "*, a name, *.NAME or an address, without scheme and port")
 
 
 def _positive(name: str, value: float) -> None:
     if not value > 0:
         raise ConfigError(f"{name} must be above 0, got {value}")
+
+
+def _forms(what: str, values: tuple[str, ...], form: re.Pattern[str], allowed: str) -> None:
+    wrong = next((value for value in values if not form.match(value.lower())), None)
+    if wrong is not None:
+        raise ConfigError(f"an {what} must be {allowed}; got {wrong!r}")

@@ -252,7 +252,10 @@ class _Worker:
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "forerun.server.grammar_worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            process_group=0,  # Ctrl-C in a terminal is the server's to handle, which needs the compiler until it ends
+        )  # fmt: skip
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
 
