@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import lzma
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from forerun.training import data
 from forerun.training.mixture import Mixture
 from forerun.training.prepare import prepare
 from forerun.training.recipe import Recipe
+from forerun.training.sources import SOURCES
 
 
 def ignore(_line: str) -> None:
@@ -53,6 +56,23 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
         next(data.read_records(tmp_path, "gsm8k_train"))
     with pytest.raises(DataError, match="no benchmark files"):
         data.benchmark_grams(tmp_path / "bench")
+
+
+def test_generated_sources_come_from_their_own_folder(recipe: Recipe, tmp_path: Path) -> None:
+    made = tmp_path / "world"
+    made.mkdir()
+    records = [
+        {"kind": "sums", "turns": [["user", f"What is {i} plus 1?"], ["assistant", f"It is {i + 1}."]]}
+        for i in range(400)
+    ]
+    records += [{"kind": "story_text", "text": f"Story {i}."} for i in range(100)]
+    with lzma.open(made / "small_world.jsonl.xz", "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    mixed = replace(recipe, mix={**recipe.mix, "small_world": 1.0}, data=replace(recipe.data, generated_dir=str(made)))
+    prepared = prepare(mixed, tmp_path / "run", ignore)
+    assert prepared.counts["small_world"].documents == 490
+    [text] = SOURCES["small_world"].read(records[3], random.Random(0))
+    assert text == "<|im_start|>user\nWhat is 3 plus 1?<|im_end|>\n<|im_start|>assistant\nIt is 4.<|im_end|>\n"
 
 
 def test_prepared_folder_is_taken_again(recipe: Recipe, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def write_atomically(path: Path, state: dict[str, Any]) -> None:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Reads a checkpoint; raises TrainingError if it is damaged."""
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         raise TrainingError(f"checkpoint {path} cannot be read; start again with --fresh") from error
     return state

@@ -50,7 +50,7 @@ def draw_ids(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     `torch.multinomial` draws a random number for every entry of the vocabulary; this draws one a row.
     """
     sums = probabilities.cumsum(-1)
-    marks = torch.rand(len(sums), 1, generator=generator) * sums[:, -1:]
+    marks = torch.rand(len(sums), 1, generator=generator).to(sums.device) * sums[:, -1:]
     return torch.searchsorted(sums, marks, right=True).clamp(max=sums.shape[-1] - 1)
 
 
@@ -89,14 +89,15 @@ def draw(recipe: Recipe, teacher: Net, sources: Mapping[str, Tokens], report: Re
     assert options is not None  # the caller distills
     prompts = Mixture(sources, recipe.mix, options.prompt_tokens, recipe.seed + PROMPT_SEED_OFFSET)
     generator = torch.Generator().manual_seed(recipe.seed)
-    greedy = torch.arange(options.sample_batch) < round(options.greedy_share * options.sample_batch)
+    device = recipe.run.device
+    greedy = torch.arange(options.sample_batch, device=device) < round(options.greedy_share * options.sample_batch)
     parts: list[Tokens] = []
     row_tokens = options.prompt_tokens + options.continuation_tokens
     num_batches = -(-options.sample_tokens // (options.sample_batch * row_tokens))
     for number in range(num_batches):
         start = prompts.next_batch(options.sample_batch)[:, :-1]
-        text = continue_text(teacher, start, options.continuation_tokens, greedy, generator)
-        parts.append(text.flatten().numpy().astype(np.uint16))
+        text = continue_text(teacher, start.to(device), options.continuation_tokens, greedy, generator)
+        parts.append(text.flatten().cpu().numpy().astype(np.uint16))
         if (number + 1) % REPORT_EVERY == 0:
             report(f"sampled {number + 1} of {num_batches} batches of the teacher's text")
     return np.concatenate(parts)

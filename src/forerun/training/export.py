@@ -54,7 +54,7 @@ def export_model(net: Net, tokenizer_dir: Path, folder: Path) -> None:
     ends = [tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)]
     write_json(folder / "config.json", llama_config(net.config, ends[0]))
     write_json(folder / "generation_config.json", {"eos_token_id": ends, "pad_token_id": ends[1]})
-    weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in net.state_dict().items()}
+    weights = {name: weight.to("cpu", torch.bfloat16).contiguous() for name, weight in net.state_dict().items()}
     (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
 
 

@@ -60,7 +60,8 @@ def bits_per_byte(net: Net, heldout: Heldout) -> dict[str, float]:
 def domain_bits(net: Net, windows: Tensor, lens_bytes: Tensor) -> float:
     """Measures bits per byte on windows [windows, seq + 1]."""
     nats = 0.0
-    for batch in torch.split(windows, EVAL_BATCH):
+    device = next(net.parameters()).device
+    for batch in torch.split(windows.to(device), EVAL_BATCH):
         logits = net(batch[:, :-1])
         nats += F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum").item()
     return nats / math.log(2) / int(lens_bytes[windows[:, 1:]].sum())
@@ -70,10 +71,11 @@ def domain_bits(net: Net, windows: Tensor, lens_bytes: Tensor) -> float:
 def acceptance_rate(draft: Net, target: Net, heldout: Heldout) -> dict[str, float]:
     """Measures, per domain, how often a drafted token would be accepted at temperature 1: mean of sum min(p, q)."""
     rates = {}
+    device = next(target.parameters()).device
     for domain, windows in heldout.windows.items():
         overlaps = [
             torch.minimum(target(batch[:, :-1]).softmax(-1), draft(batch[:, :-1]).softmax(-1)).sum(-1).mean()
-            for batch in torch.split(windows, EVAL_BATCH)
+            for batch in torch.split(windows.to(device), EVAL_BATCH)
         ]
         rates[domain] = torch.stack(overlaps).mean().item()
     return rates

@@ -33,6 +33,7 @@ def train_lm(recipe: Recipe, folder: Path, fresh: bool, console: Console) -> boo
 
     Goes on from the last checkpoint in `folder` unless `fresh`. A stopped run is exported as it is.
     """
+    check_device(recipe)
     open_run(folder, fresh)
     prepared = prepare(recipe, folder / "data", console.say)
     trainer = make_trainer(recipe, prepared, folder, console)
@@ -41,6 +42,12 @@ def train_lm(recipe: Recipe, folder: Path, fresh: bool, console: Console) -> boo
         finished = trainer.run(console)
     write_results(trainer, prepared, folder)
     return finished
+
+
+def check_device(recipe: Recipe) -> None:
+    """Raises TrainingError if the device of `recipe` is not there."""
+    if recipe.run.device == "cuda" and not torch.cuda.is_available():
+        raise TrainingError(f"run.device is 'cuda', but torch {torch.__version__} sees no GPU: set run.device to 'cpu'")
 
 
 def make_trainer(recipe: Recipe, prepared: Prepared, folder: Path, console: Console) -> Trainer:
@@ -56,11 +63,11 @@ def make_net(recipe: Recipe) -> Net:
     """Makes the network, random or with the weights of `start_from`; raises TrainingError if its shape differs."""
     torch.manual_seed(recipe.seed)
     if not recipe.start_from:
-        return Net(recipe.model)
+        return Net(recipe.model).to(recipe.run.device)
     net = load_model(Path(recipe.start_from))
     if net.config != recipe.model:
         raise TrainingError(f"{recipe.start_from} has another shape than [model]: {net.config}; make them equal")
-    return net
+    return net.to(recipe.run.device)
 
 
 def make_heldout(recipe: Recipe, prepared: Prepared) -> Heldout:
@@ -76,7 +83,7 @@ def make_loss(
     """Chooses the loss and the mix; when distilling, adds the teacher's own text to `train`."""
     if recipe.distill is None:
         return next_token_loss(net, recipe.run), recipe.mix
-    teacher = load_model(Path(recipe.distill.teacher))
+    teacher = load_model(Path(recipe.distill.teacher)).to(recipe.run.device)
     check_same_vocabulary(teacher, recipe.model.vocab_size)
     train[OWN_TEXT] = sample_own_text(recipe, teacher, train, prepared.folder, console.say)
     share = recipe.distill.sample_share
@@ -94,7 +101,7 @@ def write_results(trainer: Trainer, prepared: Prepared, folder: Path) -> None:
         "sources": {name: asdict(count) for name, count in prepared.counts.items()},
     }
     if recipe.distill is not None:
-        teacher = load_model(Path(recipe.distill.teacher))
+        teacher = load_model(Path(recipe.distill.teacher)).to(recipe.run.device)
         metrics["acceptance_rate"] = acceptance_rate(trainer.net, teacher, trainer.heldout)
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
     draw_history(trainer.history, folder / "loss.png")

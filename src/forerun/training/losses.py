@@ -18,16 +18,16 @@ from forerun.training.recipe import RunConfig
 Loss = Callable[[Tensor], Tensor]
 
 
-def lower_precision(dtype: torch.dtype) -> torch.autocast:
-    """Runs matrix products in `dtype`, everything that sums in float32."""
-    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16)
+def lower_precision(run: RunConfig) -> torch.autocast:
+    """Runs matrix products in the run's precision, everything that sums in float32."""
+    return torch.autocast(run.device, dtype=torch.bfloat16, enabled=run.dtype is torch.bfloat16)
 
 
 def next_token_loss(net: Net, run: RunConfig) -> Loss:
     """Makes the cross-entropy of the next token under `net`."""
 
     def loss(windows: Tensor) -> Tensor:
-        with lower_precision(run.dtype):
+        with lower_precision(run):
             logits = net(windows[:, :-1])  # [batch, seq, vocab]
             return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
@@ -38,7 +38,7 @@ def distillation_loss(net: Net, teacher: Net, run: RunConfig) -> Loss:
     """Makes the divergence KL(teacher || net), averaged over the tokens of the windows."""
 
     def loss(windows: Tensor) -> Tensor:
-        with lower_precision(run.dtype):
+        with lower_precision(run):
             with torch.no_grad():
                 wanted = teacher(windows[:, :-1]).flatten(0, 1).float().log_softmax(-1)  # [tokens, vocab]
             given = net(windows[:, :-1]).flatten(0, 1).float().log_softmax(-1)

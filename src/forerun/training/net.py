@@ -196,5 +196,6 @@ class Net(nn.Module):
 
     def new_caches(self, batch: int, max_seq: int) -> list[LayerCache]:
         """Allocates empty caches for `batch` sequences of up to `max_seq` tokens."""
-        shape = (batch, self.config.num_kv_heads, max_seq, self.config.head_dim)
-        return [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in self.model.layers]
+        shape, device = (batch, self.config.num_kv_heads, max_seq, self.config.head_dim), self.cos.device
+        new = [torch.zeros(shape, device=device) for _ in range(2 * len(self.model.layers))]
+        return [LayerCache(keys, values) for keys, values in zip(new[::2], new[1::2], strict=True)]

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from forerun.errors import TrainingError
 from forerun.training import data
 from forerun.training.recipe import Recipe
+from forerun.training.sources import SOURCES
 from forerun.training.tokenizer import TOKENIZER_FILES, save_tokenizer, train_tokenizer
 
 Report = Callable[[str], None]
@@ -46,7 +47,8 @@ def prepare_anew(recipe: Recipe, folder: Path, report: Report) -> dict[str, data
     data_dir = Path(recipe.data.dir)
     leaks = data.benchmark_grams(Path(recipe.data.bench_dir) if recipe.data.bench_dir else None)
     report(f"reading {len(recipe.mix)} sources from {data_dir}; {len(leaks)} benchmark 13-grams")
-    splits = {name: data.split_source(data_dir, name, leaks, recipe.seed) for name in recipe.mix}
+    folders = {name: Path(recipe.data.generated_dir) if SOURCES[name].generated else data_dir for name in recipe.mix}
+    splits = {name: data.split_source(folders[name], name, leaks, recipe.seed) for name in recipe.mix}
     tokenizer = make_tokenizer(recipe, folder, splits, report)
     counts = {name: data.store(folder, name, split, tokenizer) for name, split in splits.items()}
     for name, count in counts.items():

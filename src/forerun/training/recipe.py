@@ -26,6 +26,7 @@ class DataConfig:
     """Where text comes from; folders are relative to the working directory."""
 
     dir: str = "../shared/data/train"
+    generated_dir: str = "runs/world"  # what `lab/world/make.py` wrote
     bench_dir: str = ""  # documents that share a word 13-gram with a file under it are dropped; "" drops none
 
 
@@ -87,6 +88,7 @@ class OptimizerConfig:
 
 
 PRECISIONS = ("float32", "bfloat16")
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,14 @@ class RunConfig:
     heldout_every: int = 200
     heldout_windows: int = 16  # of each domain
     compile: bool = False
+    device: str = "cpu"
     precision: str = "float32"  # of the matrix products; weights, sums and the optimizer's state stay float32
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ConfigError(f"run.precision = {self.precision!r} is unknown; allowed are {', '.join(PRECISIONS)}")
+        if self.device not in DEVICES:
+            raise ConfigError(f"run.device = {self.device!r} is unknown; allowed are {', '.join(DEVICES)}")
         if self.heldout_every % self.log_every:
             raise ConfigError("run.heldout_every is not a multiple of run.log_every")
 

@@ -42,12 +42,16 @@ CODE_REQUESTS = ("{text}", "{text} Write it in Python.", "Solve this in Python:\
 
 @dataclass(frozen=True)
 class Source:
-    """The domain a source is counted under, its reader and its file `FILE.jsonl.xz` ("" is the source's own name)."""
+    """The domain a source is counted under, its reader and its file `FILE.jsonl.xz` ("" is the source's own name).
+
+    A generated source lies in `data.generated_dir` of a recipe.
+    """
 
     domain: str
     licence: str
     read: Reader
     file: str = ""
+    generated: bool = False
 
 
 def clean(text: str) -> str:
@@ -78,6 +82,13 @@ def short_story(record: Record, rng: random.Random) -> list[str]:
     if rng.random() < 0.5:
         return [f"{title}\n\n{text}"]
     return [ask(rng.choice(STORY_REQUESTS).format(title=title), text)]
+
+
+def conversation(record: Record, _rng: random.Random) -> list[str]:
+    """Reads generated text, or a generated conversation whose turns name their roles."""
+    if "text" in record:
+        return [record["text"]]
+    return [render_chat([Turn(role, said) for role, said in record["turns"]])]
 
 
 def dialogue(record: Record, _rng: random.Random) -> list[str]:
@@ -214,5 +225,6 @@ SOURCES: Mapping[str, Source] = {
     "cia_factbook_pd": Source("articles", "public domain", plain_text),
     "nltk_state_union_pd": Source("articles", "public domain", plain_text),
     "nltk_inaugural_pd": Source("articles", "public domain", plain_text),
+    "small_world": Source("world", "Apache-2.0", conversation, generated=True),
 }
-DOMAINS = ("stories", "dialogue", "summarization", "code", "maths", "articles")
+DOMAINS = ("stories", "dialogue", "summarization", "code", "maths", "articles", "world")

@@ -151,7 +151,7 @@ class Trainer:
         total = 0.0
         for _ in range(num_micro):
             windows = self.mixtures[seq_len].next_batch(schedule.micro_tokens // seq_len)
-            loss = self.loss(windows) / num_micro
+            loss = self.loss(windows.to(self.recipe.run.device)) / num_micro
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         self.update_weights(schedule.learning_rate_scale(self.step))
