@@ -44,6 +44,11 @@ def test_committed_recipes_load(path: Path) -> None:
         ("decay_steps = 3", "decay_steps = 9", "exceed schedule.steps"),
         ("warmup_steps = 2", "warmup_steps = 0", "schedule.warmup_steps"),
         ("heldout_every = 4", "heldout_every = 3", "run.heldout_every"),
+        (
+            "heldout_every = 4",
+            'heldout_every = 4\ndevice = "tpu"',
+            "run.device = 'tpu' is unknown; allowed are cpu, cuda",
+        ),
         ("african_storybook_en", "african_storybok", "unknown source mix.african_storybok; allowed are classic_young"),
         ("mbpp_train_601_974 = 1", "mbpp_train_601_974 = 0", "must be positive"),
         ("seed = 3", "seed = ", "not valid TOML"),

@@ -71,6 +71,13 @@ def test_fresh_starts_anew_and_shapes_are_checked(recipe: Recipe, tmp_path: Path
     assert train_lm(wider, tmp_path / "run", True, Console())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_said_before_work_starts(recipe: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="sees no GPU"):
+        train_lm(replace(recipe, run=replace(recipe.run, device="cuda")), tmp_path / "run", False, Console())
+    assert not (tmp_path / "run").exists()
+
+
 def test_damaged_checkpoint_is_named(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "last.pt").write_bytes(b"nothing")
