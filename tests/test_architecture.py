@@ -109,6 +109,8 @@ NO_TORCH = (
     "cache.block_pool",
     "cache.prefix_cache",
     "server.schema",
+    "server.responses_schema",
+    "server.messages_schema",
     "server.settings",
 )
 HEAVY = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "huggingface_hub")

@@ -68,6 +68,10 @@ def serve(
     max_body_bytes: Annotated[int, _safety("Largest request body.", min=1)] = 8 << 20,
     max_prompt_tokens: Annotated[int | None, _safety("Longest prompt; what the context holds unless given.")] = None,
     max_samples: Annotated[int, _safety("Most samples (n times prompts) of one request.", min=1)] = 64,
+    max_stored_responses: Annotated[
+        int, _safety("Answers of /v1/responses kept for later requests; 0 keeps none.", min=0)
+    ] = 1000,
+    max_stored_bytes: Annotated[int, _safety("Their bytes, conversations included.", min=0)] = 64 << 20,
     max_connections: Annotated[int, _safety("Requests open at a time; more get 503.", min=1)] = 4096,
     timeout: Annotated[float | None, _safety("Seconds for requests that bring no timeout of their own.")] = None,
     grammar_timeout: Annotated[float, _safety("Seconds for compiling a schema, regex or grammar.")] = 10.0,
@@ -115,7 +119,7 @@ def _settings(name: str, given: dict[str, Any]) -> ServerSettings:
 
     same = (
         "tool_parser", "reasoning_parser", "max_queue", "max_body_bytes", "max_prompt_tokens", "max_samples",
-        "unknown_fields", "trust_request_chat_template",
+        "unknown_fields", "trust_request_chat_template", "max_stored_responses", "max_stored_bytes",
     )  # fmt: skip
     keys = _keys(given["api_key"], given["api_key_file"])
     return ServerSettings(

@@ -30,12 +30,17 @@ from forerun.server.chat import ChatJob
 from forerun.server.completions import CompletionJob
 from forerun.server.context import ServerContext
 from forerun.server.conversation import render
-from forerun.server.errors import ApiError, as_api_error, validation_error
+from forerun.server.errors import ApiError, as_api_error, unsupported, validation_error
 from forerun.server.gate import ID_HEADER, Gate
 from forerun.server.generation import EventStream, Generation, unless_gone
 from forerun.server.memory import bound_arenas
+from forerun.server.messages import MessageJob, count_tokens
+from forerun.server.messages_schema import CountTokensBody, MessagesBody
 from forerun.server.playground import PATHS as PLAYGROUND_PATHS
 from forerun.server.playground import add_playground
+from forerun.server.responses import ResponseJob
+from forerun.server.responses_schema import ResponsesBody
+from forerun.server.responses_store import ResponseStore, not_found
 from forerun.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from forerun.server.service import EngineService
 from forerun.server.settings import ServerSettings
@@ -123,32 +128,44 @@ def _warm(context: ServerContext, stopping: Event) -> None:
 async def _answer_error(request: Request, error: Exception) -> Response:
     match error:
         case RequestValidationError():
-            return validation_error(error).response()
-        case ApiError():
-            return error.response()
-        case HTTPException():
-            return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
-    return as_api_error(error).response()
+            told = validation_error(error)
+        case HTTPException() if not isinstance(error, ApiError):
+            told = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case _:
+            told = as_api_error(error)
+    return told.response(request.url.path)
 
 
 def _router(service: EngineService, context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=CheckedRoute, responses=_ERRORS)
-    _add_generating(router, service, context)
+    answer = _Answering(service)
+    _add_generating(router, answer, context)
+    _add_responses(router, answer, context)
     _add_texts(router, context)
     _add_status(router, service, context)
     add_playground(router, service, context)
     return router
 
 
-def _add_generating(router: APIRouter, service: EngineService, context: ServerContext) -> None:
-    async def answer(request: CheckedRequest, make: Callable[[], Job], stream: bool | None) -> Response:
-        service.check_room(1)
+class _Answering:
+    """Answers generating requests, whatever their API."""
+
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
+
+    async def __call__(
+        self, request: CheckedRequest, make: Callable[[], Job], stream: bool | None, named: bool = False
+    ) -> Response:
+        """The answer of the job that `make` checks; `named`: its stream's events have names."""
+        self._service.check_room(1)
         job = await request.prepare(make)
-        generation = Generation(service, job.groups, job.constrained)
+        generation = Generation(self._service, job.groups, job.constrained)
         if stream:
-            return EventStream(generation, job.chunks(generation))
+            return EventStream(generation, job.chunks(generation), named)
         return JSONResponse(await unless_gone(request, generation, job.whole(generation)))
 
+
+def _add_generating(router: APIRouter, answer: _Answering, context: ServerContext) -> None:
     @router.post("/v1/chat/completions", response_class=JSONResponse)
     async def chat_completions(body: ChatBody, request: CheckedRequest) -> Response:
         """Answer a conversation."""
@@ -160,6 +177,55 @@ def _add_generating(router: APIRouter, service: EngineService, context: ServerCo
         """Complete texts."""
         context.check_body(body)
         return await answer(request, lambda: CompletionJob(context, body), body.stream)
+
+    @router.post("/v1/messages", response_class=JSONResponse)
+    async def messages(body: MessagesBody, request: CheckedRequest) -> Response:
+        """Answer a conversation in Anthropic's format."""
+        context.check_body(body)
+        return await answer(request, lambda: MessageJob(context, body), body.stream, named=True)
+
+    @router.post("/v1/messages/count_tokens", response_class=JSONResponse)
+    async def count_message_tokens(body: CountTokensBody, request: CheckedRequest) -> dict[str, Any]:
+        """Tokens of the prompt such a conversation becomes."""
+        context.check_body(body)
+        return await request.prepare(lambda: count_tokens(context, body))
+
+    @router.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        """Not served."""
+        raise ApiError(
+            404,
+            "embeddings are not served: forerun runs models that write text, and its drafting has no use for models "
+            "that embed it; run an embedding model with a server made for those",
+            code="not_served",
+        )
+
+
+def _add_responses(router: APIRouter, answer: _Answering, context: ServerContext) -> None:
+    store = ResponseStore(context.settings.max_stored_responses, context.settings.max_stored_bytes)
+
+    @router.post("/v1/responses", response_class=JSONResponse)
+    async def responses(body: ResponsesBody, request: CheckedRequest) -> Response:
+        """Answer a conversation in the format of OpenAI's Responses API."""
+        context.check_body(body)
+        return await answer(request, lambda: ResponseJob(context, store, body), body.stream, named=True)
+
+    @router.get("/v1/responses/{response_id}")
+    async def stored_response(response_id: str, stream: bool = False) -> Response:
+        """A stored response."""
+        if stream:
+            raise unsupported("stream", "stored responses are not streamed: leave stream out")
+        found = store.response(response_id)
+        if found is None:
+            raise not_found(response_id)
+        return Response(found, media_type="application/json")
+
+    @router.delete("/v1/responses/{response_id}", response_class=JSONResponse)
+    async def delete_response(response_id: str) -> dict[str, Any]:
+        """Forget a stored response."""
+        if not store.delete(response_id):
+            raise not_found(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
 
 
 def _add_texts(router: APIRouter, context: ServerContext) -> None:

@@ -1,7 +1,7 @@
-"""Who may ask: bearer keys, compared in constant time.
+"""Who may ask: keys, compared in constant time.
 
-Knows: the Authorization header, and that a key beyond ASCII comes in UTF-8 or Latin-1, as the client's library encodes
-headers. Does not know: routes.
+Knows: the headers that carry them, and that a key beyond ASCII comes in UTF-8 or Latin-1, as the client's library
+encodes headers. Does not know: routes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ class KeyCheck:
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = [encoded for key in keys for encoded in _encodings(key)]
 
-    def __call__(self, authorization: str | None) -> None:
-        """Raise ApiError 401 unless the header is `Bearer KEY` with a known key."""
+    def __call__(self, authorization: str | None, x_api_key: str | None = None) -> None:
+        """Raise ApiError 401 unless one header is `Bearer KEY`, or the other KEY, with a known key."""
         if not self._keys:
             return
-        scheme, _, given = (authorization or "").partition(" ")
-        matches = [hmac.compare_digest(given.encode("latin-1").strip(), key) for key in self._keys]  # all, always
-        if scheme.lower() != "bearer" or not any(matches):
+        scheme, _, bearer = (authorization or "").partition(" ")
+        if not (scheme.lower() == "bearer" and self._knows(bearer)) and not self._knows(x_api_key or ""):
             raise ApiError(
                 401,
-                "an API key is needed: send the header `Authorization: Bearer KEY`",
+                "an API key is needed: send the header `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+    def _knows(self, given: str) -> bool:
+        matches = [hmac.compare_digest(given.encode("latin-1").strip(), key) for key in self._keys]  # all, always
+        return any(matches)
 
 
 def _encodings(key: str) -> set[bytes]:

@@ -5,7 +5,7 @@ Knows: OpenAI's chat answers, whole and streamed. Does not know: the engine, HTT
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from forerun.server.tools import (
     call_id,
     calls_schema,
 )
+from forerun.weights.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 20
 
@@ -101,6 +102,13 @@ class _Choice:
             made.append({"index": index, "function": {"arguments": piece.arguments}})
         return made
 
+    def num_reasoning_tokens(self, tokenizer: Tokenizer) -> int:
+        """Tokens up to the one that ends the thinking, or all; where no token does, those of the reasoning's text."""
+        end = tokenizer.token_id(self.splitter.end) if self.splitter and self.reasoning else None
+        if end is None:
+            return len(tokenizer.encode(self.reasoning, add_special_tokens=False)) if self.reasoning else 0
+        return self.token_ids.index(end) + 1 if end in self.token_ids else len(self.token_ids)
+
     def message(self) -> dict[str, Any]:
         """The whole message."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.calls else "")}
@@ -114,12 +122,15 @@ class _Choice:
 class ChatJob:
     """One chat request, checked: what to generate, and how to answer."""
 
-    def __init__(self, context: ServerContext, body: ChatBody) -> None:
-        """Raises ApiError or PromptError for whatever is wrong with the request. Takes a while: not for event loops."""
+    def __init__(self, context: ServerContext, body: ChatBody, dropped: Sequence[str] | None = None) -> None:
+        """Raises ApiError or PromptError for whatever is wrong with the request. Takes a while: not for event loops.
+
+        `dropped`: unknown fields of the request that `body` is a translation of.
+        """
         check_fields(body)
         self._context = context
         self._body = body = with_tools(body)
-        self._tools = _usable_tools(body)
+        self._tools = usable_tools(body)
         text = render(context.tokenizer, body, self._tools)
         self._splitter = _splitter(context, text, continues(body))
         params = self._params(text)
@@ -131,7 +142,12 @@ class ChatJob:
         self.constrained = context.is_constrained(params)
         self.groups = [context.llm.prepare(token_ids, params, **options)]
         self._choices = [self._choice(i) for i in range(params.n)]
-        self._account = Account(1, dropped_fields(body))
+        self._account = Account(1, dropped_fields(body) if dropped is None else dropped)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How long the prompt is."""
+        return len(self._prompt)
 
     # -- what to generate ---------------------------------------------------------------------------------------
 
@@ -214,8 +230,13 @@ class ChatJob:
             self._take(event)
         choices = [self._whole_choice(choice) for choice in self._choices]
         first = head("chat.completion", "chatcmpl", self._context.model_name, self._body.request_id)
-        ends = {"usage": self._account.usage(), "forerun": self._account.forerun()}
-        return {**first, **self._prompt_ids, **self._prompt_logprobs, "choices": choices, **ends}
+        return {**first, **self._prompt_ids, **self._prompt_logprobs, "choices": choices, **self._ends()}
+
+    def _ends(self) -> dict[str, Any]:
+        """What it cost."""
+        thought = sum(choice.num_reasoning_tokens(self._context.tokenizer) for choice in self._choices)
+        usage = {**self._account.usage(), "completion_tokens_details": {"reasoning_tokens": thought}}
+        return {"usage": usage, "forerun": self._account.forerun()}
 
     @property
     def _prompt_ids(self) -> dict[str, Any]:
@@ -247,12 +268,13 @@ class ChatJob:
         new = choice.take(delta)
         choice.stop_reason = self._context.stop_reason(delta)
         if self._body.include_reasoning is False:
-            choice.reasoning = ""
             new = [part for part in new if part.pop("reasoning_content", None) is None or part]
         return choice, new, logprobs
 
     def _whole_choice(self, choice: _Choice) -> dict[str, Any]:
         message = choice.message()
+        if self._body.include_reasoning is False:
+            message.pop("reasoning_content", None)
         return {
             "index": choice.index,
             "message": old_message(message) if self._body.functions else message,
@@ -277,7 +299,7 @@ class ChatJob:
             for made in self._chunks(choice, new, logprobs, ids):
                 yield {**first, "choices": [made], **self._usage_so_far(choice)}
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield {**first, "choices": [], "usage": self._account.usage(), "forerun": self._account.forerun()}
+            yield {**first, "choices": [], **self._ends()}
 
     def _chunks(
         self, choice: _Choice, new: list[dict[str, Any]], logprobs: list[dict[str, Any]], ids: dict[str, Any]
@@ -299,7 +321,7 @@ def _chunk_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _usable_tools(body: ChatBody) -> list[Tool]:
+def usable_tools(body: ChatBody) -> list[Tool]:
     """The tools the model is told of. Raises ApiError 400 if tool_choice does not fit them."""
     choice, tools = body.tool_choice, body.tools or []
     if choice not in (None, "none", "auto") and not tools:

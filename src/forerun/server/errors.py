@@ -5,6 +5,7 @@ Knows: statuses, error bodies, which status each exception of forerun deserves. 
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,9 @@ from forerun.errors import ConfigError, DeadlineError, ForerunError, LogitsError
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
          408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
          504: "timeout_error"}  # fmt: skip
+ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+                   413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+                   504: "timeout_error"}  # fmt: skip
 MAX_SHOWN = 200  # characters of a value repeated in a message
 MAX_ERRORS = 100  # of a body, all of which pydantic writes down before one can be had
 
@@ -40,9 +44,22 @@ class ApiError(HTTPException):
         kind = TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The answer to send."""
-        return JSONResponse(self.body(), self.status_code, headers=dict(self.headers or {}))
+    def response(self, path: str) -> JSONResponse:
+        """The answer to send to a request for `path`."""
+        body = anthropic_body(self) if path.startswith("/v1/messages") else self.body()
+        return JSONResponse(body, self.status_code, headers=dict(self.headers or {}))
+
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same in the words of another API: `names` of fields here -> there."""
+        message = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], self.message)
+        param = names.get(self.param, self.param) if self.param else None
+        return ApiError(self.status_code, message, param=param, code=self.code, headers=self.headers)
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """The error object of Anthropic's API."""
+    kind = ANTHROPIC_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def unsupported(param: str, message: str) -> ApiError:

@@ -73,7 +73,7 @@ class Gate:
         if path is None:
             raise ApiError(404, f"there is no {passage.scope['path'][:200]} here; see /docs", code="not_found")
         if path not in OPEN_PATHS:
-            self._check_key(passage.headers.get("authorization"))
+            self._check_key(passage.headers.get("authorization"), passage.headers.get("x-api-key"))
         passage.check_length()
 
     def _check_host(self, given: str) -> None:
@@ -96,7 +96,7 @@ class Gate:
         if not isinstance(error, ApiError):
             log.exception("request failed", extra={"request_id": passage.request_id})
         if passage.status == 0:
-            await as_api_error(error).response()(passage.scope, passage.receive, passage.send)
+            await as_api_error(error).response(passage.scope["path"])(passage.scope, passage.receive, passage.send)
 
 
 def _pattern(path: str) -> str:

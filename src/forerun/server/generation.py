@@ -130,14 +130,15 @@ def sse(data: dict[str, Any]) -> bytes:
     return b"data: " + _encode(data).encode() + b"\n\n"
 
 
-async def sse_body(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    """Events for all chunks, an error as the last event if there is one, and the end mark."""
+async def sse_body(chunks: AsyncGenerator[dict[str, Any], None], named: bool) -> AsyncGenerator[bytes, None]:
+    """Events for all chunks, an error as the last event if there is one, and the end mark, which `named` ones lack."""
     try:
         async for chunk in chunks:
-            yield sse(chunk)
+            yield (b"event: " + chunk["type"].encode() + b"\n" if named else b"") + sse(chunk)
     except Exception as error:
         yield sse(as_api_error(error).body())
-    yield DONE
+    if not named:
+        yield DONE
 
 
 class EventStream(StreamingResponse):
@@ -146,9 +147,12 @@ class EventStream(StreamingResponse):
     The engine has the requests of `generation`, of which `chunks` tells, from its first byte to its last.
     """
 
-    def __init__(self, generation: Generation, chunks: AsyncGenerator[dict[str, Any], None]) -> None:
+    def __init__(
+        self, generation: Generation, chunks: AsyncGenerator[dict[str, Any], None], named: bool = False
+    ) -> None:
+        """`named`: chunks have a `type`, which names their events; errors are among them."""
         self._generation = generation
-        self._body = sse_body(chunks)
+        self._body = sse_body(chunks, named)
         self._chunks = chunks
         self._num_sent = 0
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

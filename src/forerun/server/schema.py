@@ -6,7 +6,7 @@ Fields this server cannot honour are refused. Unknown ones are kept beside the k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
@@ -35,6 +35,9 @@ def _stop_at_first_error(node: Any) -> None:
             _stop_at_first_error(child)
 
 
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
 class Body(BaseModel):
     """A request body or a part of one: no type but the one named. The document of the API lists every field."""
 
@@ -46,6 +49,24 @@ class Body(BaseModel):
         made = handler(source)
         _stop_at_first_error(made)
         return made
+
+
+class Unserved(BaseModel):
+    """A part, an item or a tool of a type that is not served here: refused later, by its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+def by_type(*known: str, default: str = "unserved") -> Callable[[Any], str]:
+    """A discriminator: the value's `type` if it is one of `known`, `default` if it has none, else "unserved"."""
+
+    def kind(value: Any) -> str:
+        given = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+        return default if given is None else given if given in known else "unserved"
+
+    return kind
 
 
 class StreamOptions(Body):
@@ -221,7 +242,7 @@ class Message(Body):
 class FunctionDefinition(Body):
     """A function the model may call; `parameters` is a JSON schema."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -313,10 +334,10 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def refused_fields(body: SamplingBody) -> list[str]:
+def refused_fields(body: Body, harmless: Mapping[str, tuple[Any, ...]] = HARMLESS) -> list[str]:
     """Fields that are known but cannot be honoured with the value they were given."""
-    given = {name: getattr(body, name) for name in body.model_fields_set if name in HARMLESS}
-    return sorted(name for name, value in given.items() if value is not None and value not in HARMLESS[name])
+    given = {name: getattr(body, name) for name in body.model_fields_set if name in harmless}
+    return sorted(name for name, value in given.items() if value is not None and value not in harmless[name])
 
 
 def unknown_fields(part: Any, path: str = "") -> Iterator[str]:
@@ -328,3 +349,8 @@ def unknown_fields(part: Any, path: str = "") -> Iterator[str]:
     elif isinstance(part, list) and part and isinstance(part[0], Body):
         for index, entry in enumerate(part):
             yield from unknown_fields(entry, f"{path}{index}.")
+
+
+def shared_fields(body: SharedFields) -> dict[str, Any]:
+    """The fields given that mean the same in every API."""
+    return {name: getattr(body, name) for name in SharedFields.model_fields if name in body.model_fields_set}

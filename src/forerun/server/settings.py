@@ -35,6 +35,8 @@ class ServerSettings:
     warm_grammars: bool = True  # start the grammar compiler with the server, not with the first request for it
     unknown_fields: str = "refuse"  # or "ignore": drop fields of requests that are not known here
     trust_request_chat_template: bool = False  # run templates that requests bring
+    max_stored_responses: int = 1000  # of /v1/responses, for previous_response_id; 0: none
+    max_stored_bytes: int = 64 << 20  # of those, conversations included
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
 
@@ -50,7 +52,7 @@ class ServerSettings:
                 _positive(name, getattr(self, name))
         if self.unknown_fields not in ("refuse", "ignore"):
             raise ConfigError(f"unknown-fields must be refuse or ignore; got {self.unknown_fields!r}")
-        for name in ("max_queue", "drain_s"):
+        for name in ("max_queue", "drain_s", "max_stored_responses", "max_stored_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
         _forms(

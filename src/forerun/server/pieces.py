@@ -1,0 +1,60 @@
+"""A chat answer's stream as a row of items: reasoning, text, a call, each begun when the one before it is over.
+
+Knows: deltas of chat completions. Does not know: the APIs whose events are made of this, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+class Piece(NamedTuple):
+    """New text of an item; `call_id` and `name` belong to calls, `logprobs` to text."""
+
+    kind: Kind
+    begins: bool
+    text: str
+    call_id: str = ""
+    name: str = ""
+    logprobs: tuple[dict[str, Any], ...] = ()
+
+
+class Pieces:
+    """Divides one sample's deltas into pieces."""
+
+    def __init__(self, end_of_reasoning: str | None) -> None:
+        """`end_of_reasoning`: the mark behind the thinking, if any; log-probabilities up to it are dropped."""
+        self._mark = end_of_reasoning
+        self._current: tuple[Kind, int] | None = None
+        self._logprobs: list[dict[str, Any]] = []  # of text that has not come yet
+
+    def take(self, choice: dict[str, Any]) -> Iterator[Piece]:
+        """What a chunk's choice brings."""
+        delta = choice["delta"]
+        self._logprobs += (choice.get("logprobs") or {}).get("content") or ()
+        if delta.get("reasoning_content"):
+            yield Piece("reasoning", self._begins("reasoning"), delta["reasoning_content"])
+        if delta.get("content"):
+            yield self._text(delta["content"])
+        for call in delta.get("tool_calls") or ():
+            self._logprobs.clear()
+            function = call["function"]
+            begins = self._begins("call", call["index"])
+            yield Piece("call", begins, function.get("arguments") or "", call.get("id", ""), function.get("name", ""))
+
+    def finish(self) -> Iterator[Piece]:
+        """Log-probabilities of tokens that added no text, the end among them."""
+        if self._logprobs and self._current is not None and self._current[0] == "text":
+            yield self._text("")
+
+    def _text(self, text: str) -> Piece:
+        entries, self._logprobs = self._logprobs, []
+        marks = [place for place, entry in enumerate(entries) if entry["token"] == self._mark]
+        return Piece("text", self._begins("text"), text, logprobs=tuple(entries[marks[-1] + 1 if marks else 0 :]))
+
+    def _begins(self, kind: Kind, number: int = 0) -> bool:
+        before, self._current = self._current, (kind, number)
+        return before != self._current

@@ -1,0 +1,187 @@
+"""POST /v1/responses: a chat request in other words, and its answer told in the events of OpenAI's Responses API.
+
+Knows: the response object and the order of its events. Does not know: prompts, sampling, the engine; chat.py does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterator
+from itertools import count
+from time import time
+from typing import Any
+
+from forerun.server.chat import ChatJob
+from forerun.server.context import ServerContext, dropped_fields
+from forerun.server.errors import ApiError, as_api_error, unsupported
+from forerun.server.generation import Generation
+from forerun.server.pieces import Pieces
+from forerun.server.responses_input import FIELD_NAMES, ITEMS, chat_body, check_fields
+from forerun.server.responses_output import Event, Output, new_id
+from forerun.server.responses_schema import Item, ItemReference, MessageItem, ResponsesBody
+from forerun.server.responses_store import ResponseStore
+from forerun.server.schema import StreamOptions
+
+FAILURE_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # others: server_error
+
+
+class ResponseJob:
+    """One request, checked: what to generate, and how to answer."""
+
+    def __init__(self, context: ServerContext, store: ResponseStore, body: ResponsesBody) -> None:
+        """Raises ApiError or PromptError for whatever is wrong with the request. Takes a while: not for event loops."""
+        check_fields(body)
+        if body.store and not store.keeps:
+            raise unsupported("store", "store: this server keeps no responses: leave it out")
+        self._store = store if body.store is not False and store.keeps else None
+        self._items = _items(body, store)
+        chat = chat_body(body, self._items)
+        chat.stream, chat.stream_options = True, StreamOptions(include_usage=True)
+        try:
+            self._chat = ChatJob(context, chat, dropped_fields(body))
+        except ApiError as error:
+            raise error.renamed(FIELD_NAMES) from error
+        self.groups, self.constrained = self._chat.groups, self._chat.constrained
+        marks = context.reasoning_marks
+        self._pieces = Pieces(marks[1] if marks else None)
+        self._output = Output(body.reasoning is not None and _wants_summary(body))
+        self._finish_reason: str | None = None
+        self._response = _begun(context, body, chat.tool_choice is not None, self._store is not None)
+
+    async def whole(self, generation: Generation) -> dict[str, Any]:
+        """The response in one piece."""
+        async for _ in self._events(generation):
+            pass
+        return self._response
+
+    async def chunks(self, generation: Generation) -> AsyncGenerator[Event, None]:
+        """The response in events; a failure is the last of them."""
+        numbers = count()
+        try:
+            async for event in self._events(generation):
+                yield {**event, "sequence_number": next(numbers)}
+        except Exception as error:
+            yield {**self._failed(as_api_error(error)), "sequence_number": next(numbers)}
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[Event, None]:
+        yield self._lifecycle("created")
+        yield self._lifecycle("in_progress")
+        async for chunk in self._chat.chunks(generation):
+            for event in self._take(chunk):
+                yield event
+        for event in self._end():
+            yield event
+
+    def _take(self, chunk: dict[str, Any]) -> Iterator[Event]:
+        for choice in chunk["choices"]:
+            self._finish_reason = choice["finish_reason"] or self._finish_reason
+            for piece in self._pieces.take(choice):
+                yield from self._output.take(piece)
+        if chunk.get("usage"):
+            self._response["usage"], self._response["forerun"] = usage(chunk["usage"]), chunk["forerun"]
+
+    def _end(self) -> Iterator[Event]:
+        for piece in self._pieces.finish():
+            yield from self._output.take(piece)
+        status = "incomplete" if self._finish_reason == "length" else "completed"
+        yield from self._output.close(status)
+        self._response |= {"status": status, "output": self._output.items, "completed_at": int(time())}
+        if status == "incomplete":
+            self._response |= {"incomplete_details": {"reason": "max_output_tokens"}, "completed_at": None}
+        if self._store is not None:
+            items = ITEMS.dump_python(self._items, mode="json", by_alias=True, exclude_none=True)
+            self._store.add(self._response, items)
+        yield self._lifecycle(status)
+
+    def _failed(self, error: ApiError) -> Event:
+        code = FAILURE_CODES.get(error.status_code, "server_error")
+        told = {"code": code, "message": error.message}
+        self._response |= {"status": "failed", "error": told, "output": self._output.items}
+        return self._lifecycle("failed")
+
+    def _lifecycle(self, kind: str) -> Event:
+        return {"type": f"response.{kind}", "response": {**self._response}}
+
+
+def usage(given: dict[str, Any]) -> dict[str, Any]:
+    """The usage of a chat completion in the words of this API."""
+    return {
+        "input_tokens": given["prompt_tokens"],
+        "input_tokens_details": {**given["prompt_tokens_details"], "cache_write_tokens": 0},  # none is paid for
+        "output_tokens": given["completion_tokens"],
+        "output_tokens_details": given["completion_tokens_details"],
+        "total_tokens": given["total_tokens"],
+    }
+
+
+def _items(body: ResponsesBody, store: ResponseStore) -> list[Item]:
+    """The whole conversation: what came before, and what is new, references looked up."""
+    given: list[Item] = _as_items(body.input)
+    found = [_referred(item, store) if isinstance(item, ItemReference) else item for item in given]
+    if body.previous_response_id is None:
+        if not found:
+            raise ApiError(400, "input is missing: give a text or items", param="input")
+        return found
+    before = store.conversation(body.previous_response_id)
+    if before is None:
+        message = f"previous_response_id: there is no response {body.previous_response_id[:100]!r} here (any more)"
+        raise ApiError(
+            400, f"{message}: send the whole conversation as input", param="previous_response_id",
+            code="previous_response_not_found",
+        )  # fmt: skip
+    return [*ITEMS.validate_python(before), *found]
+
+
+def _as_items(given: str | list[Item] | None) -> list[Item]:
+    return [MessageItem(role="user", content=given)] if isinstance(given, str) else given or []
+
+
+def _referred(reference: ItemReference, store: ResponseStore) -> Item:
+    found = store.item(reference.id)
+    if found is None:
+        raise ApiError(
+            404, f"input: there is no item {reference.id[:100]!r} here (any more): send the item itself", param="input",
+            code="item_not_found",
+        )  # fmt: skip
+    return ITEMS.validate_python([found])[0]
+
+
+def _wants_summary(body: ResponsesBody) -> bool:
+    asked = body.reasoning and (body.reasoning.summary or body.reasoning.generate_summary)
+    return asked is not None
+
+
+def _begun(context: ServerContext, body: ResponsesBody, chooses: bool, stored: bool) -> dict[str, Any]:
+    """The response before anything is written: the request's fields, said back."""
+    given = json.loads(body.model_dump_json(by_alias=True, exclude_unset=True))
+    text = {"format": {"type": "text"}, **(given.get("text") or {})}
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": int(time()),
+        "status": "in_progress",
+        "background": False,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": context.model_name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None, **(given.get("reasoning") or {})},
+        "store": stored,
+        "temperature": body.temperature,
+        "text": text,
+        "tool_choice": given.get("tool_choice") or "auto",
+        "tools": [{"strict": None, "parameters": None, **tool} for tool in given.get("tools") or ()],
+        "top_logprobs": body.top_logprobs,
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+        **({} if body.service_tier is None else {"service_tier": "default"}),
+        **{name: given[name] for name in ("safety_identifier", "prompt_cache_key") if name in given},
+    }
