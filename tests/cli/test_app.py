@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,21 @@ import pytest
 
 from forerun import __version__
 
-COMMANDS = ("demo", "generate", "chat", "bench", "verify", "inspect", "quantize", "perplexity", "train")
+COMMANDS = (
+    "demo",
+    "run",
+    "pull",
+    "list",
+    "rm",
+    "generate",
+    "chat",
+    "bench",
+    "verify",
+    "inspect",
+    "quantize",
+    "perplexity",
+    "train",
+)
 
 
 def test_version(run: Any) -> None:
@@ -96,3 +111,15 @@ def test_a_closed_pipe_leaves_no_trace() -> None:
     command = f"{sys.executable} -m forerun.cli generate 'some text' --max-tokens 64 --temperature 0 | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_the_shell_completes_commands() -> None:
+    asked = {"_FORERUN_COMPLETE": "complete_bash", "COMP_WORDS": "forerun pu", "COMP_CWORD": "1"}
+    command = [sys.executable, "-c", "from forerun.cli.app import app; app(prog_name='forerun')"]
+    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["pull"]
+
+
+@pytest.mark.parametrize(("given", "said"), [("generat", "Did you mean 'generate'"), ("pul", "Did you mean 'pull'")])
+def test_what_was_meant_is_asked_for_commands(run: Any, given: str, said: str) -> None:
+    assert said in run(given, status=2).stderr

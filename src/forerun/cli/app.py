@@ -22,6 +22,7 @@ from forerun.cli import (
     curve,
     demo,
     generate,
+    hub,
     inspect,
     perplexity,
     quantize,
@@ -71,7 +72,6 @@ app = typer.Typer(
     cls=CleanGroup,
     help="Run open language models faster, with the same output: lossless speculative decoding.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -86,6 +86,10 @@ bench_app.command("widen")(widen.widen)
 bench_app.command("widen-head")(widen.widen_head)
 
 app.command("demo")(demo.demo)
+app.command("run")(hub.run)
+app.command("pull")(hub.pull)
+app.command("list")(hub.list_models)
+app.command("rm")(hub.rm)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)

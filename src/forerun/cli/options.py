@@ -21,12 +21,9 @@ def _option(help_text: str, panel: str, *names: str) -> Any:
     return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=True)
 
 
-ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="[MODEL]", help="A folder, a hub id or an embedded model.", show_default="mini")
-]
-ModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", help="A folder, a hub id or an embedded model.", show_default="mini")
-]
+MODELS = "A folder, a GGUF file, ORGANISATION/NAME[:QUANT] of the hub, or an embedded model."
+ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODELS, show_default="mini")]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=MODELS, show_default="mini")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 Dtype = Annotated[str, _option("auto (as stored), float32 or bfloat16.", ENGINE)]

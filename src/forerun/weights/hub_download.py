@@ -14,10 +14,10 @@ import hashlib
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from filelock import FileLock
@@ -93,14 +93,26 @@ class _Weights:
             return
         with nullcontext(lambda num: None) if progress is None else progress(str(self._name), total) as advance:
             bar = _bar(self._told(advance), is_shown=progress is None)
-            with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-                try:
-                    for done in as_completed([pool.submit(self._fetch, file, bar) for file in self._sizes]):
-                        done.result()
-                except BaseException:
-                    self._stopped.set()
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
+            results: SimpleQueue[BaseException | None] = SimpleQueue()
+            files = iter(list(self._sizes))
+            try:
+                for _ in range(min(NUM_CONNECTIONS, len(self._sizes))):
+                    threading.Thread(target=self._work, args=(files, bar, results), daemon=True).start()
+                for _ in self._sizes:
+                    if (error := results.get()) is not None:
+                        raise error
+            finally:
+                self._stopped.set()
+
+    def _work(self, files: Iterator[str], bar: Any, results: SimpleQueue[BaseException | None]) -> None:
+        """What a thread does; daemons, as one that waits for a silent server must not keep a process from ending."""
+        for file in files:
+            try:
+                self._fetch(file, bar)
+            except BaseException as error:
+                results.put(error)
+                return
+            results.put(None)
 
     def _check_room(self, total: int) -> None:
         free = shutil.disk_usage(self._storage).free

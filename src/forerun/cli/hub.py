@@ -1,0 +1,116 @@
+"""`forerun run`, `pull`, `list` and `rm`: models of a Hugging Face hub by name.
+
+Knows: options and what is printed. Does not know: how files are downloaded (`weights.hub_download`) or answers made.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+
+from forerun.cli import chat as chatting
+from forerun.cli import generate as generating
+from forerun.cli import options as opt
+from forerun.cli.console import err, out, print_json, print_note, table
+from forerun.cli.engine import downloading
+from forerun.errors import ConfigError
+
+HubNames = Annotated[
+    list[str], typer.Argument(metavar="NAME...", help="ORGANISATION/NAME, with :QUANT to pick a GGUF file.")
+]
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="ORGANISATION/NAME[:QUANT] of the hub, a folder or an embedded model.")],
+    prompt: Annotated[str | None, typer.Argument(help="What to answer; without it a conversation begins.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin a conversation with.")] = None,
+    max_tokens: opt.MaxTokens = 512,
+    temperature: opt.Temperature = 0.7,
+    seed: opt.Seed = 0,
+    drafter: opt.DrafterName = None,
+    draft_model: opt.DraftModel = None,
+    dtype: opt.Dtype = "auto",
+    max_model_len: opt.MaxModelLen = None,
+    device: opt.Device = "auto",
+    kernels: opt.KernelsName = "auto",
+    threads: opt.Threads = None,
+) -> None:
+    """Download a model where need be, then talk with it, or answer a prompt (also one from a pipe)."""
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens, "temperature": temperature, "seed": seed, "drafter": drafter,
+        "draft_model": draft_model, "dtype": dtype, "max_model_len": max_model_len, "device": device,
+        "kernels": kernels, "threads": threads,
+    }  # fmt: skip
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        chatting.chat(model_name=model, system=system, **options)
+        return
+    if system is not None:
+        raise ConfigError("--system begins a conversation, but a prompt was given: leave one of them out")
+    generating.generate(arguments=None if prompt is None else [model, prompt], model=model, **options)
+
+
+def pull(names: HubNames, json: opt.JsonOption = False) -> None:
+    """Download models of the hub, or their latest revision; a download that was interrupted goes on."""
+    from forerun.weights.hub_download import download
+
+    asked = [_hub_name(name) for name in names]
+    reports = []
+    for name in asked:
+        with err().status(f"asking for {name}"):
+            path = download(name, downloading)
+        reports.append({"model": str(name), "path": str(path)})
+    if json:
+        print_json(reports)
+        return
+    for report in reports:
+        out().print(f"{report['model']} is in {report['path']}", soft_wrap=True)
+
+
+def list_models(json: opt.JsonOption = False) -> None:
+    """List the models that are on this machine: those of the hub's cache, and the embedded ones."""
+    from forerun.weights.hub import cached_models
+    from forerun.weights.resolve import EMBEDDED
+
+    models = cached_models()
+    if json:
+        print_json([{**model._asdict(), "last_used": round(model.last_used)} for model in models])
+        return
+    result = table("model", "kind", "size", "last used")
+    result.columns[0].overflow = "fold"
+    for model in models:
+        used = datetime.fromtimestamp(model.last_used).strftime("%Y-%m-%d %H:%M")
+        result.add_row(model.name, model.kind, f"{model.num_bytes / 1e9:.2f} GB", used)
+    if models:
+        out().print(result)
+    else:
+        print_note("no model of the hub was downloaded so far: `forerun pull ORGANISATION/NAME` gets one")
+    print_note(f"embedded: {', '.join(EMBEDDED)}")
+
+
+def rm(names: HubNames, json: opt.JsonOption = False) -> None:
+    """Delete models of the hub from the cache, which other programs may share."""
+    from forerun.weights.hub import remove_cached
+
+    asked = [_hub_name(name) for name in names]
+    reports: list[dict[str, Any]] = [{"model": str(name), "freed_bytes": remove_cached(name)} for name in asked]
+    if json:
+        print_json(reports)
+        return
+    for report in reports:
+        out().print(f"{report['model']} is deleted, {report['freed_bytes'] / 1e9:.2f} GB are free")
+
+
+def _hub_name(text: str) -> Any:
+    """A name of the hub. Raises ConfigError for what is none, and for what lies on this machine anyway."""
+    from forerun.weights.hub import HubName
+    from forerun.weights.resolve import EMBEDDED
+
+    if text in EMBEDDED:
+        raise ConfigError(f"{text} is embedded: it is always there")
+    name = HubName.parse(text)
+    if name is None:
+        raise ConfigError(f"a model of the hub is called ORGANISATION/NAME or ORGANISATION/NAME:QUANT; got {text!r}")
+    return name
