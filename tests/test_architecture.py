@@ -158,6 +158,7 @@ OPTIONS = {
         "kernels",
         "threads",
         "seed",
+        "generation_config",
     ),
 }
 

@@ -118,6 +118,7 @@ class EngineConfig:
     kernels: str = "auto"
     threads: int | None = None
     seed: int = 0  # for requests that bring none
+    generation_config: str = "auto"  # sampling defaults and end tokens: the model's own, "none", or a file or folder
 
     def __post_init__(self) -> None:
         _choice("verification", self.verification, ("coupled", "rejection"))

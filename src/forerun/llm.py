@@ -118,6 +118,10 @@ class LLM:
         """Tokens a request may have, prompt and output together."""
         return self.engine.scheduler.max_model_len
 
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """SamplingParams with the model's own defaults where none is given."""
+        return SamplingParams(**{**self.loaded.sampling, **given})
+
     @property
     def timings(self) -> dict[str, float]:
         """Cumulative seconds by phase of the step, and the number of steps."""
@@ -138,7 +142,8 @@ class LLM:
         ends with finish_reason "error"; the others go on.
         """
         listed = _as_prompts(prompts)
-        groups = [self._group(p, s) for p, s in zip(listed, _as_params(sampling_params, len(listed)), strict=True)]
+        params = _as_params(self.sampling_params() if sampling_params is None else sampling_params, len(listed))
+        groups = [self._group(p, s) for p, s in zip(listed, params, strict=True)]
         self._queue(groups)
         self._run(groups, progress)
         return [group.output() for group in groups]
@@ -164,7 +169,7 @@ class LLM:
         given: Any = prompt
         if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
             given = self.render_chat(given)
-        group = self._group(given, sampling_params or SamplingParams())
+        group = self._group(given, sampling_params or self.sampling_params())
         self.engine.add(group)
         outputs = self._stream(group)
         next(outputs)  # only what has begun is told when it is closed
@@ -217,7 +222,7 @@ class LLM:
         `options` are fields of `Request`: speculate, drafter, max_nodes, priority, deadline_s. Raises PromptError and
         SamplingError.
         """
-        group = self._group(prompt, sampling_params or SamplingParams())
+        group = self._group(prompt, sampling_params or self.sampling_params())
         for sample in group.samples:
             for name, value in options.items():
                 setattr(sample.request, name, value)
@@ -368,6 +373,7 @@ def _load(config: EngineConfig) -> _Shared:
         dtype=config.dtype,
         max_position=config.max_model_len,
         implementation=config.implementation,
+        generation_config=config.generation_config,
     )
     return _Shared(loaded, kernels)
 
@@ -380,9 +386,9 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _as_params(given: SamplingParams | Sequence[SamplingParams] | None, num: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * num
+def _as_params(given: SamplingParams | Sequence[SamplingParams], num: int) -> list[SamplingParams]:
+    if isinstance(given, SamplingParams):
+        return [given] * num
     if len(given) != num:
         raise SamplingError(f"{len(given)} sampling parameters were given for {num} prompts: give one, or one each")
     return list(given)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_error, print_note
 from forerun.cli.drafted import DraftedText, has_colour, render
-from forerun.cli.engine import open_llm, stats_line
+from forerun.cli.engine import note_sampling, open_llm, stats_line
 from forerun.cli.explain import print_explanation
 from forerun.core import CompletionOutput, RequestOutput, SamplingParams
 from forerun.errors import ConfigError, ForerunError
@@ -35,11 +36,12 @@ def chat(
     show_stats: Annotated[bool, typer.Option("--stats/--no-stats", help="A line of figures after an answer.")] = True,
     explain: opt.Explain = False,
     max_tokens: opt.MaxTokens = 512,
-    temperature: opt.Temperature = 0.7,
-    top_p: opt.TopP = 1.0,
-    top_k: opt.TopK = 0,
-    min_p: opt.MinP = 0.0,
-    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    temperature: opt.AnswerTemperature = None,
+    top_p: opt.TopP = None,
+    top_k: opt.TopK = None,
+    min_p: opt.MinP = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    generation_config: opt.GenerationConfig = "auto",
     seed: opt.Seed = 0,
     drafter: opt.DrafterName = None,
     draft_model: opt.DraftModel = None,
@@ -52,19 +54,23 @@ def chat(
     threads: opt.Threads = None,
 ) -> None:
     """Talk with a model. Commands: /reset, /exit, /help; Ctrl-C stops an answer."""
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
-        repetition_penalty=repetition_penalty, seed=seed,
-    )  # fmt: skip
+    given = locals()
+    _sampling_params(given, {})  # says what is wrong with the options before anything is loaded
     name = opt.chosen_model(model_name, model)
     llm = open_llm(
         name, drafter or opt.default_drafter(name, draft_model), draft_model, max_draft_tokens=max_draft_tokens,
         dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, device=device, kernels=kernels,
-        threads=threads, max_num_seqs=1,
+        threads=threads, max_num_seqs=1, generation_config=generation_config,
     )  # fmt: skip
     if llm.tokenizer.chat_template is None:
         raise ConfigError(f"{name} has no chat template, so it cannot chat: use `forerun generate {name} PROMPT`")
+    note_sampling(llm)
+    params = _sampling_params(given, llm.loaded.sampling)
     Conversation(llm, params, system, show_drafts, show_stats, explain).run()
+
+
+def _sampling_params(given: dict[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
+    return SamplingParams(max_tokens=given["max_tokens"], seed=given["seed"], **opt.own_sampling(given, defaults))
 
 
 @dataclass(slots=True)

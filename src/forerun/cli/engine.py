@@ -75,6 +75,13 @@ def why_slow(loaded: LoadedModel) -> str | None:
     )
 
 
+def note_sampling(llm: LLM) -> None:
+    """Say so where the model's makers set sampling parameters."""
+    found = ", ".join(f"{name} {value:g}" for name, value in llm.loaded.sampling.items())
+    if found:
+        print_note(f"unless asked otherwise {found}, as generation_config.json says (--generation-config none: not so)")
+
+
 def note_slow_kernels(kernels: Any, asked: str | None) -> None:
     """Say so where the torch reference runs without having been asked for."""
     backend, reason = kernel_choice(kernels)

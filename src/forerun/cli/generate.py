@@ -5,6 +5,7 @@ Knows: how a prompt is asked and how an answer is shown. Does not know: where a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ import typer
 from forerun.cli import options as opt
 from forerun.cli.console import err, out, print_json, print_note
 from forerun.cli.drafted import DraftedText, has_colour, legend, render
-from forerun.cli.engine import open_llm, stats_dict, stats_line
+from forerun.cli.engine import note_sampling, open_llm, stats_dict, stats_line
 from forerun.cli.explain import explain_dict, print_explanation
 from forerun.cli.prompt import model_and_prompt
 from forerun.core import CompletionOutput, RequestOutput, SamplingParams
@@ -40,13 +41,14 @@ def generate(
     explain: opt.Explain = False,
     json: opt.JsonOption = False,
     max_tokens: opt.MaxTokens = 256,
-    temperature: opt.Temperature = 0.7,
-    top_p: opt.TopP = 1.0,
-    top_k: opt.TopK = 0,
-    min_p: opt.MinP = 0.0,
+    temperature: opt.AnswerTemperature = None,
+    top_p: opt.TopP = None,
+    top_k: opt.TopK = None,
+    min_p: opt.MinP = None,
     seed: opt.Seed = 0,
     num_samples: Annotated[int, typer.Option(help="Independent answers.", rich_help_panel=opt.SAMPLING)] = 1,
-    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    generation_config: opt.GenerationConfig = "auto",
     presence_penalty: opt.PresencePenalty = 0.0,
     frequency_penalty: opt.FrequencyPenalty = 0.0,
     logit_bias: opt.LogitBias = None,
@@ -76,31 +78,35 @@ def generate(
     """Complete a prompt, given as an argument, with --file or on standard input."""
     given = locals()
     name, prompt = model_and_prompt(arguments or [], model, file)
-    params = _sampling_params(given)
     llm = _open(name, given)
-    asked = as_prompt(llm, prompt, chat)
-    _answer(llm, asked, params, as_json=json, stream=stream, show_drafts=show_drafts, explain=explain)
+    params = _sampling_params(given, llm.loaded.sampling)
+    _answer(
+        llm, as_prompt(llm, prompt, chat), params, as_json=json, stream=stream, show_drafts=show_drafts, explain=explain
+    )
 
 
 def _open(name: str, given: dict[str, Any]) -> LLM:
     """The engine the options ask for, with room for this command's samples only."""
+    _sampling_params(given, {})  # says what is wrong with the options before anything is loaded
     drafting = ("max_draft_tokens", "tree_width", "head_weights", "adaptive", "verification")
-    engine = ("dtype", "kv_cache_dtype", "max_model_len", "device", "kernels", "threads")
+    engine = ("dtype", "kv_cache_dtype", "max_model_len", "device", "kernels", "threads", "generation_config")
     options = {key: given[key] for key in (*drafting, *engine)}
     drafter = given["drafter"] or opt.default_drafter(name, given["draft_model"])
-    return open_llm(name, drafter, given["draft_model"], max_num_seqs=given["num_samples"], **options)
+    llm = open_llm(name, drafter, given["draft_model"], max_num_seqs=given["num_samples"], **options)
+    note_sampling(llm)
+    return llm
 
 
-def _sampling_params(given: dict[str, Any]) -> SamplingParams:
-    same = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty")
-    more = ("frequency_penalty", "min_tokens", "ignore_eos", "logprobs")
+def _sampling_params(given: dict[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
+    same = ("max_tokens", "seed", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "logprobs")
     lists: dict[str, Any] = {name: tuple(given[name] or ()) for name in ("bad_words", "stop", "stop_token_ids")}
     allowed = tuple(given["allowed_token_ids"]) if given["allowed_token_ids"] else None
     return SamplingParams(
         n=given["num_samples"],
         logit_bias=opt.biases(given["logit_bias"]),
         allowed_token_ids=allowed,
-        **{name: given[name] for name in (*same, *more)},
+        **opt.own_sampling(given, defaults),
+        **{name: given[name] for name in same},
         **lists,
     )
 

@@ -6,6 +6,7 @@ Knows: names, help texts and how to read lists. Does not know: what an option do
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,10 +63,26 @@ Explain = Annotated[bool, _option("Say what speculation did for the answer, and 
 
 MaxTokens = Annotated[int, _option("Most tokens to generate.", SAMPLING, "--max-tokens", "-n")]
 Temperature = Annotated[float, _option("0 always takes the most probable token.", SAMPLING, "--temperature", "-t")]
-TopP = Annotated[float, _option("Keep the most probable tokens up to this share.", SAMPLING)]
-TopK = Annotated[int, _option("Keep this many tokens; 0 keeps all.", SAMPLING)]
-MinP = Annotated[float, _option("Drop tokens below this share of the best one's probability.", SAMPLING)]
-RepetitionPenalty = Annotated[float, _option("Above 1: less of what the text already holds.", SAMPLING)]
+# Where nobody says, these are as the model's makers say (generation_config.json), else as in USUAL_SAMPLING.
+AnswerTemperature = Annotated[
+    float | None,
+    _option("0 always takes the most probable token. Default: the model's, else 0.7.", SAMPLING, "--temperature", "-t"),
+]
+TopP = Annotated[
+    float | None, _option("Keep the most probable tokens up to this share. Default: the model's.", SAMPLING)
+]
+TopK = Annotated[int | None, _option("Keep this many tokens; 0 keeps all. Default: the model's.", SAMPLING)]
+MinP = Annotated[
+    float | None, _option("Drop tokens below this share of the best one's probability. Default: the model's.", SAMPLING)
+]
+RepetitionPenalty = Annotated[
+    float | None, _option("Above 1: less of what the text already holds. Default: the model's.", SAMPLING)
+]
+USUAL_SAMPLING = {"temperature": 0.7}
+OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GenerationConfig = Annotated[
+    str, _option("Sampling defaults: auto (the model's generation_config.json), none, or a path.", SAMPLING)
+]
 PresencePenalty = Annotated[float, _option("Subtracted once from tokens already generated.", SAMPLING)]
 FrequencyPenalty = Annotated[float, _option("Subtracted as often as a token was generated.", SAMPLING)]
 LogitBias = Annotated[list[str] | None, _option("ID=VALUE added to a token's logit; repeatable.", SAMPLING)]
@@ -91,6 +108,12 @@ def chosen_model(argument: str | None, option: str | None) -> str:
     if argument and option and argument != option:
         raise ConfigError(f"two models were given, {argument} and --model {option}: give one")
     return argument or option or DEFAULT_MODEL
+
+
+def own_sampling(given: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The options a model may have defaults for: as given, else as in `defaults`, else as usual."""
+    asked = {name: given[name] for name in OWN_SAMPLING if given[name] is not None}
+    return {**USUAL_SAMPLING, **defaults, **asked}
 
 
 def names(text: str) -> list[str]:

@@ -85,6 +85,7 @@ def serve(
     verification: opt.Verification = "coupled", dtype: opt.Dtype = "auto", kv_cache_dtype: opt.KVCacheDtype = "auto",
     max_model_len: opt.MaxModelLen = None, device: opt.Device = "auto", kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
+    generation_config: opt.GenerationConfig = "auto",
 ) -> None:  # fmt: skip
     """Serve a model to any client of OpenAI's API."""
     given = locals()  # every option by its name
@@ -185,6 +186,7 @@ def _engine_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     same = (
         "max_num_seqs", "max_num_batched_tokens", "prefix_caching", "seed", "verification", "dtype", "kv_cache_dtype",
         "max_model_len", "device", "kernels", "threads", "max_draft_tokens", "tree_width", "head_weights", "adaptive",
+        "generation_config",
     )  # fmt: skip
     options = {option: given[option] for option in same}
     text = given["speculative_config"]

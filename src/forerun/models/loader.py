@@ -6,14 +6,15 @@ Knows: the order of loading, and what is checked before anything large is read. 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from forerun.config import Implementation
-from forerun.errors import CheckpointError, ConfigError, ModelError, UnsupportedError
+from forerun.core import SamplingParams
+from forerun.errors import CheckpointError, ConfigError, ModelError, SamplingError, UnsupportedError
 from forerun.kernels.ops import Kernels
 from forerun.models.base import Model
 from forerun.models.build import Builder, Progress
@@ -23,6 +24,7 @@ from forerun.models.families import FAMILIES
 from forerun.models.family import Family
 from forerun.models.memory import check_memory
 from forerun.weights.checkpoint import Checkpoint, has_weights, read_json
+from forerun.weights.generation import GenerationConfig, end_ids
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
 from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer, check_vocabulary
@@ -42,6 +44,7 @@ class LoadedModel:
     raw_config: Mapping[str, Any]  # config.json, or what it would be for a GGUF file
     config: ModelConfig | None  # None for a model that runs through transformers
     implementation: str  # "forerun" or "transformers"
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # what generation_config.json says for whoever does not
 
 
 def load_model(
@@ -51,23 +54,37 @@ def load_model(
     max_position: int | None = None,
     progress: Progress | None = None,
     implementation: Implementation = "auto",
+    generation_config: str = "auto",
 ) -> LoadedModel:
     """Load an embedded model, a folder, a GGUF file or a hub id.
 
     dtype: "auto" keeps the stored precision (float16 is widened). max_position: positions to build for, at most what
     the checkpoint can use. progress(done, total) is called as layers are read. implementation "auto" runs families
-    forerun knows natively and all others through transformers.
+    forerun knows natively and all others through transformers. generation_config: where sampling defaults and end
+    tokens come from, "auto" for the model's own file, "none", or a file or folder.
     Raises the ModelErrors and ResourceError before any weight is read where that can be known.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-    folder = resolve_model(name_or_path)
+    named, folder = GenerationConfig.named(generation_config), resolve_model(name_or_path)
+    generation = named or GenerationConfig.beside(folder)
+    _check_sampling(generation)
     if is_gguf(folder):
-        return _load_gguf(folder, kernels, dtype, max_position, progress, implementation)
-    raw = read_json(folder / "config.json")
-    if _choose(raw, implementation) == "transformers":
-        return _load_through_transformers(folder, raw, kernels.device, DTYPES[dtype], max_position)
-    return _load_native(folder, raw, kernels, dtype, max_position, progress)
+        loaded = _load_gguf(folder, kernels, dtype, max_position, progress, implementation)
+    elif _choose(raw := read_json(folder / "config.json"), implementation) == "transformers":
+        loaded = _load_through_transformers(folder, raw, kernels.device, DTYPES[dtype], max_position)
+    else:
+        loaded = _load_native(folder, raw, kernels, dtype, max_position, progress)
+    if named is not None and (named.end_ids is not None or not is_gguf(folder)):
+        loaded.tokenizer.end_at(end_ids(folder, named))
+    return replace(loaded, sampling=generation.sampling)
+
+
+def _check_sampling(generation: GenerationConfig) -> None:
+    try:
+        SamplingParams(**generation.sampling)
+    except SamplingError as error:
+        raise ConfigError(f"{generation.path}: {error}; mend it, or leave it out (generation_config 'none')") from error
 
 
 def find_family(raw: Mapping[str, Any]) -> Family | None:

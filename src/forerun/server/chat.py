@@ -170,7 +170,7 @@ class ChatJob:
             others["logprobs"] = body.top_logprobs or 0
         if self._reads_calls and self._style in MARKED_BY_SPECIAL_TOKENS and body.skip_special_tokens is None:
             others["skip_special_tokens"] = False
-        return sampling_params(body, **others)
+        return sampling_params(body, self._context.llm.loaded.sampling, **others)
 
     def _grammar(self, prompt: str) -> GrammarMask | None:
         asked, forced = grammar_spec(self._body), self._forced_spec()

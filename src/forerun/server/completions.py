@@ -69,7 +69,9 @@ class CompletionJob:
         self._prompts = [self._encode(prompt) for prompt in prompts_of(body)]
         self.groups = []
         for prompt in self._prompts:
-            params = sampling_params(body, **others, grammar=context.grammars.mask(spec) if spec else None)
+            params = sampling_params(
+                body, context.llm.loaded.sampling, **others, grammar=context.grammars.mask(spec) if spec else None
+            )
             self.constrained = context.is_constrained(params)
             self.groups.append(context.llm.prepare(prompt, params, **options))
         self._num_samples = params.n

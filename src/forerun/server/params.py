@@ -5,6 +5,7 @@ Knows: defaults and meanings of OpenAI's and vLLM's sampling fields. Does not kn
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
@@ -49,12 +50,12 @@ def check_fields(body: SamplingBody) -> None:
             raise ApiError(400, f"{name} has {len(value)} strings; the most is {MAX_STRINGS}", param=name)
 
 
-def sampling_params(body: SamplingBody, **others: Any) -> SamplingParams:
-    """The parameters of a request; `others` are those that each endpoint names its own way.
+def sampling_params(body: SamplingBody, defaults: Mapping[str, Any], **others: Any) -> SamplingParams:
+    """The parameters of a request; `defaults` are the model's, `others` those that each endpoint names its own way.
 
     Raises ApiError 400 naming the field.
     """
-    given = {name: getattr(body, name) for name in SAME_NAME if getattr(body, name) is not None}
+    given = {**defaults, **{name: getattr(body, name) for name in SAME_NAME if getattr(body, name) is not None}}
     if body.logit_bias:
         given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
     if others.get("grammar") is not None and body.ignore_eos:

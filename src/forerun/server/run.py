@@ -108,6 +108,8 @@ def announce(llm: LLM, settings: ServerSettings, address: str) -> None:
         "drafter": drafter.name if drafter.model is None else f"{drafter.name}={drafter.model}",
         "max_draft_tokens": None if drafter.name == "none" else drafter.max_draft_tokens,
     })  # fmt: skip
+    if llm.loaded.sampling:
+        log.info("sampling defaults, as generation_config.json says", extra=dict(llm.loaded.sampling))
     log.info("limits", extra={
         "max_model_len": llm.max_model_len, "kv_cache_tokens": llm.engine.kv_cache.num_rows,
         "max_num_seqs": config.max_num_seqs, "max_queue": settings.max_queue,

@@ -18,6 +18,7 @@ from forerun.weights.chat import read_template, render
 from forerun.weights.checkpoint import read_optional_json
 from forerun.weights.decoders import piece_rule
 from forerun.weights.detokenizer import IncrementalDetokenizer, TokenTexts
+from forerun.weights.generation import GenerationConfig, end_ids
 from forerun.weights.sentencepiece import build_tokenizer, read_sentencepiece
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -46,8 +47,7 @@ class Tokenizer:
         self._bytes = {token_id: (self.token_text(token_id) or "").encode() for token_id in plain_ids}
         self.chat_template = template
         self.bos_token_id = self._special_id("bos_token")
-        own_end = self._special_id("eos_token")
-        self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *([] if own_end is None else [own_end])]))
+        self.end_at(eos_token_ids)
 
     @staticmethod
     def from_folder(folder: Path) -> Tokenizer:
@@ -57,7 +57,13 @@ class Tokenizer:
             settings.setdefault(role, text)
         backend, converted = _read_backend(folder, settings)
         settings = {**converted, **settings}
-        return Tokenizer(backend, settings, _end_ids(folder), read_template(folder, settings))
+        ends = end_ids(folder, GenerationConfig.beside(folder))
+        return Tokenizer(backend, settings, ends, read_template(folder, settings))
+
+    def end_at(self, token_ids: Sequence[int]) -> None:
+        """Let texts end at these tokens, and at the tokenizer's own end token."""
+        own_end = self._special_id("eos_token")
+        self.eos_token_ids = tuple(dict.fromkeys([*token_ids, *([] if own_end is None else [own_end])]))
 
     @property
     def vocab_size(self) -> int:
@@ -244,16 +250,6 @@ def _through_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str,
             f"the tokenizer of {folder} ({type(converted).__name__}) cannot be converted; supply a {TOKENIZER_FILE}"
         )
     return backend, {role: getattr(converted, role, None) for role in SPECIAL_ROLES}
-
-
-def _end_ids(folder: Path) -> tuple[int, ...]:
-    """The end tokens named by generation_config.json, else by config.json."""
-    for name in ("generation_config.json", "config.json"):
-        value = read_optional_json(folder / name).get("eos_token_id")
-        if value is not None:
-            ids = value if isinstance(value, list) else [value]
-            return tuple(entry for entry in ids if isinstance(entry, int) and not isinstance(entry, bool))
-    return ()
 
 
 def _token_text(value: Any) -> str | None:
