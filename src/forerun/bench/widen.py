@@ -30,12 +30,12 @@ from forerun.errors import CheckpointError, ConfigError, ResourceError, Unsuppor
 from forerun.models.config import ModelConfig
 from forerun.models.family import Family
 from forerun.models.loader import INERT_TENSORS, find_family
-from forerun.weights.checkpoint import INDEX_FILE, Checkpoint, read_json
+from forerun.weights.checkpoint import INDEX_FILE, INDEX_FILES, Checkpoint, read_json
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")  # whose arithmetic the argument in widen_tensors covers
 SHARD_BYTES = 512 << 20
 MARK = "_widened_from"  # in config.json; names with an underscore in front change nothing
-NOT_COPIED = ("config.json", INDEX_FILE)
+NOT_COPIED = ("config.json", *INDEX_FILES)
 COPIED = ("*.json", "*.model", "*.jinja", "*.txt", "*.md")
 
 

@@ -1,48 +1,31 @@
-"""The file of Medusa heads in a folder, safetensors or a pickle of tensors, by one interface.
+"""The file of Medusa heads in a folder, or of a model they were saved with.
 
 Knows: which file names are published and which prefixes stand before the names. Does not know: layouts of heads.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from forerun.errors import CheckpointError
-from forerun.models.memory import check_memory
-from forerun.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_optional_json
-from forerun.weights.safetensors_header import read_header
+from forerun.weights.checkpoint import Checkpoint, has_weights, read_file, read_optional_json
 
-SAFETENSORS = "medusa_lm_head.safetensors"
-PICKLE = "medusa_lm_head.pt"
+OWN_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 PREFIXES = ("medusa_heads.", "medusa_head.")  # of heads saved with the model they were trained in
 UNPREFIXED = ("token_map", "lm_head.weight")  # what vLLM's layout may keep outside such a prefix
-
-
-class Tensors(Protocol):
-    """Tensors of a file by the names in it."""
-
-    def tensor(self, name: str) -> Tensor:
-        """A floating tensor."""
-
-    def integers(self, name: str) -> Tensor:
-        """A tensor of whole numbers."""
 
 
 class HeadTensors:
     """The tensors of Medusa heads by their names without prefix, and which of them were asked for."""
 
-    def __init__(self, path: Path, config: Mapping[str, Any], stored: Tensors, names: list[str]) -> None:
-        """`names`: all of the file's; where some stand behind a prefix the others belong to another model."""
+    def __init__(self, path: Path, stored: Checkpoint) -> None:
+        """Where some names stand behind a prefix the others belong to another model."""
         self.path = path
-        self.config = config
+        self.config = stored.config
         self._stored = stored
-        self._full = _own_names(names)  # name without prefix -> name in the file
+        self._full = _own_names(list(stored))  # name without prefix -> name in the file
         self._unread = set(self._full)
 
     @property
@@ -80,26 +63,16 @@ class HeadTensors:
 
 def open_heads(folder: Path) -> HeadTensors:
     """The heads' file in `folder`; raises CheckpointError where there is none or it is damaged."""
-    config = read_optional_json(folder / "config.json")
-    if (folder / SAFETENSORS).exists():
-        return _open_safetensors(folder / SAFETENSORS, config)
-    if (folder / PICKLE).exists():
-        return _open_pickle(folder / PICKLE, config)
-    if (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
-        return _of_checkpoint(folder, Checkpoint.open(folder))
+    for name in OWN_FILES:
+        if (folder / name).exists():
+            config = read_optional_json(folder / "config.json")
+            return HeadTensors(folder / name, Checkpoint(folder, config, read_file(folder / name)))
+    if has_weights(folder):
+        return HeadTensors(folder, Checkpoint.open(folder))
     raise CheckpointError(
-        f"{folder} holds no Medusa heads: looked for {SAFETENSORS}, {PICKLE}, {SINGLE_FILE} and {INDEX_FILE}; give "
-        "the folder the heads were saved in"
+        f"{folder} holds no Medusa heads: looked for {', '.join(OWN_FILES)} and the files of a model; give the folder "
+        "the heads were saved in"
     )
-
-
-def _open_safetensors(path: Path, config: dict[str, Any]) -> HeadTensors:
-    entries = read_header(path)
-    return _of_checkpoint(path, Checkpoint(path.parent, config, dict.fromkeys(entries, path), entries))
-
-
-def _of_checkpoint(path: Path, checkpoint: Checkpoint) -> HeadTensors:
-    return HeadTensors(path, checkpoint.config, checkpoint, list(checkpoint))
 
 
 def _own_names(names: list[str]) -> dict[str, str]:
@@ -112,40 +85,3 @@ def _own_names(names: list[str]) -> dict[str, str]:
 
 def _without_prefix(name: str) -> str:
     return next(name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix))
-
-
-class _Pickled:
-    """A state dict in memory."""
-
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        self._path = path
-        self._tensors = tensors
-
-    def tensor(self, name: str) -> Tensor:
-        found = self._tensors[name]
-        if found.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise CheckpointError(
-                f"tensor {name} of {self._path} is stored as {found.dtype}; supported are float32, bfloat16, float16"
-            )
-        return found
-
-    def integers(self, name: str) -> Tensor:
-        found = self._tensors[name]
-        if found.dtype not in (torch.int64, torch.int32):
-            raise CheckpointError(f"tensor {name} of {self._path} is stored as {found.dtype}, not as int32 or int64")
-        return found
-
-
-def _open_pickle(path: Path, config: dict[str, Any]) -> HeadTensors:
-    """A file of torch.save; only tensors are unpickled, never code."""
-    check_memory(path.stat().st_size, f"loading {path}")
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"cannot read {path}: {lines[0]}; copy the file again or save it anew") from error
-    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
-        raise CheckpointError(
-            f"{path} must hold a dictionary of tensors, got {type(found).__name__}; save a state dict"
-        )
-    return HeadTensors(path, config, _Pickled(path, found), list(found))

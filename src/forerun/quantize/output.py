@@ -15,10 +15,10 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from forerun.weights.checkpoint import INDEX_FILE, INDEX_FILES, SINGLE_FILE, Checkpoint
 
 COPIED = ("*.json", "*.model", "*.jinja", "*.txt")  # tokenizer, chat template, generation settings
-OWN = ("config.json", INDEX_FILE, "quantize_config.json")
+OWN = ("config.json", *INDEX_FILES, "quantize_config.json")
 SHARD_BYTES = 4 << 30
 
 
@@ -46,7 +46,7 @@ def weight_bytes(path: Path) -> int:
     """Bytes of a folder's weight files, or of a file that holds all."""
     if path.is_file():
         return path.stat().st_size
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in Checkpoint.open(path).files)
 
 
 def _tensors(checkpoint: Checkpoint, layers: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:

@@ -1,49 +1,64 @@
 """A model folder: its configuration and its tensors, read lazily.
 
-Knows: the files of a Hugging Face folder and how they can be missing or damaged. Does not know: architectures,
-formats of quantization, or devices.
+Knows: the files of a Hugging Face folder (safetensors, or the older .bin files of torch.save) and how they can be
+missing or damaged. Does not know: architectures, formats of quantization, or devices.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.safetensors_header import TensorEntry, data_start, read_header
+from forerun.weights.torch_file import read_torch_file
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+TORCH_FILE = "pytorch_model.bin"
+TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
+INDEX_FILES = (INDEX_FILE, TORCH_INDEX_FILE)
+_LAYOUTS = ((INDEX_FILE, SINGLE_FILE), (TORCH_INDEX_FILE, TORCH_FILE))  # the first that is there counts
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INTEGER_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 TORCH_DTYPES = FLOAT_DTYPES | INTEGER_DTYPES
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a file, and how to read it."""
+
+    file: Path
+    dtype: str  # safetensors' name, e.g. "BF16"
+    shape: tuple[int, ...]
+    nbytes: int
+    read: Callable[[], Tensor]  # into memory of its own, flat
 
 
 class Checkpoint:
     """The tensors of a model folder by name. `open` checks every header; tensor data is read when asked for."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], files: dict[str, Path], entries: dict[str, TensorEntry]):
-        """Use `Checkpoint.open`."""
+    def __init__(self, folder: Path, config: dict[str, Any], tensors: Mapping[str, StoredTensor]):
+        """Use `Checkpoint.open`; this is for tensors from a file of another name (`read_file`)."""
         self.folder = folder
         self.config = config
-        self._files = files  # tensor name -> file
-        self._entries = entries
-        self._unread = set(entries)
+        self._tensors = tensors
+        self._unread = set(tensors)
 
     @staticmethod
     def open(folder: Path) -> Checkpoint:
         """Read config.json and all tensor headers; raises CheckpointError or UnsupportedError naming the file."""
         config = read_json(folder / "config.json")
-        files, entries = _read_headers(folder)
-        return Checkpoint(folder, config, files, entries)
+        return Checkpoint(folder, config, _read_folder(folder))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._tensors)
 
     @property
     def unread(self) -> list[str]:
@@ -53,11 +68,16 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(entry.nbytes for entry in self._entries.values())
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @property
+    def files(self) -> list[Path]:
+        """The files the tensors are in, sorted."""
+        return sorted({tensor.file for tensor in self._tensors.values()})
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
-        return name in self._entries
+        return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
@@ -65,13 +85,13 @@ class Checkpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         """A floating tensor's dtype, without reading it; raises UnsupportedError for any other."""
-        stored = self._entry(name).dtype
-        if stored not in FLOAT_DTYPES:
+        stored = self._entry(name)
+        if stored.dtype not in FLOAT_DTYPES:
             raise UnsupportedError(
-                f"tensor {name} of {self._files[name]} is stored as {stored}; supported are "
+                f"tensor {name} of {stored.file} is stored as {stored.dtype}; supported are "
                 f"{', '.join(FLOAT_DTYPES)}; convert the checkpoint"
             )
-        return FLOAT_DTYPES[stored]
+        return FLOAT_DTYPES[stored.dtype]
 
     def tensor(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """Read a floating tensor in its stored precision; raises CheckpointError if missing or not of `shape`."""
@@ -80,39 +100,58 @@ class Checkpoint:
 
     def integers(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """Read a tensor of whole numbers in their stored width; raises CheckpointError likewise."""
-        stored = self._entry(name).dtype
-        if stored not in INTEGER_DTYPES:
+        stored = self._entry(name)
+        if stored.dtype not in INTEGER_DTYPES:
             raise CheckpointError(
-                f"tensor {name} of {self._files[name]} is stored as {stored}, not as integers "
+                f"tensor {name} of {stored.file} is stored as {stored.dtype}, not as integers "
                 f"({', '.join(INTEGER_DTYPES)}); weights and config.json do not belong together"
             )
         return self._read_shaped(name, shape)
 
     def _read_shaped(self, name: str, shape: Sequence[int] | None) -> Tensor:
-        entry = self._entry(name)
-        if shape is not None and entry.shape != tuple(shape):
+        stored = self._entry(name)
+        if shape is not None and stored.shape != tuple(shape):
             raise CheckpointError(
-                f"tensor {name} of {self._files[name]} has shape {list(entry.shape)}, config.json asks for "
+                f"tensor {name} of {stored.file} has shape {list(stored.shape)}, config.json asks for "
                 f"{list(shape)}; weights and config.json do not belong together"
             )
-        return self._read(name)
+        self._unread.discard(name)
+        try:
+            return stored.read().view(stored.shape)
+        except OSError as error:
+            raise CheckpointError(f"cannot read tensor {name} of {stored.file}: {error}") from error
 
-    def _entry(self, name: str) -> TensorEntry:
-        if name not in self._entries:
+    def _entry(self, name: str) -> StoredTensor:
+        if name not in self._tensors:
             raise CheckpointError(
                 f"{self.folder} has no tensor {name}, which config.json asks for; the checkpoint is incomplete or "
                 "of another family"
             )
-        return self._entries[name]
+        return self._tensors[name]
 
-    def _read(self, name: str) -> Tensor:
-        path, entry = self._files[name], self._entry(name)
-        try:
-            raw = read_bytes(path, entry)  # [nbytes] uint8
-        except OSError as error:
-            raise CheckpointError(f"cannot read tensor {name} of {path}: {error}") from error
-        self._unread.discard(name)
-        return raw.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+
+def read_file(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a .safetensors file, or else of a file of torch.save; raises CheckpointError naming the file."""
+    if path.suffix == ".safetensors":
+        return {
+            name: StoredTensor(path, entry.dtype, entry.shape, entry.nbytes, partial(_read_entry, path, entry))
+            for name, entry in read_header(path).items()
+        }
+    return {
+        name: StoredTensor(
+            path, _NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), tensor.nbytes,
+            partial(_copied, tensor),
+        )
+        for name, tensor in read_torch_file(path).items()
+    }  # fmt: skip
+
+
+def _read_entry(path: Path, entry: TensorEntry) -> Tensor:
+    return read_bytes(path, entry).view(TORCH_DTYPES[entry.dtype])
+
+
+def _copied(mapped: Tensor) -> Tensor:
+    return mapped.detach().clone(memory_format=torch.contiguous_format).view(-1)
 
 
 def read_bytes(path: Path, entry: TensorEntry) -> Tensor:
@@ -153,54 +192,52 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether the folder holds safetensors in a layout `Checkpoint` reads."""
-    return (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists()
+    """Whether the folder holds weights in a layout `Checkpoint` reads."""
+    return any((folder / name).exists() for layout in _LAYOUTS for name in layout)
 
 
-def _read_headers(folder: Path) -> tuple[dict[str, Path], dict[str, TensorEntry]]:
-    if (folder / INDEX_FILE).exists():
-        return _read_shards(folder)
-    path = folder / SINGLE_FILE
-    if not path.exists():
-        raise _no_weights(folder)
-    entries = read_header(path)
-    return dict.fromkeys(entries, path), entries
+def _read_folder(folder: Path) -> dict[str, StoredTensor]:
+    for index, single in _LAYOUTS:
+        if (folder / index).exists():
+            return _read_shards(folder / index)
+        if (folder / single).exists():
+            return read_file(folder / single)
+    raise _no_weights(folder)
 
 
 def _no_weights(folder: Path) -> CheckpointError:
     others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".gguf", ".safetensors"))
     return CheckpointError(
-        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+        f"{folder} has none of {', '.join(name for layout in _LAYOUTS for name in layout[::-1])}"
         + (f" (found {', '.join(others[:5])})" if others else "")
         + "; save the model as safetensors, e.g. with transformers' save_pretrained, or give the path of a .gguf file"
     )
 
 
-def _read_shards(folder: Path) -> tuple[dict[str, Path], dict[str, TensorEntry]]:
-    weight_map = _weight_map(folder)
+def _read_shards(index: Path) -> dict[str, StoredTensor]:
+    folder, weight_map = index.parent, _weight_map(index)
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (folder / shard).exists()]
     if missing:
         raise CheckpointError(
-            f"{folder} lacks {len(missing)} of {len(shards)} weight files named in {INDEX_FILE}: "
+            f"{folder} lacks {len(missing)} of {len(shards)} weight files named in {index.name}: "
             f"{', '.join(missing[:5])}; download or copy them"
         )
-    headers = {shard: read_header(folder / shard) for shard in shards}
+    files = {shard: read_file(folder / shard) for shard in shards}
     for name, shard in weight_map.items():
-        if name not in headers[shard]:
+        if name not in files[shard]:
             raise CheckpointError(
-                f"{folder / shard} lacks tensor {name}, which {INDEX_FILE} says it holds; the files do not belong "
+                f"{folder / shard} lacks tensor {name}, which {index.name} says it holds; the files do not belong "
                 "together: download them again"
             )
-    files = {name: folder / shard for name, shard in weight_map.items()}
-    return files, {name: headers[shard][name] for name, shard in weight_map.items()}
+    return {name: files[shard][name] for name, shard in weight_map.items()}
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    table = read_json(folder / INDEX_FILE).get("weight_map")
+def _weight_map(index: Path) -> dict[str, str]:
+    table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
-        raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map; copy the file again")
+        raise CheckpointError(f"{index} has no weight_map; copy the file again")
     for name, shard in table.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(f"{folder / INDEX_FILE} maps {name} to {shard!r}, which is not a file name")
+            raise CheckpointError(f"{index} maps {name} to {shard!r}, which is not a file name")
     return table

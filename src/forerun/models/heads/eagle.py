@@ -29,9 +29,9 @@ from forerun.models.decoder import Decoder
 from forerun.models.fields import MAX_SIZE, Fields, words
 from forerun.models.heads.head import DraftHead, Exit, HeadLayer, HeadParts
 from forerun.models.heads.reading import HeadReader, check_hidden_size, num_bytes, num_layers
-from forerun.models.heads.source import HeadSource
 from forerun.models.heads.vocabulary import read_vocabulary
 from forerun.quant.rounded import ChooseFormat, choose_for
+from forerun.weights.checkpoint import Checkpoint
 
 FLAGS = words("norm_before_residual norm_before_fc fc_norm norm_output")
 HEAD_FIELDS = FLAGS | words(
@@ -45,7 +45,7 @@ INERT = frozenset({"t2d"})  # says once more what d2t says
 MAX_LAYERS = 64
 
 
-def read_eagle(source: HeadSource, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
+def read_eagle(source: Checkpoint, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
     """The EAGLE head of a folder, whichever version; raises ModelErrors that say what does not fit."""
     choose_format = choose_for(weights)
     if source.config.get("speculators_model_type", "eagle3") != "eagle3":
@@ -85,7 +85,7 @@ def as_it_is(states: Tensor) -> Tensor:
     return states
 
 
-def _read_eagle1(source: HeadSource, target: Decoder, kernels: Kernels, choose_format: ChooseFormat) -> DraftHead:
+def _read_eagle1(source: Checkpoint, target: Decoder, kernels: Kernels, choose_format: ChooseFormat) -> DraftHead:
     raw = source.config
     check_hidden_size(source, Fields(raw, {}), target)
     reader = HeadReader.open(source, raw, HEAD_FIELDS, "layers.0", target, kernels, choose_format)
@@ -160,7 +160,7 @@ class _Eagle3:
     """Reads one EAGLE-3 checkpoint, whose first layer lies below `prefix`."""
 
     def __init__(
-        self, source: HeadSource, target: Decoder, kernels: Kernels, prefix: str, choose_format: ChooseFormat
+        self, source: Checkpoint, target: Decoder, kernels: Kernels, prefix: str, choose_format: ChooseFormat
     ) -> None:
         raw = source.config
         section = raw.get(SECTION)

@@ -10,7 +10,7 @@ from pathlib import Path
 from forerun.errors import ModelError
 from forerun.models.heads.mtp import MIMO
 from forerun.models.heads.source import open_head
-from forerun.models.medusa_files import PICKLE, SAFETENSORS
+from forerun.models.medusa_files import OWN_FILES
 from forerun.weights.resolve import resolve_model
 
 _NAMES = {
@@ -25,7 +25,7 @@ def drafter_of(name_or_folder: str | Path) -> str | None:
     """The drafter that drafts with what lies there: medusa, mtp or eagle; None for anything else, and for nothing."""
     try:
         folder = resolve_model(name_or_folder)
-        if any((folder / name).is_file() for name in (SAFETENSORS, PICKLE)):
+        if any((folder / name).is_file() for name in OWN_FILES):
             return "medusa"
         source = open_head(folder)
     except ModelError:

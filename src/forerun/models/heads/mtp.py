@@ -34,8 +34,9 @@ from forerun.models.fields import Fields, words
 from forerun.models.heads.eagle import as_it_is
 from forerun.models.heads.head import DraftHead, Exit, HeadLayer, HeadParts
 from forerun.models.heads.reading import SKIP_SLOT_ZERO, HeadReader, check_hidden_size, num_bytes, num_layers
-from forerun.models.heads.source import HeadSource, open_head
+from forerun.models.heads.source import open_head
 from forerun.quant.rounded import ChooseFormat, choose_for
+from forerun.weights.checkpoint import Checkpoint
 
 MIMO = "model.mtp_layers"
 MTP_FIELDS = words("num_nextn_predict_layers num_mtp_layers target_hidden_size")
@@ -59,7 +60,7 @@ class MtpEntrance:
         return self.attention_norm(residual), residual
 
 
-def read_mtp(source: HeadSource, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
+def read_mtp(source: Checkpoint, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
     """The MTP module of a folder, the target's own or another; raises ModelErrors that say what does not fit."""
     choose_format = choose_for(weights)
     deepseek = f"model.layers.{num_layers(target)}"
@@ -94,7 +95,7 @@ def brings_mtp(name_or_folder: str | Path) -> bool:
 # -- MiMo ----------------------------------------------------------------------------------------------------------
 
 
-def _read_mimo(source: HeadSource, target: Decoder, kernels: Kernels, choose_format: ChooseFormat) -> DraftHead:
+def _read_mimo(source: Checkpoint, target: Decoder, kernels: Kernels, choose_format: ChooseFormat) -> DraftHead:
     raw, prefix = source.config, f"{MIMO}.0"
     _refuse_several(source, f"{MIMO}.1.")
     check_hidden_size(source, Fields(raw, {}), target)
@@ -128,7 +129,7 @@ def _read_mimo(source: HeadSource, target: Decoder, kernels: Kernels, choose_for
     )
 
 
-def _refuse_several(source: HeadSource, prefix: str) -> None:
+def _refuse_several(source: Checkpoint, prefix: str) -> None:
     """One module drafts all tokens; a checkpoint with several was trained to use each for one."""
     if any(name.startswith(prefix) for name in source):
         raise UnsupportedError(
@@ -143,7 +144,7 @@ class _DeepSeek:
     """Reads the module below `prefix`, whose layer is of the target's own family."""
 
     def __init__(
-        self, source: HeadSource, target: Decoder, kernels: Kernels, prefix: str, choose_format: ChooseFormat
+        self, source: Checkpoint, target: Decoder, kernels: Kernels, prefix: str, choose_format: ChooseFormat
     ) -> None:
         raw = source.config
         _refuse_several(source, f"model.layers.{num_layers(target) + 1}.")

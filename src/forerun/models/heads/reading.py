@@ -27,11 +27,11 @@ from forerun.models.decoder import Decoder
 from forerun.models.family import Biases, Family
 from forerun.models.fields import Fields, words
 from forerun.models.heads.head import HeadLayer
-from forerun.models.heads.source import HeadSource
 from forerun.quant.base import Part
 from forerun.quant.dense import DenseWeight
 from forerun.quant.gguf import read_floats
 from forerun.quant.rounded import ChooseFormat
+from forerun.weights.checkpoint import Checkpoint
 
 SKIP_SLOT_ZERO = -1  # an attention window: the first token has no state before it, so its slot is never written
 QKV, OUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"
@@ -62,14 +62,14 @@ def num_layers(target: Decoder) -> int:
 class HeadReader:
     """Reads the tensors of one head for one target."""
 
-    source: HeadSource
+    source: Checkpoint
     target: Decoder
     builder: Builder
     config: ModelConfig
 
     @staticmethod
     def open(
-        source: HeadSource, raw: Mapping[str, Any], known: frozenset[str], layer: str, target: Decoder,
+        source: Checkpoint, raw: Mapping[str, Any], known: frozenset[str], layer: str, target: Decoder,
         kernels: Kernels, choose_format: ChooseFormat,
     ) -> HeadReader:  # fmt: skip
         """`raw` describes the layers; `known` fields are read elsewhere; `layer` is where the first one's tensors are.
@@ -172,7 +172,7 @@ def num_bytes(layers: Sequence[HeadLayer], linears: Sequence[Linear], embedding_
     return inner + sum(linear.nbytes for linear in linears) + embedding_bytes
 
 
-def _family(source: HeadSource, layer: str, known: frozenset[str]) -> Family:
+def _family(source: Checkpoint, layer: str, known: frozenset[str]) -> Family:
     biases = Biases(
         qkv=source.has(f"{layer}.self_attn.q_proj.bias"),
         out=source.has(f"{layer}.self_attn.o_proj.bias"),
@@ -201,7 +201,7 @@ def _refuse_windows(raw: Mapping[str, Any]) -> None:
         )
 
 
-def check_hidden_size(source: HeadSource, fields: Fields, target: Decoder) -> None:
+def check_hidden_size(source: Checkpoint, fields: Fields, target: Decoder) -> None:
     """Raise UnsupportedError if the head was trained for a target of another hidden size."""
     own = fields.integer("hidden_size")
     wanted = fields.integer("target_hidden_size", default=own)
