@@ -151,6 +151,35 @@ def test_no_weights(folder: Path) -> None:
         load(folder)
 
 
+def as_bin(folder: Path, num_files: int = 1) -> Path:
+    """The same weights as files of torch.save."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    if num_files == 1:
+        torch.save(tensors, folder / "pytorch_model.bin")
+        return folder
+    files = {name: f"pytorch_model-{index % num_files}.bin" for index, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        torch.save({name: tensors[name] for name in files if files[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return folder
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["qwen2", "mixtral", "phi3"])
+def test_bin_files_give_the_bits_of_safetensors(case: str, dtype: torch.dtype, num_files: int, tmp_path: Path) -> None:
+    folder = factory.make_checkpoint(case, tmp_path, dtype)
+    usual = Runner(load(folder).model, 8).span(TOKENS).logits
+    assert torch.equal(Runner(load(as_bin(folder, num_files)).model, 8).span(TOKENS).logits, usual)
+
+
+def test_bin_files_through_transformers(tmp_path: Path) -> None:
+    folder = factory.save_checkpoint(factory.random_hf_model("gpt2"), tmp_path)
+    usual = Runner(load(folder).model, 8).span(TOKENS).logits
+    assert torch.equal(Runner(load(as_bin(folder, 2)).model, 8).span(TOKENS).logits, usual)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "{]", '{"a": 1}'])
 def test_broken_config(folder: Path, content: str) -> None:
     (folder / "config.json").write_text(content)

@@ -1,6 +1,6 @@
 """Any causal language model through transformers: exact, at reference speed.
 
-Knows: transformers' AutoModelForCausalLM and its caches. Does not know: architectures, the paged pool.
+Knows: how transformers' models are called, and their caches. Does not know: files, architectures, the paged pool.
 
 Every row is one call over one token. So a row's bits cannot depend on what else is in the batch, and a tree node,
 which runs on a copy of its parent's cache, gives the bits of the same tokens decoded one by one. Caches are copied,
@@ -12,19 +12,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
-from forerun.errors import CheckpointError, UnsupportedError
-from forerun.kernels.device import CPU
+from forerun.errors import UnsupportedError
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import CommittedPath, ForwardOutput, LayerSpec
 from forerun.models.batch import ForwardBatch, SequenceRows
@@ -189,49 +185,6 @@ def _changing_ropes(module: Any) -> list[_Rope]:
     return [_Rope(part) for part, kind in kinds if "dynamic" in kind or "longrope" in kind]
 
 
-def load_hf_model(folder: Path, dtype: torch.dtype | None, device: torch.device = CPU) -> HFModel:
-    """Load a local folder onto `device`; dtype None keeps the stored precision (float16 is widened).
-
-    Raises CheckpointError for missing or misshapen tensors, UnsupportedError for what transformers cannot run.
-    """
-    loaded: Any
-    with _quiet():
-        try:
-            loaded = AutoModelForCausalLM.from_pretrained(
-                str(folder), local_files_only=True, dtype=dtype or "auto", output_loading_info=True,
-                attn_implementation="eager",
-            )  # fmt: skip
-        except (ValueError, KeyError, ImportError) as error:
-            raise UnsupportedError(f"transformers cannot run {folder} as a causal language model: {error}") from error
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"transformers cannot load {folder}: {error}") from error
-    module, report = loaded
-    missing = sorted(str(name) for name in report["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{folder} lacks {len(missing)} tensors, e.g. {', '.join(missing[:3])}; the checkpoint is incomplete: "
-            "download or copy it again"
-        )
-    if any(parameter.dtype == torch.float16 for parameter in module.parameters()):
-        module = module.float()
-    return HFModel(module.eval().to(device))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' own progress bars and warnings."""
-    hf_logging: Any = logging
-    shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
-    hf_logging.disable_progress_bar()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if shown:
-            hf_logging.enable_progress_bar()
-
-
 def _cache_name(module: Any) -> str:
     accepted = inspect.signature(module.forward).parameters
     name = next((name for name in CACHE_NAMES if name in accepted), None)
@@ -244,5 +197,11 @@ def _cache_name(module: Any) -> str:
 
 
 def _max_position(config: Any) -> int:
+    """What config.json says; of a long-rope model the original context, beyond which all its keys would change."""
     sizes = [getattr(config, name, None) for name in POSITION_FIELDS]
-    return next((size for size in sizes if isinstance(size, int) and size > 0), UNBOUNDED_POSITIONS)
+    stated = next((size for size in sizes if isinstance(size, int) and size > 0), UNBOUNDED_POSITIONS)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return stated
+    original = getattr(config, "original_max_position_embeddings", None)
+    return min(stated, original or rope.get("original_max_position_embeddings") or stated)

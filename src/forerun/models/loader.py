@@ -23,7 +23,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
 from forerun.models.family import Family
 from forerun.models.memory import check_memory
-from forerun.weights.checkpoint import Checkpoint, has_weights, read_json
+from forerun.weights.checkpoint import Checkpoint, read_json
 from forerun.weights.generation import GenerationConfig, end_ids
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
 from forerun.weights.resolve import resolve_model
@@ -31,6 +31,8 @@ from forerun.weights.tokenizer import Tokenizer, check_vocabulary
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 DTYPES: dict[str, torch.dtype | None] = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+ADAPTER_FILE = "adapter_config.json"
+LONG_ROPE = "beyond the original context of a long-rope model all keys change, which forerun does not compute"
 INERT_TENSORS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
 
 
@@ -71,7 +73,7 @@ def load_model(
     _check_sampling(generation)
     if is_gguf(folder):
         loaded = _load_gguf(folder, kernels, dtype, max_position, progress, implementation)
-    elif _choose(raw := read_json(folder / "config.json"), implementation) == "transformers":
+    elif _choose(raw := _read_raw(folder), implementation) == "transformers":
         loaded = _load_through_transformers(folder, raw, kernels.device, DTYPES[dtype], max_position)
     else:
         loaded = _load_native(folder, raw, kernels, dtype, max_position, progress)
@@ -96,9 +98,20 @@ def read_config(folder: Path) -> ModelConfig | None:
     """The configuration of a folder or GGUF file without weights, None for models that run through transformers."""
     if is_gguf(folder):
         return _gguf_config(GgufCheckpoint.open(folder))
-    raw = read_json(folder / "config.json")
+    raw = _read_raw(folder)
     family = find_family(raw)
     return None if family is None else ModelConfig.read(raw, family)
+
+
+def _read_raw(folder: Path) -> dict[str, Any]:
+    """A folder's config.json, after making sure that the folder holds a model and nothing that changes it."""
+    if (folder / ADAPTER_FILE).exists():
+        base = str(read_json(folder / ADAPTER_FILE).get("base_model_name_or_path"))
+        raise UnsupportedError(
+            f"{folder} is a PEFT adapter for the model {base[:100]} ({ADAPTER_FILE}), not a model; merge it into that "
+            "model (peft: merge_and_unload, then save_pretrained) and give the merged folder"
+        )
+    return read_json(folder / "config.json")
 
 
 def _model_type(raw: Mapping[str, Any]) -> str:
@@ -130,7 +143,7 @@ def _load_native(
     family = find_family(raw)
     assert family is not None
     config = ModelConfig.read(raw, family)
-    positions = _positions(config.max_position, max_position)
+    positions = _positions(config.max_position, max_position, raw)
     checkpoint = Checkpoint.open(folder)
     needed = _bytes_needed(config, family, checkpoint, DTYPES[dtype], positions)
     check_memory(needed, f"loading {folder}", kernels.device)
@@ -148,7 +161,7 @@ def _load_gguf(
         raise UnsupportedError(f"{path} is a GGUF file, which forerun runs itself; leave `implementation` at 'auto'")
     checkpoint = GgufCheckpoint.open(path)
     family, config = _gguf_family(checkpoint), _gguf_config(checkpoint)
-    positions = _positions(config.max_position, max_position)
+    positions = _positions(config.max_position, max_position, checkpoint.config)
     table_bytes = config.vocab_size * config.hidden_size * 4  # the embedding, decoded to float32
     needed = checkpoint.nbytes + table_bytes + positions * config.rope.rotary_dim * 4
     check_memory(needed, f"loading {path}", kernels.device)
@@ -213,26 +226,29 @@ def _bytes_needed(
     return estimate_bytes(config, 2 if stored == torch.bfloat16 else 4, positions)
 
 
-def _positions(possible: int, wanted: int | None) -> int:
+def _positions(possible: int, wanted: int | None, raw: Mapping[str, Any]) -> int:
     if wanted is None:
         return possible
     if not 1 <= wanted <= possible:
-        raise ConfigError(f"max_model_len must be from 1 to {possible}, the positions this model can use; got {wanted}")
+        stated = raw.get("max_position_embeddings")
+        limited = isinstance(stated, int) and stated > possible
+        raise ConfigError(
+            f"max_model_len must be from 1 to {possible}, the positions this model can use; got {wanted}"
+            + (f" ({LONG_ROPE})" if limited else "")
+        )
     return wanted
 
 
 def _load_through_transformers(
     folder: Path, raw: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None, max_position: int | None
 ) -> LoadedModel:
-    from forerun.models.hf import load_hf_model  # imports transformers, which takes seconds
+    from forerun.models.hf_loading import load_hf_model, read_hf_config  # import transformers, which takes seconds
 
     _model_type(raw)
-    if not has_weights(folder) and not any(folder.glob("*.bin")):
-        Checkpoint.open(folder)  # says what is missing
+    config = read_hf_config(folder, raw)
     tokenizer = Tokenizer.from_folder(folder)
-    stored = sum(path.stat().st_size for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
-    check_memory(stored, f"loading {folder}", device)
-    model = load_hf_model(folder, dtype, device)
+    check_memory(Checkpoint.open(folder).nbytes, f"loading {folder}", device)
+    model = load_hf_model(folder, config, dtype, device)
     check_vocabulary(tokenizer, model.vocab_size)
-    model.max_position = _positions(model.max_position, max_position)
+    model.max_position = _positions(model.max_position, max_position, raw)
     return LoadedModel(model, tokenizer, folder, raw, None, "transformers")

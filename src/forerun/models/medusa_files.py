@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from forerun.errors import CheckpointError
-from forerun.weights.checkpoint import Checkpoint, has_weights, read_file, read_optional_json
+from forerun.weights.checkpoint import WEIGHT_FILES, Checkpoint, has_weights, read_file, read_optional_json
 
 OWN_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 PREFIXES = ("medusa_heads.", "medusa_head.")  # of heads saved with the model they were trained in
@@ -70,8 +70,8 @@ def open_heads(folder: Path) -> HeadTensors:
     if has_weights(folder):
         return HeadTensors(folder, Checkpoint.open(folder))
     raise CheckpointError(
-        f"{folder} holds no Medusa heads: looked for {', '.join(OWN_FILES)} and the files of a model; give the folder "
-        "the heads were saved in"
+        f"{folder} holds no Medusa heads: looked for {', '.join((*OWN_FILES, *WEIGHT_FILES))}; give the folder the "
+        "heads were saved in"
     )
 
 

@@ -25,6 +25,7 @@ TORCH_FILE = "pytorch_model.bin"
 TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
 INDEX_FILES = (INDEX_FILE, TORCH_INDEX_FILE)
 _LAYOUTS = ((INDEX_FILE, SINGLE_FILE), (TORCH_INDEX_FILE, TORCH_FILE))  # the first that is there counts
+WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, TORCH_FILE, TORCH_INDEX_FILE)
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INTEGER_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 TORCH_DTYPES = FLOAT_DTYPES | INTEGER_DTYPES
@@ -193,7 +194,7 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 def has_weights(folder: Path) -> bool:
     """Whether the folder holds weights in a layout `Checkpoint` reads."""
-    return any((folder / name).exists() for layout in _LAYOUTS for name in layout)
+    return any((folder / name).exists() for name in WEIGHT_FILES)
 
 
 def _read_folder(folder: Path) -> dict[str, StoredTensor]:
@@ -208,7 +209,7 @@ def _read_folder(folder: Path) -> dict[str, StoredTensor]:
 def _no_weights(folder: Path) -> CheckpointError:
     others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".gguf", ".safetensors"))
     return CheckpointError(
-        f"{folder} has none of {', '.join(name for layout in _LAYOUTS for name in layout[::-1])}"
+        f"{folder} has none of {', '.join(WEIGHT_FILES)}"
         + (f" (found {', '.join(others[:5])})" if others else "")
         + "; save the model as safetensors, e.g. with transformers' save_pretrained, or give the path of a .gguf file"
     )
