@@ -5,6 +5,7 @@ Knows: plain values and how they are validated. Does not know: tensors, models, 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -61,14 +62,18 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None  # how many alternatives beside the chosen token
     prompt_logprobs: int | None = None
+    allowed: array[int] = field(init=False, repr=False, compare=False)  # allowed_token_ids, ready for every step
+    biases: tuple[array[int], array[float]] = field(init=False, repr=False, compare=False)  # likewise logit_bias
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words", "stop_token_ids"):
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
         _check_ranges(self)
         _check_contradictions(self)
+        object.__setattr__(self, "allowed", array("q", self.allowed_token_ids or ()))
+        object.__setattr__(self, "biases", (array("q", self.logit_bias), array("f", self.logit_bias.values())))
 
     @property
     def greedy(self) -> bool:
@@ -81,12 +86,10 @@ class SamplingParams:
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        return (value,)
+    if value is None or isinstance(value, str):
+        return () if value is None else (value,)
     if isinstance(value, Sequence):
-        return tuple(value)
+        return tuple(dict.fromkeys(value))  # each once
     raise SamplingError(f"{name} must be a string or a list, got {type(value).__name__}")
 
 
@@ -105,11 +108,12 @@ def _check_ranges(params: SamplingParams) -> None:
     _whole("n", params.n, 1, 256)
     _whole("top_k", params.top_k, -1, 2**31)
     _whole("min_tokens", params.min_tokens, 0, 2**31)
-    for name, high in (("max_tokens", 2**31), ("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_LOGPROBS)):
+    highest = {"max_tokens": 2**31, "logprobs": MAX_LOGPROBS, "prompt_logprobs": MAX_LOGPROBS, "seed": MAX_SEED}
+    for name, high in highest.items():
         if getattr(params, name) is not None:
             _whole(name, getattr(params, name), 1 if name == "max_tokens" else 0, high)
-    if params.seed is not None:
-        _whole("seed", params.seed, 0, MAX_SEED)
+    for token_id in (min(params.allowed_token_ids), max(params.allowed_token_ids)) if params.allowed_token_ids else ():
+        _whole("allowed_token_ids", token_id, 0, 2**31)
     for token_id, bias in params.logit_bias.items():
         _whole("logit_bias key", token_id, 0, 2**31)
         _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)

@@ -253,13 +253,15 @@ class LLM:
         self._check_params(params)
         group_id = str(next(self._counter))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        requests = [self._request(group_id, i, tuple(token_ids), params, seed) for i in range(params.n)]
+        words = self._bad_word_ids(params.bad_words)
+        requests = [self._request(group_id, i, tuple(token_ids), params, seed, words) for i in range(params.n)]
         samples = [SampleRecord(r, OutputText(r, self._detokenizer(r))) for r in requests]
         return RequestGroup(group_id, prompt if isinstance(prompt, str) else None, samples)
 
     def _request(
-        self, group_id: str, index: int, token_ids: tuple[int, ...], params: SamplingParams, seed: int
-    ) -> Request:
+        self, group_id: str, index: int, token_ids: tuple[int, ...], params: SamplingParams, seed: int,
+        bad_word_ids: tuple[tuple[int, ...], ...],
+    ) -> Request:  # fmt: skip
         room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
@@ -270,7 +272,7 @@ class LLM:
             seed=seed,
             sample_index=index,
             parent_id=group_id,
-            bad_word_ids=self._bad_word_ids(params.bad_words),
+            bad_word_ids=bad_word_ids,
             stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
             max_len=len(token_ids) + max_tokens,
         )

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core import Request, SamplingParams
+from forerun.errors import SamplingError
 from forerun.speculation.sampling import is_drawable, is_plain, probabilities, shape_row
 
 V = 12
@@ -92,6 +93,20 @@ def test_masks(row: list[float]) -> None:
     made = request(logit_bias={2: 3.0}, allowed_token_ids=(2, 3, 4, 5))
     expected = [x + 3.0 * (i == 2) if i in (2, 3, 4, 5) else -math.inf for i, x in enumerate(row)]
     assert law(row, made) == pytest.approx(softmax(expected), abs=1e-5)
+
+
+def test_repeated_ids_are_one() -> None:
+    """Two million equal ids made every step of everyone ten times slower."""
+    params = SamplingParams(allowed_token_ids=(3, 1) * 500_000, stop_token_ids=(5,) * 9, stop=("x", "x"))
+    assert (params.allowed_token_ids, params.stop_token_ids, params.stop) == ((3, 1), (5,), ("x",))
+    assert law([0.0] * V, request(allowed_token_ids=[3, 1] * 9)) == [0, 0.5, 0, 0.5] + [0] * 8
+    assert params.with_seed(3).allowed_token_ids == (3, 1)
+
+
+@pytest.mark.parametrize("ids", [["a"], [1.5], [2**70], [-1]])
+def test_allowed_ids_are_whole_numbers(ids: list[int]) -> None:
+    with pytest.raises(SamplingError, match="allowed_token_ids must be a whole number"):
+        SamplingParams(allowed_token_ids=tuple(ids))
 
 
 def test_min_tokens_counts_the_path() -> None:

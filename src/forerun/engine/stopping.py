@@ -7,7 +7,8 @@ at one by one, so a stop in the middle of accepted drafts cuts exactly where pla
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 from forerun.core import Request
@@ -30,6 +31,10 @@ class OutputText:
     request: Request
     detokenizer: Detokenizer
     text: str = ""
+    _matched: list[int] = field(default_factory=list)  # by stop string: how much of it the text's end is
+
+    def __post_init__(self) -> None:
+        self._matched = [0] * len(self.request.params.stop)
 
     def take(self, tokens: Sequence[int]) -> int:
         """Append accepted tokens to the request up to the one that ends it; how many were taken."""
@@ -55,9 +60,7 @@ class OutputText:
 
     def _completes_stop(self, token: int) -> bool:
         """Append the token's text; whether that completes a stop string, which then ends text and request."""
-        before = len(self.text)
-        self.text += self.detokenizer.feed([token])
-        found = _first_stop(self.text, self.request.params.stop, before)
+        found = self._read(self.detokenizer.feed([token]))
         if found is None or self.request.num_output < self.request.params.min_tokens:
             return False
         start, stop = found
@@ -65,23 +68,45 @@ class OutputText:
         self.request.finish_reason, self.request.stop_reason = "stop", stop
         return True
 
+    def _read(self, piece: str) -> tuple[int, str] | None:
+        """Append a piece of text -> the earliest stop string that ends in it: where that starts, and which it is."""
+        before, hits = len(self.text), []
+        self.text += piece
+        for number, stop in enumerate(self.request.params.stop):
+            self._matched[number], end = _match(stop, self._matched[number], piece)
+            hits += [] if end is None else [(before + end - len(stop), stop)]
+        return min(hits, default=None)
+
     def visible(self) -> str:
         """The text that may be shown now: while the request runs, no beginning of a stop string at its end."""
         if self.request.finish_reason is not None:
             return self.text
-        held = max((_overlap(self.text, stop) for stop in self.request.params.stop), default=0)
-        return self.text[: len(self.text) - held]
+        return self.text[: len(self.text) - max(self._matched, default=0)]
 
 
-def _first_stop(text: str, stops: Sequence[str], before: int) -> tuple[int, str] | None:
-    """The earliest stop string that ends after character `before` -> (where it starts, which)."""
-    hits = [(text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in stops]
-    return min(((start, stop) for start, stop in hits if start >= 0), default=None)
+def _match(stop: str, matched: int, piece: str) -> tuple[int, int | None]:
+    """Read on behind a text that ends with the first `matched` characters of `stop` (Knuth, Morris and Pratt).
+
+    -> how many characters of `stop`, fewer than all, the text ends with now; where in the piece the first `stop` ends.
+    """
+    borders, end = _borders(stop), None
+    for position, character in enumerate(piece, 1):
+        while matched and stop[matched] != character:
+            matched = borders[matched - 1]
+        matched += stop[matched] == character
+        if matched == len(stop):
+            end = position if end is None else end
+            matched = borders[-1]
+    return matched, end
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+@lru_cache(maxsize=1024)
+def _borders(text: str) -> tuple[int, ...]:
+    """By prefix of `text`: the length of its longest proper end that also begins it."""
+    borders, length = [0], 0
+    for character in text[1:]:
+        while length and text[length] != character:
+            length = borders[length - 1]
+        length += text[length] == character
+        borders.append(length)
+    return tuple(borders)

@@ -21,7 +21,8 @@ SAME_NAME = (
     "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
 WHAT_TO_DO = {"extra_body": "its fields belong beside the others; clients put them there"}
-MAX_STRINGS = 64  # stop strings, bad words
+MAX_STRINGS, MAX_STRING = 64, 1024  # stop strings, bad words; characters of one
+MAX_STOP_TOKENS = 1024
 MAX_PRIORITY = 1000
 MAX_PROMPT_LOGPROBS = 20
 
@@ -45,9 +46,20 @@ def check_fields(body: SamplingBody) -> None:
     if body.detokenize is False and body.stop:
         raise ApiError(400, "stop needs texts, and detokenize false asks for none: leave one out", param="detokenize")
     for name in ("stop", "bad_words"):
-        value = getattr(body, name)
-        if isinstance(value, list) and len(value) > MAX_STRINGS:
-            raise ApiError(400, f"{name} has {len(value)} strings; the most is {MAX_STRINGS}", param=name)
+        _check_strings(name, getattr(body, name))
+    if body.stop_token_ids is not None and len(body.stop_token_ids) > MAX_STOP_TOKENS:
+        most = f"the most is {MAX_STOP_TOKENS}"
+        raise ApiError(400, f"stop_token_ids has {len(body.stop_token_ids)} ids; {most}", param="stop_token_ids")
+
+
+def _check_strings(name: str, value: str | list[str] | None) -> None:
+    """Every one of them is looked for at every token."""
+    strings = [value] if isinstance(value, str) else value or []
+    if len(strings) > MAX_STRINGS:
+        raise ApiError(400, f"{name} has {len(strings)} strings; the most is {MAX_STRINGS}", param=name)
+    longest = max(map(len, strings), default=0)
+    if longest > MAX_STRING:
+        raise ApiError(400, f"{name} has a string of {longest} characters; the most is {MAX_STRING}", param=name)
 
 
 def sampling_params(body: SamplingBody, defaults: Mapping[str, Any], **others: Any) -> SamplingParams:

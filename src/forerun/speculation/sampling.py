@@ -10,6 +10,7 @@ presence penalties; temperature; min-p, top-k, top-p. All arithmetic is float32 
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -95,15 +96,15 @@ def _filters(params: SamplingParams) -> bool:
 
 def _apply_masks(row: Tensor, request: Request, path: Sequence[int]) -> None:
     params = request.params
-    if params.allowed_token_ids is not None:
-        _allow_only(row, params.allowed_token_ids)
+    if params.allowed:
+        _allow_only(row, params.allowed)
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=row.device)
-        row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=row.device)
+        ids, values = params.biases
+        row[_ids(ids, row)] += torch.frombuffer(values, dtype=torch.float32).to(row.device)
     if request.num_output + len(path) < params.min_tokens:
         _ban(row, request.stop_token_ids)
     if request.bad_word_ids:
-        _ban(row, _completions([*request.token_ids, *path], request.bad_word_ids))
+        _ban(row, _completions(request.token_ids, path, request.bad_word_ids))
     if params.grammar is not None:
         allowed = params.grammar.allowed([*request.output_token_ids, *path])
         if isinstance(allowed, TokenBits):
@@ -112,8 +113,15 @@ def _apply_masks(row: Tensor, request: Request, path: Sequence[int]) -> None:
             _allow_only(row, allowed)
 
 
-def _allow_only(row: Tensor, token_ids: Sequence[int]) -> None:
-    ids = torch.tensor(list(token_ids), dtype=torch.int64, device=row.device)
+def _ids(token_ids: Iterable[int], row: Tensor) -> Tensor:
+    """Token ids as an index of the row; from an array, which `core.SamplingParams` keeps, at no cost."""
+    if isinstance(token_ids, array):
+        return torch.frombuffer(token_ids, dtype=torch.int64).to(row.device)
+    return torch.tensor(list(token_ids), dtype=torch.int64, device=row.device)
+
+
+def _allow_only(row: Tensor, token_ids: Iterable[int]) -> None:
+    ids = _ids(token_ids, row)
     kept = row[ids].clone()
     row.fill_(NEG_INF)
     row[ids] = kept
@@ -125,19 +133,14 @@ def _allow_bits(row: Tensor, allowed: TokenBits) -> None:
 
 
 def _ban(row: Tensor, token_ids: Iterable[int]) -> None:
-    ids = list(token_ids)
-    if ids:
-        row[torch.tensor(ids, dtype=torch.int64, device=row.device)] = NEG_INF
+    row[_ids(token_ids, row)] = NEG_INF
 
 
-def _completions(tokens: Sequence[int], bad_words: Iterable[Sequence[int]]) -> set[int]:
-    """Last tokens of the bad words whose other tokens end `tokens`."""
-    banned = set()
-    for word in bad_words:
-        head = len(word) - 1
-        if head == 0 or list(tokens[-head:]) == list(word[:-1]):
-            banned.add(word[-1])
-    return banned
+def _completions(known: Sequence[int], path: Sequence[int], bad_words: Sequence[Sequence[int]]) -> set[int]:
+    """Last tokens of the bad words whose other tokens end the known tokens and the path."""
+    longest = max(map(len, bad_words)) - 1
+    tokens = (*known[max(0, len(known) - longest) :], *path)
+    return {word[-1] for word in bad_words if tokens[max(0, len(tokens) - len(word) + 1) :] == tuple(word[:-1])}
 
 
 # -- penalties (in place on the row) ----------------------------------------------------------------------------
