@@ -155,7 +155,7 @@ def _stop(finish_reason: str, stop_reason: int | str | None) -> dict[str, Any]:
 def _block(piece: Piece) -> dict[str, Any]:
     match piece.kind:
         case "text":
-            return {"type": "text", "text": "", "citations": None}
+            return {"type": "text", "text": ""}
         case "reasoning":
             return {"type": "thinking", "thinking": "", "signature": ""}  # nothing is signed here
     return {"type": "tool_use", "id": piece.call_id, "name": piece.name, "input": {}}
