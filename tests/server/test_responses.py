@@ -211,16 +211,16 @@ def test_the_store_is_bounded_by_number_and_bytes() -> None:
 
     store = ResponseStore(3, 10_000)
     for number in range(4):
-        store.add(response(number), [{"role": "user"}])
+        store.add(response(number), b'[{"role":"user"}]')
     assert [store.response(f"r{n}") is not None for n in range(4)] == [False, True, True, True]
     assert store.item("m0") is None and store.item("m3") == response(3)["output"][0]
     assert store.conversation("r1") == [{"role": "user"}, *response(1)["output"]]  # which makes it the last used
-    store.add(response(4), [])
+    store.add(response(4), b"[]")
     assert store.response("r2") is None and store.response("r1") is not None
-    store.add(response(5, size=4_000), [])
-    store.add(response(6, size=4_000), [])  # twice its text: answer and conversation
+    store.add(response(5, size=4_000), b"[%s]" % (b" " * 2_000))
+    store.add(response(6, size=4_000), b"[]")
     assert len(store) == 1 and store.num_bytes <= 10_000
-    store.add(response(7, size=9_000), [])
+    store.add(response(7, size=9_990), b"[]")
     assert len(store) == 0 and store.num_bytes == 0  # larger than all there is
 
 

@@ -5,7 +5,6 @@ Knows: the response object and the order of its events. Does not know: prompts, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Iterator
 from itertools import count
 from time import time
@@ -22,6 +21,7 @@ from forerun.server.responses_schema import Item, ItemReference, MessageItem, Re
 from forerun.server.responses_store import ResponseStore
 from forerun.server.schema import StreamOptions
 
+SAID_BACK = {"text", "reasoning", "tools", "tool_choice", "safety_identifier", "prompt_cache_key"}
 FAILURE_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # others: server_error
 
 
@@ -34,8 +34,9 @@ class ResponseJob:
         if body.store and not store.keeps:
             raise unsupported("store", "store: this server keeps no responses: leave it out")
         self._store = store if body.store is not False and store.keeps else None
-        self._items = _items(body, store)
-        chat = chat_body(body, self._items)
+        items = _items(body, store)
+        self._items = ITEMS.dump_json(items, by_alias=True, exclude_none=True)
+        chat = chat_body(body, items)
         chat.stream, chat.stream_options = True, StreamOptions(include_usage=True)
         try:
             self._chat = ChatJob(context, chat, dropped_fields(body))
@@ -89,8 +90,7 @@ class ResponseJob:
         if status == "incomplete":
             self._response |= {"incomplete_details": {"reason": "max_output_tokens"}, "completed_at": None}
         if self._store is not None:
-            items = ITEMS.dump_python(self._items, mode="json", by_alias=True, exclude_none=True)
-            self._store.add(self._response, items)
+            self._store.add(self._response, self._items)
         yield self._lifecycle(status)
 
     def _failed(self, error: ApiError) -> Event:
@@ -153,7 +153,7 @@ def _wants_summary(body: ResponsesBody) -> bool:
 
 def _begun(context: ServerContext, body: ResponsesBody, chooses: bool, stored: bool) -> dict[str, Any]:
     """The response before anything is written: the request's fields, said back."""
-    given = json.loads(body.model_dump_json(by_alias=True, exclude_unset=True))
+    given = body.model_dump(mode="json", include=SAID_BACK, by_alias=True, exclude_unset=True)
     text = {"format": {"type": "text"}, **(given.get("text") or {})}
     return {
         "id": new_id("resp"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -18,12 +17,17 @@ class _Kept(NamedTuple):
     """JSON, because its length is its size."""
 
     response: bytes
-    items: bytes  # the whole conversation, the response's output at its end
+    items: bytes  # of the conversation before the response's output
     item_ids: tuple[str, ...]  # of the output
 
     @property
     def num_bytes(self) -> int:
         return len(self.response) + len(self.items)
+
+    @property
+    def output(self) -> list[dict[str, Any]]:
+        output: list[dict[str, Any]] = json.loads(self.response)["output"]
+        return output
 
 
 class ResponseStore:
@@ -45,10 +49,9 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, response: dict[str, Any], items: Iterable[dict[str, Any]]) -> None:
-        """Keep a response and the items of the conversation before its output; others make room."""
-        whole = [*items, *response["output"]]
-        kept = _Kept(_json(response), _json(whole), tuple(item["id"] for item in response["output"]))
+    def add(self, response: dict[str, Any], items: bytes) -> None:
+        """Keep a response and the items (a JSON list) of the conversation before its output; others make room."""
+        kept = _Kept(_json(response), items, tuple(item["id"] for item in response["output"]))
         with self._lock:
             self._kept[response["id"]] = kept
             self._places |= dict.fromkeys(kept.item_ids, response["id"])
@@ -64,14 +67,14 @@ class ResponseStore:
     def conversation(self, response_id: str) -> list[dict[str, Any]] | None:
         """All items up to the end of a response, None if it is not here."""
         kept = self._find(response_id)
-        return None if kept is None else json.loads(kept.items)
+        return None if kept is None else [*json.loads(kept.items), *kept.output]
 
     def item(self, item_id: str) -> dict[str, Any] | None:
         """An item of a kept response's output, None if it is not here."""
         with self._lock:
             place = self._places.get(item_id)
-        output = self.conversation(place) if place is not None else None
-        return next((item for item in output or () if item.get("id") == item_id), None)
+        kept = self._find(place) if place is not None else None
+        return next((item for item in kept.output if item["id"] == item_id), None) if kept else None
 
     def delete(self, response_id: str) -> bool:
         """Forget a response; whether it was here."""
