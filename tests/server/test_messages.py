@@ -102,9 +102,7 @@ def test_the_same_text_as_chat_completions(client: TestClient, post: Post, name:
     expected = post("/v1/chat/completions", **chat, **ASKED, max_tokens=16)
     message = post("/v1/messages", **ours, **ASKED, max_tokens=16)
     assert text_of(message) == expected["choices"][0]["message"]["content"] != ""
-    assert message["content"] == [
-        {"type": "text", "text": text_of(message)}
-    ]  # nothing null
+    assert message["content"] == [{"type": "text", "text": text_of(message)}]  # nothing null
     assert num_input(message["usage"]) == expected["usage"]["prompt_tokens"]
     assert message["usage"]["output_tokens"] == expected["usage"]["completion_tokens"]
     assert message["forerun"]["seeds"] == [7] and message["forerun"].keys() == expected["forerun"].keys()
