@@ -62,6 +62,31 @@ def test_completions_logprobs_samples_and_extra_fields(api: Any) -> None:
     assert all(len(c.logprobs.tokens) == len(c.logprobs.token_logprobs) for c in answer.choices)
 
 
+def test_fields_of_the_client_and_of_vllm(api: Any) -> None:
+    """What the client has names for, notes included, and what its users send beside that."""
+    pytest.importorskip("xgrammar")
+    parameters = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    said = api.chat.completions.create(
+        model="mini", messages=MESSAGES, seed=2, functions=[{"name": "count", "parameters": parameters}],
+        function_call={"name": "count"}, metadata={"run": "7"}, store=True, service_tier="flex",
+        prompt_cache_key="k", safety_identifier="s", user="u",
+    ).choices[0]  # fmt: skip
+    assert said.finish_reason == "function_call" and said.message.function_call.name == "count"
+    assert json.loads(said.message.function_call.arguments)["n"] in (1, 2)
+    begun = [*MESSAGES, {"role": "assistant", "content": "The fox"}]
+    whole = api.chat.completions.create(
+        model="mini", messages=begun, seed=2, max_tokens=6,
+        extra_body={"continue_final_message": True, "add_generation_prompt": False, "prompt_logprobs": 0},
+    )  # fmt: skip
+    assert len(whole.prompt_logprobs) == whole.usage.prompt_tokens
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = api.chat.completions.create(
+        model="mini", messages=MESSAGES, max_tokens=6, stream=True, stream_options=options
+    )
+    counts = [chunk.usage.completion_tokens for chunk in stream]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 6
+
+
 def test_errors_have_their_classes(api: Any, address: str) -> None:
     with pytest.raises(openai.NotFoundError, match="nobody"):
         api.chat.completions.create(model="nobody", messages=MESSAGES)

@@ -55,6 +55,21 @@ def test_speculative_configs_that_mean_nothing_here(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "name"),
+    [("/models/deep/tiny.Q4_K_M.gguf", "tiny.Q4_K_M.gguf"), ("mini", "mini"), ("org/name", "org/name")],
+)
+def test_a_gguf_file_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch, given: str, name: str) -> None:
+    from forerun.cli import serve
+    from forerun.cli.app import app
+
+    served: list[tuple[str, ...]] = []
+    monkeypatch.setattr(serve, "open_llm", lambda *_, **__: None)
+    monkeypatch.setattr(serve, "_run", lambda llm, settings, listen: served.append(settings.served_names))
+    result = CliRunner().invoke(app, ["serve", given, "--port", "0"])
+    assert served == [(name,)], result.output
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--tool-parser", "gpt"], "tool-parser"),

@@ -142,7 +142,8 @@ class ChatJob:
         self.constrained = context.is_constrained(params)
         self.groups = [context.llm.prepare(token_ids, params, **options)]
         self._choices = [self._choice(i) for i in range(params.n)]
-        self._account = Account(1, dropped_fields(body) if dropped is None else dropped)
+        dropped = dropped_fields(body) if dropped is None else dropped
+        self._account = Account(1, [*dropped, *self._unheld_functions()])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -207,6 +208,13 @@ class ChatJob:
     def _reads_calls(self) -> bool:
         """Calls are to be found in the model's own text."""
         return bool(self._tools) and self._body.tool_choice in (None, "auto")
+
+    def _unheld_functions(self) -> list[str]:
+        """Where `strict` was asked for and no grammar sees to it, because the model calls if and how it likes."""
+        if not self._reads_calls:
+            return []
+        path = "functions.{}.strict" if self._body.functions else "tools.{}.function.strict"
+        return [path.format(i) for i, tool in enumerate(self._tools) if tool.function.strict]
 
     def _choice(self, index: int) -> _Choice:
         splitter = self._splitter
