@@ -82,10 +82,10 @@ class HeadSide(of_heads.Side):
             self.drafter._head = CapturedHead(made.head, tiny.kernels(), capture, self.kvs)
 
 
-def play(sides: list[Any], known: list[Any], module: Any) -> None:
+def play(sides: list[Any], known: list[Any], module: Any, steps: Any = None) -> None:
     """The same steps on both sides, compared after each, and what they leave in their pools."""
     lengths = module.LENGTHS
-    for wanted, num_accepted in ((lengths, 2), (lengths[::-1], 0), ((2, 2, 2, 2), 8), (lengths, 1)):
+    for wanted, num_accepted in steps or ((lengths, 2), (lengths[::-1], 0), ((2, 2, 2, 2), 8), (lengths, 1)):
         ours, theirs = (side.propose(mine, wanted) for side, mine in zip(sides, known, strict=True))
         module.check_equal(ours, theirs)
         for side, drafts in zip(sides, (ours, theirs), strict=True):
@@ -114,6 +114,23 @@ def test_chains_of_a_head_are_the_levels(layout: str, temperature: float, couple
         side.start(mine)
     play(sides, known, of_heads)
     assert capture.num_runs == 4 and capture.num_captures < 4
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_chains_of_several_lengths_share_a_program(kind: str) -> None:
+    """The levels that are too many change nothing: neither tokens nor what lies in the pool."""
+    capture, module = Enqueued(), of_models if kind == "model" else of_heads
+    made = of_heads.case("eagle3.1")
+    sides: list[Any] = [
+        ModelSide(each, True) if kind == "model" else HeadSide(made, each, True) for each in (capture, None)
+    ]
+    known: list[Any] = [of_models.requests(0.7, 6) if kind == "model" else of_heads.requests(0.7) for _ in sides]
+    if kind == "head":
+        for side, mine in zip(sides, known, strict=True):
+            side.start(mine)
+    for length in (5, 6, 7):
+        play(sides, known, module, [((length + 1, 3, length, 2), 1)])
+    assert (capture.num_captures, capture.num_runs) == (2, 3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -189,4 +206,4 @@ def test_a_chain_is_one_wait_for_the_device(coupled: bool, tmp_path: Path, monke
     drafts = [Draft(request, 6) for request in of_models.requests(0.0, 6)]
     drafter.propose(drafts)
     assert [list(draft.tree.tokens[1:]) for draft in drafts] == [[7] * 5] * 4
-    assert [tuple(tensor.shape) for tensor in waits] == [(2, 5, 4)] and waits[0].device == test_device.META
+    assert [tuple(tensor.shape) for tensor in waits] == [(2, 6, 4)] and waits[0].device == test_device.META

@@ -149,6 +149,19 @@ def test_levels_are_as_many_whatever_comes_of_them_and_captured_once() -> None:
     assert (capture.num_captures, capture.num_runs) == (1, 3)
 
 
+def test_trees_of_several_sizes_share_a_program() -> None:
+    capture, fake = Enqueued(), Fake(1, 80)
+    trees = DeviceTrees(DraftPasses(fake.first, fake.below, VOCAB, BLOCK, 1), KERNELS, capture)
+    for num_nodes in (9, 12, 10, 5, 6):
+        ours, theirs = (drafts_of([num_nodes], [1.0], 3) for _ in range(2))
+        noise = TreeGrower(KERNELS, True).chain_noise(ours)
+        assert noise is not None
+        adopt_trees(ours, trees.enqueue(roots(ours), start(ours), noise, 3).read(), "x")
+        on_host(Fake(1, 80), theirs, 3)
+        assert told(ours) == told(theirs)
+    assert (capture.num_captures, capture.num_runs) == (2, 5)
+
+
 @pytest.mark.parametrize("num_nodes", [1, 40])
 def test_the_number_of_levels_is_bounded(num_nodes: int) -> None:
     fake = Fake(2, 80)

@@ -8,7 +8,8 @@ device from what the level above drew; tokens and chances come back in one piece
 of one pass a level, drawn in between: each row's inputs are the same, and a row's result depends on nothing else.
 
 **Filling up.** Sizes are fixed, so a chain that has ended, or was never there, repeats what the longest chain, which is
-the first, does at that level: it writes the very numbers of that row to the very slots (row invariance).
+the first, does at that level: it writes the very numbers of that row to the very slots (row invariance). Levels below
+the end of the longest chain, where no row has a place, repeat the last level above them, fed as that was.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from forerun.kernels.ops import ChainNoise, Chains, Kernels, NoiseKeys
 from forerun.kernels.triton.graphs import Capture, GraphSize
 from forerun.models.batch import ForwardBatch
 from forerun.models.drafted import EnqueuedDrafts, GrownTrees
-from forerun.models.programs import DraftPasses, DraftProgram, Programs, batch_size
+from forerun.models.programs import DraftPasses, DraftProgram, Programs, batch_size, levels_for
 from forerun.models.static import padded, padded_tables, repeated
 
 
@@ -35,7 +36,7 @@ class ChainSize(NamedTuple):
     """What chains are captured for."""
 
     batch: GraphSize
-    num_steps: int  # exactly: behind the end of the longest chain no row has a place
+    num_steps: int  # of the longest there is room for
     keeps_logits: bool
     is_judged: bool
 
@@ -47,6 +48,7 @@ class _Wide(NamedTuple):
     active: Tensor  # [steps * R]: 1 where a chain has that many tokens
     chains_below: Tensor  # [(steps - 1) * R]: whose row is computed, by levels below the first
     masks_below: Tensor  # likewise
+    idle_below: Tensor  # likewise: 1 where a level repeats the one above
 
 
 class DeviceChains:
@@ -63,20 +65,18 @@ class DeviceChains:
         `features` [M, width] on the device. With `judged` also the log chance of each token [steps, R] float64, see
         `Kernels.gumbel_chances`. Tokens and chances are on the host; logits lie where the next call writes its own.
         """
-        program, num = self._program(batch, features, noise, keep_logits, judged), noise.positions.shape[1]
-        return program.result(num)
+        return self._program(batch, features, noise, keep_logits, judged).result(*noise.positions.shape)
 
     def enqueue(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise) -> EnqueuedDrafts:
         """The same, judged and not read."""
-        program, num = self._program(batch, features, noise, False, True), noise.positions.shape[1]
-        return program.drafts(num, noise.num_active)
+        return self._program(batch, features, noise, False, True).drafts(noise.positions.shape[1], noise.num_active)
 
     def _program(
         self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, keep_logits: bool, judged: bool
     ) -> _Program:
         """That of the fitting size, which was given its work."""
         fixed, is_usual = batch_size(batch, noise)
-        size = ChainSize(fixed, noise.positions.shape[0], keep_logits, judged)
+        size = ChainSize(fixed, levels_for(noise.positions.shape[0]), keep_logits, judged)
         return self._programs.run(size, lambda program: program.fill(batch, features, noise), is_usual)
 
 
@@ -86,7 +86,8 @@ class _Program(DraftProgram):
     def __init__(self, passes: DraftPasses, kernels: Kernels, size: ChainSize) -> None:
         chains, steps = size.batch.num_sequences, size.num_steps
         levels, below = steps * chains, (steps - 1) * chains
-        super().__init__(passes, kernels, size.batch, [levels] * 2 + [below] * 2, [below] * 4)
+        super().__init__(passes, kernels, size.batch, [levels] * 2 + [below] * 3, [below] * 4)
+        self._first_idle = next(n for n in range(1, steps + 1) if levels_for(n) == steps)  # level that may be idle
         self._size, self._of_levels = size, _Wide(*self._wide_below)
         device = kernels.device
         self._out = torch.zeros(1 + size.is_judged, steps, chains, dtype=torch.int64, device=device)
@@ -103,12 +104,12 @@ class _Program(DraftProgram):
         wide = [
             repeated(batch.logit_rows, num_chains),
             *(padded(column, num_chains) for column in (noise.temperatures.view(torch.int64), *noise[1:3])),
-            torch.nn.functional.pad(noise.positions, (0, num_chains - noise.positions.shape[1])),
+            _padded_levels(noise.positions, self._size.num_steps, num_chains),
             active,
-            *below[:2],
+            *below[:3],
         ]
         tables = padded_tables(rows.block_tables, num_chains, self._table_width)
-        self._fill(batch, features, wide, [padded(rows.tree_starts, num_chains), tables, *below[2:]])
+        self._fill(batch, features, wide, [padded(rows.tree_starts, num_chains), tables, *below[3:]])
 
     # -- on the device -----------------------------------------------------------------------------------------
 
@@ -116,11 +117,21 @@ class _Program(DraftProgram):
         """Every pass and every draw; asks the device nothing."""
         logits, features = self._passes.first(self._roots(), self._features)
         self._draw(0, logits)
+        tokens = fed = None
         for step in range(1, self._size.num_steps):
             chains = self._by_level(self._of_levels.chains_below)[step - 1]  # [R]
-            features = None if features is None else features.index_select(0, chains)
-            logits, features = self._passes.below(self._below(step, chains), features)
+            drawn = self._out[0, step - 1].index_select(0, chains).clamp_(min=0)  # a chain without an answer idles
+            tokens = self._unless_idle(step, drawn, tokens)
+            fed = None if features is None else self._unless_idle(step, features.index_select(0, chains), fed)
+            logits, features = self._passes.below(self._below(step, tokens), fed)
             self._draw(step, logits)
+
+    def _unless_idle(self, step: int, given: Tensor, above: Tensor | None) -> Tensor:
+        """What a level's rows [R, ...] are given, or again what those of the level above were."""
+        if step < self._first_idle or above is None:
+            return given
+        idle = self._by_level(self._of_levels.idle_below)[step - 1] > 0  # [R]
+        return torch.where(idle.view(-1, *[1] * (given.dim() - 1)), above, given)
 
     def _draw(self, step: int, logits: Tensor) -> None:
         """Tokens from logits [R, V] into the output: -1 where a chain has ended or has no answer."""
@@ -142,24 +153,23 @@ class _Program(DraftProgram):
         """[levels * R] -> [levels, R]."""
         return column.view(-1, self._size.batch.num_sequences)
 
-    def _below(self, step: int, chains: Tensor) -> ForwardBatch:
-        """The tokens drawn last, one row a chain; a chain without an answer goes on idly."""
-        token_ids = self._out[0, step - 1].index_select(0, chains).clamp_(min=0)  # [R]
+    def _below(self, step: int, token_ids: Tensor) -> ForwardBatch:
+        """One row a chain, token_ids [R]."""
         positions, slots, seq_ids, prefix_lens = (self._by_level(column)[step - 1] for column in self._narrow_below)
         rows = self._attention(seq_ids, prefix_lens, self._by_level(self._of_levels.masks_below)[step - 1])
         return ForwardBatch(token_ids, positions, slots, rows, self._every, sequences=(), all_logits=True)
 
     # -- after -------------------------------------------------------------------------------------------------
 
-    def result(self, num_chains: int) -> tuple[Chains, Tensor | None]:
+    def result(self, num_steps: int, num_chains: int) -> tuple[Chains, Tensor | None]:
         """What was drawn for the first chains; here the host waits."""
-        out = to_host(self._out)[:, :, :num_chains]
-        logits = self._logits[:, :num_chains] if self._size.keeps_logits else None
+        out = to_host(self._out)[:, :num_steps, :num_chains]
+        logits = self._logits[:num_steps, :num_chains] if self._size.keeps_logits else None
         return Chains(out[0], logits), out[1].contiguous().view(torch.float64) if self._size.is_judged else None
 
     def drafts(self, num_chains: int, num_active: Tensor) -> EnqueuedDrafts:
         """What will have been drawn for the first chains; num_active [steps]: chains that have that many tokens."""
-        out = self._out[:, :, :num_chains]
+        out = self._out[:, : len(num_active), :num_chains]
         return EnqueuedDrafts(out, out[0].T, partial(_as_trees, num_active))
 
 
@@ -175,19 +185,27 @@ def _as_trees(num_active: Tensor, out: Tensor) -> GrownTrees:
 
 def _below_roots(batch: ForwardBatch, noise: ChainNoise, size: ChainSize, passes: DraftPasses) -> list[Tensor]:
     """Which chains are drawn at each level, then of the levels below the roots: whose row is computed (a chain that has
-    ended repeats the first, which is the longest), masks, positions, slots, sequences, known tokens seen."""
-    own = np.arange(size.batch.num_sequences)[None]
-    active = own < noise.num_active.numpy()[:, None]  # [steps, R]
-    chain = np.where(active[1:], own, 0)  # [steps - 1, R]
-    depth = np.arange(1, size.num_steps)[:, None]
+    ended repeats the first, which is the longest), masks, whether the level is idle and repeats the last that is not,
+    positions, slots, sequences, known tokens seen."""
+    own, num_real = np.arange(size.batch.num_sequences)[None], len(noise.num_active)
+    active = np.zeros((size.num_steps, own.size), dtype=bool)
+    active[:num_real] = own < noise.num_active.numpy()[:, None]  # [steps, R]
+    level = np.arange(1, size.num_steps)[:, None]
+    depth = np.minimum(level, num_real - 1)
+    chain = np.where(active[depth[:, 0]], own, 0)  # [steps - 1, R]
     roots, table = batch.rows.tree_starts.numpy()[chain], batch.rows.block_tables.numpy()
     logical = roots + depth
     assert not logical.size or logical.max() // passes.block_size < table.shape[1], "a chain outgrew its blocks"
     slots = table[chain, logical // passes.block_size] * passes.block_size + logical % passes.block_size
     masks = np.array([(2 << d) - 1 if d < MAX_TREE_NODES - 1 else -1 for d in depth[:, 0].tolist()], dtype=np.int64)
-    wide = (active, chain, np.broadcast_to(masks[:, None], chain.shape))
+    wide = (active, chain, *(np.broadcast_to(column, chain.shape) for column in (masks[:, None], level > depth)))
     narrow = (logical + passes.shift, slots, chain, roots)
     return [*(_as(np.int64, column) for column in wide), *(_as(np.int32, column) for column in narrow)]
+
+
+def _padded_levels(positions: Tensor, num_levels: int, num: int) -> Tensor:
+    """[steps, chains], and zeros for levels and chains that are not there -> [num_levels, num]."""
+    return torch.nn.functional.pad(positions, (0, num - positions.shape[1], 0, num_levels - positions.shape[0]))
 
 
 def _as(dtype: Any, values: Any) -> Tensor:

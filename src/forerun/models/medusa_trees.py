@@ -19,13 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forerun.config import MAX_TREE_NODES
 from forerun.kernels.chances import LEAST_RANKS, head_log_chances
 from forerun.kernels.ops import ChainNoise, Kernels, NoiseKeys
 from forerun.kernels.tree_growth import ancestry
 from forerun.kernels.triton.graphs import Capture, size_for
 from forerun.models.drafted import EnqueuedDrafts, GrownTrees
-from forerun.models.programs import Programs
+from forerun.models.programs import Programs, room_for
 from forerun.models.static import StaticColumns, padded
 
 _NONE = -1  # a token that is not there
@@ -43,12 +42,6 @@ class HeadTreeSize(NamedTuple):
     width: int
 
 
-def _room_for(num_nodes: int) -> int:
-    """Nodes a program has room for: a policy asks for all numbers, and each program is captured while requests wait."""
-    step = 1 if num_nodes <= 4 else 4 if num_nodes <= 16 else 16
-    return min(-(-num_nodes // step) * step, MAX_TREE_NODES - 1)
-
-
 class HeadTrees:
     """Grows trees by programs that are captured, one for every size, when first met."""
 
@@ -63,7 +56,7 @@ class HeadTrees:
         num_nodes, num = noise.positions.shape
         usual = size_for(num, 1, 1)
         rows = num if usual is None else usual.num_rows
-        size = HeadTreeSize(rows, min(num_heads, num_nodes), _room_for(num_nodes), width)
+        size = HeadTreeSize(rows, min(num_heads, num_nodes), room_for(num_nodes), width)
         return self._programs.run(size, lambda program: program.fill(x, noise), usual is not None).drafts(num)
 
 

@@ -157,6 +157,25 @@ def batch_size(batch: ForwardBatch, noise: ChainNoise) -> tuple[GraphSize, bool]
     return fitting or GraphSize(batch.num_rows, num, visible), fitting is not None
 
 
+def levels_for(num_levels: int) -> int:
+    """Levels of a program for so many, one too many at most up to 16: each costs a pass.
+
+    Not exactly so many: a policy asks for all numbers, and each program is captured while requests wait.
+    """
+    step = 1 if num_levels <= 4 else 2 if num_levels <= 16 else 4
+    return _rounded(num_levels, step)
+
+
+def room_for(num_nodes: int) -> int:
+    """Nodes of a tree that a program for so many has room for; those that are not there cost next to nothing."""
+    step = 1 if num_nodes <= 4 else 4 if num_nodes <= 16 else 16
+    return _rounded(num_nodes, step)
+
+
+def _rounded(num: int, step: int) -> int:
+    return min(-(-num // step) * step, MAX_TREE_NODES - 1)
+
+
 def table_width(visible: int, block_size: int) -> int:
     """Blocks of a sequence whose rows see so far: a tree's rows reach further than its positions."""
     return -(-(visible + MAX_TREE_NODES) // block_size)

@@ -31,8 +31,8 @@ class StaticColumns:
 
 
 def repeated(column: Tensor, num: int) -> Tensor:
-    """A column [M] and its last entry again -> [num]."""
-    return torch.cat([column, column[-1:].expand(num - len(column))])
+    """A column [M, ...] and its last entry again -> [num, ...]."""
+    return torch.cat([column, column[-1:].expand(num - len(column), *column.shape[1:])])
 
 
 def padded(column: Tensor, num: int) -> Tensor:

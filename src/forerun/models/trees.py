@@ -25,8 +25,8 @@ from forerun.kernels.tree_growth import TreeRoom, TreeRows, new_trees
 from forerun.kernels.triton.graphs import Capture, GraphSize
 from forerun.models.batch import ForwardBatch
 from forerun.models.drafted import EnqueuedDrafts, GrownTrees
-from forerun.models.programs import DraftPasses, DraftProgram, Programs, batch_size
-from forerun.models.static import padded_tables
+from forerun.models.programs import DraftPasses, DraftProgram, Programs, batch_size, levels_for, room_for
+from forerun.models.static import padded_tables, repeated
 
 MOST_LEVELS = 8  # as deep as EAGLE-2 and -3 draw their trees (depth 5 to 8 in their repository)
 
@@ -35,8 +35,8 @@ class TreeSize(NamedTuple):
     """What trees are captured for."""
 
     batch: GraphSize
-    num_nodes: int  # kept of the largest, exactly
-    num_levels: int
+    num_nodes: int  # of the largest there is room for
+    num_levels: int  # a tree that has no more leaves goes on idly
     width: int
 
 
@@ -63,7 +63,7 @@ class DeviceTrees:
         num_nodes, num = noise.positions.shape
         assert width <= self._vocab_size
         fixed, is_usual = batch_size(batch, noise)
-        size = TreeSize(fixed, num_nodes, min(num_nodes, MOST_LEVELS), width)
+        size = TreeSize(fixed, room_for(num_nodes), min(levels_for(num_nodes), MOST_LEVELS), width)
         return self._programs.run(size, lambda program: program.fill(batch, features, noise), is_usual).drafts(num)
 
 
@@ -84,7 +84,8 @@ class _Program(DraftProgram):
         rows, num_trees = batch.rows, self._size.batch.num_sequences
         budgets = (noise.num_active[:, None] > torch.arange(noise.positions.shape[1])).sum(0)  # [R]
         of_trees = (batch.logit_rows, noise.temperatures.view(torch.int64), *noise[1:3])
-        positions = [_with_first(level, num_trees) for level in noise.positions[: self._size.num_levels]]
+        levels = repeated(noise.positions, max(self._size.num_levels, len(noise.positions)))[: self._size.num_levels]
+        positions = [_with_first(level, num_trees) for level in levels]
         wide = [*(_with_first(column, num_trees) for column in of_trees), torch.cat(positions)]
         tables = padded_tables(rows.block_tables, len(rows.block_tables), self._table_width)
         narrow = [_with_first(column, num_trees) for column in (rows.tree_starts, tables)]

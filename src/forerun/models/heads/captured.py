@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import ChainNoise, Chains, Kernels, LayerKV
-from forerun.kernels.triton.graphs import Capture, CudaCapture, GraphSize, size_for
+from forerun.kernels.triton.graphs import Capture, CudaCapture, GraphSize, LastUsed, size_for
 from forerun.models.batch import ForwardBatch
 from forerun.models.captured import DeviceDrafts, StaticBatch
 from forerun.models.drafted import EnqueuedDrafts
@@ -42,7 +42,7 @@ class CapturedHead(BoundHead):
         super().__init__(head, kvs)
         self._device = kernels.device
         self._capture = capture
-        self._levels: dict[GraphSize, _Level] = {}
+        self._levels: LastUsed[GraphSize, _Level] = LastUsed()
         self._drafts = DeviceDrafts(_passes_of(head, kvs), kernels, capture)
 
     def forward(self, batch: ForwardBatch, features: Tensor, kvs: Sequence[LayerKV]) -> HeadOutput | None:
@@ -52,7 +52,8 @@ class CapturedHead(BoundHead):
             return self._head.forward(batch, features, kvs)
         level = self._levels.get(size)
         if level is None:
-            level = self._levels[size] = self._new_level(size, batch, features)
+            level = self._new_level(size, batch, features)
+            self._levels.put(size, level)
         else:
             _fill(level.static, level.features, batch, features)
             level.replay()
