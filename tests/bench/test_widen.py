@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,20 @@ def test_mixtures_and_latents_are_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="cannot be widened; supported are llama"):
         widened(factory.make_checkpoint(case, tmp_path / "small"), tmp_path / "large", num_layers=4)
     assert not (tmp_path / "large").exists()
+
+
+@pytest.mark.parametrize(("umask", "folder_rights", "file_rights"), [(0o022, 0o755, 0o644), (0o027, 0o750, 0o640)])
+def test_others_may_read_what_the_umask_lets_them(
+    tmp_path: Path, umask: int, folder_rights: int, file_rights: int
+) -> None:
+    folder = factory.make_checkpoint("llama", tmp_path / "small")
+    before = os.umask(umask)
+    try:
+        widened(folder, tmp_path / "large", **LARGER)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "large").stat().st_mode & 0o777 == folder_rights
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "large").iterdir()} == {file_rights}
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,11 @@ import pytest
 
 import forerun.llm
 from forerun.assemble import assemble
-from tests.models.factory import make_checkpoint
+from forerun.models.gguf_export import export_gguf
+from forerun.models.loader import load_model
+from forerun.quantize.run import quantize_model
+from forerun.quantize.settings import QuantizeSettings
+from tests.models.factory import make_checkpoint, make_kernels, random_hf_model, save_checkpoint
 
 ROW = {"drafter", "tokens_per_s", "speedup", "acceptance_length", "identical"}
 CHECK = {
@@ -19,7 +23,7 @@ CHECK = {
 INSPECT = {
     "model", "folder", "family", "implementation", "num_parameters", "sizes", "dtype", "context",
     "usable_context", "tokenizer",
-    "chat_template", "drafters", "memory", "backend", "kernels",
+    "chat_template", "drafters", "memory", "backend", "kernels", "storage", "slow",
 }  # fmt: skip
 
 
@@ -164,6 +168,41 @@ def test_inspect_json(run_json: Any) -> None:
     memory = report["memory"]
     assert memory["kv_bytes_at_full_context"] == memory["kv_bytes_per_token"] * report["context"] > 0
     assert {"linear", "attention", "gumbel_argmax"} <= set(report["kernels"])
+
+
+def test_inspect_says_how_weights_are_stored(run: Any, run_json: Any, tmp_path: Path) -> None:
+    whole = run_json("inspect", "mini")
+    sizes = whole["storage"]["bytes"]
+    assert whole["storage"]["method"] == whole["dtype"] == "BF16" and whole["storage"]["bits_per_weight"] == 16
+    assert list(sizes) == ["feed-forward", "embedding", "attention", "norms"] and whole["slow"] is None
+    assert sum(sum(types.values()) for types in sizes.values()) == 2 * whole["num_parameters"]
+    export_gguf(Path(whole["folder"]), tmp_path / "mini.gguf", "Q4_K_M")
+    stored = run_json("inspect", str(tmp_path / "mini.gguf"))["storage"]
+    assert (stored["method"], stored["bits"]) == ("Q4_K_M", 4) and 5 < stored["bits_per_weight"] < 7
+    assert set(stored["bytes"]["feed-forward"]) == {"Q5_0", "Q6_K", "Q4_K"}
+    assert "stored as Q4_K_M (GGUF): " in " ".join(run("inspect", str(tmp_path / "mini.gguf")).stdout.split())
+
+
+def test_inspect_names_a_quantization(run: Any, run_json: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "q4"
+    loaded = load_model("mini", make_kernels())
+    settings = QuantizeSettings(method="rtn", bits=4, group_size=128)
+    quantize_model(loaded, folder, settings, [[1, 2, 3, 4]], lambda _: None)
+    stored = run_json("inspect", str(folder))["storage"]
+    assert (stored["method"], stored["bits"], stored["group_size"]) == ("gptq", 4, 128)
+    assert {"int4", "F16"} <= set(stored["bytes"]["attention"]) and set(stored["bytes"]["embedding"]) == {"BF16"}
+    text = " ".join(run("inspect", str(folder)).stdout.split())
+    assert "stored as gptq, 4 bits in groups of 128: " in text and "stored as bfloat16" not in text
+
+
+def test_a_model_that_runs_through_transformers_is_called_slow(run: Any, run_json: Any, tmp_path: Path) -> None:
+    folder = str(save_checkpoint(random_hf_model("gpt_neox", {}), tmp_path))
+    report = run_json("inspect", folder)
+    assert "there is no implementation of 'gpt_neox' models here, only of llama, mistral" in report["slow"]
+    assert report["storage"]["bytes"]["feed-forward"]
+    for command in (["generate", folder, "a b", "--max-tokens", "2"], ["inspect", folder]):
+        said = " ".join(run(*command).stderr.split())
+        assert "runs through transformers, a token at a time, 100 to 300 times slower" in said
 
 
 def test_inspect_tells_experts_and_latents(run: Any, run_json: Any, tmp_path: Path) -> None:

@@ -14,15 +14,14 @@ are for measuring: say beside every number taken on one that it was.
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from forerun.bench.widen_sizes import Sizes, is_exact
 from forerun.bench.widen_tensors import Piece, Widening
@@ -31,6 +30,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.family import Family
 from forerun.models.loader import INERT_TENSORS, find_family
 from forerun.weights.checkpoint import INDEX_FILE, INDEX_FILES, Checkpoint, read_json
+from forerun.weights.safetensors_write import write_tensors
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")  # whose arithmetic the argument in widen_tensors covers
 SHARD_BYTES = 512 << 20
@@ -72,12 +72,12 @@ def write_folder(out: Path, pieces: Sequence[Piece], config: Mapping[str, Any], 
     """Write tensors, config.json and the other files of the folder `source` to the new folder `out` -> bytes."""
     total = sum(piece.nbytes for piece in pieces)
     _check_target(out, total)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    folder = out.with_name(f".{out.name}.{os.getpid()}")
+    folder.mkdir()
     try:
         _write_tensors(folder, pieces)
         _copy_others(source, folder)
         _write_json(folder / "config.json", config)
-        folder.chmod(0o755)
         folder.replace(out)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -134,7 +134,7 @@ def _write_tensors(folder: Path, pieces: Sequence[Piece]) -> None:
         name = f"model-{number:05d}.safetensors"
         tensors = {piece.name: piece.make().contiguous() for piece in shard}
         _check_finite(tensors)
-        save_file(tensors, folder / name, metadata={"format": "pt"})
+        write_tensors(folder / name, tensors)
         weight_map |= dict.fromkeys(tensors, name)
     total = sum(piece.nbytes for piece in pieces)
     _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_json, table
-from forerun.cli.engine import kernel_choice, open_llm
+from forerun.cli.engine import kernel_choice, open_llm, why_slow
 
 if TYPE_CHECKING:
     from forerun.models.config import ModelConfig
@@ -48,7 +48,9 @@ def _inspect(name: str, **options: Any) -> dict[str, Any]:
 
 
 def _describe(loaded: LoadedModel) -> dict[str, Any]:
-    """Family and sizes, as config.json gives them."""
+    """Family and sizes, as config.json gives them, and how the weights are stored."""
+    from forerun.models.storage import describe_storage
+
     raw = loaded.raw_config
     sizes = {
         "num_layers": raw.get("num_hidden_layers"),
@@ -59,12 +61,15 @@ def _describe(loaded: LoadedModel) -> dict[str, Any]:
         "vocab_size": loaded.model.vocab_size,
         **_special_sizes(loaded.config),
     }
+    storage = describe_storage(loaded.folder, raw, loaded.model.num_parameters)
     return {
         "family": raw.get("model_type"),
         "implementation": loaded.implementation,
+        "slow": why_slow(loaded),
         "num_parameters": loaded.model.num_parameters,
         "sizes": sizes,
-        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        "dtype": storage["method"],
+        "storage": storage,
         "context": loaded.model.max_position,
     }
 
@@ -124,18 +129,38 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     shape = f"{sizes['num_layers']} layers of {sizes['hidden_size']}, {sizes['num_heads']} heads"
     return [
         ("family", f"{report['family']} (run by {report['implementation']})"),
-        ("parameters", f"{report['num_parameters'] / 1e6:.1f}M, stored as {report['dtype']}"),
+        *([("slow", report["slow"])] if report["slow"] else []),
+        ("parameters", f"{report['num_parameters'] / 1e6:.1f}M, stored as {_stored(report['storage'])}"),
         ("shape", f"{shape}, {_kept(sizes)}"),
         *_experts(sizes),
         ("context", _context(report)),
         ("tokenizer", f"{report['tokenizer']['vocab_size']} tokens"),
         ("chat template", "yes" if report["chat_template"] else "no"),
         ("can draft", "; ".join(f"{name}: {how}" for name, how in report["drafters"].items())),
-        ("weights", _size(memory["weights_bytes"])),
+        (
+            "on disk",
+            "; ".join(_by_type(*kind) for kind in report["storage"]["bytes"].items()) or "read by transformers",
+        ),
+        ("weights", f"{_size(memory['weights_bytes'])} in memory"),
         ("KV cache", _kv(memory)),
         ("backend", f"{report['backend']['name']}: {report['backend']['reason']}"),
         ("kernels", _kernels(report["kernels"])),
     ]
+
+
+def _stored(storage: dict[str, Any]) -> str:
+    """Such as "gptq, 4 bits in groups of 128: 4.60 bits a weight in all"."""
+    parts = [storage["method"] + (" (GGUF)" if storage["format"] == "gguf" else "")]
+    if storage["format"] == "quantized" and storage["bits"]:
+        grouped = f" in groups of {storage['group_size']}" if (storage["group_size"] or -1) > 0 else ""
+        parts.append(f"{storage['bits']} bits{grouped}")
+    in_all = storage["bits_per_weight"]
+    return ", ".join(parts) + ("" if in_all is None else f": {in_all:g} bits a weight in all")
+
+
+def _by_type(kind: str, sizes: dict[str, int]) -> str:
+    largest_first = sorted(sizes.items(), key=lambda item: -item[1])
+    return f"{kind} " + " + ".join(f"{_size(nbytes)} {stored}" for stored, nbytes in largest_first)
 
 
 def _kept(sizes: dict[str, Any]) -> str:

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.weights.checkpoint import INDEX_FILE, INDEX_FILES, SINGLE_FILE, Checkpoint
+from forerun.weights.safetensors_write import write_tensors
 
 COPIED = ("*.json", "*.model", "*.jinja", "*.txt")  # tokenizer, chat template, generation settings
 OWN = ("config.json", *INDEX_FILES, "quantize_config.json")
@@ -75,7 +76,7 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, shard_bytes:
 
 def _write_shard(tensors: dict[str, Tensor], out: Path, number: int) -> tuple[Path, list[str]]:
     path = out / f"shard-{number}.new"
-    save_file(tensors, path, metadata={"format": "pt"})
+    write_tensors(path, tensors)
     return path, list(tensors)
 
 

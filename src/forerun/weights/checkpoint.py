@@ -76,6 +76,10 @@ class Checkpoint:
         """The files the tensors are in, sorted."""
         return sorted({tensor.file for tensor in self._tensors.values()})
 
+    def stored(self) -> Iterator[tuple[str, str, int]]:
+        """Every tensor's name, the type it is stored in, such as "BF16", and its bytes."""
+        return ((name, entry.dtype, entry.nbytes) for name, entry in self._entries.items())
+
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
         return name in self._tensors

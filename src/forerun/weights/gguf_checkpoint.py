@@ -7,7 +7,7 @@ is in the blocks of quantized tensors; those leave here as bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from forerun.weights.gguf_file import GgufFile, GgufModel, GgufTensor
 from forerun.weights.gguf_metadata import Metadata
 from forerun.weights.gguf_names import gguf_name, halves_from_pairs, hugging_face_name, reordered_heads
 from forerun.weights.gguf_tokenizer import read_tokenizer
+from forerun.weights.gguf_types import FILE_TYPES
 from forerun.weights.tokenizer import Tokenizer
 
 SUFFIX = ".gguf"
@@ -57,6 +58,16 @@ class GgufCheckpoint:
     def unread(self) -> list[str]:
         """Names of the tensors nobody asked for so far, sorted."""
         return sorted(map(hugging_face_name, self._unread))
+
+    @property
+    def file_type(self) -> str:
+        """The mix of types the file says it is, such as "Q4_K_M"; where it says none the type most bytes are of."""
+        said = self._metadata.get("general.file_type")
+        return FILE_TYPES.get(said if isinstance(said, int) else -1) or str(self.config["dtype"])
+
+    def stored(self) -> Iterator[tuple[str, str, int]]:
+        """Every tensor's name, the type it is stored in, such as "Q4_K", and its bytes."""
+        return ((hugging_face_name(name), of.layout.name, of.nbytes) for name, of in self._model.tensors.items())
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""

@@ -1,7 +1,7 @@
-"""The numbers GGUF writes for kinds of metadata values and of tensors.
+"""The numbers GGUF writes for kinds of metadata values, of tensors and of files.
 
-Knows: both tables, and how many bytes a block of each tensor type has. Does not know: what is in a block, or files.
-Source: ggml docs/gguf.md and ggml.h (names and sizes).
+Knows: the tables, and how many bytes a block of each tensor type has. Does not know: what is in a block, or files.
+Source: ggml docs/gguf.md and ggml.h (names and sizes), llama.h (types of files).
 """
 
 from __future__ import annotations
@@ -61,3 +61,11 @@ TENSOR_TYPES = {
     39: BlockLayout("MXFP4", 32, 17),
 }
 TYPE_CODES = {layout.name: code for code, layout in TENSOR_TYPES.items()}
+
+FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
+}  # fmt: skip
+"""`general.file_type` -> the mix of tensor types it stands for."""

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.llama2c_vocab import BOS_ID, EOS_ID, SPECIAL_NAMES, read_vocabulary
+from forerun.weights.safetensors_write import write_tensors
 from forerun.weights.sentencepiece import build_tokenizer
 
 MAGIC = 0x616B3432  # "ak42"
@@ -109,7 +109,7 @@ def convert_llama2c(bin_path: Path, tokenizer_bin: Path, out_dir: Path) -> Path:
     tensors = dict(_tensors(reader, shape))
     vocabulary = read_vocabulary(tokenizer_bin, shape.vocab_size)
     out_dir.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, str(out_dir / "model.safetensors"), metadata={"format": "pt"})
+    write_tensors(out_dir / "model.safetensors", tensors)
     build_tokenizer(vocabulary, start=SPECIAL_NAMES[BOS_ID]).save(str(out_dir / "tokenizer.json"))
     for name, value in _json_files(shape).items():
         (out_dir / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,89 @@
+"""How a checkpoint's weights are stored: format, method, bits, and bytes by kind of tensor.
+
+Knows: headers of checkpoints, and what tensors' names say of their place in a model. Does not know: their data, how a
+format is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import ModelError
+from forerun.quant.settings import SECTION, Settings
+from forerun.weights.checkpoint import Checkpoint
+from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
+
+# Kind -> what is in the names of its tensors; the first that fits counts.
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "norms": ("norm", "ln_"),
+    "output": ("lm_head", "embed_out"),
+    "embedding": ("embed", "wte", "wpe"),
+    "experts": ("expert",),
+    "attention": ("attn", "attention"),
+    "feed-forward": ("mlp", "feed_forward", "ffn", "fc1", "fc2"),
+}
+OTHER = "other"
+PACKED = ("qweight", "qzeros", "weight_packed")  # integers that hold several small ones
+BITS, GROUP_SIZES = ("bits", "w_bit", "num_bits"), ("group_size", "q_group_size")  # what formats call them
+
+
+def describe_storage(path: Path, config: Mapping[str, Any], num_parameters: int) -> dict[str, Any]:
+    """What `forerun inspect` says of the weights in a folder or GGUF file whose configuration is `config`.
+
+    "method" names the quantization, or the type of dense weights; "bits" and "group_size" are those of quantized
+    matrices, null where there are none or several; "bits_per_weight" is over the whole model; "bytes" are of each kind
+    of tensor by the type they are stored in, the largest first.
+    """
+    try:
+        checkpoint = GgufCheckpoint.open(path) if is_gguf(path) else Checkpoint.open(path)
+    except ModelError:  # a layout only transformers reads
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        return {**_named("other", dtype), "bits_per_weight": None, "bytes": {}}
+    named = _named_gguf(checkpoint.file_type) if isinstance(checkpoint, GgufCheckpoint) else _named_folder(checkpoint)
+    kinds: dict[str, dict[str, int]] = {}
+    for name, stored, nbytes in checkpoint.stored():
+        label = f"int{named['bits']}" if name.endswith(PACKED) and named["bits"] else stored
+        sizes = kinds.setdefault(kind_of(name), {})
+        sizes[label] = sizes.get(label, 0) + nbytes
+    return {
+        **named,
+        "bits_per_weight": round(8 * checkpoint.nbytes / num_parameters, 2),
+        "bytes": dict(sorted(kinds.items(), key=lambda item: -sum(item[1].values()))),
+    }
+
+
+def kind_of(name: str) -> str:
+    """What a tensor of this Hugging Face name belongs to: one of KINDS or OTHER."""
+    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), OTHER)
+
+
+def _named(form: str, method: str, bits: int | None = None, group_size: int | None = None) -> dict[str, Any]:
+    return {"format": form, "method": method, "bits": bits, "group_size": group_size}
+
+
+def _named_gguf(mix: str) -> dict[str, Any]:
+    digit = next((part for part in mix if part.isdigit()), None)
+    return _named("gguf", mix, int(digit) if digit and mix.startswith(("Q", "IQ", "TQ", "MXFP")) else None)
+
+
+def _named_folder(checkpoint: Checkpoint) -> dict[str, Any]:
+    """By `quantization_config`; dense weights by the type most bytes are of."""
+    if not checkpoint.config.get(SECTION):
+        totals: dict[str, int] = {}
+        for _, stored, nbytes in checkpoint.stored():
+            totals[stored] = totals.get(stored, 0) + nbytes
+        return _named("dense", max(totals, key=lambda stored: totals[stored], default="nothing"))
+    settings = Settings.of(checkpoint.config)
+    schemes = [settings, *_schemes(settings)]
+    found = [[scheme.get(name) for scheme in schemes for name in names] for names in (BITS, GROUP_SIZES)]
+    sizes = [{size for size in values if isinstance(size, int)} for values in found]
+    return _named("quantized", settings.method or "unnamed", *(one.pop() if len(one) == 1 else None for one in sizes))
+
+
+def _schemes(settings: Settings) -> Iterator[Settings]:
+    """The schemes of weights compressed-tensors names."""
+    groups = settings.section("config_groups")
+    for name in groups.names():
+        yield groups.section(name).section("weights")
