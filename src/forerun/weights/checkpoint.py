@@ -78,7 +78,7 @@ class Checkpoint:
 
     def stored(self) -> Iterator[tuple[str, str, int]]:
         """Every tensor's name, the type it is stored in, such as "BF16", and its bytes."""
-        return ((name, entry.dtype, entry.nbytes) for name, entry in self._entries.items())
+        return ((name, entry.dtype, entry.nbytes) for name, entry in self._tensors.items())
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
