@@ -18,6 +18,10 @@ from pydantic import BaseModel  # noqa: E402
 
 from forerun import LLM  # noqa: E402
 from forerun.server.app import create_app  # noqa: E402
+from forerun.server.errors import ApiError  # noqa: E402
+from forerun.server.messages_input import chat_body  # noqa: E402
+from forerun.server.messages_schema import CountTokensBody, Thinking, Turn  # noqa: E402
+from forerun.server.schema import ChatBody, Message  # noqa: E402
 from tests.server.conftest import Post, running, settings  # noqa: E402
 
 ASKED: dict[str, Any] = {"seed": 7, "temperature": 0.8}
@@ -94,6 +98,41 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> c
                 {"type": "text", "text": "Again"}]}]},
     ),
 }  # fmt: skip
+
+
+def plain(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as dictionaries, a single part as its text."""
+    made = [message.model_dump(exclude_none=True) for message in messages]
+    for message in made:
+        if isinstance(message.get("content"), list) and len(message["content"]) == 1:
+            message["content"] = message["content"][0]["text"]
+    return made
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_the_same_conversation_whatever_the_template(name: str) -> None:
+    chat, ours = CONVERSATIONS[name]
+    made, expected = chat_body(CountTokensBody(**ours), "", False), ChatBody(**chat)
+    assert plain(made.messages) == plain(expected.messages) and made.tools == expected.tools
+
+
+@pytest.mark.parametrize(
+    ("asked", "template", "made"),
+    [
+        ({"type": "disabled"}, "{{ enable_thinking }}", {"enable_thinking": False}),
+        ({"type": "adaptive"}, "{{ enable_thinking }}", {"enable_thinking": True}),
+        ({"type": "enabled"}, "<think>", {}),
+        ({"type": "adaptive", "display": "omitted"}, "<think>", {"include_reasoning": False}),
+    ],
+)
+def test_thinking_is_told_to_the_template(asked: dict[str, Any], template: str, made: dict[str, Any]) -> None:
+    body = CountTokensBody(messages=[Turn(role="user", content="Hi")], thinking=Thinking(**asked))
+    fields = chat_body(body, template, thinks=True).model_dump(exclude_unset=True, exclude={"messages"})
+    assert fields == made
+    silent = body.model_copy(update={"thinking": Thinking(type="disabled")})
+    assert not chat_body(silent, "", thinks=False).enable_thinking  # a model that never thinks need not be told
+    with pytest.raises(ApiError, match="cannot switch"):
+        chat_body(silent, "<think>", thinks=True)
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)

@@ -18,7 +18,10 @@ from pydantic import BaseModel  # noqa: E402
 
 from forerun import LLM  # noqa: E402
 from forerun.server.app import create_app  # noqa: E402
+from forerun.server.responses_input import chat_body  # noqa: E402
+from forerun.server.responses_schema import MessageItem, ResponsesBody  # noqa: E402
 from forerun.server.responses_store import ResponseStore  # noqa: E402
+from forerun.server.schema import ChatBody, Message  # noqa: E402
 from tests.server.conftest import Post, client_of, events_of, running, settings  # noqa: E402
 
 ASKED: dict[str, Any] = {"seed": 7, "temperature": 0.8}
@@ -102,6 +105,24 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> c
             {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "two"}]}]},
     ),
 }  # fmt: skip
+
+
+def plain(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as dictionaries, a single part as its text."""
+    made = [message.model_dump(exclude_none=True) for message in messages]
+    for message in made:
+        if isinstance(message.get("content"), list) and len(message["content"]) == 1:
+            message["content"] = message["content"][0]["text"]
+    return made
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_the_same_conversation_whatever_the_template(name: str) -> None:
+    chat, ours = CONVERSATIONS[name]
+    body = ResponsesBody(**ours)
+    items = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    made, expected = chat_body(body, items or []), ChatBody(**chat)
+    assert plain(made.messages) == plain(expected.messages) and made.tools == expected.tools
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
