@@ -17,6 +17,7 @@ import torch
 from forerun.assemble import assemble
 from forerun.config import NEED_MODEL, USUAL_DRAFT_TOKENS, DrafterConfig, EngineConfig
 from forerun.core import Request, RequestOutput, SamplingParams
+from forerun.drafters.base import DrafterHealth, drafter_health
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.stopping import OutputText
@@ -241,6 +242,10 @@ class LLM:
         """Seconds a step without drafts would take with so many requests, where the policy knows."""
         return self.engine.policy.plain_step_s(num_requests)
 
+    def drafter_health(self) -> dict[str, DrafterHealth]:
+        """How the drafters fare, by name."""
+        return drafter_health(self.engine.drafter)
+
     def abort(self, request_id: str) -> None:
         """End a request now; its blocks are free when this returns. Unknown ids are ignored."""
         self.engine.abort(request_id)
@@ -370,13 +375,9 @@ def _beside(model: str) -> list[str]:
 def _load(config: EngineConfig) -> _Shared:
     kernels = select_kernels(config.kernels, config.threads, device=config.device)
     loaded = load_model(
-        config.model,
-        kernels,
-        dtype=config.dtype,
-        max_position=config.max_model_len,
-        implementation=config.implementation,
-        generation_config=config.generation_config,
-    )
+        config.model, kernels, dtype=config.dtype, max_position=config.max_model_len,
+        implementation=config.implementation, generation_config=config.generation_config,
+    )  # fmt: skip
     return _Shared(loaded, kernels)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from forerun.core import Request, SamplingParams
-from forerun.drafters.base import Observed, Stateless
-from forerun.drafters.guarded import MAX_ERRORS, GuardedDrafter
+from forerun.drafters.base import DrafterHealth, Observed, Stateless
+from forerun.drafters.guarded import FIRST_REST_S, GOOD_S, LONGEST_REST_S, MAX_ERRORS, GuardedDrafter
 from forerun.drafters.ngram import NgramDrafter, select_index
 from forerun.drafters.portfolio import Portfolio
 from forerun.engine.engine import Engine
@@ -129,7 +129,24 @@ def test_other_members_go_on() -> None:
     assert set(counts) == {"ngram"} and counts["ngram"].drafted > 0
 
 
-def test_after_some_errors_it_is_off(caplog: pytest.LogCaptureFixture) -> None:
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("forerun.drafters.guarded.time", clock)
+    return clock
+
+
+def test_after_some_errors_it_rests(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
     failing = Failing(raising, fail_at=1)
     made = guarded_engine(failing, False)
     with caplog.at_level(logging.ERROR, "forerun.drafters"):
@@ -138,7 +155,57 @@ def test_after_some_errors_it_is_off(caplog: pytest.LogCaptureFixture) -> None:
     assert failing.num_calls == MAX_ERRORS == len(caplog.records)
     assert [record.exc_info is not None for record in caplog.records] == [True, False, False]
     assert "IndexError: beyond the end" in caplog.records[0].message
-    assert "it is not asked again" in caplog.records[-1].message
+    assert f"it rests for {FIRST_REST_S:.0f} s" in caplog.records[-1].message
+
+
+def test_after_a_rest_it_is_tried_again_with_new_requests(clock: Clock) -> None:
+    """The text is the same all along; a request that ran during the rest goes on without it."""
+    failing = Failing(raising, fail_at=1)
+    guarded = GuardedDrafter(failing, VOCAB)
+    made = harness.with_drafter(harness.engine("none"), guarded)
+
+    def run(index: int) -> RequestGroup:
+        [wanted] = groups(index + 1, 0.0)[index:]
+        again = harness.fresh(wanted)
+        assert harness.run(made, [again], may_fail=True) == harness.plain([wanted])
+        return again
+
+    for index in range(MAX_ERRORS):
+        run(index)
+    assert guarded.health == DrafterHealth(MAX_ERRORS, FIRST_REST_S)
+    during = run(3)
+    assert during.samples[0].request.failed_drafters == ("failing",) and failing.num_calls == MAX_ERRORS
+    old = Request("old", (1, 2), SamplingParams(), seed=3)
+    guarded.begin(old)
+    clock.now += FIRST_REST_S
+    assert not guarded.is_off and guarded.health.rest_s == 0.0
+    guarded.propose([Draft(old, 5)])
+    assert failing.num_calls == MAX_ERRORS  # of the old request it saw only a part
+    run(4)
+    assert failing.num_calls == MAX_ERRORS + 1 and guarded.health.rest_s == 2 * FIRST_REST_S  # one error is enough
+    clock.now += 2 * FIRST_REST_S
+    failing.fail = lambda drafts: None
+    works = run(5)
+    assert works.samples[0].request.failed_drafters == () and works.output().outputs[0].stats.drafters
+    assert guarded.health == DrafterHealth(MAX_ERRORS + 1, 0.0)
+
+
+def test_errors_that_are_far_apart_do_not_add_up(clock: Clock) -> None:
+    guarded = GuardedDrafter(Failing(raising, fail_at=1), VOCAB)
+    for index in range(3 * MAX_ERRORS):
+        guarded.propose([Draft(Request(str(index), (1, 2), SamplingParams(), seed=3), 5)])
+        assert not guarded.is_off
+        clock.now += GOOD_S / (MAX_ERRORS - 1) if index % (MAX_ERRORS - 1) == 0 else GOOD_S + 1
+
+
+def test_rests_do_not_grow_for_ever(clock: Clock) -> None:
+    guarded = GuardedDrafter(Failing(raising, fail_at=1), VOCAB)
+    rests = []
+    for index in range(30):
+        guarded.propose([Draft(Request(str(index), (1, 2), SamplingParams(), seed=3), 5)])
+        rests.append(guarded.health.rest_s)
+        clock.now += rests[-1]
+    assert rests[MAX_ERRORS - 1 :][:3] == [60.0, 120.0, 240.0] and rests[-1] == LONGEST_REST_S
 
 
 def test_a_failing_observe_is_caught_too() -> None:

@@ -215,6 +215,29 @@ def test_metrics_add_up(small: LLM) -> None:
     assert (values["forerun_requests_running"], values["forerun_kv_cache_usage_ratio"]) == ("0.0", "0.0")
 
 
+def test_a_drafter_that_rests_is_said_to(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = small.with_drafter("ngram", adaptive=False, ngram_min=1)
+    member: Any = made.engine.drafter
+    with client_of(made) as client:
+        expected = client.post("/v1/completions", json=body(1)).json()["choices"]
+        assert client.get("/health").json()["drafters"] == {"ngram": {"errors": 0, "rest_s": 0.0}}
+        with monkeypatch.context() as patch:
+            patch.setattr(member.inner, "propose", lambda drafts: 1 / 0)
+            for _ in range(4):
+                assert client.post("/v1/completions", json=body(1)).json()["choices"] == expected
+        health = client.get("/health")
+        assert health.status_code == 200 and health.json()["status"] == "ok"
+        assert health.json()["drafters"]["ngram"]["errors"] == 3
+        assert 0 < health.json()["drafters"]["ngram"]["rest_s"] <= 60
+        values = values_of(client.get("/metrics").text)
+        assert values['forerun_drafter_errors_total{drafter="ngram"}'] == 3
+        assert values['forerun_drafter_resting{drafter="ngram"}'] == 1
+        member._rests_until = 0.0  # its rest is over
+        again = client.post("/v1/completions", json=body(1)).json()
+        assert again["choices"] == expected and again["forerun"]["drafted_tokens"] > 0
+        assert values_of(client.get("/metrics").text)['forerun_drafter_resting{drafter="ngram"}'] == 0
+
+
 def values_of(text: str) -> dict[str, float]:
     lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, value in lines}

@@ -75,6 +75,14 @@ class Observed:
     num_own: int = MAX_NODES
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterHealth:
+    """How a drafter fares: its failed calls so far, and the seconds it still rests after too many of them."""
+
+    num_errors: int
+    rest_s: float
+
+
 class Drafter(Protocol):
     """Proposes continuations."""
 
@@ -116,6 +124,12 @@ class Drafter(Protocol):
 
     def end(self, request_id: str) -> None:
         """Finished, aborted or preempted: forget the request's state."""
+
+
+def drafter_health(drafter: Drafter) -> dict[str, DrafterHealth]:
+    """How a drafter, or each member of a portfolio, fares; nothing of one that is not guarded."""
+    members: Sequence[Drafter] = getattr(drafter, "members", (drafter,))
+    return {member.name: member.health for member in members if hasattr(member, "health")}
 
 
 class LogitsReader(Protocol):

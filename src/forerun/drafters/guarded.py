@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from torch import Tensor
 
 from forerun.core import Request
-from forerun.drafters.base import Drafter, Observed, logits_reader
+from forerun.drafters.base import Drafter, DrafterHealth, Observed, logits_reader
 from forerun.errors import ConfigError
 from forerun.kernels.ops import LayerKV
 from forerun.speculation.growth import Draft
 from forerun.speculation.tree import ROOT, DraftTree
 
-MAX_ERRORS: Final = 3  # after so many failed calls a drafter is not asked at all
+MAX_ERRORS: Final = 3  # after so many failed calls a drafter rests
+FIRST_REST_S: Final = 60.0  # the first time; twice as long each time it fails again
+LONGEST_REST_S: Final = 3600.0
+GOOD_S: Final = 600.0  # without an error, after which earlier ones count no more
 NEEDED: Final = ("name", "max_nodes", "hidden_layers", "kv_specs", "weight_bytes", "propose", "attach", "begin",
                  "observe", "num_ready", "resume", "end")  # fmt: skip
 
@@ -34,8 +38,10 @@ class GuardedDrafter:
     """The drafter inside, as long as it behaves.
 
     A call that raises, or a tree that cannot be verified, is logged (the first with its traceback) and puts the
-    drafter's name into `failed_drafters` of the requests concerned, for which it is not asked again; after MAX_ERRORS
-    such calls it is asked for none. Raises ConfigError if `inner` lacks part of the protocol.
+    drafter's name into `failed_drafters` of the requests concerned, for which it is not asked again. After MAX_ERRORS
+    such calls it rests: requests of that time count as failed, too, since it saw only part of them. Then it is tried
+    with new requests, and one error sends it back for twice as long. Raises ConfigError if `inner` lacks part of the
+    protocol.
     """
 
     def __init__(self, inner: Drafter, vocab_size: int) -> None:
@@ -48,21 +54,31 @@ class GuardedDrafter:
         self.weight_bytes = inner.weight_bytes
         self._reader = logits_reader(inner)
         self.wants_logits = self._reader is not None
-        self.num_errors = 0
+        self.num_errors = 0  # in all
+        self._num_counted = 0  # of them, that count towards the next rest
+        self._rests_until = self._erred_at = -math.inf
+        self._rest_s = FIRST_REST_S
         self._vocab_size = vocab_size
         self._num_kinds = 0  # of KV that lags on its own, as `num_ready` said last
 
     @property
     def is_off(self) -> bool:
-        """It failed too often to be asked again."""
-        return self.num_errors >= MAX_ERRORS
+        """It failed too often to be asked now."""
+        return time.monotonic() < self._rests_until
+
+    @property
+    def health(self) -> DrafterHealth:
+        """How it fares."""
+        return DrafterHealth(self.num_errors, max(0.0, self._rests_until - time.monotonic()))
 
     def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
         """Pass it on; nothing runs yet, so an error here is the user's to see."""
         self.inner.attach(target, own)
 
     def begin(self, request: Request) -> None:
-        """Pass it on."""
+        """Pass it on, in a rest too: every `end` has had its `begin`."""
+        if self.is_off:
+            self._leave(request)
         self._try("begin", [request], lambda: self.inner.begin(request))
 
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
@@ -109,7 +125,13 @@ class GuardedDrafter:
         self._try("end", [], lambda: self.inner.end(request_id))
 
     def _drafts_for(self, request: Request) -> bool:
-        return not self.is_off and self.name not in request.failed_drafters
+        if self.is_off:
+            self._leave(request)
+        return self.name not in request.failed_drafters
+
+    def _leave(self, request: Request) -> None:
+        if self.name not in request.failed_drafters:
+            request.failed_drafters = (*request.failed_drafters, self.name)
 
     def _try(self, verb: str, requests: Sequence[Request], call: Callable[[], None]) -> bool:
         """Call it; whether that went well."""
@@ -123,13 +145,23 @@ class GuardedDrafter:
     def _fail(self, verb: str, requests: Sequence[Request], error: Exception) -> None:
         self.num_errors += 1
         for request in requests:
-            if self.name not in request.failed_drafters:
-                request.failed_drafters = (*request.failed_drafters, self.name)
-        if self.num_errors > MAX_ERRORS:
-            return  # it is off: what its `end` raises now was said before
-        rest = "it is not asked again" if self.is_off else f"it drafts no more for the {len(requests)} concerned"
-        said = f"drafter {self.name} failed in {verb}: {type(error).__name__}: {error}; {rest}; the text is the same"
+            self._leave(request)
+        if self.is_off:
+            return  # what its `end` raises now was said before
+        self._count_error()
+        left = f"it rests for {self.health.rest_s:.0f} s" if self.is_off else f"it leaves the {len(requests)} concerned"
+        said = f"drafter {self.name} failed in {verb}: {type(error).__name__}: {error}; {left}; the text is the same"
         log.error(said, exc_info=error if self.num_errors == 1 else None)
+
+    def _count_error(self) -> None:
+        """Rest if there were too many; those before a good while without any are forgotten."""
+        now = time.monotonic()
+        if now - max(self._erred_at, self._rests_until) > GOOD_S:
+            self._num_counted, self._rest_s = 0, FIRST_REST_S
+        self._num_counted, self._erred_at = self._num_counted + 1, now
+        if self._num_counted >= MAX_ERRORS:
+            self._rests_until = now + self._rest_s
+            self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
 
 
 def find_nonsense(draft: Draft, vocab_size: int) -> str | None:

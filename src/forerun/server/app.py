@@ -292,7 +292,9 @@ def _add_status(router: APIRouter, service: EngineService, context: ServerContex
     async def health() -> Response:
         """Whether requests can be answered."""
         load = service.load()
-        body = {"status": "ok" if load.healthy else "failed", "running": load.num_running, "waiting": load.num_waiting}
+        drafters = {name: {"errors": n, "rest_s": round(rest_s, 1)} for name, (n, rest_s) in load.drafters.items()}
+        status = "ok" if load.healthy else "failed"
+        body = {"status": status, "running": load.num_running, "waiting": load.num_waiting, "drafters": drafters}
         return JSONResponse(body, 200 if load.healthy else 503)
 
     @router.get("/metrics")

@@ -32,6 +32,7 @@ class Load:
     healthy: bool
     phase_s: Mapping[str, float]  # seconds since the start by phase of the step
     num_steps: int
+    drafters: Mapping[str, tuple[int, float]]  # errors so far, and seconds for which it is not asked
 
 
 class Metrics:
@@ -117,4 +118,12 @@ class _LoadCollector(Collector):
         for phase, seconds in load.phase_s.items():
             phases.add_metric([phase], seconds)
         yield phases
+        errors = CounterMetricFamily("forerun_drafter_errors", "Calls of a drafter that failed.", labels=["drafter"])
+        resting = GaugeMetricFamily(
+            "forerun_drafter_resting", "1 while a drafter is not asked after errors.", labels=["drafter"]
+        )
+        for name, (num_errors, rest_s) in load.drafters.items():
+            errors.add_metric([name], num_errors)
+            resting.add_metric([name], float(rest_s > 0))
+        yield from (errors, resting)
         yield CounterMetricFamily("forerun_steps", "Steps of the engine.", value=load.num_steps)

@@ -156,6 +156,7 @@ class EngineService:
             healthy=self.healthy,
             phase_s={name.removesuffix("_s"): seconds for name, seconds in timings.items()},
             num_steps=num_steps,
+            drafters={n: (h.num_errors, h.rest_s) for n, h in self.llm.drafter_health().items() if n != "none"},
         )
 
     def check_room(self, num_samples: int) -> None:
