@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 
+from forerun import LLM
+from forerun.server.app import create_app
 from forerun.server.bodies import LARGE, MAX_PARTS, parse
 from forerun.server.errors import MAX_SHOWN, ApiError
 from forerun.server.schema import ChatBody, CompletionBody
-from tests.server.conftest import Post
+from forerun.weights.tokenizer import Tokenizer
+from tests.server.conftest import Post, running, settings
 
 MANY = 400_000
 
@@ -88,3 +93,55 @@ def test_large_bodies_are_answered_like_small_ones(complete: Post) -> None:
     assert complete(ids, allowed_token_ids=None, user="x" * (2 * LARGE))["choices"] == small
     wrong = complete(ids, status=400, user=["x" * (2 * LARGE)])["error"]
     assert wrong["param"] == "user" and len(wrong["message"]) < 2 * MAX_SHOWN
+
+
+def test_texts_that_cannot_fit_are_refused_by_their_length(llm: LLM, complete: Post, chat: Post, post: Post) -> None:
+    """However long they are, no token is made of them."""
+    long = "word " * 400_000
+    most = (llm.max_model_len - 1) * llm.tokenizer.max_token_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("tokenized"))
+        for answer in (
+            complete(long, status=400),
+            complete(["a" * (most + 1)], status=400),
+            complete(long, status=400, truncate_prompt_tokens=5),
+            chat(long, status=400),
+            post("/tokenize", status=400, prompt=long),
+            post("/tokenize", status=400, messages=[{"role": "user", "content": long}]),
+        ):
+            assert answer["error"]["code"] == "context_length_exceeded"
+            assert "bytes" in answer["error"]["message"]
+
+
+def test_texts_that_are_surely_too_long_are_tokenized_in_part(llm: LLM, complete: Post) -> None:
+    text = "a b c " * 3000
+    assert len(text) < (llm.max_model_len - 1) * llm.tokenizer.max_token_bytes
+    assert "more than" in complete(text, status=400)["error"]["message"]
+    assert len(complete(text, truncate_prompt_tokens=5, return_token_ids=True)["choices"][0]["prompt_token_ids"]) == 5
+    assert "tokens; the most is" in complete(text[: len(text) // 6], status=400)["error"]["message"]
+
+
+def test_detokenizing_is_bounded(llm: LLM, post: Post) -> None:
+    assert "the most is" in post("/detokenize", status=400, tokens=[5] * (llm.max_model_len + 1))["error"]["message"]
+
+
+def test_health_is_answered_beside_long_texts(llm: LLM) -> None:
+    """A prompt of 8 MB blocked everything for 22 seconds, /tokenize of 2 MB for 2.4."""
+    attacks = [
+        ("/v1/completions", {"prompt": "word of the day " * 500_000}),
+        ("/v1/completions", {"prompt": [0] * 300_000 + ["a"]}),
+        ("/tokenize", {"prompt": "a b " * 500_000}),
+    ]
+    with (
+        running(create_app(llm, settings())) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        sent = [pool.submit(httpx.post, url + path, json=fields, timeout=60) for path, fields in attacks]
+        slowest = 0.0
+        while not all(future.done() for future in sent):
+            started = time.perf_counter()
+            assert client.get("/health").status_code == 200
+            slowest = max(slowest, time.perf_counter() - started)
+        assert {future.result().status_code for future in sent} == {400}
+    assert slowest < 2

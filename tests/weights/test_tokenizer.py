@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from forerun.errors import CheckpointError, PromptError, VocabularyError
-from forerun.weights.tokenizer import Tokenizer, check_same_vocabulary, check_vocabulary
+from forerun.weights.tokenizer import LONG_TEXT, Tokenizer, check_same_vocabulary, check_vocabulary
 from tests.weights import makers
 
 TEXT = "Once upon a time,\n  there was a café 日本 😀 </s>x"
@@ -157,6 +161,60 @@ def test_damaged_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("when", ["it is read", "it encodes"])
+def test_tokenizers_that_panic_are_damaged(when: str, tmp_path: Path) -> None:
+    """The library's panics are no Exceptions."""
+    content = json.loads(makers.byte_level().to_json())
+    if when == "it is read":
+        content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    else:
+        start = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        content["post_processor"] = {
+            "type": "TemplateProcessing", "single": [start, text],
+            "pair": [text, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {"x": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+        }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="is damaged; download or copy"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_texts_without_tokens_are_prompt_errors() -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="<unk>"))
+    with pytest.raises(PromptError, match="fails on this text"):
+        Tokenizer(backend, {}).encode("b")
+
+
+def test_long_texts_have_the_tokens_of_short_ones(made: Tokenizer) -> None:
+    """They go another way through the library."""
+    words = ["the", "there", "a café", "</s>", "  b", "\n日本", "e" * 9, "<tool call>"]
+    text = " ".join(words[i * i % len(words)] for i in range(3000))
+    assert len(text) > LONG_TEXT
+    for special in (True, False):
+        assert made.encode(text, special) == made._backend.encode(text, add_special_tokens=special).ids
+    longest = max((made.token_text(i) or "" for i in range(made.vocab_size)), key=lambda name: len(name.encode()))
+    assert made.max_token_bytes == len(longest.encode())
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(made: Tokenizer) -> None:
+    beats, done = [time.perf_counter()], threading.Event()
+
+    def beat() -> None:
+        while not done.wait(0.001):
+            beats.append(time.perf_counter())
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    started = time.perf_counter()
+    made.encode("the other there " * 60_000)
+    seconds = time.perf_counter() - started
+    done.set()
+    thread.join()
+    longest = max(later - earlier for earlier, later in pairwise([*beats, time.perf_counter()]))
+    assert longest < max(0.5 * seconds, 0.2)
 
 
 def test_folders_only_transformers_can_read(tmp_path: Path) -> None:

@@ -230,22 +230,16 @@ def _add_responses(router: APIRouter, answer: _Answering, context: ServerContext
 
 def _add_texts(router: APIRouter, context: ServerContext) -> None:
     @router.post("/tokenize", response_class=JSONResponse)
-    def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(body: TokenizeBody, request: CheckedRequest) -> Response:
         """Token ids of a text or of a conversation."""
         context.check_body(body)
-        tokens = _tokens(context, body)
-        names = {"token_strs": [context.tokenizer.token_text(t) for t in tokens]} if body.return_token_strs else {}
-        return {"count": len(tokens), "max_model_len": context.llm.max_model_len, "tokens": tokens, **names}
+        return await request.prepare(lambda: JSONResponse(_tokenized(context, body)))
 
     @router.post("/detokenize", response_class=JSONResponse)
-    def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeBody, request: CheckedRequest) -> Response:
         """The text of token ids."""
         context.check_body(body)
-        strange = next((t for t in body.tokens if not 0 <= t < context.llm.loaded.model.vocab_size), None)
-        if strange is not None:
-            known = f"the model knows 0 to {context.llm.loaded.model.vocab_size - 1}"
-            raise ApiError(400, f"there is no token {strange}; {known}", param="tokens")
-        return {"prompt": context.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        return await request.prepare(lambda: JSONResponse({"prompt": _text(context, body.tokens)}))
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, str | None]:
@@ -253,14 +247,27 @@ def _add_texts(router: APIRouter, context: ServerContext) -> None:
         return {**context.tokenizer.special_tokens, "chat_template": context.tokenizer.chat_template}
 
 
-def _tokens(context: ServerContext, body: TokenizeBody) -> list[int]:
+def _tokenized(context: ServerContext, body: TokenizeBody) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.prompt is not None:
-        return context.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-    given = body.model_dump(exclude={"prompt", "add_special_tokens", "return_token_strs"}, exclude_unset=True)
-    text = render(context.tokenizer, ChatBody(**given), body.tools or [])
-    return context.tokenizer.encode(text, body.add_special_tokens or False)
+        tokens = context.encode(body.prompt, body.add_special_tokens is not False)
+    else:
+        given = body.model_dump(exclude={"prompt", "add_special_tokens", "return_token_strs"}, exclude_unset=True)
+        text = render(context.tokenizer, ChatBody(**given), body.tools or [])
+        tokens = context.encode(text, body.add_special_tokens or False)
+    names = {"token_strs": [context.tokenizer.token_text(t) for t in tokens]} if body.return_token_strs else {}
+    return {"count": len(tokens), "max_model_len": context.llm.max_model_len, "tokens": tokens, **names}
+
+
+def _text(context: ServerContext, token_ids: list[int]) -> str:
+    most, vocab_size = context.llm.max_model_len, context.llm.loaded.model.vocab_size
+    if len(token_ids) > most:
+        raise ApiError(400, f"{len(token_ids)} tokens; the most is {most}, the context", param="tokens")
+    strange = next((t for t in token_ids if not 0 <= t < vocab_size), None)
+    if strange is not None:
+        raise ApiError(400, f"there is no token {strange}; the model knows 0 to {vocab_size - 1}", param="tokens")
+    return context.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 def _add_status(router: APIRouter, service: EngineService, context: ServerContext) -> None:

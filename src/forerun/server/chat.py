@@ -134,7 +134,8 @@ class ChatJob:
         text = render(context.tokenizer, body, self._tools)
         self._splitter = _splitter(context, text, continues(body))
         params = self._params(text)
-        token_ids = context.tokenizer.encode(text, add_special_tokens=body.add_special_tokens or False)
+        whole = body.truncate_prompt_tokens is None
+        token_ids = context.encode(text, body.add_special_tokens or False, whole=whole)
         self._prompt = token_ids = context.truncated(token_ids, body.truncate_prompt_tokens, params.max_tokens)
         context.check_prompt(token_ids)
         context.check_samples(params.n)

@@ -110,7 +110,8 @@ class CompletionJob:
         return tokens
 
     def _plain(self, text: str | list[int], add_special_tokens: bool) -> list[int]:
-        return self._context.tokenizer.encode(text, add_special_tokens) if isinstance(text, str) else text
+        whole = self._body.truncate_prompt_tokens is None
+        return self._context.encode(text, add_special_tokens, whole=whole) if isinstance(text, str) else text
 
     def _around(self, prompt: str | list[int]) -> list[int]:
         """The prompt of a request with `suffix`: what stands before the gap, what stands behind it, and its mark."""

@@ -22,6 +22,7 @@ from forerun.server.tools import tool_style
 from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer
 
+SURELY_TOO_LONG = 16  # characters a token; where so many make twice the tokens that fit, the rest is not looked at
 MAX_DROPPED = 20  # unknown fields of a request that are named
 log = logging.getLogger("forerun.server")
 
@@ -85,6 +86,22 @@ class ServerContext:
         texts = self.tokenizer if skip_special_tokens else self.tokenizer.with_special_tokens()
         return IncrementalDetokenizer(texts, prompt)
 
+    def encode(self, text: str, add_special_tokens: bool = True, *, whole: bool = True) -> list[int]:
+        """Token ids of a prompt; one that cannot fit is refused before it is tokenized whole.
+
+        `whole`: the prompt is not to be truncated. Raises PromptError and ApiError 400. Takes a while: not for event
+        loops.
+        """
+        limit = self.max_prompt_tokens if whole else self.llm.max_model_len
+        size, most = len(text.encode()), limit * self.tokenizer.max_token_bytes
+        if size > most:
+            raise _too_long(f"{size} bytes; {limit} tokens, which is the most, hold {most}")
+        if whole and len(text) > SURELY_TOO_LONG * limit:
+            num_tokens = len(self.tokenizer.encode(text[: SURELY_TOO_LONG * limit]))
+            if num_tokens > 2 * limit:
+                raise _too_long(f"more than {num_tokens} tokens; the most is {limit}")
+        return self.tokenizer.encode(text, add_special_tokens)
+
     def truncated(self, token_ids: list[int], limit: int | None, max_tokens: int | None) -> list[int]:
         """The end of a prompt, as long as `truncate_prompt_tokens` says; -1 is what the answer leaves room for."""
         if limit == 0:
@@ -97,11 +114,9 @@ class ServerContext:
     def check_prompt(self, token_ids: Sequence[int]) -> None:
         """Raise ApiError 400 for a prompt that is too long."""
         if len(token_ids) > self.max_prompt_tokens:
-            raise ApiError(
-                400,
-                f"the prompt has {len(token_ids)} tokens; the most is {self.max_prompt_tokens} (the context holds "
-                f"{self.llm.max_model_len} with the answer): shorten it",
-                code="context_length_exceeded",
+            raise _too_long(
+                f"{len(token_ids)} tokens; the most is {self.max_prompt_tokens} (the context holds "
+                f"{self.llm.max_model_len} with the answer)"
             )
 
     def check_samples(self, num_samples: int) -> None:
@@ -123,3 +138,7 @@ class ServerContext:
 def dropped_fields(body: Body) -> list[str]:
     """Unknown fields of a request that was accepted all the same, the first MAX_DROPPED."""
     return [name[:100] for name in islice(unknown_fields(body), MAX_DROPPED)]
+
+
+def _too_long(found: str) -> ApiError:
+    return ApiError(400, f"the prompt has {found}: shorten it", code="context_length_exceeded")

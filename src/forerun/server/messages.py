@@ -126,7 +126,7 @@ def count_tokens(context: ServerContext, body: CountTokensBody) -> dict[str, Any
         text = render(context.tokenizer, chat, usable_tools(chat))
     except ApiError as error:
         raise error.renamed(FIELD_NAMES) from error
-    return {"input_tokens": len(context.tokenizer.encode(text, add_special_tokens=False))}
+    return {"input_tokens": len(context.encode(text, add_special_tokens=False))}
 
 
 def usage(given: dict[str, Any]) -> dict[str, Any]:

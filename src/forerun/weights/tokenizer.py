@@ -7,13 +7,15 @@ transformers, imported only then (it takes seconds). Does not know: models or re
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from forerun.errors import CheckpointError, PromptError, VocabularyError
+from forerun.errors import CheckpointError, ForerunError, PromptError, VocabularyError
 from forerun.weights.chat import read_template, render
 from forerun.weights.checkpoint import read_optional_json
 from forerun.weights.decoders import piece_rule
@@ -25,6 +27,7 @@ TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "tokenizer.model.v3", "tokenizer.model.v1")
 OTHER_FILES = ("vocab.json", "vocab.txt")  # read through transformers
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
+LONG_TEXT = 4096  # characters; shorter ones are tokenized within a few milliseconds
 
 
 class Tokenizer:
@@ -58,7 +61,10 @@ class Tokenizer:
         backend, converted = _read_backend(folder, settings)
         settings = {**converted, **settings}
         ends = end_ids(folder, GenerationConfig.beside(folder))
-        return Tokenizer(backend, settings, ends, read_template(folder, settings))
+        with _no_panic(CheckpointError, f"the tokenizer of {folder} is damaged; download or copy its files again"):
+            tokenizer = Tokenizer(backend, settings, ends, read_template(folder, settings))
+            backend.encode_batch(["a"])
+        return tokenizer
 
     def end_at(self, token_ids: Sequence[int]) -> None:
         """Let texts end at these tokens, and at the tokenizer's own end token."""
@@ -80,9 +86,23 @@ class Tokenizer:
         """Whether every token has bytes of its own; if not, decoding looks at neighbours."""
         return self._rule is not None
 
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """No token stands for more bytes of a text."""
+        return max((len(name.encode()) for name in self._backend.get_vocab()), default=0)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with a start token where the model has one unless told otherwise."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Token ids of `text`, with a start token where the model has one unless told otherwise.
+
+        Raises PromptError for a text the tokenizer has no tokens for. Other threads run beside a long one.
+        """
+        with _no_panic(PromptError, "the tokenizer fails on this text", Exception):
+            if len(text) <= LONG_TEXT:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:  # only batches let go of Python's interpreter
+                (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; equal to what an IncrementalDetokenizer gives piece by piece.
@@ -218,10 +238,19 @@ def _read_backend(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenizers
     if not path.exists():
         pieces = next((folder / name for name in SENTENCEPIECE_FILES if (folder / name).exists()), None)
         return _through_transformers(folder) if pieces is None else _from_sentencepiece(pieces, settings)
-    try:
+    with _no_panic(CheckpointError, f"{path} is damaged; download or copy the file again", Exception):
         return tokenizers.Tokenizer.from_file(str(path)), {}
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path} is damaged: {error}; download or copy the file again") from error
+
+
+@contextmanager
+def _no_panic(kind: type[ForerunError], message: str, *others: type[Exception]) -> Iterator[None]:
+    """Raise `kind` where the library panics, which is no Exception, or raises one of the others."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, others) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{message} ({error})") from error
 
 
 def _from_sentencepiece(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
