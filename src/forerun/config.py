@@ -123,7 +123,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _choice("verification", self.verification, ("coupled", "rejection"))
         _choice("chain_rule", self.chain_rule, ("block", "token"))
-        _choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _choice("implementation", self.implementation, ("auto", "forerun", "transformers"))
         _choice("device", self.device, ("auto", "cpu", "cuda"))
         _choice("kernels", self.kernels, ("auto", "cpu", "triton", "reference"))

@@ -89,7 +89,10 @@ class LLM:
 
     def _load_small(self, name: str) -> LoadedModel:
         try:
-            return load_model(name, self._shared.kernels, dtype=self.config.dtype)
+            dtype = (
+                "auto" if self.config.dtype == "float16" else self.config.dtype
+            )  # which a draft need not be stored in
+            return load_model(name, self._shared.kernels, dtype=dtype)
         except ModelError as error:
             drafter = drafter_of(name)
             if drafter is None:

@@ -6,10 +6,15 @@ The toy engine tests cover the engine's logic in every combination; these cover 
 from __future__ import annotations
 
 import random
+import shutil
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from forerun import SamplingParams
+from forerun import LLM, SamplingParams
+from forerun.errors import ConfigError
+from forerun.weights.resolve import resolve_model
 from tests.support import mini
 
 DRAFTERS = {
@@ -150,3 +155,18 @@ def test_a_closed_stream_frees_everything(num_read: int) -> None:
     stream.close()
     assert not llm.engine.has_work and not llm.engine.groups
     llm.engine.scheduler.check_integrity()
+
+
+def test_a_checkpoint_in_float16(tmp_path: Path) -> None:
+    """The embedded model rounded to float16: asked for by name it writes what it writes anyway, with every drafter."""
+    source = resolve_model("mini")
+    folder = Path(shutil.copytree(source, tmp_path / "f16"))
+    tensors = {name: tensor.half() for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    plain = LLM(str(folder), drafter="none", max_model_len=512)
+    expected = tokens(plain.generate(mini.PROMPTS[:3], params(1.0)))
+    for drafter in ("none", "ngram", "draft=mini-draft"):
+        llm = LLM(str(folder), dtype="float16", drafter=drafter, adaptive=False, max_model_len=512)
+        assert tokens(llm.generate(mini.PROMPTS[:3], params(1.0))) == expected
+    with pytest.raises(ConfigError, match="dtype float16 was asked for, but .* is stored in BF16"):
+        LLM("mini", dtype="float16")

@@ -20,18 +20,24 @@ if TYPE_CHECKING:
     from forerun.models.loader import LoadedModel
 
 
-def open_llm(model: str, drafter: str, draft_model: str | None = None, **options: Any) -> LLM:
-    """Load a model, with a spinner on a terminal. Options that are None keep their defaults."""
+def open_llm(
+    model: str,
+    drafter: str,
+    draft_model: str | None = None,
+    note: Callable[[str], None] = print_note,
+    **options: Any,
+) -> LLM:
+    """Load a model, with a spinner on a terminal; `note` is told what is slow. Options of None keep their defaults."""
     given = {name: value for name, value in options.items() if value is not None}
     prepare(model, drafter, draft_model, **given)
     with err().status(f"loading {model}"):
         from forerun.llm import LLM
 
         llm = LLM(model, drafter=drafter, draft_model=draft_model, **given)
-    note_slow_kernels(llm.kernels, options.get("kernels"))
+    note_slow_kernels(llm.kernels, options.get("kernels"), note)
     slow = why_slow(llm.loaded)
-    if slow:
-        print_note(slow)
+    if slow is not None:
+        note(slow)
     return llm
 
 
@@ -69,9 +75,8 @@ def why_slow(loaded: LoadedModel) -> str | None:
     if loaded.implementation == "forerun":
         return None
     return (
-        f"runs through transformers, a token at a time, 100 to 300 times slower than what forerun runs itself (but as "
-        f"exactly): there is no implementation of {loaded.raw_config.get('model_type')!r} models here, only of "
-        f"{', '.join(FAMILIES)}"
+        f"{loaded.raw_config.get('model_type')} models run through transformers, a token at a time: as exactly as "
+        f"others, but 100 to 300 times slower than what forerun runs by itself, which is {', '.join(FAMILIES)}"
     )
 
 
@@ -82,11 +87,11 @@ def note_sampling(llm: LLM) -> None:
         print_note(f"unless asked otherwise {found}, as generation_config.json says (--generation-config none: not so)")
 
 
-def note_slow_kernels(kernels: Any, asked: str | None) -> None:
+def note_slow_kernels(kernels: Any, asked: str | None, note: Callable[[str], None] = print_note) -> None:
     """Say so where the torch reference runs without having been asked for."""
     backend, reason = kernel_choice(kernels)
     if backend == "reference" and asked != "reference":
-        print_note(f"running on the torch reference kernels, which are slow: {reason}")
+        note(f"running on the torch reference kernels, which are slow: {reason}")
 
 
 def kernel_choice(kernels: Any) -> tuple[str, str]:

@@ -6,6 +6,7 @@ Knows: options, and how they reach the engine, the server and uvicorn. Does not 
 from __future__ import annotations
 
 import ipaddress
+import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,7 +98,7 @@ def serve(
     check_address(host, port)
     _note_open(host, settings)
     _bound_memory()
-    _run(open_llm(name, **engine), settings, listen)
+    _run(open_llm(name, note=logging.getLogger("forerun.server").warning, **engine), settings, listen)
 
 
 def _log_to(style: str, level: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -23,14 +23,16 @@ from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
 from forerun.models.family import Family
 from forerun.models.memory import check_memory
+from forerun.models.storage import check_float16
 from forerun.weights.checkpoint import Checkpoint, read_json
 from forerun.weights.generation import GenerationConfig, end_ids
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
 from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer, check_vocabulary
 
-Dtype = Literal["auto", "float32", "bfloat16"]
-DTYPES: dict[str, torch.dtype | None] = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": None,
+}  # fmt: skip
 ADAPTER_FILE = "adapter_config.json"
 LONG_ROPE = "beyond the original context of a long-rope model all keys change, which forerun does not compute"
 INERT_TENSORS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
@@ -60,10 +62,11 @@ def load_model(
 ) -> LoadedModel:
     """Load an embedded model, a folder, a GGUF file or a hub id.
 
-    dtype: "auto" keeps the stored precision (float16 is widened). max_position: positions to build for, at most what
-    the checkpoint can use. progress(done, total) is called as layers are read. implementation "auto" runs families
-    forerun knows natively and all others through transformers. generation_config: where sampling defaults and end
-    tokens come from, "auto" for the model's own file, "none", or a file or folder.
+    dtype: "auto" keeps the stored precision (a CPU computes float16 from a copy widened to float32, which is exact);
+    "float16" is the same for checkpoints that are stored so, and refuses others. max_position: positions to build for,
+    at most what the checkpoint can use. progress(done, total) is called as layers are read. implementation "auto" runs
+    families forerun knows natively and all others through transformers. generation_config: where sampling defaults and
+    end tokens come from, "auto" for the model's own file, "none", or a file or folder.
     Raises the ModelErrors and ResourceError before any weight is read where that can be known.
     """
     if dtype not in DTYPES:
@@ -71,6 +74,8 @@ def load_model(
     named, folder = GenerationConfig.named(generation_config), resolve_model(name_or_path)
     generation = named or GenerationConfig.beside(folder)
     _check_sampling(generation)
+    if dtype == "float16":
+        check_float16(folder)
     if is_gguf(folder):
         loaded = _load_gguf(folder, kernels, dtype, max_position, progress, implementation)
     elif _choose(raw := _read_raw(folder), implementation) == "transformers":

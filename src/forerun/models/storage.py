@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import ModelError
+from forerun.errors import ConfigError, ModelError
 from forerun.quant.settings import SECTION, Settings
-from forerun.weights.checkpoint import Checkpoint
+from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
 
 # Kind -> what is in the names of its tensors; the first that fits counts.
@@ -54,6 +54,26 @@ def describe_storage(path: Path, config: Mapping[str, Any], num_parameters: int)
     }
 
 
+def check_float16(path: Path) -> None:
+    """Raise ConfigError for a folder or GGUF file whose plain tensors are not in float16, for the most part."""
+    checkpoint = GgufCheckpoint.open(path) if is_gguf(path) else Checkpoint.open(path)
+    found = _main_float(checkpoint)
+    if found != "F16":
+        raise ConfigError(
+            f"dtype float16 was asked for, but {path} is stored in {found}, whose values float16 would round or not "
+            "hold: leave dtype at auto, or choose bfloat16 or float32"
+        )
+
+
+def _main_float(checkpoint: Checkpoint | GgufCheckpoint) -> str:
+    """The type most bytes of plain tensors are of."""
+    totals: dict[str, int] = {}
+    for _, stored, nbytes in checkpoint.stored():
+        if stored in FLOAT_DTYPES:
+            totals[stored] = totals.get(stored, 0) + nbytes
+    return max(totals, key=lambda stored: totals[stored], default="integers")
+
+
 def kind_of(name: str) -> str:
     """What a tensor of this Hugging Face name belongs to: one of KINDS or OTHER."""
     return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), OTHER)
@@ -71,10 +91,7 @@ def _named_gguf(mix: str) -> dict[str, Any]:
 def _named_folder(checkpoint: Checkpoint) -> dict[str, Any]:
     """By `quantization_config`; dense weights by the type most bytes are of."""
     if not checkpoint.config.get(SECTION):
-        totals: dict[str, int] = {}
-        for _, stored, nbytes in checkpoint.stored():
-            totals[stored] = totals.get(stored, 0) + nbytes
-        return _named("dense", max(totals, key=lambda stored: totals[stored], default="nothing"))
+        return _named("dense", _main_float(checkpoint))
     settings = Settings.of(checkpoint.config)
     schemes = [settings, *_schemes(settings)]
     found = [[scheme.get(name) for scheme in schemes for name in names] for names in (BITS, GROUP_SIZES)]
