@@ -44,6 +44,7 @@ from forerun.server.responses_store import ResponseStore, not_found
 from forerun.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from forerun.server.service import EngineService
 from forerun.server.settings import ServerSettings
+from forerun.server.structured import GrammarCompiler
 
 NUM_THREADS = 64  # that read requests; several times what may wait for the grammar compiler
 log = logging.getLogger("forerun.server")
@@ -94,7 +95,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
         service.start()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS, "forerun-request"))
         if settings.warm_grammars:
-            Thread(target=_warm, args=(context, stopping), name="forerun-grammars", daemon=True).start()
+            Thread(target=_warm, args=(context.grammars, stopping), name="forerun-grammars", daemon=True).start()
         try:
             yield
         finally:
@@ -117,9 +118,10 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _warm(context: ServerContext, stopping: Event) -> None:
+def _warm(grammars: GrammarCompiler, stopping: Event) -> None:
+    """Beside the server, which may end before this does: so it must not hold the engine."""
     try:
-        context.grammars.start()
+        grammars.start()
     except ApiError as error:
         if not stopping.is_set():
             log.warning("no structured output: %s", error.message)

@@ -55,8 +55,8 @@ class Server(uvicorn.Server):
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins the end, the second one hurries it, another SIGINT does not wait at all."""
-        if self.should_exit and not self._hurried:
+        """The first signal begins the end, another one hurries it; the engine's step is waited for in any case."""
+        if self.should_exit:
             self._hurried = True
         else:
             super().handle_exit(sig, frame)
