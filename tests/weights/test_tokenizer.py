@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import tokenizers
 
 from forerun.errors import CheckpointError, PromptError, VocabularyError
+from forerun.weights.chat import _RENDERERS, render
 from forerun.weights.tokenizer import LONG_TEXT, Tokenizer, check_same_vocabulary, check_vocabulary
 from tests.weights import makers
 
@@ -124,6 +126,53 @@ def test_chat_templates_are_confined(template: str, tmp_path: Path) -> None:
         tokenizer.apply_chat_template(MESSAGES)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+        "{% endfor %}",
+        "{{ 'a' * 10**9 }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+        "{{ [[]] * 10**9 }}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "{{ 1 / 0 }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{{ raise_exception('x' * 10**6) }}",
+    ],
+)
+def test_templates_that_loop_or_allocate_or_break(template: str) -> None:
+    """Only the process that renders them suffers; usual conversations go on."""
+    with pytest.raises(PromptError) as caught:
+        render(template, MESSAGES, {})
+    assert len(str(caught.value)) < 1000
+    assert render("{{ messages[0].content }}", MESSAGES, {}) == " hi ü "
+
+
+def test_templates_see_what_they_are_given() -> None:
+    """Through a pipe and back: types, text beyond Unicode's own, and objects that cannot travel."""
+    variables = {"pair": (1, 2.5, None, True), "half": "\ud800"}
+    text = "{{ pair | list }}{{ pair is mapping }}{{ half }}{{ messages[0].content is string }}"
+    assert render(text, MESSAGES, variables) == "[1, 2.5, None, True]False\ud800True"
+    with pytest.raises(PromptError, match="plain values"):
+        render(text, MESSAGES, {"pair": lambda: 1})
+
+
+def test_conversations_are_rendered_side_by_side() -> None:
+    """A template that takes its whole time holds up no other, and a process that was ended is replaced."""
+    slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with ThreadPoolExecutor(8) as pool:
+        late = pool.submit(render, slow, MESSAGES, {})
+        texts = list(pool.map(lambda n: render("{{ n }}", MESSAGES, {"n": n}), range(40)))
+        assert not late.done() and texts == [str(n) for n in range(40)]
+        with pytest.raises(PromptError, match="takes more than"):
+            late.result()
+    for renderer in _RENDERERS._idle:
+        renderer._process.kill()
+        renderer._process.wait()
+    assert render("{{ 1 }}", MESSAGES, {}) == "1"
+
+
 def test_broken_templates(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(makers.save(makers.byte_level(), tmp_path, chat_template="{% for %}"))
     with pytest.raises(CheckpointError, match="not valid jinja"):
@@ -135,8 +184,6 @@ def test_broken_templates(tmp_path: Path) -> None:
 @pytest.mark.skipif(not makers.REAL.exists(), reason="../shared/data/tokenizers is not here")
 def test_published_templates_render_as_in_transformers() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
-
-    from forerun.weights.chat import render
 
     talk = [*MESSAGES, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "And now?"}]
     variables = {"bos_token": "<s>", "eos_token": "</s>", "date_string": "26 Jul 2024"}

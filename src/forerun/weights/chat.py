@@ -1,26 +1,29 @@
 """Chat templates: a conversation becomes the text the model was trained on.
 
-Knows: where a folder keeps its template and how transformers renders one (a sandboxed jinja2 with a few helpers).
-Does not know: tokens.
+Knows: where a folder keeps its template, and the processes that render one (see `template_worker`). Does not know:
+tokens.
 """
 
 from __future__ import annotations
 
-import json
+import atexit
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any, NoReturn
-
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
+from threading import BoundedSemaphore
+from typing import Any
 
 from forerun.errors import CheckpointError, PromptError
+from forerun.weights import template_worker
 from forerun.weights.checkpoint import read_optional_json
 
 TEMPLATE_FILE = "chat_template.jinja"
+NUM_RENDERERS = 4  # conversations rendered at the same time
+MAX_WAIT_S = 60.0  # for a process on a busy machine; it ends by itself after MAX_CPU_S of the processor's time
 
 
 def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
@@ -37,53 +40,93 @@ def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-    """The text of a conversation; raises PromptError if the template refuses it or fails."""
+    """The text of a conversation; raises PromptError if the template refuses it, fails, or takes too much."""
     if not messages:
         raise PromptError("the conversation is empty; give at least one message with 'role' and 'content'")
     try:
-        return _compile(template).render(messages=list(messages), **variables)
-    except jinja2.TemplateError as error:
-        raise PromptError(f"the chat template refuses these messages: {error}") from error
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise PromptError(f"the chat template cannot render these messages: {error!r}; check their fields") from error
-
-
-@lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    """Compiled as transformers does (utils/chat_template_utils.py)."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        asked = pickle.dumps((template, list(messages), dict(variables)))
+    except Exception as error:  # whatever an object's own pickling raises
+        raise PromptError(f"messages and variables of a chat template are plain values: {error!r}") from error
+    answer = _RENDERERS.answer(asked)
+    kind, text = answer[0], answer[1:].decode("utf-8", "surrogatepass")
+    match kind:
+        case template_worker.DONE:
+            return text
+        case template_worker.REFUSED:
+            raise PromptError(f"the chat template refuses these messages: {text}")
+        case template_worker.FAILED:
+            raise PromptError(f"the chat template cannot render these messages: {text}; check their fields")
+        case template_worker.INVALID:
+            raise CheckpointError(f"the chat template is not valid jinja ({text})")
+    limits = f"{template_worker.MAX_CPU_S:g} s or {template_worker.MEMORY_BYTES >> 20} MiB"
+    raise PromptError(
+        f"the chat template takes more than {limits} for these messages: make the conversation shorter, or see whether "
+        "the template is what it should be"
     )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise CheckpointError(f"the chat template is not valid jinja (line {error.lineno}): {error}") from error
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` blocks mark what the assistant said (for training); here they are plain text."""
+class _Renderers:
+    """Processes that render templates, kept for the next conversation. Safe from several threads."""
 
-    tags = {"generation"}  # noqa: RUF012, as jinja2 declares it
+    def __init__(self) -> None:
+        self._seats = BoundedSemaphore(NUM_RENDERERS)
+        self._idle: list[_Renderer] = []
+        os.register_at_fork(after_in_child=self._idle.clear)
+        atexit.register(self._close)
 
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_pass_through"), [], [], body).set_lineno(line)
+    def answer(self, asked: bytes) -> bytes:
+        """What came of it; TOO_MUCH where the process did not survive it."""
+        with self._seats:
+            renderer = self._take()
+            answer = renderer.answer(asked)
+            if answer is None:
+                renderer.close()
+                return bytes([template_worker.TOO_MUCH])
+            self._idle.append(renderer)
+            return answer
 
-    def _pass_through(self, caller: Any) -> Any:
-        return caller()
+    def _take(self) -> _Renderer:
+        try:
+            renderer = self._idle.pop()
+        except IndexError:
+            return _Renderer()
+        if renderer.alive:
+            return renderer
+        renderer.close()
+        return self._take()
+
+    def _close(self) -> None:
+        for renderer in self._idle:
+            renderer.close()
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+class _Renderer:
+    """One such process."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = Pipe()
+        command = [sys.executable, "-P", template_worker.__file__, str(theirs.fileno())]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def answer(self, asked: bytes) -> bytes | None:
+        """What the process says; None if it ended, or did nothing for long."""
+        try:
+            self._connection.send_bytes(asked)
+            return self._connection.recv_bytes() if self._connection.poll(MAX_WAIT_S) else None
+        except (OSError, EOFError):
+            return None
+
+    @property
+    def alive(self) -> bool:
+        """Nobody has ended the process meanwhile."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
 
 
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+_RENDERERS = _Renderers()
