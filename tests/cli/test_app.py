@@ -73,6 +73,11 @@ def test_two_models_are_refused(run: Any) -> None:
         (["--verification", "typical"], "verification must be one of"),
         (["--max-model-len", "99999999"], "the positions this model can use; got 99999999"),
         (["--threads", "0"], "threads must be"),
+        (["--threads", "99999"], f"threads must be from 1 to {os.cpu_count()}, the cores of this machine; got 99999"),
+        (["--drafter", "ngrm"], "got 'ngrm'; did you mean ngram?"),
+        (["--dtype", "float16"], "is stored in BF16, whose values float16 would round"),
+        (["--model", "./mini-drft"], "did you mean mini-draft?"),
+        (["--drafter", "draft=./mini-drft"], "there is no model './mini-drft'"),
     ],
 )
 def test_bad_values_are_named(run: Any, arguments: list[str], said: str) -> None:

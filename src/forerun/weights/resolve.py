@@ -45,7 +45,7 @@ def resolve_model(name_or_path: str | Path, progress: Progress | None = None) ->
             return download(asked, progress)
         except NoRepositoryError as error:
             tried.append(str(error))
-    like = suggestion(name, _known(folder))
+    like = suggestion(name, _known(folder)) or suggestion(folder.name, EMBEDDED)
     raise ModelNotFoundError(
         f"there is no model {name!r}; tried {'; '.join(tried)}; the embedded models are {', '.join(EMBEDDED)}{like}"
     )
