@@ -223,8 +223,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # what -> fields, the word i
     "document": ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "document"),
     "hosted tool": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
     "budget": ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "budget_tokens"),
-    "thinking": ({"thinking": {"type": "adaptive"}}, "thinking"),
-    "effort": ({"output_config": {"effort": "high"}}, "output_config.effort"),
+    "thinking": ({"thinking": {"type": "enabled"}}, "thinking"),
+    "effort": ({"output_config": {"effort": "low"}}, "output_config.effort"),
     "container": ({"container": "c"}, "container"),
     "servers": ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     "editing": ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
@@ -249,7 +249,13 @@ def test_fields_without_effect_on_the_text_are_accepted(post: Post) -> None:
         "metadata": {"user_id": "u"}, "service_tier": "standard_only", "cache_control": {"type": "ephemeral"},
         "thinking": {"type": "disabled"}, "speed": "standard", "mcp_servers": [], "tool_choice": {"type": "auto"},
     }  # fmt: skip
-    assert text_of(post("/v1/messages", **asked, **harmless)) == text_of(post("/v1/messages", **asked))
+    plain = text_of(post("/v1/messages", **asked))
+    assert text_of(post("/v1/messages", **asked, **harmless)) == plain
+    claude_code = {
+        "thinking": {"type": "adaptive"}, "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }  # fmt: skip
+    assert text_of(post("/v1/messages", **asked, **claude_code)) == plain
 
 
 # -- the official client ------------------------------------------------------------------------------------------

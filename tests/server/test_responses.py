@@ -285,6 +285,7 @@ def test_fields_without_effect_on_the_text_are_accepted(post: Post) -> None:
         "prompt_cache_retention": "24h", "max_tool_calls": 3, "truncation": "disabled", "background": False,
         "include": ["reasoning.encrypted_content"], "stream_options": {"include_obfuscation": False}, "tools": [],
         "text": {"format": {"type": "text"}}, "reasoning": {"effort": None}, "parallel_tool_calls": True,
+        "client_metadata": {"session": "x"},
     }  # fmt: skip
     answer = post("/v1/responses", **asked, **harmless)
     assert text_of(answer) == text_of(plain) and answer["metadata"] == {"a": "b"}

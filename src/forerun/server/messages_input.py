@@ -16,6 +16,7 @@ from forerun.server.messages_schema import (
     CountTokensBody,
     CustomTool,
     MessagesBody,
+    OutputConfig,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -62,7 +63,7 @@ def chat_body(body: CountTokensBody, template: str, thinks: bool) -> ChatBody:
         "messages": [*_system(body.system), *(m for i, turn in enumerate(body.messages) for m in _messages(turn, i))],
         "tools": [_tool(tool, index) for index, tool in enumerate(body.tools or ())] or None,
         "response_format": form and _format(form.schema_),
-        "reasoning_effort": config and config.effort,
+        "reasoning_effort": config and _effort(config, template),
         "chat_template_kwargs": body.chat_template_kwargs,
         "continue_final_message": (body.messages and body.messages[-1].role == "assistant") or None,
         **_tool_choice(body),
@@ -111,12 +112,17 @@ def _thinking(body: CountTokensBody, template: str, thinks: bool) -> dict[str, A
             "thinking", "thinking.budget_tokens cannot be kept here: bound the answer by max_tokens, or say adaptive"
         )
     wanted = asked.type != "disabled"
-    if wanted and not thinks:
+    if asked.type == "enabled" and not thinks:  # adaptive leaves it to the model, also to one that never does
         raise unsupported("thinking", "this model's chat template knows no thinking: leave it out")
     if not wanted and thinks and SWITCH not in template:
         raise unsupported("thinking", "this model's chat template cannot switch thinking off: leave it out")
     switched = {SWITCH: wanted} if SWITCH in template else {}
     return {**switched, **({"include_reasoning": False} if asked.display == "omitted" else {})}
+
+
+def _effort(config: OutputConfig, template: str) -> str | None:
+    """The effort for templates that know it; to others "high", which is the default, needs no saying."""
+    return None if config.effort == "high" and "reasoning_effort" not in template else config.effort
 
 
 # -- blocks -------------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class MessagesBody(SharedFields, CountTokensBody):
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "speed": ("standard",),
     "mcp_servers": ([],),
-    "context_management": ({}, {"edits": []}),
+    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "container": (),
     "inference_geo": (),
     "diagnostics": (),

@@ -216,6 +216,7 @@ class ResponsesBody(SharedFields):
     chat_template_kwargs: dict[str, Any] | None = None
     # Without effect on the text.
     metadata: dict[str, str] | None = None
+    client_metadata: dict[str, Any] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
