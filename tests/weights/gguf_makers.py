@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.weights.gguf_names import gguf_name
@@ -38,6 +41,8 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
+    if config.model_type == "phi3" or (getattr(config, "sliding_window", None) and config.model_type == "mistral"):
+        writer.add_sliding_window(config.sliding_window or 0)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
@@ -94,3 +99,107 @@ def write_model(
         write()
     writer.close()
     return worth
+
+
+# -- mixtures of experts ---------------------------------------------------------------------------------------------
+
+
+def add_mixture(writer: gguf.GGUFWriter, config: Any, is_split: bool) -> None:
+    """The keys the converter writes for mixtures of experts; is_split: deepseek2 as newer converters write it."""
+    is_deepseek = config.model_type == "deepseek_v3"
+    counts = ("n_routed_experts", "num_local_experts", "num_experts")
+    writer.add_expert_count(next(getattr(config, name) for name in counts if hasattr(config, name)))
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type != "mixtral":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if is_deepseek:
+        _add_deepseek(writer, config, is_split)
+
+
+def _add_deepseek(writer: gguf.GGUFWriter, config: Any, is_split: bool) -> None:
+    head, latent = (size + config.qk_rope_head_dim for size in (config.qk_nope_head_dim, config.kv_lora_rank))
+    writer.add_head_count_kv(1 if is_split else config.num_attention_heads)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_key_length(latent if is_split else head)
+    writer.add_value_length(config.kv_lora_rank if is_split else config.v_head_dim)
+    if is_split:
+        writer.add_key_length_mla(head)
+        writer.add_value_length_mla(config.v_head_dim)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def converted(tensors: dict[str, Tensor], config: Any, is_split: bool) -> dict[str, Tensor]:
+    """Published tensors of a mixture as the converter looks up their names: experts stacked, heads apart."""
+    found: dict[str, Tensor] = {}
+    stacks: dict[str, list[tuple[int, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)
+        if expert:
+            stacks.setdefault(f"{expert[1]}.{expert[3]}", []).append((int(expert[2]), tensor))
+        elif name.endswith("kv_b_proj.weight") and is_split:
+            heads = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
+            keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+            found[name.replace("kv_b", "k_b")] = keys.transpose(1, 2).contiguous()
+            found[name.replace("kv_b", "v_b")] = values.contiguous()
+        else:
+            found[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
+    stacked = {name: torch.stack([tensor for _, tensor in sorted(parts)]) for name, parts in stacks.items()}
+    return {**found, **stacked}
+
+
+def write_mixture(
+    path: Path, folder: Path, config: Any, arch: str, kind: str | dict[str, str] = "F32", is_split: bool = True,
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict, **keys: Any,
+) -> Path:  # fmt: skip
+    """Write the mixture in `folder` under the gguf package's own names; `change` sees the tensors by these.
+
+    kind: of all matrices, or by the end of their names with "" for the others. keys: instead of those of the
+    converter, by the end of their names; None leaves one out.
+    """
+    model = getattr(gguf.MODEL_ARCH, arch.upper())
+    names = gguf.get_tensor_name_map(model, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, arch)
+    add_config(writer, config)
+    add_tokenizer(writer, folder)
+    add_mixture(writer, config, is_split)
+    for key, value in keys.items():
+        found = next(name for name in writer.kv_data[0] if name.endswith(key))
+        if value is None:
+            del writer.kv_data[0][found]
+        else:
+            writer.kv_data[0][found].value = value
+    stored_tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    found_tensors: dict[str, Tensor] = {}
+    for name, tensor in converted(stored_tensors, config, is_split).items():
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own is not None, name
+        if arch == "llama" and (".attn_q." in own or ".attn_k." in own):
+            tensor = permuted(tensor, config.num_attention_heads if ".attn_q." in own else config.num_key_value_heads)
+        found_tensors[own] = tensor.squeeze() if own.endswith("inp_shexp.weight") else tensor
+    kinds = kind if isinstance(kind, dict) else {"": kind}
+    for own, tensor in change(found_tensors).items():
+        is_kept = tensor.dim() == 1 or "ffn_gate_inp" in own  # what the converter never quantizes
+        wanted = next(value for end, value in kinds.items() if own.removesuffix(".weight").endswith(end))
+        data, stored_kind = stored(own, tensor, "F32" if is_kept else wanted)
+        writer.add_tensor(own, data, raw_dtype=stored_kind)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    return path

@@ -196,6 +196,13 @@ def read_everything(path: Path) -> None:
 def test_the_small_model_is_whole(tmp_path: Path) -> None:
     small_model(tmp_path / "x.gguf")
     read_everything(tmp_path / "x.gguf")
+    checkpoint = GgufCheckpoint.open(tmp_path / "x.gguf")
+    assert checkpoint.unread == ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(checkpoint.tensor("model.embed_tokens.weight"), floats(3, 4))
+    rows = checkpoint.tensor("model.layers.0.self_attn.q_proj.weight")
+    assert torch.equal(rows, floats(4, 4)[[0, 2, 1, 3]])  # one head: pairs of neighbours there, halves here
+    assert checkpoint.unread == [] and checkpoint.config["rope_scaling"]["rope_type"] == "longrope"
+    assert checkpoint.tokenizer().encode("abba") == [2, 1, 0]
 
 
 EDITS = st.lists(st.tuples(st.integers(0, 2**16), st.binary(min_size=1, max_size=8)), min_size=1, max_size=4)

@@ -231,7 +231,6 @@ def test_resolving(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("add", "message"),
     [
-        (lambda w: w.add_expert_count(8), "mixture of experts"),
         (lambda w: w.add_logit_scale(0.5), "sets llama.logit_scale = 0.5, which forerun does not know"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "type 'longrope' without tensors"),
     ],

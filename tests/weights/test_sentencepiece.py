@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -111,5 +110,28 @@ def test_unsupported_kind(tmp_path: Path) -> None:
 def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.model"
     path.write_bytes(raw)
-    with contextlib.suppress(ForerunError):
-        read_sentencepiece(path)
+    try:
+        found = read_sentencepiece(path)
+    except ForerunError as error:
+        assert str(path) in str(error)
+    else:
+        assert found.pieces and len(found.pieces) == len(found.scores) == len(found.types)
+
+
+def test_one_changed_byte(tmp_path: Path) -> None:
+    """A small vocabulary with any byte changed gives a whole vocabulary or an error; most changes only another text."""
+    piece = b"\x0a\x0c\x0a\x03abc\x15\x00\x00\x80\xbf\x18\x01"
+    outcomes = set()
+    for place in range(len(piece)):
+        for value in (0, 1, 0x7F, 0x80, 0xFF):
+            path = tmp_path / "changed.model"
+            path.write_bytes(piece[:place] + bytes([value]) + piece[place + 1 :])
+            try:
+                found = read_sentencepiece(path)
+            except ForerunError as error:
+                assert "changed.model" in str(error)
+                outcomes.add("refused")
+            else:
+                assert len(found.pieces) == len(found.scores) == len(found.types) == 1
+                outcomes.add(found.pieces[0])
+    assert {"refused", "abc"} < outcomes

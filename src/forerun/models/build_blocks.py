@@ -21,7 +21,7 @@ from forerun.layers.norm import RMSNorm
 from forerun.models.blocks import ExpertsShape, LatentDims
 from forerun.quant.base import Part
 from forerun.quant.dense import DenseFormat
-from forerun.quant.gguf import read_floats
+from forerun.quant.gguf import GgufFormat, read_floats
 
 if TYPE_CHECKING:
     from forerun.models.build import Builder
@@ -80,7 +80,7 @@ def latent_attention(builder: Builder, dims: LatentDims, prefix: str, rope: Tens
     shape = LatentShape(dims.layout(num_heads), config.attention_scale, LATENT_NORM_EPS)
     down = Part(f"{prefix}.{names.latents.down}", dims.rank + dims.rope_dim)
     out = Part(f"{prefix}.{names.out}", hidden)
-    absorb, expand = _head_matrices(builder, dims, f"{prefix}.{names.latents.up}")
+    absorb, expand = _head_matrices(builder, dims, prefix)
     weights = LatentWeights(
         query=_query(builder, dims, prefix),
         down=builder.linear([down], hidden, config.biases.qkv),
@@ -105,11 +105,17 @@ def _query(builder: Builder, dims: LatentDims, prefix: str) -> Linear | LowRank:
     )
 
 
-def _head_matrices(builder: Builder, dims: LatentDims, module: str) -> tuple[Tensor, Tensor]:
+def _head_matrices(builder: Builder, dims: LatentDims, prefix: str) -> tuple[Tensor, Tensor]:
     """What brings queries into the latent space [Q, rank, nope], and mixtures out of it [Q, value, rank]."""
-    num_heads = builder.config.heads.num_q
+    names, num_heads, rank = builder.family.names.latents, builder.config.heads.num_q, dims.rank
+    apart = f"{prefix}.{names.up_keys}", f"{prefix}.{names.up_values}"
+    if builder.choose_format(builder.source, apart[0]) is not None:
+        keys = _floats(builder, Part(apart[0], num_heads * rank), dims.nope_dim)
+        values = _floats(builder, Part(apart[1], num_heads * dims.value_dim), rank)
+        return keys.view(num_heads, rank, -1), values.view(num_heads, -1, rank)
     rows = num_heads * (dims.nope_dim + dims.value_dim)
-    heads = _floats(builder, Part(module, rows), dims.rank).view(num_heads, -1, dims.rank)  # [Q, nope + value, rank]
+    joined = _floats(builder, Part(f"{prefix}.{names.up}", rows), rank)
+    heads = joined.view(num_heads, -1, rank)  # [Q, nope + value, rank]
     return heads[:, : dims.nope_dim].transpose(1, 2), heads[:, dims.nope_dim :]
 
 
@@ -119,8 +125,7 @@ def _floats(builder: Builder, part: Part, columns: int) -> Tensor:
     One of its factors is used transposed, so that integers with scales along rows cannot stay what they are.
     """
     form = builder.format_of(part)
-    if isinstance(form, DenseFormat):
-        stored = read_floats(builder.source, f"{part.prefix}.weight", (part.rows, columns))
-        return stored.to(builder.dtype or stored.dtype)
+    if isinstance(form, DenseFormat | GgufFormat):
+        return read_floats(builder.source, f"{part.prefix}.weight", (part.rows, columns), builder.dtype)
     weight: Tensor = form.read(builder.source, [part], columns, ReferenceKernels(), torch.float32).dequantize()
     return weight

@@ -47,6 +47,8 @@ class LatentNames:
     down: str = "self_attn.kv_a_proj_with_mqa"
     norm: str = "self_attn.kv_a_layernorm"
     up: str = "self_attn.kv_b_proj"
+    up_keys: str = "self_attn.k_b_proj"  # with up_values instead of `up` in GGUF files: its halves, keys transposed
+    up_values: str = "self_attn.v_b_proj"
 
 
 @dataclass(frozen=True, slots=True)

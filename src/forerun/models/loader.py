@@ -27,6 +27,7 @@ from forerun.models.storage import check_float16
 from forerun.weights.checkpoint import Checkpoint, read_json
 from forerun.weights.generation import GenerationConfig, end_ids
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
+from forerun.weights.gguf_config import LIMITED_BY
 from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer, check_vocabulary
 
@@ -236,10 +237,11 @@ def _positions(possible: int, wanted: int | None, raw: Mapping[str, Any]) -> int
         return possible
     if not 1 <= wanted <= possible:
         stated = raw.get("max_position_embeddings")
-        limited = isinstance(stated, int) and stated > possible
+        stretched = isinstance(stated, int) and stated > possible
+        reason = raw.get(LIMITED_BY, LONG_ROPE if stretched else "")
         raise ConfigError(
             f"max_model_len must be from 1 to {possible}, the positions this model can use; got {wanted}"
-            + (f" ({LONG_ROPE})" if limited else "")
+            + (f" ({reason})" if reason else "")
         )
     return wanted
 

@@ -67,13 +67,14 @@ class GgufFormat:
         return GroupedWeight(kernels, join_matrices([_read(source, part, columns) for part in parts]))
 
 
-def read_floats(source: TensorSource, name: str, shape: tuple[int, int]) -> Tensor:
-    """A matrix [N, K] as floats: float32 from blocks, which is exact, else in its stored precision.
+def read_floats(source: TensorSource, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
+    """A matrix [N, K] as floats: float32 from blocks, which is exact, else `dtype`, or if None as stored.
 
     Raises what `tensor` and `decode_rows` raise.
     """
     if not isinstance(source, BlockSource) or source.block_type(name) is None:
-        return source.tensor(name, shape)
+        stored = source.tensor(name, shape)
+        return stored.to(dtype or stored.dtype)
     rows, table = source.blocks(name, shape), torch.empty(shape)
     for start in range(0, shape[0], _ROWS_AT_ONCE):
         part = slice(start, start + _ROWS_AT_ONCE)

@@ -6,8 +6,10 @@ is in the blocks of quantized tensors; those leave here as bytes.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +19,14 @@ from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.gguf_config import read_config
 from forerun.weights.gguf_file import GgufFile, GgufModel, GgufTensor
 from forerun.weights.gguf_metadata import Metadata
-from forerun.weights.gguf_names import gguf_name, halves_from_pairs, hugging_face_name, reordered_heads
+from forerun.weights.gguf_names import (
+    ExpertPlace,
+    expert_places,
+    gguf_name,
+    halves_from_pairs,
+    hugging_face_name,
+    reordered_heads,
+)
 from forerun.weights.gguf_tokenizer import read_tokenizer
 from forerun.weights.gguf_types import FILE_TYPES
 from forerun.weights.tokenizer import Tokenizer
@@ -71,7 +80,8 @@ class GgufCheckpoint:
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
-        return gguf_name(name) in self._model.tensors
+        place = self._place(name)
+        return place.name in self._model.tensors and (place.expert or 0) < self._model.tensors[place.name].shape[0]
 
     def block_type(self, name: str) -> str | None:
         """The type of a quantized tensor, e.g. "Q4_K"; None for F32, F16 and BF16."""
@@ -90,25 +100,28 @@ class GgufCheckpoint:
         entry = self._entry(name)
         if self.block_type(name) is not None:
             raise UnsupportedError(
-                f"{self.folder}: tensor {gguf_name(name)} is stored as {entry.layout.name}; only matrices may be "
-                f"quantized, this must be one of {', '.join(FLOAT_TYPES)}"
+                f"{self.describe(name)} is stored as {entry.layout.name}; only matrices may be quantized, this must be "
+                f"one of {', '.join(FLOAT_TYPES)}"
             )
-        return self.blocks(name, shape).clone().view(FLOAT_TYPES[entry.layout.name]).reshape(entry.shape)
+        return self.blocks(name, shape).clone().view(FLOAT_TYPES[entry.layout.name]).reshape(shape or entry.shape)
 
     def integers(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """GGUF models have no tensors of plain integers; raises UnsupportedError."""
-        raise UnsupportedError(f"{self.folder}: tensor {gguf_name(name)} cannot be read as plain integers")
+        raise UnsupportedError(f"{self.describe(name)} cannot be read as plain integers")
 
     def blocks(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """The stored bytes by rows, in Hugging Face's order of rows -> [rows, bytes of a row] uint8, read-only."""
-        entry, own = self._entry(name), gguf_name(name)
-        if shape is not None and entry.shape != tuple(shape):
+        entry, place = self._entry(name), self._place(name)
+        own = place.name
+        if shape is not None and not _same_rows(entry.shape, tuple(shape)):
             raise CheckpointError(
                 f"tensor {own} of {self.folder} has shape {list(entry.shape)}, its metadata asks for {list(shape)}; "
                 "convert the model again"
             )
         self._unread.discard(own)
         rows, kind = self._model.rows(own), reordered_heads(own)
+        if place.expert is not None:
+            rows = rows.view(-1, entry.shape[0], rows.shape[1])[place.expert * place.parts + place.part]
         if kind is None or not self._reorders:
             return rows
         rows = rows.view(entry.shape[0], -1)  # the entries of a bias are rows of one
@@ -116,7 +129,7 @@ class GgufCheckpoint:
 
     def describe(self, name: str) -> str:
         """What messages call the tensor: its file and its name there."""
-        return f"{self.folder}: tensor {gguf_name(name)}"
+        return f"{self.folder}: tensor {self._place(name).name}"
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer in the file."""
@@ -128,14 +141,30 @@ class GgufCheckpoint:
             raise CheckpointError(f"{self.folder}: the {num_rows} rows of {own} are not {heads} heads of even size")
         return heads
 
+    def _place(self, name: str) -> ExpertPlace:
+        """Where the tensor is: by itself, or within one that stacks those of all experts."""
+        places = expert_places(name) or [ExpertPlace(gguf_name(name))]
+        return next((place for place in places if place.name in self._model.tensors), places[-1])
+
     def _entry(self, name: str) -> GgufTensor:
-        own = gguf_name(name)
-        if own not in self._model.tensors:
+        """The tensor, or the part of one that is meant."""
+        place = self._place(name)
+        if not self.has(name):
             raise CheckpointError(
-                f"{self.folder} has no tensor {own}, which its metadata asks for; the file is incomplete or of another "
-                "architecture"
+                f"{self.folder} has no tensor {place.name}, which its metadata asks for; the file is incomplete or of "
+                "another architecture"
             )
-        return self._model.tensors[own]
+        stored = self._model.tensors[place.name]
+        if place.expert is None:
+            return stored
+        rows, columns = stored.shape[1:]
+        return replace(stored, shape=(rows // place.parts, columns))
+
+
+def _same_rows(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether both are the same rows: matrices of heads may be stacked there, and a matrix of one row is a vector."""
+    flat = (math.prod(stored[:-1]), stored[-1])
+    return stored == wanted or (len(wanted) == 2 and flat == wanted)
 
 
 def is_gguf(path: Path) -> bool:

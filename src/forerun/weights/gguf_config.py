@@ -1,7 +1,8 @@
 """GGUF metadata as the config.json that the same model would have.
 
-Knows: the keys of the architectures llama, qwen2, qwen3 and phi3, and what they mean in Hugging Face's terms. Does
-not know: how a config is used. Keys that may change what a model computes and that are not known are refused.
+Knows: the keys that decoders share, and what they mean in Hugging Face's terms; those of mixtures of experts are in
+`gguf_mixtures`. Does not know: how a config is used. Keys that may change what a model computes and that are not known
+are refused.
 Source: llama.cpp gguf-py/gguf/constants.py, convert_hf_to_gguf.py and llama-model.cpp.
 """
 
@@ -15,9 +16,29 @@ import numpy as np
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.gguf_file import GgufModel
 from forerun.weights.gguf_metadata import Metadata
+from forerun.weights.gguf_mixtures import (
+    EXPERT_KEYS,
+    LATENT_KEYS,
+    QWEN_KEYS,
+    deepseek_fields,
+    latent_yarn,
+    mixtral_fields,
+    qwen_fields,
+)
 from forerun.weights.gguf_tokenizer import end_token_ids, special_token_id
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
+# Architecture -> the keys it has beyond the common ones.
+ARCHITECTURES = {
+    "llama": EXPERT_KEYS, "qwen2": "", "qwen3": "", "phi3": "", "qwen2moe": QWEN_KEYS, "qwen3moe": QWEN_KEYS,
+    "deepseek2": LATENT_KEYS,
+}  # fmt: skip
+LIMITED_BY = "_max_position_limited_by"  # in the config: why fewer positions can be used than the file says
+PHI3_WINDOWS = {4096: 2047, 131072: None}  # context -> window; that of the long one is longer than its context
+MISTRAL_WINDOW = 4096
+MISTRAL_REASON = (
+    "a GGUF file with 32768 positions on a rope of base 10000 is Mistral 7B v0.1 or made from it, whose sliding window "
+    "of 4096 the file does not record: load the model from its safetensors, or write the file with forerun quantize"
+)
 LLAMA3_SCALINGS = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))  # factor, low, high, original: Llama 3.1 and 3.2
 _READ = (
     "context_length embedding_length block_count feed_forward_length attention.head_count attention.head_count_kv "
@@ -66,20 +87,19 @@ def _architecture(metadata: Metadata) -> str:
             f"{metadata.path} holds a model of the architecture {arch!r}; forerun runs GGUF files of "
             f"{', '.join(ARCHITECTURES)}; load another model, or this one from its safetensors"
         )
-    if metadata.get(f"{arch}.expert_count"):
-        raise UnsupportedError(f"{metadata.path} holds a mixture of experts; forerun runs dense models from GGUF files")
     return arch
 
 
 def _refuse_unknown(metadata: Metadata, arch: str) -> None:
-    known = {f"{arch}.{key}" for key in (*_READ.split(), *_INERT.split())}
+    read = f"{_READ} {ARCHITECTURES[arch]}".split()
+    known = {f"{arch}.{key}" for key in (*read, *_INERT.split())}
     for key in metadata:
         value = metadata.get(key)
         if not key.startswith(f"{arch}.") or key in known or (np.isscalar(value) and not value):
             continue
         raise UnsupportedError(
             f"{metadata.path} sets {key} = {str(value)[:60]}, which forerun does not know for the architecture {arch} "
-            f"and which may change what the model computes; known are {', '.join(_READ.split())}"
+            f"and which may change what the model computes; known are {', '.join(read)}"
         )
 
 
@@ -97,6 +117,8 @@ def _table_shape(file: GgufModel) -> tuple[int, int]:
 def _head_dim(metadata: Metadata, arch: str, hidden: int, heads: int) -> int:
     if heads < 1:
         raise metadata.wrong(f"{arch}.attention.head_count", "at least 1")
+    if arch == "deepseek2":  # what is rotated of a head
+        return metadata.integer(f"{arch}.rope.dimension_count")
     head_dim = metadata.integer(f"{arch}.attention.key_length", hidden // heads)
     if head_dim < 1 or metadata.integer(f"{arch}.attention.value_length", head_dim) != head_dim:
         raise UnsupportedError(
@@ -115,19 +137,54 @@ def _main_type(file: GgufModel) -> str:
 
 def _of_family(file: GgufModel, metadata: Metadata, arch: str) -> dict[str, Any]:
     """Fields that only some families have."""
+    if arch == "deepseek2":
+        return deepseek_fields(file, metadata)
     window = metadata.integer(f"{arch}.attention.sliding_window", 0)
     if arch == "phi3":
-        return {"sliding_window": window or None}
+        return {"sliding_window": window or _phi3_window(metadata)}
     if arch.startswith("qwen"):
         if window:
             raise UnsupportedError(
                 f"{metadata.path} sets {arch}.attention.sliding_window = {window} without saying in which layers; "
                 "load the model from its safetensors"
             )
-        return {"attention_bias": "blk.0.attn_q.bias" in file.tensors} if arch == "qwen3" else {}
+        return _of_qwen(file, metadata, arch)
+    if metadata.get("llama.expert_count"):
+        return {**mixtral_fields(file, metadata), "sliding_window": window or None}
     if window:
         return {"model_type": "mistral", "sliding_window": window}
-    return {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
+    biases = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+    return {**{field: name in file.tensors for field, name in biases.items()}, **_unrecorded_window(metadata)}
+
+
+def _of_qwen(file: GgufModel, metadata: Metadata, arch: str) -> dict[str, Any]:
+    if arch.endswith("moe"):
+        return qwen_fields(file, metadata, arch)
+    return {"attention_bias": "blk.0.attn_q.bias" in file.tensors} if arch == "qwen3" else {}
+
+
+def _phi3_window(metadata: Metadata) -> int | None:
+    """The window of a file that names none; those from before the key are told by their context, as in llama.cpp."""
+    if "phi3.attention.sliding_window" in metadata:
+        return None
+    context = metadata.integer("phi3.context_length")
+    if context not in PHI3_WINDOWS:
+        raise UnsupportedError(
+            f"{metadata.path} lacks the key phi3.attention.sliding_window, and no Phi-3 of {context} positions is "
+            "known; convert the model again with a current llama.cpp"
+        )
+    return PHI3_WINDOWS[context]
+
+
+def _unrecorded_window(metadata: Metadata) -> dict[str, Any]:
+    """The limit of files like those of Mistral 7B v0.1, whose window of 4096 llama.cpp's converter leaves out.
+
+    32,768 positions on a rope of base 10,000 are its mark. Up to 4096 the window changes nothing.
+    """
+    context, theta = metadata.integer("llama.context_length"), metadata.number("llama.rope.freq_base", 10000.0)
+    if (context, theta) != (32768, 10000.0) or metadata.get("llama.rope.scaling.type"):
+        return {}
+    return {"max_position_embeddings": MISTRAL_WINDOW, LIMITED_BY: MISTRAL_REASON}
 
 
 def _rope(file: GgufModel, metadata: Metadata, arch: str, head_dim: int, positions: int) -> dict[str, Any]:
@@ -171,13 +228,15 @@ def _scaling(metadata: Metadata, arch: str, kind: str, positions: int) -> dict[s
             f"{metadata.path} has a rope scaling of type {kind!r} without tensors of its factors; supported are none, "
             "linear and yarn, and longrope with its factors"
         )
-    scaling = {
+    scaling: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": metadata.integer(f"{prefix}.original_context_length", positions),
         "beta_fast": metadata.number(f"{prefix}.yarn_beta_fast", 32.0),
         "beta_slow": metadata.number(f"{prefix}.yarn_beta_slow", 1.0),
     }
+    if arch == "deepseek2":
+        return {**scaling, **latent_yarn(metadata)}
     extra = metadata.number(f"{prefix}.attn_factor", 1.0)
     if extra != 1.0:  # ggml multiplies it with yarn's own
         scaling["attention_factor"] = extra * (1.0 + 0.1 * math.log(factor))

@@ -7,6 +7,7 @@ Source: llama.cpp gguf-py/gguf/tensor_mapping.py and convert_hf_to_gguf.py (Llam
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +27,35 @@ _INNER = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",  # Phi-3 stores both in one
     "mlp.down_proj": "ffn_down",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.e_score_correction": "exp_probs_b",  # its "_bias" is a ".bias" in GGUF
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.shared_expert{s}.{part}_proj": f"ffn_{part}_shexp" for s in ("", "s") for part in ("gate", "up", "down")},
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",  # in newer files two tensors, of a name llama.cpp's converter gives them
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
 }
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+_EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)[._](weight|bias)")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _OUTWARD = {theirs: ours for ours, theirs in {**_OUTER, **_INNER}.items() if ours != "mlp.gate_up_proj"}
 _REORDERED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
+
+
+class ExpertPlace(NamedTuple):
+    """A tensor of a file, or what one expert has in one that stacks those of all."""
+
+    name: str
+    expert: int | None = None
+    parts: int = 1  # matrices of an expert that lie one after the other there
+    part: int = 0
 
 
 def gguf_name(name: str) -> str:
@@ -40,6 +65,22 @@ def gguf_name(name: str) -> str:
         return f"blk.{match[1]}.{_INNER.get(match[2], match[2])}.{match[3]}"
     module, _, kind = name.rpartition(".")
     return f"{_OUTER[module]}.{kind}" if module in _OUTER else name
+
+
+def expert_places(name: str) -> list[ExpertPlace]:
+    """Where a file may keep an expert's tensor that is named as Hugging Face does; [] for all other tensors.
+
+    With those of all experts, also with gate and up in one, or (early files) by itself.
+    """
+    match = _LAYER.fullmatch(name)
+    expert = _EXPERT.fullmatch(match[2]) if match else None
+    if match is None or expert is None or expert[2] not in _EXPERT_PARTS:
+        return []
+    block, index, part = f"blk.{match[1]}", int(expert[1]), _EXPERT_PARTS[expert[2]]
+    places = [ExpertPlace(f"{block}.ffn_{part}_exps.{match[3]}", index)]
+    if part != "down":
+        places.append(ExpertPlace(f"{block}.ffn_gate_up_exps.{match[3]}", index, parts=2, part=int(part == "up")))
+    return [*places, ExpertPlace(f"{block}.ffn_{part}.{index}.{match[3]}")]
 
 
 def has_gguf_name(name: str) -> bool:

@@ -1,0 +1,135 @@
+"""GGUF metadata of mixtures of experts and of DeepSeek's attention over latents, in config.json's terms.
+
+Knows: the keys of Mixtral (architecture llama with experts), qwen2moe, qwen3moe and deepseek2, and what llama.cpp
+takes for granted of each. Does not know: the fields all decoders share (`gguf_config`).
+Source: llama.cpp convert_hf_to_gguf.py and llama-model.cpp.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from forerun.errors import CheckpointError, UnsupportedError
+from forerun.weights.gguf_file import GgufModel
+from forerun.weights.gguf_metadata import Metadata
+
+EXPERT_KEYS = "expert_count expert_used_count"
+QWEN_KEYS = f"{EXPERT_KEYS} expert_feed_forward_length expert_shared_feed_forward_length"
+LATENT_KEYS = (
+    f"{EXPERT_KEYS} expert_feed_forward_length expert_shared_count expert_weights_scale expert_weights_norm "
+    "expert_gating_func expert_group_count expert_group_used_count leading_dense_block_count attention.q_lora_rank "
+    "attention.kv_lora_rank attention.key_length_mla attention.value_length_mla rope.scaling.yarn_log_multiplier"
+)
+_SIGMOID = 2  # of expert_gating_func
+# (blocks, experts) -> (groups, groups used), of models published before files said so: DeepSeek-V3, Moonlight, Kimi K2
+_GROUPS = {(61, 256): (8, 4), (27, 64): (1, 1), (61, 384): (1, 1)}
+
+
+def mixtral_fields(file: GgufModel, metadata: Metadata) -> dict[str, Any]:
+    """Of a file of the architecture llama that has experts."""
+    experts, used = _counts(file, metadata, "llama")
+    return {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used}
+
+
+def qwen_fields(file: GgufModel, metadata: Metadata, arch: str) -> dict[str, Any]:
+    """Of qwen2moe and qwen3moe. Whether chosen weights are normalised is not stored: Qwen3 does, Qwen2 does not."""
+    experts, used = _counts(file, metadata, arch)
+    fields: dict[str, Any] = {
+        "model_type": "qwen2_moe" if arch == "qwen2moe" else "qwen3_moe",
+        "num_experts": experts,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": _inner_size(file, metadata, f"{arch}.expert_feed_forward_length", "ffn_down_exps"),
+        "norm_topk_prob": arch == "qwen3moe",
+    }
+    has_bias = "blk.0.attn_q.bias" in file.tensors
+    if arch == "qwen3moe":
+        return {**fields, "attention_bias": has_bias}
+    shared = _inner_size(file, metadata, f"{arch}.expert_shared_feed_forward_length", "ffn_down_shexp")
+    return {**fields, "qkv_bias": has_bias, "shared_expert_intermediate_size": shared}
+
+
+def deepseek_fields(file: GgufModel, metadata: Metadata) -> dict[str, Any]:
+    """Of deepseek2 files of DeepSeek-V3 and its like, heads with keys and values of their own or all in one latent."""
+    _refuse_softmax(metadata)
+    number = partial(_integer, metadata)
+    is_joined = "deepseek2.attention.key_length_mla" in metadata  # key_length is then that of the latent
+    key, value = (f"attention.{name}_length{'_mla' if is_joined else ''}" for name in ("key", "value"))
+    rope, experts = number("rope.dimension_count"), _counts(file, metadata, "deepseek2")
+    groups, used_groups = _groups(metadata, experts[0])
+    rank = number("attention.q_lora_rank", 0)
+    return {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": number("attention.head_count"),
+        "q_lora_rank": rank or None,
+        "kv_lora_rank": number("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": number(key) - rope,
+        "v_head_dim": number(value),
+        "n_routed_experts": experts[0],
+        "num_experts_per_tok": experts[1],
+        "n_shared_experts": number("expert_shared_count", 0),
+        "moe_intermediate_size": number("expert_feed_forward_length"),
+        "first_k_dense_replace": number("leading_dense_block_count", 0),
+        "n_group": groups,
+        "topk_group": used_groups,
+        "norm_topk_prob": metadata.flag("deepseek2.expert_weights_norm", False),
+        "routed_scaling_factor": metadata.number("deepseek2.expert_weights_scale", 1.0),
+    }
+
+
+def latent_yarn(metadata: Metadata) -> dict[str, Any]:
+    """What yarn scales scores and cosines by in deepseek2; llama.cpp knows only models in which both are equal."""
+    key = "deepseek2.rope.scaling.yarn_log_multiplier"
+    if key not in metadata:
+        raise UnsupportedError(
+            f"{metadata.path} has a rope scaling of type 'yarn' without {key}, so that the scale of its attention is "
+            "not known; convert the model again with a current llama.cpp"
+        )
+    mscale = round(10.0 * metadata.number(key), 6)  # stored as a tenth
+    return {"mscale": mscale, "mscale_all_dim": mscale}
+
+
+def _integer(metadata: Metadata, key: str, default: int | None = None) -> int:
+    return metadata.integer(f"deepseek2.{key}", default)
+
+
+def _counts(file: GgufModel, metadata: Metadata, arch: str) -> tuple[int, int]:
+    """How many experts there are and how many a row gets."""
+    experts = metadata.integer(f"{arch}.expert_count")
+    for name, tensor in file.tensors.items():
+        if "_exps." in name and (len(tensor.shape) != 3 or tensor.shape[0] != experts):
+            raise CheckpointError(
+                f"{file.path}: {name} has shape {list(tensor.shape)}, but {arch}.expert_count is {experts}; convert "
+                "the model again"
+            )
+    return experts, metadata.integer(f"{arch}.expert_used_count")
+
+
+def _inner_size(file: GgufModel, metadata: Metadata, key: str, down: str) -> int:
+    """An expert's inner size: the key's, else that of its matrices, since early files lack the key."""
+    found = next((tensor.shape[-1] for name, tensor in file.tensors.items() if f".{down}." in name), None)
+    return metadata.integer(key, found)
+
+
+def _refuse_softmax(metadata: Metadata) -> None:
+    if metadata.integer("deepseek2.expert_gating_func", 0) != _SIGMOID:
+        raise UnsupportedError(
+            f"{metadata.path} is a model like DeepSeek-V2, whose experts are chosen by softmax; forerun runs deepseek2 "
+            "files of DeepSeek-V3's kind (expert_gating_func 2, sigmoid); load this one from its safetensors"
+        )
+
+
+def _groups(metadata: Metadata, experts: int) -> tuple[int, int]:
+    """In how many groups the experts are and how many groups a row's may come from."""
+    if "deepseek2.expert_group_count" in metadata:
+        keys = ("deepseek2.expert_group_count", "deepseek2.expert_group_used_count")
+        groups, used = (metadata.integer(key) for key in keys)
+        return groups, used
+    known = _GROUPS.get((metadata.integer("deepseek2.block_count"), experts))
+    if known is None:
+        raise UnsupportedError(
+            f"{metadata.path} does not say in how many groups its {experts} experts are "
+            "(deepseek2.expert_group_count); convert the model again with a current llama.cpp"
+        )
+    return known
