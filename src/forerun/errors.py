@@ -13,6 +13,7 @@ ForerunError
 │   ├── QueueFullError     more requests are waiting than the engine was told to accept
 │   ├── DeadlineError      the request was not finished in the time it had
 │   └── LogitsError        the model produced NaN or infinity, or no token is allowed
+│       └── GrammarError   a grammar cannot say in time which tokens are allowed
 ├── ResourceError          the machine has too little memory (or no such device)
 ├── KernelError            a kernel backend was asked for that is not available here
 └── TrainingError          a training run cannot start or go on
@@ -78,6 +79,10 @@ class DeadlineError(RequestError):
 
 class LogitsError(RequestError):
     """The model produced NaN or infinity, or the parameters allow no token at all."""
+
+
+class GrammarError(LogitsError):
+    """A grammar cannot say in time which tokens are allowed."""
 
 
 class ResourceError(ForerunError):

@@ -15,9 +15,9 @@ pytest.importorskip("xgrammar", reason="structured output is not installed")
 
 import xgrammar
 
-from forerun.server.grammar_worker import _choices, _compile, vocabulary_info
+from forerun.server.grammar_worker import _choices, compile_grammar, vocabulary_info
 from forerun.server.json_pattern import other_than
-from forerun.server.json_schema import normal_schema, schema_text
+from forerun.server.json_schema import normal_schema
 
 VOCABULARY = [*(bytes([i]) for i in range(256)), b'{"', b'": ', b'"}', b"null", b'", "', b'"a"', b'"x1"', b"</s>"]
 END = len(VOCABULARY) - 1
@@ -30,7 +30,7 @@ Compile = Callable[[Any], Any]
 def compile_schema() -> Compile:
     info = vocabulary_info(VOCABULARY, [END])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    return lambda schema: _compile(compiler, "json", schema_text(schema))
+    return lambda schema: compile_grammar(compiler, "json", json.dumps(schema))
 
 
 def accepts(compiled: Any, text: str) -> bool:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from fastapi.testclient import TestClient
 pytest.importorskip("xgrammar", reason="structured output is not installed")
 
 from forerun import LLM
+from forerun.core import TokenBits
 from forerun.server.context import ServerContext
 from forerun.server.errors import ApiError
+from forerun.server.grammar_compiler import MAX_PENDING, GrammarCompiler
+from forerun.server.grammar_masks import AfterThinking, PrefixMask
 from forerun.server.json_schema import normal_schema
-from forerun.server.structured import MAX_PENDING, AfterToken, GrammarCompiler, GrammarSpec, PrefixMask
+from forerun.server.structured import GrammarSpec
 from tests.server.conftest import client_of, settings, wait_until
 
 PERSON = {
@@ -62,6 +66,27 @@ def is_person(text: str) -> bool:
         and value["kind"] in ("fox", "cat", None)
         and len(value["tags"]) <= 2
     )
+
+
+AMBIGUOUS = "".join(f's{i} ::= s{(7 * i + 1) % 20} s{(3 * i + 2) % 20} | s{(i + 5) % 20} s0 | "a"\n' for i in range(20))
+
+
+def test_a_grammar_that_is_slow_in_a_branch_fails_alone(llm: LLM, structured: TestClient) -> None:
+    """Random texts do not find the branch, a bias leads into it; others do not wait for its masks."""
+    body = {"prompt": "A", "guided_grammar": f'root ::= [^x]* | "x" s0\n{AMBIGUOUS}', "max_tokens": 400}
+    first, then = llm.tokenizer.encode("xa", add_special_tokens=False)
+    bias = {str(first): 100.0, str(then): 50.0}
+    with ThreadPoolExecutor(1) as pool:
+        hostile = pool.submit(structured.post, "/v1/completions", json={**body, "logit_bias": bias})
+        waits = []
+        while not hostile.done():
+            started = monotonic()
+            assert ask(structured, max_tokens=4, ignore_eos=True)["usage"]["completion_tokens"] == 4
+            waits.append(monotonic() - started)
+    assert hostile.result().status_code == 400, waits
+    assert "takes too long to apply" in hostile.result().json()["error"]["message"]
+    assert len(waits) > 3 and max(waits) < 10, waits  # 35 to 78 s before, in an engine that did nothing else
+    assert ask(structured, guided_grammar=body["guided_grammar"], max_tokens=8)["choices"][0]["text"][:1] != "x"
 
 
 def test_schema_output_is_valid_and_the_same_without_speculation(structured: TestClient) -> None:
@@ -144,22 +169,58 @@ def test_a_deep_schema_is_refused(structured: TestClient) -> None:
     assert "deep" in ask(structured, 400, guided_json=schema)["error"]["message"]
 
 
-def test_exponential_grammars_end_in_time(llm: LLM, compiler: GrammarCompiler) -> None:
-    """Nested counted repeats blow up whoever unrolls or tracks them; the server stays able to compile others."""
-    impatient = GrammarCompiler(llm.tokenizer, llm.loaded.model.vocab_size, timeout_s=2.0)
-    impatient._worker, impatient._info = compiler._worker, compiler._info  # the process is there already
-    hostile = [
-        GrammarSpec("regex", "(" * 5000 + "a" + ")*" * 5000),
-        GrammarSpec("regex", "(((((a?){200}){200}){200}){200}){200}b"),
-        GrammarSpec("regex", "((a|b|ab|ba)*(a|ab|b)*){500}{500}c"),
-        GrammarSpec("grammar", 'root ::= s\ns ::= s s s s | s s | "a" | "b" | ""\n'),
-    ]
-    for spec in hostile:
-        try:
-            impatient.mask(spec)
-        except ApiError as error:
-            assert error.status_code == 400
-    assert impatient.mask(GrammarSpec("regex", "[a-z]{3}")).allowed([]) is not None
+@pytest.fixture(scope="module")
+def impatient(llm: LLM, compiler: GrammarCompiler) -> GrammarCompiler:
+    """A compiler with a short time limit; the process is there already."""
+    compiler.start()
+    made = GrammarCompiler(llm.tokenizer, llm.loaded.model.vocab_size, timeout_s=2.0)
+    made._worker = compiler._worker
+    return made
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (GrammarSpec("regex", "(" * 5000 + "a" + ")*" * 5000), "Nest layer|more than 2 s"),
+        (GrammarSpec("regex", "(((((a?){200}){200}){200}){200}){200}b"), "more than 2 s"),
+        (GrammarSpec("grammar", 'root ::= s\ns ::= s s s s | s s | "a" | "b" | ""\n'), "too slow|more than 2 s"),
+    ],
+    ids=["deep", "counted", "ambiguous"],
+)
+def test_exponential_grammars_end_in_time(impatient: GrammarCompiler, spec: GrammarSpec, reason: str) -> None:
+    """Refused when the time is over, and whoever comes next is served."""
+    started = monotonic()
+    with pytest.raises(ApiError, match=reason) as refused:
+        impatient.mask(spec)
+    assert refused.value.status_code == 400 and monotonic() - started < 30
+    assert listed(impatient.mask(GrammarSpec("regex", "[a-z]{3}")), [])
+
+
+def test_a_hostile_pattern_holds_nobody_up(structured: TestClient, impatient: GrammarCompiler) -> None:
+    """Python's engine goes back for hours; it runs in the process that is ended."""
+    schema = {"patternProperties": {"^(a+)+$": {}}, "properties": {"a" * 60 + "!": {}}}
+    with pytest.raises(ApiError, match="guided_json: compiling this JSON schema takes more than 2 s"):
+        impatient.mask(GrammarSpec("json", json.dumps(schema), "guided_json"))
+    started = monotonic()
+    assert ask(structured, guided_json={"patternProperties": {"^(a+)+$": {}}, "properties": {"b": {}}}, max_tokens=1)
+    assert monotonic() - started < 30
+
+
+def test_a_refusal_for_lack_of_time_is_not_remembered(
+    impatient: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = GrammarSpec("regex", "(xy|z){3}")
+    monkeypatch.setattr(impatient, "_timeout_s", 1e-6)
+    with pytest.raises(ApiError, match="takes more than 1e-06 s"):
+        impatient.mask(spec)
+    monkeypatch.undo()
+    assert impatient.mask(spec).allowed([]) is not None
+    wrong = GrammarSpec("regex", "(", "guided_regex")
+    for _ in range(2):
+        with pytest.raises(ApiError, match="cannot be used") as refused:
+            impatient.mask(wrong)
+        assert refused.value.param == "guided_regex"
+    assert wrong in impatient._refused
 
 
 def test_grammars_that_take_their_time_keep_nobody_else_waiting(
@@ -167,7 +228,7 @@ def test_grammars_that_take_their_time_keep_nobody_else_waiting(
 ) -> None:
     known = ask(structured, guided_regex="[ab]{3}")["choices"]
     release = Event()
-    monkeypatch.setattr(compiler, "_ask", lambda spec: (release.wait(60), ("refused", "too slow"))[1])
+    monkeypatch.setattr(compiler, "_ask", lambda spec, limit_s: (release.wait(60), (None, "too slow"))[1])
     with ThreadPoolExecutor(MAX_PENDING + 8) as pool:
         body = {"prompt": "a", "max_tokens": 1}
         slow = [pool.submit(structured.post, "/v1/completions", json={**body, "guided_regex": "c" * (i + 1)})
@@ -184,7 +245,7 @@ def test_grammars_that_take_their_time_keep_nobody_else_waiting(
 
 
 def test_masks_depend_on_the_prefix_alone(llm: LLM, compiler: GrammarCompiler) -> None:
-    spec = GrammarSpec("json", json.dumps(normal_schema(PERSON)))
+    spec = GrammarSpec("json", json.dumps(PERSON))
     texts = ['{"name": "Al", "age": 3', '{"name": "Bo", "age": 14, "kind"', '{"na', "", '{"name": "Al", "age": 31, "k']
     prefixes = [llm.tokenizer.encode(text, add_special_tokens=False) for text in texts]
     prefixes += [prefix[:length] for prefix in prefixes for length in range(len(prefix))] + prefixes[::-1]
@@ -201,22 +262,34 @@ def test_after_the_end_only_the_end_may_follow(llm: LLM, compiler: GrammarCompil
     assert mask.allowed([*ids, *ids]) is None  # forbidden prefixes, which drafts may hold, say nothing
 
 
-def listed(mask: PrefixMask, prefix: list[int]) -> set[int]:
+def listed(mask: PrefixMask | AfterThinking, prefix: list[int]) -> set[int]:
     bits = mask.allowed(prefix)
-    assert bits is not None
+    assert isinstance(bits, TokenBits)
     return {8 * i + j for i, byte in enumerate(bits.packed) for j in range(8) if byte >> j & 1}
 
 
-def test_a_mask_may_begin_after_a_token(compiler: GrammarCompiler) -> None:
+def test_a_mask_may_begin_behind_the_thinking(compiler: GrammarCompiler) -> None:
     inner = compiler.mask(GrammarSpec("regex", "yes"))
-    mask = AfterToken(inner, 77)
-    assert mask.allowed([1, 2, 3]) is None
-    assert mask.allowed([1, 77]) == inner.allowed([]) and mask.allowed([1, 77, 5]) == inner.allowed([5])
+    inside = AfterThinking(inner, None, 77)
+    assert inside.allowed([]) is None and inside.allowed([1, 2, 3]) is None
+    assert inside.allowed([1, 77]) == inner.allowed([]) and inside.allowed([1, 77, 5]) == inner.allowed([5])
 
 
-def test_a_dead_compiler_is_replaced(llm: LLM, structured: TestClient, compiler: GrammarCompiler) -> None:
-    compiler.close()
-    assert ask(structured, guided_regex="[xyz]{2}")["choices"][0]["finish_reason"] == "stop"
+def test_a_model_that_does_not_think_keeps_to_its_grammar(llm: LLM, compiler: GrammarCompiler) -> None:
+    inner = compiler.mask(GrammarSpec("regex", "yes"))
+    mask, yes = AfterThinking(inner, 70, 77), llm.tokenizer.encode("yes", add_special_tokens=False)
+    assert listed(mask, []) == listed(inner, []) | {70}  # it may think first
+    assert listed(mask, yes) == listed(inner, yes) == set(llm.tokenizer.eos_token_ids)
+    assert mask.allowed([70]) is None and mask.allowed([70, *yes]) is None
+    assert mask.allowed([70, 5, 77]) == inner.allowed([]) and mask.allowed([70, 77, *yes]) == inner.allowed(yes)
+
+
+def test_a_dead_compiler_is_replaced(structured: TestClient, compiler: GrammarCompiler) -> None:
+    assert compiler._worker is not None
+    compiler._worker.kill()  # and with it all processes that hold grammars
+    assert wait_until(lambda: not any(compiler._open(spec) for spec in list(compiler._compiled)))
+    for regex in ("[ab]{3}", "[xyz]{2}"):
+        assert ask(structured, guided_regex=regex)["choices"][0]["finish_reason"] == "stop"
 
 
 def test_objects_with_listed_properties_are_closed() -> None:

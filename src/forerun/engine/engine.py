@@ -16,7 +16,8 @@ from forerun.cache.boundaries import BoundaryStates
 from forerun.cache.kv_cache import KVCache, Move
 from forerun.core import Plan, Request, Resumed, ScheduledRequest
 from forerun.drafters.base import Drafter, Observed, logits_reader
-from forerun.engine.logprobs import position_logprobs, token_logprobs
+from forerun.engine.logprobs import token_logprobs
+from forerun.engine.masks import MaskWaits, ask_ahead
 from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.policy import Policy
 from forerun.engine.scheduler import Scheduler
@@ -88,6 +89,7 @@ class Engine:
     groups: dict[str, RequestGroup] = field(default_factory=dict)
     records: dict[str, SampleRecord] = field(default_factory=dict)
     timings: Timings = field(default_factory=Timings)
+    masks: MaskWaits = field(default_factory=MaskWaits)
     torch_threads: Callable[[], AbstractContextManager[None]] = nullcontext  # around a step
     meanwhile: Callable[[], None] | None = None  # once a step, while a card computes; may not touch requests
     boundaries: BoundaryStates = field(init=False)
@@ -135,6 +137,8 @@ class Engine:
         clock.start()
         plan = self._schedule()
         overhead_s = clock.lap("schedule_s")
+        if not plan.scheduled:
+            return self._pause()
         work = self._draft(plan)
         draft_s = clock.lap("draft_s")
         batch = self._build(work)
@@ -151,6 +155,13 @@ class Engine:
             self.policy.learn_step_cost(batch.num_rows, forward_s, overhead_s)
         self._account(work, draft_s, forward_s + choose_s, draft_s + forward_s + overhead_s)
         return changed
+
+    def _pause(self) -> list[RequestGroup]:
+        """A step in which everybody waits for a mask."""
+        if self.meanwhile is not None:
+            self.meanwhile()
+        self.masks.wait(self.scheduler.running)
+        return self._finish(())
 
     def _account(self, work: Sequence[_Work], draft_s: float, verify_s: float, step_s: float) -> None:
         """Give every request its share of a step's time; what a plain step takes is known where no prompt was read."""
@@ -172,7 +183,8 @@ class Engine:
     def _schedule(self) -> Plan:
         """Ask the scheduler; let everyone forget what was preempted, and go on from what the cache had."""
         self.policy.begin_step(len(self.scheduler.running) or len(self.scheduler.waiting))
-        plan = self.scheduler.schedule(self.policy.node_budget, needs_boundary=bool(self.drafter.hidden_layers))
+        self.masks.begin_step(self.scheduler.running)
+        plan = self.scheduler.schedule(self.policy.node_budget, bool(self.drafter.hidden_layers), self.masks.may_choose)
         for request in plan.preempted:
             self.drafter.end(request.request_id)
             self.model.release(request.request_id)
@@ -198,6 +210,7 @@ class Engine:
         if growing:
             self.drafter.propose(growing)
             self.policy.admit(growing, len(drafts))
+            ask_ahead(growing)
         return [self._work(item, drafts.get(item.request.request_id)) for item in plan.scheduled]
 
     def _work(self, item: ScheduledRequest, draft: Draft | None) -> _Work:
@@ -211,7 +224,7 @@ class Engine:
         sequences = []
         for entry in work:
             entry.first_row, entry.first_logit = num_rows, num_logits
-            entry.span_logits = _wants_span_logits(entry.item)
+            entry.span_logits = entry.record.wants_prompt
             sequences.append(_sequence(entry))
             num_nodes = len(entry.tree) if entry.tree else 0
             num_rows += entry.item.num_span + num_nodes
@@ -270,7 +283,8 @@ class Engine:
     def _take(self, entry: _Work, choice: Choice | LogitsError | None, logits: Tensor) -> Observed:
         """Give one request its tokens and say what became known of it."""
         request = entry.item.request
-        _take_prompt_logprobs(entry, logits)
+        if entry.span_logits:
+            entry.record.read_prompt(logits[entry.first_logit : entry.first_logit + entry.item.num_span])
         request.num_computed += entry.item.num_span
         nodes: tuple[int, ...] = ()
         tokens: tuple[int, ...] = ()
@@ -329,8 +343,9 @@ class Engine:
         overdue = [request for request in self.scheduler.overdue() if request.finish_reason is None]
         for request in overdue:
             request.finish_reason, request.error = "abort", _too_late(request)
-        changed = {r.parent_id: self.groups[r.parent_id] for r in (*deciding, *overdue)}
-        self._end([*ended, *overdue])
+        lost = [*overdue, *self.masks.take_failed()]
+        changed = {r.parent_id: self.groups[r.parent_id] for r in (*deciding, *lost)}
+        self._end([*ended, *lost])
         return list(changed.values())
 
     def _end(self, requests: Sequence[Request]) -> None:
@@ -341,6 +356,7 @@ class Engine:
             self.model.release(request.request_id)
             self.records.pop(request.request_id).ended(self.policy.explain)
             self.policy.end(request)
+            self.masks.end(request)
             if request.parent_id in self.groups and self.groups[request.parent_id].finished:
                 del self.groups[request.parent_id]
 
@@ -351,12 +367,6 @@ def _too_late(request: Request) -> DeadlineError:
         f"the deadline passed after {request.num_output} of at most {max_tokens} tokens: give the request more time, "
         "or ask for fewer tokens"
     )
-
-
-def _wants_span_logits(item: ScheduledRequest) -> bool:
-    """The span holds prompt tokens whose successors' log-probabilities were asked for."""
-    request = item.request
-    return request.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids) - 1
 
 
 def _late_of(work: Sequence[_Work]) -> LateDrafts | None:
@@ -384,16 +394,3 @@ def _sequence(entry: _Work) -> SequenceRows:
 def _move(seen: Observed, root: int) -> Move:
     """Accepted nodes to the rows right behind the root."""
     return Move(seen.request.block_ids, [root + node for node in seen.nodes], range(root, root + len(seen.nodes)))
-
-
-def _take_prompt_logprobs(entry: _Work, logits: Tensor) -> None:
-    request, num_top = entry.item.request, entry.item.request.prompt_logprobs
-    if not entry.span_logits or num_top is None:
-        return
-    start = request.num_computed
-    for offset in range(entry.item.num_span):
-        position = start + offset + 1  # of the token this row predicts
-        if position < len(request.prompt_token_ids) and position not in entry.record.prompt_logprobs:
-            row = logits[entry.first_logit + offset]
-            token = request.prompt_token_ids[position]
-            entry.record.prompt_logprobs[position] = position_logprobs(row, token, num_top)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import NamedTuple
 
+from torch import Tensor
+
 from forerun.core import (
     CompletionOutput,
     DrafterCount,
@@ -18,6 +20,7 @@ from forerun.core import (
     RequestOutput,
     RequestStats,
 )
+from forerun.engine.logprobs import position_logprobs
 from forerun.engine.stopping import OutputText
 from forerun.speculation.tree import DraftTree
 
@@ -71,6 +74,20 @@ class SampleRecord:
         self.sources.extend(sources)
         self.logprobs.extend(logprobs)
 
+    @property
+    def wants_prompt(self) -> bool:
+        """Log-probabilities of prompt tokens that are not computed yet were asked for."""
+        request = self.request
+        return request.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids) - 1
+
+    def read_prompt(self, logits: Tensor) -> None:
+        """Log-probabilities of the prompt's tokens behind those computed so far, from logits [span, vocab_size]."""
+        request, num_top = self.request, self.request.prompt_logprobs
+        assert num_top is not None
+        for position, row in enumerate(logits, request.num_computed + 1):  # of the token the row predicts
+            if position < len(request.prompt_token_ids) and position not in self.prompt_logprobs:
+                self.prompt_logprobs[position] = position_logprobs(row, request.prompt_token_ids[position], num_top)
+
     def drafted(self, sources: Sequence[str], depths: Sequence[int], accepted: Sequence[int]) -> None:
         """A step verified a tree whose nodes, the root first, have these sources and depths, and accepted some."""
         if len(sources) == 1:
@@ -114,7 +131,8 @@ class SampleRecord:
 
     def stats(self) -> RequestStats:
         """The figures so far."""
-        first_step = self.first_step_s or self.arrival_s
+        arrival_s = self.arrival_s if self.request.arrival_s is None else min(self.arrival_s, self.request.arrival_s)
+        first_step = self.first_step_s or arrival_s
         first_token = self.first_token_s or first_step
         return replace(
             self.figures,
@@ -123,8 +141,8 @@ class SampleRecord:
             num_steps=self.num_steps,
             num_preemptions=self.request.num_preemptions,
             num_cached_tokens=self.request.num_cached_tokens,
-            queue_s=first_step - self.arrival_s,
-            ttft_s=first_token - self.arrival_s,
+            queue_s=first_step - arrival_s,
+            ttft_s=first_token - arrival_s,
             decode_s=max(0.0, self.last_token_s - first_token),
             drafters={name: DrafterCount().add(count) for name, count in self.drafters.items()},
             trees=DrafterCount().add(self.figures.trees),

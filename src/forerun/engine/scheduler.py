@@ -26,6 +26,10 @@ from forerun.engine.sharing import SharedPrefixes
 NodeBudget = Callable[[Request], int]  # tree nodes (root included) the policy wants for a request
 
 
+def _always(request: Request) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What a step, a queue and a request may have."""
@@ -59,6 +63,7 @@ class _Step:
 
     rows_left: int
     prefill_left: int
+    may_choose: Callable[[Request], bool]
     items: list[_Item] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     resumed: list[Resumed] = field(default_factory=list)
@@ -157,9 +162,14 @@ class Scheduler:
 
     # -- planning a step ----------------------------------------------------------------------------------------
 
-    def schedule(self, node_budget: NodeBudget, needs_boundary: bool = False) -> Plan:
-        """The next step. `needs_boundary`: hidden states are wanted of the token before the first computed one."""
-        step = self._begin()
+    def schedule(
+        self, node_budget: NodeBudget, needs_boundary: bool = False, may_choose: Callable[[Request], bool] = _always
+    ) -> Plan:
+        """The next step. `needs_boundary`: hidden states are wanted of the token before the first computed one.
+
+        Who may not choose a token now is given rows up to the root, but not the root.
+        """
+        step = self._begin(may_choose)
         for request in list(self.running):
             if request.status is Status.RUNNING:  # not preempted a moment ago by one before it
                 self._continue(request, step)
@@ -168,14 +178,14 @@ class Scheduler:
         self._grow_trees(step, node_budget)
         return step.plan()
 
-    def _begin(self) -> _Step:
+    def _begin(self, may_choose: Callable[[Request], bool]) -> _Step:
         """An empty plan. While some decode, prompts leave a row for each of them and keep to their own limit."""
         rows = self.limits.max_num_rows
         num_decoding = sum(_is_decoding(request) for request in self.running)
         if num_decoding == 0:
-            return _Step(rows, rows)
+            return _Step(rows, rows, may_choose)
         most = self.limits.max_num_prefill_rows
-        return _Step(rows, min(rows - num_decoding, rows if most is None else most))
+        return _Step(rows, min(rows - num_decoding, rows if most is None else most), may_choose)
 
     def _continue(self, request: Request, step: _Step) -> None:
         """Give the request what it needs to advance, if need be at the cost of those after it."""
@@ -184,7 +194,10 @@ class Scheduler:
         if rows <= 0:
             return
         num_span = request.root_position - request.num_computed
-        item = _Item(request, num_span, 1) if num_span < rows else _Item(request, rows, 0)
+        chooses = num_span < rows and step.may_choose(request)
+        item = _Item(request, num_span, 1) if chooses else _Item(request, min(num_span, rows), 0)
+        if item.num_span + item.max_nodes == 0:
+            return
         while not self._reserve(request, item.end):
             victim = self.running[-1]
             self._preempt(victim)

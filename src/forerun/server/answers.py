@@ -31,8 +31,12 @@ def token_counts(num_prompt: int, num_written: int) -> dict[str, Any]:
 class Account:
     """Adds up what the samples of one HTTP request cost."""
 
-    def __init__(self, num_prompts: int, dropped: Sequence[str] = (), writes: bool = True) -> None:
-        """`dropped`: fields of the request that were left out; `writes`: the tokens chosen are part of the answer."""
+    def __init__(
+        self, num_prompts: int, grammar_s: float | None, dropped: Sequence[str] = (), writes: bool = True
+    ) -> None:
+        """`grammar_s`: seconds until the grammar was there, None without one; `dropped`: fields of the request that
+        were left out; `writes`: the tokens chosen are part of the answer."""
+        self._grammar_s = grammar_s
         self._prompts: list[RequestStats | None] = [None] * num_prompts
         self._seeds: list[int | None] = [None] * num_prompts
         self._ended: list[Delta] = []
@@ -74,6 +78,7 @@ class Account:
             "drafters": drafters,
             "seeds": [seed for seed in self._seeds if seed is not None],
             "queue_s": round(max((s.queue_s for s in stats), default=0.0), 6),
+            "grammar_s": None if self._grammar_s is None else round(self._grammar_s, 6),
             "ttft_s": round(max((s.ttft_s for s in stats), default=0.0), 6),
             "decode_s": round(max((s.decode_s for s in stats), default=0.0), 6),
             **({"dropped_fields": list(self._dropped)} if self._dropped else {}),

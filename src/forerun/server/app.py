@@ -70,6 +70,7 @@ class Job(Protocol):
 
     groups: list[RequestGroup]
     constrained: bool
+    grammar_s: float | None  # seconds until its grammar was there; None: it has none
 
     async def whole(self, generation: Generation) -> dict[str, Any]:
         """The answer in one piece."""
@@ -161,6 +162,8 @@ class _Answering:
         """The answer of the job that `make` checks; `named`: its stream's events have names."""
         self._service.check_room(1)
         job = await request.prepare(make)
+        if job.grammar_s is not None:
+            self._service.metrics.grammar.observe(job.grammar_s)
         generation = Generation(self._service, job.groups, job.constrained)
         if stream:
             return EventStream(generation, job.chunks(generation), named)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any
 
-from forerun.core import GrammarMask, SamplingParams
+from forerun.core import AsyncGrammarMask, GrammarMask, SamplingParams
 from forerun.server.answers import Account, chat_logprob, head, prompt_logprobs, token_counts
 from forerun.server.call_readers import CallPiece
 from forerun.server.context import ServerContext, dropped_fields
@@ -17,11 +18,12 @@ from forerun.server.conversation import continues, render
 from forerun.server.errors import ApiError
 from forerun.server.functions import old_finish_reason, old_message, with_tools
 from forerun.server.generation import Event, Generation
+from forerun.server.grammar_masks import AfterThinking
 from forerun.server.params import check_fields, engine_options, sampling_params, token_limit
 from forerun.server.reasoning import ReasoningSplitter, may_think, starts_inside
 from forerun.server.schema import ChatBody, NamedToolChoice, Tool
 from forerun.server.service import Delta
-from forerun.server.structured import AfterToken, GrammarSpec, grammar_spec, json_spec
+from forerun.server.structured import GrammarSpec, grammar_spec, json_spec
 from forerun.server.tools import (
     MARKED_BY_SPECIAL_TOKENS,
     STYLES,
@@ -130,21 +132,22 @@ class ChatJob:
         check_fields(body)
         self._context = context
         self._body = body = with_tools(body)
+        options = engine_options(body, context.drafter, context.settings.timeout_s)
+        self.grammar_s: float | None = None
         self._tools = usable_tools(body)
         text = render(context.tokenizer, body, self._tools)
         self._splitter = _splitter(context, text, continues(body))
-        params = self._params(text)
+        params = self._params(options.get("deadline_s"))
         whole = body.truncate_prompt_tokens is None
         token_ids = context.encode(text, body.add_special_tokens or False, whole=whole)
         self._prompt = token_ids = context.truncated(token_ids, body.truncate_prompt_tokens, params.max_tokens)
         context.check_prompt(token_ids)
         context.check_samples(params.n)
-        options = engine_options(body, context.drafter, context.settings.timeout_s)
         self.constrained = context.is_constrained(params)
         self.groups = [context.llm.prepare(token_ids, params, **options)]
         self._choices = [self._choice(i) for i in range(params.n)]
         dropped = dropped_fields(body) if dropped is None else dropped
-        self._account = Account(1, [*dropped, *self._unheld_functions()])
+        self._account = Account(1, self.grammar_s, [*dropped, *self._unheld_functions()])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -153,7 +156,7 @@ class ChatJob:
 
     # -- what to generate ---------------------------------------------------------------------------------------
 
-    def _params(self, prompt: str) -> SamplingParams:
+    def _params(self, deadline_s: float | None) -> SamplingParams:
         body = self._body
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
@@ -166,7 +169,7 @@ class ChatJob:
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens")
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        others: dict[str, Any] = {"max_tokens": token_limit(limit, None), "grammar": self._grammar(prompt)}
+        others: dict[str, Any] = {"max_tokens": token_limit(limit, None), "grammar": self._grammar(deadline_s)}
         others["prompt_logprobs"] = body.prompt_logprobs
         if body.logprobs:
             others["logprobs"] = body.top_logprobs or 0
@@ -174,7 +177,7 @@ class ChatJob:
             others["skip_special_tokens"] = False
         return sampling_params(body, self._context.llm.loaded.sampling, **others)
 
-    def _grammar(self, prompt: str) -> GrammarMask | None:
+    def _grammar(self, deadline_s: float | None) -> GrammarMask | None:
         asked, forced = grammar_spec(self._body), self._forced_spec()
         if asked is not None and forced is not None:
             raise ApiError(
@@ -183,9 +186,18 @@ class ChatJob:
         spec = forced or asked
         if spec is None:
             return None
-        mask: GrammarMask = self._context.grammars.mask(spec)
-        end = self._context.tokenizer.token_id(self._splitter.end) if self._splitter else None
-        return mask if end is None else AfterToken(mask, end)
+        started = perf_counter()
+        mask = self._context.grammars.mask(spec, deadline_s)
+        self.grammar_s = perf_counter() - started
+        return self._after_thinking(mask)
+
+    def _after_thinking(self, mask: AsyncGrammarMask) -> GrammarMask:
+        """The mask behind the thinking; from the start where no tokens mark it, which leaves the model no thinking."""
+        splitter, token_id = self._splitter, self._context.tokenizer.token_id
+        if splitter is None or (end := token_id(splitter.end)) is None:
+            return mask
+        start = None if splitter.inside else token_id(splitter.start)
+        return mask if start is None and not splitter.inside else AfterThinking(mask, start, end)
 
     def _forced_spec(self) -> GrammarSpec | None:
         choice = self._body.tool_choice

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any
 
 from forerun.core import PositionLogprobs
@@ -22,6 +23,7 @@ from forerun.server.answers import (
 from forerun.server.context import ServerContext, dropped_fields
 from forerun.server.errors import ApiError, unsupported
 from forerun.server.generation import Event, Generation
+from forerun.server.grammar_masks import PrefixMask
 from forerun.server.params import check_fields, engine_options, sampling_params, token_limit
 from forerun.server.schema import CompletionBody
 from forerun.server.structured import grammar_spec
@@ -59,24 +61,35 @@ class CompletionJob:
         check_fields(body)
         self._context = context
         self._body = body
+        options = engine_options(body, context.drafter, context.settings.timeout_s)
+        self.grammar_s: float | None = None
         self._check()
-        spec = grammar_spec(body)
         echoed = [count for count in (body.logprobs if body.echo else None, body.prompt_logprobs) if count is not None]
         logprobs = {"logprobs": body.logprobs, "prompt_logprobs": max(echoed, default=None)}
         others = {"max_tokens": self._max_tokens, **logprobs}
-        options = engine_options(body, context.drafter, context.settings.timeout_s)
         context.check_samples((body.n or 1) * len(prompts_of(body)))
         self._prompts = [self._encode(prompt) for prompt in prompts_of(body)]
         self.groups = []
         for prompt in self._prompts:
-            params = sampling_params(
-                body, context.llm.loaded.sampling, **others, grammar=context.grammars.mask(spec) if spec else None
-            )
+            mask = self._mask(options.get("deadline_s"))
+            params = sampling_params(body, context.llm.loaded.sampling, **others, grammar=mask)
             self.constrained = context.is_constrained(params)
             self.groups.append(context.llm.prepare(prompt, params, **options))
         self._num_samples = params.n
         self._choices = [self._choice(i) for i in range(params.n * len(self._prompts))]
-        self._account = Account(len(self._prompts), dropped_fields(body), writes=not self._writes_nothing)
+        self._account = Account(
+            len(self._prompts), self.grammar_s, dropped_fields(body), writes=not self._writes_nothing
+        )
+
+    def _mask(self, deadline_s: float | None) -> PrefixMask | None:
+        """The mask of one prompt's samples."""
+        spec = grammar_spec(self._body)
+        if spec is None:
+            return None
+        started = perf_counter()
+        mask = self._context.grammars.mask(spec, deadline_s)
+        self.grammar_s = (self.grammar_s or 0.0) + perf_counter() - started
+        return mask
 
     def _check(self) -> None:
         body = self._body

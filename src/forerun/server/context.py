@@ -13,11 +13,11 @@ from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
 from forerun.llm import LLM
 from forerun.server.errors import ApiError, unsupported
+from forerun.server.grammar_compiler import GrammarCompiler
 from forerun.server.reasoning import reasoning_style
 from forerun.server.schema import Body, unknown_fields
 from forerun.server.service import Delta
 from forerun.server.settings import ServerSettings
-from forerun.server.structured import GrammarCompiler
 from forerun.server.tools import tool_style
 from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer

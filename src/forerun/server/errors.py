@@ -15,7 +15,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from forerun.errors import ConfigError, DeadlineError, ForerunError, LogitsError, QueueFullError, RequestError
+from forerun.errors import (
+    ConfigError,
+    DeadlineError,
+    ForerunError,
+    GrammarError,
+    LogitsError,
+    QueueFullError,
+    RequestError,
+)
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
          408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
@@ -72,6 +80,8 @@ def as_api_error(error: Exception, constrained: bool = False) -> ApiError:
     match error:
         case ApiError():
             return error
+        case GrammarError():
+            return ApiError(400, str(error), code="invalid_grammar")
         case LogitsError() if constrained:
             return ApiError(400, str(error), code="no_token_possible")
         case LogitsError():

@@ -1,8 +1,8 @@
-"""Compiles grammars in a process of its own, so that a hostile one can be stopped.
+"""Compiles grammars and computes masks in processes of their own, so that a hostile grammar can be stopped.
 
-Run as `python -m forerun.server.grammar_worker`. Knows: xgrammar's compiler. Does not know: requests. Every grammar is
-compiled in a fork of this process, which is ended when it takes too long or grows too large; what goes back is a
-compiled grammar as text. Messages are JSON, each after its length in four bytes.
+Run as `python -m forerun.server.grammar_worker`, its standard input a socket. Knows: xgrammar's compiler. Does not
+know: requests. Every grammar is compiled in a fork of this process, which the kernel ends when it takes too long or
+grows too large; the fork then keeps the grammar, and for each request that uses it forks a process for its masks.
 """
 
 from __future__ import annotations
@@ -12,24 +12,27 @@ import json
 import os
 import random
 import resource
-import select
 import signal
-import struct
+import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from time import monotonic, process_time
-from typing import Any
+from time import process_time
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import xgrammar
 
+from forerun.server.grammar_matcher import Matcher, serve
+from forerun.server.grammar_messages import receive, receive_handed, send
 from forerun.server.json_pattern import with_patterns
+from forerun.server.json_schema import schema_text
 
 MEMORY_BYTES = 2 << 30  # beyond what the process has when it starts
+NICENESS = 5  # what everybody waits for comes first
 NUM_WALKS, WALK_TOKENS = 2, 48  # random texts tried against a grammar
 MAX_WALK_S = 4.0  # processor time of all of them: some tens of milliseconds a token
-TOO_MUCH = "compiling it takes too long or too much memory; make it simpler"
 
 
 def vocabulary_info(vocabulary: Sequence[bytes], stop_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
@@ -40,37 +43,64 @@ def vocabulary_info(vocabulary: Sequence[bytes], stop_token_ids: Sequence[int]) 
     )  # fmt: skip
 
 
+class Vocabulary(NamedTuple):
+    """What all grammars are compiled for."""
+
+    compiler: xgrammar.GrammarCompiler
+    size: int
+    stop_token_ids: list[int]
+
+
 def main() -> None:
-    """Read a vocabulary, then grammars, and answer each with its status and text, until the input ends."""
-    answers = os.dup(1)
-    os.dup2(2, 1)  # whatever else is printed must not come between
-    hello = read_message(0)
+    """Read a vocabulary, then grammars, each with a socket for whoever asked, until the input ends."""
+    channel = socket.socket(fileno=os.dup(0))
+    os.dup2(2, 1)  # standard output is the server's
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave nothing behind
+    hello = receive(channel)
     if hello is None:
         return
-    vocabulary = [name.encode("latin-1") for name in hello["vocabulary"]]
-    info = vocabulary_info(vocabulary, hello["stop_token_ids"])
+    names, stop_token_ids = hello.value["vocabulary"], hello.value["stop_token_ids"]
+    info = vocabulary_info([name.encode("latin-1") for name in names], stop_token_ids)
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    vocabulary = Vocabulary(compiler, len(names), stop_token_ids)
+    os.nice(NICENESS)
     gc.freeze()  # forks then share these objects' memory instead of copying it
-    write_message(answers, {"status": "ready"})
-    while (asked := read_message(0)) is not None:
-        write_message(answers, _in_fork(compiler, len(vocabulary), asked))
+    send(channel, {"status": "ready"})
+    while (asked := receive(channel)) is not None:
+        if asked.handed is not None:
+            if os.fork() == 0:
+                channel.close()
+                _end_after(_hold, asked.handed, vocabulary, asked.value)
+            asked.handed.close()
 
 
-def _in_fork(compiler: xgrammar.GrammarCompiler, vocab_size: int, asked: dict[str, Any]) -> dict[str, Any]:
-    """The answer of a fork of this process, or that it took too much."""
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(ours)
-        _limit_memory()
-        write_message(theirs, _answer(compiler, vocab_size, asked["kind"], asked["text"]))
-        os._exit(0)
-    os.close(theirs)
-    answer = read_message(ours, asked["timeout_s"])
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    os.close(ours)
-    return answer or {"status": "refused", "text": TOO_MUCH}
+def _end_after(work: Callable[..., None], *arguments: Any) -> NoReturn:
+    """Do this in a fork, and nothing of the process it is a fork of."""
+    try:
+        work(*arguments)
+    except (OSError, MemoryError):  # whoever asked is gone, or hears of it by that the socket is closed
+        os._exit(1)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _hold(channel: socket.socket, vocabulary: Vocabulary, asked: dict[str, Any]) -> None:
+    """Compile a grammar, say how it went, and keep it for requests: each sends a socket, and its masks come there."""
+    signal.setitimer(signal.ITIMER_REAL, asked["timeout_s"])  # SIGALRM ends a process that does not heed it
+    _limit_memory()
+    compiled, refused = _compile_or_refuse(vocabulary, asked["kind"], asked["text"])
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    send(channel, {"refused": refused})
+    if compiled is None:
+        return
+    gc.freeze()
+    while (handed := receive_handed(channel, 1)[1]) is not None:
+        if os.fork() == 0:
+            channel.close()
+            _end_after(serve, handed, Matcher(compiled, vocabulary.size, vocabulary.stop_token_ids))
+        handed.close()
 
 
 def _limit_memory() -> None:
@@ -80,27 +110,29 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _answer(compiler: xgrammar.GrammarCompiler, vocab_size: int, kind: str, text: str) -> dict[str, Any]:
+def _compile_or_refuse(
+    vocabulary: Vocabulary, kind: str, text: str
+) -> tuple[xgrammar.CompiledGrammar | None, str | None]:
+    """The grammar, or why there is none. Raises MemoryError."""
     try:
         with _captured_stderr() as warnings:
-            compiled = _compile(compiler, kind, text)
-        refused = _message(warnings[0]) if warnings else _walk(compiled, vocab_size)
-        if refused is None:
-            return {"status": "ok", "text": compiled.serialize_json()}
+            compiled = compile_grammar(vocabulary.compiler, kind, text)
+        refused = _message(warnings[0]) if warnings else _walk(compiled, vocabulary.size)
     except MemoryError:
-        refused = TOO_MUCH
+        raise
     except Exception as error:  # the library raises RuntimeError for whatever it does not like
         refused = _message(str(error))
-    return {"status": "refused", "text": refused}
+    return (compiled, None) if refused is None else (None, refused)
 
 
-def _compile(compiler: xgrammar.GrammarCompiler, kind: str, text: str) -> xgrammar.CompiledGrammar:
-    """JSON is written on one line, as json.dumps does: no model can lose itself in blanks."""
+def compile_grammar(compiler: xgrammar.GrammarCompiler, kind: str, text: str) -> xgrammar.CompiledGrammar:
+    """JSON is written on one line, as json.dumps does: no model can lose itself in blanks. Raises many things."""
     if kind == "regex":
         return compiler.compile_regex(text)
     if kind == "grammar":
         return compiler.compile_grammar(text)
-    grammar = xgrammar.Grammar.from_json_schema(text, strict_mode=False, any_whitespace=False)
+    schema = schema_text(json.loads(text))
+    grammar = xgrammar.Grammar.from_json_schema(schema, strict_mode=False, any_whitespace=False)
     written = with_patterns(str(grammar), lambda regex: str(xgrammar.Grammar.from_regex(regex)))
     return compiler.compile_grammar(written)
 
@@ -132,11 +164,12 @@ def _walk(compiled: xgrammar.CompiledGrammar, vocab_size: int) -> str | None:
     rng, started = random.Random(0), process_time()
     for _ in range(NUM_WALKS):
         matcher = xgrammar.GrammarMatcher(compiled)
+        ends = set(matcher.stop_token_ids)  # asking for it takes as long as a mask
         for step in range(WALK_TOKENS):
             choices = _choices(matcher, vocab_size)
             if step == 0 and not choices:
                 return "no text matches it"
-            texts = [token for token in choices if token not in matcher.stop_token_ids]
+            texts = [token for token in choices if token not in ends]
             if not texts or not matcher.accept_token(rng.choice(texts)):
                 break
             if process_time() - started > MAX_WALK_S:
@@ -149,40 +182,6 @@ def _choices(matcher: xgrammar.GrammarMatcher, vocab_size: int) -> list[int]:
     matcher.fill_next_token_bitmask(words)
     ids: list[int] = np.flatnonzero(np.unpackbits(words.view(np.uint8), count=vocab_size, bitorder="little")).tolist()
     return ids
-
-
-# -- messages ----------------------------------------------------------------------------------------------------
-
-
-def write_message(fd: int, value: dict[str, Any]) -> None:
-    """Send a message. Raises OSError if the other side is gone."""
-    raw = json.dumps(value).encode()
-    view = memoryview(struct.pack("<I", len(raw)) + raw)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def read_message(fd: int, timeout_s: float | None = None) -> dict[str, Any] | None:
-    """The next message; None if the other side is gone or takes longer."""
-    deadline = None if timeout_s is None else monotonic() + timeout_s
-    header = _read(fd, 4, deadline)
-    raw = header and _read(fd, struct.unpack("<I", header)[0], deadline)
-    value: dict[str, Any] | None = json.loads(raw) if raw else None
-    return value
-
-
-def _read(fd: int, num_bytes: int, deadline: float | None) -> bytes | None:
-    parts = []
-    while num_bytes > 0:
-        left_s = None if deadline is None else max(0.0, deadline - monotonic())
-        if not select.select([fd], [], [], left_s)[0]:
-            return None
-        part = os.read(fd, min(num_bytes, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        num_bytes -= len(part)
-    return b"".join(parts)
 
 
 if __name__ == "__main__":

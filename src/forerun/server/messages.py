@@ -36,6 +36,7 @@ class MessageJob:
         except ApiError as error:
             raise error.renamed(FIELD_NAMES) from error
         self.groups, self.constrained = self._chat.groups, self._chat.constrained
+        self.grammar_s = self._chat.grammar_s
         self._pieces = Pieces(None)
         self._blocks: list[dict[str, Any]] = []
         self._arguments = ""  # of the call being written

@@ -56,6 +56,7 @@ class Metrics:
         self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self.tpot = self._histogram("time_per_output_token_seconds", "Between tokens after the first.", TOKEN_SECONDS)
         self.queue = self._histogram("queue_seconds", "From arrival to the first step.", SECONDS)
+        self.grammar = self._histogram("grammar_seconds", "Until a request's grammar was there.", SECONDS)
         self.duration = self._histogram("request_seconds", "From arrival to the last token.", SECONDS)
         self.tau = self._histogram("acceptance_length", "Tokens a target pass, by sample.", LENGTHS)
         self.speedup = self._histogram(

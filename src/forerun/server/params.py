@@ -94,11 +94,14 @@ def _token_id(key: str) -> int:
 
 
 def engine_options(body: SamplingBody, drafter: DrafterConfig, timeout_s: float | None) -> dict[str, Any]:
-    """How the engine treats the request: fields of `Request`. `timeout_s` is for requests that bring none."""
-    options = _speculation(body.speculation, drafter)
+    """How the engine treats the request: fields of `Request`. `timeout_s` is for requests that bring none.
+
+    Times count from now: called before anything that takes long.
+    """
+    options = {**_speculation(body.speculation, drafter), "arrival_s": perf_counter()}
     limit_s = body.timeout if body.timeout is not None else timeout_s
     if limit_s is not None:
-        options["deadline_s"] = perf_counter() + limit_s
+        options["deadline_s"] = options["arrival_s"] + limit_s
     if body.priority is not None:
         if abs(body.priority) > MAX_PRIORITY:
             raise ApiError(400, f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}", param="priority")

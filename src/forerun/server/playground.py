@@ -86,7 +86,7 @@ class TracedChat:
         self._sample = self.chat.groups[0].samples[0]
         self._sample.trace = []
         self._pieces = _Pieces(context.tokenizer)
-        self._account = Account(1)
+        self._account = Account(1, None)
         self._started = perf_counter()
 
     async def chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:

@@ -43,6 +43,7 @@ class ResponseJob:
         except ApiError as error:
             raise error.renamed(FIELD_NAMES) from error
         self.groups, self.constrained = self._chat.groups, self._chat.constrained
+        self.grammar_s = self._chat.grammar_s
         marks = context.reasoning_marks
         self._pieces = Pieces(marks[1] if marks else None)
         self._output = Output(body.reasoning is not None and _wants_summary(body))

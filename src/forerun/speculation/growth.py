@@ -31,7 +31,7 @@ from forerun.kernels.device import all_to_host
 from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, ChainNoise, Chains, Kernels, NoiseKeys
 from forerun.speculation.late import LateDrafts
 from forerun.speculation.noise import Purpose, step_position, stream_id
-from forerun.speculation.sampling import ShapedRow, is_plain, probabilities, shape_row
+from forerun.speculation.sampling import ShapedRow, is_plain, probabilities, shape_draft
 from forerun.speculation.tree import ROOT, DraftTree
 
 # A child's chance by its rank alone, for the rejection rule, which must not prune a node by its own value. Rough
@@ -244,7 +244,7 @@ def _shape(leaves: Sequence[Leaf], logits: Tensor) -> tuple[Tensor, list[float]]
     if all(is_plain(leaf.draft.request.params) for leaf in leaves):
         return logits, [leaf.draft.request.params.temperature for leaf in leaves]
     rows = [
-        shape_row(logits[i], leaf.draft.request, leaf.draft.tree.path_tokens(leaf.node))
+        shape_draft(logits[i], leaf.draft.request, leaf.draft.tree.path_tokens(leaf.node))
         for i, leaf in enumerate(leaves)
     ]
     return torch.stack([row.logits for row in rows]), [row.temperature for row in rows]  # [num_leaves, vocab_size]

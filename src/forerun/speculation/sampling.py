@@ -19,9 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.core import Request, SamplingParams, TokenBits
+from forerun.core import AsyncGrammarMask, Request, SamplingParams, TokenBits
+from forerun.errors import GrammarError
 
 NEG_INF = float("-inf")
+
+
+WAIT_S = 0.02  # for a mask that is computed beside the engine and that a step can go on without
 
 
 class ShapedRow(NamedTuple):
@@ -36,7 +40,26 @@ def is_plain(params: SamplingParams) -> bool:
     return not (_masks(params) or _penalizes(params) or (_filters(params) and not params.greedy))
 
 
-def shape_row(logits: Tensor, request: Request, path: Sequence[int]) -> ShapedRow:
+def mask_ready(request: Request, path: Sequence[int] = (), wait_s: float = 0.0) -> bool:
+    """Whether the grammar's mask after the known tokens plus `path` is there, perhaps after waiting for it.
+
+    Has it computed if nobody has. Where it will never come this is false too, and `allowed` says why.
+    """
+    grammar = request.params.grammar
+    if not isinstance(grammar, AsyncGrammarMask):
+        return True
+    try:
+        return grammar.ready([*request.output_token_ids, *path], wait_s)
+    except GrammarError:
+        return False
+
+
+def shape_draft(logits: Tensor, request: Request, path: Sequence[int]) -> ShapedRow:
+    """`shape_row` for a row to draw drafts from: they may be drawn without a mask that is not there yet."""
+    return shape_row(logits, request, path, with_grammar=mask_ready(request, path, WAIT_S))
+
+
+def shape_row(logits: Tensor, request: Request, path: Sequence[int], with_grammar: bool = True) -> ShapedRow:
     """Apply the request's parameters to logits [vocab_size] after its known tokens plus `path`.
 
     The input is left alone.
@@ -47,6 +70,8 @@ def shape_row(logits: Tensor, request: Request, path: Sequence[int]) -> ShapedRo
     row = logits.clone()
     if _masks(params):
         _apply_masks(row, request, path)
+        if params.grammar is not None and with_grammar:
+            _apply_grammar(row, params.grammar.allowed([*request.output_token_ids, *path]))
     if _penalizes(params):
         _apply_penalties(row, request, path)
     if params.greedy or not _filters(params):
@@ -105,12 +130,13 @@ def _apply_masks(row: Tensor, request: Request, path: Sequence[int]) -> None:
         _ban(row, request.stop_token_ids)
     if request.bad_word_ids:
         _ban(row, _completions(request.token_ids, path, request.bad_word_ids))
-    if params.grammar is not None:
-        allowed = params.grammar.allowed([*request.output_token_ids, *path])
-        if isinstance(allowed, TokenBits):
-            _allow_bits(row, allowed)
-        elif allowed is not None:
-            _allow_only(row, allowed)
+
+
+def _apply_grammar(row: Tensor, allowed: Sequence[int] | TokenBits | None) -> None:
+    if isinstance(allowed, TokenBits):
+        _allow_bits(row, allowed)
+    elif allowed is not None:
+        _allow_only(row, allowed)
 
 
 def _ids(token_ids: Iterable[int], row: Tensor) -> Tensor:

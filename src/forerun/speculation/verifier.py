@@ -22,7 +22,15 @@ from forerun.speculation import verify
 from forerun.speculation.growth import Draft, as_temperatures, noise_keys
 from forerun.speculation.late import LateDrafts
 from forerun.speculation.noise import Purpose, step_position, stream_id, uniform
-from forerun.speculation.sampling import ShapedRow, is_drawable, is_plain, probabilities, shape_row
+from forerun.speculation.sampling import (
+    WAIT_S,
+    ShapedRow,
+    is_drawable,
+    is_plain,
+    mask_ready,
+    probabilities,
+    shape_row,
+)
 from forerun.speculation.tree import DraftTree
 from forerun.speculation.verify import Choice
 
@@ -59,6 +67,7 @@ class CoupledVerifier:
         while active:
             tokens = self._choose(logits, active)
             active = [walk for walk, token in zip(active, tokens, strict=True) if walk.advance(token)]
+            active = [walk for walk in active if walk.goes_on()]
         return [walk.outcome for walk in walks if walk.outcome is not None]
 
     def takes_late(self, requests: Sequence[Request]) -> bool:
@@ -167,6 +176,17 @@ class _Walk:
         """Walk to the end along the tokens chosen after every node."""
         while self.advance(tokens[self.path.nodes[-1]]):
             pass
+
+    def goes_on(self) -> bool:
+        """Whether the next token can be chosen now; else the walk ends with the last one, a step early.
+
+        The choices are the same in whatever steps they are made.
+        """
+        node = self.path.nodes[-1]
+        tree = self.candidate.tree
+        if not mask_ready(self.candidate.request, tree.path_tokens(node), WAIT_S):
+            self.outcome = Choice(tuple(self.path.nodes[:-1]), tree.tokens[node])
+        return self.outcome is None
 
     def advance(self, token: int) -> bool:
         """Take the chosen token; whether the walk goes on."""

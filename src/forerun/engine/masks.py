@@ -1,0 +1,76 @@
+"""Which requests a step can choose tokens for: those whose grammar's mask is there, or comes in a moment.
+
+Knows: requests and their masks. Does not know: grammars, what else a step needs. Masks are computed beside the engine;
+who has to wait longer for one is left out of steps until it is there, so that nobody else waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from time import perf_counter
+
+from forerun.core import AsyncGrammarMask, Request
+from forerun.errors import GrammarError
+from forerun.speculation.growth import Draft
+from forerun.speculation.sampling import WAIT_S, mask_ready
+
+
+class MaskWaits:
+    """Who waits for a mask."""
+
+    def __init__(self) -> None:
+        self._late: set[str] = set()  # who was waited for in vain
+        self._failed: list[tuple[Request, GrammarError]] = []
+
+    def begin_step(self, running: Sequence[Request]) -> None:
+        """Wait a moment for masks that were not waited for yet."""
+        asked = [request for request in running if not self._ready(request, 0.0)]
+        give_up = perf_counter() + WAIT_S
+        for request in asked:
+            if request.request_id not in self._late and not self._ready(request, max(0.0, give_up - perf_counter())):
+                self._late.add(request.request_id)
+
+    def may_choose(self, request: Request) -> bool:
+        """Whether the request's next token can be chosen in this step."""
+        is_ready = self._ready(request, 0.0)
+        if is_ready:
+            self._late.discard(request.request_id)
+        return is_ready
+
+    def wait(self, running: Iterable[Request]) -> None:
+        """Nobody can go on: wait for a mask, but not for long, since others may come."""
+        late = next((request for request in running if not self._ready(request, 0.0)), None)
+        if late is not None:
+            self._ready(late, WAIT_S)
+
+    def _ready(self, request: Request, wait_s: float) -> bool:
+        grammar = request.params.grammar
+        if not isinstance(grammar, AsyncGrammarMask):
+            return True
+        try:
+            return grammar.ready(request.output_token_ids, wait_s)
+        except GrammarError as error:
+            self._failed.append((request, error))
+            return False
+
+    def take_failed(self) -> list[Request]:
+        """Unfinished requests whose masks will never come, ended with their errors."""
+        ended = []
+        for request, error in self._failed:
+            if request.finish_reason is None:
+                request.finish_reason, request.error = "error", error
+                ended.append(request)
+        self._failed.clear()
+        return ended
+
+    def end(self, request: Request) -> None:
+        """The request is over."""
+        self._late.discard(request.request_id)
+
+
+def ask_ahead(drafts: Iterable[Draft]) -> None:
+    """Have the masks of all nodes computed beside the pass."""
+    for draft in drafts:
+        if isinstance(draft.request.params.grammar, AsyncGrammarMask):
+            for node in range(1, len(draft.tree)):
+                mask_ready(draft.request, draft.tree.path_tokens(node))

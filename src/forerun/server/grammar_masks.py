@@ -1,0 +1,158 @@
+"""The masks of one request, computed in a process of their own: asked for early, waited for briefly.
+
+Knows: how prefixes are asked for and masks come back, and which masks have come. Does not know: grammars, the engine's
+steps. What a mask says depends on the prefix alone, whenever it comes.
+"""
+
+from __future__ import annotations
+
+import array
+import socket
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from time import monotonic
+
+from forerun.core import AsyncGrammarMask, TokenBits
+from forerun.errors import GrammarError
+from forerun.server.grammar_messages import ALL, ASK, common_prefix
+
+MAX_MASKS = 256  # prefixes whose masks are kept
+MAX_ASKED = 64  # prefixes asked for and not answered
+MAX_ASKED_BYTES = 64 << 10  # of theirs: fewer than a socket holds, so that asking never waits
+PATIENCE_S = 5.0  # for a mask that nothing can go on without
+Prefix = tuple[int, ...]
+
+
+class PrefixMask:
+    """The AsyncGrammarMask of one request. One thread uses it."""
+
+    def __init__(self, channel: socket.socket, vocab_size: int) -> None:
+        """`channel`: to a process that serves this request (see grammar_matcher)."""
+        self._channel = channel
+        self._num_bytes = (vocab_size + 31) // 32 * 4
+        self._known: OrderedDict[Prefix, TokenBits | None] = OrderedDict()
+        self._asked: deque[tuple[Prefix, int]] = deque()  # in order, with the bytes of each question
+        self._asked_bytes = 0
+        self._last: Prefix = ()  # asked for last
+        self._arrived = bytearray()  # of an answer that is not complete
+        self._gone = False
+
+    def __del__(self) -> None:
+        self._channel.close()  # the process then ends
+
+    def allowed(self, output_token_ids: Sequence[int]) -> TokenBits | None:
+        """Tokens that may follow; after a prefix that the grammar forbids, and no choice leads to, all.
+
+        Raises GrammarError if the mask takes too long.
+        """
+        prefix = tuple(output_token_ids)
+        if not self.ready(prefix, PATIENCE_S):
+            raise GrammarError(_TOO_SLOW)
+        return self._known[prefix]
+
+    def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
+        """Whether `allowed` answers at once, perhaps after waiting; asks for the mask if nobody has.
+
+        Raises GrammarError if it will never come.
+        """
+        prefix, give_up = tuple(output_token_ids), monotonic() + wait_s
+        self._receive(0.0)
+        while prefix not in self._known:
+            self._ask(prefix)
+            left_s = give_up - monotonic()
+            self._receive(max(left_s, 0.0))
+            if left_s <= 0 and prefix not in self._known:
+                return False
+        return True
+
+    def _ask(self, prefix: Prefix) -> None:
+        """Ask for a mask, unless that was done or there is much to answer already."""
+        if len(self._asked) >= MAX_ASKED or any(prefix == asked for asked, _ in self._asked):
+            return
+        num_kept = common_prefix(self._last, prefix)
+        question = ASK.pack(num_kept, len(prefix) - num_kept) + array.array("I", prefix[num_kept:]).tobytes()
+        if self._asked and self._asked_bytes + len(question) > MAX_ASKED_BYTES:
+            return
+        self._channel.settimeout(PATIENCE_S)
+        try:
+            self._channel.sendall(question)
+        except OSError:
+            self._gone = True
+            return
+        self._asked.append((prefix, len(question)))
+        self._asked_bytes += len(question)
+        self._last = prefix
+
+    def _receive(self, wait_s: float) -> None:
+        """Take in answers that have come, waiting for the first."""
+        if self._gone:
+            raise GrammarError(_TOO_SLOW)
+        if not self._asked:
+            return
+        self._channel.settimeout(wait_s)
+        try:
+            data = self._channel.recv(1 << 20)
+        except (BlockingIOError, TimeoutError):
+            return
+        except OSError:
+            data = b""
+        self._gone = not data
+        self._arrived += data
+        while self._asked and self._take():
+            pass
+
+    def _take(self) -> bool:
+        """The next answer, if it is complete."""
+        num_bytes = 0 if self._arrived[:1] == ALL else self._num_bytes
+        if len(self._arrived) <= num_bytes:
+            return False
+        prefix, asked_bytes = self._asked.popleft()
+        self._asked_bytes -= asked_bytes
+        self._known[prefix] = TokenBits(bytes(self._arrived[1 : 1 + num_bytes])) if num_bytes else None
+        del self._arrived[: 1 + num_bytes]
+        if len(self._known) > MAX_MASKS:
+            self._known.popitem(last=False)
+        return True
+
+
+_TOO_SLOW = (
+    "this grammar takes too long to apply: masks of its tokens took more than a second of processor time, or too "
+    "much memory, because the same text can be matched in too many ways; make the grammar simpler"
+)
+
+
+class AfterThinking:
+    """A mask for models that may think first: behind the thinking if there is some, else from the first token on."""
+
+    def __init__(self, inner: AsyncGrammarMask, start_id: int | None, end_id: int) -> None:
+        """`start_id`: the token that opens the thinking; None: the prompt has opened it."""
+        self._inner = inner
+        self._start_id = start_id
+        self._end_id = end_id
+
+    def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int] | TokenBits | None:
+        """All tokens while it thinks; then what the inner mask says of the tokens since."""
+        said = self._said(output_token_ids)
+        if said is None:
+            return None
+        bits = self._inner.allowed(said)
+        return self._or_start(bits) if not output_token_ids and isinstance(bits, TokenBits) else bits
+
+    def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
+        """See AsyncGrammarMask."""
+        said = self._said(output_token_ids)
+        return said is None or self._inner.ready(said, wait_s)
+
+    def _said(self, tokens: Sequence[int]) -> Sequence[int] | None:
+        """The tokens of the answer; None while it thinks."""
+        if self._start_id is not None and (not tokens or tokens[0] != self._start_id):
+            return tokens
+        tokens = list(tokens)
+        return tokens[tokens.index(self._end_id) + 1 :] if self._end_id in tokens else None
+
+    def _or_start(self, bits: TokenBits) -> TokenBits:
+        if self._start_id is None:
+            return bits
+        packed = bytearray(bits.packed)
+        packed[self._start_id // 8] |= 1 << self._start_id % 8
+        return TokenBits(bytes(packed))

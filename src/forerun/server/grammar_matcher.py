@@ -1,0 +1,101 @@
+"""Which tokens may follow a text of a grammar: the side that computes, in a process of its own for each request.
+
+Knows: xgrammar's matchers, and the budget of processor time a request has for its masks. Does not know: requests,
+compiling. What is said depends on the prefix alone; everything kept only saves time. A mask that takes longer than the
+budget ends the process, wherever it is: the kernel does it.
+"""
+
+from __future__ import annotations
+
+import array
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import process_time
+from typing import Any
+
+import numpy as np
+import xgrammar
+
+from forerun.server.grammar_messages import ALL, ASK, SOME, common_prefix
+
+MAX_CURSORS = 8  # places in texts of one request (its samples, its drafts) that are kept
+BURST_S = 1.0  # processor time a request may take for one mask, or for several that exceed what each one earns
+EARN_S = 0.02  # processor time each mask adds to that again
+LEAST_S = 0.001  # a timer of 0 would be none
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """A matcher and the tokens it has read."""
+
+    matcher: Any
+    tokens: list[int]
+
+    def move(self, tokens: Sequence[int]) -> bool:
+        """Go to the state after `tokens`, by way of what both have in common; False if the grammar forbids them."""
+        common = common_prefix(self.tokens, tokens)
+        if common < len(self.tokens):
+            self.matcher.rollback(len(self.tokens) - common)
+            del self.tokens[common:]
+        for token in tokens[common:]:
+            if self.matcher.is_terminated() or not self.matcher.accept_token(token):
+                return False
+            self.tokens.append(token)
+        return True
+
+
+class Matcher:
+    """The masks of one request."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
+        self._compiled = compiled
+        self._num_words = (vocab_size + 31) // 32
+        self._stop = _bits_of(stop_token_ids, self._num_words)
+        self._cursors: list[_Cursor] = []  # the last used at the end
+
+    def allowed(self, prefix: Sequence[int]) -> bytes | None:
+        """The bits of tokens that may follow; after a prefix that the grammar forbids None, as where all may."""
+        cursor = self._nearest(prefix)
+        if not cursor.move(prefix):
+            return None
+        return self._stop if cursor.matcher.is_terminated() else self._fill(cursor.matcher)
+
+    def _fill(self, matcher: Any) -> bytes | None:
+        words = np.full(self._num_words, -1, np.int32)
+        return words.tobytes() if matcher.fill_next_token_bitmask(words) else None
+
+    def _nearest(self, prefix: Sequence[int]) -> _Cursor:
+        """The cursor with the shortest way to `prefix`; a new one where that beats going back and forth."""
+        best = max(self._cursors, key=lambda c: common_prefix(c.tokens, prefix), default=None)
+        shared = common_prefix(best.tokens, prefix) if best else 0
+        if best is None or (shared < min(len(best.tokens), len(prefix)) // 2 and len(self._cursors) < MAX_CURSORS):
+            best = _Cursor(xgrammar.GrammarMatcher(self._compiled), [])
+        else:
+            self._cursors.remove(best)
+        self._cursors.append(best)
+        return best
+
+
+def serve(channel: socket.socket, matcher: Matcher) -> None:
+    """Answer prefixes with masks until the other side is gone."""
+    tokens: list[int] = []
+    left_s = BURST_S
+    with channel.makefile("rb") as asked:
+        while len(head := asked.read(ASK.size)) == ASK.size:
+            num_kept, num_new = ASK.unpack(head)
+            tokens[num_kept:] = array.array("I", asked.read(4 * num_new))
+            started = process_time()
+            signal.setitimer(signal.ITIMER_PROF, max(left_s, LEAST_S))  # SIGPROF ends a process that does not heed it
+            bits = matcher.allowed(tokens)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            left_s = min(BURST_S, left_s - (process_time() - started) + EARN_S)
+            channel.sendall(ALL if bits is None else SOME + bits)
+
+
+def _bits_of(token_ids: Sequence[int], num_words: int) -> bytes:
+    packed = bytearray(4 * num_words)
+    for token in token_ids:
+        packed[token // 8] |= 1 << token % 8
+    return bytes(packed)
