@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forerun import LLM
 from forerun.errors import ConfigError
 from forerun.server.call_readers import CallPiece, JsonCalls
 from forerun.server.reasoning import ReasoningSplitter, may_think, reasoning_style, starts_inside
@@ -258,13 +259,15 @@ def test_the_schema_of_forced_calls() -> None:
     assert [kind["properties"]["name"]["const"] for kind in schema["items"]["anyOf"]] == ["f", "g"]
 
 
-def test_tools_of_a_model_that_writes_calls(chat: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_of_a_model_that_writes_calls(
+    llm: LLM, chat: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The embedded model knows no tools; its text is replaced by one that calls them."""
     from forerun.engine.stopping import OutputText
 
-    text = f"Let me see. <tool_call>{CALL}</tool_call>"
+    text, ends = f"Let me see. <tool_call>{CALL}</tool_call>", list(llm.tokenizer.eos_token_ids)
     monkeypatch.setattr(OutputText, "visible", lambda self: text if self.request.finish_reason else text[:15])
-    [choice] = chat("weather?", tools=[WEATHER, CLOCK], max_tokens=3, stop_token_ids=list(range(8192)))["choices"]
+    [choice] = chat("weather?", tools=[WEATHER, CLOCK], max_tokens=3, allowed_token_ids=ends)["choices"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Let me see. "
     [call] = choice["message"]["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": F.arguments} and call["id"].startswith("call_")

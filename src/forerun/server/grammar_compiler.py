@@ -37,7 +37,7 @@ MAX_PENDING = 16  # different grammars that may wait for the compiler; each may 
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
 
 
-class _Held:
+class Held:
     """A grammar, in the process that compiled it."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -78,7 +78,7 @@ class GrammarCompiler:
         self._timeout_s = timeout_s
         self._quick = Lock()  # for a look at what follows
         self._pending: dict[GrammarSpec, _Turn] = {}
-        self._compiled: OrderedDict[GrammarSpec, _Held] = OrderedDict()
+        self._compiled: OrderedDict[GrammarSpec, Held] = OrderedDict()
         self._refused: OrderedDict[GrammarSpec, str] = OrderedDict()  # for ever: not those that took too long
         self._slots = BoundedSemaphore(MAX_AT_ONCE)
         self._starting = Lock()
@@ -143,7 +143,7 @@ class GrammarCompiler:
                 if turn.num_waiting == 0:
                     del self._pending[spec]
 
-    def _compile(self, spec: GrammarSpec, deadline_s: float | None) -> _Held:
+    def _compile(self, spec: GrammarSpec, deadline_s: float | None) -> Held:
         refused = self._refused.get(spec)
         if refused is None:
             with self._slots:
@@ -159,11 +159,11 @@ class GrammarCompiler:
         text = f"{spec.param}: this {_NAMES[spec.kind]} cannot be used: {refused}"
         raise ApiError(400, text, param=spec.param, code="invalid_grammar")
 
-    def _ask(self, spec: GrammarSpec, limit_s: float) -> tuple[_Held | None, str | None]:
+    def _ask(self, spec: GrammarSpec, limit_s: float) -> tuple[Held | None, str | None]:
         """A grammar, or why there is none; neither if it took too long or too much."""
         worker = self._ready_worker()
         ours, theirs = socket.socketpair()
-        held = _Held(ours)
+        held = Held(ours)
         try:
             with theirs:  # while it is open here, nobody hears that the other side has ended
                 worker.compile(spec, limit_s, theirs)
