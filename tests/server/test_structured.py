@@ -292,6 +292,7 @@ def is_gone(held: Held) -> bool:
 
 
 def test_a_dead_compiler_is_replaced(structured: TestClient, compiler: GrammarCompiler) -> None:
+    compiler.start()
     assert compiler._worker is not None
     compiler._worker.kill()  # and with it all processes that hold grammars
     assert wait_until(lambda: all(is_gone(held) for held in compiler._compiled.values()))
