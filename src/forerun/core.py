@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 from forerun.errors import SamplingError
 
@@ -31,17 +31,6 @@ class GrammarMask(Protocol):
 
     def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int] | TokenBits | None:
         """Token ids allowed after `output_token_ids`, listed or as bits (None: all)."""
-
-
-@runtime_checkable
-class AsyncGrammarMask(GrammarMask, Protocol):
-    """A mask computed beside the engine: steps go on without requests whose mask is not there."""
-
-    def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
-        """Whether `allowed` answers at once, perhaps after waiting; has the mask computed if nobody asked for it yet.
-
-        Raises GrammarError if it will never come.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

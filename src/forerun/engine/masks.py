@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from time import perf_counter
 
-from forerun.core import AsyncGrammarMask, Request
+from forerun.core import Request
 from forerun.errors import GrammarError
 from forerun.speculation.growth import Draft
-from forerun.speculation.sampling import WAIT_S, mask_ready
+from forerun.speculation.sampling import WAIT_S, AsyncGrammarMask, mask_ready
 
 
 class MaskWaits:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-from forerun.core import AsyncGrammarMask, GrammarMask, SamplingParams
+from forerun.core import GrammarMask, SamplingParams
 from forerun.server.answers import Account, chat_logprob, head, prompt_logprobs, token_counts
 from forerun.server.call_readers import CallPiece
 from forerun.server.context import ServerContext, dropped_fields
@@ -18,7 +18,7 @@ from forerun.server.conversation import continues, render
 from forerun.server.errors import ApiError
 from forerun.server.functions import old_finish_reason, old_message, with_tools
 from forerun.server.generation import Event, Generation
-from forerun.server.grammar_masks import AfterThinking
+from forerun.server.grammar_masks import AfterThinking, PrefixMask
 from forerun.server.params import check_fields, engine_options, sampling_params, token_limit
 from forerun.server.reasoning import ReasoningSplitter, may_think, starts_inside
 from forerun.server.schema import ChatBody, NamedToolChoice, Tool
@@ -191,7 +191,7 @@ class ChatJob:
         self.grammar_s = perf_counter() - started
         return self._after_thinking(mask)
 
-    def _after_thinking(self, mask: AsyncGrammarMask) -> GrammarMask:
+    def _after_thinking(self, mask: PrefixMask) -> GrammarMask:
         """The mask behind the thinking; from the start where no tokens mark it, which leaves the model no thinking."""
         splitter, token_id = self._splitter, self._context.tokenizer.token_id
         if splitter is None or (end := token_id(splitter.end)) is None:

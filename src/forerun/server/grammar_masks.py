@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from time import monotonic
 
-from forerun.core import AsyncGrammarMask, TokenBits
+from forerun.core import TokenBits
 from forerun.errors import GrammarError
 from forerun.server.grammar_messages import ALL, ASK, common_prefix
 
@@ -124,7 +124,7 @@ _TOO_SLOW = (
 class AfterThinking:
     """A mask for models that may think first: behind the thinking if there is some, else from the first token on."""
 
-    def __init__(self, inner: AsyncGrammarMask, start_id: int | None, end_id: int) -> None:
+    def __init__(self, inner: PrefixMask, start_id: int | None, end_id: int) -> None:
         """`start_id`: the token that opens the thinking; None: the prompt has opened it."""
         self._inner = inner
         self._start_id = start_id
@@ -139,7 +139,7 @@ class AfterThinking:
         return self._or_start(bits) if not output_token_ids and isinstance(bits, TokenBits) else bits
 
     def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
-        """See AsyncGrammarMask."""
+        """See PrefixMask."""
         said = self._said(output_token_ids)
         return said is None or self._inner.ready(said, wait_s)
 

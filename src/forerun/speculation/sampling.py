@@ -13,19 +13,30 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.core import AsyncGrammarMask, Request, SamplingParams, TokenBits
+from forerun.core import GrammarMask, Request, SamplingParams, TokenBits
 from forerun.errors import GrammarError
 
 NEG_INF = float("-inf")
 
 
 WAIT_S = 0.02  # for a mask that is computed beside the engine and that a step can go on without
+
+
+@runtime_checkable
+class AsyncGrammarMask(GrammarMask, Protocol):
+    """A mask computed beside the engine: steps go on without requests whose mask is not there."""
+
+    def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
+        """Whether `allowed` answers at once, perhaps after waiting; has the mask computed if nobody asked for it yet.
+
+        Raises GrammarError if it will never come.
+        """
 
 
 class ShapedRow(NamedTuple):
