@@ -154,7 +154,7 @@ def test_a_damaged_beginning_is_not_kept(hub: FakeHub) -> None:
             r"there is no model 'org/nothing'; tried .* \(it has no org/nothing, or it is private",
         ),
         ("org/empty", "org/empty holds no weights, only README.md"),
-        ("org/gguf:Q2_K", "org/gguf has no Q2_K, it has Q4_K_M, Q8_0: write org/gguf:Q4_K_M"),
+        ("org/gguf:Q2_K", "org/gguf has no Q2_K, it has Q4_K_M, Q8_0"),
     ],
 )
 def test_what_is_not_there(hub: FakeHub, name: str, said: str) -> None:

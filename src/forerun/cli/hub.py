@@ -14,7 +14,7 @@ import typer
 from forerun.cli import chat as chatting
 from forerun.cli import generate as generating
 from forerun.cli import options as opt
-from forerun.cli.console import err, out, print_json, print_note, table
+from forerun.cli.console import out, print_json, print_note, table
 from forerun.cli.engine import downloading
 from forerun.errors import ConfigError
 
@@ -59,9 +59,7 @@ def pull(names: HubNames, json: opt.JsonOption = False) -> None:
     asked = [_hub_name(name) for name in names]
     reports = []
     for name in asked:
-        with err().status(f"asking for {name}"):
-            path = download(name, downloading)
-        reports.append({"model": str(name), "path": str(path)})
+        reports.append({"model": str(name), "path": str(download(name, downloading))})
     if json:
         print_json(reports)
         return

@@ -76,11 +76,8 @@ def choose_files(name: HubName, files: Iterable[str]) -> list[str]:
         found = list(models)
     if not found:
         has = f"has no {name.file}" if name.file else "holds several models"
-        like = suggestion(name.file, models) if name.file else ""
-        first = next(iter(models))
-        raise ModelNotFoundError(
-            f"{name.repository} {has}, it has {', '.join(models)}: write {name.repository}:{first}, for example{like}"
-        )
+        like = suggestion(name.file, models) if name.file else f": write {name.repository}:{next(iter(models))}, say"
+        raise ModelNotFoundError(f"{name.repository} {has}, it has {', '.join(models)}{like}")
     return models[found[0]]
 
 
