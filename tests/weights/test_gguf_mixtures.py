@@ -5,6 +5,7 @@ The logits are those of the same model in safetensors, bit for bit, and transfor
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.errors import CheckpointError, ConfigError, ModelError, UnsupportedError
+from forerun.errors import CheckpointError, ConfigError, ForerunError, ModelError, UnsupportedError
 from forerun.models.loader import load_model, read_config
+from forerun.models.storage import describe_storage
 from tests.models import factory
 from tests.models.factory import DEEPSEEK, DEEPSEEK_YARN, QWEN_EXPERTS, Runner
 
@@ -166,6 +168,29 @@ def test_what_would_be_computed_wrongly_is_refused(case: str, tmp_path: Path) ->
     _, path = make(tmp_path, name, **keys)
     with pytest.raises(ModelError, match=says):
         logits(path)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek2"])
+def test_changed_headers_never_crash(case: str, tmp_path: Path) -> None:
+    _, path = make(tmp_path, case)
+    whole, draw, refused = path.read_bytes(), random.Random(0), 0
+    header = whole.index(b"tokenizer.ggml.model")
+    for _ in range(150):
+        raw, place = bytearray(whole), draw.randrange(header)
+        raw[place : place + 2] = draw.randbytes(2)
+        path.write_bytes(raw)
+        try:
+            load_model(path, factory.make_kernels())
+        except ForerunError as error:
+            refused += 1
+            assert "model.gguf" in str(error) and "\n" not in str(error) and len(str(error)) < 700
+    assert refused > 100
+
+
+def test_stacked_experts_are_told_as_experts(tmp_path: Path) -> None:
+    folder, path = make(tmp_path, "mixtral")
+    of_file, of_folder = (describe_storage(where, {}, 1)["bytes"] for where in (path, folder))
+    assert of_file["experts"] == of_folder["experts"]
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

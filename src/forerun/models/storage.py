@@ -20,7 +20,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "norms": ("norm", "ln_"),
     "output": ("lm_head", "embed_out"),
     "embedding": ("embed", "wte", "wpe"),
-    "experts": ("expert",),
+    "experts": ("expert", "_exps"),  # the latter in GGUF files, stacked
     "attention": ("attn", "attention"),
     "feed-forward": ("mlp", "feed_forward", "ffn", "fc1", "fc2"),
 }

@@ -91,15 +91,15 @@ def _architecture(metadata: Metadata) -> str:
 
 
 def _refuse_unknown(metadata: Metadata, arch: str) -> None:
-    read = f"{_READ} {ARCHITECTURES[arch]}".split()
-    known = {f"{arch}.{key}" for key in (*read, *_INERT.split())}
+    known = {f"{arch}.{key}" for key in f"{_READ} {ARCHITECTURES[arch]} {_INERT}".split()}
     for key in metadata:
         value = metadata.get(key)
         if not key.startswith(f"{arch}.") or key in known or (np.isscalar(value) and not value):
             continue
+        shown = " ".join(repr(value).split())[:60]
         raise UnsupportedError(
-            f"{metadata.path} sets {key} = {str(value)[:60]}, which forerun does not know for the architecture {arch} "
-            f"and which may change what the model computes; known are {', '.join(read)}"
+            f"{metadata.path} sets {repr(key[:80])[1:-1]} = {shown}, which forerun does not know for the architecture "
+            f"{arch} and which may change what the model computes; load the model from its safetensors"
         )
 
 
