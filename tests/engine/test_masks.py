@@ -1,0 +1,102 @@
+"""Masks that come late: the same tokens whenever they come, nobody else waits, and who gets none fails alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from forerun.core import SamplingParams
+from forerun.engine.outputs import RequestGroup
+from forerun.errors import GrammarError
+from tests.support import harness
+from tests.support.toy import ToyModel
+
+VOCAB = 24
+
+
+class Parity:
+    """The parity of allowed tokens alternates with the length of the output."""
+
+    def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int]:
+        return [token for token in range(VOCAB) if token % 2 == len(output_token_ids) % 2]
+
+
+class Late(Parity):
+    """The same mask, but each prefix is there only after it was asked for some random number of times."""
+
+    def __init__(self, seed: int, most: int = 4, never: int | None = None) -> None:
+        self._rng, self._most, self._never = random.Random(seed), most, never
+        self._missing: dict[tuple[int, ...], int] = {}
+        self.num_late = 0
+
+    def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
+        prefix = tuple(output_token_ids)
+        if self._never is not None and len(prefix) >= self._never:
+            raise GrammarError("this mask never comes")
+        missing = self._missing.setdefault(prefix, self._rng.randint(0, self._most))
+        self._missing[prefix] = max(0, missing - 1)
+        self.num_late += missing > 0
+        return missing == 0
+
+    def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int]:
+        if self._never is not None and len(output_token_ids) >= self._never:
+            raise GrammarError("this mask never comes")
+        return super().allowed(output_token_ids)
+
+
+def request(index: int, grammar: Parity | None, **options: float) -> RequestGroup:
+    prompt = [(7 * index + i * i) % VOCAB for i in range(3 + 9 * index)]
+    return harness.request(index, prompt, SamplingParams(max_tokens=24, seed=index, grammar=grammar, **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft", "draft-tree"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_do_not_depend_on_when_masks_come(drafter: str, temperature: float) -> None:
+    expected = [request(i, Parity(), temperature=temperature) for i in range(4)]
+    harness.run(harness.engine("none", model=ToyModel()), expected)
+    for seed in range(3):
+        masks = [Late(seed + i) for i in range(4)]
+        late = [request(i, mask, temperature=temperature) for i, mask in enumerate(masks)]
+        harness.run(harness.engine(drafter, model=ToyModel(), max_num_batched_tokens=16), late)
+        for ours, theirs in zip(late, expected, strict=True):
+            assert ours.output().outputs[0].token_ids == theirs.output().outputs[0].token_ids
+        assert all(mask.num_late > 10 for mask in masks)
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft-tree"])
+def test_masks_hold_whenever_they_come(drafter: str, verification: str) -> None:
+    group = request(1, Late(5))
+    harness.run(harness.engine(drafter, model=ToyModel(), verification=verification), [group])
+    tokens = group.output().outputs[0].token_ids
+    assert len(tokens) == 24 and all(token % 2 == i % 2 for i, token in enumerate(tokens))
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft"])
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_who_gets_no_mask_fails_alone(drafter: str, verification: str) -> None:
+    groups = [request(0, None), request(1, Late(1, never=9)), request(2, Late(2))]
+    made = harness.engine(drafter, model=ToyModel(), verification=verification)
+    harness.run(made, groups)
+    outs = [group.output().outputs[0] for group in groups]
+    assert [out.finish_reason for out in outs] == ["length", "error", "length"]
+    assert isinstance(outs[1].error, GrammarError) and len(outs[1].token_ids) <= 9
+    made.scheduler.check_integrity()
+    assert not made.records and not made.masks._late
+
+
+def test_nobody_waits_for_anothers_mask() -> None:
+    slow, quick = request(0, Late(0, most=0)), request(1, None)
+    slow.samples[0].request.params.grammar._missing[()] = 500  # type: ignore[union-attr]
+    made = harness.engine("ngram", model=ToyModel())
+    made.add(slow)
+    made.add(quick)
+    num_steps = 0
+    while not quick.finished:
+        made.step()
+        num_steps += 1
+    assert num_steps <= 26 and slow.output().outputs[0].token_ids == ()
+    harness.run(made, [])
+    assert len(slow.output().outputs[0].token_ids) == 24
