@@ -100,7 +100,11 @@ def server(model: str, arguments: Sequence[str] = (), command: Sequence[str] = (
         yield _address(process.stderr, lines), process
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
 
 
 def _address(log: Any, lines: list[str]) -> str:
