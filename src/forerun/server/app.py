@@ -105,6 +105,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
 
     app = FastAPI(title="forerun", version=__version__, lifespan=lifespan, separate_input_output_schemas=False)
     app.state.service, app.state.context, app.state.large_bodies = service, context, large
+    app.state.check_body = context.check_body
     app.state.stop = stop
     app.include_router(_router(service, context))
     for kind in (ForerunError, HTTPException, RequestValidationError):
@@ -174,25 +175,21 @@ def _add_generating(router: APIRouter, answer: _Answering, context: ServerContex
     @router.post("/v1/chat/completions", response_class=JSONResponse)
     async def chat_completions(body: ChatBody, request: CheckedRequest) -> Response:
         """Answer a conversation."""
-        context.check_body(body)
         return await answer(request, lambda: ChatJob(context, body), body.stream)
 
     @router.post("/v1/completions", response_class=JSONResponse)
     async def completions(body: CompletionBody, request: CheckedRequest) -> Response:
         """Complete texts."""
-        context.check_body(body)
         return await answer(request, lambda: CompletionJob(context, body), body.stream)
 
     @router.post("/v1/messages", response_class=JSONResponse)
     async def messages(body: MessagesBody, request: CheckedRequest) -> Response:
         """Answer a conversation in Anthropic's format."""
-        context.check_body(body)
         return await answer(request, lambda: MessageJob(context, body), body.stream, named=True)
 
     @router.post("/v1/messages/count_tokens", response_class=JSONResponse)
     async def count_message_tokens(body: CountTokensBody, request: CheckedRequest) -> dict[str, Any]:
         """Tokens of the prompt such a conversation becomes."""
-        context.check_body(body)
         return await request.prepare(lambda: count_tokens(context, body))
 
     @router.post("/v1/embeddings")
@@ -212,7 +209,6 @@ def _add_responses(router: APIRouter, answer: _Answering, context: ServerContext
     @router.post("/v1/responses", response_class=JSONResponse)
     async def responses(body: ResponsesBody, request: CheckedRequest) -> Response:
         """Answer a conversation in the format of OpenAI's Responses API."""
-        context.check_body(body)
         return await answer(request, lambda: ResponseJob(context, store, body), body.stream, named=True)
 
     @router.get("/v1/responses/{response_id}")
@@ -237,13 +233,11 @@ def _add_texts(router: APIRouter, context: ServerContext) -> None:
     @router.post("/tokenize", response_class=JSONResponse)
     async def tokenize(body: TokenizeBody, request: CheckedRequest) -> Response:
         """Token ids of a text or of a conversation."""
-        context.check_body(body)
         return await request.prepare(lambda: JSONResponse(_tokenized(context, body)))
 
     @router.post("/detokenize", response_class=JSONResponse)
     async def detokenize(body: DetokenizeBody, request: CheckedRequest) -> Response:
         """The text of token ids."""
-        context.check_body(body)
         return await request.prepare(lambda: JSONResponse({"prompt": _text(context, body.tokens)}))
 
     @router.get("/tokenizer_info")

@@ -3,7 +3,7 @@
 Knows: JSON, the limits on how much work a body may be, and which thread does it. Does not know: fields (see `schema`).
 
 Parsing and checking hold Python's interpreter. What that costs is bounded by how many objects, lists and named values
-a body may hold, and by stopping at the first error of a list; the few that are large take turns.
+a body may hold, and by stopping at the first error of a list; large ones take turns, with pauses.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter, sleep
 from typing import Any, Final, TypeVar
 
 from fastapi import Request, Response
@@ -23,24 +24,41 @@ from forerun.server.errors import ApiError, validation_error
 
 MAX_PARTS: Final = 1 << 16  # objects, lists and named values of a body, each of which takes some hundred bytes
 LARGE: Final = 64 << 10  # bytes; smaller ones are parsed and checked within a few milliseconds
-NUM_LARGE: Final = 2  # large bodies that are worked on at the same time
+NUM_LARGE: Final = 4  # large bodies of which requests are made at the same time
+MAX_PAUSE_S: Final = 0.25
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # or what is left of one
 Result = TypeVar("Result")
 
 
 class LargeBodies:
-    """The threads that work on large bodies."""
+    """The threads that work on large bodies: one that parses, as long again doing nothing, and some for the rest."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(NUM_LARGE, "forerun-large-body")
+        self._parser = ThreadPoolExecutor(1, "forerun-parser")
+        self._others = ThreadPoolExecutor(NUM_LARGE, "forerun-large-body")
+        self._rested_s = 0.0  # when the parser may go on; its thread only
 
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, once it is its turn."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def parse(self, work: Callable[[], Result]) -> Result:
+        """The result of `work`, which holds the interpreter."""
+        return await asyncio.get_running_loop().run_in_executor(self._parser, self._paced, work)
+
+    async def prepare(self, work: Callable[[], Result]) -> Result:
+        """The result of `work`, which mostly waits or computes outside of the interpreter."""
+        return await asyncio.get_running_loop().run_in_executor(self._others, work)
+
+    def _paced(self, work: Callable[[], Result]) -> Result:
+        sleep(max(0.0, self._rested_s - perf_counter()))
+        started = perf_counter()
+        try:
+            return work()
+        finally:
+            now = perf_counter()
+            self._rested_s = now + min(now - started, MAX_PAUSE_S)
 
     def close(self) -> None:
         """Let go of the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._parser, self._others):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 class CheckedRequest(Request):
@@ -49,17 +67,19 @@ class CheckedRequest(Request):
     kind: type[BaseModel] | None = None
 
     async def json(self) -> Any:
-        """The parsed body, checked."""
+        """The parsed body, checked, by `check_body` of the application too."""
         raw = await self.body()
-        if len(raw) > LARGE:
-            return await self._large.run(lambda: parse(raw, self.kind))
-        return parse(raw, self.kind)
+        return await self._large.parse(lambda: self._checked(raw)) if len(raw) > LARGE else self._checked(raw)
+
+    def _checked(self, raw: bytes) -> Any:
+        value = parse(raw, self.kind)
+        self.app.state.check_body(value)
+        return value
 
     async def prepare(self, work: Callable[[], Result]) -> Result:
         """The result of `work` on the body, which takes a while."""
-        if len(await self.body()) > LARGE:
-            return await self._large.run(work)
-        return await asyncio.to_thread(work)
+        is_large = len(await self.body()) > LARGE
+        return await (self._large.prepare(work) if is_large else asyncio.to_thread(work))
 
     @property
     def _large(self) -> LargeBodies:

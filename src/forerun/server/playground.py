@@ -6,7 +6,6 @@ them. Whatever the model wrote travels as JSON text; the page puts it in as text
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 from collections.abc import AsyncGenerator, Sequence
 from importlib.resources import files
@@ -17,6 +16,7 @@ from fastapi import APIRouter, Response
 
 from forerun.engine.outputs import StepTrace
 from forerun.server.answers import Account, token_bytes, token_text
+from forerun.server.bodies import CheckedRequest
 from forerun.server.chat import ChatJob
 from forerun.server.context import ServerContext
 from forerun.server.generation import EventStream, Generation
@@ -58,11 +58,10 @@ def add_playground(router: APIRouter, service: EngineService, context: ServerCon
         _add_file(router, path, name, media_type)
 
     @router.post(STREAM_PATH, include_in_schema=False)
-    async def stream(body: PlaygroundBody) -> Response:
+    async def stream(body: PlaygroundBody, request: CheckedRequest) -> Response:
         """Answer a conversation step by step."""
-        context.check_body(body)
         service.check_room(1)
-        job = await asyncio.to_thread(TracedChat, context, body)
+        job = await request.prepare(lambda: TracedChat(context, body))
         generation = Generation(service, job.chat.groups, job.chat.constrained)
         return EventStream(generation, job.chunks(generation))
 
