@@ -174,6 +174,20 @@ def test_an_unknown_type_is_not_answered_with_all_types(gpt2: Path, kernels: Ker
     assert "configuration_chatglm.Config" in said and "runs no code of checkpoints (trust_remote_code)" in said
 
 
+def test_the_code_of_a_tokenizer_is_neither_run_nor_offered(
+    folder: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers would ask on the terminal, and run it after a yes."""
+    monkeypatch.setattr("builtins.input", lambda *prompt: "y")
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text("{}")
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    mark = folder.parent / "ran"
+    (folder / "tokenization_own.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Own: pass\n")
+    assert "supply a tokenizer.json" in refused(folder, kernels) and not mark.exists()
+
+
 @pytest.mark.parametrize(
     ("model_type", "says"),
     [

@@ -270,9 +270,12 @@ def _through_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str,
     from transformers import AutoTokenizer
 
     try:
-        converted = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        converted = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # anything from a missing library to a damaged file
-        raise CheckpointError(f"transformers cannot read the tokenizer of {folder}: {error}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"transformers cannot read the tokenizer of {folder} ({reason}); supply a {TOKENIZER_FILE}"
+        ) from error
     backend = getattr(converted, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise CheckpointError(
