@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import time
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +14,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 pytest.importorskip("gguf")
-pytest.importorskip("aiohttp")
+web: Any = pytest.importorskip("aiohttp.web")
 
 
 @pytest.fixture
@@ -29,6 +31,64 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import serving_peers
 
     return serving_peers
+
+
+@pytest.fixture
+def hostile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import hostile
+
+    return hostile
+
+
+# -- hostile ----------------------------------------------------------------------------------------------------
+
+
+def test_what_hostile_clients_may_do_to_others(hostile: Any) -> None:
+    calm = {"health_worst_s": 0.2, "small_worst_s": 0.9, "looks": {"200": 7, "503": 0}, "still_running": 0}
+    assert list(hostile.failures(calm, 1.0)) == []
+    harmed = {"health_worst_s": 1.2, "small_worst_s": 9.0, "looks": {"200": 7, "503": 2}, "still_running": 1}
+    found = list(hostile.failures({**calm, **harmed}, 1.0))
+    assert found == ["health took 1.2 s", "small took 9.0 s", "2 times 503", "1 requests still run for nobody"]
+
+
+@pytest.mark.parametrize("name", ["regex", "errors", "long_texts", "slow_grammar", "work_per_token", "vanishing"])
+def test_every_attack_is_requests_a_server_would_read(hostile: Any, name: str) -> None:
+    asks = hostile.ATTACKS[name].asks("http://127.0.0.1:9")  # nobody listens there
+    assert asks and all(ask.path in ("/v1/completions", "/v1/chat/completions", "/tokenize") for ask in asks)
+    assert all(50 < len(ask.body) <= 8 << 20 for ask in asks)
+    assert {ask.hangs_up for ask in asks} == {name == "vanishing"}
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+def test_others_are_watched_while_an_attack_lasts(hostile: Any, stalls: bool) -> None:
+    """A server whose event loop stands still for a moment, once, is found out."""
+
+    async def small(request: web.Request) -> web.Response:
+        if stalls and not stalled:
+            stalled.append(True)
+            time.sleep(0.7)
+        return web.json_response({})
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"running": 0, "waiting": 0})
+
+    async def scenario() -> Any:
+        app = web.Application()
+        app.add_routes([web.post("/v1/completions", small), web.get("/health", health)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        given = argparse.Namespace(seconds=1.0, clients=1)
+        try:
+            return await hostile.watched(f"http://127.0.0.1:{runner.addresses[0][1]}", "m", "connections", given)
+        finally:
+            await runner.cleanup()
+
+    stalled: list[bool] = []
+    row = asyncio.run(scenario())
+    assert row["told"]["opened"] > 0 and row["looks"]["200"] > 5
+    assert bool(list(hostile.failures(row, 0.6))) == stalls
 
 
 # -- soak -------------------------------------------------------------------------------------------------------
