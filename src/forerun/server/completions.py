@@ -69,12 +69,13 @@ class CompletionJob:
         others = {"max_tokens": self._max_tokens, **logprobs}
         context.check_samples((body.n or 1) * len(prompts_of(body)))
         self._prompts = [self._encode(prompt) for prompt in prompts_of(body)]
-        self.groups = []
-        for prompt in self._prompts:
-            mask = self._mask(options.get("deadline_s"))
-            params = sampling_params(body, context.llm.loaded.sampling, **others, grammar=mask)
-            self.constrained = context.is_constrained(params)
-            self.groups.append(context.llm.prepare(prompt, params, **options))
+        masks = [self._mask(options.get("deadline_s")) for _ in self._prompts]
+        params = sampling_params(body, context.llm.loaded.sampling, **others, grammar=masks[0])
+        self.constrained = context.is_constrained(params)
+        self.groups = [
+            context.llm.prepare(prompt, replace(params, grammar=mask), **options)
+            for prompt, mask in zip(self._prompts, masks, strict=True)
+        ]
         self._num_samples = params.n
         self._choices = [self._choice(i) for i in range(params.n * len(self._prompts))]
         self._account = Account(
