@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from forerun.bench.report import NOISE, decode_gain, gain, spread
+
 RESULTS = Path(__file__).with_name("results")
 TEMPERATURES = ("0", "1")
 
@@ -55,19 +57,22 @@ def markdown(runs: list[dict[str, Any]]) -> str:
     place = f"{machine['cpu']}, {machine['cores']} cores, {', '.join(machine['isa'])}, commit {machine['commit']}"
     commands = "\n".join(run["command"] for run in runs)
     tables = [all_prompts(runs), *(categories(run["report"]) for run in runs)]
-    return "\n\n".join([*tables, f"{place}, {machine['date']}:", f"```\n{commands}\n```"])
+    return "\n\n".join([*tables, f"{NOISE}.", f"{place}, {machine['date']}:", f"```\n{commands}\n```"])
 
 
 def all_prompts(runs: list[dict[str, Any]]) -> str:
     """A row a temperature and drafter."""
-    lines = ["| temperature | drafter | tokens/s | speed-up | decoding alone | tokens a step | identical |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = [
+        "| temperature | drafter | tokens/s | speed-up | 95% interval | decoding alone | tokens a step | identical |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for report in (run["report"] for run in runs):
         for row in report["rows"]:
-            decoding = report["details"][row["drafter"]]["decode_speedup"]
+            decoding = decode_gain(report["details"][row["drafter"]])
             lines.append(
-                f"| {report['temperature']:g} | `{row['drafter']}` | {row['tokens_per_s']:.0f} | {row['speedup']:.2f}x "
-                f"| {decoding:.2f}x | {row['acceptance_length']:.2f} | {'yes' if row['identical'] else 'NO'} |"
+                f"| {report['temperature']:g} | `{row['drafter']}` | {row['tokens_per_s']:.0f} | {gain(row)} "
+                f"| {spread(row)} | {decoding} | {row['acceptance_length']:.2f} "
+                f"| {'yes' if row['identical'] else 'NO'} |"
             )
     return "\n".join(lines)
 
@@ -78,9 +83,8 @@ def categories(report: dict[str, Any]) -> str:
     lines = [f"| T = {report['temperature']:g} | {' | '.join(f'`{name}`' for name in drafters)} |"]
     lines.append("|---" * (len(drafters) + 1) + "|")
     for category, rows in report["categories"].items():
-        speedups = {row["drafter"]: row["speedup"] for row in rows}
         details = report["category_details"][category]
-        cells = [f"{speedups[name]:.2f}x ({details[name]['decode_speedup']:.2f}x)" for name in drafters]
+        cells = [f"{gain(row)} ({decode_gain(details[row['drafter']])})" for row in rows if row["drafter"] != "none"]
         lines.append(f"| {category} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

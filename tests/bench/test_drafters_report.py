@@ -51,6 +51,7 @@ class Drafting(FakeLLM):
             for step in range(6):
                 stats.trees.count([1, 2], [1, 2] if step % 2 else [1])
             stats.drafters["fast|er"] = DrafterCount().add(stats.trees)
+            stats.num_steps = stats.num_tokens // 2
             stats.draft_s = 0.1 * (stats.ttft_s + stats.decode_s)
         return outputs
 
@@ -160,8 +161,11 @@ def test_json_markdown_and_html_hold_the_figures(tmp_path: Path) -> None:
     kept = json.loads(paths[0].read_text("utf-8"))
     assert [run["temperature"] for run in kept["runs"]] == [0.0, 1.0] and kept["pass_ms"] == {"1": 2.0, "4": 3.0}
     text = paths[1].read_text("utf-8")
-    row = "| fast\\|er | 200.0 | 2.00x | 2.00x | 1.00 | 100% | 50% | 25% | 10% | yes |"
-    assert row in text and "| fixed 2 | 250.0 | 2.50x | 2.50x | 1.00 | 100% | 50% | 25% | 10% | NO |" in text
+    row = "| fast\\|er | 200.0 | 2.00x | 2.00-2.00 | 1.71x | 2.00 | 100% | 50% | 25% | 10% | yes |"
+    assert row in text
+    assert "| fixed 2 | 250.0 | 2.50x | 2.50-2.50 | 2.14x | 2.00 | 100% | 50% | 25% | 10% | NO |" in text
+    assert "| fast\\|er | 2.00x (1.71x) | 2.00x (1.71x) |" in text
+    assert "~: within noise" in text and "matplotlib" not in text
     assert "| all | fast\\|er | 2.00x | fixed 2 | 2.50x | 0.80 |" in text and "| mtp | has no module |" in text
     assert "| 4 | 3.000 | 1.50x |" in text and "![A picture](a.png)" in text and "1 were longer" in text
 
@@ -182,9 +186,24 @@ def test_pictures_are_drawn_of_what_the_policy_leads() -> None:
     assert all(picture.png.startswith(PNG) and len(picture.png) > 5000 for picture in pictures)
 
 
-def test_without_matplotlib_there_are_no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_there_are_no_pictures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(report_pictures, "find_spec", lambda name: None)
-    assert report_pictures.draw(a_report(**{"fast|er": Drafting(0.005), "fixed 2": Drafting()})) == []
+    report = a_report(**{"fast|er": Drafting(0.005), "fixed 2": Drafting()})
+    assert report_pictures.draw(report) == []
+    paths = write(tmp_path, report, [])
+    assert [path.name for path in paths] == ["report.json", "report.md", "report.html"]
+    for path in paths[1:]:
+        assert "no pictures: matplotlib is not installed" in path.read_text("utf-8").lower()
+
+
+def test_ticks_at_depths_and_rows_are_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    figures = {}
+    monkeypatch.setattr(report_pictures, "_picture", lambda title, file, figure: figures.setdefault(file, figure))
+    report_pictures.draw(a_report(**{"fast|er": Drafting(0.005), "fixed 2": Drafting()}))
+    for file in ("depth-t0.png", "cost.png"):
+        ticks = figures[file].axes[0].get_xticks()
+        assert len(ticks) > 1 and all(tick == int(tick) for tick in ticks), (file, ticks)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -45,6 +45,18 @@ def test_a_report_is_written(run_json: Any, questions: str, tmp_path: Path) -> N
     assert {"report.html", "report.md"} <= {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize("columns", [80, 60, 40])
+def test_tables_fit_narrow_terminals(
+    run: Any, questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    many = ("--drafters", "ngram,portfolio=suffix+draft+recycling", *SHORT)
+    for command in (("speed", "--prompts", questions), ("drafters", "--suite", questions, "--out", str(tmp_path))):
+        shown = run("bench", *command, *many).stdout.partition("report:")[0]
+        assert "…" not in shown and max(map(len, shown.splitlines())) <= columns
+        assert "~" in shown or "0." in shown
+
+
 def test_rules_are_compared(run: Any, questions: str, tmp_path: Path) -> None:
     options = ("--suite", questions, "--drafters", "draft", "--rules", "--limit", "1", "--temperature", "1")
     lines = run("bench", "drafters", *options, *SHORT, "--out", str(tmp_path)).stdout.splitlines()

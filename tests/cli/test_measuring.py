@@ -16,7 +16,9 @@ from forerun.quantize.run import quantize_model
 from forerun.quantize.settings import QuantizeSettings
 from tests.models.factory import make_checkpoint, make_kernels, random_hf_model, save_checkpoint
 
-ROW = {"drafter", "tokens_per_s", "speedup", "acceptance_length", "identical"}
+ROW = {
+    "drafter", "tokens_per_s", "speedup", "speedup_interval", "within_noise", "acceptance_length", "identical",
+}  # fmt: skip
 CHECK = {
     "drafter", "temperature", "num_prompts", "num_tokens", "num_steps", "acceptance_length", "differences",
 }  # fmt: skip
@@ -101,7 +103,9 @@ def test_the_precision_of_the_cache_reaches_the_engines(
 def test_bench_table(run: Any, prompts: str) -> None:
     options = ("--prompts", prompts, "--max-tokens", "4", "--repeats", "1", "--limit", "1", "-t", "1")
     lines = run("bench", "speed", "--drafters", "ngram", *options).stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:4]] == ["drafter", "none", "ngram"]
+    assert [line.split()[0] for line in lines[2:5]] == ["drafter", "none", "ngram"]
+    assert [line.split()[3] for line in lines[3:5]] == ["-", "-"]  # a single measurement has no interval
+    assert lines[3].split()[2] == "1.00x" and lines[4].split()[2].startswith("~")
 
 
 def test_a_bad_prompt_file_is_named_with_its_line(run: Any, tmp_path: Path) -> None:

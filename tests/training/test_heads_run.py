@@ -24,7 +24,7 @@ from forerun.errors import ConfigError, DataError, ForerunError, ResourceError, 
 from forerun.training.chat import END_OF_TEXT
 from forerun.training.checkpoint import read_checkpoint
 from forerun.training.export import export_model
-from forerun.training.heads import answers, capture, sequences
+from forerun.training.heads import answers, capture, plots, sequences
 from forerun.training.heads.capture import progress_of
 from forerun.training.heads.config import HeadJob, HeadRecipe, load_head_recipe
 from forerun.training.heads.console import HeadConsole
@@ -140,6 +140,15 @@ def test_interrupted_equals_uninterrupted_and_the_loss_falls(kind: str, target: 
     assert metrics["acceptance_length"] >= 1 and len(history[-1]["acceptance_by_depth"]) == 2
     assert load_file(tmp_path / "whole" / "export" / "model.safetensors")
     assert json.loads((tmp_path / "whole" / "export" / "config.json").read_text())["hidden_size"] in (16, 32)
+
+
+def test_without_matplotlib_a_run_says_that_there_is_no_picture(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    train_head(recipe_of("medusa", tmp_path), job_of(target, tmp_path / "run"), HeadConsole())
+    assert "no loss.png: matplotlib is not installed" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "loss.png").exists()
 
 
 def test_exported_eagle3_says_what_it_is(target: Path, tmp_path: Path) -> None:

@@ -18,6 +18,11 @@ from forerun.errors import ConfigError
 
 MAX_DEPTHS: Final = 6  # columns of acceptance by depth
 MIN_STEPS: Final = 5  # a depth reached less often says nothing
+NOISE: Final = (
+    "~: within noise. The 95% interval (Student's t over log ratios, over prompts; over repeats of a single one) holds "
+    "1.00, there was one measurement only, or steps brought no more than one token"
+)
+NO_PICTURES: Final = "there are no pictures: matplotlib is not installed (pip install 'forerun[bench]')"
 
 STYLE: Final = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }
@@ -102,6 +107,8 @@ def write(folder: Path, report: Mapping[str, Any], pictures: Sequence[Picture]) 
     """Write report.json, report.md, report.html and the pictures -> their paths. Raises ConfigError if it cannot."""
     title = f"Drafters of {report['model']}"
     parts = [*_parts(report), *pictures]
+    if not pictures:
+        parts.append(Text(NO_PICTURES.capitalize() + "."))
     texts = {
         "report.json": json.dumps(report, ensure_ascii=False, indent=1, allow_nan=False) + "\n",
         "report.md": "\n\n".join((f"# {title}", *(part.markdown() for part in parts))) + "\n",
@@ -141,6 +148,7 @@ def _page(title: str, parts: Sequence[Part]) -> str:
 
 def _parts(report: Mapping[str, Any]) -> Iterator[Part]:
     yield Text(summary(report))
+    yield Text(NOISE + ".")
     for run in report["runs"]:
         yield drafter_table(run, f"Temperature {run['temperature']:g}, all prompts")
     for run in report["runs"]:
@@ -161,7 +169,8 @@ def summary(report: Mapping[str, Any]) -> str:
     left = f" ({report['num_too_long']} were longer than the context)" if report["num_too_long"] else ""
     return (
         f"{report['num_prompts']} prompts of {report['suite']}{left}, up to {report['max_tokens']} tokens each, "
-        f"{report['repeats']} times, drafters taking turns prompt by prompt; medians. Verification: "
+        f"{report['repeats']} times, drafters taking turns prompt by prompt. Tokens/s are medians over prompts, "
+        f"speed-ups geometric means over prompts of the median over repeats. Verification: "
         f"{report['verification']}. {machine['cpu']}, {machine['cores']} cores, {', '.join(machine['isa'])}, "
         f"forerun {machine['forerun']}, commit {machine['commit']}, {machine['date']}."
     )
@@ -170,7 +179,7 @@ def summary(report: Mapping[str, Any]) -> str:
 def drafter_table(run: Mapping[str, Any], title: str) -> Table:
     """A row a drafter: speed with prefill, decoding alone, how far drafts went, what they cost."""
     depths = min(MAX_DEPTHS, max(len(_shown(detail)) for detail in run["details"].values()))
-    header = ("drafter", "tokens/s", "speed-up", "decoding", "acceptance length",
+    header = ("drafter", "tokens/s", "speed-up", "95% interval", "decoding", "acceptance length",
               *(f"depth {depth}" for depth in range(1, depths + 1)), "wasted", "draft share", "identical")  # fmt: skip
     return Table(title, header, [_drafter_row(row, run["details"][row["drafter"]], depths) for row in run["rows"]])
 
@@ -180,8 +189,9 @@ def _drafter_row(row: Mapping[str, Any], detail: Mapping[str, Any], depths: int)
     return [
         row["drafter"] + (f" ({detail['num_failed']} failed)" if detail["num_failed"] else ""),
         f"{row['tokens_per_s']:.1f}",
-        f"{row['speedup']:.2f}x",
-        f"{detail['decode_speedup']:.2f}x",
+        gain(row),
+        spread(row),
+        decode_gain(detail),
         f"{row['acceptance_length']:.2f}",
         *reached,
         *["-"] * (depths - len(reached)),
@@ -189,6 +199,26 @@ def _drafter_row(row: Mapping[str, Any], detail: Mapping[str, Any], depths: int)
         f"{detail['draft_share']:.0%}",
         {True: "yes", False: "NO", None: "-"}[row["identical"]],
     ]
+
+
+def gain(row: Mapping[str, Any]) -> str:
+    """A row's speed-up, marked where it is within noise."""
+    return _times(row["speedup"], row["within_noise"])
+
+
+def decode_gain(detail: Mapping[str, Any]) -> str:
+    """The same of decoding alone."""
+    return _times(detail["decode_speedup"], detail["decode_within_noise"])
+
+
+def _times(ratio: float, within_noise: bool) -> str:
+    return f"{'~' * within_noise}{ratio:.2f}x"
+
+
+def spread(row: Mapping[str, Any]) -> str:
+    """The confidence interval of a row's speed-up."""
+    interval = row["speedup_interval"]
+    return "-" if interval is None else "{:.2f}-{:.2f}".format(*interval)
 
 
 def _shown(detail: Mapping[str, Any]) -> list[float]:
@@ -206,9 +236,9 @@ def category_table(run: Mapping[str, Any]) -> Table:
     names = list(run["categories"])
     rows = []
     for index, row in enumerate(run["rows"]):
-        own = [run["categories"][name][index]["speedup"] for name in names]
-        decoding = [run["category_details"][name][row["drafter"]]["decode_speedup"] for name in names]
-        rows.append([row["drafter"], *(f"{a:.2f}x ({b:.2f}x)" for a, b in zip(own, decoding, strict=True))])
+        own = [gain(run["categories"][name][index]) for name in names]
+        decoding = [decode_gain(run["category_details"][name][row["drafter"]]) for name in names]
+        rows.append([row["drafter"], *(f"{a} ({b})" for a, b in zip(own, decoding, strict=True))])
     return Table(
         f"Temperature {run['temperature']:g}, speed-up by category (decoding alone)", ("drafter", *names), rows
     )

@@ -58,25 +58,37 @@ def _new(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
+def _new_over_counts(width: float, height: float) -> tuple[Figure, Axes]:
+    """The same, with whole numbers at the horizontal axis."""
+    from matplotlib.ticker import MaxNLocator  # an optional dependency
+
+    figure, axes = _new(width, height)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    return figure, axes
+
+
 def _speedups(run: Mapping[str, Any], names: Sequence[str]) -> Figure:
     """A group of bars a category, a bar a drafter, and a line where plain decoding is."""
     groups = {"all": run["rows"], **run["categories"]}
     figure, axes = _new(max(7.0, 0.28 * len(groups) * (len(names) + 2)), 4.2)
     width = BARS_WIDTH / len(names)
     for place, name in enumerate(names):
-        heights = [next(row["speedup"] for row in rows if row["drafter"] == name) for rows in groups.values()]
+        bars = [next(row for row in rows if row["drafter"] == name) for rows in groups.values()]
+        heights = [row["speedup"] for row in bars]
+        ends = [row["speedup_interval"] or (row["speedup"],) * 2 for row in bars]
+        spreads = [[abs(end[side] - height) for end, height in zip(ends, heights, strict=True)] for side in (0, 1)]
         left = [group - BARS_WIDTH / 2 + (place + 0.5) * width for group in range(len(groups))]
-        axes.bar(left, heights, width, label=name)
+        axes.bar(left, heights, width, label=name, yerr=spreads, error_kw={"linewidth": 0.6})
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(groups)), list(groups), rotation=20, ha="right")
-    axes.set_ylabel("times plain decoding")
+    axes.set_ylabel("times plain decoding, with 95% intervals")
     figure.legend(fontsize="small", loc="outside right upper")
     return figure
 
 
 def _depths(run: Mapping[str, Any], names: Sequence[str]) -> Figure:
     """A line a drafter over the depths that were reached often enough."""
-    figure, axes = _new(7.0, 4.2)
+    figure, axes = _new_over_counts(7.0, 4.2)
     for name in names:
         detail = run["details"][name]
         shown = [
@@ -94,7 +106,7 @@ def _depths(run: Mapping[str, Any], names: Sequence[str]) -> Figure:
 
 def _costs(pass_ms: Mapping[int, float]) -> Figure:
     """Milliseconds over rows, and what as many passes over one row would take."""
-    figure, axes = _new(7.0, 4.2)
+    figure, axes = _new_over_counts(7.0, 4.2)
     rows, one = list(pass_ms), pass_ms[min(pass_ms)]
     axes.plot(rows, list(pass_ms.values()), "o-", label="one pass")
     axes.plot(rows, [one] * len(rows), "--", color="grey", label="one row")

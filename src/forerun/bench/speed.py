@@ -3,9 +3,10 @@
 Knows: how to measure on a noisy machine. Does not know: files, terminals, how an engine works.
 
 The drafters take turns prompt by prompt, in a rotating order, so that a slow minute of the machine hits all of them.
-A prompt's time is its requests' time from arrival to the last token (prefill included), the median over repeats.
-A speed-up is taken within a round of one prompt (plain time over the drafter's time, in seconds a token), and what
-is reported is the median over rounds, then over prompts.
+A prompt's time is its requests' time from arrival to the last token (prefill included). A speed-up is taken within a
+round of one prompt (plain time over the drafter's time, in seconds a token): the median over a prompt's rounds, then
+the geometric mean over prompts, with its confidence interval (`bench.interval`). Of a single prompt, the mean and the
+interval are over its rounds, and say nothing of other prompts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from forerun.bench.conversation import run_cases
+from forerun.bench.interval import Interval, geometric_mean, interval_of
 from forerun.bench.prompts import PromptCase
 from forerun.core import CompletionOutput, DrafterCount, RequestStats, SamplingParams
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from forerun.llm import LLM
 
 PLAIN = "none"
+ONE_A_STEP = 1.005  # tokens a step that are printed as 1.00
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +79,18 @@ def decode_tokens(stats: RequestStats) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """One line of the report; `identical` is None where another sample is to be expected (rejection rule, T > 0)."""
+    """One line of the report.
+
+    speedup_interval: at 95 % confidence; None for plain decoding, and where there was a single measurement.
+    within_noise: the speed-up may as well be none.
+    identical: None where another sample is to be expected (rejection rule, T > 0).
+    """
 
     drafter: str
     tokens_per_s: float
     speedup: float
+    speedup_interval: Interval | None
+    within_noise: bool
     acceptance_length: float
     identical: bool | None
 
@@ -95,6 +105,8 @@ class SpeedDetail:
     accepted: int
     decode_tokens_per_s: float
     decode_speedup: float
+    decode_interval: Interval | None
+    decode_within_noise: bool
     slowest_speedup: float  # of a single prompt
     fastest_speedup: float
     draft_share: float  # of the time, prefill included
@@ -105,6 +117,7 @@ class SpeedDetail:
 
 Rounds = list[list[dict[str, Run]]]  # case -> repeat -> drafter -> run
 Step = Callable[[int], None]
+Figure = Callable[[dict[str, Run]], float]
 
 
 def measure(
@@ -143,13 +156,15 @@ def rows(rounds: Rounds, compare: bool) -> list[SpeedRow]:
 
 
 def _row(name: str, rounds: Rounds, compare: bool) -> SpeedRow:
-    runs = [runs_by_name[name] for repeats in rounds for runs_by_name in repeats]
     same = all(r[name].token_ids == r[PLAIN].token_ids for repeats in rounds for r in repeats)
+    speedup, interval, within_noise = _gain(name, rounds, _speedup(name))
     return SpeedRow(
         drafter=name,
         tokens_per_s=round(median(_per_case(rounds, lambda r: _rate(r[name].num_tokens, r[name].seconds))), 2),
-        speedup=round(median(_speedups(name, rounds)), 3),
-        acceptance_length=round(_rate(sum(run.num_tokens for run in runs), sum(run.num_steps for run in runs)), 3),
+        speedup=speedup,
+        speedup_interval=interval,
+        within_noise=within_noise,
+        acceptance_length=round(_acceptance_length(name, rounds), 3),
         identical=same if compare else None,
     )
 
@@ -157,7 +172,8 @@ def _row(name: str, rounds: Rounds, compare: bool) -> SpeedRow:
 def detail(name: str, rounds: Rounds) -> SpeedDetail:
     """The figures behind a drafter's row."""
     runs = [repeats[0][name] for repeats in rounds]
-    speedups = _speedups(name, rounds)
+    speedups = _per_case(rounds, _speedup(name))
+    decode_speedup, decode_interval, decode_within_noise = _gain(name, rounds, _decode_speedup(name))
     depths = total_count(run.trees for run in runs).depths
     return SpeedDetail(
         num_prompts=len(rounds),
@@ -165,9 +181,9 @@ def detail(name: str, rounds: Rounds) -> SpeedDetail:
         drafted=sum(run.drafted for run in runs),
         accepted=sum(run.accepted for run in runs),
         decode_tokens_per_s=round(median(_per_case(rounds, lambda r: _decode_rate(r[name]))), 2),
-        decode_speedup=round(
-            median(_per_case(rounds, lambda r: _over(_decode_rate(r[name]), _decode_rate(r[PLAIN])))), 3
-        ),
+        decode_speedup=decode_speedup,
+        decode_interval=decode_interval,
+        decode_within_noise=decode_within_noise,
         slowest_speedup=round(min(speedups), 3),
         fastest_speedup=round(max(speedups), 3),
         draft_share=round(median(_per_case(rounds, lambda r: _rate(r[name].draft_s, r[name].seconds))), 4),
@@ -177,11 +193,36 @@ def detail(name: str, rounds: Rounds) -> SpeedDetail:
     )
 
 
-def _speedups(name: str, rounds: Rounds) -> list[float]:
-    return _per_case(rounds, lambda r: _over(_pace(r[PLAIN]), _pace(r[name])))
+def _speedup(name: str) -> Figure:
+    return lambda runs: _over(_pace(runs[PLAIN]), _pace(runs[name]))
 
 
-def _per_case(rounds: Rounds, figure: Callable[[dict[str, Run]], float]) -> list[float]:
+def _decode_speedup(name: str) -> Figure:
+    return lambda runs: _over(_decode_rate(runs[name]), _decode_rate(runs[PLAIN]))
+
+
+def _gain(name: str, rounds: Rounds, ratio: Figure) -> tuple[float, Interval | None, bool]:
+    """The mean of a ratio to plain decoding, its interval, and whether it is within noise.
+
+    A step takes no less time for checking drafts, so where it brings one token a gain is noise whatever its interval.
+    """
+    if name == PLAIN:
+        return 1.0, None, False
+    ratios = _per_case(rounds, ratio) if len(rounds) > 1 else [ratio(runs) for runs in rounds[0]]
+    speedup, interval = geometric_mean(ratios), interval_of(ratios)
+    impossible = speedup > 1 and _acceptance_length(name, rounds) < ONE_A_STEP
+    if interval is None:
+        return round(speedup, 3), None, True
+    low, high = interval
+    return round(speedup, 3), (round(low, 3), round(high, 3)), impossible or low <= 1 <= high
+
+
+def _acceptance_length(name: str, rounds: Rounds) -> float:
+    runs = [runs_by_name[name] for repeats in rounds for runs_by_name in repeats]
+    return _rate(sum(run.num_tokens for run in runs), sum(run.num_steps for run in runs))
+
+
+def _per_case(rounds: Rounds, figure: Figure) -> list[float]:
     """A figure of every case: the median over its repeats."""
     return [median(figure(runs) for runs in repeats) for repeats in rounds]
 

@@ -48,7 +48,7 @@ def speed(
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
 ) -> None:
-    """Measure tokens per second of each drafter, interleaved prompt by prompt; medians."""
+    """Measure tokens per second of each drafter, interleaved prompt by prompt, and speed-ups with their intervals."""
     wanted = opt.names(drafters)
     check_drafters(wanted)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
@@ -110,12 +110,15 @@ def _on_terminal() -> bool:
 
 
 def _show(report: dict[str, Any]) -> None:
+    from forerun.bench.report import NOISE
+
     console = out()
     title = f"{report['model']}, {report['num_prompts']} prompts, temperature {report['temperature']:g}"
     console.print(_table(report["rows"], report["details"], title))
     for category, rows in report.get("categories", {}).items():
         console.print()
         console.print(_table(rows, report["category_details"][category], category))
+    print_note(NOISE)
     machine = report["machine"]
     print_note(f"{machine['cpu']}, {machine['cores']} cores, {', '.join(machine['isa'])}, commit {machine['commit']}")
     if report["num_too_long"]:
@@ -124,12 +127,14 @@ def _show(report: dict[str, Any]) -> None:
 
 def _table(rows: Sequence[dict[str, Any]], details: dict[str, dict[str, Any]], title: str) -> Any:
     """Speed and speed-up with the prefill, then of decoding alone."""
-    result = table("drafter", "tokens/s", "speed-up", "decoding", "tokens a step", "identical", title=title)
+    from forerun.bench.report import decode_gain, gain, spread
+
+    columns = ("drafter", "tokens/s", "speed-up", "95%\ninterval", "decoding", "tokens\na step", "identical")
+    result = table(*columns, title=title)
     for row in rows:
         same = {True: "yes", False: "NO", None: "-"}[row["identical"]]
-        decoding = f"{details[row['drafter']]['decode_speedup']:.2f}x"
-        figures = (f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}x", decoding, f"{row['acceptance_length']:.2f}")
-        result.add_row(row["drafter"], *figures, same)
+        figures = (gain(row), spread(row), decode_gain(details[row["drafter"]]), f"{row['acceptance_length']:.2f}")
+        result.add_row(row["drafter"], f"{row['tokens_per_s']:.1f}", *figures, same)
     return result
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from forerun.bench.drafters import Entrant
     from forerun.llm import LLM
 
-COLUMNS = ("drafter", "tokens/s", "speed-up", "decoding", "acceptance length", "draft share", "identical")
+COLUMNS = ("drafter", "tokens/s", "speed-up", "95% interval", "decoding", "acceptance length", "identical")
 AUTO, OWN, SPEC_BENCH = "auto", "own", "spec-bench"
 
 
@@ -169,27 +169,28 @@ def _check_some(engines: dict[str, LLM], left_out: dict[str, str]) -> None:
 
 
 def _write(folder: Path, report: dict[str, Any]) -> list[Path]:
-    from forerun.bench.report import write
-    from forerun.bench.report_pictures import can_draw, draw
+    from forerun.bench.report import NO_PICTURES, write
+    from forerun.bench.report_pictures import draw
 
-    if not can_draw():
-        print_note("the report has no pictures: matplotlib is not installed (pip install 'forerun[bench]')")
-    return write(folder, report, draw(report))
+    pictures = draw(report)
+    if not pictures:
+        print_note(NO_PICTURES)
+    return write(folder, report, pictures)
 
 
 def _show(report: dict[str, Any], paths: Sequence[Path]) -> None:
     """The first table of each temperature, and where the rest is."""
-    from forerun.bench.report import drafter_table
+    from forerun.bench.report import NOISE, drafter_table
 
     for run in report["runs"]:
         full = drafter_table(run, f"{report['model']}, temperature {run['temperature']:g}")
         columns = [full.header.index(name) for name in COLUMNS]
-        result = table(*COLUMNS, title=full.title)
-        result.columns[0].no_wrap = True
+        result = table(*(name.replace(" ", "\n") for name in COLUMNS), title=full.title)
         for row in full.rows:
             result.add_row(*(row[column] for column in columns))
         out().print(result)
         out().print()
+    print_note(NOISE)
     for name, reason in report["left_out"].items():
         print_note(f"{name} was left out: {reason}")
     out().print("report: " + ", ".join(str(path) for path in paths), soft_wrap=True)

@@ -40,8 +40,8 @@ def print_json(value: Any) -> None:
 
 
 def table(*columns: str, title: str | None = None) -> Table:
-    """A plain table: the first column to the left, figures to the right."""
-    result = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, 2))
+    """A plain table: the first column to the left, figures to the right; too wide cells and headers go on below."""
+    result = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, 1))
     for index, column in enumerate(columns):
-        result.add_column(column, justify="left" if index == 0 else "right")
+        result.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     return result

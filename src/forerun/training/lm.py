@@ -20,8 +20,8 @@ from forerun.training.export import check_same_vocabulary, export_model, load_mo
 from forerun.training.heldout import Heldout, acceptance_rate
 from forerun.training.losses import Loss, distillation_loss, next_token_loss
 from forerun.training.net import Net, NetConfig
-from forerun.training.plots import draw_history
-from forerun.training.prepare import Prepared, prepare
+from forerun.training.plots import NO_PICTURE, draw_history
+from forerun.training.prepare import Prepared, Report, prepare
 from forerun.training.recipe import Recipe
 from forerun.training.run_folder import open_run
 from forerun.training.tokenizer import token_lens_bytes
@@ -40,7 +40,7 @@ def train_lm(recipe: Recipe, folder: Path, fresh: bool, console: Console) -> boo
     console.say("going on from a checkpoint" if trainer.resume() else "starting anew")
     with console.watching(recipe.schedule.steps, trainer.step):
         finished = trainer.run(console)
-    write_results(trainer, prepared, folder)
+    write_results(trainer, prepared, folder, console.say)
     return finished
 
 
@@ -91,8 +91,8 @@ def make_loss(
     return distillation_loss(net, teacher, recipe.run), weights
 
 
-def write_results(trainer: Trainer, prepared: Prepared, folder: Path) -> None:
-    """Writes the exported model, the metrics and the picture."""
+def write_results(trainer: Trainer, prepared: Prepared, folder: Path, report: Report) -> None:
+    """Writes the exported model, the metrics and, with matplotlib, the picture."""
     recipe = trainer.recipe
     export_model(trainer.net, prepared.folder, folder / "export")
     metrics = {
@@ -104,7 +104,8 @@ def write_results(trainer: Trainer, prepared: Prepared, folder: Path) -> None:
         teacher = load_model(Path(recipe.distill.teacher)).to(recipe.run.device)
         metrics["acceptance_rate"] = acceptance_rate(trainer.net, teacher, trainer.heldout)
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
-    draw_history(trainer.history, folder / "loss.png")
+    if not draw_history(trainer.history, folder / "loss.png"):
+        report(NO_PICTURE)
 
 
 def export_run(run_dir: Path, folder: Path) -> int:

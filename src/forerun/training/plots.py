@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
 from forerun.training.train import StepReport
+
+NO_PICTURE: Final = "no loss.png: matplotlib is not installed (pip install 'forerun[train]')"
 
 
 def draw_history(history: Sequence[StepReport], path: Path) -> bool:

@@ -14,9 +14,10 @@ from forerun.training.heads.train import HeadReport
 
 def draw_head_history(history: Sequence[HeadReport], path: Path) -> bool:
     """Draws loss, simulated acceptance length and acceptance by depth as a PNG; returns False without matplotlib."""
-    if find_spec("matplotlib") is None or not history:
+    if find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure  # an optional dependency
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(14, 4), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
@@ -28,6 +29,7 @@ def draw_head_history(history: Sequence[HeadReport], path: Path) -> bool:
     for line in measured[-1:]:
         depths = range(1, len(line.acceptance_by_depth) + 1)
         right.bar(list(depths), line.acceptance_by_depth)
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set(xlabel="depth", ylabel="rate", ylim=(0, 1), title="right, where all guesses before are right")
     figure.savefig(path, dpi=120)
     return True

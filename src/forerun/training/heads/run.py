@@ -30,6 +30,7 @@ from forerun.training.heads.rows import Rows
 from forerun.training.heads.sequences import fingerprint, prepare
 from forerun.training.heads.target import NetTarget, Target, is_plain_llama, load_net_target, read_table
 from forerun.training.heads.train import HeadTrainer
+from forerun.training.plots import NO_PICTURE
 from forerun.training.run_folder import open_run
 from forerun.weights.resolve import resolve_model
 
@@ -47,7 +48,7 @@ def train_head(recipe: HeadRecipe, job: HeadJob, console: HeadConsole) -> bool:
     console.say("going on from a checkpoint" if trainer.resume() else "starting anew")
     with console.watching(recipe.schedule.steps, trainer.step):
         finished = trainer.run(console)
-    write_results(trainer, resolve_model(job.target))
+    write_results(trainer, resolve_model(job.target), console.say)
     return finished
 
 
@@ -119,8 +120,8 @@ def identity_of(recipe: HeadRecipe, target: Target, rows: Rows) -> dict[str, Any
 # -- results -------------------------------------------------------------------------------------------------------
 
 
-def write_results(trainer: HeadTrainer, target_folder: Path) -> None:
-    """Writes the exported head, the metrics and the picture."""
+def write_results(trainer: HeadTrainer, target_folder: Path, report: Report) -> None:
+    """Writes the exported head, the metrics and, with matplotlib, the picture."""
     folder = trainer.folder
     export_head(trainer.head, target_folder, folder / "export")
     metrics = {
@@ -130,7 +131,8 @@ def write_results(trainer: HeadTrainer, target_folder: Path) -> None:
         "history": [asdict(line) for line in trainer.history],
     }
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
-    draw_head_history(trainer.history, folder / "loss.png")
+    if not draw_head_history(trainer.history, folder / "loss.png"):
+        report(NO_PICTURE)
 
 
 def last_measured(trainer: HeadTrainer) -> float | None:
