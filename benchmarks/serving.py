@@ -110,7 +110,7 @@ def server(model: str, arguments: Sequence[str] = (), command: Sequence[str] = (
 def _address(log: Any, lines: list[str]) -> str:
     for line in log:
         lines.append(line)
-        if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+        if found := re.search(r"listening.*http://127\.0\.0\.1:(\d+)", line):
             Thread(target=lambda: [None for _ in log], daemon=True).start()  # or the pipe would fill up
             return f"http://127.0.0.1:{found[1]}"
     raise RuntimeError("the server did not start:\n" + "".join(lines[-20:]))
