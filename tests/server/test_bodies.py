@@ -13,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from forerun import LLM
+from forerun.server import conversation
 from forerun.server.app import create_app
 from forerun.server.bodies import LARGE, MAX_PARTS, parse
 from forerun.server.errors import MAX_SHOWN, ApiError
@@ -67,6 +68,18 @@ def test_bodies_of_too_many_parts(raw: bytes) -> None:
     with pytest.raises(ApiError, match=f"the most is {MAX_PARTS}") as caught:
         parse(raw, CompletionBody)
     assert caught.value.code == "body_too_complex"
+
+
+def test_json_inside_of_texts_counts(complete: Post) -> None:
+    """Arguments of calls and schemas are JSON as text; `"` alone must not hide what stands behind it."""
+    many = "[" + "[]," * (MAX_PARTS // 2) + "[]]"
+    calls = [{"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": text}}
+             for n, text in enumerate((many, '"', many))]  # fmt: skip
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}]
+    refused = complete("a", status=400, guided_json="[" * (2 * MAX_PARTS))["error"]
+    assert refused["code"] == "body_too_complex"
+    with pytest.raises(ApiError, match="the most is"):
+        conversation.render(None, ChatBody.model_validate({"messages": messages}), [])  # type: ignore[arg-type]
 
 
 def test_texts_may_hold_any_number_of_brackets() -> None:

@@ -54,7 +54,9 @@ def test_a_full_queue_answers_429_and_says_when_to_come_again(small: LLM) -> Non
         assert refused and {answer.status_code for answer in refused} == {429}
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
         assert {answer.json()["error"]["type"] for answer in refused} == {"rate_limit_error"}
-        assert client.post("/v1/completions", json=body(1, n=4)).status_code == 429  # never fits: two seats, one place
+        for stream in (False, True):
+            never = client.post("/v1/completions", json=body(1, n=4, stream=stream))  # two seats, one place
+            assert never.status_code == 429 and int(never.headers["retry-after"]) >= 1
         assert client.post("/v1/completions", json=body(1)).status_code == 200
     small.engine.scheduler.check_integrity()
 

@@ -351,6 +351,6 @@ def test_a_stream_of_calls_has_the_arguments_in_pieces(client: TestClient) -> No
 
 
 def test_deep_arguments_of_earlier_calls_are_text(post: Callable[..., Any]) -> None:
-    deep = {"id": "c", "type": "function", "function": {"name": "f", "arguments": DEEP}}
+    deep = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" * 30_000 + "]" * 30_000}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [deep]}, {"role": "user", "content": "?"}]
     assert post("/tokenize", messages=messages)["count"] > 0

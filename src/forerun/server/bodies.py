@@ -105,7 +105,7 @@ class CheckedRoute(APIRoute):
 
 def parse(raw: bytes, kind: type[BaseModel] | None = None) -> Any:
     """The JSON value, or the `kind` it describes. Raises ApiError 400 naming the first thing that is wrong."""
-    _check_parts(raw)
+    check_parts(raw)
     try:
         value = from_json(raw.decode("utf-8"), allow_inf_nan=False)
         return value if kind is None else kind.model_validate(value)
@@ -117,14 +117,19 @@ def parse(raw: bytes, kind: type[BaseModel] | None = None) -> Any:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
 
 
-def _check_parts(raw: bytes) -> None:
-    """Texts may hold any number of brackets and colons: they are looked at only where there are many."""
-    if _num_parts(raw) > MAX_PARTS and (num_parts := _num_parts(_STRING.sub(b"", raw))) > MAX_PARTS:
-        raise ApiError(
-            400, f"the body holds {num_parts} objects, lists and named values; the most is {MAX_PARTS}",
-            code="body_too_complex",
-        )  # fmt: skip
+def check_parts(*texts: bytes) -> None:
+    """Raise ApiError 400 for JSON texts that are too much work to parse.
+
+    Strings may hold any number of brackets and colons; they are told from JSON's own only where there are many.
+    """
+    if sum(map(_num_parts, texts)) > MAX_PARTS:
+        num_parts = sum(_num_parts(_STRING.sub(b"", text)) for text in texts)
+        if num_parts > MAX_PARTS:
+            raise ApiError(
+                400, f"the body holds {num_parts} objects, lists and named values; the most is {MAX_PARTS}",
+                code="body_too_complex",
+            )  # fmt: skip
 
 
-def _num_parts(raw: bytes) -> int:
-    return raw.count(b"{") + raw.count(b"[") + raw.count(b":")
+def _num_parts(text: bytes) -> int:
+    return text.count(b"{") + text.count(b"[") + text.count(b":")

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from forerun.errors import CheckpointError
+from forerun.server.bodies import check_parts
 from forerun.server.errors import ApiError, unsupported
-from forerun.server.schema import TEMPLATE_FIELDS, ChatBody, ContentPart, Message, Tool
+from forerun.server.schema import TEMPLATE_FIELDS, CalledFunction, ChatBody, ContentPart, Message, Tool
 from forerun.server.tools import describe_tools
 from forerun.weights.tokenizer import Tokenizer
 
@@ -25,6 +26,8 @@ def render(tokenizer: Tokenizer, body: ChatBody, tools: Sequence[Tool]) -> str:
     """The prompt's text. Raises PromptError or ApiError 400."""
     if len(body.messages) > MAX_MESSAGES:
         raise ApiError(400, f"{len(body.messages)} messages; the most is {MAX_MESSAGES}", param="messages")
+    calls = [call for index, message in enumerate(body.messages) for call in _calls(message, index)]
+    check_parts(*(function.arguments.encode() for _, function in calls))
     template = body.chat_template or tokenizer.chat_template or ""
     messages = [_message(message, index, template) for index, message in enumerate(body.messages)]
     variables = _variables(body, template)
@@ -101,10 +104,7 @@ def _message(message: Message, index: int, template: str) -> dict[str, Any]:
         "reasoning_content": message.reasoning if message.reasoning_content is None else message.reasoning_content,
     }
     made |= {name: value for name, value in optional.items() if value is not None}
-    calls = [(call.id, call.function) for call in message.tool_calls or ()]
-    if message.function_call is not None:
-        calls.append((_legacy_id(index), message.function_call))
-    if calls:
+    if calls := _calls(message, index):
         made["tool_calls"] = [
             {"id": name, "type": "function",
              "function": {"name": function.name, "arguments": _arguments(function.arguments)}}
@@ -113,6 +113,12 @@ def _message(message: Message, index: int, template: str) -> dict[str, Any]:
     if message.role == "function":
         made |= {"role": "tool", "tool_call_id": _legacy_id(index - 1)}
     return made
+
+
+def _calls(message: Message, index: int) -> list[tuple[str, CalledFunction]]:
+    """What an assistant called in a message, with the calls' ids."""
+    calls = [(call.id, call.function) for call in message.tool_calls or ()]
+    return calls if message.function_call is None else [*calls, (_legacy_id(index), message.function_call)]
 
 
 def _legacy_id(index: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forerun.server.bodies import check_parts
 from forerun.server.errors import ApiError
 from forerun.server.schema import SamplingBody
 
@@ -70,6 +71,8 @@ def json_spec(param: str, schema: Any) -> GrammarSpec | None:
     """The grammar of a JSON schema (an object, or its text); raises ApiError naming `param`."""
     if schema is None:
         return None
+    if isinstance(schema, str):
+        check_parts(schema.encode())
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
         return GrammarSpec("json", json.dumps(value, ensure_ascii=False), param)
