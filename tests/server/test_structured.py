@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ pytest.importorskip("xgrammar", reason="structured output is not installed")
 
 from forerun import LLM
 from forerun.core import TokenBits
+from forerun.server import grammar_compiler
 from forerun.server.context import ServerContext
 from forerun.server.errors import ApiError
 from forerun.server.grammar_compiler import MAX_PENDING, GrammarCompiler, Held
@@ -242,6 +243,47 @@ def test_grammars_that_take_their_time_keep_nobody_else_waiting(
             release.set()
         assert {answer.result().status_code for answer in slow} == {400}
     assert not compiler._pending
+
+
+def test_requests_that_wait_for_the_same_grammar_fail_together(
+    impatient: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each had the whole time limit, one after the other, and a thread of the server's as long."""
+    asked, release, spec = [], Event(), GrammarSpec("regex", "q{7}")
+    monkeypatch.setattr(grammar_compiler, "MAX_WAITING", 6)
+    monkeypatch.setattr(impatient, "_ask", lambda *given: (asked.append(given), release.wait(60), (None, None))[2])
+    with ThreadPoolExecutor(6) as pool:
+        waiting = [pool.submit(impatient.mask, spec) for _ in range(6)]
+        try:
+            assert wait_until(lambda: spec in impatient._pending and impatient._pending[spec].num_waiting == 6)
+            with pytest.raises(ApiError, match="6 requests wait for 1 schemas") as refused:
+                impatient.mask(spec)
+            assert refused.value.status_code == 429
+        finally:
+            release.set()
+        assert all("takes more than 2 s" in str(future.exception()) for future in waiting)
+    assert len(asked) == 1
+    with pytest.raises(ApiError, match="takes more than"):
+        impatient.mask(spec)
+    assert len(asked) == 2  # whoever comes later tries again
+
+
+def test_a_short_deadline_is_not_the_grammar_s_fault(
+    impatient: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits behind a request with little time has more of it."""
+    asked, release, spec = [], Event(), GrammarSpec("regex", "q{8}")
+    monkeypatch.setattr(impatient, "_ask", lambda *given: (asked.append(given), release.wait(60), (None, None))[2])
+    with ThreadPoolExecutor(2) as pool:
+        hurried = pool.submit(impatient.mask, spec, perf_counter() + 1.5)
+        try:
+            assert wait_until(lambda: len(asked) == 1)
+            patient = pool.submit(impatient.mask, spec)
+            assert wait_until(lambda: impatient._pending[spec].num_waiting == 2)
+        finally:
+            release.set()
+        assert hurried.exception() and patient.exception()
+    assert len(asked) == 2
 
 
 def test_masks_depend_on_the_prefix_alone(llm: LLM, compiler: GrammarCompiler) -> None:

@@ -33,7 +33,7 @@ from forerun.server.conversation import render
 from forerun.server.errors import ApiError, as_api_error, unsupported, validation_error
 from forerun.server.gate import ID_HEADER, Gate
 from forerun.server.generation import EventStream, Generation, unless_gone
-from forerun.server.grammar_compiler import GrammarCompiler
+from forerun.server.grammar_compiler import MAX_WAITING, GrammarCompiler
 from forerun.server.memory import bound_arenas
 from forerun.server.messages import MessageJob, count_tokens
 from forerun.server.messages_schema import CountTokensBody, MessagesBody
@@ -46,7 +46,7 @@ from forerun.server.schema import ChatBody, CompletionBody, DetokenizeBody, Toke
 from forerun.server.service import EngineService
 from forerun.server.settings import ServerSettings
 
-NUM_THREADS = 64  # that read requests; several times what may wait for the grammar compiler
+NUM_THREADS = MAX_WAITING + 32  # that read requests; the first may all wait for the grammar compiler
 log = logging.getLogger("forerun.server")
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}

@@ -34,6 +34,7 @@ MAX_TEXT = 64 << 10  # characters of a schema, regex or grammar
 MAX_COMPILED = 32  # grammars kept, each by a process
 MAX_AT_ONCE = 2  # grammars compiled at a time
 MAX_PENDING = 16  # different grammars that may wait for the compiler; each may take its whole time limit
+MAX_WAITING = 96  # requests that may wait for them, each of which takes a thread
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
 
 
@@ -65,6 +66,7 @@ class _Turn:
 
     lock: Lock = field(default_factory=Lock)
     num_waiting: int = 0
+    is_too_much: bool = False  # the first of them had the whole time limit, so the others need not try
 
 
 class GrammarCompiler:
@@ -105,7 +107,7 @@ class GrammarCompiler:
         channel = self._open(spec)  # a known grammar must not wait for a hostile one
         if channel is None:
             with self._turn(spec) as turn, turn.lock:
-                channel = self._open(spec) or self._compile(spec, deadline_s).open()
+                channel = self._open(spec) or self._compile(spec, turn, deadline_s).open()
         if channel is None:
             raise ApiError(503, "the process that held this grammar has ended; try again", headers={"Retry-After": "1"})
         mask = PrefixMask(channel, self._vocab_size)
@@ -126,10 +128,13 @@ class GrammarCompiler:
     def _turn(self, spec: GrammarSpec) -> Iterator[_Turn]:
         """Count among those that wait, so that they cannot take every thread there is."""
         with self._quick:
-            if spec not in self._pending and len(self._pending) >= MAX_PENDING:
+            num_waiting = sum(turn.num_waiting for turn in self._pending.values())
+            is_new = spec not in self._pending
+            if num_waiting >= MAX_WAITING or (is_new and len(self._pending) >= MAX_PENDING):
                 raise ApiError(
                     429,
-                    f"{len(self._pending)} other schemas or grammars wait for the compiler: try again later",
+                    f"{num_waiting} requests wait for {len(self._pending)} schemas or grammars to be compiled: "
+                    "try again later",
                     code="queue_full",
                     headers={"Retry-After": str(ceil(self._timeout_s))},
                 )
@@ -143,16 +148,20 @@ class GrammarCompiler:
                 if turn.num_waiting == 0:
                     del self._pending[spec]
 
-    def _compile(self, spec: GrammarSpec, deadline_s: float | None) -> Held:
+    def _compile(self, spec: GrammarSpec, turn: _Turn, deadline_s: float | None) -> Held:
         refused = self._refused.get(spec)
         if refused is None:
+            if turn.is_too_much:
+                raise self._too_much(spec, deadline_s)
             with self._slots:
-                held, refused = self._ask(spec, self._limit_s(deadline_s))
+                limit_s = self._limit_s(deadline_s)
+                held, refused = self._ask(spec, limit_s)
             if held is not None:
                 with self._quick:
                     _keep(self._compiled, spec, held)
                 return held
             if refused is None:
+                turn.is_too_much = limit_s >= self._timeout_s
                 raise self._too_much(spec, deadline_s)
             with self._quick:
                 _keep(self._refused, spec, refused)
