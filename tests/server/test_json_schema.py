@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import xgrammar
 from forerun.server.grammar_worker import _choices, compile_grammar, vocabulary_info
 from forerun.server.json_pattern import other_than
 from forerun.server.json_schema import normal_schema
+from forerun.server.json_strings import FORMATS
 
 VOCABULARY = [*(bytes([i]) for i in range(256)), b'{"', b'": ', b'"}', b"null", b'", "', b'"a"', b'"x1"', b"</s>"]
 END = len(VOCABULARY) - 1
@@ -107,6 +109,39 @@ VALID: list[tuple[Any, list[Any], list[Any]]] = [  # a schema, values it allows,
     ({"required": ["a"], "additionalProperties": {"type": "integer"}}, [{"a": 1}, {"a": 1, "b": 2}], [{"a": "x"}, {}]),
     ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, [{"a": 1}], [{"b": 1}]),
     ({"minItems": 1, "maxItems": 2}, [[1], [1, "b"]], [[], [1, 2, 3]]),
+    # as pydantic writes them: HttpUrl, patterns with lengths, Decimal (two forms), set, multiple_of
+    ({"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083}, ["https://example.org/a?b=c", "http://a:80"],
+     ["http", "http://a b", "mailto:x", "https://a/" + "a" * 2083]),
+    ({"type": "string", "format": "uri", "maxLength": 300}, ["mailto:x", "s3://a/b"], ["s3://a/" + "a" * 294]),
+    ({"type": "string", "format": "uri", "maxLength": 40}, ["https://example.org/a"], ["https://a.org/" + "a" * 27]),
+    ({"type": "string", "format": "email", "maxLength": 16}, ["al@example.org"], ["anna@example.org1", "@a.de"]),
+    ({"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}, ["a", "abc"], ["", "abcd", "A"]),
+    ({"type": "string", "pattern": '^(ab|c)+"?$', "minLength": 3, "maxLength": 5}, ["abc", 'cc"', 'abab"'], ["ab"]),
+    ({"type": "string", "pattern": "^\\u0061\\d$", "minLength": 1}, ["a1"], ["a", "a\u0661"]),
+    ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": "^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$"}]},
+     ["1.5", "-.5", "+3.", "007", 1.5], ["", "-", "+.", ".", "-+1", "a"]),
+    ({"pattern": "^(?!^[-+.]*$)[+-]?0*(?:\\d{0,4}|(?=[\\d.]{1,7}0*$)\\d{0,4}\\.\\d{0,2}0*$)"},
+     ["1.25", "1234", "1234.56", "-.5"], ["", "1.255", "12345", "-"]),
+    ({"type": "array", "items": {"$ref": "#/$defs/C"}, "uniqueItems": True, "minItems": 1, "maxItems": 2,
+      "$defs": {"C": {"enum": ["red", 'bl"ue', 3, 3.0, True]}}},
+     [["red", 'bl"ue'], [3, True], ["red"]], [[], ["red", "red"], [3, 3.0], ["red", 3, True]]),
+    ({"type": "array", "items": {"type": "boolean"}, "uniqueItems": True}, [[], [False, True]], [[True, True]]),
+    ({"type": "array", "items": {"type": "string"}, "uniqueItems": True, "maxItems": 1}, [[], ["a"]], [["a", "b"]]),
+    ({"type": "integer", "multipleOf": 5}, [0, 5, -10, 12345], [1, 12, -3]),
+    ({"type": "integer", "multipleOf": 5, "exclusiveMinimum": 0}, [5, 100], [0, -5, 7]),
+    ({"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 100}, [7, 98], [0, 105, 8]),
+    ({"type": "number", "multipleOf": 0.25, "minimum": 0}, [0, 0.25, 10.5, 2], [-0.25, 0.1, 1.2]),
+    ({"type": "number", "multipleOf": 0.01, "exclusiveMinimum": 0}, [0.01, 1.1, 12], [0, 0.0, -1, 0.001]),
+    ({"$ref": "#/$defs/Pet", "$defs": {
+        "Pet": {"discriminator": {"propertyName": "kind", "mapping": {}},
+                "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]},
+        "Cat": {"properties": {"kind": {"const": "cat", "default": "cat"}, "lives": {}}, "required": ["lives"]},
+        "Dog": {"properties": {"kind": {"const": "dog"}, "lives": {}}, "required": ["kind"]}}},
+     [{"kind": "cat", "lives": 9}, {"kind": "dog"}], [{"lives": 9}, {"kind": "dog", "name": 1}, {"kind": "fox"}]),
+    ({"oneOf": [{"type": "integer"}, {"enum": ["a", None]}, {"type": "boolean"}]}, [5, "a", None, True], ["b"]),
+    ({"type": "integer", "format": "int32"}, [2**31 - 1], [2**31]),
+    ({"format": "date"}, ["2024-02-29"], ["2023-02-29", "2024-13-01", 5]),
+    ({"type": ["string", "null"], "format": "date", "pattern": "^20.*"}, ["2024-02-29", None], ["1999-01-01"]),
 ]  # fmt: skip
 
 
@@ -136,14 +171,77 @@ def test_keywords_hold(compile_schema: Compile, schema: Any, allowed: list[Any],
         {"properties": {}, "required": ["a"], "additionalProperties": False},
         {"unevaluatedProperties": {"type": "null"}},
         {"minLength": 3, "maxLength": 2},
-        {"type": "string", "pattern": "^a*$", "format": "email"},
+        {"type": "string", "format": "zip code"},
+        {"type": "number", "format": "date"},
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True, "minItems": 2},
+        {"type": "integer", "multipleOf": 7, "minimum": 8},
+        {"type": "integer", "multipleOf": 0},
+        {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 6},
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        {"oneOf": [{"properties": {"a": {}}}, {"properties": {"a": {}, "b": {}}}]},
+        {"oneOf": [{"properties": {"a": {}}, "required": ["a"]}, {"required": ["b"]}]},
+        {"allOf": [{}, {}]},
+        {"properties": {"a": {"$ref": "#/$defs/none"}, "b": {"items": {"$ref": "#/$defs/none"}, "uniqueItems": True}}},
         {"$dynamicRef": "#x", "$dynamicAnchor": "x"},
         {"$recursiveRef": "#"},
         {"type": []},
     ],
 )
 def test_what_the_library_would_ignore_is_refused(schema: Any) -> None:
-    with pytest.raises(ValueError, match=r"'\$?\w+|no string"):
+    with pytest.raises(ValueError, match=r"'\$?\w+|no string|no list"):
+        normal_schema(schema)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(?!ab)[ab]+", '(?!ab$)[ab"]+', "^(?!^[-.]*$)a?b*", '(?=.*b)[ab"]{2,4}', "a(?=b)[ab]+", "(?:a|b(?=a$)a*)$",
+     "(?!a)(?!b).*", "[^a]+b", 'a.b|\\n', '(a|ab)("|b")?', "(?:ab){1,2}(?!a).*", "(?!.*aa).*", '\\W(?!b)["ab]*', "^$"],
+)  # fmt: skip
+def test_patterns_with_a_length_take_what_python_takes(compile_schema: Compile, pattern: str) -> None:
+    """Also those that look ahead, which the libraries do not know or get wrong."""
+    inner = pattern.removeprefix("^").removesuffix("$")
+    expected = {text for text in TEXTS if len(text) >= 1 and re.fullmatch(inner.replace("$", r"\Z"), text)}
+    if not expected:
+        with pytest.raises(ValueError, match="no string has this"):
+            compile_schema({"type": "string", "pattern": pattern, "minLength": 1})
+        return
+    compiled = compile_schema({"type": "string", "pattern": pattern, "minLength": 1})
+    assert {text for text in TEXTS if accepts(compiled, json.dumps(text))} == expected
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_random_texts_of_a_format_are_valid(compile_schema: Compile, name: str) -> None:
+    checker = pytest.importorskip(
+        "jsonschema", reason="jsonschema is not installed"
+    ).Draft202012Validator.FORMAT_CHECKER
+    own, rng = FORMATS[name], random.Random(2)
+    cuts = [{}, {"minLength": own.least + 3}] + ([{"maxLength": own.most + 1}] if own.most else [])
+    for cut in cuts if own.most != own.least else [{}, {"minLength": own.least, "maxLength": own.least}]:
+        compiled = compile_schema({"type": "string", "format": name, **cut})
+        texts = [json.loads(text) for text in (written(compiled, rng) for _ in range(12)) if text is not None]
+        assert texts
+        for text in texts:
+            assert checker.conforms(text, name), text
+            assert cut.get("minLength", own.least) <= len(text) <= cut.get("maxLength", own.most or 999)
+            assert re.fullmatch(own.pattern, text) or re.fullmatch(own.cut or "", text)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 12, 0.5, 0.2, 0.25, 0.01, 2.5, 0.125])
+@pytest.mark.parametrize("bound", [{}, {"minimum": 0}, {"exclusiveMaximum": 0}])
+def test_multiples_are_all_multiples(compile_schema: Compile, step: float, bound: dict[str, int]) -> None:
+    compiled = compile_schema({"type": "number", "multipleOf": step, **bound})
+    for thousandths in [*range(-3000, 3001, 125), *range(-60, 61), 12_000, 12_340]:
+        value = Decimal(thousandths) / 1000
+        text = f"{value.normalize():f}"
+        fits = (not bound or value <= 0) if "exclusiveMaximum" in bound else (not bound or value >= 0)
+        fits = fits and not ("exclusiveMaximum" in bound and value == 0)
+        assert accepts(compiled, text) == (fits and value % Decimal(str(step)) == 0), text
+
+
+def test_a_refusal_says_where(compile_schema: Compile) -> None:
+    schema = {"properties": {"a": {"type": "array", "items": {"anyOf": [{}, {"contains": {}}]}}}}
+    with pytest.raises(ValueError, match=r"^in properties.a.items.anyOf.1: the keyword 'contains'"):
         normal_schema(schema)
 
 

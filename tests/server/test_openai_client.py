@@ -5,14 +5,28 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from typing import Any
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from ipaddress import IPv4Address
+from typing import Annotated, Any, Literal
 from urllib.parse import urlparse
+from uuid import UUID
 
 import pytest
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 
 from fastapi import FastAPI  # noqa: E402
+from pydantic import (  # noqa: E402
+    BaseModel,
+    Field,
+    HttpUrl,
+    SecretStr,
+    StringConstraints,
+    WithJsonSchema,
+    create_model,
+)
 
 from forerun import LLM  # noqa: E402
 from forerun.server.app import create_app  # noqa: E402
@@ -117,6 +131,71 @@ def test_tools_and_json_schema(api: Any) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
     answer = api.chat.completions.create(model="mini", messages=MESSAGES, response_format=form)
     assert 0 <= json.loads(answer.choices[0].message.content)["n"] <= 99
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: Annotated[int, Field(ge=1, le=9)]
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"] = "dog"
+    age: Annotated[int, Field(multiple_of=5, gt=0, lt=100)]
+
+
+class Colour(Enum):
+    RED = "red"
+    GREEN = "green"
+    BLUE = "blue"
+
+
+def price(**limits: int) -> Any:
+    """Decimal as pydantic described it until 2.13: with a pattern that looks ahead."""
+    pattern = {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", "maxLength": 8}
+    return Annotated[Decimal, Field(**limits), WithJsonSchema({"anyOf": [{"type": "integer"}, pattern]})]  # type: ignore[arg-type]
+
+
+TYPES: dict[str, Any] = {  # what pydantic writes a format, a length, a pattern, a union for
+    "HttpUrl": HttpUrl,
+    "union": Annotated[Cat | Dog, Field(discriminator="kind")],
+    "set": set[Colour],
+    "set of literals": Annotated[set[Literal["a", "b", 3]], Field(min_length=1, max_length=2)],
+    "multiple_of": Annotated[int, Field(multiple_of=25, ge=0, le=1000)],
+    "multiple_of float": Annotated[float, Field(multiple_of=0.25, ge=0, le=9)],
+    "Decimal": price(),
+    "pattern": Annotated[str, StringConstraints(pattern=r"^[a-z]+(-[a-z]+)*$", max_length=12)],
+    "date": date,
+    "datetime": datetime,
+    "time": time,
+    "timedelta": timedelta,
+    "UUID": UUID,
+    "IPv4Address": IPv4Address,
+    "SecretStr": Annotated[SecretStr, Field(max_length=9)],
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_types_of_pydantic(api: Any, llm: LLM, name: str) -> None:
+    """Through the client's own `parse`, which makes the schema strict and reads the answer into the type."""
+    pytest.importorskip("xgrammar")
+    answer_type = create_model("Answer", value=(TYPES[name], ...))
+    ends = {str(llm.tokenizer.encode(text, add_special_tokens=False)[0]): 7.0 for text in ('"', '"}')}  # of a long URL
+    asked = {"model": "mini", "messages": MESSAGES, "temperature": 1.0, "max_tokens": 400, "logit_bias": ends}
+    for seed in range(3):
+        parsed = api.chat.completions.parse(**asked, response_format=answer_type, seed=seed)
+        assert parsed.choices[0].finish_reason == "stop"
+        print(name, parsed.choices[0].message.content, "->", repr(parsed.choices[0].message.parsed.value))
+        assert isinstance(parsed.choices[0].message.parsed, answer_type)
+
+
+def test_a_type_that_cannot_be_enforced_is_refused_by_name(api: Any) -> None:
+    pytest.importorskip("xgrammar")
+    answer_type = create_model("Answer", value=(set[str], ...))
+    with pytest.raises(
+        openai.BadRequestError, match="in properties.value: 'uniqueItems' can be enforced where"
+    ) as error:
+        api.chat.completions.parse(model="mini", messages=MESSAGES, response_format=answer_type)
+    assert error.value.param == "response_format" and error.value.code == "invalid_grammar"
 
 
 def test_a_client_that_hangs_up_frees_its_blocks(api: Any, llm: LLM) -> None:

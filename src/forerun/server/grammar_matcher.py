@@ -32,6 +32,7 @@ class _Cursor:
 
     matcher: Any
     tokens: list[int]
+    strange: frozenset[int]  # tokens without text, of which the library would print that it does not take them
 
     def move(self, tokens: Sequence[int]) -> bool:
         """Go to the state after `tokens`, by way of what both have in common; False if the grammar forbids them."""
@@ -40,7 +41,7 @@ class _Cursor:
             self.matcher.rollback(len(self.tokens) - common)
             del self.tokens[common:]
         for token in tokens[common:]:
-            if self.matcher.is_terminated() or not self.matcher.accept_token(token):
+            if self.matcher.is_terminated() or token in self.strange or not self.matcher.accept_token(token):
                 return False
             self.tokens.append(token)
         return True
@@ -53,6 +54,8 @@ class Matcher:
         self._compiled = compiled
         self._num_words = (vocab_size + 31) // 32
         self._stop = _bits_of(stop_token_ids, self._num_words)
+        special = compiled.tokenizer_info.special_token_ids
+        self._strange = frozenset(special) - frozenset(stop_token_ids)
         self._cursors: list[_Cursor] = []  # the last used at the end
 
     def allowed(self, prefix: Sequence[int]) -> bytes | None:
@@ -71,7 +74,7 @@ class Matcher:
         best = max(self._cursors, key=lambda c: common_prefix(c.tokens, prefix), default=None)
         shared = common_prefix(best.tokens, prefix) if best else 0
         if best is None or (shared < min(len(best.tokens), len(prefix)) // 2 and len(self._cursors) < MAX_CURSORS):
-            best = _Cursor(xgrammar.GrammarMatcher(self._compiled), [])
+            best = _Cursor(xgrammar.GrammarMatcher(self._compiled), [], self._strange)
         else:
             self._cursors.remove(best)
         self._cursors.append(best)

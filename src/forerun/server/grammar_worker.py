@@ -28,6 +28,8 @@ from forerun.server.grammar_matcher import Matcher, serve
 from forerun.server.grammar_messages import receive, receive_handed, send
 from forerun.server.json_pattern import with_patterns
 from forerun.server.json_schema import schema_text
+from forerun.server.json_strings import both_grammar
+from forerun.server.json_values import multiple_grammar, unique_grammar
 
 MEMORY_BYTES = 2 << 30  # beyond what the process has when it starts
 NICENESS = 5  # what everybody waits for comes first
@@ -133,8 +135,15 @@ def compile_grammar(compiler: xgrammar.GrammarCompiler, kind: str, text: str) ->
         return compiler.compile_grammar(text)
     schema = schema_text(json.loads(text))
     grammar = xgrammar.Grammar.from_json_schema(schema, strict_mode=False, any_whitespace=False)
-    written = with_patterns(str(grammar), lambda regex: str(xgrammar.Grammar.from_regex(regex)))
-    return compiler.compile_grammar(written)
+    return compiler.compile_grammar(with_patterns(str(grammar), _CONVERT))
+
+
+_CONVERT: dict[str, Callable[[str], str]] = {
+    "": lambda regex: str(xgrammar.Grammar.from_regex(regex)),
+    "both": both_grammar,
+    "unique": unique_grammar,
+    "multiple": multiple_grammar,
+}
 
 
 @contextmanager
@@ -156,7 +165,8 @@ def _captured_stderr() -> Iterator[list[str]]:
 def _message(text: str) -> str:
     """The library's message without its time stamp and source file."""
     first = text.strip().splitlines()[0] if text.strip() else "it is not valid"
-    return first.split(".cc:", 1)[-1].partition(": ")[2].strip() or first
+    _, found, behind = first.partition(".cc:")
+    return (behind.partition(": ")[2].strip() if found else first) or first
 
 
 def _walk(compiled: xgrammar.CompiledGrammar, vocab_size: int) -> str | None:

@@ -4,16 +4,17 @@ Knows: how xgrammar writes grammars as text. Does not know: schemas, requests. T
 ways of its own, and both let wrong texts pass: one merges states that are not alike (`^[a-z]{2}( [a-z]{2,5})?$` also
 takes `abcde`, `^(a{1,2}|a)$` any number of `a`), the other writes quotes and backslashes without an escape. Its
 conversion of free-standing expressions is right, so each pattern travels under a name through the library's conversion
-of the schema and is put in afterwards.
+of the schema and is put in afterwards; so do values the library knows no grammar for.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-_MARK = re.compile(r'Regex\("\^forerun_([0-9a-f]*)\$", json_string=true\)')
+_MARK = re.compile(r'Regex\("\^forerun_([a-z]*)_([0-9a-f]*)\$", json_string=true\)')
+_VALUE = re.compile(r'"\\"forerun_([a-z]+)_([0-9a-f]*)\\""')
 _OTHER = re.compile(r'Regex\("((?:\\.|[^"\\])*)", json_string=true\)')
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\broot(?:_\d+)*\b', re.DOTALL)
 _CHARACTER = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)|(.)", re.DOTALL)
@@ -29,9 +30,17 @@ _NEVER_PLAIN = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
 Ranges = list[tuple[int, int]]  # first and last code point
 
 
-def marked(pattern: str) -> str:
-    """A pattern that stands for this one while the library converts the schema around it."""
-    return f"^forerun_{pattern.encode().hex()}$"
+def marked(pattern: str, kind: str = "") -> str:
+    """A pattern that stands for this one while the library converts the schema around it.
+
+    `kind`: of what the text says; "": a regular expression.
+    """
+    return f"^forerun_{kind}_{pattern.encode().hex()}$"
+
+
+def marked_value(text: str, kind: str) -> str:
+    """A string that as a constant stands for values of this kind."""
+    return f"forerun_{kind}_{text.encode().hex()}"
 
 
 def other_than(names: Sequence[str]) -> str:
@@ -47,22 +56,24 @@ def _literal(character: str) -> str:
     return character if character.isalnum() or ord(character) > 0x7F else f"\\x{ord(character):02x}"
 
 
-def with_patterns(grammar: str, convert: Callable[[str], str]) -> str:
-    """The text of a schema's grammar with a rule for each pattern in it.
+def with_patterns(grammar: str, convert: Mapping[str, Callable[[str], str]]) -> str:
+    """The text of a schema's grammar with rules for each pattern and each marked value in it.
 
-    `convert`: a regular expression -> the text of a grammar whose first rule is `root`. Raises ValueError for a pattern
-    that no JSON string can match.
+    `convert`: by kind, a text -> the text of a grammar whose first rule is `root`. Raises ValueError for a pattern that
+    no JSON string can match.
     """
     rules: list[str] = []
 
-    def put_in(pattern: str) -> str:
-        name = f"forerun_pattern_{len(rules)}"
-        rules.append(in_json(convert(pattern), name))
+    def put_in(kind: str, text: str, in_string: bool = True) -> str:
+        name = f"forerun_part_{len(rules)}"
+        made = convert[kind](text)
+        rules.append(in_json(made, name) if in_string else re.sub(r"\broot(?=(_\d+)*\b)", name, made))
         return f"({name})"
 
     grammar = grammar.replace(_OF_LENGTH, r"[^\0-\x1f\"\\]")
-    grammar = _MARK.sub(lambda found: put_in(bytes.fromhex(found[1]).decode()), grammar)
-    grammar = _OTHER.sub(lambda found: put_in("".join(_characters(found[1]))), grammar)
+    grammar = _MARK.sub(lambda found: put_in(found[1], bytes.fromhex(found[2]).decode()), grammar)
+    grammar = _VALUE.sub(lambda found: put_in(found[1], bytes.fromhex(found[2]).decode(), in_string=False), grammar)
+    grammar = _OTHER.sub(lambda found: put_in("", "".join(_characters(found[1]))), grammar)
     return "\n".join([grammar.rstrip("\n"), *rules]) + "\n"
 
 

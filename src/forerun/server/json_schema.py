@@ -12,7 +12,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from forerun.server.json_alternatives import has_type, one_of, resolved, values_of
 from forerun.server.json_pattern import marked, other_than
+from forerun.server.json_strings import with_string
+from forerun.server.json_values import with_multiple, with_unique
 
 IGNORED = ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems",
            "contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef")  # fmt: skip
@@ -23,33 +26,44 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _VALUES, _BRANCHES = ("enum", "const"), ("anyOf", "oneOf", "allOf")
 _ALTERNATIVES = ("$ref", *_BRANCHES, *_VALUES)  # each decides alone: the library reads no keyword beside them
 _OF_TYPE = {
-    "string": ("minLength", "maxLength", "pattern"),
+    "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    "array": ("items", "prefixItems", "minItems", "maxItems", "additionalItems"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "additionalItems", "uniqueItems"),
     "object": ("properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
                "maxProperties", "unevaluatedProperties"),
 }  # fmt: skip
-_CONSTRAINTS = ("type", "format", *(name for names in _OF_TYPE.values() for name in names))
+_CONSTRAINTS = ("type", *(name for names in _OF_TYPE.values() for name in names))
 _OTHER_KEYS = ("properties", "patternProperties", "unevaluatedProperties")  # these list properties too
 Schema = dict[str, Any]
 
 
-def normal_schema(schema: Any, depth: int = 0) -> Any:
-    """The schema as it is compiled; raises ValueError naming what cannot be enforced.
+def normal_schema(schema: Any, root: Any = None, depth: int = 0) -> Any:
+    """The schema as it is compiled; raises ValueError naming what cannot be enforced, and where.
 
     Objects that list their properties are closed unless they say otherwise: every text is still valid, and a model does
-    not invent more. Properties that are required but not described may hold anything.
+    not invent more. Properties that are required but not described may hold anything. `root`: what references refer to.
     """
+    root = schema if root is None else root
     if depth > MAX_DEPTH:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     if not isinstance(schema, dict):
         return schema
-    bad = [name for name in IGNORED if name in schema] + ["uniqueItems"] * bool(schema.get("uniqueItems"))
+    bad = [name for name in IGNORED if name in schema]
     if bad:
         raise ValueError(f"the keyword {bad[0]!r} cannot be enforced while a text is written; leave it out")
     if schema.get("type") == []:
         raise ValueError("'type' names no type; name one or leave it out")
-    return _mapped(_string(_object(_alone(schema))), lambda part: normal_schema(part, depth + 1))
+    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
+        raise ValueError("'allOf' with several schemas cannot be enforced; merge them into one")
+    made = with_string(_object(_alone(_by_value(schema, root))))
+    return _mapped(made, lambda part: normal_schema(part, root, depth + 1))
+
+
+def _by_value(schema: Schema, root: Any) -> Schema:
+    """What can be said by listing values or alternatives, said so."""
+    items = schema.get("items")
+    values = values_of(resolved(items, root), root) if schema.get("uniqueItems") and isinstance(items, dict) else None
+    return with_multiple(with_unique(one_of(schema, root), values))
 
 
 def moved(schema: Any, place: str, depth: int = 0) -> Any:
@@ -69,18 +83,26 @@ def moved(schema: Any, place: str, depth: int = 0) -> Any:
 
 
 def _mapped(schema: Schema, change: Callable[[Any], Any]) -> Schema:
-    """The schema with every schema directly in it changed."""
+    """The schema with every schema directly in it changed. A ValueError is raised again with the place."""
     made = dict(schema)
     for name in _MAPS:
         if isinstance(made.get(name), dict):
-            made[name] = {key: change(value) for key, value in made[name].items()}
+            made[name] = {key: _at(f"{name}.{key}", change, value) for key, value in made[name].items()}
     for name in _ONES:
         if name in made:
-            made[name] = change(made[name])
+            made[name] = _at(name, change, made[name])
     for name in _LISTS:
         if isinstance(made.get(name), list):
-            made[name] = [change(value) for value in made[name]]
+            made[name] = [_at(f"{name}.{i}", change, value) for i, value in enumerate(made[name])]
     return made
+
+
+def _at(place: str, change: Callable[[Any], Any], part: Any) -> Any:
+    try:
+        return change(part)
+    except ValueError as error:
+        inner = str(error)
+        raise ValueError(f"in {place[:80]}{'.' + inner[3:] if inner.startswith('in ') else ': ' + inner}") from error
 
 
 def schema_text(schema: Any) -> str:
@@ -123,28 +145,10 @@ def _of_type(schema: Schema, head: str) -> Schema:
     if kinds is None:
         return made
     values = made[head] if head == "enum" else [made[head]]
-    kept = [value for value in values if _has_type(value, kinds)] if isinstance(values, list) else values
+    kept = [value for value in values if has_type(value, kinds)] if isinstance(values, list) else values
     if not kept:
         raise ValueError(f"no value of {head!r} has the type {kinds!r}")
     return {**made, head: kept} if head == "enum" else made
-
-
-def _has_type(value: Any, kinds: Any) -> bool:
-    named = kinds if isinstance(kinds, list) else [kinds]
-    match value:
-        case None:
-            return "null" in named
-        case bool():
-            return "boolean" in named
-        case int():
-            return "number" in named or "integer" in named
-        case float():
-            return "number" in named or ("integer" in named and value.is_integer())
-        case str():
-            return "string" in named
-        case list():
-            return "array" in named
-    return "object" in named
 
 
 def _type_into(schema: Schema, head: str) -> Schema:
@@ -165,21 +169,6 @@ def _with_type(branch: Any, kind: Any, head: str) -> Any:
     if "type" in branch or any(name in branch for name in ("$ref", *_BRANCHES)):
         raise ValueError(f"'type' beside {head!r} cannot be enforced; write it into each alternative")
     return {**branch, "type": kind}
-
-
-# -- strings ----------------------------------------------------------------------------------------------------
-
-
-def _string(schema: Schema) -> Schema:
-    """Patterns travel under a name (see json_pattern)."""
-    if isinstance(schema.get("pattern"), str):
-        if "format" in schema:  # the library would read the format alone
-            raise ValueError("'format' beside 'pattern' cannot be enforced; leave one of them out")
-        return {**schema, "pattern": marked(schema["pattern"])}
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if type(least) is int and type(most) is int and most < least:
-        raise ValueError(f"no string is from {least} to {most} characters long")
-    return schema
 
 
 # -- objects ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,322 @@
+"""Strings of JSON schemas: a pattern, a format and a length together, as one expression or one automaton.
+
+Knows: the formats, as expressions all of whose texts are valid, and how lengths cut them. Does not know: schemas around
+a string, grammars of a library beyond its way to write one as text. What stands beside each other is intersected by the
+package interegular; where nothing does, expressions stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from functools import reduce
+from typing import Any, NamedTuple
+
+import interegular
+from interegular.fsm import FSM, Alphabet, anything_else
+
+from forerun.server.json_pattern import marked
+
+MAX_STATES = 4096  # of an automaton: each becomes a rule
+Lengths = tuple[int, int | None]
+
+
+class Format(NamedTuple):
+    """A format's texts, all valid, though perhaps not all that are; `least` and `most` are their lengths.
+
+    `cut`: a simpler expression, counting nothing, for texts that another length or a pattern cuts, valid up to
+    `most_cut` characters.
+    """
+
+    pattern: str
+    least: int
+    most: int | None = None
+    cut: str | None = None
+    most_cut: int | None = None
+
+
+_YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DATE = (
+    f"({_YEAR}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    f"|{_LEAP}-02-29)"
+)
+_TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_HOURS = "([0-9]{1,3}H([0-9]{1,3}M([0-9]{1,3}S)?)?|[0-9]{1,3}M([0-9]{1,3}S)?|[0-9]{1,3}S)"
+_LABEL = "[A-Za-z0-9]{1,20}(-[A-Za-z0-9]{1,20})?"
+_HOST = f"{_LABEL}(\\.{_LABEL}){{0,2}}"
+_DOMAIN = f"{_LABEL}(\\.{_LABEL})?\\.[A-Za-z]{{2,10}}"
+_SIMPLE_HOST = "[A-Za-z0-9]+([.-][A-Za-z0-9]+)*"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = f"{_BYTE}(\\.{_BYTE}){{3}}"
+_H = "[0-9A-Fa-f]{1,4}"
+_IPV6 = "|".join(
+    (f"({_H}:){{7}}{_H}", f"({_H}:){{1,7}}:", f"({_H}:){{1,6}}:{_H}",
+     *(f"({_H}:){{1,{7 - n}}}(:{_H}){{1,{n}}}" for n in range(2, 7)), f":((:{_H}){{1,7}}|:)")
+)  # fmt: skip
+_X = "[0-9a-fA-F]"
+_TOKEN = '[^\\x00-\\x1f/~"\\\\]|~[01]'  # a character of a JSON pointer
+_MOST_URI_HEAD = 150  # characters of a URI besides its path
+_MOST_HTTP_URL = 2083  # the length that pydantic gives to HttpUrl, and that browsers once could read
+
+
+def _uuid(version: str) -> Format:
+    return Format(
+        f"{_X}{{8}}-{_X}{{4}}-{version}{_X}{{3}}-{'[89abAB]' if version != _X else _X}{_X}{{3}}-{_X}{{12}}", 36, 36
+    )
+
+
+_PATH = "[A-Za-z0-9._~!$&'()*+,;=:@/?-]"
+_SIMPLE_URI = f"[A-Za-z][A-Za-z0-9+.-]+:(//{_SIMPLE_HOST}([/?]{_PATH}*)?|[A-Za-z0-9]{_PATH}*)"
+
+
+def _uri(most_path: int | None) -> str:
+    """Absolute URIs, the path and what follows of at most so many characters."""
+    rest = _PATH + ("*" if most_path is None else f"{{0,{most_path}}}")
+    return f"[A-Za-z][A-Za-z0-9+.-]{{1,10}}:(//{_HOST}(:[1-9][0-9]{{0,3}})?([/?]{rest})?|[A-Za-z0-9]{rest})"
+
+
+FORMATS: dict[str, Format] = {
+    "date": Format(_DATE, 10, 10),
+    "time": Format(_TIME, 9, 21),
+    "date-time": Format(f"{_DATE}T{_TIME}", 20, 32),
+    "duration": Format(f"P([0-9]{{1,3}}W|[0-9]{{1,5}}D(T{_HOURS})?|T{_HOURS})", 3, 20),
+    "email": Format(
+        f"[A-Za-z0-9_+-]{{1,30}}(\\.[A-Za-z0-9_+-]{{1,30}})?@{_DOMAIN}",
+        6,
+        156,
+        f"[A-Za-z0-9_+-]+(\\.[A-Za-z0-9_+-]+)*@{_SIMPLE_HOST}\\.[A-Za-z]{{2,4}}",
+        63,
+    ),
+    "hostname": Format(_HOST, 1, 125, _SIMPLE_HOST, 63),
+    "ipv4": Format(_IPV4, 7, 15),
+    "ipv6": Format(_IPV6, 2, 39),
+    "ipvanyaddress": Format(f"{_IPV4}|{_IPV6}", 2, 39),
+    "uuid": _uuid(_X),
+    **{f"uuid{n}": _uuid(str(n)) for n in range(1, 9)},
+    "uri": Format(_uri(None), 4, None, _SIMPLE_URI),
+    "uri-reference": Format(f"({_uri(None)}|/?([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?)", 0),
+    "json-pointer": Format(f"(/({_TOKEN})*)*", 0),
+    "relative-json-pointer": Format(f"(0|[1-9][0-9]{{0,3}})(#|(/({_TOKEN})*)*)", 1),
+    "base64": Format("([A-Za-z0-9+/]{4})*([A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?", 0),
+    "base64url": Format("([A-Za-z0-9_-]{4})*([A-Za-z0-9_-][AQgw]==|[A-Za-z0-9_-]{2}[AEIMQUYcgkosw048]=)?", 0),
+}
+_SAME = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri", "iri-reference": "uri-reference",
+         "uri-template": "uri", "byte": "base64"}  # fmt: skip
+FORMATS |= {name: FORMATS[other] for name, other in _SAME.items()}
+ANY_TEXT = ("password", "binary", "path", "string")  # formats that say how a string is shown or used
+INTEGERS = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1), "uint32": (0, 2**32 - 1)}
+ANY_NUMBER = ("float", "double", "decimal", "number", "integer")
+
+
+def with_string(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with one expression for pattern, format and length. Raises ValueError for what cannot be enforced."""
+    made = _with_number_format(schema)
+    pattern, name = made.get("pattern"), made.get("format")
+    least, most = made.get("minLength", 0), made.get("maxLength")
+    if type(least) is int and type(most) is int and most < least:
+        raise ValueError(f"no string is from {least} to {most} characters long")
+    if name is None and not isinstance(pattern, str):
+        return made
+    patterns = [pattern] if isinstance(pattern, str) else []
+    lengths: Lengths = (least, most)
+    if name is not None:
+        own, lengths = _format(name, lengths, alone=not patterns)
+        patterns.append(own)
+    for keyword in ("format", "minLength", "maxLength"):
+        made.pop(keyword, None)
+    if lengths == (0, None) and len(patterns) == 1 and not _LOOK_AHEAD.search(patterns[0]):
+        return {**made, "pattern": marked(patterns[0])}
+    return {**made, "pattern": marked(json.dumps([patterns, lengths]), "both")}
+
+
+def _format(name: Any, lengths: Lengths, alone: bool) -> tuple[str, Lengths]:
+    """The expression of a format, and what it leaves to say of the length."""
+    if name not in FORMATS:
+        listed = ", ".join(sorted([*FORMATS, *ANY_TEXT]))
+        raise ValueError(f"the format {str(name)[:40]!r} cannot be enforced; leave it out, or use one of {listed}")
+    least, most = lengths
+    found = FORMATS[name]
+    if alone and found == FORMATS["uri"] and most is not None and most >= _MOST_URI_HEAD + 10:
+        found = Format(_uri(most - _MOST_URI_HEAD), found.least, most)
+        if most == _MOST_HTTP_URL:
+            rest = f"{_PATH}{{0,{most - _MOST_URI_HEAD}}}"
+            found = Format(f"https?://{_HOST}(:[1-9][0-9]{{0,3}})?([/?]{rest})?", 8, most)
+    left_least = 0 if least <= found.least else least
+    left_most = None if most is None or (found.most is not None and found.most <= most) else most
+    if found.cut is None or (alone and not left_least and left_most is None):
+        return found.pattern, (left_least, left_most)
+    return found.cut, (left_least, min((n for n in (left_most, found.most_cut) if n is not None), default=None))
+
+
+def _with_number_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """Formats that say something of numbers, or nothing, put another way."""
+    made, name = dict(schema), schema.get("format")
+    kind = schema.get("type", "string" if isinstance(name, str) else None)
+    if (name in ANY_TEXT and kind == "string") or (name in ANY_NUMBER and kind in ("number", "integer")):
+        del made["format"]
+    elif name in INTEGERS and kind == "integer":
+        del made["format"]
+        low, high = INTEGERS[name]
+        made["minimum"], made["maximum"] = max(made.get("minimum", low), low), min(made.get("maximum", high), high)
+    elif name is not None and kind is not None and "string" not in (kind if isinstance(kind, list) else [kind]):
+        raise ValueError(f"the format {str(name)[:40]!r} cannot be enforced on the type {kind!r}; leave it out")
+    return made
+
+
+# -- automata ---------------------------------------------------------------------------------------------------
+
+_LOOK_AHEAD = re.compile(r"\(\?[=!]")
+_UNICODE = re.compile(r"\\u([0-9a-fA-F]{4})")
+_PIECE = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[=!:]|.", re.DOTALL
+)  # an escape, a class, a group's head, others
+_ANY = "[\\s\\S]"
+
+
+def both_grammar(text: str) -> str:
+    """The text of a grammar, its first rule `root`, for strings that match several expressions and have a length.
+
+    `text`: as `with_string` marks it. Raises ValueError.
+    """
+    patterns, (least, most) = json.loads(text)
+    try:
+        machine = _machine(patterns[0])
+        for pattern in patterns[1:]:
+            machine &= _machine(pattern)
+        if least or most is not None:
+            bound = f"{{{least},{'' if most is None else most}}}"
+            _check_size(len(machine.states) * ((least if most is None else most) + 1))
+            machine &= _machine(_ANY + bound)
+    except (interegular.Unsupported, interegular.InvalidSyntax) as error:
+        raise ValueError(f"a 'pattern' beside a length or a format cannot hold this: {error}") from error
+    return _written(machine)
+
+
+def _machine(pattern: str) -> FSM:
+    """The automaton of an expression for whole strings."""
+    pattern = _UNICODE.sub(lambda found: re.escape(chr(int(found[1], 16))), pattern)
+    pieces = _PIECE.findall(pattern)
+    made = _machine_of(pieces[1:] if pieces[:1] == ["^"] else pieces)
+    if "." in pieces:
+        made &= _plain("[^\r\u2028\u2029]*")  # a dot means no end of a line
+    return made
+
+
+def _machine_of(pieces: list[str]) -> FSM:
+    """The same of an expression in pieces. What looks ahead is done here: interegular does it wrong."""
+    branches = _branches(pieces)
+    if len(branches) > 1:
+        return reduce(operator.or_, map(_machine_of, branches))
+    pieces = pieces[:-1] if pieces[-1:] == ["$"] else pieces
+    ahead = next((place for place, piece in enumerate(pieces) if piece in ("(?=", "(?!")), None)
+    if ahead is None:
+        return _plain("".join(pieces))
+    before, (inner, rest) = pieces[:ahead], _group(pieces, ahead)
+    if not rest or _depth(before):
+        raise ValueError("what looks ahead within a group of a 'pattern' cannot be enforced; write it first")
+    inner = inner[1:] if inner[:1] == ["^"] and not before else inner
+    seen = _machine_of(inner if inner[-1:] == ["$"] else ["(?:", *inner, ")", _ANY, "*"])
+    found = _machine_of(rest)
+    left: FSM = found & seen if pieces[ahead] == "(?=" else found - seen
+    return left if not before else _concatenated(_machine_of(before), left)
+
+
+def _concatenated(one: FSM, other: FSM) -> FSM:
+    made: FSM = one + other
+    return made
+
+
+def _plain(pattern: str) -> FSM:
+    made: FSM = interegular.parse_pattern(pattern).to_fsm()
+    return made
+
+
+def _branches(pieces: list[str]) -> list[list[str]]:
+    """Alternatives of an expression, and of a group at its end if something in it looks ahead."""
+    depth, starts, last = 0, [0], None
+    for place, piece in enumerate(pieces):
+        if piece.startswith("("):
+            last = place if depth == 0 else last
+            depth += 1
+        elif piece == ")":
+            depth -= 1
+        elif piece == "|" and depth == 0:
+            starts.append(place + 1)
+    if len(starts) > 1:
+        return [pieces[a : b - 1] for a, b in zip(starts, [*starts[1:], len(pieces) + 1], strict=True)]
+    kept = pieces[:-1] if pieces[-1:] == ["$"] else pieces
+    if (
+        last is None
+        or kept[-1:] != [")"]
+        or kept[last] not in ("(", "(?:")
+        or not _LOOK_AHEAD.search("".join(kept[last:]))
+    ):
+        return [pieces]
+    return [[*kept[:last], *branch] for branch in _branches(kept[last + 1 : -1])]
+
+
+def _group(pieces: list[str], start: int) -> tuple[list[str], list[str]]:
+    """What is in the group that begins there, and what comes behind it."""
+    for place in range(start + 1, len(pieces)):
+        if pieces[place] == ")" and _depth(pieces[start:place]) == 1:
+            return pieces[start + 1 : place], pieces[place + 1 :]
+    return pieces[start + 1 :], []
+
+
+def _depth(pieces: list[str]) -> int:
+    return sum(piece.startswith("(") for piece in pieces) - pieces.count(")")
+
+
+def _check_size(num_states: int) -> None:
+    if num_states > 16 * MAX_STATES:
+        raise ValueError("'pattern' or 'format' beside so great a length takes too many rules; lower the length")
+
+
+def _written(machine: FSM) -> str:
+    """A rule a state, each a choice of characters and what follows them."""
+    live = _reaching(machine)
+    if machine.initial not in live:
+        raise ValueError("no string has this 'pattern', 'format' and length")
+    if len(live) > MAX_STATES:
+        raise ValueError("'pattern' or 'format' beside so great a length takes too many rules; lower the length")
+    order = [machine.initial, *(state for state in sorted(live) if state != machine.initial)]
+    names = {state: f"root_{place}" if place else "root" for place, state in enumerate(order)}
+    lines = []
+    for state in order:
+        choices = ['""'] if state in machine.finals else []
+        ways: dict[int, list[int]] = {}
+        for key, target in machine.map.get(state, {}).items():
+            if target in names:
+                ways.setdefault(target, []).append(key)
+        choices += [f"({_class(machine.alphabet, keys)} {names[target]})" for target, keys in ways.items()]
+        lines.append(f"{names[state]} ::= {' | '.join(choices)}")
+    return "\n".join(lines)
+
+
+def _reaching(machine: FSM) -> set[Any]:
+    """The states from which a string can end."""
+    before: dict[Any, list[Any]] = {}
+    for state, ways in machine.map.items():
+        for target in ways.values():
+            before.setdefault(target, []).append(state)
+    live, todo = set(machine.finals), list(machine.finals)
+    while todo:
+        new = set(before.get(todo.pop(), ())) - live
+        live |= new
+        todo += new
+    return live
+
+
+def _class(alphabet: Alphabet, keys: list[int]) -> str:
+    """The characters of some transitions, as the library writes a class."""
+    own = {character for key in keys for character in alphabet.by_transition[key]}
+    if anything_else not in own:
+        return f"[{_listed(own)}]"
+    others = {character for members in alphabet.by_transition.values() for character in members}
+    return f"[^{_listed(others - own)}]" if others - own else "[\\U00000000-\\U0010ffff]"
+
+
+def _listed(characters: set[str]) -> str:
+    return "".join(f"\\U{ord(character):08x}" for character in sorted(characters))
