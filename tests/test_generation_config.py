@@ -135,3 +135,18 @@ def test_the_command_line(folder: Path, tmp_path: Path) -> None:
     plain, note = said("--generation-config", "none")
     usual = ["--temperature", "0.7", "--top-p", "1", "--top-k", "0", "--min-p", "0", "--repetition-penalty", "1"]
     assert plain == said(*usual, "--generation-config", "none")[0] != own and "temperature" not in note
+
+
+def test_run_samples_as_generate_does(folder: Path) -> None:
+    from typer.testing import CliRunner
+
+    from forerun.cli.app import app
+
+    def text(*arguments: str) -> str:
+        limits = ["--max-tokens", "12", "--max-model-len", "128", "--drafter", "none"]
+        result = CliRunner().invoke(app, [*arguments, *limits])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    asked = (str(folder), PROMPT)
+    assert text("run", *asked) == text("generate", *asked) != text("run", *asked, "--temperature", "0.7")

@@ -114,6 +114,13 @@ def test_bad_prompts(prompt, message: str) -> None:  # type: ignore[no-untyped-d
         {"allowed_token_ids": ()},
         {"stop": ("",)},
         {"stop": 7},
+        {"stop": (7,)},
+        {"stop": (["a"],)},
+        {"stop_token_ids": ("a",)},
+        {"allowed_token_ids": (1, 2.5, 3)},
+        {"allowed_token_ids": (1, "a")},
+        {"allowed_token_ids": (1, True)},
+        {"bad_words": {"a": 1}},
         {"logit_bias": {1: 1e9}},
         {"logit_bias": {-1: 1.0}},
     ],
@@ -195,6 +202,21 @@ def test_a_context_nobody_asked_for_is_cut_to_the_pool() -> None:
 def test_more_memory_than_the_machine_has() -> None:
     with pytest.raises(ResourceError, match="GB"):
         mini.plain().with_drafter("none", num_kv_blocks=10**9)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dtype", "bfloat16"), ("implementation", "transformers"), ("device", "cuda"), ("kernels", "reference"),
+        ("threads", 1), ("generation_config", "none"),
+    ],
+)  # fmt: skip
+def test_with_drafter_refuses_what_was_decided_when_the_weights_were_loaded(name: str, value: object) -> None:
+    assert getattr(mini.plain().config, name) != value
+    with pytest.raises(ConfigError, match=f"{name} is .* make another LLM"):
+        mini.plain().with_drafter("none", **{name: value})
+    same = {name: getattr(mini.plain().config, name)}
+    assert mini.plain().with_drafter("none", **same).config.drafter.name == "none"
 
 
 def test_with_drafter_keeps_other_options() -> None:

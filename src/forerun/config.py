@@ -31,6 +31,7 @@ _OPTIONAL_SIZES = (
     "max_model_len", "num_kv_blocks", "kv_cache_bytes", "threads",
     "max_num_prefill_tokens", "max_num_batched_nodes", "max_num_waiting",
 )  # fmt: skip
+_OF_LOADING = ("model", "dtype", "implementation", "device", "kernels", "threads", "generation_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,15 @@ class EngineConfig:
         for name in _OPTIONAL_SIZES:
             if getattr(self, name) is not None:
                 _range(name, getattr(self, name), 1, 2**50)
+
+    def check_loaded_as(self, loaded: EngineConfig) -> None:
+        """Raise ConfigError if weights or kernels would be others than those loaded for that configuration."""
+        for name in _OF_LOADING:
+            given, own = getattr(self, name), getattr(loaded, name)
+            if given != own:
+                raise ConfigError(
+                    f"{name} is {own!r} for all engines on these weights and kernels, got {given!r}: make another LLM"
+                )
 
 
 def api_key_from_environment() -> str | None:

@@ -6,7 +6,7 @@ Knows: plain values and how they are validated. Does not know: tensors, models, 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple, Protocol
@@ -66,10 +66,9 @@ class SamplingParams:
     biases: tuple[array[int], array[float]] = field(init=False, repr=False, compare=False)  # likewise logit_bias
 
     def __post_init__(self) -> None:
-        for name in ("stop", "bad_words", "stop_token_ids"):
-            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+        for name, kind in (("stop", str), ("bad_words", str), ("stop_token_ids", int), ("allowed_token_ids", int)):
+            if name != "allowed_token_ids" or self.allowed_token_ids is not None:
+                object.__setattr__(self, name, _as_tuple(name, getattr(self, name), kind))
         _check_ranges(self)
         _check_contradictions(self)
         object.__setattr__(self, "allowed", array("q", self.allowed_token_ids or ()))
@@ -85,12 +84,11 @@ class SamplingParams:
         return replace(self, seed=seed)
 
 
-def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    if value is None or isinstance(value, str):
-        return () if value is None else (value,)
-    if isinstance(value, Sequence):
-        return tuple(dict.fromkeys(value))  # each once
-    raise SamplingError(f"{name} must be a string or a list, got {type(value).__name__}")
+def _as_tuple(name: str, value: Any, kind: type) -> tuple[Any, ...]:
+    listed = (value,) if isinstance(value, str) else () if value is None else value
+    if not isinstance(listed, Sequence | Set) or any(not isinstance(v, kind) or isinstance(v, bool) for v in listed):
+        raise SamplingError(f"{name} must be a list of {'texts' if kind is str else 'token ids'}, got {value!r:.80}")
+    return tuple(dict.fromkeys(listed))  # each once
 
 
 def _check_ranges(params: SamplingParams) -> None:

@@ -70,13 +70,15 @@ class LLM:
     def with_drafter(self, drafter: str | DrafterConfig, **options: Any) -> LLM:
         """Another engine with another drafter (and other engine options) on the same weights and kernels.
 
-        `drafter` and `options` are read as in the constructor; engine options not given stay as they are.
+        Read as in the constructor; engine options not given stay. Those weights and kernels depend on may not change.
         """
         kept = {
             f.name: getattr(self.config, f.name) for f in fields(EngineConfig) if f.name not in ("model", "drafter")
         }
+        config = engine_config(self.config.model, {**kept, **options, "drafter": drafter})
+        config.check_loaded_as(self.config)
         other = object.__new__(LLM)
-        other._open(engine_config(self.config.model, {**kept, **options, "drafter": drafter}), self._shared)
+        other._open(config, self._shared)
         return other
 
     def _load_draft(self, name: str) -> Any:
@@ -89,9 +91,7 @@ class LLM:
 
     def _load_small(self, name: str) -> LoadedModel:
         try:
-            dtype = (
-                "auto" if self.config.dtype == "float16" else self.config.dtype
-            )  # which a draft need not be stored in
+            dtype = "auto" if self.config.dtype == "float16" else self.config.dtype  # drafts may be stored otherwise
             return load_model(name, self._shared.kernels, dtype=dtype)
         except ModelError as error:
             drafter = drafter_of(name)

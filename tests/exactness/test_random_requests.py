@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random, SystemRandom
 from time import perf_counter
 from typing import Any
@@ -27,10 +29,12 @@ SECONDS = 20.0
 LEAST_SCENARIOS = 6  # however slow the machine is: each world twice
 
 
-def grammars(llm: LLM) -> list[Any]:
+@contextmanager
+def grammars(llm: LLM) -> Iterator[list[Any]]:
     """Makers of masks as the server makes them, where its compiler is installed."""
     pytest.importorskip("xgrammar")
-    from forerun.server.structured import GrammarCompiler, GrammarSpec
+    from forerun.server.grammar_compiler import GrammarCompiler
+    from forerun.server.structured import GrammarSpec
 
     compiler = GrammarCompiler(llm.tokenizer, llm.loaded.model.vocab_size, 60.0)
     specs = [
@@ -38,18 +42,15 @@ def grammars(llm: LLM) -> list[Any]:
         GrammarSpec("json", '{"type": "array", "items": {"type": "integer"}}'),
     ]
     try:
-        for spec in specs:
-            compiler.mask(spec)  # known from here on; makers then need no process
+        yield [lambda spec=spec: compiler.mask(spec) for spec in specs]
     finally:
         compiler.close()
-    return [lambda spec=spec: compiler.mask(spec) for spec in specs]
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> list[World]:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[World]]:
     """The embedded family with all its heads, a tiny native model, and one that runs through transformers."""
-    plain = mini.plain().with_drafter("none", **PLAIN)
-    made = [World("mini", plain, "mini-draft", (*NATIVE, *HEADS), mini.PROMPTS, (*grammars(plain),))]
+    made = []
     for name, drafters, max_len in (("qwen2-windows", NATIVE, 64), ("gpt2", COMMON, 32)):  # a token a call of gpt2
         folder = tmp_path_factory.mktemp(name)
         if name in factory.CASES:
@@ -58,7 +59,9 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> list[World]:
             factory.save_checkpoint(factory.random_hf_model(name), folder)
         llm = LLM(str(folder), **{**PLAIN, "max_model_len": max_len})
         made.append(World(name, llm, str(folder), drafters, (), (lambda: EvenOdd(factory.VOCAB_SIZE),)))
-    return made
+    plain = LLM("mini", **PLAIN)
+    with grammars(plain) as own:
+        yield [World("mini", plain, "mini-draft", (*NATIVE, *HEADS), mini.PROMPTS, (*own,)), *made]
 
 
 def test_everything_at_once(worlds: list[World]) -> None:

@@ -28,7 +28,7 @@ def run(
     prompt: Annotated[str | None, typer.Argument(help="What to answer; without it a conversation begins.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin a conversation with.")] = None,
     max_tokens: opt.MaxTokens = 512,
-    temperature: opt.Temperature = 0.7,
+    temperature: opt.AnswerTemperature = None,
     seed: opt.Seed = 0,
     drafter: opt.DrafterName = None,
     draft_model: opt.DraftModel = None,
