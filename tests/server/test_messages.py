@@ -209,6 +209,16 @@ def test_a_call_cut_off_stays_readable(thinking: httpx.Client) -> None:
     assert message["content"][0]["input"].keys() == {"INVALID_JSON"}
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud800"'], ids=["nan", "inf", "half"])
+def test_arguments_no_answer_can_hold_stay_readable(thinking: httpx.Client, value: str) -> None:
+    arguments = f'{{"a": {value}}}'
+    call = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    asked = {"messages": HELLO, "max_tokens": 900, "tools": [TOOL], "guided_choice": [call]}
+    answer = thinking.post("/v1/messages", json=asked)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["content"][0]["input"] == {"INVALID_JSON": arguments}
+
+
 def test_errors_in_a_stream_and_before_it(client: TestClient, post: Post) -> None:
     slow = {"messages": HELLO, "max_tokens": 480, "ignore_eos": True, "timeout": 0.05}
     last = stream_of(client, **slow)[-1]

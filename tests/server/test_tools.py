@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from forerun import LLM
 from forerun.errors import ConfigError
-from forerun.server.call_readers import CallPiece, JsonCalls
+from forerun.server.call_readers import CallPiece, JsonCalls, read_json
 from forerun.server.reasoning import ReasoningSplitter, may_think, reasoning_style, starts_inside
 from forerun.server.tools import (
     STYLES,
@@ -36,6 +36,7 @@ class Call(NamedTuple):
 
 
 CALL = '{"name": "f", "arguments": {"x": [1, "a]}"]}}'
+NO_NAME = '{"name": "\\ud800", "arguments": {}}'
 F = Call("f", '{"x": [1, "a]}"]}')
 TEXTS: dict[str, tuple[str, str, str, list[Call]]] = {  # name -> style, text, content, calls
     "hermes": ("hermes", f"I will. <tool_call>\n{CALL}\n</tool_call>", "I will. ", [F]),
@@ -49,6 +50,15 @@ TEXTS: dict[str, tuple[str, str, str, list[Call]]] = {  # name -> style, text, c
         "</tool_call>",
         "",
         [Call("f", '{"x": 5, "y": "some\\ntext"}')],
+    ),
+    "qwen-half": (  # half a surrogate pair is no character, 1e999 no number
+        "qwen3_coder",
+        '<tool_call><function=f><parameter=x>"\\ud800"</parameter><parameter=y>1e999</parameter></function></tool_call>',
+        "",
+        [Call("f", '{"x": "\\"\\\\ud800\\"", "y": "1e999"}')],
+    ),
+    "hermes-half": (
+        "hermes", f'<tool_call>{NO_NAME}</tool_call>', f'<tool_call>{NO_NAME}</tool_call>', []
     ),
     "llama": ("llama3_json", '{"name": "f", "parameters": {"x": [1, "a]}"]}}', "", [F]),
     "llama-tag": ("llama3_json", f"<|python_tag|>{CALL}; {CALL}", "", [F, F]),
@@ -354,3 +364,9 @@ def test_deep_arguments_of_earlier_calls_are_text(post: Callable[..., Any]) -> N
     deep = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" * 30_000 + "]" * 30_000}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [deep]}, {"role": "user", "content": "?"}]
     assert post("/tokenize", messages=messages)["count"] > 0
+
+
+@pytest.mark.parametrize("text", ["[" * 10_000 + "]" * 10_000, "NaN", "[1e999]", '"\\udc00"', "9" * 5000, "{"])
+def test_json_no_answer_can_hold_is_none(text: str) -> None:
+    with pytest.raises(ValueError):
+        read_json(text)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from pydantic_core import from_json
+
 
 class CallPiece(NamedTuple):
     """New text of a call: a name begins the next one, None goes on with the last. `arguments` is a part of JSON."""
@@ -315,20 +317,32 @@ class XmlCalls:
 
 
 def _call(value: Any) -> tuple[str, str] | None:
-    """Name and arguments of an object with `name` and `arguments` (or `parameters`)."""
+    """Name and arguments of an object with `name` and `arguments` (or `parameters`); raises ValueError as _written."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    return value["name"], arguments if isinstance(arguments, str) else _written(arguments)
+    name, text = value["name"], arguments if isinstance(arguments, str) else _written(arguments)
+    f"{name}{text}".encode()
+    return name, text
 
 
 def _written(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    """Raises ValueError for what no answer can hold: numbers that are not finite, halves of surrogate pairs."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text
+
+
+def read_json(text: str) -> Any:
+    """The value of JSON text a model wrote. Raises ValueError if it is none, or none that an answer can hold."""
+    value = from_json(text, allow_inf_nan=False)
+    _written(value)
+    return value
 
 
 def _name(quoted: str) -> str | None:
     try:
-        return str(json.loads(quoted))
+        return str(read_json(quoted))
     except ValueError:
         return None
 
@@ -336,8 +350,8 @@ def _name(quoted: str) -> str | None:
 def _value(text: str) -> str:
     """JSON where it is JSON, else the text as a JSON string."""
     try:
-        return _written(json.loads(text, parse_constant=_no_constant))
-    except (ValueError, RecursionError):
+        return _written(read_json(text))
+    except ValueError:
         return _written(text)
 
 

@@ -5,11 +5,11 @@ Knows: the message object and the order of its events. Does not know: prompts, s
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 from uuid import uuid4
 
+from forerun.server.call_readers import read_json
 from forerun.server.chat import ChatJob, usable_tools
 from forerun.server.context import ServerContext, dropped_fields
 from forerun.server.conversation import render
@@ -163,9 +163,9 @@ def _block(piece: Piece) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Arguments as an object; what was cut off stays readable, by the name Anthropic's documentation uses."""
+    """Arguments as an object; what was cut off or is no JSON stays readable, by a name of Anthropic's documentation."""
     try:
-        value = json.loads(arguments or "{}")
+        value = read_json(arguments or "{}")
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
