@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from forerun import LLM
 from forerun.server import bodies, conversation
 from forerun.server.app import create_app
-from forerun.server.bodies import LARGE, MAX_PARTS, check_parts, parse
+from forerun.server.bodies import LARGE, MAX_PARTS, MAX_VALUES, check_parts, parse
 from forerun.server.errors import MAX_SHOWN, ApiError
 from forerun.server.schema import ChatBody, CompletionBody
 from forerun.weights.tokenizer import Tokenizer
@@ -84,8 +84,13 @@ def test_json_inside_of_texts_counts(complete: Post) -> None:
         conversation.render(None, ChatBody.model_validate({"messages": messages}), [])  # type: ignore[arg-type]
 
 
+def test_bodies_of_too_many_values() -> None:
+    with pytest.raises(ApiError, match=f"{MAX_VALUES + 1} values; the most is {MAX_VALUES}"):
+        parse(b'{"prompt": [' + b"0," * (MAX_VALUES + 1) + b"0]}", CompletionBody)
+
+
 def test_texts_may_hold_any_number_of_brackets() -> None:
-    text = '{"[:\\' * MAX_PARTS
+    text = '{"[:\\' * MAX_PARTS + "," * MAX_VALUES
     assert parse(json.dumps({"prompt": text}).encode(), CompletionBody).prompt == text
 
 

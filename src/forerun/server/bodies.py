@@ -22,6 +22,7 @@ from pydantic_core import from_json
 from forerun.server.errors import ApiError, validation_error
 
 MAX_PARTS: Final = 1 << 16  # objects, lists and named values of a body, each of which takes some hundred bytes
+MAX_VALUES: Final = 1 << 20  # of lists, most of them numbers
 LARGE: Final = 64 << 10  # bytes; smaller ones are parsed and checked within a few milliseconds
 NUM_LARGE: Final = 4  # large bodies of which requests are made at the same time
 MAX_PAUSE_S: Final = 0.25
@@ -119,27 +120,25 @@ def parse(raw: bytes, kind: type[BaseModel] | None = None) -> Any:
 def check_parts(*texts: bytes) -> None:
     """Raise ApiError 400 for JSON texts that are too much work to parse.
 
-    Strings may hold any number of brackets and colons; they are told from JSON's own only where there are many.
+    Strings may hold any number of brackets, colons and commas; they are told from JSON's own only where there are many.
     """
-    if sum(map(_num_parts, texts)) > MAX_PARTS:
-        num_parts = sum(map(_num_parts_outside_strings, texts))
-        if num_parts > MAX_PARTS:
-            raise ApiError(
-                400, f"the body holds {num_parts} objects, lists and named values; the most is {MAX_PARTS}",
-                code="body_too_complex",
-            )  # fmt: skip
+    for marks, most, name in ((b"{[:", MAX_PARTS, "objects, lists and named values"), (b",", MAX_VALUES, "values")):
+        if sum(_num_marks(text, marks) for text in texts) > most:
+            found = sum(_num_outside_strings(text, marks) for text in texts)
+            if found > most:
+                raise ApiError(400, f"the body holds {found} {name}; the most is {most}", code="body_too_complex")
 
 
-def _num_parts(text: bytes) -> int:
-    return text.count(b"{") + text.count(b"[") + text.count(b":")
+def _num_marks(text: bytes, marks: bytes) -> int:
+    return sum(map(text.count, marks))
 
 
-def _num_parts_outside_strings(text: bytes) -> int:
+def _num_outside_strings(text: bytes, marks: bytes) -> int:
     """The same without what stands in strings, in a chunk's memory."""
     text = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins or ends a string
-    num_parts = first = 0  # `first`: of a chunk's pieces outside of strings
+    found = first = 0  # `first`: of a chunk's pieces outside of strings
     for start in range(0, len(text), _CHUNK):
         pieces = text[start : start + _CHUNK].split(b'"')
-        num_parts += _num_parts(b"".join(pieces[first::2]))
+        found += _num_marks(b"".join(pieces[first::2]), marks)
         first = (first + len(pieces) - 1) % 2
-    return num_parts
+    return found
