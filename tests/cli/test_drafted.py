@@ -63,6 +63,8 @@ def test_lists_on_the_command_line() -> None:
         lambda: numbers("a", "x"),
         lambda: biases(["x=1"]),
         lambda: chosen_model("a", "b"),
+        lambda: chosen_model("", None),
+        lambda: chosen_model(None, ""),
     ):
         with pytest.raises(ConfigError):
             wrong()

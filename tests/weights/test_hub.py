@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import namedtuple
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from forerun.weights import hub_download
 from forerun.weights.hub import HubName, cached_models, choose_files, find_cached, gguf_models, remove_cached
 from forerun.weights.hub_download import download
 from forerun.weights.resolve import find_local, is_model, resolve_model
+from tests.support import fake_hub
 from tests.support.fake_hub import FakeHub, pretended
 
 LARGE = random.Random(0).randbytes(200_000)
@@ -214,3 +216,29 @@ def test_the_cache_is_listed_and_emptied(hub: FakeHub) -> None:
     assert cached_models() == []
     with pytest.raises(ModelNotFoundError, match="org/model is not in the cache"):
         remove_cached(HubName("org/model"))
+
+
+def test_a_link_out_of_the_cache_is_removed_and_not_what_it_leads_to(hub: FakeHub, tmp_path: Path) -> None:
+    own = tmp_path / "own-Q2_K.gguf"
+    own.write_bytes(b"mine")
+    link = resolve_model("org/gguf:Q8_0").with_name("own-Q2_K.gguf")
+    link.symlink_to(own)
+    remove_cached(HubName("org/gguf", "Q2_K"))
+    assert own.read_bytes() == b"mine" and not link.is_symlink()
+
+
+def test_a_digest_is_no_path(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hub").mkdir()
+    named = fake_hub._etag
+    monkeypatch.setattr(fake_hub, "_etag", lambda data: "../../../stolen" if data == LARGE else named(data))
+    with pytest.raises(ModelError, match=r"'../../../stolen', which is no digest: nothing is written"):
+        resolve_model("org/gguf:Q4_K_M")
+    assert not list(tmp_path.glob("stolen*"))
+
+
+@pytest.mark.parametrize("index", [{"weight_map": {"a": ["b"]}}, {"weight_map": {"a": 5}}, [], {"weight_map": []}])
+def test_a_damaged_index_in_the_cache_is_an_incomplete_model(hub: FakeHub, index: object) -> None:
+    folder = resolve_model("org/model")
+    assert find_cached(HubName("org/model")) == folder
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert find_cached(HubName("org/model")) is None

@@ -25,7 +25,9 @@ def test_an_embedded_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert resolve_model("mini-draft") == tmp_path / "mini" / "draft"
 
 
-@pytest.mark.parametrize("name", ["/absolute/none", "./none", "a/b/c", "", "../x", "a--b", "x" * 97, "a b"])
+@pytest.mark.parametrize(
+    "name", ["/absolute/none", "./none", "~nobody-of-this-name/x", "a/b/c", "", "../x", "a--b", "x" * 97, "a b"]
+)
 def test_what_cannot_be_a_hub_id_is_not_looked_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "download", lambda *_: pytest.fail("looked up"))
     with pytest.raises(ModelNotFoundError, match="tried"):

@@ -104,10 +104,13 @@ Drafters = Annotated[str, typer.Option(help="NAME, NAME=MODEL or FILE.py:CLASS, 
 
 
 def chosen_model(argument: str | None, option: str | None) -> str:
-    """The model, given by position or by --model. Raises ConfigError if both are given and differ."""
-    if argument and option and argument != option:
+    """The model, given by position or by --model. Raises ConfigError for an empty name, and for two that differ."""
+    given = [name for name in (argument, option) if name is not None]
+    if len(set(given)) > 1:
         raise ConfigError(f"two models were given, {argument} and --model {option}: give one")
-    return argument or option or DEFAULT_MODEL
+    if "" in given:
+        raise ConfigError(f"the model's name is empty: give one, or none for {DEFAULT_MODEL}")
+    return given[0] if given else DEFAULT_MODEL
 
 
 def own_sampling(given: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

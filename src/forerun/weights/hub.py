@@ -151,11 +151,12 @@ def _has_all_shards(folder: Path, files: Sequence[str]) -> bool:
     """Whether the files an index of the weights names are there."""
     indices = [file for file in files if file.endswith((".safetensors.index.json", ".bin.index.json"))]
     try:
-        named = {shard for file in indices for shard in json.loads((folder / file).read_text())["weight_map"].values()}
-    except (OSError, ValueError, KeyError, AttributeError):
+        maps = [json.loads((folder / file).read_text("utf-8"))["weight_map"] for file in indices]
+        named = {PurePosixPath(shard) for weight_map in maps for shard in weight_map.values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     suffixes = {PurePosixPath(file).suffix for file in files}
-    return all((folder / shard).is_file() for shard in named if PurePosixPath(shard).suffix in suffixes)
+    return all((folder / shard).is_file() for shard in named if shard.suffix in suffixes)
 
 
 def cached_models() -> list[CachedModel]:
@@ -230,8 +231,10 @@ def _remove(repository: CachedRepoInfo, name: HubName) -> None:
     for revision in repository.revisions:
         for file in gone:
             (revision.snapshot_path / file).unlink(missing_ok=True)
+    storage = _storage(name.repository).resolve()
     for blob in {blob for file in gone for blob in blobs[file]} - kept:
-        blob.unlink(missing_ok=True)
+        if blob.is_relative_to(storage):  # else somebody has put a link to a file of their own there
+            blob.unlink(missing_ok=True)
 
 
 def _bytes_below(folder: Path) -> int:

@@ -141,6 +141,10 @@ class _Weights:
         about = get_hf_file_metadata(url)
         if about.etag is None or about.size is None:
             return  # huggingface_hub says what is wrong
+        if Path(about.etag).name != about.etag:  # it becomes the name of a file
+            raise ModelError(
+                f"the hub {url} calls its contents {about.etag[:80]!r}, which is no digest: nothing is written"
+            )
         blob = self._storage / "blobs" / about.etag
         lock = self._storage.parent / ".locks" / self._storage.name / f"{about.etag}.lock"
         for folder in (blob.parent, lock.parent):

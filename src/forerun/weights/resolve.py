@@ -36,7 +36,7 @@ def resolve_model(name_or_path: str | Path, progress: Progress | None = None) ->
     found = find_local(name)
     if found is not None:
         return found
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     is_other = os.path.isfile(folder)
     tried = [f"a folder {folder}{' (it is a file: give the folder, or a .gguf file)' if is_other else ''}"]
     asked = None if is_other else HubName.parse(name)
@@ -55,7 +55,7 @@ def find_local(name: str) -> Path | None:
     """Where a model lies on this machine; None if it does not, or not all of it. Raises ModelNotFoundError."""
     if name in EMBEDDED:
         return _embedded(name)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if name and (os.path.isdir(path) or (path.suffix.lower() == ".gguf" and os.path.isfile(path))):
         return path
     asked = HubName.parse(name)
