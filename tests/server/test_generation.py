@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +85,44 @@ def test_an_error_is_the_last_event() -> None:
     connection = Connection()
     run(chunks(), connection)
     assert b'"broken"' in connection.bodies[1] and connection.bodies[2:] == [DONE, b""] and connection.complete
+
+
+def test_what_breaks_in_a_stream_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Clients are told that the log says why."""
+
+    async def chunks() -> AsyncGenerator[dict[str, Any], None]:
+        yield {"a": 1}
+        raise ZeroDivisionError("in the middle")
+
+    logging.getLogger("forerun.server").addHandler(caplog.handler)
+    try:
+        connection = Connection()
+        run(chunks(), connection)
+    finally:
+        logging.getLogger("forerun.server").removeHandler(caplog.handler)
+    assert b"its log says why" in connection.bodies[1] and "in the middle" in caplog.text
+
+
+def test_requests_that_cannot_all_begin_are_ended() -> None:
+    """The engine failed behind the first of them."""
+    aborted = []
+
+    class Failing(Idle):
+        def check_room(self, num_samples: int) -> None:
+            assert num_samples == 2
+
+        def submit(self, group: Any, constrained: bool) -> str:
+            if group.name == "second":
+                raise ApiError(503, "the engine has stopped working")
+            return str(group.name)
+
+        def abort(self, stream: str) -> None:
+            aborted.append(stream)
+
+    groups = [SimpleNamespace(name=name, samples=[0]) for name in ("first", "second")]
+    with pytest.raises(ApiError, match="stopped"), Generation(Failing(), groups, False):  # type: ignore[arg-type]
+        pytest.fail("begun")
+    assert aborted == ["first"]
 
 
 def test_a_client_that_hangs_up_ends_what_it_waits_for() -> None:

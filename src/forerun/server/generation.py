@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +23,7 @@ from forerun.server.service import Delta, EngineService, Stream
 KEEP_ALIVE_S = 15.0  # silence after which a comment is sent, so that proxies do not hang up
 DONE = b"data: [DONE]\n\n"
 Result = TypeVar("Result")
+log = logging.getLogger("forerun.server")
 
 
 class Event(NamedTuple):
@@ -43,7 +45,12 @@ class Generation:
     def __enter__(self) -> None:
         """Hand all requests to the engine; raises ApiError 429 if the queue has no room for them."""
         self._service.check_room(sum(len(group.samples) for group in self._groups))
-        self._streams += [self._service.submit(group, self._constrained) for group in self._groups]
+        try:
+            for group in self._groups:
+                self._streams.append(self._service.submit(group, self._constrained))
+        except ApiError:  # the engine has failed or stopped in this moment
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         """End what still runs."""
@@ -136,9 +143,17 @@ async def sse_body(chunks: AsyncGenerator[dict[str, Any], None], named: bool) ->
         async for chunk in chunks:
             yield (b"event: " + chunk["type"].encode() + b"\n" if named else b"") + sse(chunk)
     except Exception as error:
-        yield sse(as_api_error(error).body())
+        yield sse(broken_off(error).body())
     if not named:
         yield DONE
+
+
+def broken_off(error: Exception) -> ApiError:
+    """What the client of a stream is told of an error; nobody else hears of it, so the log says what it cannot."""
+    told = as_api_error(error)
+    if told.code == "internal_error":
+        log.error("an answer broke off", exc_info=error)
+    return told
 
 
 class EventStream(StreamingResponse):

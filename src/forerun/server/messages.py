@@ -13,8 +13,8 @@ from forerun.server.call_readers import read_json
 from forerun.server.chat import ChatJob, usable_tools
 from forerun.server.context import ServerContext, dropped_fields
 from forerun.server.conversation import render
-from forerun.server.errors import ApiError, anthropic_body, as_api_error
-from forerun.server.generation import Generation
+from forerun.server.errors import ApiError, anthropic_body
+from forerun.server.generation import Generation, broken_off
 from forerun.server.messages_input import FIELD_NAMES, chat_body, check_fields
 from forerun.server.messages_schema import CountTokensBody, MessagesBody
 from forerun.server.pieces import Piece, Pieces
@@ -63,7 +63,7 @@ class MessageJob:
             async for event in self._events(generation):
                 yield event
         except Exception as error:
-            yield anthropic_body(as_api_error(error))
+            yield anthropic_body(broken_off(error))
 
     async def _events(self, generation: Generation) -> AsyncGenerator[Event, None]:
         yield {"type": "message_start", "message": {**self._message}}

@@ -12,8 +12,8 @@ from typing import Any
 
 from forerun.server.chat import ChatJob
 from forerun.server.context import ServerContext, dropped_fields
-from forerun.server.errors import ApiError, as_api_error, unsupported
-from forerun.server.generation import Generation
+from forerun.server.errors import ApiError, unsupported
+from forerun.server.generation import Generation, broken_off
 from forerun.server.pieces import Pieces
 from forerun.server.responses_input import FIELD_NAMES, ITEMS, chat_body, check_fields
 from forerun.server.responses_output import Event, Output, new_id
@@ -63,7 +63,7 @@ class ResponseJob:
             async for event in self._events(generation):
                 yield {**event, "sequence_number": next(numbers)}
         except Exception as error:
-            yield {**self._failed(as_api_error(error)), "sequence_number": next(numbers)}
+            yield {**self._failed(broken_off(error)), "sequence_number": next(numbers)}
 
     async def _events(self, generation: Generation) -> AsyncGenerator[Event, None]:
         yield self._lifecycle("created")
