@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -257,11 +256,10 @@ def test_other_threads_run_while_a_long_text_is_tokenized(made: Tokenizer) -> No
     thread.start()
     started = time.perf_counter()
     made.encode("the other there " * 60_000)
-    seconds = time.perf_counter() - started
+    ended = time.perf_counter()
     done.set()
     thread.join()
-    longest = max(later - earlier for earlier, later in pairwise([*beats, time.perf_counter()]))
-    assert longest < max(0.5 * seconds, 0.2)
+    assert sum(started < beat < ended for beat in beats) >= 5  # else none, or one at either end
 
 
 def test_folders_only_transformers_can_read(tmp_path: Path) -> None:

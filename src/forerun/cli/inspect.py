@@ -61,7 +61,7 @@ def _describe(loaded: LoadedModel) -> dict[str, Any]:
         "vocab_size": loaded.model.vocab_size,
         **_special_sizes(loaded.config),
     }
-    storage = describe_storage(loaded.folder, raw, loaded.model.num_parameters)
+    storage = describe_storage(loaded.folder, loaded.model.num_parameters)
     return {
         "family": raw.get("model_type"),
         "implementation": loaded.implementation,
@@ -137,10 +137,7 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokenizer", f"{report['tokenizer']['vocab_size']} tokens"),
         ("chat template", "yes" if report["chat_template"] else "no"),
         ("can draft", "; ".join(f"{name}: {how}" for name, how in report["drafters"].items())),
-        (
-            "on disk",
-            "; ".join(_by_type(*kind) for kind in report["storage"]["bytes"].items()) or "read by transformers",
-        ),
+        ("on disk", "; ".join(_by_type(*kind) for kind in report["storage"]["bytes"].items())),
         ("weights", f"{_size(memory['weights_bytes'])} in memory"),
         ("KV cache", _kv(memory)),
         ("backend", f"{report['backend']['name']}: {report['backend']['reason']}"),
@@ -154,8 +151,7 @@ def _stored(storage: dict[str, Any]) -> str:
     if storage["format"] == "quantized" and storage["bits"]:
         grouped = f" in groups of {storage['group_size']}" if (storage["group_size"] or -1) > 0 else ""
         parts.append(f"{storage['bits']} bits{grouped}")
-    in_all = storage["bits_per_weight"]
-    return ", ".join(parts) + ("" if in_all is None else f": {in_all:g} bits a weight in all")
+    return f"{', '.join(parts)}: {storage['bits_per_weight']:g} bits a weight in all"
 
 
 def _by_type(kind: str, sizes: dict[str, int]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import ConfigError, ModelError
+from forerun.errors import ConfigError
 from forerun.quant.settings import SECTION, Settings
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
@@ -29,18 +29,14 @@ PACKED = ("qweight", "qzeros", "weight_packed")  # integers that hold several sm
 BITS, GROUP_SIZES = ("bits", "w_bit", "num_bits"), ("group_size", "q_group_size")  # what formats call them
 
 
-def describe_storage(path: Path, config: Mapping[str, Any], num_parameters: int) -> dict[str, Any]:
-    """What `forerun inspect` says of the weights in a folder or GGUF file whose configuration is `config`.
+def describe_storage(path: Path, num_parameters: int) -> dict[str, Any]:
+    """What `forerun inspect` says of the weights in a folder or GGUF file.
 
     "method" names the quantization, or the type of dense weights; "bits" and "group_size" are those of quantized
     matrices, null where there are none or several; "bits_per_weight" is over the whole model; "bytes" are of each kind
     of tensor by the type they are stored in, the largest first.
     """
-    try:
-        checkpoint = GgufCheckpoint.open(path) if is_gguf(path) else Checkpoint.open(path)
-    except ModelError:  # a layout only transformers reads
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-        return {**_named("other", dtype), "bits_per_weight": None, "bytes": {}}
+    checkpoint = GgufCheckpoint.open(path) if is_gguf(path) else Checkpoint.open(path)
     named = _named_gguf(checkpoint.file_type) if isinstance(checkpoint, GgufCheckpoint) else _named_folder(checkpoint)
     kinds: dict[str, dict[str, int]] = {}
     for name, stored, nbytes in checkpoint.stored():
