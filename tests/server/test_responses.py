@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from fastapi.testclient import TestClient  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
 from forerun import LLM  # noqa: E402
+from forerun.server import responses  # noqa: E402
 from forerun.server.app import create_app  # noqa: E402
 from forerun.server.responses_input import chat_body  # noqa: E402
 from forerun.server.responses_schema import MessageItem, ResponsesBody  # noqa: E402
@@ -226,6 +228,21 @@ def test_a_server_that_keeps_nothing(llm: LLM) -> None:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "store"
 
 
+def test_references_multiply_nothing(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs some bytes to send: 20,000 of them to one answer were as many copies of it."""
+    first = post("/v1/responses", input="Hello", max_output_tokens=3)
+    again = {"type": "item_reference", "id": first["output"][0]["id"]}
+    answer = post("/v1/responses", 400, input=[again, again])
+    assert "referenced twice" in answer["error"]["message"] and answer["error"]["param"] == "input"
+    asked = {"input": [{"role": "user", "content": "Hi"}, again], "max_output_tokens": 1}
+    assert post("/v1/responses", **asked)["status"] in ("completed", "incomplete")
+    adapter = SimpleNamespace(validate_python=responses.ITEMS.validate_python)  # which writes nothing down
+    monkeypatch.setattr(responses, "ITEMS", adapter)
+    assert post("/v1/responses", **asked, store=False)["store"] is False
+    long = [{"role": "user", "content": "word " * 2000}]
+    assert post("/v1/responses", 400, input=long)["error"]["code"] == "context_length_exceeded"
+
+
 def test_the_store_is_bounded_by_number_and_bytes() -> None:
     def response(number: int, size: int = 10) -> dict[str, Any]:
         return {"id": f"r{number}", "output": [{"id": f"m{number}", "text": "x" * size}]}
@@ -234,7 +251,7 @@ def test_the_store_is_bounded_by_number_and_bytes() -> None:
     for number in range(4):
         store.add(response(number), b'[{"role":"user"}]')
     assert [store.response(f"r{n}") is not None for n in range(4)] == [False, True, True, True]
-    assert store.item("m0") is None and store.item("m3") == response(3)["output"][0]
+    assert store.items(["m0", "m3"]) == {"m3": response(3)["output"][0]}
     assert store.conversation("r1") == [{"role": "user"}, *response(1)["output"]]  # which makes it the last used
     store.add(response(4), b"[]")
     assert store.response("r2") is None and store.response("r1") is not None

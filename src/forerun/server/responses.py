@@ -35,13 +35,14 @@ class ResponseJob:
             raise unsupported("store", "store: this server keeps no responses: leave it out")
         self._store = store if body.store is not False and store.keeps else None
         items = _items(body, store)
-        self._items = ITEMS.dump_json(items, by_alias=True, exclude_none=True)
         chat = chat_body(body, items)
         chat.stream, chat.stream_options = True, StreamOptions(include_usage=True)
         try:
             self._chat = ChatJob(context, chat, dropped_fields(body))
         except ApiError as error:
             raise error.renamed(FIELD_NAMES) from error
+        keeps = self._store is not None  # only now: a conversation that is too long is not written down
+        self._items = ITEMS.dump_json(items, by_alias=True, exclude_none=True) if keeps else b""
         self.groups, self.constrained = self._chat.groups, self._chat.constrained
         self.grammar_s = self._chat.grammar_s
         marks = context.reasoning_marks
@@ -118,7 +119,7 @@ def usage(given: dict[str, Any]) -> dict[str, Any]:
 def _items(body: ResponsesBody, store: ResponseStore) -> list[Item]:
     """The whole conversation: what came before, and what is new, references looked up."""
     given: list[Item] = _as_items(body.input)
-    found = [_referred(item, store) if isinstance(item, ItemReference) else item for item in given]
+    found = _looked_up(given, store)
     if body.previous_response_id is None:
         if not found:
             raise ApiError(400, "input is missing: give a text or items", param="input")
@@ -137,14 +138,20 @@ def _as_items(given: str | list[Item] | None) -> list[Item]:
     return [MessageItem(role="user", content=given)] if isinstance(given, str) else given or []
 
 
-def _referred(reference: ItemReference, store: ResponseStore) -> Item:
-    found = store.item(reference.id)
-    if found is None:
+def _looked_up(given: list[Item], store: ResponseStore) -> list[Item]:
+    """The items with those of the store in place of references, each of which costs a few bytes to send: once each."""
+    names = [item.id for item in given if isinstance(item, ItemReference)]
+    if len(set(names)) < len(names):
+        raise ApiError(400, "input: an item is referenced twice: send it again as an item", param="input")
+    known = store.items(set(names))
+    missing = next((name for name in names if name not in known), None)
+    if missing is not None:
         raise ApiError(
-            404, f"input: there is no item {reference.id[:100]!r} here (any more): send the item itself", param="input",
+            404, f"input: there is no item {missing[:100]!r} here (any more): send the item itself", param="input",
             code="item_not_found",
         )  # fmt: skip
-    return ITEMS.validate_python([found])[0]
+    found = iter(ITEMS.validate_python([known[name] for name in names]))
+    return [next(found) if isinstance(item, ItemReference) else item for item in given]
 
 
 def _wants_summary(body: ResponsesBody) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Collection
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -69,12 +70,12 @@ class ResponseStore:
         kept = self._find(response_id)
         return None if kept is None else [*json.loads(kept.items), *kept.output]
 
-    def item(self, item_id: str) -> dict[str, Any] | None:
-        """An item of a kept response's output, None if it is not here."""
+    def items(self, item_ids: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Those of kept responses' outputs that are here, by id."""
         with self._lock:
-            place = self._places.get(item_id)
-        kept = self._find(place) if place is not None else None
-        return next((item for item in kept.output if item["id"] == item_id), None) if kept else None
+            places = {place: None for item_id in item_ids if (place := self._places.get(item_id)) is not None}
+        outputs = [kept.output for place in places if (kept := self._find(place)) is not None]
+        return {item["id"]: item for output in outputs for item in output if item["id"] in item_ids}
 
     def delete(self, response_id: str) -> bool:
         """Forget a response; whether it was here."""
