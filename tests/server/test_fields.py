@@ -127,12 +127,18 @@ def test_every_path_refuses_unknown_fields_or_says_that_it_dropped_them(llm: LLM
             assert "dropped_fields" not in client.post("/v1/completions", json={"prompt": "a"}).json()["forerun"]
 
 
-def test_a_strict_function_that_no_grammar_holds_to_its_schema_is_named(chat: Post) -> None:
+def test_a_strict_function_that_no_grammar_holds_to_its_schema_is_named(chat: Post, post: Post) -> None:
     pytest.importorskip("xgrammar")
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
     lax = {"type": "function", "function": {"name": "g"}}
     assert chat("hi", tools=[lax, tool])["forerun"]["dropped_fields"] == ["tools.1.function.strict"]
     assert chat("hi", functions=[tool["function"]])["forerun"]["dropped_fields"] == ["functions.0.strict"]
+    flat = {"name": "f", "strict": True}
+    asked = {"input": "hi", "max_output_tokens": 1, "tools": [{**flat, "type": "function"}]}
+    assert post("/v1/responses", **asked)["forerun"]["dropped_fields"] == ["tools.0.strict"]
+    message = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    answer = post("/v1/messages", **message, tools=[{**flat, "input_schema": {}}])
+    assert answer["forerun"]["dropped_fields"] == ["tools.0.strict"]
     for choice in ("none", "required", {"type": "function", "function": {"name": "f"}}):
         assert "dropped_fields" not in chat("hi", tools=[lax, tool], tool_choice=choice)["forerun"]
 

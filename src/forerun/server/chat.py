@@ -146,8 +146,9 @@ class ChatJob:
         self.constrained = context.is_constrained(params)
         self.groups = [context.llm.prepare(token_ids, params, **options)]
         self._choices = [self._choice(i) for i in range(params.n)]
+        unheld = self._unheld_functions("tools.{}.function.strict" if dropped is None else "tools.{}.strict")
         dropped = dropped_fields(body) if dropped is None else dropped
-        self._account = Account(1, self.grammar_s, [*dropped, *self._unheld_functions()])
+        self._account = Account(1, self.grammar_s, [*dropped, *unheld])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -222,11 +223,14 @@ class ChatJob:
         """Calls are to be found in the model's own text."""
         return bool(self._tools) and self._body.tool_choice in (None, "auto")
 
-    def _unheld_functions(self) -> list[str]:
-        """Where `strict` was asked for and no grammar sees to it, because the model calls if and how it likes."""
+    def _unheld_functions(self, path: str) -> list[str]:
+        """Where `strict` was asked for and no grammar sees to it, because the model calls if and how it likes.
+
+        `path`: of the field in tools, in the request's own API.
+        """
         if not self._reads_calls:
             return []
-        path = "functions.{}.strict" if self._body.functions else "tools.{}.function.strict"
+        path = "functions.{}.strict" if self._body.functions else path
         return [path.format(i) for i, tool in enumerate(self._tools) if tool.function.strict]
 
     def _choice(self, index: int) -> _Choice:

@@ -102,12 +102,10 @@ def as_api_error(error: Exception, constrained: bool = False) -> ApiError:
 def validation_error(error: RequestValidationError | ValidationError) -> ApiError:
     """The first thing that is wrong with a body, and where."""
     if isinstance(error, ValidationError) and error.error_count() > MAX_ERRORS:  # there is no way to have the first
-        return ApiError(400, f"{error.error_count()} fields of the body are unknown or wrong", code="invalid_type")
+        return ApiError(400, f"{error.error_count()} fields of the body are wrong", code="invalid_type")
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"] if part != "body")
     field = str(next((part for part in first["loc"] if part != "body"), "")) or None
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown field {path!r}: leave it out", param=path, code="unknown_parameter")
     if not path:  # whose text is nobody's to repeat: it was not read as JSON, or is no object
         return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json",
                         code="invalid_type")  # fmt: skip
