@@ -15,7 +15,7 @@ from forerun.server.context import ServerContext, dropped_fields
 from forerun.server.conversation import render
 from forerun.server.errors import ApiError, anthropic_body
 from forerun.server.generation import Generation, broken_off
-from forerun.server.messages_input import FIELD_NAMES, chat_body, check_fields
+from forerun.server.messages_input import FIELD_NAMES, chat_body
 from forerun.server.messages_schema import CountTokensBody, MessagesBody
 from forerun.server.pieces import Piece, Pieces
 from forerun.server.schema import ChatBody, StreamOptions
@@ -143,7 +143,6 @@ def usage(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_body(context: ServerContext, body: CountTokensBody) -> ChatBody:
-    check_fields(body)
     return chat_body(body, context.tokenizer.chat_template or "", context.reasoning_marks is not None)
 
 

@@ -36,7 +36,7 @@ from forerun.server.schema import (
     ResponseFormat,
     Tool,
     Unserved,
-    refused_fields,
+    check_served,
     shared_fields,
 )
 
@@ -49,14 +49,9 @@ TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 SWITCH = "enable_thinking"  # what templates with a choice call it
 
 
-def check_fields(body: CountTokensBody) -> None:
-    """Raise ApiError 400 for what is known but not served."""
-    for name in refused_fields(body, NOT_SERVED):
-        raise unsupported(name, f"{name} is not supported here: leave it out")
-
-
 def chat_body(body: CountTokensBody, template: str, thinks: bool) -> ChatBody:
     """The chat request for `body`; `thinks`: the model's template knows reasoning. Raises ApiError 400."""
+    check_served(body, NOT_SERVED)
     config = body.output_config
     form = body.output_format or (config and config.format)
     given: dict[str, Any] = {

@@ -13,14 +13,13 @@ from forerun.config import DRAFTER_NAMES, DrafterConfig
 from forerun.core import SamplingParams
 from forerun.errors import SamplingError
 from forerun.server.errors import ApiError, unsupported
-from forerun.server.schema import SamplingBody, Speculation, refused_fields
+from forerun.server.schema import SamplingBody, Speculation, check_served
 
 SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "min_tokens", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
-WHAT_TO_DO = {"extra_body": "its fields belong beside the others; clients put them there"}
 MAX_STRINGS, MAX_STRING = 64, 1024  # stop strings, bad words; characters of one
 MAX_STOP_TOKENS = 1024
 MAX_PRIORITY = 1000
@@ -29,11 +28,7 @@ MAX_PROMPT_LOGPROBS = 20
 
 def check_fields(body: SamplingBody) -> None:
     """Raise ApiError 400 for what is known but not served."""
-    refused = refused_fields(body)
-    if refused:
-        raise unsupported(
-            refused[0], f"{refused[0]} is not supported here: {WHAT_TO_DO.get(refused[0], 'leave it out')}"
-        )
+    check_served(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "best_of is not supported: leave it out, and ask for n samples")
     if body.stream_options is not None and not body.stream:

@@ -41,7 +41,7 @@ from forerun.server.schema import (
     ResponseFormat,
     Tool,
     Unserved,
-    refused_fields,
+    check_served,
     shared_fields,
 )
 
@@ -57,8 +57,7 @@ FIELD_NAMES = {  # of chat completions -> here, for messages about what is wrong
 
 def check_fields(body: ResponsesBody) -> None:
     """Raise ApiError 400 for what is known but not served."""
-    for name in refused_fields(body, NOT_SERVED):
-        raise unsupported(name, f"{name} is not supported here: {INSTEAD.get(name, 'leave it out')}")
+    check_served(body, NOT_SERVED, INSTEAD)
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise unsupported("stream_options", "stream_options.include_obfuscation is not supported: leave it out")
     for name in body.include or ():

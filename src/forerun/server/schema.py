@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
+from forerun.server.errors import unsupported
+
 
 def _whole(value: Any) -> Any:
     """20 for 20.0: JSON has one kind of number, and some clients write all of them with a point."""
@@ -332,12 +334,22 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "web_search_options": (),
 }
+# What to do instead, where there is something.
+INSTEAD = {"extra_body": "its fields belong beside the others; clients put them there"}
 
 
-def refused_fields(body: Body, harmless: Mapping[str, tuple[Any, ...]] = HARMLESS) -> list[str]:
-    """Fields that are known but cannot be honoured with the value they were given."""
+def check_served(
+    body: Body, harmless: Mapping[str, tuple[Any, ...]] = HARMLESS, instead: Mapping[str, str] = INSTEAD
+) -> None:
+    """Raise ApiError 400 for a field that is known but cannot be honoured with the value it was given.
+
+    `instead`: what to do about a field, where that is not to leave it out.
+    """
     given = {name: getattr(body, name) for name in body.model_fields_set if name in harmless}
-    return sorted(name for name, value in given.items() if value is not None and value not in harmless[name])
+    refused = sorted(name for name, value in given.items() if value is not None and value not in harmless[name])
+    if refused:
+        what_to_do = instead.get(refused[0], "leave it out")
+        raise unsupported(refused[0], f"{refused[0]} is not supported here: {what_to_do}")
 
 
 def unknown_fields(part: Any, path: str = "") -> Iterator[str]:
