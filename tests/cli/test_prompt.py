@@ -54,6 +54,12 @@ def test_two_prompts_are_refused(run: Any, arguments: list[str]) -> None:
     assert "the prompt was given twice, as an argument and on standard input" in said
 
 
+def test_a_text_beside_a_file_is_a_second_prompt(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    said = run("generate", "hello", "--file", str(tmp_path / "prompt.txt"), *SHORT, status=2).stderr
+    assert "'hello' names no model that is here" in said and "--file" in said
+
+
 def test_a_model_of_the_hub_or_a_text(run: Any) -> None:
     said = run("generate", "someone/some-model", *SHORT, stdin=PROMPT, status=2).stderr
     assert "someone/some-model is a text, or a model of the hub that was not downloaded yet" in said

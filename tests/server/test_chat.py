@@ -108,6 +108,7 @@ def test_speculation_per_request_changes_figures_only(chat: Post, speculation: A
     prompt = "la la la la la la la la"
     plain = chat(prompt, temperature=0.5, max_tokens=16, speculation="off")
     assert plain["forerun"]["drafted_tokens"] == 0 and plain["forerun"]["acceptance_length"] == 1.0
+    assert plain["forerun"]["estimated_speedup"] is None  # nothing was drafted: what is left is noise
     assert chat(prompt, temperature=0.5, max_tokens=16, speculation=speculation)["choices"] == plain["choices"]
 
 

@@ -144,7 +144,7 @@ def stats_line(llm: LLM, stats: RequestStats, token_ids: Sequence[int]) -> str:
     parts = [f"{stats.num_tokens} tokens in {stats.num_steps} steps", f"{stats.tokens_per_s:.1f} tokens/s"]
     if llm.config.drafter.name != "none":
         parts.append(f"acceptance length {stats.acceptance_length:.2f}")
-        parts += _speedup(llm, stats, token_ids)
+        parts += _speedup(llm, stats, token_ids) if stats.trees.drafted else []
     return " · ".join(parts)
 
 

@@ -24,6 +24,10 @@ def model_and_prompt(arguments: Sequence[str], model: str | None, file: Path | N
     if file is not None and len(arguments) == 2:
         raise ConfigError("the prompt was given twice, as an argument and with --file: give one")
     rest = list(arguments)
+    if rest and file is not None and "/" not in rest[0] and not _is_model(rest[0]):
+        raise ConfigError(
+            f"{rest[0]!r} names no model that is here, and as a prompt it would be the second one beside --file: give one"
+        )
     named = rest.pop(0) if len(rest) == 2 or (rest and (file is not None or _is_model(rest[0]))) else None
     name = opt.chosen_model(named, model)
     prompt = rest[0] if rest else _read_prompt(file, name if named or model else None)

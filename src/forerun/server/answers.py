@@ -66,11 +66,12 @@ class Account:
         """What speculation and caching did."""
         stats = self._stats
         num_steps, num_tokens = sum(s.num_steps for s in stats), self._num_written
-        speedups = [delta.speedup for delta in self._ended if delta.speedup is not None]
         drafters = _drafters(stats)
+        drafted = sum(count["drafted"] for count in drafters.values())
+        speedups = [delta.speedup for delta in self._ended if delta.speedup is not None and drafted]
         return {
             "accepted_tokens": sum(count["accepted"] for count in drafters.values()),
-            "drafted_tokens": sum(count["drafted"] for count in drafters.values()),
+            "drafted_tokens": drafted,
             "num_steps": num_steps,
             "acceptance_length": round(num_tokens / num_steps, 4) if num_steps else 0.0,
             "estimated_speedup": round(sum(speedups) / len(speedups), 4) if speedups else None,

@@ -24,9 +24,10 @@ class KeyCheck:
             return
         scheme, _, bearer = (authorization or "").partition(" ")
         if not (scheme.lower() == "bearer" and self._knows(bearer)) and not self._knows(x_api_key or ""):
+            found = "this API key is not one of the server's" if authorization or x_api_key else "an API key is needed"
             raise ApiError(
                 401,
-                "an API key is needed: send the header `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                f"{found}: send the header `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import ceil
@@ -273,6 +273,7 @@ class _Worker:
     def kill(self) -> None:
         """End the process and all that were forked from it."""
         if self.alive:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._channel.close()
