@@ -26,7 +26,7 @@ def model_and_prompt(arguments: Sequence[str], model: str | None, file: Path | N
     rest = list(arguments)
     if rest and file is not None and "/" not in rest[0] and not _is_model(rest[0]):
         raise ConfigError(
-            f"{rest[0]!r} names no model that is here, and as a prompt it would be the second one beside --file: give one"
+            f"{rest[0]!r} names no model that is here, and would be a second prompt beside --file: give one of them"
         )
     named = rest.pop(0) if len(rest) == 2 or (rest and (file is not None or _is_model(rest[0]))) else None
     name = opt.chosen_model(named, model)
