@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from forerun.core import SamplingParams
+from forerun.core import Request, SamplingParams
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import GrammarError
+from forerun.speculation.sampling import WAIT_S
 from tests.support import harness
 from tests.support.toy import ToyModel
 
@@ -100,3 +101,36 @@ def test_nobody_waits_for_anothers_mask() -> None:
     assert num_steps <= 26 and slow.output().outputs[0].token_ids == ()
     harness.run(made, [])
     assert len(slow.output().outputs[0].token_ids) == 24
+
+
+class Slow(Parity):
+    """A mask that is there for the next token, and for drafts behind it takes longer than anybody waits."""
+
+    def __init__(self) -> None:
+        self.request: Request | None = None
+        self.waited_s = 0.0
+
+    def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
+        assert self.request is not None
+        if len(output_token_ids) <= self.request.num_output:
+            return True
+        self.waited_s += wait_s
+        return False
+
+
+@pytest.mark.parametrize("drafter", ["draft", "draft-tree"])
+def test_many_slow_masks_take_no_more_of_a_step_than_one(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting is shared: of a level of drafts, and of a level of choices, everybody's masks have one moment in all."""
+    masks = [Slow() for _ in range(6)]
+    monkeypatch.setattr("forerun.speculation.sampling.perf_counter", lambda: sum(mask.waited_s for mask in masks))
+    groups = [request(i, mask) for i, mask in enumerate(masks)]
+    for mask, group in zip(masks, groups, strict=True):
+        mask.request = group.samples[0].request
+    made, waits = harness.engine(drafter, model=ToyModel()), []
+    for group in groups:
+        made.add(group)
+    for _ in range(20):
+        before = sum(mask.waited_s for mask in masks)
+        made.step()
+        waits.append((sum(mask.waited_s for mask in masks) - before) / WAIT_S)
+    assert 0 < max(waits) < 12  # up to 9 levels of drafts, a level of choices, the step's beginning

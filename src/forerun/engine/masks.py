@@ -12,7 +12,7 @@ from time import perf_counter
 from forerun.core import Request
 from forerun.errors import GrammarError
 from forerun.speculation.growth import Draft
-from forerun.speculation.sampling import WAIT_S, AsyncGrammarMask, mask_ready
+from forerun.speculation.sampling import WAIT_S, AsyncGrammarMask, give_up_at, mask_ready
 
 
 class MaskWaits:
@@ -25,7 +25,7 @@ class MaskWaits:
     def begin_step(self, running: Sequence[Request]) -> None:
         """Wait a moment for masks that were not waited for yet."""
         asked = [request for request in running if not self._ready(request, 0.0)]
-        give_up = perf_counter() + WAIT_S
+        give_up = give_up_at()
         for request in asked:
             if request.request_id not in self._late and not self._ready(request, max(0.0, give_up - perf_counter())):
                 self._late.add(request.request_id)

@@ -31,7 +31,7 @@ from forerun.kernels.device import all_to_host
 from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, ChainNoise, Chains, Kernels, NoiseKeys
 from forerun.speculation.late import LateDrafts
 from forerun.speculation.noise import Purpose, step_position, stream_id
-from forerun.speculation.sampling import ShapedRow, is_plain, probabilities, shape_draft
+from forerun.speculation.sampling import ShapedRow, give_up_at, is_plain, probabilities, shape_draft
 from forerun.speculation.tree import ROOT, DraftTree
 
 # A child's chance by its rank alone, for the rejection rule, which must not prune a node by its own value. Rough
@@ -243,8 +243,9 @@ def _shape(leaves: Sequence[Leaf], logits: Tensor) -> tuple[Tensor, list[float]]
     """Logits under each leaf's own parameters and prefix, and the temperature that is left to apply."""
     if all(is_plain(leaf.draft.request.params) for leaf in leaves):
         return logits, [leaf.draft.request.params.temperature for leaf in leaves]
+    give_up_s = give_up_at()
     rows = [
-        shape_draft(logits[i], leaf.draft.request, leaf.draft.tree.path_tokens(leaf.node))
+        shape_draft(logits[i], leaf.draft.request, leaf.draft.tree.path_tokens(leaf.node), give_up_s)
         for i, leaf in enumerate(leaves)
     ]
     return torch.stack([row.logits for row in rows]), [row.temperature for row in rows]  # [num_leaves, vocab_size]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from time import perf_counter
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -25,7 +26,7 @@ from forerun.errors import GrammarError
 NEG_INF = float("-inf")
 
 
-WAIT_S = 0.02  # for a mask that is computed beside the engine and that a step can go on without
+WAIT_S = 0.02  # in all, for masks that are computed beside the engine and that a step can go on without
 
 
 @runtime_checkable
@@ -51,8 +52,13 @@ def is_plain(params: SamplingParams) -> bool:
     return not (_masks(params) or _penalizes(params) or (_filters(params) and not params.greedy))
 
 
-def mask_ready(request: Request, path: Sequence[int] = (), wait_s: float = 0.0) -> bool:
-    """Whether the grammar's mask after the known tokens plus `path` is there, perhaps after waiting for it.
+def give_up_at() -> float:
+    """When waiting for masks that begins now is over, whoever they are of; on the clock of `perf_counter`."""
+    return perf_counter() + WAIT_S
+
+
+def mask_ready(request: Request, path: Sequence[int] = (), give_up_s: float = 0.0) -> bool:
+    """Whether the grammar's mask after the known tokens plus `path` is there, perhaps after waiting until `give_up_s`.
 
     Has it computed if nobody has. Where it will never come this is false too, and `allowed` says why.
     """
@@ -60,14 +66,14 @@ def mask_ready(request: Request, path: Sequence[int] = (), wait_s: float = 0.0) 
     if not isinstance(grammar, AsyncGrammarMask):
         return True
     try:
-        return grammar.ready([*request.output_token_ids, *path], wait_s)
+        return grammar.ready([*request.output_token_ids, *path], max(0.0, give_up_s - perf_counter()))
     except GrammarError:
         return False
 
 
-def shape_draft(logits: Tensor, request: Request, path: Sequence[int]) -> ShapedRow:
-    """`shape_row` for a row to draw drafts from: they may be drawn without a mask that is not there yet."""
-    return shape_row(logits, request, path, with_grammar=mask_ready(request, path, WAIT_S))
+def shape_draft(logits: Tensor, request: Request, path: Sequence[int], give_up_s: float) -> ShapedRow:
+    """`shape_row` for a row to draw drafts from: they may be drawn without a mask that is not there by `give_up_s`."""
+    return shape_row(logits, request, path, with_grammar=mask_ready(request, path, give_up_s))
 
 
 def shape_row(logits: Tensor, request: Request, path: Sequence[int], with_grammar: bool = True) -> ShapedRow:

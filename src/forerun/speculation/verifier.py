@@ -23,8 +23,8 @@ from forerun.speculation.growth import Draft, as_temperatures, noise_keys
 from forerun.speculation.late import LateDrafts
 from forerun.speculation.noise import Purpose, step_position, stream_id, uniform
 from forerun.speculation.sampling import (
-    WAIT_S,
     ShapedRow,
+    give_up_at,
     is_drawable,
     is_plain,
     mask_ready,
@@ -67,7 +67,8 @@ class CoupledVerifier:
         while active:
             tokens = self._choose(logits, active)
             active = [walk for walk, token in zip(active, tokens, strict=True) if walk.advance(token)]
-            active = [walk for walk in active if walk.goes_on()]
+            give_up_s = give_up_at()
+            active = [walk for walk in active if walk.goes_on(give_up_s)]
         return [walk.outcome for walk in walks if walk.outcome is not None]
 
     def takes_late(self, requests: Sequence[Request]) -> bool:
@@ -177,14 +178,14 @@ class _Walk:
         while self.advance(tokens[self.path.nodes[-1]]):
             pass
 
-    def goes_on(self) -> bool:
-        """Whether the next token can be chosen now; else the walk ends with the last one, a step early.
+    def goes_on(self, give_up_s: float) -> bool:
+        """Whether the next token can be chosen by `give_up_s`; else the walk ends with the last one, a step early.
 
         The choices are the same in whatever steps they are made.
         """
         node = self.path.nodes[-1]
         tree = self.candidate.tree
-        if not mask_ready(self.candidate.request, tree.path_tokens(node), WAIT_S):
+        if not mask_ready(self.candidate.request, tree.path_tokens(node), give_up_s):
             self.outcome = Choice(tuple(self.path.nodes[:-1]), tree.tokens[node])
         return self.outcome is None
 
