@@ -54,6 +54,17 @@ def test_two_prompts_are_refused(run: Any, arguments: list[str]) -> None:
     assert "the prompt was given twice, as an argument and on standard input" in said
 
 
+def test_a_path_that_is_not_there_is_said_before_a_missing_prompt(run: Any, other: Path) -> None:
+    assert "there is no model './nofolder'" in run("generate", "./nofolder", stdin="", status=2).stderr
+
+
+def test_a_head_is_no_model(run: Any) -> None:
+    for command in (("generate", "mini-eagle", PROMPT), ("inspect", "mini-eagle")):
+        assert (
+            "mini-eagle is a draft head, not a model: use mini with --drafter eagle" in run(*command, status=2).stderr
+        )
+
+
 def test_a_text_beside_a_file_is_a_second_prompt(run: Any, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(PROMPT)
     said = run("generate", "hello", "--file", str(tmp_path / "prompt.txt"), *SHORT, status=2).stderr

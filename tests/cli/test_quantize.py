@@ -103,3 +103,8 @@ def test_errors(run: Any, model: str, text: str, tmp_path: Path, options: list[s
     given = options if "--calibration" in options else [*options, "--calibration", text]
     result = run("quantize", model, str(tmp_path / "out"), *given, status=2)
     assert result.stderr.startswith("error: ") and said in " ".join(result.stderr.split())
+
+
+def test_a_gguf_file_is_not_quantized_again(run: Any, tmp_path: Path) -> None:
+    said = run("quantize", str(tmp_path / "x.gguf"), str(tmp_path / "y.gguf"), status=2).stderr
+    assert "is a GGUF file, whose weights were rounded already" in said

@@ -104,13 +104,25 @@ Drafters = Annotated[str, typer.Option(help="NAME, NAME=MODEL or FILE.py:CLASS, 
 
 
 def chosen_model(argument: str | None, option: str | None) -> str:
-    """The model, given by position or by --model. Raises ConfigError for an empty name, and for two that differ."""
+    """The model, given by position or by --model. Raises ConfigError for no name, for two, and for a head."""
     given = [name for name in (argument, option) if name is not None]
     if len(set(given)) > 1:
         raise ConfigError(f"two models were given, {argument} and --model {option}: give one")
     if "" in given:
         raise ConfigError(f"the model's name is empty: give one, or none for {DEFAULT_MODEL}")
-    return given[0] if given else DEFAULT_MODEL
+    name = given[0] if given else DEFAULT_MODEL
+    if name.startswith(f"{DEFAULT_MODEL}-"):
+        _refuse_head(name)
+    return name
+
+
+def _refuse_head(name: str) -> None:
+    from forerun.llm import EMBEDDED_DRAFTS
+
+    for model, drafts in EMBEDDED_DRAFTS.items():
+        kind = next((kind for kind, draft in drafts.items() if draft == name and kind != "draft"), None)
+        if kind is not None:
+            raise ConfigError(f"{name} is a draft head, not a model: use {model} with --drafter {kind}")
 
 
 def own_sampling(given: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,8 @@ def model_and_prompt(arguments: Sequence[str], model: str | None, file: Path | N
         )
     named = rest.pop(0) if len(rest) == 2 or (rest and (file is not None or _is_model(rest[0]))) else None
     name = opt.chosen_model(named, model)
+    if named is not None and named.startswith((".", "/", "~")):
+        _check_path(named)
     prompt = rest[0] if rest else _read_prompt(file, name if named or model else None)
     if (rest or file is not None) and is_piped():
         raise ConfigError(
@@ -39,6 +41,13 @@ def model_and_prompt(arguments: Sequence[str], model: str | None, file: Path | N
     if not prompt.strip():
         raise PromptError(f"the prompt is empty: give some text{f' (the model is {name})' if named else ''}")
     return name, prompt
+
+
+def _check_path(model: str) -> None:
+    """Say that a model is not there before asking for a prompt."""
+    from forerun.weights.resolve import resolve_model
+
+    resolve_model(model)
 
 
 def _is_model(text: str) -> bool:

@@ -86,6 +86,7 @@ def quantize(
     form = form or ("gguf" if target.suffix == GGUF_SUFFIX else "hf")
     _refuse_others(context, form)
     _check_target(target, form, mix)
+    _check_source(model)
     text = _TextOptions(calibration, sequences, length, perplexity, seed, kernels, threads)
     if form == "gguf":
         report = _quantize_gguf(model, target, mix, text)
@@ -108,6 +109,9 @@ class _TextOptions:
     threads: int | None
 
 
+PERPLEXITY = "to measure perplexity on"
+
+
 def _refuse_others(context: typer.Context, form: str) -> None:
     """Raise ConfigError for a format there is not, and for options of the other one."""
     if form not in FOREIGN_OPTIONS:
@@ -127,7 +131,8 @@ def _quantize_hf(model: str, folder: Path, options: dict[str, Any], given: _Text
     loaded = load(model, ops)
     quantizable_parts(loaded, settings)
     length = sequence_length(loaded, given.length)
-    text = _text(loaded, model, given, length)
+    purpose = PERPLEXITY if options["method"] == "rtn" else f"to calibrate with and {PERPLEXITY}"
+    text = _text(loaded, model, given, length, purpose)
     measured = text.held_out if given.perplexity is None else _read(given.perplexity, loaded, length)
     before = _figures(loaded, measured, loaded.folder)
     _run(loaded, folder, settings, text)
@@ -148,12 +153,17 @@ def _quantize_gguf(model: str, file: Path, mix: str, given: _TextOptions) -> dic
     with progress_bar("tensors", num_tensors, shown=err().is_terminal) as advance:
         export_gguf(loaded.folder, file, mix, Path(model).name, lambda done, total: advance(1))
     measured = (
-        _text(loaded, model, given, length).held_out
+        _text(loaded, model, given, length, PERPLEXITY).held_out
         if given.perplexity is None
         else _read(given.perplexity, loaded, length)
     )
     before, after = _figures(loaded, measured, loaded.folder), _figures(load(str(file), ops), measured, file)
     return {"model": model, "out": str(file), "format": "gguf", "type": mix, "before": before, "after": after}
+
+
+def _check_source(model: str) -> None:
+    if model.lower().endswith(GGUF_SUFFIX):
+        raise ConfigError(f"{model} is a GGUF file, whose weights were rounded already: give the model it was made of")
 
 
 def _check_target(target: Path, form: str, mix: str) -> None:
@@ -215,8 +225,8 @@ def _read(path: Path, loaded: LoadedModel, length: int, limit: int | None = None
     return cut(read_texts(path), loaded.tokenizer, length, limit)
 
 
-def _text(loaded: LoadedModel, model: str, given: _TextOptions, length: int) -> CalibrationText:
-    """From the file, or else written by the model; a part of it held out."""
+def _text(loaded: LoadedModel, model: str, given: _TextOptions, length: int, purpose: str) -> CalibrationText:
+    """From the file, or else written by the model; a part of it held out. `purpose`: what the user is told of it."""
     from forerun.quantize.text import split, with_held_out
 
     wanted = given.sequences or (OWN_SEQUENCES if given.calibration is None else SEQUENCES)
@@ -225,7 +235,7 @@ def _text(loaded: LoadedModel, model: str, given: _TextOptions, length: int) -> 
     from forerun.llm import LLM
     from forerun.quantize.selftext import sample_sequences
 
-    print_note("no --calibration text was given: the model writes its own")
+    print_note(f"the model writes a text of its own {purpose}; --calibration and --perplexity give others")
     llm = LLM(model, drafter="none", kernels=given.kernels, threads=given.threads)
     return split(sample_sequences(llm, with_held_out(wanted), length, given.seed, err().is_terminal), wanted)
 
