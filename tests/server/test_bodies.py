@@ -44,6 +44,19 @@ def test_a_list_of_wrong_values_is_one_error(kind: type[ChatBody], fields: dict[
     assert caught.value.error_count() < 10
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 4097}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}] * 4097}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}] * 4097, "max_tokens": 1}),
+        ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 4097}),
+    ],
+)
+def test_messages_are_read_as_far_as_a_conversation_goes(post: Post, path: str, fields: dict[str, Any]) -> None:
+    assert "at most 4096 items" in post(path, status=400, **fields)["error"]["message"]
+
+
 def test_memory_and_time_are_bounded_by_the_body() -> None:
     """It was 20 seconds and a thousand times the body's size."""
     raw = json.dumps({"prompt": [0] * MANY + ["a"]}).encode()

@@ -12,11 +12,10 @@ from typing import Any
 from forerun.errors import CheckpointError
 from forerun.server.bodies import check_parts
 from forerun.server.errors import ApiError, unsupported
-from forerun.server.schema import TEMPLATE_FIELDS, CalledFunction, ChatBody, ContentPart, Message, Tool
+from forerun.server.schema import MAX_MESSAGES, TEMPLATE_FIELDS, CalledFunction, ChatBody, ContentPart, Message, Tool
 from forerun.server.tools import describe_tools
 from forerun.weights.tokenizer import Tokenizer
 
-MAX_MESSAGES = 4096
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "self", "template", "chat_template")
 GAP = "<forerun-goes-on-here> "  # behind the message to be continued; its blank tells whether the template strips texts
 PART_KINDS = ("image_url", "input_audio", "video_url", "file")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from forerun.server.schema import Body, FunctionName, SharedFields, Unserved, Whole, by_type
+from forerun.server.schema import MAX_MESSAGES, Body, FunctionName, SharedFields, Unserved, Whole, by_type
 
 CacheControl = dict[str, Any] | None  # prompts are cached anyway
 
@@ -134,7 +134,7 @@ class CountTokensBody(Body):
     """POST /v1/messages/count_tokens."""
 
     model: str | None = None
-    messages: list[Turn]
+    messages: Annotated[list[Turn], Field(max_length=MAX_MESSAGES)]
     system: str | list[TextBlock] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None

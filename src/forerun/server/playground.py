@@ -10,9 +10,10 @@ import codecs
 from collections.abc import AsyncGenerator, Sequence
 from importlib.resources import files
 from time import perf_counter
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Response
+from pydantic import Field
 
 from forerun.engine.outputs import StepTrace
 from forerun.server.answers import Account, token_bytes, token_text
@@ -20,7 +21,7 @@ from forerun.server.bodies import CheckedRequest
 from forerun.server.chat import ChatJob
 from forerun.server.context import ServerContext
 from forerun.server.generation import EventStream, Generation
-from forerun.server.schema import Body, ChatBody, Fraction, Message, Speculation
+from forerun.server.schema import MAX_MESSAGES, Body, ChatBody, Fraction, Message, Speculation
 from forerun.server.service import Delta, EngineService
 from forerun.weights.tokenizer import Tokenizer
 
@@ -44,7 +45,7 @@ _HEADERS: Final = {
 class PlaygroundBody(Body):
     """POST /playground/stream: a conversation, and how to go on with it."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)]
     model: str | None = None
     max_tokens: int | None = None
     temperature: Fraction | None = None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from forerun.server.schema import Body, FunctionName, SharedFields, Unserved, Whole, by_type
+from forerun.server.schema import MAX_MESSAGES, Body, FunctionName, SharedFields, Unserved, Whole, by_type
 
 Status = Literal["in_progress", "completed", "incomplete"] | None
 
@@ -195,7 +195,7 @@ class ResponsesBody(SharedFields):
 
     input: (
         Annotated[
-            Annotated[str, Tag("text")] | Annotated[list[Item], Tag("items")],
+            Annotated[str, Tag("text")] | Annotated[list[Item], Field(max_length=MAX_MESSAGES), Tag("items")],
             Discriminator(lambda value: "text" if isinstance(value, str) else "items"),
         ]
         | None

@@ -23,6 +23,7 @@ def _whole(value: Any) -> Any:
 TokenIds = list[int]
 Whole = Annotated[int, BeforeValidator(_whole)]
 Fraction = Annotated[float, Field(allow_inf_nan=False)]
+MAX_MESSAGES = 4096  # of a conversation, in whatever format
 MAX_ID = 128  # characters of a request's own id
 
 
@@ -274,7 +275,7 @@ class NamedToolChoice(Body):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)]
     max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
@@ -305,7 +306,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None  # unless given: to prompts, not to conversations
     add_generation_prompt: bool | None = None
