@@ -134,3 +134,15 @@ def test_many_slow_masks_take_no_more_of_a_step_than_one(drafter: str, monkeypat
         made.step()
         waits.append((sum(mask.waited_s for mask in masks) - before) / WAIT_S)
     assert 0 < max(waits) < 12  # up to 9 levels of drafts, a level of choices, the step's beginning
+
+
+def test_what_waits_for_a_pass_does_not_wait_for_a_mask() -> None:
+    """A card's results are delivered while the next pass computes, and where there is none, all the same."""
+    slow = request(0, Late(0, most=0))
+    slow.samples[0].request.params.grammar._missing[()] = 50  # type: ignore[union-attr]
+    made, delivered = harness.engine("none", model=ToyModel()), []
+    made.meanwhile = lambda: delivered.append(len(slow.samples[0].request.output_token_ids))
+    made.add(slow)
+    for num_steps in range(1, 8):
+        assert made.step() == [] and len(delivered) == num_steps
+    harness.run(made, [])

@@ -26,6 +26,7 @@ from forerun.server.json_schema import normal_schema
 from forerun.server.structured import GrammarSpec
 from tests.server.conftest import client_of, settings, wait_until
 
+MESSAGES = [{"role": "user", "content": "Name a person"}]
 PERSON = {
     "type": "object",
     "properties": {
@@ -331,6 +332,26 @@ def is_gone(held: Held) -> bool:
     if channel is not None:
         channel.close()
     return channel is None
+
+
+def test_times_count_from_arrival(structured: TestClient) -> None:
+    for path, fields in (("completions", {"prompt": "A"}), ("chat/completions", {"messages": MESSAGES})):
+        body = {**fields, "max_tokens": 3, "guided_regex": f"[abc]{{9}}{len(path)}"}
+        first, again = (structured.post(f"/v1/{path}", json=body).json()["forerun"] for _ in range(2))
+        assert first["ttft_s"] >= first["queue_s"] >= first["grammar_s"] > again["grammar_s"] > 0
+        plain = structured.post(f"/v1/{path}", json={**fields, "max_tokens": 3}).json()["forerun"]
+        assert plain["grammar_s"] is None
+    text = structured.get("/metrics").text
+    assert int(float(text.split("forerun_grammar_seconds_count ")[1].split()[0])) >= 4
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_compiling_counts_towards_the_timeout(structured: TestClient, path: str) -> None:
+    fields = {"prompt": "A"} if path == "completions" else {"messages": MESSAGES}
+    body = {**fields, "max_tokens": 3, "guided_regex": f"x{{3}}{len(path)}", "timeout": 0.0001}
+    answer = structured.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_exceeded"
+    assert structured.post(f"/v1/{path}", json={**body, "timeout": 60}).status_code == 200  # and is not remembered
 
 
 def test_a_dead_compiler_is_replaced(structured: TestClient, compiler: GrammarCompiler) -> None:

@@ -16,10 +16,10 @@ from forerun.speculation.sampling import WAIT_S, AsyncGrammarMask, give_up_at, m
 
 
 class MaskWaits:
-    """Who waits for a mask."""
+    """Who waits for a mask. Only who was in the last step is waited for: a first mask may take a process to start."""
 
     def __init__(self) -> None:
-        self._late: set[str] = set()  # who was waited for in vain
+        self._late: set[str] = set()  # who was left out of a step
         self._failed: list[tuple[Request, GrammarError]] = []
 
     def begin_step(self, running: Sequence[Request]) -> None:
@@ -33,8 +33,7 @@ class MaskWaits:
     def may_choose(self, request: Request) -> bool:
         """Whether the request's next token can be chosen in this step."""
         is_ready = self._ready(request, 0.0)
-        if is_ready:
-            self._late.discard(request.request_id)
+        (self._late.discard if is_ready else self._late.add)(request.request_id)
         return is_ready
 
     def wait(self, running: Iterable[Request]) -> None:

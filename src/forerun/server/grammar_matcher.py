@@ -19,6 +19,8 @@ import numpy as np
 import xgrammar
 
 from forerun.server.grammar_messages import ALL, ASK, SOME, common_prefix
+from forerun.server.json_limits import StringLimit
+from forerun.server.json_strings import Longest
 
 MAX_CURSORS = 8  # places in texts of one request (its samples, its drafts) that are kept
 BURST_S = 1.0  # processor time a request may take for one mask, or for several that exceed what each one earns
@@ -50,9 +52,14 @@ class _Cursor:
 class Matcher:
     """The masks of one request."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, compiled: xgrammar.CompiledGrammar, vocabulary: Sequence[bytes], stop_token_ids: Sequence[int],
+        longest: Longest | None = None,
+    ) -> None:  # fmt: skip
+        """`longest`: the limit of strings of the text, which is then JSON."""
         self._compiled = compiled
-        self._num_words = (vocab_size + 31) // 32
+        self._num_words = (len(vocabulary) + 31) // 32
+        self._strings = StringLimit(vocabulary, longest) if longest is not None else None
         self._stop = _bits_of(stop_token_ids, self._num_words)
         special = compiled.tokenizer_info.special_token_ids
         self._strange = frozenset(special) - frozenset(stop_token_ids)
@@ -63,7 +70,10 @@ class Matcher:
         cursor = self._nearest(prefix)
         if not cursor.move(prefix):
             return None
-        return self._stop if cursor.matcher.is_terminated() else self._fill(cursor.matcher)
+        if cursor.matcher.is_terminated():
+            return self._stop
+        bits = self._fill(cursor.matcher)
+        return bits if self._strings is None else self._strings.within(prefix, bits)
 
     def _fill(self, matcher: Any) -> bytes | None:
         words = np.full(self._num_words, -1, np.int32)

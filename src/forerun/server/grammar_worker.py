@@ -28,7 +28,7 @@ from forerun.server.grammar_matcher import Matcher, serve
 from forerun.server.grammar_messages import receive, receive_handed, send
 from forerun.server.json_pattern import with_patterns
 from forerun.server.json_schema import schema_text
-from forerun.server.json_strings import both_grammar
+from forerun.server.json_strings import both_grammar, longest_strings
 from forerun.server.json_values import multiple_grammar, unique_grammar
 
 MEMORY_BYTES = 2 << 30  # beyond what the process has when it starts
@@ -49,7 +49,7 @@ class Vocabulary(NamedTuple):
     """What all grammars are compiled for."""
 
     compiler: xgrammar.GrammarCompiler
-    size: int
+    tokens: list[bytes]
     stop_token_ids: list[int]
 
 
@@ -61,10 +61,10 @@ def main() -> None:
     hello = receive(channel)
     if hello is None:
         return
-    names, stop_token_ids = hello.value["vocabulary"], hello.value["stop_token_ids"]
-    info = vocabulary_info([name.encode("latin-1") for name in names], stop_token_ids)
+    tokens = [name.encode("latin-1") for name in hello.value["vocabulary"]]
+    info = vocabulary_info(tokens, hello.value["stop_token_ids"])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    vocabulary = Vocabulary(compiler, len(names), stop_token_ids)
+    vocabulary = Vocabulary(compiler, tokens, hello.value["stop_token_ids"])
     os.nice(NICENESS)
     gc.freeze()  # forks then share these objects' memory instead of copying it
     send(channel, {"status": "ready"})
@@ -97,11 +97,12 @@ def _hold(channel: socket.socket, vocabulary: Vocabulary, asked: dict[str, Any])
     send(channel, {"refused": refused})
     if compiled is None:
         return
+    longest = longest_strings(json.loads(asked["text"])) if asked["kind"] == "json" else None
     gc.freeze()
     while (handed := receive_handed(channel, 1)[1]) is not None:
         if os.fork() == 0:
             channel.close()
-            _end_after(serve, handed, Matcher(compiled, vocabulary.size, vocabulary.stop_token_ids))
+            _end_after(serve, handed, Matcher(compiled, vocabulary.tokens, vocabulary.stop_token_ids, longest))
         handed.close()
 
 
@@ -119,7 +120,7 @@ def _compile_or_refuse(
     try:
         with _captured_stderr() as warnings:
             compiled = compile_grammar(vocabulary.compiler, kind, text)
-        refused = _message(warnings[0]) if warnings else _walk(compiled, vocabulary.size)
+        refused = _message(warnings[0]) if warnings else _walk(compiled, len(vocabulary.tokens))
     except MemoryError:
         raise
     except Exception as error:  # the library raises RuntimeError for whatever it does not like

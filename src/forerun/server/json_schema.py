@@ -14,7 +14,7 @@ from typing import Any
 
 from forerun.server.json_alternatives import has_type, one_of, resolved, values_of
 from forerun.server.json_pattern import marked, other_than
-from forerun.server.json_strings import with_string
+from forerun.server.json_strings import longest_strings, with_string
 from forerun.server.json_values import with_multiple, with_unique
 
 IGNORED = ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems",
@@ -37,11 +37,12 @@ _OTHER_KEYS = ("properties", "patternProperties", "unevaluatedProperties")  # th
 Schema = dict[str, Any]
 
 
-def normal_schema(schema: Any, root: Any = None, depth: int = 0) -> Any:
+def normal_schema(schema: Any, root: Any = None, depth: int = 0, longest: int | None = None) -> Any:
     """The schema as it is compiled; raises ValueError naming what cannot be enforced, and where.
 
     Objects that list their properties are closed unless they say otherwise: every text is still valid, and a model does
-    not invent more. Properties that are required but not described may hold anything. `root`: what references refer to.
+    not invent more. Properties that are required but not described may hold anything. `root`: what references refer to;
+    `longest`: lengths of strings from there on are held to apart from the grammar.
     """
     root = schema if root is None else root
     if depth > MAX_DEPTH:
@@ -55,8 +56,8 @@ def normal_schema(schema: Any, root: Any = None, depth: int = 0) -> Any:
         raise ValueError("'type' names no type; name one or leave it out")
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         raise ValueError("'allOf' with several schemas cannot be enforced; merge them into one")
-    made = with_string(_object(_alone(_by_value(schema, root))))
-    return _mapped(made, lambda part: normal_schema(part, root, depth + 1))
+    made = with_string(_object(_alone(_by_value(schema, root))), longest)
+    return _mapped(made, lambda part: normal_schema(part, root, depth + 1, longest))
 
 
 def _by_value(schema: Schema, root: Any) -> Schema:
@@ -107,7 +108,8 @@ def _at(place: str, change: Callable[[Any], Any], part: Any) -> Any:
 
 def schema_text(schema: Any) -> str:
     """The JSON text of a schema, ready to compile; raises ValueError."""
-    return json.dumps(normal_schema(schema), ensure_ascii=False)
+    longest = longest_strings(schema)
+    return json.dumps(normal_schema(schema, longest=longest.length if longest else None), ensure_ascii=False)
 
 
 # -- keywords that decide alone, and types ----------------------------------------------------------------------

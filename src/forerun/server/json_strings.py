@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import operator
 import re
+from collections.abc import Iterator
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from interegular.fsm import FSM, Alphabet, anything_else
 from forerun.server.json_pattern import marked
 
 MAX_STATES = 4096  # of an automaton: each becomes a rule
+COUNTED = 256  # characters from which on a length is held to apart from the grammar
 Lengths = tuple[int, int | None]
 
 
@@ -57,7 +59,6 @@ _IPV6 = "|".join(
 )  # fmt: skip
 _X = "[0-9a-fA-F]"
 _TOKEN = '[^\\x00-\\x1f/~"\\\\]|~[01]'  # a character of a JSON pointer
-_MOST_URI_HEAD = 150  # characters of a URI besides its path
 _MOST_HTTP_URL = 2083  # the length that pydantic gives to HttpUrl, and that browsers once could read
 
 
@@ -68,13 +69,7 @@ def _uuid(version: str) -> Format:
 
 
 _PATH = "[A-Za-z0-9._~!$&'()*+,;=:@/?-]"
-_SIMPLE_URI = f"[A-Za-z][A-Za-z0-9+.-]+:(//{_SIMPLE_HOST}([/?]{_PATH}*)?|[A-Za-z0-9]{_PATH}*)"
-
-
-def _uri(most_path: int | None) -> str:
-    """Absolute URIs, the path and what follows of at most so many characters."""
-    rest = _PATH + ("*" if most_path is None else f"{{0,{most_path}}}")
-    return f"[A-Za-z][A-Za-z0-9+.-]{{1,10}}:(//{_HOST}(:[1-9][0-9]{{0,3}})?([/?]{rest})?|[A-Za-z0-9]{rest})"
+_SIMPLE_URI = f"[A-Za-z][A-Za-z0-9+.-]{{1,10}}:(//{_SIMPLE_HOST}([/?]{_PATH}*)?|[A-Za-z0-9]{_PATH}*)"
 
 
 FORMATS: dict[str, Format] = {
@@ -95,8 +90,9 @@ FORMATS: dict[str, Format] = {
     "ipvanyaddress": Format(f"{_IPV4}|{_IPV6}", 2, 39),
     "uuid": _uuid(_X),
     **{f"uuid{n}": _uuid(str(n)) for n in range(1, 9)},
-    "uri": Format(_uri(None), 4, None, _SIMPLE_URI),
-    "uri-reference": Format(f"({_uri(None)}|/?([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?)", 0),
+    "uri": Format(_SIMPLE_URI, 4),
+    "http-url": Format(f"https?://{_SIMPLE_HOST}(:[1-9][0-9]{{0,3}})?([/?]{_PATH}*)?", 8),
+    "uri-reference": Format(f"({_SIMPLE_URI}|/?([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?)", 0),
     "json-pointer": Format(f"(/({_TOKEN})*)*", 0),
     "relative-json-pointer": Format(f"(0|[1-9][0-9]{{0,3}})(#|(/({_TOKEN})*)*)", 1),
     "base64": Format("([A-Za-z0-9+/]{4})*([A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?", 0),
@@ -110,13 +106,60 @@ INTEGERS = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1), "uin
 ANY_NUMBER = ("float", "double", "decimal", "number", "integer")
 
 
-def with_string(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with one expression for pattern, format and length. Raises ValueError for what cannot be enforced."""
+class Longest(NamedTuple):
+    """A length that strings are held to apart from the grammar, which takes long to compile if it counts so far."""
+
+    length: int
+    keys: tuple[str | None, ...]  # of the objects in which such strings stand; None: they may stand anywhere
+
+
+def longest_strings(schema: Any) -> Longest | None:
+    """The longest lengths the schema gives, down to half of the longest, and where; None if there are none."""
+    found = list(_lengths(schema, None, 64))
+    most = max((length for length, _ in found), default=0)
+    taken = [(length, key) for length, key in found if 2 * length >= most]
+    if not taken:
+        return None
+    keys = tuple(dict.fromkeys(key for _, key in taken))
+    return Longest(min(length for length, _ in taken), (None,) if None in keys else keys)
+
+
+def _lengths(schema: Any, key: str | None, depth: int) -> Iterator[tuple[int, str | None]]:
+    """Lengths worth it, each with the key under which its strings stand."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _lengths(part, key, depth)
+    if not isinstance(schema, dict) or depth == 0:
+        return
+    if type(most := schema.get("maxLength")) is int and most >= COUNTED:
+        yield most, key
+    for name, part in schema.items():
+        if name == "properties" and isinstance(part, dict):
+            for own, value in part.items():
+                yield from _lengths(value, own, depth - 1)
+        elif name in ("items", "prefixItems", "anyOf", "oneOf", "allOf"):
+            yield from _lengths(part, key, depth - 1)
+        elif name in ("$defs", "definitions", "patternProperties") and isinstance(part, dict):
+            yield from _lengths(list(part.values()), None, depth - 1)
+        elif name in ("additionalProperties", "propertyNames", "additionalItems"):
+            yield from _lengths(part, None, depth - 1)
+
+
+def with_string(schema: dict[str, Any], longest: int | None = None) -> dict[str, Any]:
+    """The schema with one expression for pattern, format and length. Raises ValueError for what cannot be enforced.
+
+    `longest`: see `longest_strings`; lengths from there on are left out.
+    """
     made = _with_number_format(schema)
-    pattern, name = made.get("pattern"), made.get("format")
     least, most = made.get("minLength", 0), made.get("maxLength")
     if type(least) is int and type(most) is int and most < least:
         raise ValueError(f"no string is from {least} to {most} characters long")
+    if made.get("format") == "uri" and most == _MOST_HTTP_URL and "pattern" not in made:
+        made["format"] = "http-url"
+    if longest is not None and type(most) is int and most >= longest:
+        del made["maxLength"]
+        most = None
+    pattern, name = made.get("pattern"), made.get("format")
     if name is None and not isinstance(pattern, str):
         return made
     patterns = [pattern] if isinstance(pattern, str) else []
@@ -138,11 +181,6 @@ def _format(name: Any, lengths: Lengths, alone: bool) -> tuple[str, Lengths]:
         raise ValueError(f"the format {str(name)[:40]!r} cannot be enforced; leave it out, or use one of {listed}")
     least, most = lengths
     found = FORMATS[name]
-    if alone and found == FORMATS["uri"] and most is not None and most >= _MOST_URI_HEAD + 10:
-        found = Format(_uri(most - _MOST_URI_HEAD), found.least, most)
-        if most == _MOST_HTTP_URL:
-            rest = f"{_PATH}{{0,{most - _MOST_URI_HEAD}}}"
-            found = Format(f"https?://{_HOST}(:[1-9][0-9]{{0,3}})?([/?]{rest})?", 8, most)
     left_least = 0 if least <= found.least else least
     left_most = None if most is None or (found.most is not None and found.most <= most) else most
     if found.cut is None or (alone and not left_least and left_most is None):
