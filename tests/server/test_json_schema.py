@@ -271,7 +271,7 @@ LONG = {
         "list": {"items": {"type": "string", "maxLength": 400}, "minItems": 1, "maxItems": 1},
         "free": {"type": "string"},
         "in": {"required": ["a\"b", "free"], "properties": {
-            "a\"b": {"type": "string", "pattern": "^[a-z\"]*$", "maxLength": 500}, "free": {"type": "string"}}},
+            "a\"b": {"type": "string", "pattern": "^[a-z]*$", "maxLength": 500}, "free": {"type": "string"}}},
     },
     "required": ["url", "list", "free", "in"],
 }  # fmt: skip
@@ -284,7 +284,7 @@ def test_long_strings_end_in_time(compile_schema: Compile) -> None:
     assert longest == Longest(300, ("url", "list", 'a"b'))
     compiled, judge = compile_schema(LONG), validators.Draft202012Validator(LONG)
     lengths: dict[str, set[int]] = {"url": set(), "list": set(), "free": set(), "in": set()}
-    for seed in range(8):
+    for seed in range(4):
         text = rambling(Matcher(compiled, VOCABULARY, [END], longest), random.Random(seed))
         value = json.loads(text)
         judge.validate(value)
@@ -302,7 +302,7 @@ def rambling(matcher: Matcher, rng: random.Random) -> str:
         bits = np.frombuffer(matcher.allowed(tokens) or b"\xff" * 36, np.uint8)
         choices = np.flatnonzero(np.unpackbits(bits, count=len(VOCABULARY), bitorder="little")).tolist()
         assert choices, b"".join(VOCABULARY[token] for token in tokens)
-        ends = [token for token in choices if VOCABULARY[token][:1] in (b'"', b"]", b"n")]
+        ends = [token for token in choices if b'"' in VOCABULARY[token] or VOCABULARY[token][:1] in (b"]", b"n")]
         others = [token for token in choices if token not in ends and VOCABULARY[token].isascii()]
         tokens.append(rng.choice(others if others and rng.random() < 0.998 else ends or others or choices))
     return b"".join(VOCABULARY[token] for token in tokens[:-1]).decode()
