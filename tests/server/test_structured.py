@@ -184,10 +184,9 @@ def impatient(llm: LLM, compiler: GrammarCompiler) -> GrammarCompiler:
     ("spec", "reason"),
     [
         (GrammarSpec("regex", "(" * 5000 + "a" + ")*" * 5000), "Nest layer|more than 2 s"),
-        (GrammarSpec("regex", "(((((a?){200}){200}){200}){200}){200}b"), "more than 2 s"),
         (GrammarSpec("grammar", 'root ::= s\ns ::= s s s s | s s | "a" | "b" | ""\n'), "too slow|more than 2 s"),
     ],
-    ids=["deep", "counted", "ambiguous"],
+    ids=["deep", "ambiguous"],
 )
 def test_exponential_grammars_end_in_time(impatient: GrammarCompiler, spec: GrammarSpec, reason: str) -> None:
     """Refused when the time is over, and whoever comes next is served."""
