@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +18,7 @@ from typer.testing import CliRunner
 from forerun.errors import ConfigError
 from forerun.server.logs import JsonFormatter, TextFormatter
 from forerun.server.speculative import parse_speculative_config
+from tests.support.serving import serving
 
 
 @pytest.mark.parametrize(
@@ -106,26 +102,6 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(monkeypatch: py
     assert result.exit_code == 2, result.output
     said = " ".join(result.output.split())
     assert f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --port" in said
-
-
-@contextmanager
-def serving(*options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, list[dict[str, Any]]]]:
-    """A server of its own -> the process, its address, what it logged up to there; it is ended afterwards."""
-    command = [sys.executable, "-m", "forerun.cli", "serve", "mini", "--port", "0", "--log-format", "json", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
-    assert process.stderr is not None
-    try:
-        logged = []
-        for line in process.stderr:
-            logged += [json.loads(line)] if line.startswith("{") else []
-            if logged and logged[-1]["event"] == "listening":
-                break
-        yield process, logged[-1]["api"].removesuffix("/v1"), logged
-    finally:
-        process.terminate()
-        process.stderr.read()
-        process.stderr.close()
-        assert process.wait(timeout=60) in (0, -15)
 
 
 def ask(address: str, headers: dict[str, str], **fields: Any) -> Any:
