@@ -125,6 +125,25 @@ def test_packed_rows_hold_the_same_tokens_and_answers() -> None:
     assert joined.batch([2], 2)[1].tolist() == [[False, True]]
 
 
+def test_data_tokens_bound_files_of_answers(target: Path, tmp_path: Path) -> None:  # noqa: F811
+    many = tmp_path / "many.jsonl"
+    many.write_text("".join(json.dumps({"question": f"the dog saw {i} cats"}) + "\n" for i in range(30)))
+    (path,) = answer_files(str(target / "model"), [many], tmp_path / "out", OPTIONS, lambda _: None)
+    whole = answer_file_rows(path, 280)
+    most = whole.num_tokens // 2
+    rows = answer_file_rows(path, 280, most)
+    assert most - int(whole.lens.max()) < rows.num_tokens <= most and len(rows) < len(whole)
+    assert [rows.sequence(i).tolist() for i in range(len(rows))] == [
+        whole.sequence(i).tolist() for i in range(len(rows))
+    ]
+    recipe = recipe_of("mtp", tmp_path).with_sizes(None, None, most, None)
+    recipe = replace(recipe, schedule=replace(recipe.schedule, seq_len=64))
+    used = make_trainer(recipe, replace(job_of(target, tmp_path / "run"), data=(path,)), HeadConsole()).feed.rows
+    assert 0 < used.num_tokens < most
+    with pytest.raises(DataError, match="holds no answer within --data-tokens 3; raise that"):
+        answer_file_rows(path, 280, 3)
+
+
 def test_bad_files_of_answers_are_refused(target: Path, tmp_path: Path) -> None:  # noqa: F811
     path = tmp_path / "x.answers"
     for text, message in BAD_FILES:

@@ -77,11 +77,11 @@ def test_generated_sources_come_from_their_own_folder(recipe: Recipe, tmp_path: 
 
 def test_prepared_folder_is_taken_again(recipe: Recipe, tmp_path: Path) -> None:
     first = prepare(recipe, tmp_path / "run", ignore)
-    stamp = (tmp_path / "run" / "tokenizer.json").stat().st_mtime_ns
+    stamp = (tmp_path / "run" / "data" / "tokenizer.json").stat().st_mtime_ns
     again = prepare(recipe, tmp_path / "run", ignore)
     assert again.counts == first.counts
-    assert (tmp_path / "run" / "tokenizer.json").stat().st_mtime_ns == stamp
-    tokens = data.load_tokens(tmp_path / "run", "mbpp_train_601_974", "train")
+    assert (tmp_path / "run" / "data" / "tokenizer.json").stat().st_mtime_ns == stamp
+    tokens = data.load_tokens(first.folder, "mbpp_train_601_974", "train")
     assert len(tokens) == first.counts["mbpp_train_601_974"].train_tokens
     assert (tokens == 0).sum() == first.counts["mbpp_train_601_974"].documents  # one separator each
 

@@ -20,7 +20,15 @@ from typer.testing import CliRunner
 
 from forerun import LLM, SamplingParams
 from forerun.cli.train import app
-from forerun.errors import ConfigError, DataError, ForerunError, ResourceError, TrainingError, UnsupportedError
+from forerun.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ForerunError,
+    ResourceError,
+    TrainingError,
+    UnsupportedError,
+)
 from forerun.training.chat import END_OF_TEXT
 from forerun.training.checkpoint import read_checkpoint
 from forerun.training.export import export_model
@@ -172,6 +180,26 @@ def test_a_run_of_another_recipe_or_data_is_not_continued(target: Path, tmp_path
     with pytest.raises(TrainingError, match="another --out"):
         train_head(recipe.with_sizes(None, None, 640, None), job_of(target, folder), HeadConsole())
     assert train_head(wider, job_of(target, folder, fresh=True), HeadConsole())
+
+
+@pytest.mark.parametrize(
+    ("data", "content"),
+    [("gone.jsonl", None), ("bad.answers", "milk"), ("short.bin", "ab"), ("few.txt", "One prompt.")],
+)
+def test_a_run_is_kept_until_new_data_is_read(target: Path, tmp_path: Path, data: str, content: str | None) -> None:
+    recipe, run = recipe_of("medusa", tmp_path), tmp_path / "run"
+    assert train_head(recipe, job_of(target, run), HeadConsole())
+    kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    if content is not None:
+        (tmp_path / data).write_text(content)
+    fresh = replace(job_of(target, run, fresh=True), data=(tmp_path / data,))
+    with pytest.raises(DataError):
+        train_head(recipe, fresh, HeadConsole())
+    with pytest.raises(TrainingError, match="in it is to be read; use another --out"):
+        train_head(recipe, replace(fresh, data=(run / "data" / "heldout.jsonl",)), HeadConsole())
+    with pytest.raises(CheckpointError, match="start_from"):
+        train_head(replace(recipe, start_from=str(tmp_path)), job_of(target, run, fresh=True), HeadConsole())
+    assert kept == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
 def test_answers_are_written_once_and_gone_on_with(

@@ -25,7 +25,7 @@ Steps = Annotated[int | None, typer.Option(help="Optimizer steps; the recipe's u
 TokensPerStep = Annotated[int | None, typer.Option(help="Tokens a step; the recipe's unless given.")]
 DataTokens = Annotated[
     int | None,
-    typer.Option(help="Tokens of all prompts with their answers, or of each .bin file; 0: what there is."),
+    typer.Option(help="Tokens of all prompts with their answers, or of each .answers or .bin file; 0: what there is."),
 ]
 CaptureBytes = Annotated[
     int | None, typer.Option(help="Keep the target's states on disk, in at most so many bytes; 0 computes them anew.")

@@ -34,8 +34,9 @@ def train_lm(recipe: Recipe, folder: Path, fresh: bool, console: Console) -> boo
     Goes on from the last checkpoint in `folder` unless `fresh`. A stopped run is exported as it is.
     """
     check_device(recipe)
-    open_run(folder, fresh)
-    prepared = prepare(recipe, folder / "data", console.say)
+    named = (recipe.data.dir, recipe.data.generated_dir, recipe.data.bench_dir, recipe.tokenizer_from)
+    open_run(folder, fresh, [Path(name) for name in (*named, recipe.start_from) if name])
+    prepared = prepare(recipe, folder, console.say, fresh)
     trainer = make_trainer(recipe, prepared, folder, console)
     console.say("going on from a checkpoint" if trainer.resume() else "starting anew")
     with console.watching(recipe.schedule.steps, trainer.step):

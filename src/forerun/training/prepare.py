@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from forerun.errors import TrainingError
 from forerun.training import data
 from forerun.training.recipe import Recipe
+from forerun.training.run_folder import clear
 from forerun.training.sources import SOURCES
 from forerun.training.tokenizer import TOKENIZER_FILES, save_tokenizer, train_tokenizer
 
@@ -30,26 +31,34 @@ class Prepared:
     counts: dict[str, data.SourceCounts]
 
 
-def prepare(recipe: Recipe, folder: Path, report: Report) -> Prepared:
-    """Makes the data of `recipe` in `folder`, or takes what an earlier call left there."""
-    counts = data.read_manifest(folder)
+def prepare(recipe: Recipe, run: Path, report: Report, fresh: bool = False) -> Prepared:
+    """Makes the data of `recipe` in the run's `data/`, or takes what an earlier call left there.
+
+    fresh: deletes an earlier run, once all text is read.
+    """
+    folder = run / "data"
+    counts = None if fresh else data.read_manifest(folder)
     if counts is None:
-        counts = prepare_anew(recipe, folder, report)
+        counts = prepare_anew(recipe, run, report, fresh)
     missing = [name for name in recipe.mix if name not in counts]
     if missing:
         raise TrainingError(f"{folder} was prepared without {', '.join(missing)}; delete it and start again")
     return Prepared(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), counts)
 
 
-def prepare_anew(recipe: Recipe, folder: Path, report: Report) -> dict[str, data.SourceCounts]:
+def prepare_anew(recipe: Recipe, run: Path, report: Report, fresh: bool) -> dict[str, data.SourceCounts]:
     """Reads all sources, trains or copies the tokenizer, and writes the folder; the manifest comes last."""
-    folder.mkdir(parents=True, exist_ok=True)
     data_dir = Path(recipe.data.dir)
     leaks = data.benchmark_grams(Path(recipe.data.bench_dir) if recipe.data.bench_dir else None)
     report(f"reading {len(recipe.mix)} sources from {data_dir}; {len(leaks)} benchmark 13-grams")
     folders = {name: Path(recipe.data.generated_dir) if SOURCES[name].generated else data_dir for name in recipe.mix}
     splits = {name: data.split_source(folders[name], name, leaks, recipe.seed) for name in recipe.mix}
-    tokenizer = make_tokenizer(recipe, folder, splits, report)
+    tokenizer = make_tokenizer(recipe, splits, report)
+    if fresh:
+        clear(run)
+    folder = run / "data"
+    folder.mkdir(parents=True, exist_ok=True)
+    keep_tokenizer(recipe, tokenizer, folder)
     counts = {name: data.store(folder, name, split, tokenizer) for name, split in splits.items()}
     for name, count in counts.items():
         report(f"  {name}: {count}")
@@ -57,11 +66,13 @@ def prepare_anew(recipe: Recipe, folder: Path, report: Report) -> dict[str, data
     return counts
 
 
-def make_tokenizer(recipe: Recipe, folder: Path, splits: dict[str, data.Split], report: Report) -> Tokenizer:
-    """Trains the tokenizer, or copies that of the model the run starts from or imitates."""
+def make_tokenizer(recipe: Recipe, splits: dict[str, data.Split], report: Report) -> Tokenizer:
+    """Trains the tokenizer, or reads that of the model the run starts from or imitates."""
     if recipe.tokenizer_from:
-        for name in TOKENIZER_FILES:
-            shutil.copy(Path(recipe.tokenizer_from) / name, folder / name)
+        folder = Path(recipe.tokenizer_from)
+        missing = [name for name in TOKENIZER_FILES if not (folder / name).is_file()]
+        if missing:
+            raise TrainingError(f"{folder}, whose tokenizer the recipe takes, has no {' and no '.join(missing)}")
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
     report(f"training a tokenizer of {recipe.model.vocab_size} tokens")
     total = sum(recipe.mix.values())
@@ -73,5 +84,13 @@ def make_tokenizer(recipe: Recipe, folder: Path, splits: dict[str, data.Split], 
             f"the text gives only {tokenizer.get_vocab_size()} tokens, model.vocab_size asks for "
             f"{recipe.model.vocab_size}; use more text or a smaller vocabulary"
         )
-    save_tokenizer(tokenizer, folder, recipe.model.max_positions)
     return tokenizer
+
+
+def keep_tokenizer(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes the tokenizer into the folder, one of a model as that model has it."""
+    if not recipe.tokenizer_from:
+        save_tokenizer(tokenizer, folder, recipe.model.max_positions)
+        return
+    for name in TOKENIZER_FILES:
+        shutil.copy(Path(recipe.tokenizer_from) / name, folder / name)

@@ -1,11 +1,13 @@
 """The folder of a training run: made for a run, and cleared for one that starts anew.
 
-Knows what a training leaves in its folder, so that nothing else is ever deleted. Knows nothing of training.
+Knows what a training leaves in its folder, so that nothing else is ever deleted. Knows nothing of training: whoever
+reads the data clears the folder once it is read, so that a mistyped path costs no earlier run.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from forerun.errors import TrainingError
@@ -15,28 +17,35 @@ FOLDERS = ("data", "export")
 FILES = (LAST, STABLE, "last.tmp", "stable.tmp", "metrics.json", "loss.png")
 
 
-def open_run(folder: Path, fresh: bool) -> None:
-    """Makes the folder; fresh: deletes an earlier run in it first.
+def open_run(folder: Path, fresh: bool, sources: Sequence[Path] = ()) -> None:
+    """Makes the folder; deletes nothing. fresh: an earlier run in it will be cleared; sources: what is read before.
 
-    Raises TrainingError, and deletes nothing, if that would take something along that no training wrote, and for a
-    folder that cannot be made.
+    Raises TrainingError for a folder that cannot be made, and where `clear` would take along a source or what no
+    training wrote.
     """
     try:
-        if fresh and folder.exists():
-            clear(folder)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TrainingError(f"{folder} cannot be a run folder: {error.strerror}; use another --out") from error
+    if fresh:
+        check_clear(folder, sources)
 
 
-def clear(folder: Path) -> None:
-    """Deletes what a run left in a folder; raises TrainingError for one that holds more."""
+def check_clear(folder: Path, sources: Sequence[Path]) -> None:
+    """Raises TrainingError where deleting a run would take along more than a run."""
     strange = sorted(path.name for path in folder.iterdir() if path.name not in (*FOLDERS, *FILES))
     if strange:
         raise TrainingError(
             f"--fresh deletes a run, but {folder} also holds {', '.join(strange[:3])}{', ...' * (len(strange) > 3)}, "
             "which no training wrote; use another --out, or move that away"
         )
+    inside = [path for path in sources if path.resolve().is_relative_to(folder.resolve())]
+    if inside:
+        raise TrainingError(f"--fresh deletes {folder}, but {inside[0]} in it is to be read; use another --out")
+
+
+def clear(folder: Path) -> None:
+    """Deletes what a run left in a folder that `open_run` found to hold nothing else."""
     for name in FOLDERS:
         if (folder / name).exists():
             shutil.rmtree(folder / name)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from forerun import LLM, SamplingParams
 from forerun.errors import DataError, TrainingError
 from forerun.training.heads.rows import Rows
@@ -67,18 +69,25 @@ def rows_of_lines(lines: Sequence[dict[str, Any]]) -> Rows:
     return Rows.of([line["prompt"] + line["answer"] for line in lines], [len(line["prompt"]) for line in lines])
 
 
-def answer_file_rows(path: Path, vocab_size: int) -> Rows:
+def first_rows(rows: Rows, max_tokens: int) -> Rows:
+    """As many of the first sequences as have `max_tokens` together."""
+    return rows.take(np.flatnonzero(np.cumsum(rows.lens) <= max_tokens))
+
+
+def answer_file_rows(path: Path, vocab_size: int, max_tokens: int = 0) -> Rows:
     """The rows of a file that `write_answers` has written, whatever they depend on.
 
-    Raises DataError for a file that is something else, is empty, or has ids outside the vocabulary.
+    max_tokens: of the first prompts with their answers that are taken; 0 takes the whole file. Raises DataError for a
+    file that is something else, is empty, holds more in its first answer, or has ids outside the vocabulary.
     """
     try:
         _about, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        rows = rows_of_lines(lines)
+        rows = first_rows(rows_of_lines(lines), max_tokens) if max_tokens else rows_of_lines(lines)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no file of answers: {error}; write one with `forerun train answers`") from error
     if not len(rows):
-        raise DataError(f"{path} holds no answer; write it anew with `forerun train answers`")
+        more = f" within --data-tokens {max_tokens}; raise that, or" if max_tokens else ";"
+        raise DataError(f"{path} holds no answer{more} write it anew with `forerun train answers`")
     highest = int(rows.tokens.max())
     if highest >= vocab_size:
         raise DataError(f"{path} holds token id {highest}, the target knows 0 to {vocab_size - 1}: was it made for it?")

@@ -36,12 +36,9 @@ HEADS: Mapping[str, Callable[[Target, Any, DraftVocabulary], Head]] = {
 def make_head(recipe: HeadRecipe, target: Target, counts: Tensor) -> Head:
     """Makes a head with random or copied weights; counts [vocab]: how often each token stands in the data.
 
-    Raises ConfigError if the target has too few positions for the windows.
+    Raises what `read_start` does.
     """
-    found = target.shape.max_positions
-    if recipe.schedule.seq_len > found:
-        raise ConfigError(f"schedule.seq_len {recipe.schedule.seq_len} exceeds the target's {found} positions")
-    start = read_export(Path(recipe.start_from)) if recipe.start_from else None
+    start = read_start(recipe, target)
     torch.manual_seed(recipe.seed)
     head = HEADS[recipe.kind](target, recipe.head, _vocabulary(recipe, start, counts))
     if start is not None:
@@ -55,6 +52,17 @@ class Export:
 
     folder: Path
     tensors: Mapping[str, Tensor]
+
+
+def read_start(recipe: HeadRecipe, target: Target) -> Export | None:
+    """The head that training begins with, if there is one.
+
+    Raises CheckpointError if it cannot be read, and ConfigError if the target has too few positions for the windows.
+    """
+    found = target.shape.max_positions
+    if recipe.schedule.seq_len > found:
+        raise ConfigError(f"schedule.seq_len {recipe.schedule.seq_len} exceeds the target's {found} positions")
+    return read_export(Path(recipe.start_from)) if recipe.start_from else None
 
 
 def read_export(folder: Path) -> Export:

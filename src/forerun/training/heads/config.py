@@ -191,7 +191,7 @@ class HeadOptimizer:
 class HeadData:
     """How sequences are made. greedy_share of the answers is written at T = 0, the rest at T = 1."""
 
-    max_tokens: int = 0  # of all prompts with their answers, or of each .bin file; 0 takes what there is
+    max_tokens: int = 0  # of all prompts with their answers, or of each .answers or .bin file; 0: what there is
     prompt_tokens: int = 256  # longer prompts lose their beginning
     answer_tokens: int = 256
     greedy_share: float = 0.5

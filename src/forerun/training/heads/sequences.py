@@ -19,6 +19,7 @@ from forerun.training.heads.config import HeadJob, HeadRecipe
 from forerun.training.heads.prompts import read_prompts
 from forerun.training.heads.rows import Rows, hold_out, token_file_rows
 from forerun.training.heads.target import Target
+from forerun.training.run_folder import clear
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
 from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer
@@ -35,8 +36,30 @@ class Sequences:
     heldout: Rows
 
 
+@dataclass(frozen=True)
+class Material:
+    """What files of data hold: rows to train on, else prompts to answer for them, and prompts that are held out."""
+
+    rows: Rows | None
+    prompts: list[list[int]]
+    heldout: list[list[int]]
+
+
 def prepare(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) -> Sequences:
-    """Sequences to train on, from what is written already or from prompts, and answers to held-out prompts."""
+    """Sequences to train on, from what is written already or from prompts, and answers to held-out prompts.
+
+    An earlier run in the folder is deleted, if the job is to begin afresh, once all files are read.
+    """
+    found = read(recipe, job, target, report)
+    if job.fresh:
+        clear(job.folder)
+    heldout = heldout_answers(recipe, job, found.heldout, report)
+    train = found.rows if found.rows is not None else trained_answers(recipe, job, found.prompts, report)
+    return Sequences(train, heldout)
+
+
+def read(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) -> Material:
+    """What the files hold; raises ConfigError and DataError."""
     written = [path for path in job.data if path.suffix in WRITTEN]
     if not written:
         return from_prompts(recipe, job, report)
@@ -48,13 +71,12 @@ def prepare(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) ->
     return from_written(recipe, job, target, report)
 
 
-def from_written(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) -> Sequences:
+def from_written(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) -> Material:
     """Rows of token files and packed answers; the prompts held out are those of answers, if there are any."""
     options, row_len, vocab_size = recipe.data, recipe.schedule.seq_len, target.shape.vocab_size
-    answers = [answer_file_rows(path, vocab_size) for path in job.data if path.suffix == ".answers"]
-    texts = [
-        token_file_rows(path, row_len, vocab_size, options.max_tokens) for path in job.data if path.suffix == ".bin"
-    ]
+    most = options.max_tokens
+    answers = [answer_file_rows(path, vocab_size, most) for path in job.data if path.suffix == ".answers"]
+    texts = [token_file_rows(path, row_len, vocab_size, most) for path in job.data if path.suffix == ".bin"]
     rows = Rows.join(answers or texts)
     check_lengths(rows, row_len, report)
     train, held = hold_out(len(rows), options.heldout_prompts)
@@ -62,7 +84,7 @@ def from_written(recipe: HeadRecipe, job: HeadJob, target: Target, report: Repor
     prompts = [rows.sequence(int(number))[: int(end)].tolist() for number, end in zip(held, ends, strict=True)]
     used = Rows.join([rows.take(train).packed(row_len), *texts]) if answers else rows.take(train)
     report(f"{len(used)} rows of {used.num_tokens} tokens, {used.num_answered} of them answers")
-    return Sequences(used, heldout_answers(recipe, job, prompts, report))
+    return Material(used, [], prompts)
 
 
 def check_lengths(rows: Rows, row_len: int, report: Report) -> None:
@@ -79,8 +101,8 @@ def check_lengths(rows: Rows, row_len: int, report: Report) -> None:
         )
 
 
-def from_prompts(recipe: HeadRecipe, job: HeadJob, report: Report) -> Sequences:
-    """Prompts with the answers that the target writes, a share of them greedily, the rest at T = 1."""
+def from_prompts(recipe: HeadRecipe, job: HeadJob, report: Report) -> Material:
+    """Prompts of files of prompts."""
     options = recipe.data
     if options.prompt_tokens + options.answer_tokens > recipe.schedule.seq_len:
         raise ConfigError(
@@ -89,8 +111,7 @@ def from_prompts(recipe: HeadRecipe, job: HeadJob, report: Report) -> Sequences:
         )
     prompts = read_all_prompts(recipe, job, report)
     train, held = hold_out(len(prompts), options.heldout_prompts)
-    heldout = heldout_answers(recipe, job, [prompts[number] for number in held], report)
-    return Sequences(trained_answers(recipe, job, [prompts[number] for number in train], report), heldout)
+    return Material(None, [prompts[number] for number in train], [prompts[number] for number in held])
 
 
 def read_all_prompts(recipe: HeadRecipe, job: HeadJob, report: Report) -> list[list[int]]:
@@ -106,7 +127,7 @@ def read_all_prompts(recipe: HeadRecipe, job: HeadJob, report: Report) -> list[l
 
 
 def trained_answers(recipe: HeadRecipe, job: HeadJob, prompts: list[list[int]], report: Report) -> Rows:
-    """The target's answers to learn from."""
+    """The target's answers to learn from, a share of them greedy, the rest at T = 1."""
     options, path = recipe.data, job.folder / "data" / "answers.jsonl"
     share = options.greedy_share
     temperatures = [float(int((i + 1) * share) == int(i * share)) for i in range(len(prompts))]
