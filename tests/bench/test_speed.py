@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import exp
 from typing import Any
 
@@ -96,6 +97,8 @@ def test_what_may_be_no_gain_is_marked(prompts: tuple[tuple[float, ...], ...], n
 def test_a_loss_is_a_loss_without_drafts_too() -> None:
     [_, row] = rows(rounds_of((0.90,), (0.91,), (0.92,), num_steps=100), compare=True)
     assert not row.within_noise
+    [_, row] = rows(rounds_of((0.96,), (0.97,), (0.98,)), compare=True)
+    assert spread(asdict(row)) == "0.95-1.00" and row.within_noise  # whatever lies behind the digits that are shown
 
 
 def test_later_turns_see_the_models_own_answers() -> None:

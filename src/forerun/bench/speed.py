@@ -214,7 +214,8 @@ def _gain(name: str, rounds: Rounds, ratio: Figure) -> tuple[float, Interval | N
     if interval is None:
         return round(speedup, 3), None, True
     low, high = interval
-    return round(speedup, 3), (round(low, 3), round(high, 3)), impossible or low <= 1 <= high
+    holds_none = round(low, 2) <= 1 <= round(high, 2)  # as it is printed
+    return round(speedup, 3), (round(low, 3), round(high, 3)), impossible or holds_none
 
 
 def _acceptance_length(name: str, rounds: Rounds) -> float:
