@@ -74,7 +74,7 @@ def test_impossible_max_position(folder: Path, wanted: int) -> None:
 
 
 def test_unknown_dtype(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16; got 'int3'"):
+    with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16, float16; got 'int3'"):
         load(folder, dtype="int3")
 
 
