@@ -1,21 +1,94 @@
 """The suite every drafter passes: whatever it is asked, it proposes usable trees, and it keeps nothing it should not.
 
-A new drafter is added to DRAFTERS in tests/support/harness.py and is tested here and by tests/exactness.
+A drafter that runs on any target is added to DRAFTERS in tests/support/harness.py, where tests/exactness finds it, too;
+one that needs a decoder's layers or hidden states to ON_DECODERS.
 """
 
 from __future__ import annotations
 
+import gc
 import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
 
+from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
+from forerun.engine.engine import Engine
+from forerun.engine.outputs import RequestGroup
 from forerun.speculation.growth import Draft
-from tests.support import harness
+from tests.drafters import test_eagle, test_medusa, test_mtp
+from tests.support import harness, heads, tiny
 from tests.support.toy import ToyModel
 
-VOCAB = 24
-SPECULATING = [name for name in harness.DRAFTERS if name != "none"]
+CHAIN: dict[str, Any] = {"max_draft_tokens": 4, "tree_width": 1, "adaptive": False}
+TREE: dict[str, Any] = {"max_draft_tokens": 9, "tree_width": 3, "adaptive": False}
+MOST_LAYERS = {"layers": (0, 1, 2, 4, 5)}
+ON_TOY = [name for name in harness.DRAFTERS if name != "none"]
+ON_DECODERS: dict[str, dict[str, Any]] = {
+    "eagle": CHAIN,
+    "eagle-tree": TREE,
+    "mtp": CHAIN,
+    "mtp-tree": TREE,
+    "medusa": CHAIN,
+    "medusa-tree": TREE,
+    "layer_skip": CHAIN | MOST_LAYERS,
+    "layer_skip-tree": TREE | MOST_LAYERS,
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A drafter on the target it is tested with."""
+
+    name: str
+    vocab_size: int
+    engine: Callable[..., Engine]  # from options of EngineConfig
+    plain: Callable[[Sequence[RequestGroup]], list[list[list[int]]]]  # plain decoding, one request at a time
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Kind -> a checkpoint of such heads."""
+
+    @lru_cache
+    def write(kind: str) -> str:
+        folder = tmp_path_factory.mktemp(kind)
+        if kind == "eagle":
+            test_eagle.make("whole-vocabulary", folder)
+        elif kind == "mtp":
+            heads.write(folder, test_mtp.mimo_tensors(), test_mtp.mimo_config())
+        else:
+            test_medusa.write_fitted(folder)
+        return str(folder)
+
+    return write
+
+
+@pytest.fixture(params=[*ON_TOY, *ON_DECODERS])
+def subject(request: pytest.FixtureRequest, folder_of: Callable[[str], str]) -> Subject:
+    name = request.param
+    if name in ON_TOY:
+        return Subject(name, ToyModel().vocab_size, lambda **options: harness.engine(name, **options), harness.plain)
+    kind = name.removesuffix("-tree")
+    targets = {
+        "eagle": lambda: heads.target(test_eagle.LAYERS),
+        "mtp": lambda: heads.target(test_mtp.LAYERS),
+        "medusa": lambda: tiny.target(test_medusa.TARGET_LAYERS),
+        "layer_skip": lambda: tiny.target(6),
+    }
+    target, model = targets[kind](), None if kind == "layer_skip" else folder_of(kind)
+    config = DrafterConfig(name=kind, model=model, **ON_DECODERS[name])
+    return Subject(
+        name,
+        target.vocab_size,
+        lambda **options: tiny.engine(target, config, **options),
+        lambda wanted: tiny.plain(target, wanted),
+    )
 
 
 def prompts(num: int, seed: int = 0) -> list[list[int]]:
@@ -23,7 +96,7 @@ def prompts(num: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(6) for _ in range(rng.randint(1, 40))] for _ in range(num)]
 
 
-def groups(num: int, **params):  # type: ignore[no-untyped-def]
+def groups(num: int, **params: Any) -> list[RequestGroup]:
     options = {"max_tokens": 20, **params}
     return [harness.request(i, p, SamplingParams(seed=i, **options)) for i, p in enumerate(prompts(num))]
 
@@ -31,8 +104,9 @@ def groups(num: int, **params):  # type: ignore[no-untyped-def]
 class Watched:
     """Wraps a drafter and checks what passes between it and the engine."""
 
-    def __init__(self, inner) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, inner: Any, vocab_size: int) -> None:
         self.inner = inner
+        self.vocab_size = vocab_size
         self.alive: set[str] = set()
         self.proposed = 0
         for name in ("name", "max_nodes", "hidden_layers", "kv_specs", "weight_bytes"):
@@ -50,14 +124,14 @@ class Watched:
         self.inner.observe(observed, hidden)
 
     def observe_logits(self, token_ids, logits) -> None:  # type: ignore[no-untyped-def]
-        assert token_ids.shape == logits.shape[:1] and logits.shape[1] == VOCAB
+        assert token_ids.shape == logits.shape[:1] and logits.shape[1] == self.vocab_size
         self.inner.observe_logits(token_ids, logits)
 
     def propose(self, drafts: list[Draft]) -> None:
         before = [list(d.request.token_ids) for d in drafts]
         self.inner.propose(drafts)
         for draft, tokens in zip(drafts, before, strict=True):
-            check_tree(draft)
+            check_tree(draft, self.vocab_size)
             assert draft.request.token_ids == tokens, "a drafter changes no request"
             self.proposed += len(draft.tree) - 1
 
@@ -74,41 +148,54 @@ class Watched:
         self.inner.end(request_id)
 
 
-def check_tree(draft: Draft) -> None:
+def check_tree(draft: Draft, vocab_size: int) -> None:
     tree = draft.tree
     assert 1 <= len(tree) <= draft.max_nodes
     assert tree.tokens[0] == draft.request.token_ids[-1]
-    assert all(0 <= token < VOCAB for token in tree.tokens)
+    assert all(0 <= token < vocab_size for token in tree.tokens)
     assert all(0 <= parent < node for node, parent in enumerate(tree.parents) if node)
     for node in range(len(tree)):
         children = [tree.tokens[c] for c in tree.children(node)]
         assert len(children) == len(set(children)), "siblings differ"
 
 
-def watched(made):  # type: ignore[no-untyped-def]
-    made.drafter = Watched(made.drafter)
-    return made.drafter
+def watched(made: Engine, subject: Subject) -> Watched:
+    seen = Watched(made.drafter, subject.vocab_size)
+    made.drafter = seen
+    return seen
 
 
-@pytest.mark.parametrize("drafter", SPECULATING)
+def reachable_strings(root: object) -> set[str]:
+    """All that can be reached from an object without passing through code, however its state is laid out."""
+    found, seen, open_ = set(), {id(root)}, [root]
+    while open_:
+        one = open_.pop()
+        if isinstance(one, str):
+            found.add(one)
+        elif not isinstance(one, type | ModuleType | FunctionType):
+            news = [other for other in gc.get_referents(one) if id(other) not in seen]
+            seen.update(map(id, news))
+            open_ += news
+    return found
+
+
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, {"num_kv_blocks": 26}, {"max_num_seqs": 2}])
-def test_trees_are_usable_and_nothing_stays(drafter: str, options: dict[str, int]) -> None:
-    made = harness.engine(drafter, **options)
-    seen = watched(made)
+def test_trees_are_usable_and_nothing_stays(subject: Subject, options: dict[str, int]) -> None:
+    made = subject.engine(**options)
+    seen = watched(made, subject)
     wanted = groups(7)
-    assert harness.run(made, [harness.fresh(g) for g in wanted]) == harness.plain(wanted)
+    assert harness.run(made, [harness.fresh(g) for g in wanted]) == subject.plain(wanted)
     assert not seen.alive
     assert seen.proposed > 0
-    inner = getattr(seen.inner, "inner", seen.inner)  # of its guard
-    state = [v for v in vars(inner).values() if isinstance(v, dict)]
-    assert all(not d for d in state), "state of ended requests is kept"
+    ended = {sample.request.request_id for group in wanted for sample in group.samples}
+    for drafter in getattr(seen.inner, "members", (seen.inner,)):
+        assert not reachable_strings(drafter) & ended, "state of ended requests is kept"
 
 
-@pytest.mark.parametrize("drafter", SPECULATING)
-def test_some_drafts_are_accepted(drafter: str) -> None:
-    """Greedy toy text soon repeats, so every drafter must get something right."""
-    wanted = groups(4, temperature=0.0, max_tokens=40)
-    made = harness.engine(drafter)
+def test_some_drafts_are_accepted(subject: Subject) -> None:
+    """Greedy toy text soon repeats, and random heads draw with the target's own noise: each gets something right."""
+    wanted = groups(4, temperature=0.0 if subject.name in ON_TOY else 1.0, max_tokens=40)
+    made = subject.engine()
     again = [harness.fresh(g) for g in wanted]
     harness.run(made, again)
     stats = [g.output().outputs[0].stats for g in again]
@@ -116,11 +203,10 @@ def test_some_drafts_are_accepted(drafter: str) -> None:
     assert sum(s.num_tokens for s in stats) > sum(s.num_steps for s in stats)
 
 
-@pytest.mark.parametrize("drafter", SPECULATING)
-def test_abort_in_the_middle(drafter: str) -> None:
+def test_abort_in_the_middle(subject: Subject) -> None:
     wanted = groups(4)
-    made = harness.engine(drafter)
-    seen = watched(made)
+    made = subject.engine()
+    seen = watched(made, subject)
     again = [harness.fresh(g) for g in wanted]
     for group in again:
         made.add(group)
@@ -131,7 +217,7 @@ def test_abort_in_the_middle(drafter: str) -> None:
     harness.run(made, [])
     assert again[1].samples[0].request.finish_reason == "abort"
     assert not seen.alive
-    plain = harness.plain(wanted)
+    plain = subject.plain(wanted)
     for i in (0, 2, 3):
         assert again[i].samples[0].request.output_token_ids == plain[i][0]
 
@@ -150,20 +236,18 @@ def test_an_equal_draft_model_is_always_right(drafter: str) -> None:
             assert stats.acceptance_length > (4.0 if drafter == "draft" else 2.5)
 
 
-@pytest.mark.parametrize("drafter", SPECULATING)
-def test_rejection_rule_runs_everywhere(drafter: str) -> None:
+def test_rejection_rule_runs_everywhere(subject: Subject) -> None:
     """The rejection rule under chunks, small pools and batches: right lengths, legal tokens, repeatable."""
     options = {"verification": "rejection", "max_num_batched_tokens": 19, "num_kv_blocks": 30}
     wanted = groups(5, top_k=6)
-    first = harness.run(harness.engine(drafter, **options), [harness.fresh(g) for g in wanted])
-    again = harness.run(harness.engine(drafter, **options), [harness.fresh(g) for g in wanted])
-    if drafter != "draft-adaptive":  # its budgets follow measured times
+    first = harness.run(subject.engine(**options), [harness.fresh(g) for g in wanted])
+    again = harness.run(subject.engine(**options), [harness.fresh(g) for g in wanted])
+    if subject.name != "draft-adaptive":  # its budgets follow measured times
         assert first == again
     assert all(len(sample) == 20 for group in first for sample in group)
 
 
-@pytest.mark.parametrize("drafter", SPECULATING)
-def test_rejection_rule_at_temperature_zero_is_greedy(drafter: str) -> None:
+def test_rejection_rule_at_temperature_zero_is_greedy(subject: Subject) -> None:
     wanted = groups(4, temperature=0.0)
-    made = harness.engine(drafter, verification="rejection")
-    assert harness.run(made, [harness.fresh(g) for g in wanted]) == harness.plain(wanted)
+    made = subject.engine(verification="rejection")
+    assert harness.run(made, [harness.fresh(g) for g in wanted]) == subject.plain(wanted)
