@@ -173,7 +173,8 @@ def reachable_strings(root: object) -> set[str]:
         if isinstance(one, str):
             found.add(one)
         elif not isinstance(one, type | ModuleType | FunctionType):
-            news = [other for other in gc.get_referents(one) if id(other) not in seen]
+            keys = list(one) if isinstance(one, dict) else []  # which the collector leaves out where all are strings
+            news = [other for other in (*gc.get_referents(one), *keys) if id(other) not in seen]
             seen.update(map(id, news))
             open_ += news
     return found
