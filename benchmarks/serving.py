@@ -3,9 +3,9 @@
     python benchmarks/serving.py --model mini [--four-bit FOLDER] [--drafter ngram] [--num-requests 64] [--repeats 1]
         [--only batching prefix parts] [--prefix-drafters none,mtp=FOLDER]
 
-`--model` is anything `forerun serve` takes: the embedded model, one that `forerun bench widen` made, random weights of
-some shape (`serving_peers.py` compares batching with other engines). Three measurements, each through `forerun bench
-serve --json` against a `forerun serve` of its own:
+`--model` is anything `forerun serve` takes: the embedded model, one that `lab/widen.py` made, random weights of
+some shape (`lab/serving_peers.py` compares batching with other engines). Three measurements, each through
+`forerun bench serve --json` against a `forerun serve` of its own:
 
 * batching: the same requests one at a time and 16 at a time;
 * prefix: the time to the first token behind a prefix that is new, and behind one that another request had, and how many

@@ -6,45 +6,17 @@ import argparse
 import asyncio
 import time
 from collections import Counter
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import hostile
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-pytest.importorskip("gguf")
-web: Any = pytest.importorskip("aiohttp.web")
-
-
-@pytest.fixture
-def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import soak
-
-    return soak
-
-
-@pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import serving_peers
-
-    return serving_peers
-
-
-@pytest.fixture
-def hostile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import hostile
-
-    return hostile
-
+import soak
+from aiohttp import web
 
 # -- hostile ----------------------------------------------------------------------------------------------------
 
 
-def test_what_hostile_clients_may_do_to_others(hostile: Any) -> None:
+def test_what_hostile_clients_may_do_to_others() -> None:
     calm = {"health_worst_s": 0.2, "small_worst_s": 0.9, "looks": {"200": 7, "503": 0}, "still_running": 0}
     assert list(hostile.failures(calm, 1.0)) == []
     harmed = {"health_worst_s": 1.2, "small_worst_s": 9.0, "looks": {"200": 7, "503": 2}, "still_running": 1}
@@ -53,7 +25,7 @@ def test_what_hostile_clients_may_do_to_others(hostile: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["regex", "errors", "long_texts", "slow_grammar", "work_per_token", "vanishing"])
-def test_every_attack_is_requests_a_server_would_read(hostile: Any, name: str) -> None:
+def test_every_attack_is_requests_a_server_would_read(name: str) -> None:
     asks = hostile.ATTACKS[name].asks("http://127.0.0.1:9")  # nobody listens there
     assert asks and all(ask.path in ("/v1/completions", "/v1/chat/completions", "/tokenize") for ask in asks)
     assert all(50 < len(ask.body) <= 8 << 20 for ask in asks)
@@ -61,7 +33,7 @@ def test_every_attack_is_requests_a_server_would_read(hostile: Any, name: str) -
 
 
 @pytest.mark.parametrize("stalls", [False, True])
-def test_others_are_watched_while_an_attack_lasts(hostile: Any, stalls: bool) -> None:
+def test_others_are_watched_while_an_attack_lasts(stalls: bool) -> None:
     """A server whose event loop stands still for a moment, once, is found out."""
 
     async def small(request: web.Request) -> web.Response:
@@ -98,14 +70,14 @@ def samples(*rss_mib: float) -> list[dict[str, float]]:
     return [{"time_s": 10.0 * i, "rss_mib": rss, "files": 20.0} for i, rss in enumerate(rss_mib)]
 
 
-def test_one_late_step_is_no_slope_and_a_leak_is_one(soak: Any) -> None:
+def test_one_late_step_is_no_slope_and_a_leak_is_one() -> None:
     filling = [600.0 + 5 * i for i in range(20)]
     assert soak.slope_mib_per_minute(samples(*filling, *[700.0] * 17, *[715.0] * 3)) == 0.0
     leak = [700.0 + 0.5 * i for i in range(20)]
     assert soak.slope_mib_per_minute(samples(*filling, *leak)) == pytest.approx(3.0)
 
 
-def test_what_a_soak_fails_for(soak: Any) -> None:
+def test_what_a_soak_fails_for() -> None:
     given = argparse.Namespace(max_growth_mib=64.0, max_slope_mib_per_minute=1.0)
     clean: dict[str, Any] = {
         "counts": {"whole": 9, "wrong: another answer": 0},
@@ -127,43 +99,3 @@ def test_what_a_soak_fails_for(soak: Any) -> None:
     for name, value in broken.items():
         found = soak.failures({**clean, name: value}, given)
         assert len(found) == (2 if name == "after" else 1), (name, found)
-
-
-# -- peers ------------------------------------------------------------------------------------------------------
-
-
-def asked(**given: Any) -> argparse.Namespace:
-    usual = {"shape": "qwen2.5-0.5b", "concurrency": 4, "num_requests": 8, "num_alone": 2, "input_len": 16,
-             "max_tokens": 32, "llama_server": None, "threads": 2}  # fmt: skip
-    return argparse.Namespace(**{**usual, **given})
-
-
-def test_all_engines_get_the_same_prompts_and_none_twice(peers: Any) -> None:
-    loads = peers.loads(asked())
-    assert {name: (len(some), at_once) for name, (some, at_once) in loads.items()} == {
-        "warm-up": (4, 4), "alone": (2, 1), "together": (8, 4),
-    }  # fmt: skip
-    everything = [prompt.ids for some, _ in loads.values() for prompt in some]
-    assert len(set(everything)) == 14 and all(len(ids) == 16 for ids in everything)
-    assert loads == peers.loads(asked())
-    ask = loads["alone"][0][0].ask([], {"max_tokens": 3})
-    assert ask.path == "/completions" and ask.body == {"prompt": list(everything[4]), "max_tokens": 3}
-
-
-def test_what_is_missing_is_said(peers: Any) -> None:
-    assert peers.missing("forerun", asked(), "Q8_0") is None
-    assert "--llama-server" in peers.missing("llama-server", asked(), "Q8_0")
-    assert "Q2_K" in peers.missing("openvino", asked(), "Q2_K")
-
-
-def test_the_table(peers: Any) -> None:
-    own = {"tokens_per_s": 30.0, "ttft_p50_ms": 5.0, "tpot_p50_ms": 20.0, "tpot_p99_ms": 30.0}
-    run = {
-        "forerun": {"alone": own, "together": {**own, "tokens_per_s": 150.0}},
-        "openvino": {"alone": {"tokens_per_s": 20.0}, "together": {"tokens_per_s": 100.0}},
-        "llama-server": {"left_out": "no program"},
-    }
-    rows = peers.table(run).splitlines()[2:]
-    assert rows[0] == "| forerun | 30.0 | 150.0 | 5.00 | 5.0 | 20.0 | 30.0 | 1.00x |"
-    assert rows[1] == "| openvino | 20.0 | 100.0 | 5.00 | - | - | - | 1.50x |"
-    assert "left out: no program" in rows[2]

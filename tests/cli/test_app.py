@@ -93,14 +93,13 @@ def test_ctrl_c_ends_with_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert run("generate", "some text", status=130).stderr == "error: interrupted\n"
 
 
-def test_a_path_that_cannot_be_written_is_one_clear_line(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    arguments = ("train", "prompts", "--data", str(tmp_path), "--out", str(tmp_path / "file" / "prompts.jsonl"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forerun.training.asking.load_material", lambda _: None)
-        patch.setattr("forerun.training.asking.make_prompts", lambda *_: [])
-        said = run(*arguments, status=2).stderr
-    assert said.startswith(f"error: {tmp_path / 'file'}: ") and "choose another path" in said and "Trace" not in said
+def test_a_path_that_cannot_be_written_is_one_clear_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", "/there/file")
+
+    monkeypatch.setattr("forerun.cli.generate.open_llm", refused)
+    said = run("generate", "some text", status=2).stderr
+    assert said.startswith("error: /there/file: Permission denied; choose another path") and "Trace" not in said
 
 
 def test_an_error_without_a_path_keeps_its_traceback(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

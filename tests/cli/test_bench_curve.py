@@ -1,4 +1,4 @@
-"""`forerun bench curve`, `prefill` and `widen`: JSON fields, tables, bad input."""
+"""`forerun bench curve` and `prefill`: JSON fields, tables, bad input."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.models.factory import CASES, SIZES
+from tests.support.scripts import run_script
 
 CURVE = {
     "rows", "read_gb_per_s", "machine", "shape", "weights", "threads", "repeats", "weight_bytes", "recorded",
 }  # fmt: skip
 ROW = ["tokens", "context", "ms", "ratio", "gb_per_s"]
-WIDEN = {"model", "folder", "sizes", "sizes_before", "weight_bytes", "num_parameters", "same_bits"}
 
 
 @pytest.fixture(autouse=True)
@@ -87,18 +87,8 @@ def test_what_does_not_fit_is_refused_before_it_is_made(run: Any, monkeypatch: p
     assert "measuring llama-3.2-1b with bf16 weights needs about" in said and "1.00 GB are available" in said
 
 
-def test_widen_json_and_table(run: Any, run_json: Any, tmp_path: Path) -> None:
-    out = tmp_path / "wide"
-    report = run_json("bench", "widen", "mini-draft", str(out), "--hidden-size", "512", "--layers", "3")
-    assert set(report) == WIDEN and report["same_bits"] is True
-    assert report["sizes"] == {**report["sizes_before"], "hidden_size": 512, "num_layers": 3}
-    said = run("bench", "widen", "mini-draft", str(tmp_path / "other"), "--ffn-size", "400", "--hidden-size", "192")
-    assert "feed-forward size" in said.stdout and "rounding differs" in said.stderr
-    assert "exists already" in run("bench", "widen", "mini-draft", str(out), status=2).stderr
-
-
 def test_speed_says_that_a_model_was_widened(run: Any, tmp_path: Path) -> None:
     out = tmp_path / "wide"
-    run("bench", "widen", "mini-draft", str(out), "--layers", "3")
+    run_script("widen", "mini-draft", str(out), "--layers", "3")
     options = ("--drafters", "none", "--limit", "1", "--max-tokens", "2", "--repeats", "1")
     assert "widened from mini-draft" in " ".join(run("bench", "speed", str(out), *options).stderr.split())

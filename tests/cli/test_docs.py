@@ -23,6 +23,7 @@ from forerun.cli.app import app
 from forerun.models.gguf_export import export_gguf
 from forerun.weights.resolve import resolve_model
 from tests.support.fake_hub import FakeHub, pretended
+from tests.support.scripts import run_script
 from tests.support.serving import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,9 +69,9 @@ class Block(NamedTuple):
     text: str
 
     def commands(self) -> list[str]:
-        """Its lines that run forerun, each on one line."""
+        """Its lines that run forerun or a script of lab/, each on one line."""
         lines = self.text.replace("\\\n", " ").splitlines()
-        return [line for line in lines if re.match(r"(echo [^|]*\| *)?forerun [a-z-]+( |$)", line)]
+        return [line for line in lines if re.match(r"((echo [^|]*\| *)?forerun [a-z-]+( |$))|python lab/", line)]
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -160,6 +161,9 @@ def test_commands(
     quants = {name: {f"model-{quant}.gguf": gguf} for name, quant in HUB_GGUF.items()}
     with pretended(FakeHub({**dict.fromkeys(HUB, files), **quants}), tmp_path / "hub"):
         for line in block.commands():
+            if script := re.match(r"python lab/(\w+)\.py ", line):
+                run_script(script[1], *shlex.split(line, comments=True)[2:])
+                continue
             path, command, words = command_of([PLACEHOLDERS.get(word, word) for word in words_of(line)])
             if line in NOT_RUN:
                 check_options(path, command, words)

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-LAB = Path(__file__).resolve().parents[2] / "lab"
-sys.path.insert(0, str(LAB))
+from world import facts, make, skills, talk
+from world.grammar import Wordings, expand
+from world.stories import PLOTS
 
-from world import facts, make, skills, talk  # noqa: E402
-from world.grammar import Wordings, expand  # noqa: E402
-from world.stories import PLOTS  # noqa: E402
+LAB = Path(__file__).resolve().parents[2] / "lab"
 
 LEFT_OVER = re.compile(r"[\[\]{}|]|\?\?|\.\.|  | [,.!?]")
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from forerun.llm import LLM
 
 PLAIN = "none"
+WIDENED_FROM = "_widened_from"  # in config.json of a model that lab/widen.py wrote: which model, of which sizes
 ONE_A_STEP = 1.005  # tokens a step that are printed as 1.00
 
 

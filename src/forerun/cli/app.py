@@ -28,7 +28,6 @@ from forerun.cli import (
     quantize,
     serve,
     verify,
-    widen,
 )
 from forerun.cli.console import print_error
 from forerun.cli.train import app as train_app
@@ -82,8 +81,6 @@ bench_app.command("drafters")(bench_drafters.drafters)
 bench_app.command("serve")(bench_serve.bench_serve)
 bench_app.command("curve")(curve.curve)
 bench_app.command("prefill")(curve.prefill)
-bench_app.command("widen")(widen.widen)
-bench_app.command("widen-head")(widen.widen_head)
 
 app.command("demo")(demo.demo)
 app.command("run")(hub.run)

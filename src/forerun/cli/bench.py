@@ -70,9 +70,9 @@ def speed(
 
 
 def _note_widened(llm: LLM) -> None:
-    from forerun.bench.widen import MARK
+    from forerun.bench.speed import WIDENED_FROM
 
-    origin = llm.loaded.raw_config.get(MARK)
+    origin = llm.loaded.raw_config.get(WIDENED_FROM)
     if origin:
         print_note(f"this model was widened from {origin['model']}: it writes that model's text at a larger one's cost")
 

@@ -68,29 +68,6 @@ def export(
     typer.echo(f"step {export_run(run, folder)} written to {folder}")
 
 
-@app.command("prompts")
-def prompts(
-    out: Annotated[Path, typer.Option(help="The .jsonl file to write, a conversation a line.")],
-    count: Annotated[int, typer.Option(help="How many different prompts.")] = 12_000,
-    data: Annotated[Path, typer.Option(help="Folder of the training text.")] = Path("../shared/data/train"),
-    bench: Annotated[
-        Path | None, typer.Option(help="Folder of benchmarks: no prompt that shares 13 words with them is made.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed makes the same prompts.")] = 1,
-) -> None:
-    """Make chat prompts of many kinds out of training text, for a target to answer."""
-    import json
-
-    from forerun.training.asking import load_material, make_prompts
-    from forerun.training.data import benchmark_grams
-
-    found = make_prompts(load_material(data), benchmark_grams(bench), count, seed)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"category": asked.kind, "turns": asked.turns}, ensure_ascii=False) for asked in found]
-    out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    typer.echo(f"{len(found)} prompts written to {out}")
-
-
 @app.command("answers")
 def answers(
     target: Target,

@@ -20,9 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_compile import ahead
-from gpu_setting import Bench, Due, Seconds, Sizes, in_time
-from gpu_watch import Noted
 from torch import Tensor
 
 from forerun.bench.shapes import read_shape
@@ -35,6 +32,9 @@ from forerun.models.config import ModelConfig
 from forerun.quant.base import Part
 from forerun.quant.dense import DenseFormat
 from forerun.weights.resolve import resolve_model
+from gpu_compile import ahead
+from gpu_setting import Bench, Due, Seconds, Sizes, in_time
+from gpu_watch import Noted
 
 ROOT = Path(__file__).resolve().parents[1]
 VERDICT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED)")

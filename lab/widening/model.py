@@ -1,6 +1,6 @@
-"""`widen`: a checkpoint of a larger shape that computes the same function, so that real text meets a real cost.
+"""A checkpoint of a larger shape that computes the same function, so that real text meets a real cost.
 
-Knows: what is checked, written and copied. Does not know: single tensors (`bench.widen_tensors`).
+Knows: what is checked, written and copied. Does not know: single tensors (`widening.tensors`).
 
 What agrees: the function is the same, its rounding not always. With a hidden size 4, 16, 64 ... times the old one the
 norms' factor is a power of two and no weight is rounded; if also as many query heads share a key-value head as before,
@@ -23,18 +23,18 @@ from typing import Any
 
 import torch
 
-from forerun.bench.widen_sizes import Sizes, is_exact
-from forerun.bench.widen_tensors import Piece, Widening
+from forerun.bench.speed import WIDENED_FROM
 from forerun.errors import CheckpointError, ConfigError, ResourceError, UnsupportedError
 from forerun.models.config import ModelConfig
 from forerun.models.family import Family
 from forerun.models.loader import INERT_TENSORS, find_family
 from forerun.weights.checkpoint import INDEX_FILE, INDEX_FILES, Checkpoint, read_json
 from forerun.weights.safetensors_write import write_tensors
+from widening.sizes import Sizes, is_exact
+from widening.tensors import Piece, Widening
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")  # whose arithmetic the argument in widen_tensors covers
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")  # whose arithmetic the argument in widening.tensors covers
 SHARD_BYTES = 512 << 20
-MARK = "_widened_from"  # in config.json; names with an underscore in front change nothing
 NOT_COPIED = ("config.json", *INDEX_FILES)
 COPIED = ("*.json", "*.model", "*.jinja", "*.txt", "*.md")
 
@@ -96,7 +96,7 @@ def widened_config(raw: Mapping[str, Any], config: ModelConfig, sizes: Sizes, na
         "num_key_value_heads": sizes.num_kv,
         "head_dim": config.heads.head_dim,
         "rms_norm_eps": config.norm_eps * config.hidden_size / sizes.hidden_size,
-        MARK: {"model": name, **asdict(Sizes.of(config))},
+        WIDENED_FROM: {"model": name, **asdict(Sizes.of(config))},
     }
     if isinstance(raw.get("layer_types"), list):
         changed["layer_types"] = [*raw["layer_types"], *["full_attention"] * added]

@@ -16,22 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+import gpu_report
+from gpu_watch import Noted, read_state, supervise
+
+LAB = Path(__file__).resolve().parents[2] / "lab"
 # Engines take minutes under the interpreter: "speed" is rehearsed below, on the CPU's kernels.
 PARTS = ["compiling", "card", "curve", "attention", "check", "products", "peers"]
 
 
-@pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu_report
-
-    return gpu_report
-
-
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), *arguments]
+    command = [sys.executable, str(LAB / "gpu.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
@@ -64,7 +59,7 @@ def test_without_a_card_it_refuses_and_names_the_rehearsal() -> None:
     assert done.returncode == 1 and "sees no CUDA device" in done.stderr and "--rehearse" in done.stderr
 
 
-def test_all_parts_and_one_that_is_late_take_less_than_ten_minutes(report: Any) -> None:
+def test_all_parts_and_one_that_is_late_take_less_than_ten_minutes() -> None:
     pytest.importorskip("triton")
     import gpu
 
@@ -78,30 +73,28 @@ def test_unknown_parts_and_a_rehearsal_among_the_results_are_refused() -> None:
     assert "give --out" in run("--rehearse").stderr
 
 
-def test_lines_compare_what_was_found(report: Any) -> None:
+def test_lines_compare_what_was_found() -> None:
     row = {"shape": "llama-3.1-8b", "weights": "bf16", "context": 1024}
     curve = [{**row, "tokens": 1, "share": 0.7, "ratio": 1.0}, {**row, "tokens": 16, "share": 0.7, "ratio": 1.1}]
     speed = [{"drafter": "eagle=x", "model": "widened", "widened_to": "llama-3.1-8b", "batch": 1, "temperature": 0.0,
               "is_long": False, "speedup": 3.0, "identical": False}]  # fmt: skip
     parts = {name: {"rows": rows, "errors": {}} for name, rows in (("curve", curve), ("speed", speed))}
-    told = {line["what"]: (line["found"], line["holds"]) for line in report.lines(parts)}
+    told = {line["what"]: (line["found"], line["holds"]) for line in gpu_report.lines(parts)}
     assert told["bf16, 8B shape, M = 1: share of copy bandwidth"] == (0.7, False)
     assert told["bf16, 8B shape: M = 16 over M = 1"] == (1.1, True)
     assert told["EAGLE-3, widened to 8B, batch 1: times plain"] == (3.0, True)
     assert told["EAGLE-3, widened to 8B, batch 32: times plain"] == (None, None)
     assert told["answers that are not plain decoding's"] == (1, False)
     assert told["rows with other bits in a batch"] == (None, None)
-    assert len(report.wrong(parts)) == 1 and "identical" in report.wrong(parts)[0]
+    assert len(gpu_report.wrong(parts)) == 1 and "identical" in gpu_report.wrong(parts)[0]
 
 
 def noted(found: dict[str, Any]) -> Any:
-    from gpu_watch import Noted
-
     found |= {"rows": [], "left_out": [], "errors": {}}
     return Noted(found, lambda: found.update(kept=found.get("kept", 0) + 1))
 
 
-def test_cases_that_fail_or_come_too_late_are_named(report: Any) -> None:
+def test_cases_that_fail_or_come_too_late_are_named() -> None:
     pytest.importorskip("triton")
     from gpu_setting import Due, in_time
 
@@ -118,15 +111,14 @@ def test_cases_that_fail_or_come_too_late_are_named(report: Any) -> None:
 
 
 @pytest.mark.slow
-def test_engines_and_their_peers_on_the_kernels_there_are(report: Any, tmp_path: Path) -> None:
+def test_engines_and_their_peers_on_the_kernels_there_are(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     pytest.importorskip("transformers")
     import gpu_models
-    from gpu_setting import Bench, Due, Sizes, timer
-    from gpu_widen import HEADS, Widening
-
     from forerun.bench.drafters import ANY_MODEL
     from forerun.kernels.select import select_kernels
+    from gpu_setting import Bench, Due, Sizes, timer
+    from gpu_widen import HEADS, Widening
 
     kernels = select_kernels("auto", threads=1)
     if kernels.name == "reference":
@@ -145,21 +137,20 @@ def test_engines_and_their_peers_on_the_kernels_there_are(report: Any, tmp_path:
              if row["drafter"] == "none"]  # fmt: skip
     short = [*product(("widened", "mini"), (2,), [False]), ("mini", 2, True)]
     assert cases == [(temperature, *case) for temperature in (0.0, 1.0) for case in short]
-    assert all(row["identical"] and not row["num_failed"] for row in rows) and report.wrong(parts) == []
+    assert all(row["identical"] and not row["num_failed"] for row in rows) and gpu_report.wrong(parts) == []
     drafters = {row["drafter"].partition("=")[0] for row in rows}
     assert drafters == {"none", *HEADS, "draft", *ANY_MODEL, "portfolio", "fixed eagle"}
     assert max(row["acceptance_length"] for row in rows) > 1.5
     assert len(parts["peers"]["rows"]) == 4 and all(row["tokens_per_s"] > 0 for row in parts["peers"]["rows"])
-    told = {line["what"]: line["found"] for line in report.lines(parts)}
+    told = {line["what"]: line["found"] for line in gpu_report.lines(parts)}
     assert told["answers that are not plain decoding's"] == 0
     assert told["EAGLE-3, widened to 8B, batch 1: times plain"] is None  # it was widened to another size
 
 
-def test_passes_in_a_row_are_told_one_by_one(report: Any) -> None:
+def test_passes_in_a_row_are_told_one_by_one() -> None:
     pytest.importorskip("triton")
-    from gpu_models import InARow
-
     from forerun.bench.curve import measure, rows
+    from gpu_models import InARow
 
     class Fake:
         device, layers = torch.device("cpu"), ()
@@ -187,7 +178,7 @@ def test_passes_in_a_row_are_told_one_by_one(report: Any) -> None:
     ]
 
 
-def test_cases_that_something_must_be_shown_for_come_first(report: Any) -> None:
+def test_cases_that_something_must_be_shown_for_come_first() -> None:
     pytest.importorskip("triton")
     from gpu_models import peer_cases, speed_cases
     from gpu_setting import CARD
@@ -198,7 +189,7 @@ def test_cases_that_something_must_be_shown_for_come_first(report: Any) -> None:
     assert [case[0] for case in methods[:4]] == ["widened", "widened", "mini", "mini"] and len(set(methods)) == 8
 
 
-def test_what_was_not_widened_is_named_and_what_was_is_kept(report: Any, tmp_path: Path) -> None:
+def test_what_was_not_widened_is_named_and_what_was_is_kept(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from gpu_widen import Widening
 
@@ -217,7 +208,7 @@ def test_what_was_not_widened_is_named_and_what_was_is_kept(report: Any, tmp_pat
         silent.result()
 
 
-def test_what_pytest_says_is_counted(report: Any) -> None:
+def test_what_pytest_says_is_counted() -> None:
     pytest.importorskip("triton")
     from gpu_kernels import verdicts
 
@@ -248,12 +239,10 @@ write_state(state, path)
 
 
 def test_a_part_that_crashes_or_hangs_costs_its_own_figures_only(
-    report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gpu_watch import read_state, supervise
-
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's own process keeps its ways to end
-    (tmp_path / "worker.py").write_text(f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\n{WORKER}")
+    (tmp_path / "worker.py").write_text(f"import sys\nsys.path.insert(0, {str(LAB)!r})\n{WORKER}")
     state = tmp_path / "state.json"
     assert supervise([sys.executable, str(tmp_path / "worker.py"), str(state)], state) == 1
     parts = read_state(state)["parts"]
@@ -263,10 +252,10 @@ def test_a_part_that_crashes_or_hangs_costs_its_own_figures_only(
 
 
 def test_a_run_that_is_told_to_end_leaves_nothing_running(tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text(f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\n{WORKER}")
+    (tmp_path / "worker.py").write_text(f"import sys\nsys.path.insert(0, {str(LAB)!r})\n{WORKER}")
     (tmp_path / "state.json").write_text('{"parts": {"first": {}, "crashes": {}}}')  # what is left hangs
     (tmp_path / "watch.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nfrom pathlib import Path\n"
+        f"import sys\nsys.path.insert(0, {str(LAB)!r})\nfrom pathlib import Path\n"
         "import gpu_watch\ngpu_watch.time.time = lambda: 0.0\n"  # never overdue
         "command = [sys.executable, sys.argv[1], sys.argv[2]]\ngpu_watch.supervise(command, Path(sys.argv[2]))\n"
     )

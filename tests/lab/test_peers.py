@@ -5,25 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
+import gguf
 import pytest
 
+import peers
 from forerun.bench.shapes import Shape, read_shape
 from forerun.errors import ConfigError
 from forerun.models.config import ModelConfig
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-gguf = pytest.importorskip("gguf")
-
-
-@pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import peers
-
-    return peers
 
 
 @pytest.fixture
@@ -37,7 +26,7 @@ def shape() -> Shape:
 @pytest.mark.parametrize(
     "block_type", ["Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "BF16", "F16"]
 )
-def test_files_hold_ordinary_numbers(peers: Any, shape: Shape, block_type: str, tmp_path: Path) -> None:
+def test_files_hold_ordinary_numbers(shape: Shape, block_type: str, tmp_path: Path) -> None:
     path = peers.write_gguf(shape, block_type, tmp_path / "model.gguf")
     reader = gguf.GGUFReader(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -49,7 +38,7 @@ def test_files_hold_ordinary_numbers(peers: Any, shape: Shape, block_type: str, 
     assert tensors["blk.0.attn_q.bias"].tensor_type.name == "F32"
 
 
-def test_files_that_cannot_be_are_refused(peers: Any, shape: Shape, tmp_path: Path) -> None:
+def test_files_that_cannot_be_are_refused(shape: Shape, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no random GGUF of type Q9"):
         peers.write_gguf(shape, "Q9", tmp_path / "model.gguf")
     narrow = {**shape.raw, "hidden_size": 896, "num_attention_heads": 14}
@@ -75,7 +64,7 @@ class FakeWorker:
 
 
 def test_engines_take_turns_and_the_first_turn_does_not_count(
-    peers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("forerun.bench.bandwidth.buffer_bytes", lambda: 1 << 20)
     monkeypatch.setattr(peers, "PAUSE_S", 0)

@@ -1,6 +1,6 @@
 """forerun's server beside llama-server and OpenVINO GenAI: one model file, the same prompts, one and many at a time.
 
-    python benchmarks/serving_peers.py --llama-server PATH [--shape qwen2.5-0.5b] [--weights Q8_0,Q4_0,BF16]
+    python lab/serving_peers.py --llama-server PATH [--shape qwen2.5-0.5b] [--weights Q8_0,Q4_0,BF16]
         [--concurrency 16] [--num-requests 32] [--input-len 64] [--max-tokens 128]
 
 Random weights of a shape are written into a GGUF file that all engines read (`peer_files`; OpenVINO GenAI converts it
@@ -35,14 +35,16 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from peer_files import write_gguf
-from serving import RESULTS, keep, machine, server
-
 from forerun.bench.serve_client import api_root, open_client
 from forerun.bench.serve_load import Load, Run
 from forerun.bench.serve_report import Objective, summary
 from forerun.bench.serve_workload import Ask, Fields
 from forerun.bench.shapes import read_shape
+from peer_files import write_gguf
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from serving import RESULTS, keep, machine, server
 
 OPENVINO_TYPES = {"Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q8_0": "Q8_0", "F16": "F16", "BF16": "F16"}
 START_S = 120.0  # for llama-server to load its file
@@ -58,7 +60,7 @@ def main() -> None:
         return
     given = options()
     result: Report = {
-        "command": shlex.join(["python", "benchmarks/serving_peers.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "lab/serving_peers.py", *sys.argv[1:]]),
         **settings(given),
     }
     result["runs"] = {weights: measure(given, weights) for weights in given.weights.split(",")}

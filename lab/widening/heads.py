@@ -1,4 +1,4 @@
-"""`widen-head`: draft heads for a widened model that draft what they drafted for the model it was made from.
+"""Draft heads for a widened model that draft what they drafted for the model it was made from.
 
 Knows: the tensors of Medusa heads (vLLM's layout), EAGLE-3 heads (SafeAILab's) and MTP modules (MiMo's). Does not know:
 files, and how a model is widened.
@@ -6,7 +6,7 @@ files, and how a model is widened.
 Why the function stays the same: all states of a widened model are those of the small one with zeros behind them, also
 after its final norm, and added layers pass them on. A head gets matrices that write zeros into the new coordinates,
 norms with weights over sqrt(new / old) and eps times old / new, and heads and feed-forward units that are multiplied
-by zero columns, like the model itself (`bench.widen_tensors`). Its own layer grows as the target's layers did.
+by zero columns, like the model itself (`widening.tensors`). Its own layer grows as the target's layers did.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from forerun.bench.widen import MARK, open_source, write_folder
-from forerun.bench.widen_sizes import Axis, Sizes, appended, head_axes, joined
-from forerun.bench.widen_tensors import Piece, Spread
+from forerun.bench.speed import WIDENED_FROM
 from forerun.errors import ConfigError, UnsupportedError
 from forerun.models.config import ModelConfig
 from forerun.models.family import Family
 from forerun.models.fields import Fields
 from forerun.weights.checkpoint import SINGLE_FILE, Checkpoint
+from widening.model import open_source, write_folder
+from widening.sizes import Axis, Sizes, appended, head_axes, joined
+from widening.tensors import Piece, Spread
 
 MTP = "model.mtp_layers.0"
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -50,11 +51,11 @@ class WidenedTarget:
     def open(folder: Path) -> WidenedTarget:
         """Raises ConfigError for a model that was not widened."""
         checkpoint, config, family = open_source(folder)
-        mark = checkpoint.config.get(MARK)
+        mark = checkpoint.config.get(WIDENED_FROM)
         if not isinstance(mark, Mapping):
             raise ConfigError(
-                f"{folder} is no widened model: its config.json does not say {MARK}; write one with `forerun bench "
-                "widen`, then widen the heads of the model it was made from"
+                f"{folder} is no widened model: its config.json does not say {WIDENED_FROM}; write one with "
+                "lab/widen.py, then widen the heads of the model it was made from"
             )
         before = Sizes(**{name: mark[name] for name in asdict(Sizes.of(config))})
         return WidenedTarget(checkpoint, config, family, before, Sizes.of(config))
@@ -118,7 +119,7 @@ class _HeadWidening(Spread):
     def config(self) -> dict[str, Any]:
         """config.json of the widened head."""
         mark = {"head": str(self.checkpoint.folder), "hidden_size": self.target.before.hidden_size}
-        return {**self.checkpoint.config, "hidden_size": self.target.now.hidden_size, MARK: mark}
+        return {**self.checkpoint.config, "hidden_size": self.target.now.hidden_size, WIDENED_FROM: mark}
 
     def _matrix(self, name: str, columns: Axis, free: bool, rows: Axis | None = None) -> Iterator[Piece]:
         """A matrix, and its bias if there is one; `rows` other than the hidden size's stay as many as they are."""

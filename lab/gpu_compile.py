@@ -1,6 +1,6 @@
 """Compiles the kernels that a run of gpu.py launches, without a card: what a card would refuse is found here.
 
-    python benchmarks/gpu_compile.py [--shapes a,b] [--processes N] [--json FILE]
+    python lab/gpu_compile.py [--shapes a,b] [--processes N] [--json FILE]
 
 Whole models run on tensors without numbers, so that every kernel is specialised as on a card; Triton compiles for an
 H200, down to machine code, and launches nothing. Prints registers, shared memory and stack of each and names what would

@@ -1,6 +1,6 @@
 """forerun, llama.cpp and OpenVINO on one shape and storage, in turns: a dated result, a table and a picture.
 
-    python benchmarks/peers.py --shape qwen2.5-0.5b --weights Q4_0,Q8_0,BF16 --threads 2
+    python lab/peers.py --shape qwen2.5-0.5b --weights Q4_0,Q8_0,BF16 --threads 2
 
 Needs `pip install gguf matplotlib llama-cpp-python openvino-genai`; engines that are not installed are left out and
 named. Writes benchmarks/results/DATE-peers-SHAPE.json, .md and .png.
@@ -30,12 +30,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from peer_files import write_gguf
 
 from forerun.bench.bandwidth import reader
 from forerun.bench.machine import describe_machine
 from forerun.bench.shapes import Shape, read_shape
 from forerun.kernels.select import select_kernels
+from peer_files import write_gguf
 
 HERE = Path(__file__).resolve().parent
 MODULES = {"forerun": "forerun", "llama.cpp": "llama_cpp", "openvino": "openvino_genai"}
@@ -55,7 +55,7 @@ def main() -> None:
     installed = [name for name, there in engines.items() if there]
     runs = [measure(shape, weights, installed, given) for weights in given.weights.split(",")]
     result = {
-        "command": " ".join(["python benchmarks/peers.py", *sys.argv[1:]]),
+        "command": " ".join(["python lab/peers.py", *sys.argv[1:]]),
         "shape": given.shape,
         "threads": len(cores),
         "repeats": given.repeats,
@@ -63,7 +63,7 @@ def main() -> None:
         "runs": runs,
         "machine": describe_machine(),
     }
-    keep(result, Path(given.out))
+    keep(result, given.out)
 
 
 def options() -> argparse.Namespace:
@@ -77,7 +77,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--prefill", default="512")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--out", default=str(HERE / "results"), help="a folder")
+    parser.add_argument("--out", default=HERE.parent / "benchmarks" / "results", type=Path, help="a folder")
     return parser.parse_args()
 
 

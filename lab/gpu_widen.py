@@ -1,6 +1,6 @@
 """Mini at the cost of the largest shape there is room for, with its heads; written while other parts run on the card.
 
-    python gpu_widen.py FOLDER    (what FOLDER/widened.request.json asks for)
+    python lab/gpu_widen.py FOLDER    (what FOLDER/widened.request.json asks for)
 
 A model at the 8B shape is 16 GB of numbers, most of a minute of one core: a process of its own begins with the run, and
 the parts that need the model wait for what is left of it. Everything is written whole or not at all; a run that was
@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu_watch import write_state
 
 from forerun.bench.shapes import Shape, read_shape
-from forerun.bench.widen import open_source, widen, widened_config
-from forerun.bench.widen_heads import WidenedTarget, widen_head
-from forerun.bench.widen_sizes import Sizes
 from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.memory import memory_of
 from forerun.weights.resolve import resolve_model
+from gpu_watch import write_state
+from widening.heads import WidenedTarget, widen_head
+from widening.model import open_source, widen, widened_config
+from widening.sizes import Sizes
 
 HEADS = ("eagle", "mtp", "medusa")  # what must be shown first
 ROOM = 3  # a widened model's bytes must be there so often on the card: weights, engines' pools, transformers' copy

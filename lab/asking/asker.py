@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asking import german, wordings
 from forerun.errors import DataError
-from forerun.training import german, wordings
 from forerun.training.data import grams, read_records
 from forerun.training.quotes import LONG_WORD, sentences_of
 from forerun.training.sources import BOOK_HEADER, clean, tidy_speech

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from forerun.bench.synthetic import PERIOD, tiled
-from forerun.bench.widen_sizes import Axis, Sizes, appended, head_axes, is_exact, joined
 from forerun.models.config import ModelConfig
 from forerun.models.family import Family
 from forerun.weights.checkpoint import Checkpoint
+from widening.sizes import Axis, Sizes, appended, head_axes, is_exact, joined
 
 SEED = 0
 NORM_SPREAD = 0.1

@@ -14,14 +14,14 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
-from gpu_compile import WIDTHS
-from gpu_watch import Noted
-from gpu_widen import Widening
 
 from forerun.bench.synthetic import RandomSource
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
 from forerun.kernels.triton.graphs import CudaCapture
+from gpu_compile import WIDTHS
+from gpu_watch import Noted
+from gpu_widen import Widening
 
 Seconds = Callable[[Sequence[Callable[[], object]], int], float]
 Case = TypeVar("Case")

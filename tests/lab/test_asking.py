@@ -9,14 +9,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.training.conftest import write_source
-from typer.testing import CliRunner
 
-from forerun.cli.train import app
+from asking import asker, german, wordings
+from asking.asker import SHARES, Asker, Material, load_material, make_prompts
 from forerun.errors import DataError
-from forerun.training import asking, german, wordings
-from forerun.training.asking import SHARES, Asker, Material, load_material, make_prompts
 from forerun.training.data import grams
+from tests.support.scripts import run_script
+from tests.training.conftest import write_source
 
 PROSE = " ".join(
     f"Then old Mister Harold Brown of Zanzibar told sailor number {i} about the wonderful lighthouse near Port Arthur."
@@ -84,7 +83,7 @@ def test_prompts_differ_are_decided_by_the_seed_and_share_no_run_with_a_benchmar
 
 
 def test_too_little_text_is_said(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "SHARES", {"problem": 1.0})
+    monkeypatch.setattr(asker, "SHARES", {"problem": 1.0})
     assert len(make_prompts(material, frozenset(), 8, 1)) == 8
     with pytest.raises(DataError, match="gives only 10 different prompts; ask for fewer than 20"):
         make_prompts(material, frozenset(), 20, 1)
@@ -110,9 +109,8 @@ def test_no_wording_has_an_unknown_gap(material: Material) -> None:
 
 def test_the_command_writes_a_conversation_a_line(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "made" / "prompts.jsonl"
-    words = ["prompts", "--data", str(folder), "--out", str(out), "--count", "30", "--seed", "2"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0 and "30 prompts" in result.output
+    words = ("--data", str(folder), "--out", str(out), "--count", "30", "--seed", "2")
+    assert "30 prompts" in run_script("prompts", *words).stdout
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(lines) == 30 and {line["category"] for line in lines} <= set(SHARES)
     made = make_prompts(load_material(folder), frozenset(), 30, 2)

@@ -13,15 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.assemble import assemble
-from forerun.bench.widen import MARK, open_source, widen
-from forerun.bench.widen_heads import WidenedTarget, widen_head
-from forerun.bench.widen_sizes import choose_sizes
+from forerun.bench.speed import WIDENED_FROM
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.errors import ConfigError, UnsupportedError
 from forerun.models.loader import load_model
 from forerun.weights.checkpoint import Checkpoint
 from tests.models import factory
 from tests.support import harness, tiny
+from widening.heads import WidenedTarget, widen_head
+from widening.model import open_source, widen
+from widening.sizes import choose_sizes
 
 HIDDEN, VOCAB, FFN = factory.SIZES["hidden_size"], factory.VOCAB_SIZE, factory.SIZES["intermediate_size"]
 DRAFT_VOCAB = 40
@@ -186,7 +187,7 @@ def test_sizes_follow_the_target(tmp_path: Path) -> None:
     assert made.shape(prefix + "self_attn.q_proj.weight") == (64, 128)
     assert made.shape(prefix + "mlp.down_proj.weight") == (128, 112)
     assert config["num_key_value_heads"] == 4 and config["rms_norm_eps"] == pytest.approx(1e-5 / 4)
-    assert config["num_hidden_layers"] == 9 and config[MARK]["hidden_size"] == HIDDEN
+    assert config["num_hidden_layers"] == 9 and config[WIDENED_FROM]["hidden_size"] == HIDDEN
     assert bool((made.tensor(prefix + "mlp.up_proj.weight") != 0).all())
     assert not bool(made.tensor(prefix + "mlp.down_proj.weight")[HIDDEN:].any())
 

@@ -1,6 +1,6 @@
 """How people word what they ask of a chat model: patterns with gaps for a text, a topic, a name.
 
-Knows the wordings only. What fills the gaps is `asking`. They are written for training: none is taken from a benchmark.
+Knows the wordings only. What fills the gaps is `asker`. They are written for training: none is taken from a benchmark.
 """
 
 from __future__ import annotations

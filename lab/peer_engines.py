@@ -1,6 +1,6 @@
 """One engine in a process of its own: loads a model, then times a pass for every line it is asked on standard input.
 
-    python benchmarks/peer_engines.py ENGINE '{"shape": ..., "weights": ..., "file": ..., "threads": ..., ...}'
+    python lab/peer_engines.py ENGINE '{"shape": ..., "weights": ..., "file": ..., "threads": ..., ...}'
 
 A line is `CONTEXT TOKENS` (a pass over TOKENS tokens with logits for all, after CONTEXT known ones) or `prefill
 TOKENS`; the answer is its seconds. Before every pass over a chain another one, which does not count, brings back into

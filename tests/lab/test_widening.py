@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from forerun.bench.shapes import read_shape
-from forerun.bench.widen import MARK, open_source, widen
-from forerun.bench.widen_sizes import Sizes, appended, choose_sizes, head_axes, is_exact, joined
+from forerun.bench.speed import WIDENED_FROM
 from forerun.errors import CheckpointError, ConfigError, ResourceError, UnsupportedError
 from forerun.kernels.select import select_kernels
 from forerun.models.loader import load_model
@@ -20,6 +19,8 @@ from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.resolve import resolve_model
 from tests.models import factory
 from tests.support import mini
+from widening.model import open_source, widen
+from widening.sizes import Sizes, appended, choose_sizes, head_axes, is_exact, joined
 
 TOKENS = [5, 9, 33, 2, 71, 44, 18, 5, 60, 7]
 SIZES_HIDDEN = factory.SIZES["hidden_size"]
@@ -99,7 +100,7 @@ def test_the_folder_says_what_it_was_made_from_and_holds_the_tokenizer(tmp_path:
     folder = factory.make_checkpoint("qwen2", tmp_path / "small")
     widened(folder, tmp_path / "large", **LARGER)
     raw = json.loads((tmp_path / "large" / "config.json").read_text())
-    assert raw[MARK]["model"] == "small" and raw[MARK]["hidden_size"] == SIZES_HIDDEN
+    assert raw[WIDENED_FROM]["model"] == "small" and raw[WIDENED_FROM]["hidden_size"] == SIZES_HIDDEN
     assert raw["rms_norm_eps"] == pytest.approx(1e-6 / 4) and raw["layer_types"] == ["full_attention"] * 4
     assert (tmp_path / "large" / "tokenizer.json").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "small"]
@@ -142,7 +143,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         widened(folder, folder)
     with pytest.raises(ConfigError, match="there is no folder"):
         widened(folder, tmp_path / "none" / "large")
-    monkeypatch.setattr("forerun.bench.widen.shutil.disk_usage", lambda _: type("Usage", (), {"free": 10}))
+    monkeypatch.setattr("widening.model.shutil.disk_usage", lambda _: type("Usage", (), {"free": 10}))
     with pytest.raises(ResourceError, match="0.00 GB are free"):
         widened(folder, tmp_path / "large")
 

@@ -1,6 +1,6 @@
 """forerun on an NVIDIA card: checks every kernel, measures kernels, passes and drafters; one JSON and pictures.
 
-    python benchmarks/gpu.py [--parts card,curve,...] [--out FOLDER]
+    python lab/gpu.py [--parts card,curve,...] [--out FOLDER]
 
 Takes less than 8 minutes, no network and no compiler: a part stops asking for more cases when its time is up and names
 what it left out. Writes benchmarks/results/DATE-gpu-CARD.json and .md after every case and pictures after every part,
@@ -43,7 +43,7 @@ from gpu_watch import Found, Noted, end_with_parent, read_state, supervise, writ
 if TYPE_CHECKING:
     from gpu_setting import Bench
 
-RESULTS = Path(__file__).with_name("results")
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 SECONDS = {
     "compiling": 40, "card": 5, "curve": 95, "attention": 25, "speed": 140, "check": 70, "products": 40, "peers": 35
@@ -227,7 +227,7 @@ class Run:
         from gpu_report import lines
 
         parts = self._state["parts"]
-        command = ["python benchmarks/gpu.py", *(["--rehearse"] if self._bench.rehearses else [])]
+        command = ["python lab/gpu.py", *(["--rehearse"] if self._bench.rehearses else [])]
         return {
             "command": " ".join([*command, "--parts", ",".join(self._given.parts)]),
             "card": self._name,

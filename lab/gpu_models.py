@@ -16,9 +16,6 @@ from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from gpu_setting import Bench, Due, RepeatedSource, Sizes, back_to_back_s, in_time
-from gpu_watch import Noted
-from gpu_widen import MODEL as WIDENED
 
 from forerun import LLM, SamplingParams
 from forerun.bench import curve as curves
@@ -38,6 +35,9 @@ from forerun.models.build import Builder
 from forerun.quant.dense import DenseFormat
 from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer
+from gpu_setting import Bench, Due, RepeatedSource, Sizes, back_to_back_s, in_time
+from gpu_watch import Noted
+from gpu_widen import MODEL as WIDENED
 
 SMALL = "mini"
 FIXED = "fixed"  # a drafter that always drafts as many as it may, beside the one that the policy guides
