@@ -46,7 +46,7 @@ from forerun.kernels.triton.grouped_layout import TILE_N, TritonGrouped, pack_gr
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.build import Builder
 from forerun.models.decoder import Decoder
-from forerun.models.heads.bound import POSITION_SHIFT
+from forerun.models.heads.head import POSITION_SHIFT
 from forerun.quant.base import Part
 from forerun.quant.dense import DenseFormat
 from forerun.quant.grouped import GroupedWeight

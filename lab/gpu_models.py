@@ -82,9 +82,8 @@ class InARow:
 
     def run(self, batch: ForwardBatch) -> None:
         """So many in a row."""
-        model: Any = self.passes.model
         for _ in range(self.number):
-            model.forward(batch, self.passes.cache.layers)
+            self.passes.runner.run(batch)
         synchronize(self.passes.cache.device)
 
     def bytes_read(self, context: int, tokens: int) -> int:
@@ -247,7 +246,7 @@ def host_share(llm: LLM, bench: Bench) -> dict[str, Any]:
     with torch.inference_mode():
         passes: Any = Passes(llm.loaded.model, llm.kernels, CONTEXT + 1)  # type: ignore[arg-type]
         batch = passes.chain(CONTEXT, 1)
-        run = partial(passes.model.forward, batch, passes.cache.layers)
+        run = partial(passes.runner.run, batch)
         pass_s = back_to_back_s(run, bench.device, bench.sizes.passes)
     step_s = plain_step_s(llm, [17 + index for index in range(CONTEXT)])
     return {"step_ms": round(step_s * 1e3, 4), "pass_ms": round(pass_s * 1e3, 4),

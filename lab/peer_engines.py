@@ -71,7 +71,7 @@ class Forerun:
     def logits(self, tokens: int) -> list[float]:
         """See Engine."""
         passes = self._passes
-        row: list[float] = passes.model.forward(passes.chain(0, tokens), passes.cache.layers).logits[-1].tolist()
+        row: list[float] = passes.runner.run(passes.chain(0, tokens)).logits[-1].tolist()
         return row
 
 

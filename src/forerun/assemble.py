@@ -28,10 +28,11 @@ from forerun.errors import ConfigError, ResourceError
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
 from forerun.kernels.threads import torch_rests
-from forerun.models.base import LayerSpec, Model
+from forerun.models.base import LayerSpec, Model, passes_of, with_own_state
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.memory import check_memory, memory_of
-from forerun.models.recorded import RecordedModel, record
+from forerun.runtime.bind import bind
+from forerun.runtime.runner import Runner
 from forerun.speculation.growth import TreeGrower
 from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
 
@@ -53,14 +54,18 @@ def assemble(
     kv_cache = _kv_cache(config, model, drafter, kernels)
     own_kvs = kv_cache.layers[: len(model.kv_specs)]
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
-    model = record(model, kernels, own_kvs, drafter.hidden_layers)
-    computes_itself = isinstance(model, RecordedModel)
+    model = with_own_state(model)
+    runner = bind(passes_of(model, drafter.hidden_layers), kernels, own_kvs)
+    computes_itself = runner.replays and kernels.device.type == "cpu"
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
+    policy = _policy(config, runner, drafter, portfolio, kv_cache)
+    model.release("")  # what was measured
     return Engine(
         model=model,
+        runner=runner,
         drafter=drafter,
         verifier=_verifier(config, kernels),
-        policy=_policy(config, model, drafter, portfolio, kv_cache),
+        policy=policy,
         scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs)),
         kv_cache=kv_cache,
         torch_threads=torch_rests if computes_itself else nullcontext,
@@ -169,31 +174,30 @@ def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int, 
 
 
 def _policy(
-    config: EngineConfig, model: Model, drafter: Drafter, portfolio: Portfolio | None, kv_cache: KVCache
+    config: EngineConfig, runner: Runner, drafter: Drafter, portfolio: Portfolio | None, kv_cache: KVCache
 ) -> Policy:
     if drafter.max_nodes <= 1 or portfolio is None or not config.drafter.adaptive:
         return FixedPolicy(drafter.max_nodes)
-    costs = StepCosts(measure_verify_cost(config, model, drafter, kv_cache))
+    costs = StepCosts(measure_verify_cost(config, runner, drafter, kv_cache))
     is_coupled, is_host = config.verification == "coupled", kv_cache.device.type == "cpu"
     policy = AdaptivePolicy(drafter.max_nodes, costs, may_prune=is_coupled, prunes=is_host)
     for member in portfolio.members:
-        policy.expect(member.name, measure_draft_costs(member, model, drafter.hidden_layers, kv_cache))
+        policy.expect(member.name, measure_draft_costs(member, runner, kv_cache))
     portfolio.guide = policy
     return policy
 
 
-def measure_verify_cost(config: EngineConfig, model: Model, drafter: Drafter, kv_cache: KVCache) -> VerifyCost:
+def measure_verify_cost(config: EngineConfig, runner: Runner, drafter: Drafter, kv_cache: KVCache) -> VerifyCost:
     """Time passes over a few numbers of rows on an empty cache, in turns, so that a slow moment hits all of them."""
     most = min(config.max_num_batched_tokens, kv_cache.num_rows)
-    rows, wanted = rows_to_measure(drafter.max_nodes * config.max_num_seqs, most), drafter.hidden_layers
+    rows = rows_to_measure(drafter.max_nodes * config.max_num_seqs, most)
     batches = {num_rows: _batch_of(num_rows, kv_cache) for num_rows in rows}
     times: dict[int, list[float]] = {num_rows: [] for num_rows in rows}
     began = perf_counter()
     for turn in range(_MAX_TIMINGS):
         if turn < _MIN_TIMINGS or perf_counter() - began < _TIMING_BUDGET_S * len(rows):
             for num_rows, batch in batches.items():
-                times[num_rows].append(_seconds_of(model, wanted, batch, kv_cache))
-    model.release("")
+                times[num_rows].append(_seconds_of(runner, batch, kv_cache))
     return VerifyCost({num_rows: min(seconds) for num_rows, seconds in times.items()})
 
 
@@ -212,8 +216,8 @@ def _batch_of(num_rows: int, kv_cache: KVCache) -> ForwardBatch:
     return ForwardBatch.build([rows], kv_cache.block_size)
 
 
-def _seconds_of(model: Model, hidden_layers: Sequence[int], batch: ForwardBatch, kv_cache: KVCache) -> float:
+def _seconds_of(runner: Runner, batch: ForwardBatch, kv_cache: KVCache) -> float:
     start = perf_counter()
-    model.forward(batch, kv_cache.layers[: len(model.kv_specs)], hidden_layers)
+    runner.run(batch)
     synchronize(kv_cache.device)
     return perf_counter() - start

@@ -109,7 +109,7 @@ def test_a_chain_sees_the_context_and_its_own_ancestors() -> None:
 @pytest.mark.parametrize("weights", ["bf16", "f32", "int4:16", "gguf:Q4_K", "gguf:q6_k"])
 def test_random_models_compute_finite_logits_of_ordinary_size(weights: str) -> None:
     built = passes(select_kernels("auto", threads=1), weights)
-    logits = built.model.forward(built.chain(20, 3), built.cache.layers).logits
+    logits = built.runner.run(built.chain(20, 3)).logits
     assert logits.shape == (3, SIZES["vocab_size"]) and bool(logits.isfinite().all())
     assert 0.1 < float(logits.std()) < 10
 
@@ -136,7 +136,7 @@ def test_windows_bound_the_bytes_read() -> None:
 def test_mixtures_and_latents_can_be_measured(case: str, weights: str) -> None:
     kernels, kind = select_kernels("auto", threads=1), read_kind(weights)
     built = Passes(random_decoder(tiny(case), kind, kernels, 40), kernels, 40)
-    logits = built.model.forward(built.chain(20, 3), built.cache.layers).logits
+    logits = built.runner.run(built.chain(20, 3)).logits
     assert bool(logits.isfinite().all()) and 0.1 < float(logits.std()) < 10
     assert built.model.weight_bytes < 1.5 * bytes_needed(tiny(case).config, kind, kernels, 40)
     few, many = (built.bytes_read(20, rows) - built.bytes_read(19, rows + 1) for rows in (1, 30))

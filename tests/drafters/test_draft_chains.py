@@ -11,7 +11,7 @@ from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Observed
 from forerun.drafters.draft_model import DraftModelDrafter
 from forerun.kernels.select import select_kernels
-from forerun.models.recorded import MAX_RECORDED_ROWS, RecordedModel
+from forerun.runtime.recorded import MAX_RECORDED_ROWS, RecordedRunner
 from forerun.speculation.growth import Draft, TreeGrower
 from tests.models import factory
 from tests.support import mini
@@ -34,7 +34,7 @@ class Side:
         recording = kernels if native else select_kernels("reference")
         self.drafter = DraftModelDrafter(model, grower, recording, BLOCK_SIZE, 16, 1, 64)
         self.drafter.attach((), self.kvs)
-        assert isinstance(self.drafter._model, RecordedModel) == native
+        assert self.drafter._runner is not None and self.drafter._runner.replays == native
 
     def propose(self, requests: list[Request], lengths: tuple[int, ...], least: float = 0.0) -> list[Draft]:
         drafts = [Draft(request, length + 1, least=least) for request, length in zip(requests, lengths, strict=True)]
@@ -109,8 +109,8 @@ def test_chains_end_together_where_they_promise_too_little(temperature: float, l
 
 def test_native_chains_are_really_used(monkeypatch: pytest.MonkeyPatch) -> None:
     side, calls = Side(True, True), []
-    chains = RecordedModel.draft_chains
-    monkeypatch.setattr(RecordedModel, "draft_chains", lambda *args: calls.append(1) or chains(*args))
+    chains = RecordedRunner.draw_chains
+    monkeypatch.setattr(RecordedRunner, "draw_chains", lambda *args: calls.append(1) or chains(*args))
     side.propose(requests(0.0, 6), LENGTHS)
     assert len(calls) == 1
     side.propose(requests(0.0, 6, presence_penalty=0.5), LENGTHS)  # shaped by the path: drawn in Python
@@ -119,8 +119,6 @@ def test_native_chains_are_really_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_row_without_an_answer_ends_its_chain_only(monkeypatch: pytest.MonkeyPatch) -> None:
     side, known = Side(True, True), requests(0.0, 6)
-    model = side.drafter._model
-    assert isinstance(model, RecordedModel)
     healthy = Side(True, True).propose(requests(0.0, 6), LENGTHS)
     for layer in side.kvs:  # the third request attends to poisoned values
         layer.values[known[2].block_ids[0]] = torch.nan

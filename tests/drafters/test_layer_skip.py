@@ -15,13 +15,13 @@ from forerun.drafters.layer_skip import LayerSkipDrafter, spread_layers
 from forerun.engine.engine import Engine
 from forerun.errors import ConfigError, UnsupportedError
 from forerun.kernels.select import select_kernels
-from forerun.models.base import Model
+from forerun.models.base import Model, passes_of
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.decoder import Decoder
 from forerun.models.layer_search import Sample, find_layers
-from forerun.models.recorded import RecordedModel
 from forerun.models.subset import subset_decoder
 from forerun.quant.dense import DenseWeight
+from forerun.runtime.bind import bind
 from forerun.speculation.growth import Draft, TreeGrower
 from tests.models import factory
 from tests.support import harness, tiny
@@ -204,7 +204,7 @@ def test_all_layers_of_the_model_draft_its_own_tokens() -> None:
     model, [group] = tiny.target(NUM_LAYERS), tiny.groups(1, temperature=0.0)
     made = tiny.engine(model, config((0, 1, 2)))
     drafter = own(made)
-    drafter._model, drafter._kvs = model, drafter._target_kvs
+    drafter._runner = bind(passes_of(model), tiny.kernels(), drafter._target_kvs)
     tokens, [stat] = tiny.run(made, [group])
     assert tokens == tiny.plain(model, [group])
     assert stat.num_steps == 5 and tiny.num_accepted([stat]) == 16 - 1  # the last step has room for 4 tokens in all
@@ -317,7 +317,7 @@ def drafts_of(model: Decoder, native: bool, coupled: bool, temperature: float) -
     )
     kvs = factory.new_kvs(model, 40)
     drafter.attach(kvs, ())
-    assert isinstance(drafter._model, RecordedModel) == native
+    assert drafter._runner is not None and drafter._runner.replays == native
     drafts = []
     for index in range(3):
         prompt = tuple((37 * index + 11 * i) % 90 + 3 for i in range(9 + index))

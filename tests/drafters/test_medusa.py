@@ -19,6 +19,8 @@ from forerun.drafters.base import Observed
 from forerun.drafters.medusa import MedusaDrafter
 from forerun.errors import CheckpointError, ForerunError, ModelNotFoundError, UnsupportedError
 from forerun.models.medusa_heads import load_medusa
+from forerun.runtime.bind import bind_rows
+from forerun.runtime.rows import RowRunner
 from forerun.speculation.growth import Draft, TreeGrower
 from tests.models import factory
 from tests.support import harness, tiny
@@ -127,10 +129,11 @@ def check_parity(folder: Path, heads: Heads, factor: float = 1.0) -> None:
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
     loaded = load_medusa(folder, tiny.target(TARGET_LAYERS), tiny.kernels())
     assert loaded.num_heads == len(heads.weights)
-    torch.testing.assert_close(loaded(x, loaded.num_heads), factor * heads.logits(x), rtol=1e-4, atol=1e-4)
-    fewer = loaded(x[:1], 1)
+    run = RowRunner(loaded.passes, loaded.compute).run
+    torch.testing.assert_close(run(x, loaded.num_heads), factor * heads.logits(x), rtol=1e-4, atol=1e-4)
+    fewer = run(x[:1], 1)
     assert fewer.shape == (1, 1, VOCAB)
-    assert torch.equal(fewer[0, 0], loaded(x, loaded.num_heads)[0, 0]), "a row depends on itself alone"
+    assert torch.equal(fewer[0, 0], run(x, loaded.num_heads)[0, 0]), "a row depends on itself alone"
 
 
 @pytest.mark.parametrize("rows", [VOCAB, 40])
@@ -141,19 +144,16 @@ def test_a_replayed_pass_has_the_bits_of_the_heads_own(tmp_path: Path, shared: b
     heads = load_medusa(folder, tiny.target(TARGET_LAYERS), tiny.kernels())
     states = torch.randn(70, HIDDEN, generator=torch.Generator().manual_seed(2))
     given = [(states[:num_rows], num_heads) for num_rows in (1, 5, 64, 70) for num_heads in (1, 2, 3)]
-    own = [heads(*each) for each in given]
-    heads.record()
-    assert len(heads._recorded) == 3
-    assert all(torch.equal(heads(*each), logits) for each, logits in zip(given, own, strict=True))
+    own, replayed = RowRunner(heads.passes, heads.compute), bind_rows(heads.passes, tiny.kernels())
+    assert all(torch.equal(replayed.run(*each), own.run(*each)) for each in given)
 
 
 def test_heads_that_cannot_be_recorded_stay_as_they_are(tmp_path: Path) -> None:
     folder = write_vllm(tmp_path, random_heads(2, 1), logit_scale=2.0)
     heads = load_medusa(folder, tiny.target(TARGET_LAYERS), tiny.kernels())
     x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(3))
-    own = heads(x, 2)
-    heads.record()
-    assert not heads._recorded and torch.equal(heads(x, 2), own)
+    own, bound = RowRunner(heads.passes, heads.compute), bind_rows(heads.passes, tiny.kernels())
+    assert torch.equal(bound.run(x, 2), own.run(x, 2))
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -403,13 +403,14 @@ def test_the_first_step_drafts_where_the_state_is_known(fitted: str) -> None:
 def test_trees_are_the_best_products(fitted: str) -> None:
     """At temperature 0 a tree holds the likeliest paths of all, by the product of the heads' probabilities."""
     heads = load_medusa(fitted, tiny.target(TARGET_LAYERS), tiny.kernels())
-    drafter = MedusaDrafter(heads, TreeGrower(tiny.kernels(), coupled=True), 3, 15, 3, 0)
+    drafter = MedusaDrafter(heads, tiny.kernels(), TreeGrower(tiny.kernels(), coupled=True), 3, 15, 3, 0)
+    drafter.attach((), ())
     request = Request("r", (5, 6, 7), SamplingParams(temperature=0.0), seed=1, num_computed=2)
     states = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(3))
     drafter.observe([Observed(request, 1, 2, (), ())], {3: states})
     draft = Draft(request, 16)
     drafter.propose([draft])
-    best = heads(states[2:3], 4)[0].log_softmax(-1).topk(3)  # the last span row is row 1 + 2 - 1
+    best = heads.compute(states[2:3], 4).log_softmax(-1).topk(3)  # the last span row is row 1 + 2 - 1
     paths = {(): 0.0}
     for depth in range(4):
         for path, chance in list(paths.items()):

@@ -13,18 +13,16 @@ from torch import Tensor
 from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import SamplingParams
-from forerun.drafters.portfolio import Portfolio
 from forerun.engine.engine import Engine
 from forerun.engine.policy import FixedPolicy
 from forerun.engine.policy_adaptive import AdaptivePolicy
-from forerun.models.captured import CapturedModel
-from forerun.models.heads.captured import CapturedHead
 from forerun.models.loader import load_model
 from tests.drafters import test_eagle, test_medusa, test_mtp
 from tests.models import factory
 from tests.models.test_device import META
-from tests.models.test_device_chains import Enqueued, MetaKernels
-from tests.support import harness, heads, tiny
+from tests.models.test_device_chains import MetaKernels
+from tests.support import harness, heads
+from tests.support.enqueued import as_on_a_gpu
 from tests.support.hopeful import expect_much
 
 NUM_DRAFTS = 4  # of which heads grow a tree
@@ -65,9 +63,8 @@ def engine(
         name=name, model=head, max_draft_tokens=NUM_DRAFTS, tree_width=width, adaptive=adaptive, members=members
     )
     config = EngineConfig(model="tiny", drafter=drafter, block_size=4, max_model_len=48, **options)
-    made = assemble(config, model, kernels, lambda _: load_model(folder, kernels).model)
-    made.model = CapturedModel(model, kernels, Enqueued(), made._kvs, made.drafter.hidden_layers)
-    return made
+    with as_on_a_gpu():
+        return assemble(config, model, kernels, lambda _: load_model(folder, kernels).model)
 
 
 def run(made: Engine, waits: list[Any], num: int = 2, temperature: float = 0.8) -> list[int]:
@@ -113,43 +110,24 @@ OF_MEDUSA = NUM_CHOICES + 3 * 2 * NUM_DRAFTS
 
 
 def with_draft(folder: Path, width: int, **options: Any) -> Engine:
-    kernels = MetaKernels()
-    return enqueued(engine(folder, kernels, "draft", "a model", width, **options), kernels)
+    return engine(folder, MetaKernels(), "draft", "a model", width, **options)
 
 
 def with_head(folder: Path, head: Path, width: int, **options: Any) -> Engine:
-    kernels = MetaKernels()
     heads.write(head, test_mtp.mimo_tensors(), test_mtp.mimo_config())
-    return enqueued(engine(folder, kernels, "mtp", str(head), width, **options), kernels)
+    return engine(folder, MetaKernels(), "mtp", str(head), width, **options)
 
 
 def with_eagle(folder: Path, head: Path, width: int, **options: Any) -> Engine:
-    kernels = MetaKernels()
     head.mkdir()
     made, _ = test_eagle.make("eagle1", head)
-    return enqueued(engine(folder, kernels, "eagle", str(made), width, **options), kernels)
+    return engine(folder, MetaKernels(), "eagle", str(made), width, **options)
 
 
 def with_medusa(folder: Path, head: Path, width: int, **options: Any) -> Engine:
-    kernels = MetaKernels()
     head.mkdir()
     drawn = test_medusa.random_heads(NUM_DRAFTS, 1)
-    return enqueued(
-        engine(folder, kernels, "medusa", str(test_medusa.write_vllm(head, drawn)), width, **options), kernels
-    )
-
-
-def enqueued(made: Engine, kernels: Any) -> Engine:
-    """What a card's drafters do, where nothing is written down."""
-    members = made.drafter.members if isinstance(made.drafter, Portfolio) else (made.drafter,)
-    inner: Any = next(tiny.unwrapped(member) for member in members if member.weight_bytes)
-    if inner.name == "draft":
-        inner._model = CapturedModel(inner._model, kernels, Enqueued(), inner._kvs)
-    elif inner.name == "medusa":
-        inner._heads.capture(Enqueued())
-    else:
-        inner._head = CapturedHead(inner._head, kernels, Enqueued(), inner._kvs)
-    return made
+    return engine(folder, MetaKernels(), "medusa", str(test_medusa.write_vllm(head, drawn)), width, **options)
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -234,8 +212,7 @@ def test_a_portfolio_waits_once_more_where_two_may_draft_for_a_request(
     lookup = DrafterConfig(name="ngram", max_draft_tokens=2, ngram_min=8, ngram_max=8)
     of_model = DrafterConfig(name="draft", model="a model", tree_width=1)
     for members, expected in (((lookup, of_model), [1, 2, 2, 2]), ((of_model, lookup), [2, 2, 2, 2])):
-        kernels = MetaKernels()
-        made = enqueued(engine(folder, kernels, "portfolio", members=members, adaptive=adaptive), kernels)
+        made = engine(folder, MetaKernels(), "portfolio", members=members, adaptive=adaptive)
         if adaptive:
             expect_much(made)
         assert run(made, waits) == expected

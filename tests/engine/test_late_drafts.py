@@ -16,14 +16,13 @@ from forerun.core import Request, SamplingParams
 from forerun.drafters.portfolio import Portfolio
 from forerun.engine.calibration import Calibration
 from forerun.engine.engine import Engine
-from forerun.models.captured import CapturedModel
-from forerun.models.heads.captured import CapturedHead
+from forerun.runtime.rows import RowRunner
 from forerun.speculation.growth import Draft, Part
 from forerun.speculation.late import LateDrafts
 from forerun.speculation.verifier import CoupledVerifier
 from tests.drafters import test_medusa, test_mtp
-from tests.models.test_device_chains import Enqueued
 from tests.support import heads, tiny
+from tests.support.enqueued import as_on_a_gpu
 from tests.support.hopeful import expect_much
 
 LAYERS = 2
@@ -47,8 +46,8 @@ def engine(drafter: DrafterConfig, **options: Any) -> Engine:
     """Everything as on a card, but for what writes work down."""
     model, kernels = tiny.target(LAYERS), tiny.kernels()
     options = {"block_size": 4, "max_model_len": tiny.MAX_LEN, **options}
-    made = assemble(EngineConfig(model="tiny", drafter=drafter, **options), model, kernels, lambda _: model)
-    made.model = CapturedModel(model, kernels, Enqueued(), made._kvs, made.drafter.hidden_layers)
+    with as_on_a_gpu():
+        made = assemble(EngineConfig(model="tiny", drafter=drafter, **options), model, kernels, lambda _: model)
     made.verifier = CoupledVerifier(kernels, at_once=True)
     return made
 
@@ -89,21 +88,9 @@ def of_members(members: Sequence[DrafterConfig], adaptive: bool, **options: Any)
     else:
         config = DrafterConfig(name="portfolio", members=tuple(members), max_draft_tokens=12, adaptive=adaptive)
     made = engine(config, **options)
-    for member in made.drafter.members if isinstance(made.drafter, Portfolio) else (made.drafter,):
-        enqueue(tiny.unwrapped(member))
     if adaptive:
         expect_much(made)
     return made
-
-
-def enqueue(drafter: Any) -> None:
-    """Let it do as on a card."""
-    if drafter.name == "draft":
-        drafter._model = CapturedModel(tiny.target(LAYERS), tiny.kernels(), Enqueued(), drafter._kvs)
-    elif drafter.name == "mtp":
-        drafter._head = CapturedHead(drafter._head._head, tiny.kernels(), Enqueued(), drafter._kvs)
-    elif drafter.name == "medusa":
-        drafter._heads.capture(Enqueued())
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +202,8 @@ def test_medusas_late_tree_is_the_one_that_is_read_at_once(fitted: Path, num_lat
     groups = tiny.groups(4, temperature=0.7, max_tokens=15)
     late, early, on_host = (with_medusa(5, fitted) for _ in range(3))
     early.verifier = ReadFirst(tiny.kernels(), at_once=True)
-    tiny.inner(on_host)._heads._trees = None  # the heads' logits are read, and the tree is found on the host
+    inner = tiny.inner(on_host)
+    inner._runner = RowRunner(inner._heads.passes, inner._heads.compute)  # logits are read, the host finds the tree
     told = [tiny.run(made, groups) for made in (late, early, on_host)]
     assert num_late and told[0][0] == told[1][0] == told[2][0]
     for stats in zip(*(stats for _, stats in told), strict=True):
@@ -257,21 +245,23 @@ def test_a_portfolios_late_trees_are_those_read_at_once_to_its_members_too(num_l
         made, rows = of_members([DrafterConfig(name="suffix"), draft_config(3)], adaptive=False), list[int]()
         made.verifier = verifier(tiny.kernels(), at_once=True)
         assert isinstance(made.drafter, Portfolio)
-        listen(tiny.unwrapped(made.drafter.members[1])._model, rows)
+        listen(tiny.unwrapped(made.drafter.members[1])._runner, rows)
         tokens, stats = tiny.run(made, groups)
         told.append((tokens, [(of.num_steps, of.trees, of.drafters) for of in stats], rows))
     assert told[0] == told[1] and num_late and len(told[0][2]) > 4
 
 
-def listen(model: Any, rows: list[int]) -> None:
+def listen(runner: Any, rows: list[int]) -> None:
     """Write down how many rows a draft model computes before it draws."""
-    enqueue_drafts = model.enqueue_drafts
 
-    def counted(batch: Any, *others: Any) -> Any:
-        rows.append(batch.num_rows)
-        return enqueue_drafts(batch, *others)
+    def counted(draw: Any) -> Any:
+        def call(batch: Any, *others: Any) -> Any:
+            rows.append(batch.num_rows)
+            return draw(batch, *others)
 
-    model.enqueue_drafts = counted
+        return call
+
+    runner.enqueue, runner.draw_chains = counted(runner.enqueue), counted(runner.draw_chains)
 
 
 def test_late_trees_are_judged_as_those_read_at_once(num_late: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def test_what_calls_take_is_known_before_the_first_request(name: str) -> None:
 
 def test_a_drafter_without_weights_is_not_tried() -> None:
     made = mini.drafting("suffix").engine
-    assert measure_draft_costs(made.drafter, made.model, (), made.kv_cache) == {}
+    assert measure_draft_costs(made.drafter, made.runner, made.kv_cache) == {}
 
 
 def test_nothing_stays_of_the_text() -> None:
@@ -38,10 +38,10 @@ def test_a_slow_moment_at_start_spoils_no_size(monkeypatch: pytest.MonkeyPatch) 
     """Sizes take turns, so that ten disturbed passes in a row are a few of each size, not all of one."""
     passes = count()
     monkeypatch.setattr(
-        assemble, "_seconds_of", lambda *args: args[2].num_rows * (1.0 if next(passes) >= 10 else 9.0) / 1e4
+        assemble, "_seconds_of", lambda *args: args[1].num_rows * (1.0 if next(passes) >= 10 else 9.0) / 1e4
     )
     llm = mini.drafting("suffix")
     engine = llm.engine
-    cost = assemble.measure_verify_cost(llm.config, engine.model, engine.drafter, engine.kv_cache)
+    cost = assemble.measure_verify_cost(llm.config, engine.runner, engine.drafter, engine.kv_cache)
     assert len(cost.points) > 4
     assert cost.points == pytest.approx({rows: rows / 1e4 for rows in cost.points})

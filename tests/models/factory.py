@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import Kernels, LayerKV
-from forerun.models.base import ForwardOutput, Model
+from forerun.models.base import Model, PassOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.runtime import runner as runtime
 
 REPO = Path(__file__).resolve().parents[2]
 SHARED_DATA = REPO.parent / "shared" / "data"
@@ -171,11 +172,12 @@ class Runner:
         self.table = list(range(-(-max_tokens // block_size)))
         self.kvs = new_kvs(model, len(self.table), block_size)
         self.request_id = request_id
+        self.runner: runtime.Runner | None = None  # what computes instead of the model itself
 
-    def span(self, tokens: Sequence[int], start: int = 0, hidden: Sequence[int] = ()) -> ForwardOutput:
+    def span(self, tokens: Sequence[int], start: int = 0, hidden: Sequence[int] = ()) -> PassOutput:
         """Logits of every token of a span."""
         rows = SequenceRows(self.request_id, self.table, start, tokens, start + len(tokens), span_logits=True)
-        return self.model.forward(ForwardBatch.build([rows], self.block_size), self.kvs, hidden)
+        return self._run(rows, hidden)
 
     def tree(self, tokens: Sequence[int], parents: Sequence[int], start: int, span: Sequence[int] = ()) -> Tensor:
         """Logits of every node of a tree whose root is at `start`, after a span that ends there."""
@@ -183,7 +185,11 @@ class Runner:
         rows = SequenceRows(
             self.request_id, self.table, start - len(span), span, start, tokens, range(len(tokens)), masks, depths
         )
-        return self.model.forward(ForwardBatch.build([rows], self.block_size), self.kvs).logits
+        return self._run(rows).logits
+
+    def _run(self, rows: SequenceRows, hidden: Sequence[int] = ()) -> PassOutput:
+        batch = ForwardBatch.build([rows], self.block_size)
+        return self.model.forward(batch, self.kvs, hidden) if self.runner is None else self.runner.run(batch)
 
     def root(self, token: int, start: int, span: Sequence[int] = ()) -> Tensor:
         """Logits after one token: plain decoding."""

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from forerun.kernels.triton.graphs import ROW_SIZES, LastUsed, Result, size_for
-from forerun.models.base import ForwardOutput
+from forerun.models.base import PassOutput, passes_of
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.models.captured import CapturedModel
 from forerun.models.loader import load_model
+from forerun.runtime.bind import bind
 from tests.models import factory
 
 BLOCK = 4
@@ -47,12 +47,12 @@ class Both:
         self.model: Any = load_model(folder, kernels).model
         self.pools = [[_pool(spec) for spec in self.model.kv_specs] for _ in range(2)]
         self.capture, self.hidden = Replayed(), tuple(hidden)
-        self.captured = CapturedModel(self.model, kernels, self.capture, self.pools[1], self.hidden)
+        self.captured = bind(passes_of(self.model, self.hidden), kernels, self.pools[1], self.capture)
 
-    def run(self, *rows: SequenceRows) -> tuple[ForwardOutput, ForwardOutput]:
+    def run(self, *rows: SequenceRows) -> tuple[PassOutput, PassOutput]:
         batch = ForwardBatch.build(rows, BLOCK)
         plain = self.model.forward(batch, self.pools[0], self.hidden)
-        return plain, self.captured.forward(batch, self.pools[1], self.hidden)
+        return plain, self.captured.run(batch)
 
 
 def _pool(spec: Any) -> Any:

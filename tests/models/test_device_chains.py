@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +13,20 @@ from torch import Tensor
 from forerun.drafters.draft_model import DraftModelDrafter
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.kernels.select import select_kernels
-from forerun.kernels.triton.graphs import ROW_SIZES, Capture, Result
-from forerun.models import chains as device_chains
-from forerun.models.base import ForwardOutput
-from forerun.models.captured import CapturedModel
+from forerun.kernels.triton.graphs import ROW_SIZES, Capture
 from forerun.models.decoder import Decoder
-from forerun.models.heads.captured import CapturedHead
-from forerun.models.heads.head import HeadOutput
 from forerun.models.loader import load_model
 from forerun.models.medusa_heads import load_medusa
+from forerun.runtime import chains as device_chains
+from forerun.runtime.bind import bind_rows
+from forerun.runtime.rows import RowRunner
 from forerun.speculation.growth import Draft, TreeGrower
 from tests.drafters import test_draft_chains as of_models
 from tests.drafters import test_medusa
 from tests.models import factory, test_device
 from tests.models import test_recorded_heads as of_heads
 from tests.support import mini, tiny
-
-
-class Enqueued:
-    """Runs work as it comes, and again into what it made at first, and counts how often it was written down."""
-
-    def __init__(self) -> None:
-        self.num_captures = self.num_runs = 0
-
-    def __call__(self, run: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
-        self.num_captures += 1
-        self.num_runs += 1
-        made: Any = run()
-
-        def replay() -> None:
-            self.num_runs += 1
-            for old, new in zip(tensors_of(made), tensors_of(run()), strict=True):
-                old.copy_(new)
-
-        return made, replay
-
-
-def tensors_of(made: Any) -> tuple[Tensor, ...]:
-    """Of what a model or a head puts out; chains and trees write where they are read."""
-    if isinstance(made, ForwardOutput):
-        return (made.logits, *made.hidden.values())
-    return (made,) if isinstance(made, Tensor) else made if isinstance(made, HeadOutput) else ()
+from tests.support.enqueued import Enqueued, as_on_a_gpu
 
 
 class ModelSide(of_models.Side):
@@ -63,10 +36,10 @@ class ModelSide(of_models.Side):
         kernels, model = mini.plain().kernels, mini.plain().loaded.model
         self.kvs = factory.new_kvs(model, of_models.BLOCKS_EACH * len(of_models.LENGTHS), of_models.BLOCK_SIZE)
         grower, size = TreeGrower(kernels, coupled), of_models.BLOCK_SIZE
-        drafter = DraftModelDrafter(model, grower, select_kernels("reference"), size, 16, 1, max_rows=128)
-        drafter.attach((), self.kvs)
-        if capture is not None:
-            drafter._model = CapturedModel(model, kernels, capture, self.kvs)
+        bound = kernels if capture is not None else select_kernels("reference")  # which cannot record
+        drafter = DraftModelDrafter(model, grower, bound, size, 16, 1, max_rows=128)
+        with nullcontext() if capture is None else as_on_a_gpu(capture):
+            drafter.attach((), self.kvs)
         self.drafter = drafter
 
     def accept(self, drafts: list[Draft], num_accepted: int) -> None:
@@ -77,9 +50,8 @@ class HeadSide(of_heads.Side):
     """A head whose chains are enqueued; `capture` None: drawn by one native call, which gives those of the levels."""
 
     def __init__(self, made: of_heads.Case, capture: Capture | None, coupled: bool, width: int = 1) -> None:
-        super().__init__(made, capture is None, coupled, width)
-        if capture is not None:
-            self.drafter._head = CapturedHead(made.head, tiny.kernels(), capture, self.kvs)
+        with nullcontext() if capture is None else as_on_a_gpu(capture):
+            super().__init__(made, True, coupled, width)
 
 
 def play(sides: list[Any], known: list[Any], module: Any, steps: Any = None) -> None:
@@ -164,9 +136,8 @@ def test_captured_medusa_heads_have_the_bits_of_their_own_pass(tmp_path: Path, r
     heads, capture = load_medusa(folder, tiny.target(test_medusa.TARGET_LAYERS), tiny.kernels()), Enqueued()
     states = torch.randn(300, test_medusa.HIDDEN, generator=torch.Generator().manual_seed(2))
     given = [(states[first : first + num], depths) for first, num in ((0, 3), (9, 4), (0, 300)) for depths in (1, 3)]
-    own = [heads(*each) for each in given]
-    heads.capture(capture)
-    assert all(torch.equal(heads(*each), logits) for each, logits in zip(given, own, strict=True))
+    own, captured = RowRunner(heads.passes, heads.compute), bind_rows(heads.passes, tiny.kernels(), capture)
+    assert all(torch.equal(captured.run(*each), own.run(*each)) for each in given)
     assert (capture.num_captures, capture.num_runs) == (2, 4)  # 4 rows for two depths; 300 are no size of a graph
 
 
@@ -202,7 +173,8 @@ def test_a_chain_is_one_wait_for_the_device(coupled: bool, tmp_path: Path, monke
 
     monkeypatch.setattr(device_chains, "to_host", answer)
     drafter = DraftModelDrafter(model, TreeGrower(kernels, coupled), kernels, 4, 16, 1, 64)
-    drafter._kvs, drafter._model = kvs, CapturedModel(model, kernels, Enqueued(), kvs)
+    with as_on_a_gpu():
+        drafter.attach((), kvs)
     drafts = [Draft(request, 6) for request in of_models.requests(0.0, 6)]
     drafter.propose(drafts)
     assert [list(draft.tree.tokens[1:]) for draft in drafts] == [[7] * 5] * 4

@@ -13,13 +13,17 @@ from torch import Tensor
 from forerun.core import Request, SamplingParams
 from forerun.drafters.growing import Grove
 from forerun.drafters.grown import adopt_trees
+from forerun.kernels.ops import LayerKV
 from forerun.kernels.select import select_kernels
+from forerun.models.base import Passes, PassOutput
 from forerun.models.batch import ForwardBatch
-from forerun.models.programs import DraftPasses
-from forerun.models.trees import MOST_LEVELS, DeviceTrees
+from forerun.runtime.bind import bind
+from forerun.runtime.drawn import EnqueuedDrafts
+from forerun.runtime.runner import Runner
+from forerun.runtime.trees import MOST_LEVELS
 from forerun.speculation.growth import Draft, TreeGrower
 from forerun.speculation.tree import ROOT
-from tests.models.test_device_chains import Enqueued
+from tests.support.enqueued import Enqueued
 
 VOCAB, BLOCK = 11, 4
 KERNELS = select_kernels("reference")
@@ -38,21 +42,15 @@ class Fake:
         self.slots = torch.zeros(num_slots, dtype=torch.int64)
         self.num_rows: list[int] = []
 
-    def first(self, batch: ForwardBatch, features: Tensor | None) -> tuple[Tensor, Tensor]:
-        assert features is not None
-        return self._pass(batch, features[:, 0])
-
-    def below(self, batch: ForwardBatch, features: Tensor | None) -> tuple[Tensor, Tensor]:
-        assert features is not None
-        return self._pass(batch, features[:, 0])
-
-    def _pass(self, batch: ForwardBatch, features: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, batch: ForwardBatch, fed: Tensor | None, _: Sequence[LayerKV] = ()) -> PassOutput:
+        assert fed is not None
+        features = fed[:, 0]
         self.num_rows.append(batch.num_rows)
         self.slots[batch.slots.long()] = batch.token_ids + VOCAB * features.long()
         seen = torch.tensor([self._seen(batch, row) for row in range(batch.num_rows)])
         state = (features.long() * 31 + batch.token_ids * 7 + seen + batch.positions) % 97  # [M]
         rows = state.index_select(0, batch.logit_rows)
-        return self._table[rows], rows[:, None].float()
+        return PassOutput(self._table[rows], features=rows[:, None].float())
 
     def _seen(self, batch: ForwardBatch, row: int) -> int:
         """What the row reads of its tree, in order."""
@@ -86,12 +84,13 @@ def roots(drafts: Sequence[Draft]) -> ForwardBatch:
 def on_host(fake: Fake, drafts: Sequence[Draft], width: int) -> list[set[int]]:
     """As drafters grow them, cut after as many levels as a device has."""
     grove = Grove(TreeGrower(KERNELS, True), drafts, width, "x")
-    logits, features = fake.first(roots(drafts), start(drafts))
+    out = fake.run(roots(drafts), start(drafts))
     for level in range(MOST_LEVELS):
-        parents, rows = grove.grow(logits), grove.rows()
+        parents, rows = grove.grow(out.logits), grove.rows()
         if not rows or level == MOST_LEVELS - 1:
             break
-        logits, features = fake.below(ForwardBatch.build(rows, BLOCK), features.index_select(0, parents))
+        assert out.features is not None
+        out = fake.run(ForwardBatch.build(rows, BLOCK), out.features.index_select(0, parents))
     return grove.finish()
 
 
@@ -101,11 +100,20 @@ def start(drafts: Sequence[Draft]) -> Tensor:
 
 
 def on_device(fake: Fake, drafts: Sequence[Draft], width: int, capture: Enqueued) -> list[set[int]]:
+    return adopt_trees(drafts, enqueued(runner(fake, capture), drafts, width).read(), "x")
+
+
+def runner(fake: Fake, capture: Enqueued) -> Runner:
+    kvs = [LayerKV.zeros(1, 1, 1, BLOCK, torch.float32)]
+    return bind(Passes(fake.run, fake.run, VOCAB, feature_size=1, fed_size=1), KERNELS, kvs, capture)
+
+
+def enqueued(trees: Runner, drafts: Sequence[Draft], width: int) -> EnqueuedDrafts:
     noise = TreeGrower(KERNELS, True).chain_noise(drafts)
     assert noise is not None
-    passes = DraftPasses(fake.first, fake.below, VOCAB, BLOCK, feature_size=1)
-    trees = DeviceTrees(passes, KERNELS, capture)
-    return adopt_trees(drafts, trees.enqueue(roots(drafts), start(drafts), noise, width).read(), "x")
+    drawn = trees.enqueue(roots(drafts), start(drafts), noise, width)
+    assert drawn is not None
+    return drawn
 
 
 def told(drafts: Sequence[Draft]) -> list[object]:
@@ -115,7 +123,7 @@ def told(drafts: Sequence[Draft]) -> list[object]:
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 14), min_size=1, max_size=5),
-    width=st.integers(1, 5),
+    width=st.integers(2, 5),
     temperatures=st.lists(st.sampled_from([0.0, 1.0, 0.6]), min_size=1, max_size=3),
     seed=st.integers(0, 1 << 20),
 )
@@ -137,26 +145,21 @@ def test_a_tree_is_the_hosts(sizes: list[int], width: int, temperatures: list[fl
 
 def test_levels_are_as_many_whatever_comes_of_them_and_captured_once() -> None:
     capture, fake = Enqueued(), Fake(1, 80)
-    noise_of = TreeGrower(KERNELS, True).chain_noise
-    trees = DeviceTrees(DraftPasses(fake.first, fake.below, VOCAB, BLOCK, 1), KERNELS, capture)
+    trees = runner(fake, capture)
     for seed in range(3):
         drafts = drafts_of([6], [1.0], seed)
-        noise = noise_of(drafts)
-        assert noise is not None
         before = len(fake.num_rows)
-        trees.enqueue(roots(drafts), start(drafts), noise, 3)
+        enqueued(trees, drafts, 3)
         assert fake.num_rows[before:] == [1, 3, 3, 3, 3, 3]
     assert (capture.num_captures, capture.num_runs) == (1, 3)
 
 
 def test_trees_of_several_sizes_share_a_program() -> None:
     capture, fake = Enqueued(), Fake(1, 80)
-    trees = DeviceTrees(DraftPasses(fake.first, fake.below, VOCAB, BLOCK, 1), KERNELS, capture)
+    trees = runner(fake, capture)
     for num_nodes in (9, 12, 10, 5, 6):
         ours, theirs = (drafts_of([num_nodes], [1.0], 3) for _ in range(2))
-        noise = TreeGrower(KERNELS, True).chain_noise(ours)
-        assert noise is not None
-        adopt_trees(ours, trees.enqueue(roots(ours), start(ours), noise, 3).read(), "x")
+        adopt_trees(ours, enqueued(trees, ours, 3).read(), "x")
         on_host(Fake(1, 80), theirs, 3)
         assert told(ours) == told(theirs)
     assert (capture.num_captures, capture.num_runs) == (2, 5)

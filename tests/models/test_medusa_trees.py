@@ -12,11 +12,13 @@ from torch import Tensor
 
 from forerun.drafters.grown import hand_over
 from forerun.kernels.select import select_kernels
-from forerun.models.medusa_trees import HeadTrees
+from forerun.models.base import RowPasses
+from forerun.runtime.bind import bind_rows
+from forerun.runtime.rows import RowRunner
 from forerun.speculation.growth import Draft, TreeGrower
 from forerun.speculation.products import grow_products
-from tests.models.test_device_chains import Enqueued
 from tests.models.test_device_trees import drafts_of, told
+from tests.support.enqueued import Enqueued
 
 VOCAB, STATE, HEADS = 23, 2, 5
 KERNELS = select_kernels("reference")
@@ -40,14 +42,20 @@ class Fake:
         return self._table[rows.flatten() % 37]
 
 
+def heads(fake: Fake, capture: Enqueued) -> RowRunner:
+    return bind_rows(RowPasses(fake, HEADS, VOCAB, STATE), KERNELS, capture)
+
+
 def states(num: int, seed: int) -> Tensor:
     return torch.randint(0, 37, (num, STATE), generator=torch.Generator().manual_seed(seed)).float()
 
 
-def on_device(fake: Fake, trees: HeadTrees, drafts: Sequence[Draft], x: Tensor, width: int) -> None:
+def on_device(fake: Fake, trees: RowRunner, drafts: Sequence[Draft], x: Tensor, width: int) -> None:
     noise = TreeGrower(KERNELS, True).chain_noise(drafts)
     assert noise is not None
-    hand_over(drafts, trees.enqueue(x, HEADS, noise, width), "x")
+    drawn = trees.enqueue(x, noise, width)
+    assert drawn is not None
+    hand_over(drafts, drawn, "x")
 
 
 def on_host(fake: Fake, drafts: Sequence[Draft], x: Tensor, width: int) -> None:
@@ -65,7 +73,7 @@ def on_host(fake: Fake, drafts: Sequence[Draft], x: Tensor, width: int) -> None:
 def test_a_tree_is_the_hosts(sizes: list[int], width: int, temperatures: list[float], seed: int) -> None:
     fake, x = Fake(seed), states(len(sizes), seed)
     ours, theirs = (drafts_of(sizes, temperatures, seed) for _ in range(2))
-    on_device(fake, HeadTrees(fake, STATE, KERNELS, Enqueued()), ours, x, width)
+    on_device(fake, heads(fake, Enqueued()), ours, x, width)
     on_host(fake, theirs, x, width)
     assert told(ours) == told(theirs)
     for draft in ours:
@@ -77,7 +85,8 @@ def test_what_verification_reads_on_the_device_is_the_tree() -> None:
     drafts, fake, x = drafts_of([9, 6, 20], [0.0, 0.7], 5), Fake(5), states(3, 5)
     noise = TreeGrower(KERNELS, True).chain_noise(drafts)
     assert noise is not None
-    enqueued = HeadTrees(fake, STATE, KERNELS, Enqueued()).enqueue(x, HEADS, noise, 3)
+    enqueued = heads(fake, Enqueued()).enqueue(x, noise, 3)
+    assert enqueued is not None
     hand_over(drafts, enqueued, "x")
     assert enqueued.depths is not None and enqueued.masks is not None
     for index, draft in enumerate(drafts):
@@ -91,7 +100,7 @@ def test_what_verification_reads_on_the_device_is_the_tree() -> None:
 
 def test_a_size_is_captured_once_whatever_comes_of_it() -> None:
     capture, fake = Enqueued(), Fake(1)
-    trees = HeadTrees(fake, STATE, KERNELS, capture)
+    trees = heads(fake, capture)
     for seed in range(3):
         on_device(fake, trees, drafts_of([6, 3, 3], [1.0], seed), states(3, seed), 4)
     assert (capture.num_captures, capture.num_runs) == (1, 3)
@@ -100,7 +109,7 @@ def test_a_size_is_captured_once_whatever_comes_of_it() -> None:
 
 def test_trees_of_about_the_same_size_share_a_program() -> None:
     capture, fake = Enqueued(), Fake(4)
-    trees = HeadTrees(fake, STATE, KERNELS, capture)
+    trees = heads(fake, capture)
     for size in (13, 16, 14, 15, 33, 48, 49, 63):
         ours, theirs = (drafts_of([size, size // 2], [1.0], size) for _ in range(2))
         on_device(fake, trees, ours, states(2, size), 3)
@@ -112,7 +121,7 @@ def test_trees_of_about_the_same_size_share_a_program() -> None:
 @pytest.mark.parametrize(("num_nodes", "num_heads"), [(1, 1), (3, 3), (60, HEADS)])
 def test_no_more_heads_are_asked_than_a_tree_may_be_deep(num_nodes: int, num_heads: int) -> None:
     fake = Fake(2)
-    on_device(fake, HeadTrees(fake, STATE, KERNELS, Enqueued()), drafts_of([num_nodes], [0.0], 0), states(1, 0), 4)
+    on_device(fake, heads(fake, Enqueued()), drafts_of([num_nodes], [0.0], 0), states(1, 0), 4)
     assert fake.sizes == [(1, num_heads)]
 
 
@@ -120,6 +129,6 @@ def test_more_requests_than_any_graph_has_rows_are_drawn_as_they_come() -> None:
     capture, fake = Enqueued(), Fake(3)
     ours, theirs = (drafts_of([2] * 300, [1.0], 3) for _ in range(2))
     x = states(300, 3)
-    on_device(fake, HeadTrees(fake, STATE, KERNELS, capture), ours, x, 3)
+    on_device(fake, heads(fake, capture), ours, x, 3)
     on_host(fake, theirs, x, 3)
     assert told(ours) == told(theirs) and capture.num_runs == 0

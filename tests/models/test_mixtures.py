@@ -16,13 +16,14 @@ from forerun.errors import CheckpointError, ConfigError, KernelError, Unsupporte
 from forerun.layers.mla import LatentAttention
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.moe import MixtureOfExperts
+from forerun.models.base import passes_of
 from forerun.models.build import Builder
 from forerun.models.config import ModelConfig, active_parameters, estimate_bytes, num_parameters
 from forerun.models.families import FAMILIES
 from forerun.models.loader import load_model, read_config
-from forerun.models.recorded import RecordedModel, record
 from forerun.quantize.run import quantizable_parts
 from forerun.quantize.settings import QuantizeSettings
+from forerun.runtime.bind import bind
 from forerun.weights.checkpoint import Checkpoint
 from tests.models import factory
 from tests.models.factory import CASES, Runner, new_kvs
@@ -54,13 +55,12 @@ def test_a_recorded_forward_has_the_bits_of_the_models_own(case: str, tmp_path: 
     kernels = factory.make_kernels("cpu")
     model = load_model(factory.make_checkpoint(case, tmp_path, torch.bfloat16), kernels).model
     own, replayed = Runner(model, 40), Runner(model, 40)
-    replayed.model = record(model, kernels, replayed.kvs, (0, 2))
-    assert isinstance(replayed.model, RecordedModel)
+    replayed.runner = bind(passes_of(model, (0, 2)), kernels, replayed.kvs)
+    assert replayed.runner.replays
     plain, found = (runner.span(TOKENS, hidden=(0, 2)) for runner in (own, replayed))
     assert torch.equal(plain.logits, found.logits) and torch.equal(plain.hidden[2], found.hidden[2])
-    recorded = record(model, kernels, own.kvs)
     own_logits = own.tree([4, 8, 8, 9], [-1, 0, 0, 1], 9)
-    own.model = recorded
+    own.runner = bind(passes_of(model), kernels, own.kvs)
     assert torch.equal(own.tree([4, 8, 8, 9], [-1, 0, 0, 1], 9), own_logits)
 
 
@@ -151,7 +151,7 @@ def test_the_recorder_refuses_what_it_cannot_write_down(tmp_path: Path) -> None:
     model = load_model(factory.make_checkpoint("mixtral", tmp_path), kernels).model
     for layer in model.parts.layers:
         layer.mlp._packed = None
-    assert record(model, kernels, new_kvs(model, 4)) is model
+    assert not bind(passes_of(model), kernels, new_kvs(model, 4)).replays
     with pytest.raises(KernelError):
         kernels.linear(torch.ones(1, 3), model.parts.lm_head.weight.packed)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
+from forerun.kernels.ops import LayerKV
 from forerun.kernels.select import select_kernels
-from forerun.models.base import Model
+from forerun.models.base import Model, Passes, PassOutput, passes_of
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.models.recorded import MAX_RECORDED_ROWS, RecordedModel, record
+from forerun.runtime.bind import bind
+from forerun.runtime.recorded import MAX_RECORDED_ROWS
+from forerun.runtime.runner import Runner
 from tests.models import factory
 from tests.support import mini
 
@@ -35,12 +39,12 @@ def batch(num_span: int, parents: list[int], start: int = 0) -> ForwardBatch:
 
 
 @pytest.fixture(scope="module")
-def models() -> tuple[Model, Model, list, list]:  # type: ignore[type-arg]
+def models() -> tuple[Model, Runner, list, list]:  # type: ignore[type-arg]
     """The embedded target, plain and recorded, each on a pool of its own."""
     kernels, model = mini.plain().kernels, mini.plain().loaded.model
     own = factory.new_kvs(model, 40, BLOCK_SIZE)
     recorded = factory.new_kvs(model, 40, BLOCK_SIZE)
-    return model, record(model, kernels, recorded, (0, 3)), own, recorded
+    return model, bind(passes_of(model, (0, 3)), kernels, recorded), own, recorded
 
 
 @pytest.mark.parametrize(
@@ -48,9 +52,9 @@ def models() -> tuple[Model, Model, list, list]:  # type: ignore[type-arg]
 )
 def test_bits_of_the_models_own_forward(models, num_span: int, parents: list[int]) -> None:  # type: ignore[no-untyped-def]
     model, recorded, own_kvs, recorded_kvs = models
-    assert isinstance(recorded, RecordedModel)
+    assert recorded.replays
     rows = batch(num_span, parents)
-    plain, replayed = model.forward(rows, own_kvs, (0, 3)), recorded.forward(rows, recorded_kvs, (0, 3))
+    plain, replayed = model.forward(rows, own_kvs, (0, 3)), recorded.run(rows)
     assert replayed.logits.shape == (len(parents), model.vocab_size)
     assert torch.equal(plain.logits, replayed.logits)
     assert all(torch.equal(plain.hidden[i], replayed.hidden[i]) for i in (0, 3))
@@ -59,27 +63,25 @@ def test_bits_of_the_models_own_forward(models, num_span: int, parents: list[int
 
 
 def test_outputs_are_not_overwritten_by_the_next_run(models) -> None:  # type: ignore[no-untyped-def]
-    _, recorded, _, kvs = models
-    first = recorded.forward(batch(4, [-1]), kvs, (0, 3)).logits
+    _, recorded, _, _ = models
+    first = recorded.run(batch(4, [-1])).logits
     kept = first.clone()
-    recorded.forward(batch(2, [-1, 0]), kvs, (0, 3))
+    recorded.run(batch(2, [-1, 0]))
     assert torch.equal(first, kept)
 
 
 def test_the_reference_is_not_recorded() -> None:
     model = mini.plain().loaded.model
-    assert record(model, select_kernels("reference"), factory.new_kvs(model, 4, BLOCK_SIZE)) is model
+    kvs = factory.new_kvs(model, 4, BLOCK_SIZE)
+    assert not bind(passes_of(model), select_kernels("reference"), kvs).replays
 
 
 def test_what_cannot_be_recorded_stays_as_it_is() -> None:
-    class Odd:
-        kv_specs = mini.plain().loaded.model.kv_specs
-
-        def forward(self, batch, kvs, hidden_layers=()):  # type: ignore[no-untyped-def]
-            out = mini.plain().loaded.model.forward(batch, kvs, hidden_layers)
-            return dataclasses.replace(out, logits=out.logits * 2)
-
     model = mini.plain().loaded.model
-    odd = Odd()
-    assert record(odd, mini.plain().kernels, factory.new_kvs(model, 4, BLOCK_SIZE)) is odd  # type: ignore[arg-type]
+
+    def odd(batch: ForwardBatch, _: Tensor | None, kvs: Sequence[LayerKV]) -> PassOutput:
+        return PassOutput(model.forward(batch, kvs).logits * 2)
+
+    passes = Passes(odd, odd, model.vocab_size)
+    assert not bind(passes, mini.plain().kernels, factory.new_kvs(model, 4, BLOCK_SIZE)).replays
     assert mini.plain().generate("A")[0].finished, "the kernels compute again"

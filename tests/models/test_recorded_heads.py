@@ -24,10 +24,10 @@ from forerun.models.decoder import Decoder
 from forerun.models.heads.eagle import read_eagle
 from forerun.models.heads.head import DraftHead
 from forerun.models.heads.mtp import read_mtp
-from forerun.models.heads.recorded import RecordedHead, record_head
 from forerun.models.heads.source import open_head
 from forerun.models.loader import load_model
-from forerun.models.recorded import MAX_RECORDED_ROWS
+from forerun.runtime.bind import bind
+from forerun.runtime.recorded import MAX_RECORDED_ROWS, RecordedRunner
 from forerun.speculation.growth import Draft, TreeGrower
 from tests.drafters import test_eagle, test_mtp
 from tests.models import factory
@@ -93,32 +93,37 @@ def random_rows(num: int, width: int, seed: int = 0) -> Tensor:
 def test_a_replayed_pass_has_the_bits_of_the_heads_own(layout: str) -> None:
     made = case(layout)
     own_kvs, kvs = made.new_kvs(), made.new_kvs()
-    recorded = record_head(made.head, tiny.kernels(), kvs)
-    assert isinstance(recorded, RecordedHead)
+    recorded = bind(made.head.passes, tiny.kernels(), kvs)
+    assert recorded.replays
     batches = [(0, [-1, 0, 0, 1]), (5, [-1, 0, 0, 1, 2]), (9, []), (3, [-1]), (MAX_RECORDED_ROWS, [-1, 0])]
     for num_span, parents in batches:
         batch, num_rows = tree_batch(num_span, parents, 1), num_span + len(parents)
         states, fed = random_rows(num_rows, made.head.state_size), random_rows(num_rows, made.head.hidden_size, 1)
         for ours, theirs in (
-            (recorded.read(batch, states, kvs), made.head.read(batch, states, own_kvs)),
-            (recorded.forward(batch, fed, kvs), made.head.forward(batch, fed, own_kvs)),
+            (recorded.run(batch, states), made.head.read(batch, states, own_kvs)),
+            (recorded.run_below(batch, fed), made.head.forward(batch, fed, own_kvs)),
         ):
-            assert (ours is None) == (theirs is None) == (not parents)
-            assert ours is None or theirs is None or all(map(torch.equal, ours, theirs))
+            assert len(ours.logits) == len(theirs.logits) == len(parents) and torch.equal(ours.logits, theirs.logits)
+            if parents:
+                assert ours.features is not None and theirs.features is not None
+                assert torch.equal(ours.features, theirs.features)
         for one, other in zip(kvs, own_kvs, strict=True):
             assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
 
 
 def test_rows_at_position_0_of_a_head_that_blanks_them_are_computed_by_the_head() -> None:
     made = case("deepseek")
-    recorded = record_head(made.head, tiny.kernels(), made.new_kvs())
-    assert isinstance(recorded, RecordedHead)
-    assert not recorded.was_recorded(tree_batch(3, [-1], 1)) and recorded.was_recorded(tree_batch(3, [-1], 2))
+    runner, plain, states = bind(made.head.passes, tiny.kernels(), made.new_kvs()), made.new_kvs(), random_rows(4, 0)
+    states = random_rows(4, made.head.state_size)
+    for start in (0, 1, 2):
+        batch = tree_batch(3, [-1], start)
+        batch.positions.sub_(1).clamp_(min=0)
+        assert torch.equal(runner.run(batch, states).logits, made.head.read(batch, states, plain).logits)
 
 
 def test_kernels_that_cannot_record_leave_the_head_as_it_is() -> None:
     made = case("mimo")
-    assert record_head(made.head, select_kernels("reference"), made.new_kvs()) is made.head
+    assert not bind(made.head.passes, select_kernels("reference"), made.new_kvs()).replays
 
 
 # -- chains --------------------------------------------------------------------------------------------------------
@@ -136,7 +141,7 @@ class Side:
         context = DrafterContext(options, made.target, None, kernels, grower, BLOCK_SIZE, 64, lambda name: made.target)
         self.drafter = FeatureDrafter(made.head, "mtp", context)
         self.drafter.attach((), self.kvs)
-        assert isinstance(self.drafter._head, RecordedHead) == native
+        assert self.drafter._bound.replays == native
 
     def observe(self, seen: list[Observed], num_rows: int) -> None:
         layers = self.drafter.hidden_layers
@@ -221,8 +226,8 @@ def test_trees_grown_with_a_recorded_head_are_the_same(temperature: float) -> No
 
 
 def test_chains_are_one_native_call_unless_the_path_shapes_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, chains = [], RecordedHead.draft_chains
-    monkeypatch.setattr(RecordedHead, "draft_chains", lambda *args: calls.append(1) or chains(*args))
+    calls, chains = [], RecordedRunner.draw_chains
+    monkeypatch.setattr(RecordedRunner, "draw_chains", lambda *args: calls.append(1) or chains(*args))
     for params, wanted in (({}, 1), ({"presence_penalty": 0.5}, 1)):
         side, known = Side(case("mimo"), True, True), requests(1.0, **params)
         side.start(known)

@@ -47,7 +47,8 @@ def overhear(made: Engine, stride: int = 7) -> Overheard:
     if hasattr(drafter, "members"):
         drafter.members = tuple(getattr(member, "inner", member) for member in drafter.members)
         drafter = drafter.members[0]
-    ear = drafter._grower = Overheard(drafter._grower, stride)
+    drawer = drafter._drawer
+    ear = drawer._grower = Overheard(drawer._grower, stride)
     return ear
 
 

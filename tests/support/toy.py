@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import LayerKV
-from forerun.models.base import CommittedPath, ForwardOutput, LayerSpec
+from forerun.models.base import CommittedPath, LayerSpec, PassOutput
 from forerun.models.batch import ForwardBatch
 
 
@@ -34,7 +34,7 @@ class ToyModel:
         self._spread = spread
         self._salt = salt
 
-    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
+    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> PassOutput:
         [kv] = kvs
         self.num_rows_computed += batch.num_rows
         for row in range(batch.num_rows):
@@ -42,7 +42,7 @@ class ToyModel:
         logits = [self._logits(self._visible(batch, kv, int(row))) for row in batch.logit_rows]
         empty = torch.empty(0, self.vocab_size)
         hidden = {layer: batch.token_ids.float()[:, None] for layer in hidden_layers}
-        return ForwardOutput(torch.stack(logits) if logits else empty, hidden)
+        return PassOutput(torch.stack(logits) if logits else empty, hidden)
 
     def _write(self, kv: LayerKV, slot: int, token: int, position: int) -> None:
         block, offset = divmod(slot, kv.block_size)

@@ -12,12 +12,11 @@ import torch
 from forerun.cache.kv_cache import KVCache, bytes_per_block
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
-from forerun.models.base import LayerSpec
+from forerun.models.base import LayerSpec, passes_of
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.models.bound import BoundModel
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
-from forerun.models.recorded import record
+from forerun.runtime.bind import bind
 
 BLOCK_SIZE = 16  # of the engine's pool, unless told otherwise
 MAX_CHAIN = 64  # nodes of a draft tree
@@ -32,7 +31,8 @@ class Passes:
         for layer in self.cache.layers:
             layer.keys.normal_()
             layer.values.normal_()
-        self.model = record(model, kernels, self.cache.layers)
+        self.model = model
+        self.runner = bind(passes_of(model), kernels, self.cache.layers)
         self._vocab_size = model.vocab_size
         self._windows = [layer.attention.shape.window for layer in model.parts.layers]
         self._mlps = [layer.mlp for layer in model.parts.layers]
@@ -41,7 +41,7 @@ class Passes:
     @property
     def recorded(self) -> bool:
         """Whether passes of few rows run without Python in between."""
-        return isinstance(self.model, BoundModel)
+        return self.runner.replays
 
     def chain(self, context: int, tokens: int) -> ForwardBatch:
         """A draft chain of `tokens` nodes, root included, after `context` known tokens; logits for all."""
@@ -55,7 +55,7 @@ class Passes:
 
     def run(self, batch: ForwardBatch) -> None:
         """Compute it."""
-        self.model.forward(batch, self.cache.layers)
+        self.runner.run(batch)
         synchronize(self.cache.device)
 
     def bytes_read(self, context: int, tokens: int) -> int:

@@ -18,9 +18,10 @@ from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, Observed
 from forerun.drafters.drawing import TreeDrawer, tree_rows
 from forerun.kernels.ops import Kernels, LayerKV
-from forerun.models.base import CommittedPath, Model
+from forerun.models.base import CommittedPath, Model, passes_of, with_own_state
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.models.recorded import record
+from forerun.runtime.bind import bind
+from forerun.runtime.runner import Runner
 from forerun.speculation.growth import Draft, TreeGrower
 from forerun.speculation.tree import ROOT
 
@@ -67,18 +68,17 @@ class DraftModelDrafter:
         self.kv_specs = model.kv_specs
         self.max_nodes = max_draft_tokens + 1
         self.weight_bytes = model.weight_bytes
-        self._model = model
+        self._model = with_own_state(model)
         self._drawer = TreeDrawer(grower, block_size, width, self.name)
         self._kernels = kernels
         self._block_size = block_size
         self._max_rows = max_rows
-        self._kvs: Sequence[LayerKV] = ()
+        self._runner: Runner | None = None  # once attached
         self._progress: dict[str, _Progress] = {}
 
     def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
-        """Where the pool keeps this drafter's layers; the model's forward is recorded for them."""
-        self._kvs = own
-        self._model = record(self._model, self._kernels, own)
+        """Where the pool keeps this drafter's layers."""
+        self._runner = bind(passes_of(self._model), self._kernels, own)
 
     def begin(self, request: Request) -> None:
         """Nothing is computed yet; the model catches up when it first drafts."""
@@ -116,8 +116,9 @@ class DraftModelDrafter:
         active = [draft for draft in drafts if self._can_draft(draft)]
         if not active:
             return
-        self._catch_up(active)
-        computed = self._drawer.draw(self._model, self._kvs, active, self._roots)
+        assert self._runner is not None
+        self._catch_up(self._runner, active)
+        computed = self._drawer.draw(self._runner, active, self._roots)
         for draft, nodes in zip(active, computed, strict=True):
             self._progress[draft.request.request_id].nodes = nodes
 
@@ -125,14 +126,14 @@ class DraftModelDrafter:
         self._progress.setdefault(draft.request.request_id, _Progress()).nodes.clear()
         return draft.num_free > 0 and draft.request.root_position + draft.max_nodes <= self._model.max_position
 
-    def _catch_up(self, drafts: Sequence[Draft]) -> None:
+    def _catch_up(self, runner: Runner, drafts: Sequence[Draft]) -> None:
         """Compute known tokens in chunks until the rest fits into one pass with the root."""
         for draft in drafts:
             progress = self._progress[draft.request.request_id]
             while draft.request.root_position - progress.num_computed >= self._max_rows:
                 end = progress.num_computed + self._max_rows
                 rows = tree_rows(draft, progress.num_computed, end, ())
-                self._model.forward(ForwardBatch.build([rows], self._block_size), self._kvs)
+                runner.run(ForwardBatch.build([rows], self._block_size))
                 draft.num_caught_up += end - progress.num_computed
                 progress.num_computed = end
 

@@ -1,7 +1,7 @@
-"""Trees drawn with a causal model whose KV lies in the pool: chains in one native call, all else level by level.
+"""Trees drawn by a network whose passes a runner executes: whole in one call where that goes, else level by level.
 
-Knows: how a model's logits become nodes. Does not know: whose model it is, or how its KV follows the requests; the
-drafter says which rows a level takes.
+Knows: how logits become nodes. Does not know: whose network it is, or how its KV follows the requests; the drafter says
+which rows a level takes.
 
 Source: best-first growth by cumulative draft probability as in EAGLE-2, arXiv 2406.16858.
 """
@@ -10,73 +10,79 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from forerun.drafters.growing import LEAST_TREE, Grove, adopt_chains, wants_chances
 from forerun.drafters.grown import hand_over, wants_enqueued
-from forerun.kernels.ops import LayerKV
-from forerun.models.base import Model
+from forerun.kernels.device import to_device
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.models.bound import BoundModel
+from forerun.runtime.runner import Runner
 from forerun.speculation.growth import Draft, TreeGrower
 
 Roots = Callable[[Draft], SequenceRows]  # known tokens that are to be computed, then the root
+Features = Callable[[Sequence[Draft]], Tensor | None]  # what these rows are fed beside tokens
 
 
 class TreeDrawer:
     """Draws trees of `width` children a node (1: a chain)."""
 
-    def __init__(self, grower: TreeGrower, block_size: int, width: int, source: str) -> None:
+    def __init__(self, grower: TreeGrower, block_size: int, width: int, source: str, shift: int = 0) -> None:
+        """`shift`: added to the positions of all rows."""
         self._grower = grower
         self._block_size = block_size
         self._width = width
         self._source = source
+        self._shift = shift
 
-    def draw(self, model: Model, kvs: Sequence[LayerKV], drafts: Sequence[Draft], roots: Roots) -> list[set[int]]:
-        """Grow all drafts with `model` over `kvs` -> of each, the nodes whose KV lies in the row of their number."""
-        rows = [roots(draft) for draft in drafts]
-        gains = wants_enqueued(self._grower, drafts, self._width)
-        if gains and isinstance(model, BoundModel) and model.enqueues_drafts:
-            return self._enqueue(model, drafts, rows)
-        if not self._draw_chains(model, drafts, rows):
-            return self._draw_levels(model, kvs, drafts, rows)
-        # the last token of the longest possible chain has not been through the model
+    def draw(
+        self, runner: Runner, drafts: Sequence[Draft], roots: Roots, features: Features = lambda _: None
+    ) -> list[set[int]]:
+        """Grow all drafts -> of each, the nodes whose KV lies in the row of their number."""
+        largest_first = sorted(drafts, key=lambda draft: -draft.num_free)
+        batch, fed = self._batch([roots(draft) for draft in largest_first]), features(largest_first)
+        width = self._width if largest_first[0].num_free >= LEAST_TREE else 1
+        computed = self._draw_at_once(runner, largest_first, batch, fed, width)
+        if computed is None:
+            of_levels = self._width if fed is None else width  # a head's small trees are chains here, too
+            computed = self._draw_levels(runner, largest_first, batch, fed, of_levels)
+        by_draft = {id(draft): nodes for draft, nodes in zip(largest_first, computed, strict=True)}
+        return [by_draft[id(draft)] for draft in drafts]
+
+    def _draw_at_once(
+        self, runner: Runner, drafts: Sequence[Draft], batch: ForwardBatch, features: Tensor | None, width: int
+    ) -> list[set[int]] | None:
+        """All levels in one call; None, and nothing done, where that does not go."""
+        noise = self._grower.chain_noise(drafts)
+        if noise is None:
+            return None
+        if wants_enqueued(self._grower, drafts, width):
+            enqueued = runner.enqueue(batch, features, noise, width)
+            if enqueued is not None:
+                return hand_over(drafts, enqueued, self._source)
+        judged, keep_logits = wants_chances(self._grower, drafts), self._grower.must_keep_logits(drafts)
+        drawn = runner.draw_chains(batch, features, noise, keep_logits, judged) if width == 1 else None
+        if drawn is None:
+            return None
+        adopt_chains(self._grower, drafts, *drawn, self._source)
+        # the last token of the longest possible chain has not been through the network
         return [set(range(min(len(draft.tree), draft.max_nodes - 1))) for draft in drafts]
 
-    def _draw_chains(self, model: Model, drafts: Sequence[Draft], rows: Sequence[SequenceRows]) -> bool:
-        """Chains in one call of a model bound to its pool; False, and nothing done, where that does not go."""
-        num_rows = sum(len(of_one.span) + 1 for of_one in rows)
-        is_tree = self._width > 1 and any(draft.num_free >= LEAST_TREE for draft in drafts)
-        if is_tree or not isinstance(model, BoundModel) or num_rows > model.max_chain_rows:
-            return False
-        order = sorted(range(len(drafts)), key=lambda index: -drafts[index].num_free)
-        longest_first = [drafts[index] for index in order]
-        noise = self._grower.chain_noise(longest_first)
-        if noise is None:
-            return False
-        batch = ForwardBatch.build([rows[index] for index in order], self._block_size)
-        judged = wants_chances(self._grower, drafts)
-        drawn = model.draft_chains(batch, noise, self._grower.must_keep_logits(drafts), judged)
-        adopt_chains(self._grower, longest_first, *drawn, self._source)
-        return True
-
-    def _enqueue(self, model: BoundModel, drafts: Sequence[Draft], rows: Sequence[SequenceRows]) -> list[set[int]]:
-        """All levels in one go of a model whose passes are enqueued."""
-        order = sorted(range(len(drafts)), key=lambda index: -drafts[index].num_free)
-        largest_first = [drafts[index] for index in order]
-        noise = self._grower.chain_noise(largest_first)
-        assert noise is not None, "whoever can rank has plain parameters"
-        batch = ForwardBatch.build([rows[index] for index in order], self._block_size)
-        computed = hand_over(largest_first, model.enqueue_drafts(batch, noise, self._width), self._source)
-        return [computed[order.index(index)] for index in range(len(drafts))]
-
     def _draw_levels(
-        self, model: Model, kvs: Sequence[LayerKV], drafts: Sequence[Draft], rows: list[SequenceRows]
+        self, runner: Runner, drafts: Sequence[Draft], batch: ForwardBatch, features: Tensor | None, width: int
     ) -> list[set[int]]:
-        """Each level drawn and shaped in Python."""
-        grove = Grove(self._grower, drafts, self._width, self._source)
-        while rows:
-            grove.grow(model.forward(ForwardBatch.build(rows, self._block_size), kvs).logits)
-            rows = grove.rows()
-        return grove.finish()
+        """One pass a level, which is drawn and shaped in Python."""
+        grove = Grove(self._grower, drafts, width, self._source)
+        out = runner.run(batch, features)
+        while True:
+            parents, rows = grove.grow(out.logits), grove.rows()
+            if not rows:
+                return grove.finish()
+            made = out.features
+            fed = None if made is None else made.index_select(0, to_device(parents, made.device))
+            out = runner.run_below(self._batch(rows), fed)
+
+    def _batch(self, rows: Sequence[SequenceRows]) -> ForwardBatch:
+        return ForwardBatch.build(rows, self._block_size, self._shift)
 
 
 def tree_rows(draft: Draft, start: int, end: int, nodes: Sequence[int]) -> SequenceRows:

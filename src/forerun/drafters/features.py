@@ -25,16 +25,13 @@ from torch import Tensor
 
 from forerun.core import Request
 from forerun.drafters.base import DrafterContext, Observed
-from forerun.drafters.drawing import tree_rows
+from forerun.drafters.drawing import TreeDrawer, tree_rows
 from forerun.drafters.following import Follow, Piece, Thrift
-from forerun.drafters.growing import LEAST_TREE, Grove, adopt_chains, wants_chances
-from forerun.drafters.grown import hand_over, wants_enqueued
-from forerun.kernels.device import to_device
 from forerun.kernels.ops import LayerKV
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.models.heads.bound import POSITION_SHIFT, BoundHead
-from forerun.models.heads.head import DraftHead
-from forerun.models.heads.recorded import record_head
+from forerun.models.heads.head import POSITION_SHIFT, DraftHead
+from forerun.runtime.bind import bind
+from forerun.runtime.runner import Runner
 from forerun.speculation.growth import Draft
 from forerun.speculation.tree import ROOT
 
@@ -51,25 +48,26 @@ class FeatureDrafter:
         self.hidden_layers = head.hidden_layers
         self.kv_specs = head.kv_specs
         self.weight_bytes = head.weight_bytes
-        self._head: DraftHead | BoundHead = head
-        self._sees_slot_zero = head.sees_slot_zero
+        self._head = head
+        self._runner: Runner | None = None  # once attached
         self._kernels = context.kernels
-        self._grower = context.grower
+        self._drawer = TreeDrawer(context.grower, context.block_size, context.width, name, POSITION_SHIFT)
         self._block_size = context.block_size
-        self._width = context.width
         self._max_rows = context.max_rows
         self._max_position = context.model.max_position
-        self._kvs: Sequence[LayerKV] = ()
         self._follows: dict[str, Follow] = {}
         self._left: set[str] = set()  # requests that are not followed
         self._thrift = Thrift() if options.adaptive else None
         self._was_wanted = False
 
     def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
-        """Where the pool keeps the head's layers; its passes are recorded for them."""
-        assert isinstance(self._head, DraftHead), "attached once"
-        self._kvs = own
-        self._head = record_head(self._head, self._kernels, own)
+        """Where the pool keeps the head's layers."""
+        self._runner = bind(self._head.passes, self._kernels, own)
+
+    @property
+    def _bound(self) -> Runner:
+        assert self._runner is not None, "not attached"
+        return self._runner
 
     # -- what becomes known --------------------------------------------------------------------------------------
 
@@ -100,7 +98,7 @@ class FeatureDrafter:
     @property
     def _first_row(self) -> int:
         """The first position that has a row."""
-        return 0 if self._sees_slot_zero else 1
+        return 0 if self._head.sees_slot_zero else 1
 
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
         """Keep the states of what became known; compute rows that complete a block, or have become many."""
@@ -167,60 +165,22 @@ class FeatureDrafter:
 
     def _compute(self, spans: Sequence[tuple[Request, int, int]]) -> None:
         states = torch.cat([self._follows[request.request_id].take(start, end) for request, start, end in spans])
-        self._head.read(self._batch([_span(request, start, end) for request, start, end in spans]), states, self._kvs)
+        rows = [_span(request, start, end) for request, start, end in spans]
+        self._bound.run(ForwardBatch.build(rows, self._block_size, POSITION_SHIFT), states)
         for request, _, end in spans:
             self._follows[request.request_id].advance(end)
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
     def propose(self, drafts: Sequence[Draft]) -> None:
-        """Draft for all requests together: chains in one native call where that goes, all else level by level."""
+        """Draft for all requests together."""
         self._was_wanted = True
         active = [draft for draft in drafts if self._can_draft(draft)]
         for draft in active:
             self._follows[draft.request.request_id].num_idle = 0
         if active:
             self._read_long_lags(active)
-            is_small = all(draft.num_free < LEAST_TREE for draft in active)
-            width = 1 if is_small else self._width
-            if not (self._enqueue(active, width) or (width == 1 and self._draw_chains(active))):
-                self._draw_levels(active, width)
-
-    def _draw_chains(self, drafts: Sequence[Draft]) -> bool:
-        """Chains in one call of a head bound to its pool; False, and nothing done, where that does not go."""
-        head = self._head
-        if not isinstance(head, BoundHead):
-            return False
-        longest_first = sorted(drafts, key=lambda draft: -draft.num_free)
-        noise = self._grower.chain_noise(longest_first)
-        batch = None if noise is None else self._batch(self._root_rows(longest_first))
-        if noise is None or batch is None or not head.can_draft_chains(batch):
-            return False
-        judged, keep_logits = wants_chances(self._grower, drafts), self._grower.must_keep_logits(drafts)
-        drawn = head.draft_chains(batch, self._take_states(longest_first), noise, keep_logits, judged)
-        adopt_chains(self._grower, longest_first, *drawn, self.name)
-        return True
-
-    def _enqueue(self, drafts: Sequence[Draft], width: int) -> bool:
-        """All levels in one go of a head whose passes are enqueued; False, and nothing done, where that does not go."""
-        head, largest_first = self._head, sorted(drafts, key=lambda draft: -draft.num_free)
-        if not (isinstance(head, BoundHead) and head.enqueues_drafts and wants_enqueued(self._grower, drafts, width)):
-            return False
-        noise = self._grower.chain_noise(largest_first)
-        assert noise is not None, "whoever can rank has plain parameters"
-        batch = self._batch(self._root_rows(largest_first))
-        hand_over(largest_first, head.enqueue_drafts(batch, self._take_states(largest_first), noise, width), self.name)
-        return True
-
-    def _draw_levels(self, drafts: Sequence[Draft], width: int) -> None:
-        """One pass of the head a level, which is drawn and shaped in Python."""
-        grove = Grove(self._grower, drafts, width, self.name)
-        out = self._head.read(self._batch(self._root_rows(drafts)), self._take_states(drafts), self._kvs)
-        while out is not None:
-            parents, rows = grove.grow(out.logits), grove.rows()
-            features = out.features.index_select(0, to_device(parents, out.features.device))
-            out = self._head.forward(self._batch(rows), features, self._kvs) if rows else None
-        grove.finish()
+            self._drawer.draw(self._bound, active, self._root_rows, self._take_states)
 
     def _can_draft(self, draft: Draft) -> bool:
         """There is room, and the state of the token before the root is known: not in a request's very first step."""
@@ -240,9 +200,9 @@ class FeatureDrafter:
             requests = [draft.request for draft in drafts]
             self._catch_up({request.request_id: request.root_position for request in requests}, requests)
 
-    def _root_rows(self, drafts: Sequence[Draft]) -> list[SequenceRows]:
-        """Known tokens not computed yet, then the roots."""
-        return [tree_rows(draft, self._start(draft), draft.request.root_position, (ROOT,)) for draft in drafts]
+    def _root_rows(self, draft: Draft) -> SequenceRows:
+        """Known tokens not computed yet, then the root."""
+        return tree_rows(draft, self._start(draft), draft.request.root_position, (ROOT,))
 
     def _take_states(self, drafts: Sequence[Draft]) -> Tensor:
         """What the target said of these rows, which count as computed from here on -> [M, W]."""
@@ -256,12 +216,6 @@ class FeatureDrafter:
     def _start(self, draft: Draft) -> int:
         """The first row to compute; the root's is computed again where others had it."""
         return min(self._follows[draft.request.request_id].num_ready, draft.request.root_position)
-
-    def _batch(self, rows: Sequence[SequenceRows]) -> ForwardBatch:
-        """Rows that stand at the position before their own."""
-        batch = ForwardBatch.build(rows, self._block_size)
-        batch.positions.add_(POSITION_SHIFT).clamp_(min=0)
-        return batch
 
 
 def _rows_of(seen: Observed) -> Sequence[int]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from forerun.kernels.device import to_host
-from forerun.models.drafted import EnqueuedDrafts, GrownTrees
+from forerun.runtime.drawn import EnqueuedDrafts, GrownTrees
 from forerun.speculation.growth import Draft, TreeGrower
 from forerun.speculation.late import LateDrafts
 from forerun.speculation.tree import ROOT

@@ -21,12 +21,13 @@ from forerun.drafters.base import Drafter, DrafterContext, Stateless
 from forerun.drafters.drawing import TreeDrawer, tree_rows
 from forerun.errors import UnsupportedError
 from forerun.kernels.ops import Kernels, LayerKV
-from forerun.models.base import Model
+from forerun.models.base import passes_of
 from forerun.models.batch import SequenceRows
 from forerun.models.decoder import Decoder
 from forerun.models.layer_search import Sample, find_layers
-from forerun.models.recorded import record
 from forerun.models.subset import subset_decoder
+from forerun.runtime.bind import bind
+from forerun.runtime.runner import Runner
 from forerun.speculation.growth import Draft
 from forerun.speculation.tree import ROOT
 
@@ -67,8 +68,8 @@ class LayerSkipDrafter(Stateless):
         self._drawer = drawer
         self._block_size = block_size
         self._target_kvs: Sequence[LayerKV] = ()
-        self._kvs: Sequence[LayerKV] = ()
-        self._model: Model = subset_decoder(model, self.layers)
+        self._part = subset_decoder(model, self.layers)
+        self._runner: Runner | None = None  # once attached
 
     def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
         """Draft into the target's own layers."""
@@ -76,9 +77,8 @@ class LayerSkipDrafter(Stateless):
         self._use(self.layers)
 
     def _use(self, layers: tuple[int, ...]) -> None:
-        self.layers = layers
-        self._kvs = [self._target_kvs[index] for index in layers]
-        self._model = record(subset_decoder(self._target, layers), self._kernels, self._kvs)
+        self.layers, self._part = layers, subset_decoder(self._target, layers)
+        self._runner = bind(passes_of(self._part), self._kernels, [self._target_kvs[index] for index in layers])
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Grow all trees with the layers in use, after a look for better ones where that is due."""
@@ -87,7 +87,8 @@ class LayerSkipDrafter(Stateless):
             return
         if self._searching:
             self._search(ready)
-        self._drawer.draw(self._model, self._kvs, ready, _root)
+        assert self._runner is not None
+        self._drawer.draw(self._runner, ready, _root)
 
     def _can_draft(self, draft: Draft) -> bool:
         """There is room, and the target has computed all that is known before the root."""

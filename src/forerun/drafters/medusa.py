@@ -21,9 +21,11 @@ from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, Observed, Stateless
 from forerun.drafters.grown import hand_over, wants_enqueued
 from forerun.errors import UnsupportedError
-from forerun.kernels.ops import LayerKV
+from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.decoder import Decoder
 from forerun.models.medusa_heads import MedusaHeads, load_medusa
+from forerun.runtime.bind import bind_rows
+from forerun.runtime.rows import RowRunner
 from forerun.speculation.growth import Draft, TreeGrower
 from forerun.speculation.products import grow_products
 
@@ -40,7 +42,9 @@ def build(context: DrafterContext) -> Drafter:
     heads = load_medusa(options.model, model, context.kernels, options.head_weights)
     state_layer = len(model.parts.layers) + 1
     owned = sum(linear.nbytes for linear in heads.linears if linear is not model.parts.lm_head)
-    return MedusaDrafter(heads, context.grower, state_layer, options.max_draft_tokens, options.width, owned)
+    return MedusaDrafter(
+        heads, context.kernels, context.grower, state_layer, options.max_draft_tokens, options.width, owned
+    )
 
 
 class _State(NamedTuple):
@@ -61,21 +65,23 @@ class MedusaDrafter(Stateless):
     name = "medusa"
 
     def __init__(
-        self, heads: MedusaHeads, grower: TreeGrower, state_layer: int, max_draft_tokens: int, width: int,
-        weight_bytes: int,
+        self, heads: MedusaHeads, kernels: Kernels, grower: TreeGrower, state_layer: int, max_draft_tokens: int,
+        width: int, weight_bytes: int,
     ) -> None:  # fmt: skip
         """`state_layer`: the index of the states after the target's final norm."""
         self.hidden_layers = (state_layer,)
         self.max_nodes = 1 + (max_draft_tokens if width > 1 else min(max_draft_tokens, heads.num_heads))
         self.weight_bytes = weight_bytes
         self._heads = heads
+        self._kernels = kernels
+        self._runner: RowRunner | None = None  # once attached
         self._grower = grower
         self._width = width
         self._states: dict[str, _State] = {}
 
     def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
-        """Nothing of it is in the pool; now that the engine stands, its passes are recorded."""
-        self._heads.record()
+        """Nothing of it is in the pool."""
+        self._runner = bind_rows(self._heads.passes, self._kernels)
 
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
         """Keep the state of each request's last known row, which the token after it was chosen from."""
@@ -97,20 +103,27 @@ class MedusaDrafter(Stateless):
         ready = [draft for draft in drafts if draft.num_free > 0 and self._knows(draft.request)]
         if not ready:
             return
-        if self._heads.enqueues_drafts and wants_enqueued(self._grower, ready, self._width):
-            self._enqueue(ready)
-        else:
+        if not self._enqueue(ready):
             depths = min(self._heads.num_heads, max(draft.num_free for draft in ready))
-            logits = self._heads(self._states_of(ready), depths)  # [num_drafts, depths, V]
+            logits = self._bound.run(self._states_of(ready), depths)  # [num_drafts, depths, V]
             grow_products(self._grower, ready, logits, self._width, self.name)
 
-    def _enqueue(self, drafts: Sequence[Draft]) -> None:
-        """Heads, draws and trees in one go; nothing is read before the step does."""
+    @property
+    def _bound(self) -> RowRunner:
+        assert self._runner is not None, "not attached"
+        return self._runner
+
+    def _enqueue(self, drafts: Sequence[Draft]) -> bool:
+        """Heads, draws and trees in one go, nothing read before the step does; False where that does not go."""
+        if not wants_enqueued(self._grower, drafts, self._width):
+            return False
         largest_first = sorted(drafts, key=lambda draft: -draft.num_free)
         noise = self._grower.chain_noise(largest_first)
         assert noise is not None, "whoever can rank has plain parameters"
-        drawn = self._heads.enqueue_drafts(self._states_of(largest_first), noise, self._width)
-        hand_over(largest_first, drawn, self.name)
+        drawn = self._bound.enqueue(self._states_of(largest_first), noise, self._width)
+        if drawn is not None:
+            hand_over(largest_first, drawn, self.name)
+        return drawn is not None
 
     def _states_of(self, drafts: Sequence[Draft]) -> Tensor:
         """[num_drafts, H]."""

@@ -25,8 +25,9 @@ from forerun.engine.timings import Timings
 from forerun.errors import DeadlineError, LogitsError, QueueFullError
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import LayerKV
-from forerun.models.base import CommittedPath, ForwardOutput, Model
+from forerun.models.base import CommittedPath, Model, PassOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.runtime.runner import Runner
 from forerun.speculation.growth import Draft
 from forerun.speculation.late import LateDrafts, late_of
 from forerun.speculation.tree import DraftTree
@@ -81,6 +82,7 @@ class Engine:
     """Runs requests to their end, many at once. Not thread-safe: one thread steps it."""
 
     model: Model
+    runner: Runner  # of the model's passes, which give the states the drafter wants
     drafter: Drafter
     verifier: Verifier
     policy: Policy
@@ -239,12 +241,12 @@ class Engine:
 
     def _decide(
         self, work: Sequence[_Work], batch: ForwardBatch
-    ) -> tuple[ForwardOutput, list[Choice | LogitsError | None], float, float]:
+    ) -> tuple[PassOutput, list[Choice | LogitsError | None], float, float]:
         """The pass, what is chosen from it, and the seconds of both.
 
         A card is waited for once, for the choices, so that choosing counts as a part of the pass there.
         """
-        out = self.model.forward(batch, self._kvs, self.drafter.hidden_layers)
+        out = self.runner.run(batch)
         if self.meanwhile is not None:
             self.meanwhile()
         if self.kv_cache.device.type == "cpu":
@@ -255,7 +257,7 @@ class Engine:
             synchronize(self.kv_cache.device)
         return out, choices, self.timings.lap("forward_s"), 0.0
 
-    def _verify(self, work: Sequence[_Work], out: ForwardOutput) -> list[Choice | LogitsError | None]:
+    def _verify(self, work: Sequence[_Work], out: PassOutput) -> list[Choice | LogitsError | None]:
         """One choice or error for every request that reached its root, None for the others."""
         late, deciding = _late_of(work), [(e.draft, e.root_logit) for e in work if e.draft is not None]
         if late is not None:
@@ -266,7 +268,7 @@ class Engine:
         return [next(decided) if entry.tree is not None else None for entry in work]
 
     def _commit(
-        self, work: Sequence[_Work], choices: Sequence[Choice | LogitsError | None], out: ForwardOutput
+        self, work: Sequence[_Work], choices: Sequence[Choice | LogitsError | None], out: PassOutput
     ) -> list[Observed]:
         """Make what was decided known: tokens, KV rows, figures."""
         observed, moves, paths = [], [], []
@@ -314,13 +316,13 @@ class Engine:
             self.policy.learn_parts(entry.draft, tokens)
         return nodes, tuple(tokens[:num_taken])
 
-    def _show_logits(self, batch: ForwardBatch, out: ForwardOutput) -> None:
+    def _show_logits(self, batch: ForwardBatch, out: PassOutput) -> None:
         """Let a drafter that learns from the target's logits see them; nothing is computed where none does."""
         reader = logits_reader(self.drafter)
         if reader is not None and out.logits.shape[0]:
             reader.observe_logits(batch.token_ids[batch.logit_rows], out.logits)
 
-    def _publish(self, observed: Sequence[Observed], out: ForwardOutput) -> None:
+    def _publish(self, observed: Sequence[Observed], out: PassOutput) -> None:
         """Offer full blocks of committed rows to other requests, with what drafters need to go on from them."""
         if self.scheduler.prefix_cache is None:
             return
@@ -330,7 +332,7 @@ class Engine:
             if seen.request.error is None:
                 self.scheduler.publish(seen.request, self.drafter.num_ready(seen.request))
 
-    def _keep_boundaries(self, seen: Observed, out: ForwardOutput) -> None:
+    def _keep_boundaries(self, seen: Observed, out: PassOutput) -> None:
         first_node = seen.first_row + seen.num_span
         rows = [*range(seen.first_row, first_node), *(first_node + node for node in seen.nodes)]
         first = seen.request.num_computed - len(rows)

@@ -6,14 +6,13 @@ The pool must be empty; what is left in it afterwards belongs to nobody.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from time import perf_counter
 
 from forerun.cache.kv_cache import KVCache
 from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Drafter, Observed
-from forerun.models.base import Model
 from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.runtime.runner import Runner
 from forerun.speculation.growth import Draft
 
 _NUM_KNOWN = 8  # tokens of the text
@@ -22,12 +21,10 @@ _TIMINGS = 3  # calls of which the quickest counts, after one that does not
 _BUDGET_S = 0.2  # after which no further size is tried
 
 
-def measure_draft_costs(
-    drafter: Drafter, model: Model, hidden_layers: Sequence[int], kv_cache: KVCache
-) -> dict[int, float]:
+def measure_draft_costs(drafter: Drafter, runner: Runner, kv_cache: KVCache) -> dict[int, float]:
     """Seconds a call takes by the number of drafts it gives; {} for a drafter without weights of its own.
 
-    `hidden_layers`: what the model was recorded to give, among them the drafter's.
+    `runner` executes the target, and gives the states the drafter wants.
     """
     needed = kv_cache.num_blocks_for(_NUM_KNOWN + drafter.max_nodes)
     if drafter.weight_bytes == 0 or needed > kv_cache.num_blocks or drafter.max_nodes <= 1:
@@ -37,21 +34,18 @@ def measure_draft_costs(
     drafter.begin(request)
     drafter.resume(request, (), None)
     try:
-        _show_text(drafter, request, model, hidden_layers, kv_cache)
+        _show_text(drafter, request, runner, kv_cache)
         return _time_calls(drafter, request)
     finally:
         drafter.end(request.request_id)
-        model.release(request.request_id)
 
 
-def _show_text(
-    drafter: Drafter, request: Request, model: Model, hidden_layers: Sequence[int], kv_cache: KVCache
-) -> None:
+def _show_text(drafter: Drafter, request: Request, runner: Runner, kv_cache: KVCache) -> None:
     """The target reads all but the last token."""
     num_read = request.root_position
     rows = SequenceRows(request.request_id, request.block_ids, 0, request.token_ids[:num_read], num_read)
     batch = ForwardBatch.build([rows], kv_cache.block_size)
-    out = model.forward(batch, kv_cache.layers[: len(model.kv_specs)], hidden_layers)
+    out = runner.run(batch)
     request.num_computed = num_read
     drafter.observe([Observed(request, 0, num_read, (), ())], out.hidden)
 

@@ -5,8 +5,8 @@ Knows: the forward's inputs and outputs and who keeps the state. Does not know: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -34,11 +34,30 @@ class LayerSpec(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardOutput:
+class PassOutput:
     """What a forward pass gives back."""
 
-    logits: Tensor  # [R, vocab_size] float32, one row per batch.logit_rows entry
-    hidden: dict[int, Tensor]  # layer index -> [M, hidden_size] float32, for the layers asked for
+    logits: Tensor  # [R, vocab_size] float32, one row per batch.logit_rows entry; -inf for tokens a head does not know
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # layer index -> [M, hidden_size] float32, if asked for
+    features: Tensor | None = None  # [R, fed_size] float32: what the rows below are fed, of a head
+
+
+# rows, and their features [M, width] if the pass reads any beside the tokens
+Pass = Callable[[ForwardBatch, Tensor | None, Sequence[LayerKV]], PassOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What a network computes: the pass over known tokens and roots, and that over a level of drafts below them."""
+
+    first: Pass
+    below: Pass  # `first` itself where both read tokens alone
+    vocab_size: int
+    feature_size: int = 0  # columns that `first` reads beside tokens; 0: none
+    fed_size: int = 0  # columns that `below` reads, which are those of `PassOutput.features`
+    shift: int = 0  # added to every row's position
+    hidden_layers: tuple[int, ...] = ()  # whose states `first` gives
+    past_start: Passes | None = None  # the same as a straight line of ops, for batches without rows at position 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +66,16 @@ class CommittedPath:
 
     request_id: str
     nodes: tuple[int, ...]  # accepted tree nodes from the root on; () if only a span was computed
+
+
+@dataclass(frozen=True, slots=True)
+class RowPasses:
+    """Heads beside the output layer: what they say of every depth of drafts depends on one state of the target's."""
+
+    run: Callable[[Tensor, int], Tensor]  # states [R, feature_size], depths -> [R * depths, V], a state's side by side
+    num_depths: int  # most
+    vocab_size: int
+    feature_size: int
 
 
 class Model(Protocol):
@@ -59,7 +88,7 @@ class Model(Protocol):
     weight_bytes: int
     num_parameters: int
 
-    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
+    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> PassOutput:
         """Compute every row of `batch`, writing its KV into `kvs` (one LayerKV per entry of kv_specs).
 
         hidden_layers names the states wanted for all rows: index 0 is the embedding, i the output of layer i-1
@@ -79,3 +108,17 @@ class KeepsState(Protocol):
 
     def with_own_state(self) -> Model:
         """The same weights, and a state that knows no request yet; every engine and every drafter takes one."""
+
+
+def passes_of(model: Model, hidden_layers: Sequence[int] = ()) -> Passes:
+    """Those of a model, which reads tokens alone: all levels of drafts are one and the same pass."""
+
+    def run(batch: ForwardBatch, _: Tensor | None, kvs: Sequence[LayerKV]) -> PassOutput:
+        return model.forward(batch, kvs, hidden_layers)
+
+    return Passes(run, run, model.vocab_size, hidden_layers=tuple(hidden_layers))
+
+
+def with_own_state(model: Model) -> Model:
+    """The model for one engine or drafter alone."""
+    return model.with_own_state() if isinstance(model, KeepsState) else model

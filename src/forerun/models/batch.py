@@ -96,12 +96,15 @@ class ForwardBatch:
             self.rows.tree_masks.index_copy_(0, late.rows, late.tree_masks)
 
     @staticmethod
-    def build(sequences: Sequence[SequenceRows], block_size: int) -> ForwardBatch:
-        """Lay the sequences out one after the other, each span before its tree."""
+    def build(sequences: Sequence[SequenceRows], block_size: int, shift: int = 0) -> ForwardBatch:
+        """Lay the sequences out one after the other, each span before its tree; `shift` is added to positions."""
         builder = _Columns(block_size)
         for index, sequence in enumerate(sequences):
             builder.add(index, sequence)
-        return builder.finish(tuple(sequences))
+        batch = builder.finish(tuple(sequences))
+        if shift:
+            batch.positions.add_(shift).clamp_(min=0)
+        return batch
 
 
 class _Columns:

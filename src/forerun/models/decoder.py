@@ -22,7 +22,7 @@ from forerun.layers.embedding import Embedding
 from forerun.layers.linear import Linear, Matrix
 from forerun.layers.mla import LatentAttention
 from forerun.layers.norm import RMSNorm
-from forerun.models.base import CommittedPath, ForwardOutput, LayerSpec
+from forerun.models.base import CommittedPath, LayerSpec, PassOutput
 from forerun.models.batch import ForwardBatch
 
 
@@ -81,7 +81,7 @@ class Decoder:
         self.num_parameters = _count_parameters(parts)
 
     @torch.no_grad()
-    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
+    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> PassOutput:
         """See `models.base.Model`."""
         assert len(kvs) == len(self.parts.layers), (len(kvs), len(self.parts.layers))
         batch, hidden = batch.on(self.device), dict[int, Tensor]()
@@ -93,7 +93,7 @@ class Decoder:
             x = self._norm_before(index + 1).add(x, residual)
         _keep(hidden, hidden_layers, len(self.parts.layers), residual)
         _keep(hidden, hidden_layers, len(self.parts.layers) + 1, x)
-        return ForwardOutput(self._logits(x, batch), hidden)
+        return PassOutput(self._logits(x, batch), hidden)
 
     def commit(self, paths: Sequence[CommittedPath]) -> None:
         """All state is in the pool: nothing to do."""

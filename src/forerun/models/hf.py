@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forerun.errors import UnsupportedError
 from forerun.kernels.ops import LayerKV
-from forerun.models.base import CommittedPath, ForwardOutput, LayerSpec
+from forerun.models.base import CommittedPath, LayerSpec, PassOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state")
@@ -82,7 +82,7 @@ class HFModel:
         return other
 
     @torch.no_grad()
-    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> ForwardOutput:
+    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> PassOutput:
         """See `models.base.Model`. hidden_layers: all but the last layer's output, which transformers normalises."""
         if any(layer >= self.num_layers for layer in hidden_layers):
             raise UnsupportedError(
@@ -92,7 +92,7 @@ class HFModel:
         rows = [row for sequence in batch.sequences for row in self._sequence(sequence, bool(hidden_layers))]
         hidden = {layer: torch.stack([row.hidden[layer] for row in rows]) for layer in hidden_layers}  # [M, H]
         wanted = [rows[index].logits for index in batch.logit_rows.tolist()]
-        return ForwardOutput(
+        return PassOutput(
             torch.stack(wanted) if wanted else torch.empty(0, self.vocab_size, device=self.device), hidden
         )
 

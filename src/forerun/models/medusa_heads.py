@@ -10,34 +10,25 @@ Source: Medusa, arXiv 2401.10774, section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from forerun.config import HeadWeights
-from forerun.errors import CheckpointError, KernelError, UnsupportedError
-from forerun.kernels.ops import ChainNoise, Kernels
-from forerun.kernels.select import recording
-from forerun.kernels.triton.graphs import Capture, CudaCapture
+from forerun.errors import CheckpointError, UnsupportedError
+from forerun.kernels.ops import Kernels
 from forerun.layers.linear import Linear
+from forerun.models.base import RowPasses
 from forerun.models.build import aligned
-from forerun.models.captured import CapturedRows
 from forerun.models.decoder import Decoder
-from forerun.models.drafted import EnqueuedDrafts
 from forerun.models.medusa_files import HeadTensors, open_heads
-from forerun.models.medusa_trees import HeadTrees
 from forerun.quant.rounded import Pack, pack_as
 from forerun.weights.resolve import resolve_model
 
-if TYPE_CHECKING:
-    from forerun.kernels.cpu.program import Program
-
-_MAX_ROWS = 64  # states of a recorded pass
 _SAME = 1e-4  # relative difference up to which an output layer counts as the target's own, read once more
 
 
@@ -85,64 +76,19 @@ class MedusaHeads:
         self._outputs = tuple(outputs)
         self._token_ids = token_ids
         self._logit_scale = logit_scale
-        self._recorded: dict[int, Program] = {}  # by number of heads
-        self._captured: dict[int, CapturedRows] = {}  # likewise, on a card
-        self._trees: HeadTrees | None = None  # there
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix the heads use."""
         return (*(linear for layers in self._blocks for linear in layers), *self._outputs)
 
-    @torch.no_grad()
-    def __call__(self, x: Tensor, num_heads: int) -> Tensor:
-        """States x [R, H] -> logits of the first `num_heads` heads [R, num_heads, V] over the target's vocabulary."""
-        recorded = self._recorded.get(num_heads)
-        if num_heads in self._captured:
-            rows = self._captured[num_heads](x)
-        elif recorded is not None and x.shape[0] <= recorded.max_rows:
-            (rows,) = recorded.run_on(x, x.shape[0] * num_heads)
-        else:
-            rows = self._compute(x, num_heads)
-        return rows.view(x.shape[0], num_heads, self.vocab_size)
-
-    def record(self) -> None:
-        """Write passes of every number of heads down, to be replayed without Python; stay as it is where that fails."""
-        if self._kernels.device.type == "cuda":
-            self.capture(CudaCapture(self._kernels.device))
-            return
-        try:
-            programs = {n: _record(self._compute, self._kernels, self._width, n) for n in range(1, self.num_heads + 1)}
-        except KernelError:  # an op the recorder cannot write down
-            return
-        self._recorded = {n: program for n, program in programs.items() if program is not None}
-
-    def capture(self, capture: Capture) -> None:
-        """Capture passes of every number of heads, and trees of what they say, when they are first met."""
-        numbers = range(1, self.num_heads + 1)
-        self._captured = {n: CapturedRows(partial(self._compute, num_heads=n), capture) for n in numbers}
-        self._trees = HeadTrees(self._compute, self._width, self._kernels, capture)
-
     @property
-    def enqueues_drafts(self) -> bool:
-        """Whether trees are drawn in one go, before anybody has read them."""
-        return self._trees is not None
+    def passes(self) -> RowPasses:
+        """What `runtime.bind` executes."""
+        return RowPasses(self.compute, self.num_heads, self.vocab_size, self._blocks[0][0].weight.shape[1])
 
-    @torch.no_grad()
-    def enqueue_drafts(self, x: Tensor, noise: ChainNoise, width: int) -> EnqueuedDrafts:
-        """Trees of up to `width` children a node below states x [R, H], the largest first; where `enqueues_drafts`.
-
-        `noise`: of chains as long as the trees may have nodes.
-        """
-        assert self._trees is not None
-        return self._trees.enqueue(x, self.num_heads, noise, width)
-
-    @property
-    def _width(self) -> int:
-        return self._blocks[0][0].weight.shape[1]
-
-    def _compute(self, x: Tensor, num_heads: int) -> Tensor:
-        """A straight line of ops -> [R * num_heads, V], the rows of a state next to each other."""
+    def compute(self, x: Tensor, num_heads: int) -> Tensor:
+        """States x [R, H] -> logits of the first heads [R * num_heads, V], a state's side by side: a line of ops."""
         states = [self._state(layers, x) for layers in self._blocks[:num_heads]]  # each [R, H]
         logits = self._read_out(states)  # [R * heads, outputs' rows]
         if self._logit_scale != 1.0:
@@ -163,15 +109,6 @@ class MedusaHeads:
         if len(self._outputs) == 1:
             return self._outputs[0](torch.stack(list(states), dim=1).flatten(0, 1))  # [R * heads, V]
         return torch.stack([out(x) for out, x in zip(self._outputs, states, strict=False)], dim=1).flatten(0, 1)
-
-
-def _record(compute: Callable[[Tensor, int], Tensor], kernels: Kernels, width: int, num_heads: int) -> Program | None:
-    """The pass of so many heads over states [M, width]; None if the kernels cannot record."""
-    with recording(kernels, _MAX_ROWS, feature_size=width, logits_a_row=num_heads) as recorder, torch.no_grad():
-        if recorder is None:
-            return None
-        assert recorder.inputs.features is not None
-        return recorder.finish([compute(recorder.inputs.features, num_heads)])
 
 
 def load_medusa(

@@ -6,7 +6,7 @@ Such a tree is a product: every node of a depth has the same candidates, so the 
 paths of ranks with the largest sums of log chances, found one by one with a heap (Medusa, arXiv 2401.10774, section
 2.3.3, has such a tree fixed beforehand; here it is new for every step). A path's prefixes and its siblings of better
 rank have no smaller sums, so they come before it. Of equal sums the shorter path comes first, then the one whose parent
-does, then the better rank: an order that can be found level by level as well (`models.medusa_trees`, on a device).
+does, then the better rank: an order that can be found level by level as well (`runtime.head_trees`, on a device).
 """
 
 from __future__ import annotations

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.test_device_chains import Enqueued
 from tests.support import tiny
+from tests.support.enqueued import Enqueued
 
 from forerun.cache.kv_cache import KVCache
 from forerun.core import Request, SamplingParams
 from forerun.drafters.draft_model import DraftModelDrafter
 from forerun.kernels.triton.graphs import CudaCapture
-from forerun.models.captured import CapturedModel
+from forerun.models.base import passes_of
 from forerun.models.loader import load_model
+from forerun.runtime.bind import bind
+from forerun.runtime.eager import EagerRunner
 from forerun.speculation.growth import Draft, TreeGrower
 
 BLOCK_SIZE, BLOCKS_EACH, NUM = 4, 4, 2
@@ -31,7 +33,7 @@ def requests() -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize(("width", "lengths"), [(1, (1, 2)), (2, (2, 3))])
+@pytest.mark.parametrize(("width", "lengths"), [(1, (1, 2)), (2, (3, 4))])
 def test_enqueued_drafts_are_the_levels(
     kernels: Any, device: torch.device, tmp_path: Path, width: int, lengths: tuple[int, int]
 ) -> None:
@@ -42,7 +44,9 @@ def test_enqueued_drafts_are_the_levels(
         kvs = KVCache(kernels, model.kv_specs, BLOCKS_EACH * NUM, BLOCK_SIZE).layers
         drafter = DraftModelDrafter(model, TreeGrower(kernels, True), kernels, BLOCK_SIZE, 4, width, 64)
         capture: Any = CudaCapture(device) if device.type == "cuda" else Enqueued()
-        drafter._kvs, drafter._model = kvs, CapturedModel(model, kernels, capture, kvs) if enqueues else model
+        drafter._runner = (
+            bind(passes_of(model), kernels, kvs, capture) if enqueues else EagerRunner(passes_of(model), kvs)
+        )
         for request in (known := requests()):
             drafter.begin(request)
         drafts = [Draft(request, length + 1) for request, length in zip(known, lengths, strict=True)]

@@ -11,8 +11,8 @@ Formulas: EAGLE-1 (arXiv 2401.15077), EAGLE-3 (2503.01840), DeepSeek-V3 section 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,10 +23,12 @@ from forerun.layers.embedding import Embedding
 from forerun.layers.linear import Linear
 from forerun.layers.mla import LatentAttention
 from forerun.layers.norm import RMSNorm
-from forerun.models.base import LayerSpec
+from forerun.models.base import LayerSpec, Passes, PassOutput
 from forerun.models.batch import ForwardBatch
 from forerun.models.decoder import FeedForward
 from forerun.models.heads.vocabulary import DraftVocabulary
+
+POSITION_SHIFT = -1  # rows stand at the position of the state they are fed, which is that of the token before
 
 
 class Entrance(Protocol):
@@ -41,13 +43,6 @@ class Fusion(Protocol):
 
     def __call__(self, states: Tensor) -> Tensor:
         """states [M, sum of the widths] -> [M, H]."""
-
-
-class HeadOutput(NamedTuple):
-    """What a pass gives for each of R logit rows."""
-
-    logits: Tensor  # [R, V] float32, over the target's vocabulary; -inf for tokens the head does not know
-    features: Tensor  # [R, H] float32, what a child's row is fed
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +70,7 @@ class Exit:
     vocabulary: DraftVocabulary | None  # None: the output layer's rows are the target's tokens
     feeds_normed: bool  # the next feature is the normed state
 
-    def __call__(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> HeadOutput:
+    def __call__(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> PassOutput:
         """x [M, H] the last addend, residual [M, H] -> the output at the batch's logit rows."""
         state = residual.index_select(0, batch.logit_rows)  # [R, H]
         x = x.index_select(0, batch.logit_rows)
@@ -83,7 +78,7 @@ class Exit:
         logits = self.lm_head(normed)  # [R, draft vocabulary]
         if self.vocabulary is not None:
             logits = self.vocabulary.widen(logits)
-        return HeadOutput(logits, normed if self.feeds_normed else state)
+        return PassOutput(logits, features=normed if self.feeds_normed else state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +124,13 @@ class DraftHead:
         return out.lm_head.weight.shape[0] if out.vocabulary is None else out.vocabulary.vocab_size
 
     @torch.no_grad()
-    def read(self, batch: ForwardBatch, states: Tensor, kvs: Sequence[LayerKV]) -> HeadOutput | None:
+    def read(self, batch: ForwardBatch, states: Tensor, kvs: Sequence[LayerKV]) -> PassOutput:
         """`forward` on features made of the target's hidden states [M, sum of the widths]."""
         return self.forward(batch, self.parts.fuse(states), kvs)
 
     @torch.no_grad()
-    def forward(self, batch: ForwardBatch, features: Tensor, kvs: Sequence[LayerKV]) -> HeadOutput | None:
-        """Compute every row of `batch` with its feature of [M, H], writing KV; None if nobody wants logits."""
+    def forward(self, batch: ForwardBatch, features: Tensor, kvs: Sequence[LayerKV]) -> PassOutput:
+        """Compute every row of `batch` with its feature of [M, H], writing KV; no features if nobody wants logits."""
         parts, batch = self.parts, batch.on(features.device)
         assert len(kvs) == len(parts.layers) and features.shape[0] == batch.num_rows
         embedded = parts.embedding(batch.token_ids)  # [M, H]
@@ -145,4 +140,28 @@ class DraftHead:
         for layer, kv in zip(parts.layers, kvs, strict=True):
             x = x if layer.norm is None else layer.norm.add(x, residual)
             x = layer(x, residual, batch, kv)
-        return parts.exit(x, residual, batch) if batch.logit_rows.shape[0] else None
+        if batch.logit_rows.shape[0] == 0:
+            return PassOutput(x.new_empty(0, self.vocab_size))
+        return parts.exit(x, residual, batch)
+
+    @property
+    def passes(self) -> Passes:
+        """The first level reads the target's states, those below what the head put out."""
+
+        def first(batch: ForwardBatch, states: Tensor | None, kvs: Sequence[LayerKV]) -> PassOutput:
+            assert states is not None
+            return self.read(batch, states, kvs)
+
+        def below(batch: ForwardBatch, features: Tensor | None, kvs: Sequence[LayerKV]) -> PassOutput:
+            assert features is not None
+            return self.forward(batch, features, kvs)
+
+        return Passes(
+            first,
+            below,
+            vocab_size=self.vocab_size,
+            feature_size=self.state_size,
+            fed_size=self.hidden_size,
+            shift=POSITION_SHIFT,
+            past_start=DraftHead(replace(self.parts, masks_start=False)).passes if self.parts.masks_start else None,
+        )

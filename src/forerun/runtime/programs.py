@@ -8,32 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from forerun.config import MAX_TREE_NODES
-from forerun.kernels.ops import AttentionRows, ChainNoise, Kernels
+from forerun.kernels.ops import AttentionRows, ChainNoise, Kernels, LayerKV
 from forerun.kernels.triton.graphs import Capture, GraphSize, LastUsed, size_for
+from forerun.models.base import Passes, PassOutput
 from forerun.models.batch import ForwardBatch
-from forerun.models.static import StaticColumns, repeated
-
-# rows of a batch, and their features [M, width] if the pass reads any -> logits [R, V], features of the rows below
-Pass = Callable[[ForwardBatch, Tensor | None], tuple[Tensor, Tensor | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPasses:
-    """What draws chains and trees: the pass over roots and what is known before them, and that over a level below."""
-
-    first: Pass
-    below: Pass
-    vocab_size: int
-    block_size: int
-    feature_size: int = 0  # columns that `first` reads beside tokens; 0: none
-    shift: int = 0  # added to the positions of the levels below
+from forerun.runtime.static import StaticColumns, fill_features, repeated, table_width
 
 
 class RootsWide(NamedTuple):
@@ -62,12 +47,14 @@ class DraftProgram(ABC):
     """The tensors of one size, and the work between them."""
 
     def __init__(
-        self, passes: DraftPasses, kernels: Kernels, batch: GraphSize, wide: Sequence[int], narrow: Sequence[int]
-    ) -> None:
+        self, passes: Passes, kvs: Sequence[LayerKV], kernels: Kernels, batch: GraphSize, wide: Sequence[int],
+        narrow: Sequence[int],
+    ) -> None:  # fmt: skip
         """`wide` and `narrow`: lengths of the columns that follow those of the roots."""
         rows, num, visible = batch
-        self._passes, self._kernels, self._batch = passes, kernels, batch
-        self._table_width = table_width(visible, passes.block_size)
+        self._passes, self._kvs, self._kernels, self._batch = passes, kvs, kernels, batch
+        self._block_size = kvs[0].block_size
+        self._table_width = table_width(visible, self._block_size)
         wide, narrow = [rows] * 2 + [num] * 4 + [*wide], [rows] * 4 + [num, num * self._table_width, *narrow]
         self._columns = StaticColumns(wide, narrow, kernels.device)
         self._wide = RootsWide(*self._columns.wide[: len(RootsWide._fields)])
@@ -92,10 +79,7 @@ class DraftProgram(ABC):
         of_rows = [repeated(column, num_rows) for column in (batch.token_ids, rows.tree_masks)]
         short = (batch.positions, batch.slots, rows.seq_ids, rows.prefix_lens)
         self._columns.fill([*of_rows, *wide], [*(repeated(column, num_rows) for column in short), *narrow])
-        if self._features is not None:
-            assert features is not None and features.shape[0] == batch.num_rows
-            self._features[: len(features)].copy_(features)
-            self._features[len(features) :] = features[-1:]
+        fill_features(self._features, features)
 
     def _roots(self) -> ForwardBatch:
         """Known tokens that are still to be read, and the roots."""
@@ -104,6 +88,10 @@ class DraftProgram(ABC):
         return ForwardBatch(
             wide.token_ids, narrow.positions, narrow.slots, rows, wide.logit_rows, sequences=(), all_logits=False
         )
+
+    def _run_roots(self) -> PassOutput:
+        """The first pass, over what was filled in."""
+        return self._passes.first(self._roots(), self._features, self._kvs)
 
     @property
     def _tables(self) -> Tensor:
@@ -174,8 +162,3 @@ def room_for(num_nodes: int) -> int:
 
 def _rounded(num: int, step: int) -> int:
     return min(-(-num // step) * step, MAX_TREE_NODES - 1)
-
-
-def table_width(visible: int, block_size: int) -> int:
-    """Blocks of a sequence whose rows see so far: a tree's rows reach further than its positions."""
-    return -(-(visible + MAX_TREE_NODES) // block_size)

@@ -14,6 +14,7 @@ the end of the longest chain, where no row has a place, repeat the last level ab
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -24,12 +25,13 @@ from torch import Tensor
 
 from forerun.config import MAX_TREE_NODES
 from forerun.kernels.device import to_host
-from forerun.kernels.ops import ChainNoise, Chains, Kernels, NoiseKeys
+from forerun.kernels.ops import ChainNoise, Chains, Kernels, LayerKV, NoiseKeys
 from forerun.kernels.triton.graphs import Capture, GraphSize
+from forerun.models.base import Passes
 from forerun.models.batch import ForwardBatch
-from forerun.models.drafted import EnqueuedDrafts, GrownTrees
-from forerun.models.programs import DraftPasses, DraftProgram, Programs, batch_size, levels_for
-from forerun.models.static import padded, padded_tables, repeated
+from forerun.runtime.drawn import EnqueuedDrafts, GrownTrees
+from forerun.runtime.programs import DraftProgram, Programs, batch_size, levels_for
+from forerun.runtime.static import padded, padded_tables, repeated
 
 
 class ChainSize(NamedTuple):
@@ -54,8 +56,8 @@ class _Wide(NamedTuple):
 class DeviceChains:
     """Draws chains by programs that are captured, one for every size, when first met."""
 
-    def __init__(self, passes: DraftPasses, kernels: Kernels, capture: Capture) -> None:
-        self._programs = Programs(partial(_Program, passes, kernels), capture)
+    def __init__(self, passes: Passes, kvs: Sequence[LayerKV], kernels: Kernels, capture: Capture) -> None:
+        self._programs = Programs(partial(_Program, passes, kvs, kernels), capture)
 
     def draw(
         self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, keep_logits: bool, judged: bool
@@ -83,10 +85,10 @@ class DeviceChains:
 class _Program(DraftProgram):
     """All levels of chains of one size."""
 
-    def __init__(self, passes: DraftPasses, kernels: Kernels, size: ChainSize) -> None:
+    def __init__(self, passes: Passes, kvs: Sequence[LayerKV], kernels: Kernels, size: ChainSize) -> None:
         chains, steps = size.batch.num_sequences, size.num_steps
         levels, below = steps * chains, (steps - 1) * chains
-        super().__init__(passes, kernels, size.batch, [levels] * 2 + [below] * 3, [below] * 4)
+        super().__init__(passes, kvs, kernels, size.batch, [levels] * 2 + [below] * 3, [below] * 4)
         self._first_idle = next(n for n in range(1, steps + 1) if levels_for(n) == steps)  # level that may be idle
         self._size, self._of_levels = size, _Wide(*self._wide_below)
         device = kernels.device
@@ -100,7 +102,7 @@ class _Program(DraftProgram):
     def fill(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise) -> None:
         """Copy a batch and the layout of all levels below it over; the host does not wait."""
         rows, num_chains = batch.rows, self._size.batch.num_sequences
-        active, *below = _below_roots(batch, noise, self._size, self._passes)
+        active, *below = _below_roots(batch, noise, self._size, self._passes.shift, self._block_size)
         wide = [
             repeated(batch.logit_rows, num_chains),
             *(padded(column, num_chains) for column in (noise.temperatures.view(torch.int64), *noise[1:3])),
@@ -115,16 +117,16 @@ class _Program(DraftProgram):
 
     def run(self) -> None:
         """Every pass and every draw; asks the device nothing."""
-        logits, features = self._passes.first(self._roots(), self._features)
-        self._draw(0, logits)
+        out = self._run_roots()
+        self._draw(0, out.logits)
         tokens = fed = None
         for step in range(1, self._size.num_steps):
             chains = self._by_level(self._of_levels.chains_below)[step - 1]  # [R]
             drawn = self._out[0, step - 1].index_select(0, chains).clamp_(min=0)  # a chain without an answer idles
             tokens = self._unless_idle(step, drawn, tokens)
-            fed = None if features is None else self._unless_idle(step, features.index_select(0, chains), fed)
-            logits, features = self._passes.below(self._below(step, tokens), fed)
-            self._draw(step, logits)
+            fed = None if out.features is None else self._unless_idle(step, out.features.index_select(0, chains), fed)
+            out = self._passes.below(self._below(step, tokens), fed, self._kvs)
+            self._draw(step, out.logits)
 
     def _unless_idle(self, step: int, given: Tensor, above: Tensor | None) -> Tensor:
         """What a level's rows [R, ...] are given, or again what those of the level above were."""
@@ -183,7 +185,7 @@ def _as_trees(num_active: Tensor, out: Tensor) -> GrownTrees:
     return GrownTrees(tokens, nodes - 1, survival, nodes.masked_fill(nodes >= lengths[:, None], -1))
 
 
-def _below_roots(batch: ForwardBatch, noise: ChainNoise, size: ChainSize, passes: DraftPasses) -> list[Tensor]:
+def _below_roots(batch: ForwardBatch, noise: ChainNoise, size: ChainSize, shift: int, block_size: int) -> list[Tensor]:
     """Which chains are drawn at each level, then of the levels below the roots: whose row is computed (a chain that has
     ended repeats the first, which is the longest), masks, whether the level is idle and repeats the last that is not,
     positions, slots, sequences, known tokens seen."""
@@ -195,11 +197,11 @@ def _below_roots(batch: ForwardBatch, noise: ChainNoise, size: ChainSize, passes
     chain = np.where(active[depth[:, 0]], own, 0)  # [steps - 1, R]
     roots, table = batch.rows.tree_starts.numpy()[chain], batch.rows.block_tables.numpy()
     logical = roots + depth
-    assert not logical.size or logical.max() // passes.block_size < table.shape[1], "a chain outgrew its blocks"
-    slots = table[chain, logical // passes.block_size] * passes.block_size + logical % passes.block_size
+    assert not logical.size or logical.max() // block_size < table.shape[1], "a chain outgrew its blocks"
+    slots = table[chain, logical // block_size] * block_size + logical % block_size
     masks = np.array([(2 << d) - 1 if d < MAX_TREE_NODES - 1 else -1 for d in depth[:, 0].tolist()], dtype=np.int64)
     wide = (active, chain, *(np.broadcast_to(column, chain.shape) for column in (masks[:, None], level > depth)))
-    narrow = (logical + passes.shift, slots, chain, roots)
+    narrow = (logical + shift, slots, chain, roots)
     return [*(_as(np.int64, column) for column in wide), *(_as(np.int32, column) for column in narrow)]
 
 

@@ -3,7 +3,7 @@
 Knows: where the rows of every level lie, how drawn tokens become the next level's rows. Does not know: what a pass
 computes, which nodes are expanded (`kernels.tree_growth`), how work is captured, requests.
 
-As with chains (`models.chains`) the host copies the roots' rows and what is known of every tree over in one piece, and
+As with chains (`runtime.chains`) the host copies the roots' rows and what is known of every tree over in one piece, and
 reads tokens, parents and chances once: at the end, or after a pass of the target that took them from the device. Trees
 are those of one pass a level that is read in between, cut after as many levels as were asked for: a host goes on while
 a level has leaves (and promises enough to be worth its pass), a graph has a fixed length and saves none.
@@ -14,19 +14,21 @@ places: it computes the very numbers of the first (row invariance). Leaves that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from forerun.kernels.ops import ChainNoise, Kernels, NoiseKeys
+from forerun.kernels.ops import ChainNoise, Kernels, LayerKV, NoiseKeys
 from forerun.kernels.tree_growth import TreeRoom, TreeRows, new_trees
 from forerun.kernels.triton.graphs import Capture, GraphSize
+from forerun.models.base import Passes
 from forerun.models.batch import ForwardBatch
-from forerun.models.drafted import EnqueuedDrafts, GrownTrees
-from forerun.models.programs import DraftPasses, DraftProgram, Programs, batch_size, levels_for, room_for
-from forerun.models.static import padded_tables, repeated
+from forerun.runtime.drawn import EnqueuedDrafts, GrownTrees
+from forerun.runtime.programs import DraftProgram, Programs, batch_size, levels_for, room_for
+from forerun.runtime.static import padded_tables, repeated
 
 MOST_LEVELS = 8  # as deep as EAGLE-2 and -3 draw their trees (depth 5 to 8 in their repository)
 
@@ -50,9 +52,9 @@ class _Wide(NamedTuple):
 class DeviceTrees:
     """Grows trees by programs that are captured, one for every size, when first met."""
 
-    def __init__(self, passes: DraftPasses, kernels: Kernels, capture: Capture) -> None:
+    def __init__(self, passes: Passes, kvs: Sequence[LayerKV], kernels: Kernels, capture: Capture) -> None:
         self._vocab_size = passes.vocab_size
-        self._programs = Programs(partial(_Program, passes, kernels), capture)
+        self._programs = Programs(partial(_Program, passes, kvs, kernels), capture)
 
     def enqueue(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, width: int) -> EnqueuedDrafts:
         """A tree below each of the batch's logit rows, which are one root a sequence, the largest tree first.
@@ -70,9 +72,9 @@ class DeviceTrees:
 class _Program(DraftProgram):
     """All levels of trees of one size."""
 
-    def __init__(self, passes: DraftPasses, kernels: Kernels, size: TreeSize) -> None:
+    def __init__(self, passes: Passes, kvs: Sequence[LayerKV], kernels: Kernels, size: TreeSize) -> None:
         trees, device = size.batch.num_sequences, kernels.device
-        super().__init__(passes, kernels, size.batch, [size.num_levels * trees, trees], [])
+        super().__init__(passes, kvs, kernels, size.batch, [size.num_levels * trees, trees], [])
         self._size, self._of_levels = size, _Wide(*self._wide_below)
         self._every = torch.arange(trees * size.width, device=device)
         self._out = torch.zeros(6, trees, size.num_nodes, dtype=torch.int64, device=device)
@@ -96,16 +98,16 @@ class _Program(DraftProgram):
     def run(self) -> None:
         """Every pass and every draw; asks the device nothing."""
         kernels, size, budgets = self._kernels, self._size, self._of_levels.budgets
-        room = TreeRoom(self._narrow.tree_starts, self._tables, self._passes.block_size, self._passes.shift)
+        room = TreeRoom(self._narrow.tree_starts, self._tables, self._block_size, self._passes.shift)
         nodes, rows, given = new_trees(size.batch.num_sequences, kernels.device), None, None
-        logits, features = self._passes.first(self._roots(), self._features)
+        out = self._run_roots()
         noise, noise_below = self._noise()
         for level in range(size.num_levels - 1):
-            ids, chances = self._best(logits, noise_below[level] if level else noise[level])
+            ids, chances = self._best(out.logits, noise_below[level] if level else noise[level])
             nodes, rows = kernels.grow_trees(nodes, budgets, ids, chances, room, rows)
-            given = _gathered(given, features, rows)
-            logits, features = self._passes.below(self._below(rows), given)
-        ids, chances = self._best(logits, noise[-1] if rows is None else noise_below[-1])
+            given = _gathered(given, out.features, rows)
+            out = self._passes.below(self._below(rows), given, self._kvs)
+        ids, chances = self._best(out.logits, noise[-1] if rows is None else noise_below[-1])
         self._out.copy_(kernels.keep_trees(nodes, budgets, ids, chances, size.num_nodes))
 
     def _noise(self) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ device anything, and shapes depend on sizes alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -23,14 +22,13 @@ from forerun.kernels.chances import LEAST_RANKS, head_log_chances
 from forerun.kernels.ops import ChainNoise, Kernels, NoiseKeys
 from forerun.kernels.tree_growth import ancestry
 from forerun.kernels.triton.graphs import Capture, size_for
-from forerun.models.drafted import EnqueuedDrafts, GrownTrees
-from forerun.models.programs import Programs, room_for
-from forerun.models.static import StaticColumns, padded
+from forerun.models.base import RowPasses
+from forerun.runtime.drawn import EnqueuedDrafts, GrownTrees
+from forerun.runtime.programs import Programs, room_for
+from forerun.runtime.static import StaticColumns, padded
 
 _NONE = -1  # a token that is not there
 _NEVER = float("-inf")
-
-Heads = Callable[[Tensor, int], Tensor]  # states [R, H], number of heads -> logits [R * heads, V], a state's in a row
 
 
 class HeadTreeSize(NamedTuple):
@@ -45,10 +43,11 @@ class HeadTreeSize(NamedTuple):
 class HeadTrees:
     """Grows trees by programs that are captured, one for every size, when first met."""
 
-    def __init__(self, heads: Heads, state_size: int, kernels: Kernels, capture: Capture) -> None:
-        self._programs = Programs(partial(_Program, heads, state_size, kernels), capture)
+    def __init__(self, passes: RowPasses, kernels: Kernels, capture: Capture) -> None:
+        self._num_heads = passes.num_depths
+        self._programs = Programs(partial(_Program, passes, kernels), capture)
 
-    def enqueue(self, x: Tensor, num_heads: int, noise: ChainNoise, width: int) -> EnqueuedDrafts:
+    def enqueue(self, x: Tensor, noise: ChainNoise, width: int) -> EnqueuedDrafts:
         """A tree below the token chosen from each of the states x [R, H], the largest tree first.
 
         `noise`: of chains as long as the trees may have nodes, whose positions are those of the levels.
@@ -56,19 +55,19 @@ class HeadTrees:
         num_nodes, num = noise.positions.shape
         usual = size_for(num, 1, 1)
         rows = num if usual is None else usual.num_rows
-        size = HeadTreeSize(rows, min(num_heads, num_nodes), room_for(num_nodes), width)
+        size = HeadTreeSize(rows, min(self._num_heads, num_nodes), room_for(num_nodes), width)
         return self._programs.run(size, lambda program: program.fill(x, noise), usual is not None).drafts(num)
 
 
 class _Program:
     """The tensors of one size, and the work between them."""
 
-    def __init__(self, heads: Heads, state_size: int, kernels: Kernels, size: HeadTreeSize) -> None:
-        self._heads, self._kernels, self._size = heads, kernels, size
+    def __init__(self, passes: RowPasses, kernels: Kernels, size: HeadTreeSize) -> None:
+        self._passes, self._kernels, self._size = passes, kernels, size
         num, num_heads, num_nodes, _ = size
         device = kernels.device
         self._columns = StaticColumns([num] * 3 + [num * num_heads], [num], device)
-        self._states = torch.zeros(num, state_size, device=device)
+        self._states = torch.zeros(num, passes.feature_size, device=device)
         self._out = torch.zeros(3, num, num_nodes, dtype=torch.int64, device=device)
         self._shape = torch.zeros(2, num, num_nodes, dtype=torch.int64, device=device)  # depths, masks
 
@@ -96,7 +95,7 @@ class _Program:
     def _ranks(self) -> tuple[Tensor, Tensor]:
         """The best tokens of every head and their log chances, each [trees * heads, ranks]."""
         _, num_heads, _, width = self._size
-        logits = self._heads(self._states, num_heads)  # [trees * heads, V]
+        logits = self._passes.run(self._states, num_heads)  # [trees * heads, V]
         of_trees = [column[:, None].repeat(1, num_heads).flatten() for column in self._columns.wide[:3]]
         heat, seeds, streams = of_trees[0].view(torch.float64), *of_trees[1:]  # each [trees * heads]
         keys = NoiseKeys(seeds, self._columns.wide[3], streams)

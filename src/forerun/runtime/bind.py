@@ -1,0 +1,45 @@
+"""The one place that decides how passes are executed.
+
+Knows: which kernels can record, which device captures. Does not know: what passes compute, requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun.kernels.ops import Kernels, LayerKV
+from forerun.kernels.triton.graphs import Capture, CudaCapture
+from forerun.models.base import Passes, RowPasses
+from forerun.runtime.eager import EagerRunner
+from forerun.runtime.graphs import CapturedRows, GraphRunner
+from forerun.runtime.head_trees import HeadTrees
+from forerun.runtime.recorded import record
+from forerun.runtime.rows import RowRunner, record_rows
+from forerun.runtime.runner import Runner
+
+
+def bind(passes: Passes, kernels: Kernels, kvs: Sequence[LayerKV], capture: Capture | None = None) -> Runner:
+    """What executes these passes over the layers `kvs` of a pool; () for a network that keeps its state itself.
+
+    On a GPU passes are captured as graphs, by `capture` if given; on a CPU they are recorded, where kernels and passes
+    can be; else they run eagerly.
+    """
+    if not kvs:
+        return EagerRunner(passes, kvs)
+    capture = capture or capture_for(kernels)
+    if capture is not None:
+        return GraphRunner(passes, kernels, kvs, capture)
+    return record(passes, kernels, kvs) or EagerRunner(passes, kvs)
+
+
+def bind_rows(passes: RowPasses, kernels: Kernels, capture: Capture | None = None) -> RowRunner:
+    """The same for passes over rows of states, which write no KV."""
+    capture = capture or capture_for(kernels)
+    if capture is not None:
+        return RowRunner(passes, CapturedRows(passes.run, capture), HeadTrees(passes, kernels, capture))
+    return RowRunner(passes, record_rows(passes, kernels))
+
+
+def capture_for(kernels: Kernels) -> Capture | None:
+    """What captures on the device of these kernels; None where nothing does."""
+    return CudaCapture(kernels.device) if kernels.device.type == "cuda" else None

@@ -1,0 +1,111 @@
+"""Passes that were written down once and are replayed by one native call, without Python.
+
+Knows: that kernels can record, which batches a recording serves. Does not know: what the passes compute. Batches with
+more rows than were recorded for (prefill chunks) are executed eagerly, and so are rows at position 0 where the network
+treats them differently, of which a request has one; both give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from forerun.errors import KernelError
+from forerun.kernels.ops import ChainNoise, Chains, Kernels, LayerKV
+from forerun.kernels.select import recording
+from forerun.models.base import Pass, Passes, PassOutput
+from forerun.models.batch import ForwardBatch
+from forerun.runtime.eager import EagerRunner
+
+if TYPE_CHECKING:
+    from forerun.kernels.cpu.program import Inputs, Program
+
+MAX_RECORDED_ROWS = 64
+
+
+class RecordedRunner(EagerRunner):
+    """Replays recorded programs. Implements `runtime.runner.Runner`; what it gives is the caller's to keep."""
+
+    replays = True
+
+    def __init__(
+        self, passes: Passes, kvs: Sequence[LayerKV], first: Program, below: Program, make_inputs: type[Inputs]
+    ) -> None:
+        super().__init__(passes, kvs)
+        self._first = first
+        self._below = below
+        self._make_inputs = make_inputs
+
+    def run(self, batch: ForwardBatch, features: Tensor | None = None) -> PassOutput:
+        """See `Runner`."""
+        return self._replay(self._first, batch, features) if self._serves(batch) else super().run(batch, features)
+
+    def run_below(self, batch: ForwardBatch, features: Tensor | None) -> PassOutput:
+        """See `Runner`."""
+        return self._replay(self._below, batch, features) if self._serves(batch) else super().run_below(batch, features)
+
+    def draw_chains(
+        self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, keep_logits: bool, judged: bool
+    ) -> tuple[Chains, Tensor | None] | None:
+        """See `Runner`."""
+        if self._passes.hidden_layers or not self._serves(batch):
+            return None
+        inputs, block_size = self._inputs(batch, features), self._kvs[0].block_size
+        return self._first.run_chains(inputs, noise, block_size, keep_logits, self._below, self._passes.shift, judged)
+
+    def _serves(self, batch: ForwardBatch) -> bool:
+        """Whether a batch is of a kind that was recorded."""
+        has_start = self._passes.past_start is not None and any(rows.start < 2 for rows in batch.sequences)
+        return batch.num_rows <= self._first.max_rows and not has_start
+
+    def _replay(self, program: Program, batch: ForwardBatch, features: Tensor | None) -> PassOutput:
+        logits, *others = program.run(self._inputs(batch, features))
+        hidden = dict(zip(self._passes.hidden_layers, others, strict=False))
+        return PassOutput(logits, hidden, others[-1] if self._passes.fed_size else None)
+
+    def _inputs(self, batch: ForwardBatch, features: Tensor | None) -> Inputs:
+        held = None if features is None else features.contiguous()
+        return self._make_inputs(batch.token_ids, batch.positions, batch.slots, batch.rows, batch.logit_rows, held)
+
+
+def record(passes: Passes, kernels: Kernels, kvs: Sequence[LayerKV]) -> RecordedRunner | None:
+    """The passes recorded for `kvs`; None where kernels or passes cannot be."""
+    plain = passes.past_start or passes
+    try:
+        first = _record(plain, plain.first, plain.feature_size, kernels, kvs)
+        below = first if plain.below is plain.first else _record(plain, plain.below, plain.fed_size, kernels, kvs)
+    except KernelError:  # an op the recorder cannot write down
+        return None
+    if first is None or below is None:
+        return None
+    return RecordedRunner(passes, kvs, first[0], below[0], first[1])
+
+
+def _record(
+    passes: Passes, run: Pass, feature_size: int, kernels: Kernels, kvs: Sequence[LayerKV]
+) -> tuple[Program, type[Inputs]] | None:
+    """One pass over features of that size; None if the kernels cannot record."""
+    with recording(kernels, MAX_RECORDED_ROWS, feature_size=feature_size) as recorder, torch.no_grad():
+        if recorder is None:
+            return None
+        inputs = recorder.inputs
+        out = run(_placeholder_batch(inputs), inputs.features, kvs)
+        features = [] if out.features is None else [out.features]
+        made = [out.logits, *(out.hidden[layer] for layer in passes.hidden_layers), *features]
+        return recorder.finish(made), type(inputs)
+
+
+def _placeholder_batch(inputs: Inputs) -> ForwardBatch:
+    """The batch a recording is made of."""
+    return ForwardBatch(
+        token_ids=inputs.token_ids,
+        positions=inputs.positions,
+        slots=inputs.slots,
+        rows=inputs.rows,
+        logit_rows=inputs.logit_rows,
+        sequences=(),
+        all_logits=False,
+    )
