@@ -36,7 +36,8 @@ from triton.runtime.jit import JITFunction
 from forerun.bench.shapes import read_shape
 from forerun.bench.synthetic import RandomGroupedFormat, RandomSource
 from forerun.bench.weight_kinds import Grouped, read_kind
-from forerun.config import MAX_TREE_NODES, USUAL_TREE_WIDTHS
+from forerun.config import MAX_TREE_NODES
+from forerun.drafters.eagle import SPEC as EAGLE
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import LayerKV, NoiseKeys
 from forerun.kernels.tree_growth import TreeRoom, new_trees
@@ -56,7 +57,7 @@ MOST_SHARED = 227 << 10  # bytes of shared memory a program may have there
 MOST_PROGRAMS = ((1 << 31) - 1, 65535, 65535)  # along the three dimensions of a grid
 SHAPES = ("llama-3.1-8b", "llama-3.2-1b")
 WEIGHTS = ("bf16", "int4")
-WIDTHS = (USUAL_TREE_WIDTHS["eagle"], 16)  # of trees: the usual one, the widest there may be
+WIDTHS = (EAGLE.tree_width or 1, 16)  # of trees: the usual one, the widest there may be
 BLOCK_SIZE = 16  # positions a block of the pool has
 META = torch.device("meta")
 

@@ -20,7 +20,7 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.bench import curve as curves
 from forerun.bench.conversation import fitting_cases, run_cases
-from forerun.bench.drafters import ANY_MODEL, auto_drafters
+from forerun.bench.drafters import auto_drafters, needing_nothing
 from forerun.bench.passes import Passes
 from forerun.bench.plain import plain_step_s
 from forerun.bench.prompts import PromptCase, read_prompts
@@ -205,7 +205,7 @@ def widened(bench: Bench, due: Due, noted: Noted) -> tuple[str, list[str]]:
     if bench.rehearses:
         return str(folder), [draft]
     named = [f"{head}={path}" for head, path in heads.items()]
-    return str(folder), [*named, draft, *ANY_MODEL, f"portfolio=suffix+recycling+{draft}"]
+    return str(folder), [*named, draft, *needing_nothing(), f"portfolio=suffix+recycling+{draft}"]
 
 
 def groups(items: Sequence[Item], batch: int, least: int) -> list[list[Item]]:

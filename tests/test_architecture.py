@@ -50,7 +50,8 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "core",
         "config",
     ),
-    "drafters.registry": ("drafters", "errors"),
+    "drafters.registry": ("drafters", "weights", "config"),
+    "drafters.named": ("drafters", "weights", "config"),
     "drafters.portfolio": ("drafters", "speculation", "models", "cache", "kernels.ops", "core", "config"),
     "engine": ("drafters.base", "runtime.runner", "speculation", "cache", "models", "kernels", "core", "config"),
     "assemble": (
@@ -88,6 +89,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "",
         "llm",
         "progress",
+        "drafters",
         "engine",
         "runtime",
         "models",
@@ -99,7 +101,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "core",
         "config",
     ),
-    "server": ("", "llm", "engine", "weights", "core", "config"),
+    "server": ("", "llm", "drafters.registry", "engine", "weights", "core", "config"),
     "cli": ("",),  # anything: see ANYTHING
 }
 ANYTHING = ("cli",)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from forerun import LLM, DrafterConfig, EngineConfig, SamplingParams
+from forerun import LLM, DrafterConfig, SamplingParams
 from forerun.core import MIN_TEMPERATURE
 from forerun.errors import CheckpointError, ConfigError, ModelNotFoundError, PromptError, ResourceError, SamplingError
 from forerun.llm import engine_config
@@ -179,8 +178,8 @@ def test_bad_options(options) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_draft_without_a_model() -> None:
-    with pytest.raises(ConfigError, match="draft model"):
-        EngineConfig(model="somewhere", drafter=DrafterConfig(name="draft"))
+    with pytest.raises(ConfigError, match="small model"):
+        engine_config("somewhere", {"drafter": DrafterConfig(name="draft")})
 
 
 def test_unknown_model() -> None:
@@ -277,18 +276,13 @@ def test_a_draft_model_goes_to_the_member_that_needs_it() -> None:
         members("m", "portfolio=suffix+ngram", "small")
 
 
-def test_what_has_weights_of_its_own_drafts_trees_unless_told_otherwise() -> None:
-    def width(**options: Any) -> int:
-        return engine_config("m", {"draft_model": "d", **options}).drafter.width
-
-    assert all(width(drafter=name) > 1 for name in ("draft", "mtp", "eagle", "medusa"))
-    assert width(drafter="eagle", tree_width=1) == 1
-
-
 @pytest.mark.parametrize("name", ["mtp", "eagle", "medusa"])
-def test_a_head_given_as_a_draft_model_is_called_what_it_is(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"mini-{name} holds no model .* drafter '{name}=mini-{name}'"):
+def test_a_head_given_as_a_model_is_called_what_it_is(name: str) -> None:
+    said = f"mini-{name} is a draft head, not a model: .* drafter '{name}=mini-{name}'"
+    with pytest.raises(ConfigError, match=said):
         mini.plain().with_drafter("draft", draft_model=f"mini-{name}")
+    with pytest.raises(ConfigError, match=said):
+        LLM(f"mini-{name}")
 
 
 def test_what_is_no_head_either_is_called_what_it_lacks(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from forerun.core import Request
-from forerun.drafters.base import DrafterContext, Stateless
+from forerun.drafters.base import DrafterContext, DrafterSpec, Stateless
 from forerun.speculation.growth import Draft
 from forerun.speculation.tree import ROOT
 
@@ -54,3 +54,6 @@ class Bigram(Stateless):
     def end(self, request_id: str) -> None:
         """The request is over or starts again: forget how far it was read, keep what was learned."""
         self._num_read.pop(request_id, None)
+
+
+SPEC = DrafterSpec(name="bigram", build=Bigram, help="what most often followed the last token", max_draft_tokens=4)

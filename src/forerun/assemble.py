@@ -15,10 +15,10 @@ import torch
 from forerun.cache.block_pool import BlockPool
 from forerun.cache.kv_cache import KVCache, bytes_per_block
 from forerun.cache.prefix_cache import PrefixCache
-from forerun.config import DrafterConfig, EngineConfig
+from forerun.config import EngineConfig
 from forerun.drafters.base import Drafter, DrafterContext
-from forerun.drafters.portfolio import Portfolio
-from forerun.drafters.registry import build_drafter, build_portfolio
+from forerun.drafters.portfolio import Portfolio, build_portfolio
+from forerun.drafters.registry import build_drafter, spec_of
 from forerun.engine.engine import Engine, Verifier
 from forerun.engine.measuring import measure_draft_costs
 from forerun.engine.policy import FixedPolicy, Policy, StepCosts, VerifyCost, rows_to_measure
@@ -100,6 +100,7 @@ def _drafter(
 ) -> tuple[Drafter, Portfolio | None]:
     """The drafter, and itself once more where it is a portfolio, which wants a guide."""
     context = DrafterContext(
+        spec=spec_of(config.drafter.name),
         options=config.drafter,
         model=model,
         folder=folder,
@@ -109,15 +110,15 @@ def _drafter(
         max_rows=config.max_num_batched_tokens,
         load_draft=load_draft,
     )
-    if not _needs_guide(config.drafter):
+    if not _needs_guide(context):
         return build_drafter(context), None
     portfolio = build_portfolio(context)
     return portfolio, portfolio
 
 
-def _needs_guide(options: DrafterConfig) -> bool:
+def _needs_guide(context: DrafterContext) -> bool:
     """Portfolios, and every drafter that is not to draft always the same number."""
-    return options.name == "portfolio" or (options.adaptive and options.name != "none")
+    return bool(context.options.members) or (context.options.adaptive and context.spec.max_draft_tokens > 0)
 
 
 def _longest(config: EngineConfig, model: Model) -> int:

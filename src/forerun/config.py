@@ -16,16 +16,6 @@ ChainRule = Literal["block", "token"]
 Implementation = Literal["auto", "forerun", "transformers"]
 HeadWeights = Literal["stored", "int8", "int4"]
 
-DRAFTER_NAMES = (
-    "none", "ngram", "suffix", "recycling", "draft", "layer_skip", "medusa", "eagle", "mtp", "portfolio", "auto",
-)  # fmt: skip
-WITH_MODEL = ("draft", "medusa", "eagle", "mtp")  # drafters that `model` is for; mtp may be part of the target
-NEED_MODEL = ("draft", "medusa", "eagle")
-USUAL_DRAFT_TOKENS = {
-    "suffix": 12, "recycling": 16, "draft": 8, "medusa": 12, "eagle": 8, "mtp": 8, "portfolio": 16, "auto": 16,
-}  # else 5  # fmt: skip
-# Else 1. Candidates of Medusa heads cost nothing; the others' drafts may be wrong in ways the next best is not.
-USUAL_TREE_WIDTHS = {"medusa": 16, "draft": 3, "eagle": 3, "mtp": 3}
 MAX_TREE_NODES = 64  # one 64-bit ancestor mask
 _OPTIONAL_SIZES = (
     "max_model_len", "num_kv_blocks", "kv_cache_bytes", "threads",
@@ -38,15 +28,14 @@ _OF_LOADING = ("model", "dtype", "implementation", "device", "kernels", "threads
 class DrafterConfig:
     """Who drafts, and how much.
 
-    `name` is one of DRAFTER_NAMES or FILE.py:CLASS, a drafter of the user's own.
+    `name` is a drafter's, or FILE.py:CLASS for one of the user's own; `drafters.registry` checks it and what it needs.
     `max_draft_tokens` bounds the drafted tokens a step and request; the policy may draft fewer, also none.
     `tree_width` above 1 makes a model drafter grow a best-first tree of that many children a node instead of a chain;
-    None leaves it at what is usual for the drafter: trees for draft models, Medusa, EAGLE and MTP heads, but chains of
-    draft models and MTP modules where the target's weights are read in no time.
+    None leaves it at what is usual for the drafter and this target.
     """
 
     name: str = "none"
-    model: str | None = None  # a draft model, or the folder of Medusa, EAGLE or MTP heads
+    model: str | None = None  # a draft model, or the folder of draft heads
     max_draft_tokens: int = 5
     tree_width: int | None = None
     adaptive: bool = True  # False: always draft max_draft_tokens
@@ -54,40 +43,16 @@ class DrafterConfig:
     ngram_max: int = 4
     across_requests: bool = True  # suffix and recycling may draft from what other requests said
     layers: tuple[int, ...] | None = None  # layers of the target that layer_skip drafts with; None: found on the fly
-    head_weights: HeadWeights = "stored"  # matrices of Medusa, EAGLE and MTP heads; int8 or int4: rounded when read
-    members: tuple[DrafterConfig, ...] = ()  # of a portfolio; (): all that the model offers
+    head_weights: HeadWeights = "stored"  # matrices of draft heads; int8 or int4: rounded when read
+    members: tuple[DrafterConfig, ...] = ()  # of a portfolio
 
     def __post_init__(self) -> None:
-        if ".py:" not in self.name:
-            _choice("drafter", self.name, DRAFTER_NAMES)
         _range("max_draft_tokens", self.max_draft_tokens, 1, MAX_TREE_NODES - 1)
         _choice("head_weights", self.head_weights, get_args(HeadWeights))
         if self.tree_width is not None:
             _range("tree_width", self.tree_width, 1, 16)
         _range("ngram_min", self.ngram_min, 1, 64)
         _range("ngram_max", self.ngram_max, self.ngram_min, 64)
-        self._check_model()
-        if self.layers is not None and self.name != "layer_skip":
-            raise ConfigError(f"layers were given but the drafter is {self.name!r}: choose drafter 'layer_skip'")
-        if self.members and self.name != "portfolio":
-            raise ConfigError(f"members were given but the drafter is {self.name!r}: choose drafter 'portfolio'")
-        if any(member.name in ("none", "portfolio", "auto") for member in self.members):
-            raise ConfigError("a portfolio's members are single drafters: neither none, auto nor another portfolio")
-
-    @property
-    def width(self) -> int:
-        """Children a node of the drafter's trees."""
-        return self.tree_width or USUAL_TREE_WIDTHS.get(self.name, 1)
-
-    def _check_model(self) -> None:
-        """A model is given exactly where one is of use."""
-        if self.name in NEED_MODEL and not self.model:
-            raise ConfigError(
-                f"drafter {self.name!r} needs a draft model: give --draft-model a folder, a hub id or an embedded name"
-            )
-        if self.model and self.name not in WITH_MODEL:
-            allowed = ", ".join(WITH_MODEL)
-            raise ConfigError(f"a draft model was given but the drafter is {self.name!r}: choose one of {allowed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

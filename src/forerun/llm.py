@@ -9,23 +9,22 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from forerun.assemble import assemble
-from forerun.config import NEED_MODEL, USUAL_DRAFT_TOKENS, DrafterConfig, EngineConfig
+from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import Request, RequestOutput, SamplingParams
 from forerun.drafters.base import DrafterHealth, drafter_health
+from forerun.drafters.named import drafter_config
+from forerun.drafters.registry import check, drafter_of
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.stopping import OutputText
 from forerun.errors import ConfigError, ModelError, PromptError, QueueFullError, SamplingError
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
-from forerun.models.heads.kinds import drafter_of
-from forerun.models.heads.mtp import brings_mtp
 from forerun.models.loader import LoadedModel, load_model
 from forerun.progress import progress_bar
 from forerun.weights.detokenizer import IncrementalDetokenizer
@@ -33,10 +32,6 @@ from forerun.weights.tokenizer import Tokenizer, check_same_vocabulary
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-BY_GAIN = ("draft", "mtp", "eagle", "medusa")  # drafters with weights, what usually pays most first
-EMBEDDED_DRAFTS = {  # by model, then by drafter, what pays most first: draft and mtp are equally often right
-    "mini": {"draft": "mini-draft", "mtp": "mini-mtp", "eagle": "mini-eagle", "medusa": "mini-medusa"}
-}
 
 
 @dataclass(slots=True)
@@ -84,23 +79,11 @@ class LLM:
     def _load_draft(self, name: str) -> Any:
         drafts = self._shared.drafts
         if name not in drafts:
-            loaded = self._load_small(name)
+            dtype = "auto" if self.config.dtype == "float16" else self.config.dtype  # drafts may be stored otherwise
+            loaded = _load_model(name, self._shared.kernels, dtype=dtype)
             check_same_vocabulary(self.tokenizer, loaded.tokenizer)
             drafts[name] = loaded
         return drafts[name].model
-
-    def _load_small(self, name: str) -> LoadedModel:
-        try:
-            dtype = "auto" if self.config.dtype == "float16" else self.config.dtype  # drafts may be stored otherwise
-            return load_model(name, self._shared.kernels, dtype=dtype)
-        except ModelError as error:
-            drafter = drafter_of(name)
-            if drafter is None:
-                raise
-            raise ConfigError(
-                f"{name} holds no model of its own but a head that reads the target's states: draft with it by drafter "
-                f"'{drafter}={name}' (on the command line --drafter {drafter}={name}), or give a small model"
-            ) from error
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -325,63 +308,36 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     if unknown:
         allowed = sorted(drafter_fields | engine_fields | {"drafter", "draft_model"})
         raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(allowed)}")
-    name = options.get("drafter") or "none"
-    given = {k: v for k, v in options.items() if k in drafter_fields}
-    drafter = (
-        name if isinstance(name, DrafterConfig) else _named_drafter(model, name, options.get("draft_model"), given)
-    )
+    drafter = options.get("drafter") or "none"
+    if isinstance(drafter, DrafterConfig):
+        check(drafter)
+    else:
+        given = {k: v for k, v in options.items() if k in drafter_fields}
+        drafter = drafter_config(model, drafter, options.get("draft_model"), given)
     return EngineConfig(model=model, drafter=drafter, **{k: v for k, v in options.items() if k in engine_fields})
-
-
-def _named_drafter(model: str, text: str, draft_model: str | None, options: Mapping[str, Any]) -> DrafterConfig:
-    """A drafter from how it is written: NAME, NAME=MODEL, or portfolio=NAME+NAME=MODEL+..."""
-    name, _, rest = text.partition("=")
-    given = {k: v for k, v in options.items() if v is not None}
-    if "max_draft_tokens" not in given and name in USUAL_DRAFT_TOKENS:
-        given["max_draft_tokens"] = USUAL_DRAFT_TOKENS[name]
-    if name in ("portfolio", "auto"):
-        parts = rest.split("+") if rest else _offered(model, draft_model)
-        members = tuple(_named_drafter(model, part, _given_to(part, draft_model), options) for part in parts)
-        if draft_model and all(member.model != draft_model for member in members):
-            raise ConfigError(f"a draft model was given, but none of {', '.join(parts)} takes it: add draft to them")
-        return DrafterConfig(name="portfolio", members=members, **given)
-    default = EMBEDDED_DRAFTS.get(model, {}).get(name)
-    return DrafterConfig(name=name, model=rest or draft_model or default, **given)
-
-
-def _given_to(part: str, draft_model: str | None) -> str | None:
-    """The draft model, for a member that needs one and names none."""
-    return draft_model if part in NEED_MODEL else None
-
-
-def _offered(model: str, draft_model: str | None) -> list[str]:
-    """Who drafts for a model where nobody is named: lookups, and the best there is with weights.
-
-    That is the draft model given, else what is embedded for the model, else what lies in its folder under the
-    drafter's name: MODEL/draft, MODEL/mtp, MODEL/eagle, MODEL/medusa, or an MTP module in the model's own checkpoint.
-    """
-    lookups = ["suffix", "recycling"]
-    if draft_model is not None:
-        return [*lookups, "draft"]
-    return [*lookups, *(list(EMBEDDED_DRAFTS.get(model, {})) or _beside(model))[:1]]
-
-
-def _beside(model: str) -> list[str]:
-    """Drafters with weights that came with a model, what usually pays most first."""
-    folders = {name: Path(model) / name for name in BY_GAIN}
-    found = {name: f"{name}={folder}" for name, folder in folders.items() if (folder / "config.json").is_file()}
-    if "mtp" not in found and brings_mtp(model):
-        found["mtp"] = "mtp"
-    return [found[name] for name in BY_GAIN if name in found]
 
 
 def _load(config: EngineConfig) -> _Shared:
     kernels = select_kernels(config.kernels, config.threads, device=config.device)
-    loaded = load_model(
+    loaded = _load_model(
         config.model, kernels, dtype=config.dtype, max_position=config.max_model_len,
         implementation=config.implementation, generation_config=config.generation_config,
     )  # fmt: skip
     return _Shared(loaded, kernels)
+
+
+def _load_model(name: str, kernels: Kernels, **options: Any) -> LoadedModel:
+    """A model; a head that was taken for one is called what it is."""
+    try:
+        return load_model(name, kernels, **options)
+    except ModelError as error:
+        drafter = drafter_of(name)
+        if drafter is None:
+            raise
+        raise ConfigError(
+            f"{name} is a draft head, not a model: draft with it for the model it was trained with by drafter "
+            f"'{drafter}={name}' (on the command line --drafter {drafter}={name})"
+        ) from error
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

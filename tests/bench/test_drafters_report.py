@@ -132,15 +132,15 @@ def test_figures_by_depth_and_drafting_time() -> None:
 
 
 def test_the_policy_stands_beside_its_best_fixed_setting() -> None:
-    figures = {"a": 2.0, "portfolio": 3.0, "a fixed 2": 1.0, "a fixed 4": 4.0, "b fixed 2": 5.0}
+    figures = {"ngram": 2.0, "portfolio": 3.0, "ngram fixed 2": 1.0, "ngram fixed 4": 4.0, "draft fixed 2": 5.0}
     rows = [{"drafter": name, "speedup": speedup} for name, speedup in figures.items()]
-    wanted = [*entrants(["a", "portfolio"], [2, 4], False), Entrant("b fixed 2", "b", num_fixed=2)]
+    wanted = [*entrants(["ngram", "portfolio"], [2, 4], False), Entrant("draft fixed 2", "draft", num_fixed=2)]
     found = against_fixed({"rows": rows, "categories": {"code": rows}}, wanted)
     assert [(row["category"], row["drafter"], row["best_fixed"], row["ratio"]) for row in found] == [
-        ("all", "a", "a fixed 4", 0.5),
-        ("all", "portfolio", "b fixed 2", 0.6),
-        ("code", "a", "a fixed 4", 0.5),
-        ("code", "portfolio", "b fixed 2", 0.6),
+        ("all", "ngram", "ngram fixed 4", 0.5),
+        ("all", "portfolio", "draft fixed 2", 0.6),
+        ("code", "ngram", "ngram fixed 4", 0.5),
+        ("code", "portfolio", "draft fixed 2", 0.6),
     ]
 
 

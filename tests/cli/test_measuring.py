@@ -75,7 +75,7 @@ def test_a_draft_model_reaches_the_portfolio_that_asks_for_one(run_json: Any, pr
         ("portfolio=suffix+none", "a portfolio's members are single drafters"),
         ("draft=./no-such-model", "there is no model './no-such-model'"),
         ("portfolio=suffix+draft=mini-drft", "did you mean mini-draft"),
-        ("ngrm", "there is no drafter ngrm; choose from none, ngram"),
+        ("ngrm", "there is no drafter ngrm; choose from draft, eagle"),
     ],
 )
 def test_what_is_wrong_with_a_drafter_is_said_before_the_model_is_loaded(
@@ -167,7 +167,7 @@ def test_inspect_json(run_json: Any) -> None:
     drafters = report["drafters"]
     assert drafters["draft"] == "with mini-draft" and drafters["mtp"] == "with mini-mtp"
     free = [drafter for drafter, needs in drafters.items() if needs == "always"]
-    assert free == ["ngram", "suffix", "recycling", "layer_skip"]
+    assert free == ["layer_skip", "ngram", "recycling", "suffix"]
     assert drafters["medusa"] == "with mini-medusa" and report["chat_template"] is True
     memory = report["memory"]
     assert memory["kv_bytes_at_full_context"] == memory["kv_bytes_per_token"] * report["context"] > 0

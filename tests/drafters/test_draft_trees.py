@@ -13,6 +13,7 @@ import torch
 
 from forerun.config import DrafterConfig
 from forerun.drafters.base import DrafterContext
+from forerun.drafters.registry import spec_of
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.decoder import Decoder
 from forerun.speculation.growth import TreeGrower
@@ -59,9 +60,11 @@ def test_quick_targets_get_chains_unless_told_otherwise() -> None:
         options = DrafterConfig(name=name, model="d", tree_width=tree_width)
         model: Any = small if num_bytes is None else Weighing(num_bytes)
         grower = TreeGrower(tiny.kernels(), coupled=True)
-        return DrafterContext(options, model, None, tiny.kernels(), grower, 4, 64, lambda name: model).width
+        return DrafterContext(
+            spec_of(name), options, model, None, tiny.kernels(), grower, 4, 64, lambda name: model
+        ).width
 
-    assert [width(name) for name in ("draft", "mtp")] == [1, 1] and width("eagle") > 1
+    assert [width(name) for name in ("draft", "mtp", "ngram")] == [1, 1, 1] and width("eagle") > 1
     assert width("draft", tree_width=2) == 2
     assert all(width(name, num_bytes=10**9) > 1 for name in ("draft", "mtp", "eagle", "medusa"))
 

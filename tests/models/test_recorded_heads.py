@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forerun.config import DrafterConfig
 from forerun.core import Request, SamplingParams
+from forerun.drafters import mtp
 from forerun.drafters.base import DrafterContext, Observed
 from forerun.drafters.features import FeatureDrafter
 from forerun.kernels.ops import LayerKV
@@ -138,7 +139,9 @@ class Side:
         kernels = tiny.kernels() if native else select_kernels("reference")
         options = DrafterConfig(name="mtp", max_draft_tokens=16, tree_width=width)
         grower = TreeGrower(tiny.kernels(), coupled)
-        context = DrafterContext(options, made.target, None, kernels, grower, BLOCK_SIZE, 64, lambda name: made.target)
+        context = DrafterContext(
+            mtp.SPEC, options, made.target, None, kernels, grower, BLOCK_SIZE, 64, lambda name: made.target
+        )
         self.drafter = FeatureDrafter(made.head, "mtp", context)
         self.drafter.attach((), self.kvs)
         assert self.drafter._bound.replays == native

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 from forerun.bench.prompts import PromptCase
 from forerun.bench.speed import PLAIN, measure, report
 from forerun.core import SamplingParams
+from forerun.drafters.named import own_model, read
+from forerun.drafters.registry import all_specs
 from forerun.errors import ForerunError
-from forerun.llm import EMBEDDED_DRAFTS, engine_config
+from forerun.llm import engine_config
 
 if TYPE_CHECKING:
     from forerun.engine.policy import StepCosts
     from forerun.llm import LLM
 
-ANY_MODEL: Final = ("ngram", "suffix", "recycling", "layer_skip")  # drafters that need nothing but the target
 CHAT: Final = "multi-turn conversation"
 CHAT_CATEGORIES: Final = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
@@ -30,8 +31,6 @@ RULES: Final[Mapping[str, Mapping[str, Any]]] = {
     "block": {"verification": "rejection", "chain_rule": "block", "tree_width": 1},
     "tree": {"verification": "rejection", "tree_width": 2},
 }
-# Drafters that draw chains or trees.
-WITH_WIDTH: Final = ("draft", "layer_skip", "medusa", "eagle", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +50,19 @@ def spec_bench(cases: Sequence[PromptCase]) -> list[PromptCase]:
 
 def auto_drafters(model: str, draft_model: str | None) -> list[str]:
     """All that can draft for `model`, as written on the command line; the portfolio last."""
-    own = EMBEDDED_DRAFTS.get(model, {})
-    offered = [
-        member.name if member.model in (None, own.get(member.name)) else f"{member.name}={member.model}"
-        for member in engine_config(model, {"drafter": "auto"}).drafter.members
-    ]
+    own = [spec.name for spec in all_specs().values() if own_model(model, spec)]
+    offered = [member.name for member in engine_config(model, {"drafter": "auto"}).drafter.members]
     if draft_model is None:
-        return list(dict.fromkeys([*ANY_MODEL, *own, *offered, "portfolio"]))
+        return list(dict.fromkeys([*needing_nothing(), *own, *offered, "portfolio"]))
     given = f"draft={draft_model}"
-    others = [name for name in offered if name.partition("=")[0] != "draft"]
-    everything = [*ANY_MODEL, *(name for name in own if name != "draft"), *others, given]
+    others = [name for name in offered if name != "draft"]
+    everything = [*needing_nothing(), *(name for name in own if name != "draft"), *others, given]
     return [*dict.fromkeys(everything), "portfolio=" + "+".join([*others, given])]
+
+
+def needing_nothing() -> list[str]:
+    """The drafters that need nothing but the target."""
+    return [spec.name for spec in all_specs().values() if spec.is_single and not spec.model]
 
 
 def entrants(drafters: Sequence[str], fixed: Sequence[int], rules: bool) -> list[Entrant]:
@@ -69,7 +70,7 @@ def entrants(drafters: Sequence[str], fixed: Sequence[int], rules: bool) -> list
     names = [name for name in drafters if name != PLAIN]
     result = [] if rules else [Entrant(name, name) for name in names]
     for name in names:
-        if name.partition("=")[0] not in ("portfolio", "auto"):
+        if not _is_portfolio(name):
             result += [_fixed(name, num) for num in fixed]
         if rules:
             result += [Entrant(f"{name} {rule}", name, RULES[rule]) for rule in _rules_for(name)]
@@ -82,7 +83,7 @@ def _fixed(name: str, num: int) -> Entrant:
 
 def _rules_for(name: str) -> Iterator[str]:
     """The tree rule beside the chains' only where the drafter draws chains; trees of others always go by it."""
-    return (rule for rule in RULES if rule != "tree" or name.partition("=")[0] in WITH_WIDTH)
+    return (rule for rule in RULES if rule != "tree" or read(name)[0].tree_width is not None)
 
 
 def build(
@@ -158,7 +159,11 @@ def against_fixed(result: Mapping[str, Any], wanted: Sequence[Entrant]) -> list[
 
 
 def _competes(fixed: Entrant, entrant: Entrant) -> bool:
-    return fixed.drafter == entrant.drafter or entrant.drafter.partition("=")[0] in ("portfolio", "auto")
+    return fixed.drafter == entrant.drafter or _is_portfolio(entrant.drafter)
+
+
+def _is_portfolio(drafter: str) -> bool:
+    return "members" in read(drafter)[0].options
 
 
 def _beside(category: str, name: str, best: str, speedups: Mapping[str, float]) -> dict[str, Any]:

@@ -13,9 +13,8 @@ import typer
 from forerun.bench.prompts import PromptCase, read_prompts
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_json, print_note, table
-from forerun.cli.engine import open_llm, other_engine, prepare, takes_model
+from forerun.cli.engine import open_llm, other_engine, prepare
 from forerun.core import SamplingParams
-from forerun.errors import ConfigError, suggestion
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -54,8 +53,7 @@ def speed(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     cases = read_prompts(prompts, limit)
     name = opt.chosen_model(model_name, model)
-    for drafter in wanted:
-        prepare(name, drafter, draft_model if takes_model(drafter) else None, max_draft_tokens=max_draft_tokens)
+    _prepare_all(name, wanted, draft_model, max_draft_tokens)
     plain = open_llm(
         name, PLAIN, tree_width=tree_width, head_weights=head_weights, adaptive=adaptive,
         verification=verification, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
@@ -67,6 +65,14 @@ def speed(
     settings = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "temperature": temperature}
     report |= {**settings, "repeats": repeats, "verification": verification, "seed": seed}
     print_json(report) if json else _show(report)
+
+
+def _prepare_all(model: str, drafters: Sequence[str], draft_model: str | None, max_draft_tokens: int | None) -> None:
+    """`prepare` for each, with the draft model where it is of use."""
+    from forerun.drafters.named import takes_model
+
+    for drafter in drafters:
+        prepare(model, drafter, draft_model if takes_model(drafter) else None, max_draft_tokens=max_draft_tokens)
 
 
 def _note_widened(llm: LLM) -> None:
@@ -140,10 +146,7 @@ def _table(rows: Sequence[dict[str, Any]], details: dict[str, dict[str, Any]], t
 
 def check_drafters(names: Sequence[str]) -> None:
     """Raise ConfigError for a drafter that does not exist, before a model is loaded."""
-    from forerun.config import DRAFTER_NAMES
+    from forerun.drafters.named import read
 
-    bare = [name.partition("=")[0] for name in names]
-    unknown = [name for name in bare if name not in DRAFTER_NAMES and ".py:" not in name]
-    if unknown:
-        like = suggestion(unknown[0], DRAFTER_NAMES)
-        raise ConfigError(f"there is no drafter {', '.join(unknown)}; choose from {', '.join(DRAFTER_NAMES)}{like}")
+    for name in names:
+        read(name)

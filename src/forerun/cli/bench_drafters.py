@@ -14,11 +14,10 @@ import typer
 
 from forerun.bench.prompts import PromptCase, read_prompts
 from forerun.cli import options as opt
-from forerun.cli.bench import PLAIN, check_drafters
+from forerun.cli.bench import PLAIN
 from forerun.cli.console import err, out, print_json, print_note, table
 from forerun.cli.curve import whole_numbers
 from forerun.cli.engine import open_llm
-from forerun.config import WITH_MODEL
 from forerun.core import SamplingParams
 from forerun.errors import ConfigError
 
@@ -114,9 +113,14 @@ def _names(text: str, model: str, draft_model: str | None) -> list[str]:
         from forerun.bench.drafters import auto_drafters
 
         return auto_drafters(model, draft_model)
-    names = opt.names(text)
-    check_drafters(names)
-    return [f"{name}={draft_model}" if draft_model and name in WITH_MODEL else name for name in names]
+    return [_with_model(name, draft_model) for name in opt.names(text)]
+
+
+def _with_model(text: str, draft_model: str | None) -> str:
+    from forerun.drafters.named import read
+
+    spec, rest = read(text)
+    return f"{text}={draft_model}" if draft_model and spec.model and not rest else text
 
 
 def _check(rules: bool, verification: str, folder: Path) -> None:

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from forerun.core import CompletionOutput
 
-STYLES = {"ngram": "green", "draft": "cyan"}
-OTHER_STYLE = "magenta"
+LOOKED_UP, BY_MODEL, OTHER = "green", "cyan", "magenta"
 
 
 class Piece(NamedTuple):
@@ -56,6 +55,14 @@ class DraftedText:
             self._shown += length
 
 
+def _style(source: str) -> str:
+    """The colour of a drafter's tokens, by what it drafts with."""
+    from forerun.drafters.registry import all_specs
+
+    spec = all_specs().get(source)
+    return OTHER if spec is None else BY_MODEL if spec.model else LOOKED_UP
+
+
 def render(pieces: Sequence[Piece], marked: bool) -> Text:
     """Pieces as coloured text; `marked` puts accepted runs in square brackets instead."""
     result = Text()
@@ -63,7 +70,7 @@ def render(pieces: Sequence[Piece], marked: bool) -> Text:
         if marked and run.source:
             result.append(f"[{run.text}]")
         else:
-            result.append(run.text, STYLES.get(run.source, OTHER_STYLE) if run.source else None)
+            result.append(run.text, _style(run.source) if run.source else None)
     return result
 
 
@@ -90,5 +97,5 @@ def legend(sources: Iterable[str], marked: bool) -> Text:
     """What the colours, or brackets, mean."""
     if marked:
         return Text("[in brackets]: drafted and accepted")
-    named = [Text(name, STYLES.get(name, OTHER_STYLE)) for name in dict.fromkeys(sources) if name]
+    named = [Text(name, _style(name)) for name in dict.fromkeys(sources) if name]
     return Text("drafted by ").append_text(Text(", ").join(named)) if named else Text("nothing was drafted")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.cli.console import err, print_note
-from forerun.config import NEED_MODEL, WITH_MODEL
 from forerun.core import RequestStats
 from forerun.progress import progress_bar
 
@@ -109,20 +108,14 @@ def other_engine(llm: LLM, drafter: str, draft_model: str | None = None, max_dra
 
 def drafter_options(llm: LLM, drafter: str, draft_model: str | None) -> dict[str, Any]:
     """The options of `llm`'s own drafter, for another one."""
+    from forerun.drafters.named import takes_model
+
     own = llm.config.drafter
     names = ("tree_width", "head_weights", "adaptive", "ngram_min", "ngram_max", "across_requests")
     options: dict[str, Any] = {name: getattr(own, name) for name in names}
     if draft_model and takes_model(drafter):
         options["draft_model"] = draft_model
     return options
-
-
-def takes_model(drafter: str) -> bool:
-    """Whether `--draft-model` is for this drafter: it drafts with a model and names none."""
-    name, _, rest = drafter.partition("=")
-    if name in ("portfolio", "auto"):
-        return not rest or any(part in NEED_MODEL for part in rest.split("+"))
-    return name in WITH_MODEL
 
 
 def stats_dict(stats: RequestStats) -> dict[str, Any]:

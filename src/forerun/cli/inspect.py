@@ -12,6 +12,7 @@ from forerun.cli.console import out, print_json, table
 from forerun.cli.engine import kernel_choice, open_llm, why_slow
 
 if TYPE_CHECKING:
+    from forerun.drafters.base import DrafterSpec
     from forerun.models.config import ModelConfig
     from forerun.models.loader import LoadedModel
 
@@ -90,18 +91,21 @@ def _special_sizes(config: ModelConfig | None) -> dict[str, int]:
 
 def _drafters(name: str, loaded: LoadedModel) -> dict[str, str]:
     """Drafter -> why it can, or what it needs."""
-    from forerun.config import WITH_MODEL
-    from forerun.llm import EMBEDDED_DRAFTS
+    from forerun.drafters.registry import all_specs
 
-    free = ["ngram", "suffix", "recycling", *(["layer_skip"] if loaded.implementation == "forerun" else [])]
-    needs = f"with a model of the same {loaded.tokenizer.vocab_size} tokens (--draft-model)"
-    wanting = {
-        drafter: needs if drafter == "draft" else "with heads trained for this model (--draft-model)"
-        for drafter in WITH_MODEL
-    }
-    own = {"mtp": "with the checkpoint's own module"} if loaded.raw_config.get("num_nextn_predict_layers") else {}
-    given = {drafter: f"with {model}" for drafter, model in EMBEDDED_DRAFTS.get(name, {}).items()}
-    return {**dict.fromkeys(free, "always"), **wanting, **own, **given}
+    single = [spec for spec in all_specs().values() if spec.is_single]
+    is_open = loaded.implementation == "forerun"
+    return {spec.name: _with_what(name, spec) for spec in single if is_open or not spec.needs_layers}
+
+
+def _with_what(name: str, spec: DrafterSpec) -> str:
+    from forerun.drafters.named import own_model
+
+    own = own_model(name, spec)
+    if not spec.model or own is not None:
+        return f"with {own}" if own else "always"
+    in_checkpoint = spec.own_module is not None and spec.own_module(name)
+    return "with the checkpoint's own module" if in_checkpoint else f"with {spec.model} (--draft-model)"
 
 
 def _memory(loaded: LoadedModel) -> dict[str, int]:

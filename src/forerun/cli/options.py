@@ -42,20 +42,19 @@ DrafterName = Annotated[
         rich_help_panel=DRAFTING,
     ),
 ]
-DraftModel = Annotated[str | None, _option("The draft model, or the folder of Medusa, EAGLE or MTP heads.", DRAFTING)]
+DraftModel = Annotated[str | None, _option("The draft model, or the folder of draft heads.", DRAFTING)]
 MaxDraftTokens = Annotated[
-    int | None, _option("Most tokens drafted a step; unless given 5 to 16, as is usual for the drafter.", DRAFTING)
+    int | None, _option("Most tokens drafted a step; as is usual for the drafter unless given.", DRAFTING)
 ]
 TreeWidth = Annotated[
     int | None,
     _option(
-        "Children a node of a draft tree; 1 is a chain. Usual: 16 for medusa, 3 for eagle, draft and mtp (for the last "
-        "two 1 on a CPU with a target under 200 MB), else 1.",
+        "Children a node of a draft tree; 1 is a chain. As is usual for the drafter and the model unless given.",
         DRAFTING,
     ),
 ]
 HeadWeights = Annotated[
-    str, _option("Matrices of Medusa, EAGLE and MTP heads: stored, or rounded to int8 or int4 when read.", DRAFTING)
+    str, _option("Matrices of draft heads: stored, or rounded to int8 or int4 when read.", DRAFTING)
 ]
 Adaptive = Annotated[bool, _option("Choose each step's drafts by measured cost and acceptance.", DRAFTING)]
 
@@ -104,25 +103,13 @@ Drafters = Annotated[str, typer.Option(help="NAME, NAME=MODEL or FILE.py:CLASS, 
 
 
 def chosen_model(argument: str | None, option: str | None) -> str:
-    """The model, given by position or by --model. Raises ConfigError for no name, for two, and for a head."""
+    """The model, given by position or by --model. Raises ConfigError for no name and for two."""
     given = [name for name in (argument, option) if name is not None]
     if len(set(given)) > 1:
         raise ConfigError(f"two models were given, {argument} and --model {option}: give one")
     if "" in given:
         raise ConfigError(f"the model's name is empty: give one, or none for {DEFAULT_MODEL}")
-    name = given[0] if given else DEFAULT_MODEL
-    if name.startswith(f"{DEFAULT_MODEL}-"):
-        _refuse_head(name)
-    return name
-
-
-def _refuse_head(name: str) -> None:
-    from forerun.llm import EMBEDDED_DRAFTS
-
-    for model, drafts in EMBEDDED_DRAFTS.items():
-        kind = next((kind for kind, draft in drafts.items() if draft == name and kind != "draft"), None)
-        if kind is not None:
-            raise ConfigError(f"{name} is a draft head, not a model: use {model} with --drafter {kind}")
+    return given[0] if given else DEFAULT_MODEL
 
 
 def own_sampling(given: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,6 +151,7 @@ def biases(pairs: list[str] | None) -> dict[int, float]:
 
 def default_drafter(model: str, draft_model: str | None) -> str:
     """The drafter used where none is named: a draft model where there is one, else n-grams."""
-    from forerun.llm import EMBEDDED_DRAFTS
+    from forerun.drafters.named import own_model
+    from forerun.drafters.registry import spec_of
 
-    return "draft" if draft_model or model in EMBEDDED_DRAFTS else "ngram"
+    return "draft" if draft_model or own_model(model, spec_of("draft")) else "ngram"

@@ -1,10 +1,10 @@
-"""The drafter protocol: who proposes continuations.
+"""The drafter protocol: who proposes continuations, and what the product knows of each drafter.
 
-Knows: the verbs, and what a drafter may be built from. Does not know: verification, paging, scheduling. A drafter
-catches up, then drafts: its own state may lag a request by any number of tokens, so nothing is special about full
-acceptance or preemption.
+Knows: the verbs, what a drafter may be built from, what it says of itself. Does not know: verification, paging,
+scheduling. A drafter catches up, then drafts: its own state may lag a request by any number of tokens, so nothing is
+special about full acceptance or preemption.
 
-Every module of this package has a function `build(context)`; `drafters.registry` gives it a name.
+A module of this package that has a `SPEC` is a drafter; `drafters.registry` finds it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,35 @@ from forerun.models.base import LayerSpec, Model
 from forerun.speculation.growth import Draft, TreeGrower
 from forerun.speculation.tree import MAX_NODES
 
-_EITHER = ("draft", "mtp")  # drafters that are right often enough for chains, too
 _TREES_FROM_BYTES = 200_000_000  # weights that take some 10 ms to read, twenty times a level's laying out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterSpec:
+    """Everything the product knows of a drafter: options, command line, server, benchmarks and docs read it here.
+
+    `own_module` tells of a target, by its name or folder, whether its own checkpoint holds what the drafter drafts
+    with; `holds_heads` tells of any folder whether that is what lies there.
+    """
+
+    name: str
+    build: Callable[[DrafterContext], Drafter]
+    help: str  # what it guesses from
+    options: tuple[str, ...] = ()  # fields of DrafterConfig it reads besides max_draft_tokens and adaptive
+    max_draft_tokens: int = 5  # unless the user says otherwise; 0: it never drafts
+    tree_width: int | None = None  # likewise; None: the option is not for it
+    chains_if_quick: bool = False  # the usual width is 1 where a pass of the target takes next to no time
+    model: str = ""  # what the option `model` has to name, in words; "": it takes none
+    own_module: Callable[[str | Path], bool] | None = None
+    holds_heads: Callable[[Path], bool] | None = None
+    needs_layers: bool = False  # of the target, one by one, which a model run by transformers does not give
+    auto: int | None = None  # place in `auto`, which takes all without a model and the first with one that is there
+    vllm_names: tuple[str, ...] = ()  # methods of vLLM's --speculative-config
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it drafts, by itself: not `none`, and not a portfolio."""
+        return self.max_draft_tokens > 0 and "members" not in self.options
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +62,7 @@ class DrafterContext:
     the target was read from, None for a model that never was in a file. `max_rows` bounds the rows of one pass.
     """
 
+    spec: DrafterSpec
     options: DrafterConfig
     model: Model  # the target, as loaded
     folder: Path | None
@@ -51,10 +79,10 @@ class DrafterContext:
         If they say nothing, chains where a pass of the target takes next to no time: a level of a tree is laid out in
         Python, a chain is drawn in one native call.
         """
-        options = self.options
-        is_free = options.tree_width is None and options.name in _EITHER
+        if self.options.tree_width is not None:
+            return self.options.tree_width
         is_quick = self.kernels.device.type == "cpu" and self.model.weight_bytes < _TREES_FROM_BYTES
-        return 1 if is_free and is_quick else options.width
+        return 1 if self.spec.chains_if_quick and is_quick else self.spec.tree_width or 1
 
 
 @dataclass(frozen=True, slots=True)

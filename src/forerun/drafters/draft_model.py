@@ -15,7 +15,7 @@ from itertools import takewhile
 from torch import Tensor
 
 from forerun.core import Request
-from forerun.drafters.base import Drafter, DrafterContext, Observed
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Observed
 from forerun.drafters.drawing import TreeDrawer, tree_rows
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.base import CommittedPath, Model, passes_of, with_own_state
@@ -29,7 +29,7 @@ from forerun.speculation.tree import ROOT
 def build(context: DrafterContext) -> Drafter:
     """The draft model the options name."""
     options = context.options
-    assert options.model is not None  # DrafterConfig makes sure
+    assert options.model is not None  # checked by registry.check
     return DraftModelDrafter(
         context.load_draft(options.model),
         context.grower,
@@ -39,6 +39,20 @@ def build(context: DrafterContext) -> Drafter:
         width=context.width,
         max_rows=context.max_rows,
     )
+
+
+SPEC = DrafterSpec(
+    name="draft",
+    build=build,
+    help="a small model",
+    options=("model", "tree_width"),
+    max_draft_tokens=8,
+    tree_width=3,
+    chains_if_quick=True,
+    model="a small model with the same tokenizer",
+    auto=3,
+    vllm_names=("draft_model",),
+)
 
 
 @dataclass(slots=True)
@@ -52,7 +66,7 @@ class _Progress:
 class DraftModelDrafter:
     """Drafts with a model; `width` children a node (1: a chain)."""
 
-    name = "draft"
+    name = SPEC.name
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(

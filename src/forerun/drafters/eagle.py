@@ -5,17 +5,32 @@ Knows: where the head is. Does not know: its layout (`models.heads.eagle`), how 
 
 from __future__ import annotations
 
-from forerun.drafters.base import Drafter, DrafterContext
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
 from forerun.drafters.features import FeatureDrafter
-from forerun.models.heads.eagle import read_eagle
+from forerun.models.heads.eagle import holds_eagle, read_eagle
 from forerun.models.heads.reading import native_target
 from forerun.models.heads.source import open_head
 
 
 def build(context: DrafterContext) -> Drafter:
     """The head the options name; raises ModelErrors where it does not fit the target."""
-    assert context.options.model is not None  # DrafterConfig makes sure
+    assert context.options.model is not None  # checked by registry.check
     target = native_target(context.model)
     source = open_head(context.options.model)
     head = read_eagle(source, target, context.kernels, context.options.head_weights)
-    return FeatureDrafter(head, "eagle", context)
+    return FeatureDrafter(head, SPEC.name, context)
+
+
+SPEC = DrafterSpec(
+    name="eagle",
+    build=build,
+    help="a layer fed with the target's states",
+    options=("model", "tree_width", "head_weights"),
+    max_draft_tokens=8,
+    tree_width=3,
+    model="an EAGLE head trained for this model",
+    holds_heads=holds_eagle,
+    needs_layers=True,
+    auto=5,
+    vllm_names=("eagle", "eagle3"),
+)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.core import Request
-from forerun.drafters.base import Drafter, DrafterContext, Stateless
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Stateless
 from forerun.drafters.drawing import TreeDrawer, tree_rows
 from forerun.errors import UnsupportedError
 from forerun.kernels.ops import Kernels, LayerKV
@@ -43,16 +43,26 @@ def build(context: DrafterContext) -> Drafter:
             "layer_skip drafts with the target's own layers, which a model that runs through transformers does not "
             "give one by one; choose another drafter, or a target of a family that forerun implements"
         )
-    drawer = TreeDrawer(context.grower, context.block_size, options.width, LayerSkipDrafter.name)
+    drawer = TreeDrawer(context.grower, context.block_size, context.width, LayerSkipDrafter.name)
     return LayerSkipDrafter(
         model, context.kernels, drawer, context.block_size, options.max_draft_tokens, options.layers
     )
 
 
+SPEC = DrafterSpec(
+    name="layer_skip",
+    build=build,
+    help="some of the target's own layers",
+    options=("layers", "tree_width"),
+    tree_width=1,
+    needs_layers=True,
+)
+
+
 class LayerSkipDrafter(Stateless):
     """Drafts with `layers` of the target; None: with half of them, found on the fly."""
 
-    name = "layer_skip"
+    name = SPEC.name
 
     def __init__(
         self, model: Decoder, kernels: Kernels, drawer: TreeDrawer, block_size: int, max_draft_tokens: int,

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from forerun.core import Request
-from forerun.drafters.base import Drafter, DrafterContext, Observed, Stateless
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Observed, Stateless
 from forerun.drafters.grown import hand_over, wants_enqueued
 from forerun.errors import UnsupportedError
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.decoder import Decoder
+from forerun.models.medusa_files import holds_medusa
 from forerun.models.medusa_heads import MedusaHeads, load_medusa
 from forerun.runtime.bind import bind_rows
 from forerun.runtime.rows import RowRunner
@@ -33,7 +34,7 @@ from forerun.speculation.products import grow_products
 def build(context: DrafterContext) -> Drafter:
     """The heads the options name, for the target."""
     options, model = context.options, context.model
-    assert options.model is not None  # DrafterConfig makes sure
+    assert options.model is not None  # checked by registry.check
     if not isinstance(model, Decoder):
         raise UnsupportedError(
             "Medusa heads read the target's state after its final norm, which a model that runs through transformers "
@@ -43,8 +44,23 @@ def build(context: DrafterContext) -> Drafter:
     state_layer = len(model.parts.layers) + 1
     owned = sum(linear.nbytes for linear in heads.linears if linear is not model.parts.lm_head)
     return MedusaDrafter(
-        heads, context.kernels, context.grower, state_layer, options.max_draft_tokens, options.width, owned
+        heads, context.kernels, context.grower, state_layer, options.max_draft_tokens, context.width, owned
     )
+
+
+SPEC = DrafterSpec(
+    name="medusa",
+    build=build,
+    help="heads on the target's last state",
+    options=("model", "tree_width", "head_weights"),
+    max_draft_tokens=12,
+    tree_width=16,  # candidates of heads cost nothing
+    model="Medusa heads trained for this model",
+    holds_heads=holds_medusa,
+    needs_layers=True,
+    auto=6,
+    vllm_names=("medusa",),
+)
 
 
 class _State(NamedTuple):
@@ -62,7 +78,7 @@ class _State(NamedTuple):
 class MedusaDrafter(Stateless):
     """Drafts with heads; `width` children a node (1: a chain of as many tokens as there are heads)."""
 
-    name = "medusa"
+    name = SPEC.name
 
     def __init__(
         self, heads: MedusaHeads, kernels: Kernels, grower: TreeGrower, state_layer: int, max_draft_tokens: int,

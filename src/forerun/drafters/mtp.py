@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forerun.drafters.base import Drafter, DrafterContext
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
 from forerun.drafters.features import FeatureDrafter
 from forerun.errors import ConfigError
-from forerun.models.heads.mtp import read_mtp
+from forerun.models.heads.mtp import brings_mtp, holds_mtp, read_mtp
 from forerun.models.heads.reading import native_target
 from forerun.models.heads.source import open_head
 
@@ -19,7 +19,7 @@ def build(context: DrafterContext) -> Drafter:
     """The module the options name, else the target's own; raises ModelErrors where there is none that fits."""
     target = native_target(context.model)
     head = read_mtp(open_head(_folder(context)), target, context.kernels, context.options.head_weights)
-    return FeatureDrafter(head, "mtp", context)
+    return FeatureDrafter(head, SPEC.name, context)
 
 
 def _folder(context: DrafterContext) -> str | Path:
@@ -31,3 +31,20 @@ def _folder(context: DrafterContext) -> str | Path:
             "the module's folder with --draft-model"
         )
     return context.folder
+
+
+SPEC = DrafterSpec(
+    name="mtp",
+    build=build,
+    help="a module trained with the target",
+    options=("model", "tree_width", "head_weights"),
+    max_draft_tokens=8,
+    tree_width=3,
+    chains_if_quick=True,
+    model="a module trained for this model",
+    own_module=brings_mtp,
+    holds_heads=holds_mtp,
+    needs_layers=True,
+    auto=4,
+    vllm_names=("mtp",),
+)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from forerun.core import Request
-from forerun.drafters.base import Drafter, DrafterContext, Stateless
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Stateless
 from forerun.kernels.suffix import SuffixKit, select_suffix
 from forerun.speculation.growth import Draft
 from forerun.speculation.tree import ROOT
@@ -30,6 +30,15 @@ def build(context: DrafterContext) -> Drafter:
     """Prompt lookup with the options' sizes, on the fastest index that is installed."""
     options = context.options
     return NgramDrafter(options.max_draft_tokens, options.ngram_min, options.ngram_max, select_index())
+
+
+SPEC = DrafterSpec(
+    name="ngram",
+    build=build,
+    help="what followed the same last tokens in this request",
+    options=("ngram_min", "ngram_max"),
+    vllm_names=("ngram",),
+)
 
 
 class Index(Protocol):
@@ -56,7 +65,7 @@ def automaton_index(kit: SuffixKit) -> NewIndex:
 class NgramDrafter(Stateless):
     """Copies the tokens that followed the longest tail of ngram_max .. ngram_min tokens where it last occurred."""
 
-    name = "ngram"
+    name = SPEC.name
 
     def __init__(self, max_draft_tokens: int, ngram_min: int, ngram_max: int, new_index: NewIndex) -> None:
         self.max_nodes = max_draft_tokens + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forerun.drafters.base import Drafter, DrafterContext, Stateless
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Stateless
 from forerun.speculation.growth import Draft
 
 
@@ -13,10 +13,13 @@ def build(context: DrafterContext) -> Drafter:
     return NoDrafter()
 
 
+SPEC = DrafterSpec(name="none", build=build, help="nothing: plain decoding", max_draft_tokens=0)
+
+
 class NoDrafter(Stateless):
     """Leaves every root alone, so that plain decoding is the same code with another drafter."""
 
-    name = "none"
+    name = SPEC.name
     max_nodes = 1
 
     def propose(self, drafts: Sequence[Draft]) -> None:

@@ -25,10 +25,28 @@ import torch
 from torch import Tensor
 
 from forerun.core import Request
-from forerun.drafters.base import Drafter, Observed, logits_reader
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Observed, logits_reader
+from forerun.drafters.registry import build_drafter, spec_of
 from forerun.kernels.ops import LayerKV
 from forerun.speculation.growth import Draft, Part
 from forerun.speculation.late import late_of
+
+
+def build_portfolio(context: DrafterContext) -> Portfolio:
+    """The members of `context.options`, or the one drafter it names, under a guide; raises whatever they raise."""
+    options = context.options
+    contexts = [replace(context, spec=spec_of(each.name), options=each) for each in options.members or (options,)]
+    members = [build_drafter(each) for each in contexts]
+    return Portfolio(members, options.name, options.max_draft_tokens + 1, context.grower.coupled)
+
+
+SPEC = DrafterSpec(
+    name="portfolio",
+    build=build_portfolio,
+    help="several of these",
+    options=("members",),
+    max_draft_tokens=16,
+)
 
 
 class Guide(Protocol):

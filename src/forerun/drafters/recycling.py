@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import Request
-from forerun.drafters.base import Drafter, DrafterContext, Stateless
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Stateless
 from forerun.kernels.device import to_host
 from forerun.kernels.ops import Kernels, NoiseKeys
 from forerun.speculation.growth import Draft
@@ -52,13 +52,23 @@ def build(context: DrafterContext) -> Drafter:
     )
 
 
+SPEC = DrafterSpec(
+    name="recycling",
+    build=build,
+    help="what the target ranked next to each token when it was last computed",
+    options=("across_requests",),
+    max_draft_tokens=16,
+    auto=2,
+)
+
+
 class RecyclingDrafter(Stateless):
     """Fills a tree of ranks from the table of each token's last seen successors.
 
     All requests share the table; without `across_requests` it is emptied where one begins and no other is running.
     """
 
-    name = "recycling"
+    name = SPEC.name
     wants_logits = True
 
     def __init__(self, max_draft_tokens: int, vocab_size: int, kernels: Kernels, across_requests: bool = True) -> None:

@@ -1,72 +1,108 @@
-"""Which drafter a name stands for.
+"""Which drafters there are, and which of them a name stands for.
 
-Knows: every drafter's module, and how to load a drafter from a file of the user's. Does not know: engines.
+Knows: how to find the drafters of this package and those in files of the user's, and whether options fit a drafter.
+Does not know: any drafter by name; engines.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from forerun.drafters import draft_model, eagle, layer_skip, medusa, mtp, ngram, none, recycling, suffix
-from forerun.drafters.base import Drafter, DrafterContext
+from forerun import drafters
+from forerun.config import DrafterConfig
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
 from forerun.drafters.guarded import GuardedDrafter
-from forerun.drafters.portfolio import Portfolio
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, ModelError, suggestion
+from forerun.weights.resolve import resolve_model
 
-Build = Callable[[DrafterContext], Drafter]
-
-BUILDERS: Mapping[str, Build] = {
-    "none": none.build,
-    "ngram": ngram.build,
-    "suffix": suffix.build,
-    "recycling": recycling.build,
-    "draft": draft_model.build,
-    "layer_skip": layer_skip.build,
-    "medusa": medusa.build,
-    "eagle": eagle.build,
-    "mtp": mtp.build,
-}
+_GIVEN = {"model": "a draft model was", "layers": "layers were", "members": "members were"}
 
 
-def build_portfolio(context: DrafterContext) -> Portfolio:
-    """The members of `context.options`, or the one drafter it names, under a guide.
+@cache
+def all_specs() -> Mapping[str, DrafterSpec]:
+    """The SPEC of every module of this package that has one, by the drafter's name."""
+    found = [import_module(f"{drafters.__name__}.{info.name}") for info in pkgutil.iter_modules(drafters.__path__)]
+    specs = {module.SPEC.name: module.SPEC for module in found if hasattr(module, "SPEC")}
+    return {name: specs[name] for name in sorted(specs)}
 
-    Raises ConfigError where a drafter's file or class does not exist, and whatever a drafter raises.
+
+def spec_of(name: str) -> DrafterSpec:
+    """The spec of a drafter by its name, or by FILE.py:CLASS.
+
+    Raises ConfigError where there is no such drafter, file or class, and whatever the file raises.
     """
-    options = context.options
-    members = [build_drafter(replace(context, options=member)) for member in options.members or (options,)]
-    return Portfolio(members, options.name, options.max_draft_tokens + 1, context.grower.coupled)
+    if ".py:" in name:
+        return _spec_from_file(name)
+    spec = all_specs().get(name)
+    if spec is None:
+        names = (*all_specs(), "auto")
+        like = suggestion(name, names)
+        raise ConfigError(f"there is no drafter {name}; choose from {', '.join(names)}, or give FILE.py:CLASS{like}")
+    return spec
+
+
+def check(options: DrafterConfig) -> None:
+    """Raise ConfigError where a drafter lacks what it needs, or was given what it has no use for."""
+    spec = spec_of(options.name)
+    if spec.model and spec.own_module is None and not options.model:
+        where = "give --draft-model a folder, a hub id or an embedded name"
+        raise ConfigError(f"drafter {options.name!r} needs {spec.model}: {where}")
+    for field, were in _GIVEN.items():
+        if getattr(options, field) and field not in spec.options:
+            takers = ", ".join(name for name, other in all_specs().items() if field in other.options)
+            raise ConfigError(f"{were} given but the drafter is {options.name!r}: choose one of {takers}")
+    if "members" in spec.options:
+        _check_members(options)
+
+
+def _check_members(options: DrafterConfig) -> None:
+    specs = [spec_of(member.name) for member in options.members]
+    if not specs or not all(spec.is_single for spec in specs):
+        raise ConfigError(f"a {options.name}'s members are single drafters, at least one: neither none nor another")
+    for member in options.members:
+        check(member)
 
 
 def build_drafter(context: DrafterContext) -> Drafter:
-    """The drafter of `context.options`, under guard; a name FILE.py:CLASS makes that class from the context.
-
-    Raises ConfigError where file or class does not exist, and whatever the drafter raises.
-    """
-    name = context.options.name
-    build = BUILDERS.get(name)
-    drafter = build(context) if build is not None else _class_from_file(name)(context)
-    return GuardedDrafter(drafter, context.model.vocab_size)
+    """The drafter of `context.spec`, under guard. Raises whatever the drafter raises."""
+    return GuardedDrafter(context.spec.build(context), context.model.vocab_size)
 
 
-def _class_from_file(name: str) -> Build:
-    """The class a FILE.py:CLASS names."""
-    path, _, class_name = name.rpartition(":")
-    module = _run_file(Path(path))
-    if not hasattr(module, class_name):
-        raise ConfigError(f"{path} has no class {class_name!r}; it defines {', '.join(_classes(module)) or 'none'}")
-    found: Build = getattr(module, class_name)
-    return found
+def drafter_of(name_or_folder: str | Path) -> str | None:
+    """The drafter that drafts with the heads that lie there; None for anything else, and for nothing."""
+    try:
+        folder = resolve_model(name_or_folder)
+        specs = all_specs().values()
+        return next((spec.name for spec in specs if spec.holds_heads is not None and spec.holds_heads(folder)), None)
+    except ModelError:
+        return None
 
 
-def _run_file(path: Path) -> ModuleType:
+def _spec_from_file(name: str) -> DrafterSpec:
+    """The file's SPEC if it is that of the class named, else one with the usual settings."""
+    file, _, class_name = name.rpartition(":")
+    path = Path(file)
     if not path.is_file():
         raise ConfigError(f"there is no file {path} to take a drafter from")
+    module = _run_file(path, path.stat().st_mtime_ns)
+    if not hasattr(module, class_name):
+        raise ConfigError(f"{path} has no class {class_name!r}; it defines {', '.join(_classes(module)) or 'none'}")
+    build, stated = getattr(module, class_name), getattr(module, "SPEC", None)
+    if isinstance(stated, DrafterSpec) and stated.build is build:
+        return stated
+    return DrafterSpec(name=name, build=build, help=f"what {path} says")
+
+
+@cache
+def _run_file(path: Path, changed_ns: int) -> ModuleType:
+    """The module in a file, which is run again once it was changed."""
     spec = importlib.util.spec_from_file_location(f"forerun_drafter_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)

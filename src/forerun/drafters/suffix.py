@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from forerun.core import Request
-from forerun.drafters.base import Drafter, DrafterContext, Stateless
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Stateless
 from forerun.kernels.suffix import SuffixCorpus, SuffixKit, SuffixText, select_suffix
 from forerun.speculation.growth import Draft
 from forerun.speculation.tree import ROOT
@@ -29,6 +29,17 @@ def build(context: DrafterContext) -> Drafter:
     """The suffix drafter on the fastest implementation that is installed."""
     options = context.options
     return SuffixDrafter(options.max_draft_tokens, select_suffix(), CORPUS_TOKENS if options.across_requests else 0)
+
+
+SPEC = DrafterSpec(
+    name="suffix",
+    build=build,
+    help="the same, in this request and in answers before it, weighed by how often",
+    options=("across_requests",),
+    max_draft_tokens=12,
+    auto=1,
+    vllm_names=("suffix",),
+)
 
 
 @dataclass(slots=True)
@@ -46,7 +57,7 @@ class SuffixDrafter(Stateless):
     go first, 0 keeps none. Guesses whose whole path is less probable than `least_chance` are dropped.
     """
 
-    name = "suffix"
+    name = SPEC.name
 
     def __init__(
         self,

@@ -61,6 +61,14 @@ class HeadTensors:
         return self._full[name]
 
 
+def holds_medusa(folder: Path) -> bool:
+    """Whether a folder holds Medusa heads in a layout we read. Raises ModelErrors where it holds no weights."""
+    if any((folder / name).is_file() for name in OWN_FILES):
+        return True
+    stored = Checkpoint.open(folder)
+    return stored.has("blocks.0.layers.0.weight") or stored.has("0.0.linear.weight")
+
+
 def open_heads(folder: Path) -> HeadTensors:
     """The heads' file in `folder`; raises CheckpointError where there is none or it is damaged."""
     for name in OWN_FILES:

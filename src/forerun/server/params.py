@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
-from forerun.config import DRAFTER_NAMES, DrafterConfig
+from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
 from forerun.errors import SamplingError
 from forerun.server.errors import ApiError, unsupported
@@ -115,8 +115,6 @@ def _speculation(asked: Speculation | None, drafter: DrafterConfig) -> dict[str,
     if asked.drafter == "none":
         return {"speculate": False}
     names = [member.name for member in drafter.members] or [drafter.name]
-    if drafter.name in ("portfolio", "auto") and not drafter.members:  # whatever the model offers
-        names = [name for name in DRAFTER_NAMES if name not in ("none", "portfolio", "auto")]
     if asked.drafter not in names:
         raise unsupported("speculation", f"drafter {asked.drafter!r} is not running here; there is {', '.join(names)}")
-    return {**options, **({"drafter": asked.drafter} if drafter.name in ("portfolio", "auto") else {})}
+    return {**options, **({"drafter": asked.drafter} if drafter.members else {})}

@@ -1,6 +1,6 @@
 """vLLM's --speculative-config, for people who come from there.
 
-Knows: its names and ours. Does not know: what a drafter does.
+Knows: its options and ours; the methods stand in each DrafterSpec. Does not know: what a drafter does.
 Source of the names: vLLM, docs/features/speculative_decoding and config/speculative.py.
 """
 
@@ -9,24 +9,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from forerun.drafters.registry import all_specs
 from forerun.errors import ConfigError
 
-METHODS = {
-    "ngram": "ngram",
-    "draft_model": "draft",
-    "eagle": "eagle",
-    "eagle3": "eagle",
-    "medusa": "medusa",
-    "mtp": "mtp",
-    "suffix": "suffix",
-}
 NAMES = {
     "model": "draft_model",
     "num_speculative_tokens": "max_draft_tokens",
     "prompt_lookup_min": "ngram_min",
     "prompt_lookup_max": "ngram_max",
 }
-NO_MODEL = ("ngram", "suffix")  # vLLM lets `model` repeat the method here
 WITHOUT_EFFECT = {  # what forerun does anyway
     "draft_tensor_parallel_size": (1,),
     "disable_padded_drafter_batch": (True, False),
@@ -40,19 +31,21 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
     Raises ConfigError for anything that has no meaning here.
     """
     given = _read(text)
+    methods = {method: spec for spec in all_specs().values() for method in spec.vllm_names}
     method = given.pop("method", None) or ("draft_model" if given.get("model") else None)
-    if method not in METHODS:
-        raise ConfigError(f"speculative-config: method must be one of {', '.join(METHODS)}; got {method!r}")
-    if method in NO_MODEL and given.get("model") in (method, f"[{method}]"):
+    if method not in methods:
+        raise ConfigError(f"speculative-config: method must be one of {', '.join(methods)}; got {method!r}")
+    spec = methods[method]
+    if not spec.model and given.get("model") in (method, f"[{method}]"):  # vLLM lets `model` repeat the method here
         del given["model"]
     unknown = [name for name, value in given.items() if name not in NAMES and not _has_no_effect(name, value)]
     if unknown:
         allowed = ", ".join(("method", *NAMES))
         raise ConfigError(f"speculative-config: {', '.join(unknown)} not supported here; the fields are {allowed}")
     options = {NAMES[name]: value for name, value in given.items() if name in NAMES and value is not None}
-    if method == "ngram" and "ngram_max" in options:  # vLLM: the shorter is as long as the longer unless given
+    if "ngram_max" in options:  # vLLM: the shorter is as long as the longer unless given
         options.setdefault("ngram_min", options["ngram_max"])
-    return {"drafter": METHODS[method], **options}
+    return {"drafter": spec.name, **options}
 
 
 def _has_no_effect(name: str, value: Any) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,11 @@ SECTION = "transformer_layer_config"
 NUM_STATES = 3
 INERT = frozenset({"t2d"})  # says once more what d2t says
 MAX_LAYERS = 64
+
+
+def holds_eagle(folder: Path) -> bool:
+    """Whether a folder holds an EAGLE head. Raises ModelErrors where it holds no weights."""
+    return Checkpoint.open(folder).has("fc.weight")
 
 
 def read_eagle(source: Checkpoint, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:

@@ -74,6 +74,12 @@ def read_mtp(source: Checkpoint, target: Decoder, kernels: Kernels, weights: Hea
     )
 
 
+def holds_mtp(folder: Path) -> bool:
+    """Whether a folder holds an MTP module. Raises ModelErrors where it holds no weights."""
+    stored = Checkpoint.open(folder)
+    return stored.has(f"{MIMO}.0.input_proj.weight") or any(name.endswith(".eh_proj.weight") for name in stored)
+
+
 def brings_mtp(name_or_folder: str | Path) -> bool:
     """Whether a model's own checkpoint holds a module that `read_mtp` reads; False also where there is no such model.
 

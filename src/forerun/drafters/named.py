@@ -1,0 +1,83 @@
+"""A drafter as it is written, NAME, NAME=MODEL, FILE.py:CLASS, portfolio=A+B or auto, as options.
+
+Knows: what comes with a target to draft with, and who takes a draft model. Does not know: any drafter by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from forerun.config import DrafterConfig
+from forerun.drafters import portfolio
+from forerun.drafters.base import DrafterSpec
+from forerun.drafters.registry import all_specs, check, spec_of
+from forerun.errors import ConfigError
+from forerun.weights.resolve import EMBEDDED
+
+AUTO = "auto"  # a portfolio of what the target offers
+
+
+def drafter_config(target: str, text: str, draft_model: str | None, options: Mapping[str, Any]) -> DrafterConfig:
+    """The options of a drafter for `target`. Raises ConfigError for what does not exist or go together."""
+    config = _config(target, text, draft_model, {name: value for name, value in options.items() if value is not None})
+    check(config)
+    return config
+
+
+def _config(target: str, text: str, draft_model: str | None, given: Mapping[str, Any]) -> DrafterConfig:
+    spec, rest = read(text)
+    usual = {"max_draft_tokens": spec.max_draft_tokens} if spec.max_draft_tokens else {}
+    if "members" not in spec.options:
+        model = rest or draft_model or own_model(target, spec)
+        return DrafterConfig(name=text.partition("=")[0], model=model, **{**usual, **given})
+    parts = rest.split("+") if rest else _offered(target, draft_model)
+    members = tuple(_config(target, part, draft_model if _needs_model(part) else None, given) for part in parts)
+    if draft_model and all(member.model != draft_model for member in members):
+        raise ConfigError(f"a draft model was given, but none of {', '.join(parts)} takes it: add draft to them")
+    return DrafterConfig(name=spec.name, members=members, **{**usual, **given})
+
+
+def read(text: str) -> tuple[DrafterSpec, str]:
+    """The spec of the drafter named, and what stands behind the "=". Raises ConfigError where there is none."""
+    name, _, rest = text.partition("=")
+    return (portfolio.SPEC if name == AUTO else spec_of(name)), rest
+
+
+def takes_model(text: str) -> bool:
+    """Whether a draft model given apart is of use to this drafter."""
+    spec, rest = read(text)
+    if "members" in spec.options:
+        return not rest or any(_needs_model(part) for part in rest.split("+"))
+    return bool(spec.model)
+
+
+def _needs_model(text: str) -> bool:
+    """Whether a drafter cannot do without a model and names none."""
+    spec, rest = read(text)
+    return bool(spec.model) and spec.own_module is None and not rest
+
+
+def own_model(target: str, spec: DrafterSpec) -> str | None:
+    """What comes with a target for a drafter: embedded for it, or the folder TARGET/NAME; None where nothing does."""
+    embedded, folder = f"{target}-{spec.name}", Path(target) / spec.name
+    if not spec.model:
+        return None
+    if embedded in EMBEDDED:
+        return embedded
+    return str(folder) if (folder / "config.json").is_file() else None
+
+
+def has_own(target: str, spec: DrafterSpec) -> bool:
+    """Whether a drafter finds what it drafts with beside the target or in the target's own checkpoint."""
+    return own_model(target, spec) is not None or (spec.own_module is not None and spec.own_module(target))
+
+
+def _offered(target: str, draft_model: str | None) -> list[str]:
+    """Who drafts for a target where nobody is named: lookups, and the best there is with weights."""
+    in_order = sorted((spec for spec in all_specs().values() if spec.auto is not None), key=lambda spec: spec.auto or 0)
+    lookups = [spec.name for spec in in_order if not spec.model]
+    with_model = (spec.name for spec in in_order if spec.model and (draft_model is not None or has_own(target, spec)))
+    return [*lookups, *islice(with_model, 1)]
