@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.weights.llama2c import convert_llama2c
+from tests.support.llama2c import convert_llama2c
 from tests.support.mini import SHARED
 
 WEIGHTS = SHARED / "weights" / "stories260K"

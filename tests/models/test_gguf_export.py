@@ -14,11 +14,11 @@ from forerun.errors import CheckpointError, ConfigError, UnsupportedError
 from forerun.llm import LLM
 from forerun.models.gguf_export import export_gguf
 from forerun.models.loader import load_model, read_config
-from forerun.weights.llama2c import convert_llama2c
 from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer
 from tests.models import factory
 from tests.models.factory import Runner
+from tests.support.llama2c import convert_llama2c
 from tests.weights.makers import TEXTS
 
 TOKENS = [3, 17, 40, 8, 25, 61, 9, 33, 50, 12, 77, 4]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from forerun.models.loader import load_model
-from forerun.weights.llama2c import convert_llama2c
 from tests.models import factory
+from tests.support.llama2c import convert_llama2c
 
 pytestmark = pytest.mark.skipif(not factory.STORIES.exists(), reason="../shared/data/weights is not here")
 BOS = 1

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from forerun.errors import CheckpointError, UnsupportedError
-from forerun.weights.llama2c import convert_llama2c
-from forerun.weights.llama2c_vocab import read_vocabulary
 from forerun.weights.sentencepiece import PieceType, Vocabulary, build_tokenizer
 from forerun.weights.tokenizer import Tokenizer
+from tests.support.llama2c import convert_llama2c
+from tests.support.llama2c_vocab import read_vocabulary
 
 REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "weights"
 needs_real = pytest.mark.skipif(not REAL.exists(), reason="../shared/data/weights is not here")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import CheckpointError, ForerunError, UnsupportedError
@@ -105,17 +106,28 @@ def test_unsupported_kind(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=60))
-def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzz.model"
-    path.write_bytes(raw)
-    try:
-        found = read_sentencepiece(path)
-    except ForerunError as error:
-        assert str(path) in str(error)
-    else:
-        assert found.pieces and len(found.pieces) == len(found.scores) == len(found.types)
+def field(number: int, content: bytes) -> bytes:
+    """Of a protocol buffer, up to 127 bytes."""
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    pieces=st.lists(
+        st.tuples(st.text(max_size=6), st.floats(width=32, allow_nan=False), st.sampled_from(PieceType)), min_size=1
+    ),
+    unknown=st.binary(max_size=20),
+)
+def test_all_pieces_come_back(tmp_path: Path, pieces: list[tuple[str, float, PieceType]], unknown: bytes) -> None:
+    """Also between fields that nobody knows."""
+    path = tmp_path / "made.model"
+    messages = [
+        field(1, text.encode()) + b"\x15" + struct.pack("<f", score) + bytes([0x18, kind]) + field(9, unknown)
+        for text, score, kind in pieces
+    ]
+    path.write_bytes(field(7, unknown).join(field(1, message) for message in messages))
+    found = read_sentencepiece(path)
+    assert [*zip(found.pieces, found.scores, found.types, strict=True)] == pieces
 
 
 def test_one_changed_byte(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_identity_of_tokens(made: Tokenizer) -> None:
         name = made.token_text(token_id)
         assert name is not None and made.token_id(name) == token_id
     assert made.token_text(made.vocab_size) is None and made.token_bytes(made.vocab_size + 5) == b""
-    assert made.bos_token_id is not None and made.is_special(made.bos_token_id)
+    assert made.bos_token_id is not None and made.decode([made.bos_token_id]) == ""
     assert made.vocab_size == max(made.vocabulary().values()) + 1
 
 

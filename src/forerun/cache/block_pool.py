@@ -98,10 +98,6 @@ class BlockPool:
         """The contents of the block outlive its owners."""
         return bool(self._kept[block])
 
-    def cached_blocks(self) -> list[int]:
-        """Cached blocks in the order in which they will be evicted."""
-        return list(self._cached)
-
     def check_integrity(self) -> None:
         """Raise AssertionError if a block is not exactly one of free, cached and owned."""
         free = set(self._free)

@@ -81,11 +81,6 @@ class PrefixCacheStats:
         self.queried_tokens += queried
         self.hit_tokens += hit
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of the tokens asked for that was there."""
-        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
-
 
 class PrefixCache:
     """The tree of computed blocks over one pool."""

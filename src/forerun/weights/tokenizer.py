@@ -136,10 +136,6 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(text)
         return found
 
-    def is_special(self, token_id: int) -> bool:
-        """Whether the token is a control token, invisible in texts."""
-        return token_id in self._special_ids
-
     def to_json(self) -> str:
         """The tokenizer.json that makes the same tokens."""
         return str(self._backend.to_str())

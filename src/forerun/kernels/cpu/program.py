@@ -107,11 +107,6 @@ class Program:
         """Ops a run executes."""
         return self._native.num_steps
 
-    @property
-    def num_buffers(self) -> int:
-        """Pieces of memory its activations share."""
-        return len(self._buffers)
-
     def run(self, inputs: Inputs) -> list[Tensor]:
         """Execute the ops -> the recorded outputs, in fresh tensors."""
         num_rows, num_logit_rows = inputs.token_ids.shape[0], inputs.logit_rows.shape[0]

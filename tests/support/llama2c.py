@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from forerun.errors import CheckpointError, UnsupportedError
-from forerun.weights.llama2c_vocab import BOS_ID, EOS_ID, SPECIAL_NAMES, read_vocabulary
 from forerun.weights.safetensors_write import write_tensors
 from forerun.weights.sentencepiece import build_tokenizer
+from tests.support.llama2c_vocab import BOS_ID, EOS_ID, SPECIAL_NAMES, read_vocabulary
 
 MAGIC = 0x616B3432  # "ak42"
 HEADER_BYTES = 256  # of v1 and v2
