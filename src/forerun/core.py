@@ -321,6 +321,11 @@ class DrafterCount:
         self.depths += [DepthCount() for _ in range(depth - len(self.depths))]
 
 
+def speedup(plain_s: float, drafted_s: float) -> float | None:
+    """Seconds plain decoding takes for some tokens over those that drafting took for them; None without either."""
+    return plain_s / drafted_s if plain_s > 0.0 and drafted_s > 0.0 else None
+
+
 @dataclass(slots=True)
 class RequestStats:
     """What a request cost and what speculation did for it."""
@@ -349,14 +354,9 @@ class RequestStats:
         return self.trees.wasted
 
     @property
-    def draft_errors(self) -> int:
-        """Drafters that failed for this request."""
-        return len(self.failed_drafters)
-
-    @property
     def estimated_speedup(self) -> float | None:
-        """Decoding over plain decoding at the same load, by the policy's measured costs; None where it has none."""
-        return self.plain_s / self.step_s if self.plain_s is not None and self.step_s > 0.0 else None
+        """`speedup` of the steps that read no prompt; None where plain steps were not timed, or nothing was drafted."""
+        return speedup(self.plain_s or 0.0, self.step_s) if self.trees.drafted else None
 
     @property
     def acceptance_length(self) -> float:

@@ -224,10 +224,6 @@ class LLM:
         with torch.inference_mode():
             return self.engine.step()
 
-    def plain_step_s(self, num_requests: int) -> float | None:
-        """Seconds a step without drafts would take with so many requests, where the policy knows."""
-        return self.engine.policy.plain_step_s(num_requests)
-
     def drafter_health(self) -> dict[str, DrafterHealth]:
         """How the drafters fare, by name."""
         return drafter_health(self.engine.drafter)

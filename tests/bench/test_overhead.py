@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from forerun.bench.overhead import steps_of, summary
-from forerun.bench.plain import estimated_speedup
-from forerun.core import CompletionOutput, DrafterCount, RequestOutput, RequestStats, SamplingParams
+from forerun.core import CompletionOutput, DrafterCount, RequestOutput, SamplingParams
 
 
 class Stepping:
@@ -48,9 +47,3 @@ def test_summary_takes_the_steps_that_drafted_as_asked() -> None:
         "phases_ms": {"draft": 2.0, "forward": 1000.0, "commit": 3.0},
     }
     assert summary(steps, 9) == {"num_steps": 0, "num_drafted": 9}
-
-
-def test_estimated_speedup_compares_decoding_only() -> None:
-    stats = RequestStats(num_tokens=30, num_steps=10, ttft_s=5.0, decode_s=0.9)
-    assert estimated_speedup(stats, 0.05) == pytest.approx(27 / 0.9 * 0.05)
-    assert estimated_speedup(RequestStats(num_tokens=1, num_steps=1), 0.05) is None

@@ -373,7 +373,7 @@ def test_the_dashboard_asks_for_metrics_that_exist(small: LLM) -> None:
     from pathlib import Path
 
     service = EngineService(small, settings())
-    service.metrics.sample_finished(RequestStats(num_tokens=2, num_steps=1), "stop", 1.5)
+    service.metrics.sample_finished(RequestStats(num_tokens=2, num_steps=1), "stop")
     known = {metric.name for metric in service.metrics.registry.collect()}
     dashboard = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
     panels = json.loads(dashboard.read_text("utf-8"))["panels"]

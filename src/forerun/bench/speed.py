@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.bench.conversation import run_cases
 from forerun.bench.interval import Interval, geometric_mean, interval_of
 from forerun.bench.prompts import PromptCase
-from forerun.core import CompletionOutput, DrafterCount, RequestStats, SamplingParams
+from forerun.core import CompletionOutput, DrafterCount, RequestStats, SamplingParams, speedup
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -60,7 +60,7 @@ class Run:
             drafted=sum(count.drafted for count in counts),
             accepted=sum(count.accepted for count in counts),
             draft_s=sum(s.draft_s for s in stats),
-            num_failed=sum(s.draft_errors for s in stats),
+            num_failed=sum(len(s.failed_drafters) for s in stats),
             trees=total_count(s.trees for s in stats),
         )
 
@@ -158,11 +158,11 @@ def rows(rounds: Rounds, compare: bool) -> list[SpeedRow]:
 
 def _row(name: str, rounds: Rounds, compare: bool) -> SpeedRow:
     same = all(r[name].token_ids == r[PLAIN].token_ids for repeats in rounds for r in repeats)
-    speedup, interval, within_noise = _gain(name, rounds, _speedup(name))
+    gain, interval, within_noise = _gain(name, rounds, _speedup(name))
     return SpeedRow(
         drafter=name,
         tokens_per_s=round(median(_per_case(rounds, lambda r: _rate(r[name].num_tokens, r[name].seconds))), 2),
-        speedup=speedup,
+        speedup=gain,
         speedup_interval=interval,
         within_noise=within_noise,
         acceptance_length=round(_acceptance_length(name, rounds), 3),
@@ -181,7 +181,9 @@ def detail(name: str, rounds: Rounds) -> SpeedDetail:
         num_tokens=sum(run.num_tokens for run in runs),
         drafted=sum(run.drafted for run in runs),
         accepted=sum(run.accepted for run in runs),
-        decode_tokens_per_s=round(median(_per_case(rounds, lambda r: _decode_rate(r[name]))), 2),
+        decode_tokens_per_s=round(
+            median(_per_case(rounds, lambda r: _rate(r[name].decode_tokens, r[name].decode_s))), 2
+        ),
         decode_speedup=decode_speedup,
         decode_interval=decode_interval,
         decode_within_noise=decode_within_noise,
@@ -195,11 +197,11 @@ def detail(name: str, rounds: Rounds) -> SpeedDetail:
 
 
 def _speedup(name: str) -> Figure:
-    return lambda runs: _over(_pace(runs[PLAIN]), _pace(runs[name]))
+    return lambda runs: speedup(_pace(runs[PLAIN]), _pace(runs[name])) or 1.0
 
 
 def _decode_speedup(name: str) -> Figure:
-    return lambda runs: _over(_decode_rate(runs[name]), _decode_rate(runs[PLAIN]))
+    return lambda runs: speedup(_decode_pace(runs[PLAIN]), _decode_pace(runs[name])) or 1.0
 
 
 def _gain(name: str, rounds: Rounds, ratio: Figure) -> tuple[float, Interval | None, bool]:
@@ -210,13 +212,13 @@ def _gain(name: str, rounds: Rounds, ratio: Figure) -> tuple[float, Interval | N
     if name == PLAIN:
         return 1.0, None, False
     ratios = _per_case(rounds, ratio) if len(rounds) > 1 else [ratio(runs) for runs in rounds[0]]
-    speedup, interval = geometric_mean(ratios), interval_of(ratios)
-    impossible = speedup > 1 and _acceptance_length(name, rounds) < ONE_A_STEP
+    mean, interval = geometric_mean(ratios), interval_of(ratios)
+    impossible = mean > 1 and _acceptance_length(name, rounds) < ONE_A_STEP
     if interval is None:
-        return round(speedup, 3), None, True
+        return round(mean, 3), None, True
     low, high = interval
     holds_none = round(low, 2) <= 1 <= round(high, 2)  # as it is printed
-    return round(speedup, 3), (round(low, 3), round(high, 3)), impossible or holds_none
+    return round(mean, 3), (round(low, 3), round(high, 3)), impossible or holds_none
 
 
 def _acceptance_length(name: str, rounds: Rounds) -> float:
@@ -233,17 +235,13 @@ def _pace(run: Run) -> float:
     return _rate(run.seconds, run.num_tokens)
 
 
-def _decode_rate(run: Run) -> float:
-    return _rate(run.decode_tokens, run.decode_s)
+def _decode_pace(run: Run) -> float:
+    """0 for a run of one step, which has no decode time."""
+    return _rate(run.decode_s, run.decode_tokens)
 
 
 def _rate(amount: float, per: float) -> float:
     return amount / per if per else 0.0
-
-
-def _over(value: float, base: float) -> float:
-    """A ratio; 1 where there is nothing to compare (a run of one step has no decode time)."""
-    return value / base if value and base else 1.0
 
 
 def report(rounds: Rounds, cases: Sequence[PromptCase], compare: bool, by_category: bool) -> dict[str, Any]:

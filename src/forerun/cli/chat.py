@@ -146,9 +146,9 @@ class Conversation:
         if answer.error is not None:
             raise answer.error
         if self.show_stats:
-            print_note(stats_line(self.llm, answer.stats, [*prompt, *answer.token_ids]))
+            print_note(stats_line(answer.stats))
         if self.explain:
-            print_explanation(answer.stats, with_speedup=not self.show_stats)
+            print_explanation(answer.stats)
         return answer
 
 

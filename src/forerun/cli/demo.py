@@ -22,7 +22,7 @@ from forerun.cli.console import out
 from forerun.cli.drafted import DraftedText, Piece, has_colour, legend, render
 from forerun.cli.engine import open_llm, other_engine
 from forerun.cli.generate import as_prompt
-from forerun.core import CompletionOutput, SamplingParams
+from forerun.core import CompletionOutput, SamplingParams, speedup
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -128,7 +128,7 @@ class Demo:
         """Identical or not, the two speeds, the speed-up, the acceptance length."""
         same = all(plain.token_ids == drafted.token_ids for plain, drafted in runs)
         speeds = [median(run[i].stats.tokens_per_s for run in runs) for i in (0, 1)]
-        speedup = median(run[1].stats.tokens_per_s / run[0].stats.tokens_per_s for run in runs)
+        gain = median(speedup(_seconds(plain), _seconds(drafted)) or 1.0 for plain, drafted in runs)
         stats = runs[0][1].stats
         first = Text.assemble(
             ("identical", "bold green") if same else ("DIFFERENT", "bold red"),
@@ -139,7 +139,11 @@ class Demo:
             first = first.append("; ").append_text(legend(sources, marked=False))
         second = Text.assemble(
             f"plain {speeds[0]:.0f} tokens/s, with speculation {speeds[1]:.0f} tokens/s: ",
-            (f"{speedup:.2f}x", "bold"),
+            (f"{gain:.2f}x", "bold"),
             f" (median of {len(runs)} runs)",
         )
         return Group(first, second)
+
+
+def _seconds(answer: CompletionOutput) -> float:
+    return answer.stats.ttft_s + answer.stats.decode_s

@@ -5,7 +5,7 @@ Knows: the offline API. Does not know: options of single commands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,20 +132,11 @@ def stats_dict(stats: RequestStats) -> dict[str, Any]:
     }
 
 
-def stats_line(llm: LLM, stats: RequestStats, token_ids: Sequence[int]) -> str:
-    """One line: tokens, speed, acceptance length and, with a drafter, the estimated speed-up over plain decoding."""
+def stats_line(stats: RequestStats) -> str:
+    """One line: tokens, speed and, where something was drafted, acceptance length and estimated speed-up."""
     parts = [f"{stats.num_tokens} tokens in {stats.num_steps} steps", f"{stats.tokens_per_s:.1f} tokens/s"]
-    if llm.config.drafter.name != "none":
+    if stats.trees.drafted:
         parts.append(f"acceptance length {stats.acceptance_length:.2f}")
-        parts += _speedup(llm, stats, token_ids) if stats.trees.drafted else []
+    if stats.estimated_speedup is not None:
+        parts.append(f"estimated speed-up {stats.estimated_speedup:.2f}x")
     return " · ".join(parts)
-
-
-def _speedup(llm: LLM, stats: RequestStats, token_ids: Sequence[int]) -> list[str]:
-    from forerun.bench.plain import estimated_speedup, plain_step_s
-
-    step_s = plain_step_s(llm, token_ids)
-    speedup = estimated_speedup(stats, step_s)
-    if speedup is None:
-        return []
-    return [f"estimated speed-up {speedup:.2f}x (a plain step takes {step_s * 1e3:.2f} ms)"]

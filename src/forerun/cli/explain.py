@@ -22,7 +22,7 @@ def explain_dict(stats: RequestStats) -> dict[str, Any]:
         "wasted_nodes": stats.wasted_nodes,
         "draft_s": round(stats.draft_s, 6),
         "verify_s": round(stats.verify_s, 6),
-        "draft_errors": stats.draft_errors,
+        "draft_errors": len(stats.failed_drafters),
         "failed_drafters": list(stats.failed_drafters),
         "why_plain": stats.why_plain,
         "drafters": {
@@ -40,12 +40,10 @@ def _depths_dict(depths: Sequence[DepthCount]) -> list[dict[str, int]]:
     return [{"steps": each.tried, "drafted": each.drafted, "accepted": each.accepted} for each in depths]
 
 
-def print_explanation(stats: RequestStats, with_speedup: bool) -> None:
-    """Dim lines on standard error; `with_speedup`: no other line tells the estimated speed-up."""
+def print_explanation(stats: RequestStats) -> None:
+    """Dim lines on standard error."""
     for line in explain_lines(stats):
         print_note(line)
-    if with_speedup and stats.estimated_speedup is not None:
-        print_note(f"estimated speed-up of decoding {stats.estimated_speedup:.2f}x, by what passes cost at start")
 
 
 def explain_lines(stats: RequestStats) -> Iterator[str]:
@@ -53,6 +51,8 @@ def explain_lines(stats: RequestStats) -> Iterator[str]:
     yield _steps_line(stats)
     for name, count in stats.drafters.items():
         yield f"{name}: {count.accepted} of {count.drafted} drafts accepted{_by_depth(count.depths)}"
+    if stats.estimated_speedup is not None:
+        yield f"estimated speed-up of decoding {stats.estimated_speedup:.2f}x, by what plain steps took"
     if stats.step_s > 0.0:
         yield f"drafting took {stats.draft_s * 1e3:.1f} ms, verifying {stats.verify_s * 1e3:.1f} ms"
     for name in stats.failed_drafters:

@@ -140,9 +140,9 @@ def _answer(
         sources = [source for sample in output.outputs for source in sample.token_sources]
         err().print(legend(sources, marked=not has_colour(out())))
     for sample in output.outputs:
-        print_note(stats_line(llm, sample.stats, [*prompt, *sample.token_ids]))
+        print_note(stats_line(sample.stats))
         if explain:
-            print_explanation(sample.stats, with_speedup=False)
+            print_explanation(sample.stats)
 
 
 def _checked(output: RequestOutput) -> RequestOutput:

@@ -68,7 +68,7 @@ class Account:
         num_steps, num_tokens = sum(s.num_steps for s in stats), self._num_written
         drafters = _drafters(stats)
         drafted = sum(count["drafted"] for count in drafters.values())
-        speedups = [delta.speedup for delta in self._ended if delta.speedup is not None and drafted]
+        speedups = [each.estimated_speedup for each in stats if each.estimated_speedup is not None]
         return {
             "accepted_tokens": sum(count["accepted"] for count in drafters.values()),
             "drafted_tokens": drafted,

@@ -60,7 +60,7 @@ class Metrics:
         self.duration = self._histogram("request_seconds", "From arrival to the last token.", SECONDS)
         self.tau = self._histogram("acceptance_length", "Tokens a target pass, by sample.", LENGTHS)
         self.speedup = self._histogram(
-            "estimated_speedup", "Decoding speed over plain decoding at that load.", SPEEDUPS
+            "estimated_speedup", "Decoding speed over plain decoding at that load, by sample with drafts.", SPEEDUPS
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -69,7 +69,7 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"forerun_{name}", text, buckets=buckets, registry=self.registry)
 
-    def sample_finished(self, stats: RequestStats, reason: str, speedup: float | None) -> None:
+    def sample_finished(self, stats: RequestStats, reason: str) -> None:
         """Count one sample that ended for `reason`."""
         self.finished.labels(reason).inc()
         self.prompt.inc(stats.num_prompt_tokens)
@@ -81,8 +81,8 @@ class Metrics:
             self.accepted.labels(name).inc(count.accepted)
             self.wasted.labels(name).inc(count.drafted - count.accepted)
         self._observe_times(stats)
-        if speedup is not None:
-            self.speedup.observe(speedup)
+        if stats.estimated_speedup is not None:
+            self.speedup.observe(stats.estimated_speedup)
 
     def _observe_times(self, stats: RequestStats) -> None:
         if stats.num_tokens == 0:

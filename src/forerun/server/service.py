@@ -44,19 +44,17 @@ class Delta:
     stop_reason: int | str | None
     seed: int
     stats: RequestStats | None  # with the finish reason
-    speedup: float | None  # so far, over plain decoding at the same load, where it is known
+    speedup: float | None  # estimated, so far
     steps: tuple[StepTrace, ...]  # empty unless the request asked for a trace
 
 
 @dataclass(slots=True)
 class _Sent:
-    """How much of a sample has travelled, and what its decoding took against plain steps."""
+    """How much of a sample has travelled."""
 
     num_chars: int = 0
     num_tokens: int = 0
     done: bool = False
-    actual_s: float = 0.0
-    plain_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -251,7 +249,7 @@ class EngineService:
             reason = _REASONS.get(error.status_code, "error")
             for sample, sent in zip(stream.group.samples, stream.sent, strict=True):
                 if not sent.done:
-                    self.metrics.sample_finished(sample.stats(), reason, None)
+                    self.metrics.sample_finished(sample.stats(), reason)
             self.llm.abort(stream.request_id)
 
     def _advance(self) -> None:
@@ -259,10 +257,8 @@ class EngineService:
         if self._undelivered is not None and not self.llm.engine.has_work:  # all that went on was aborted meanwhile
             self._deliver_last()
             return
-        now = perf_counter()
-        num_running = len(self.llm.engine.scheduler.running) or 1
         changed = self.llm.step()
-        self._undelivered = partial(self._deliver, changed, perf_counter() - now, num_running)
+        self._undelivered = partial(self._deliver, changed)
         engine, failed = self.llm.engine, any(s.request.error is not None for group in changed for s in group.samples)
         if engine.meanwhile is None or not engine.has_work or failed:  # failed ones are aborted, between steps only
             self._deliver_last()
@@ -296,14 +292,13 @@ class EngineService:
             return False
         return True
 
-    def _deliver(self, changed: Sequence[RequestGroup], step_s: float, num_running: int) -> None:
-        plain_s = self.llm.plain_step_s(num_running)
+    def _deliver(self, changed: Sequence[RequestGroup]) -> None:
         for group in changed:
             stream = self._streams.get(group.request_id)
             if stream is not None:
-                self._deliver_one(stream, step_s, plain_s)
+                self._deliver_one(stream)
 
-    def _deliver_one(self, stream: Stream, step_s: float, plain_s: float | None) -> None:
+    def _deliver_one(self, stream: Stream) -> None:
         error = next((s.request.error for s in stream.group.samples if s.request.error is not None), None)
         if error is not None:
             self._fail([stream], as_api_error(error, stream.constrained))
@@ -311,7 +306,6 @@ class EngineService:
         deltas, num_done = [], 0
         for sample, sent in zip(stream.group.samples, stream.sent, strict=True):
             if not sent.done and sample.request.num_output > sent.num_tokens:
-                _count_time(sample, sent, step_s, plain_s)
                 deltas.append(_delta(sample, sent))
                 num_done += sent.done
                 self._count(deltas[-1])
@@ -322,7 +316,7 @@ class EngineService:
 
     def _count(self, delta: Delta) -> None:
         if delta.stats is not None and delta.finish_reason is not None:
-            self.metrics.sample_finished(delta.stats, delta.finish_reason, delta.speedup)
+            self.metrics.sample_finished(delta.stats, delta.finish_reason)
 
     def _send(self, stream: Stream, item: list[Delta] | ApiError, num_done: int) -> None:
         stream.num_open -= num_done
@@ -349,13 +343,6 @@ def _shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
-def _count_time(sample: SampleRecord, sent: _Sent, step_s: float, plain_s: float | None) -> None:
-    """What the sample's steps took, and what plain steps for the same tokens would have; its first step apart."""
-    if plain_s is not None and sent.num_tokens > 0:
-        sent.actual_s += step_s
-        sent.plain_s += plain_s * (sample.request.num_output - sent.num_tokens)
-
-
 def _delta(sample: SampleRecord, sent: _Sent) -> Delta:
     request, text = sample.request, sample.text.visible()
     start = len(request.prompt_token_ids) + sent.num_tokens
@@ -369,7 +356,7 @@ def _delta(sample: SampleRecord, sent: _Sent) -> Delta:
         stop_reason=request.stop_reason,
         seed=request.seed,
         stats=sample.stats() if sent.done else None,
-        speedup=sent.plain_s / sent.actual_s if sent.actual_s > 0 else None,
+        speedup=sample.figures.estimated_speedup,
         steps=sample.take_trace(),
     )
     sent.num_chars, sent.num_tokens = len(text), request.num_output

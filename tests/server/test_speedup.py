@@ -1,0 +1,34 @@
+"""One speed-up: the command line, the server's answers and its metrics tell the same figure of the same steps."""
+
+from __future__ import annotations
+
+from forerun.cli.engine import stats_line
+from forerun.cli.explain import explain_dict, explain_lines
+from forerun.core import DrafterCount, RequestStats, speedup
+from forerun.server.answers import Account
+from forerun.server.metrics import Load, Metrics
+from forerun.server.service import Delta
+
+
+def stats(num_drafted: int = 4) -> RequestStats:
+    count = DrafterCount(num_drafted, num_drafted // 2)
+    drafters = {"ngram": count} if num_drafted else {}
+    return RequestStats(num_tokens=9, num_steps=5, step_s=2.0, plain_s=3.0, trees=count, drafters=drafters)
+
+
+def test_it_is_plain_time_over_drafted_time() -> None:
+    assert speedup(3.0, 2.0) == 1.5 == stats().estimated_speedup
+    assert speedup(0.0, 2.0) is None and speedup(3.0, 0.0) is None
+    assert stats(num_drafted=0).estimated_speedup is None, "what is left is noise"
+    assert RequestStats(step_s=2.0, trees=DrafterCount(4, 2)).estimated_speedup is None, "no plain step was timed"
+
+
+def test_everyone_tells_the_same() -> None:
+    metrics, account = Metrics(lambda: Load(0, 0, 0.0, True, {}, 0, {})), Account(1, None)
+    for each in (stats(), stats(num_drafted=0)):
+        metrics.sample_finished(each, "stop")
+        account.add(0, Delta(0, "", (), (), "stop", None, 0, each, each.estimated_speedup, ()))
+    assert explain_dict(stats())["estimated_speedup"] == account.forerun()["estimated_speedup"] == 1.5
+    assert "forerun_estimated_speedup_sum 1.5" in metrics.text().decode()
+    assert "1.50x" in stats_line(stats()) and any("1.50x" in line for line in explain_lines(stats()))
+    assert "speed-up" not in stats_line(stats(num_drafted=0))
