@@ -7,29 +7,17 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from tests.support.llama2c import convert_llama2c
-from tests.support.mini import SHARED
+from tests.support.stories import published_sample, stories260k
 
-WEIGHTS = SHARED / "weights" / "stories260K"
-pytestmark = pytest.mark.skipif(not WEIGHTS.exists(), reason="the folder of small real weights is not here")
 CPU = "auto"
 # Tokens a step, of this one text: 1.35 by copying from it, 8.8 (7.5 of 30 tokens) with 8 drafts that are always right.
 LEAST = {"none": 1.0, "ngram": 1.3, "draft": 7.0, "draft-tree": 5.0}
 MOST = {"none": 1.0, "ngram": 1.5, "draft": 9.0, "draft-tree": 9.0}
 
 
-def golden() -> str:
-    """The first sample of the model's page."""
-    page = (WEIGHTS / "stories260K.md").read_text()
-    block = page.split("-t 0.0\n")[1]
-    return block.split("```")[0].strip()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("stories260K")
-    convert_llama2c(WEIGHTS / "stories260K.bin", WEIGHTS / "tok512.bin", out)
-    return out
+    return stories260k(tmp_path_factory.mktemp("stories260K"))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +31,7 @@ def test_published_sample(folder: Path, backend: str, drafter: str, num: int) ->
     llm = LLM(str(folder), kernels=backend, drafter=name, adaptive=False, max_num_seqs=2, **options)
     start = [llm.tokenizer.bos_token_id]
     [output] = llm.generate([start], SamplingParams(temperature=0.0, max_tokens=num, ignore_eos=True))
-    text, published = output.outputs[0].text.strip(), golden()
+    text, published = output.outputs[0].text.strip(), published_sample()
     assert text.startswith(published) if num == 256 else (published.startswith(text) and len(text) > 50)
     stats = output.outputs[0].stats
     assert LEAST[drafter] <= stats.acceptance_length <= MOST[drafter]

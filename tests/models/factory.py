@@ -16,8 +16,6 @@ from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.runtime import runner as runtime
 
 REPO = Path(__file__).resolve().parents[2]
-SHARED_DATA = REPO.parent / "shared" / "data"
-STORIES = SHARED_DATA / "weights" / "stories260K"
 VOCAB_SIZE = 96
 
 SIZES: dict[str, Any] = {

@@ -15,9 +15,9 @@ from forerun.models.config import ModelConfig, estimate_bytes, num_parameters
 from forerun.models.families import FAMILIES
 from forerun.models.loader import find_family
 from tests.models import factory
+from tests.support.shared import shared_data
 
 BASE: dict[str, Any] = {**factory.SIZES, "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 1e4}
-REAL = factory.SHARED_DATA / "configs" / "hf"
 
 
 def read(**changes: Any) -> ModelConfig:
@@ -25,7 +25,6 @@ def read(**changes: Any) -> ModelConfig:
     return ModelConfig.read(raw, FAMILIES[raw["model_type"]])
 
 
-@pytest.mark.skipif(not REAL.exists(), reason="../shared/data/configs is not here")
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -38,7 +37,7 @@ def read(**changes: Any) -> ModelConfig:
     ],
 )
 def test_real_configs_have_the_published_sizes(name: str, billions: float) -> None:
-    raw = json.loads((REAL / f"{name}.config.json").read_text())
+    raw = json.loads(shared_data(f"configs/hf/{name}.config.json").read_text())
     family = find_family(raw)
     assert family is not None
     config = ModelConfig.read(raw, family)

@@ -18,7 +18,7 @@ from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer
 from tests.models import factory
 from tests.models.factory import Runner
-from tests.support.llama2c import convert_llama2c
+from tests.support.stories import stories260k
 from tests.weights.makers import TEXTS
 
 TOKENS = [3, 17, 40, 8, 25, 61, 9, 33, 50, 12, 77, 4]
@@ -77,10 +77,7 @@ def test_the_embedded_model_writes_the_same_text(tmp_path: Path) -> None:
 
 
 def test_sentencepiece_tokens_survive(tmp_path: Path) -> None:
-    if not factory.STORIES.is_dir():
-        pytest.skip("no stories260K")
-    folder = tmp_path / "folder"
-    convert_llama2c(factory.STORIES / "stories260K.bin", factory.STORIES / "tok512.bin", folder)
+    folder = stories260k(tmp_path / "folder")
     path = export_gguf(folder, tmp_path / "m.gguf", "F32")
     theirs, ours = Tokenizer.from_folder(folder), load_model(path, factory.make_kernels()).tokenizer
     texts = [*TEXTS, "Once upon a time there was a little girl named Lily.", "", " "]

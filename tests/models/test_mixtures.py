@@ -27,6 +27,7 @@ from forerun.runtime.bind import bind
 from forerun.weights.checkpoint import Checkpoint
 from tests.models import factory
 from tests.models.factory import CASES, Runner, new_kvs
+from tests.support.shared import shared_data
 
 SPARSE = [name for name in CASES if any(word in name for word in ("moe", "mixtral", "deepseek"))]
 WEIGHTS = "model.safetensors"
@@ -156,12 +157,8 @@ def test_the_recorder_refuses_what_it_cannot_write_down(tmp_path: Path) -> None:
         kernels.linear(torch.ones(1, 3), model.parts.lm_head.weight.packed)
 
 
-CONFIGS = factory.SHARED_DATA / "configs" / "hf"
-
-
-@pytest.mark.skipif(not CONFIGS.exists(), reason="../shared/data/configs is not here")
 def test_the_published_deepseek_config() -> None:
-    raw = json.loads((CONFIGS / "DeepSeek-V3.config.json").read_text())
+    raw = json.loads(shared_data("configs/hf/DeepSeek-V3.config.json").read_text())
     with pytest.raises(UnsupportedError, match="quantization_config: fp8"):
         ModelConfig.read(raw, FAMILIES["deepseek_v3"])
     config = ModelConfig.read({**raw, "quantization_config": None}, FAMILIES["deepseek_v3"])

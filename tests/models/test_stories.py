@@ -9,29 +9,21 @@ import pytest
 from forerun.models.loader import load_model
 from tests.models import factory
 from tests.support.llama2c import convert_llama2c
+from tests.support.shared import shared_data
+from tests.support.stories import published_sample, stories260k
 
-pytestmark = pytest.mark.skipif(not factory.STORIES.exists(), reason="../shared/data/weights is not here")
 BOS = 1
-
-
-def published_sample() -> str:
-    """The first code block's text after the command."""
-    card = (factory.STORIES / "stories260K.md").read_text(encoding="utf-8")
-    block = card.split("-t 0.0\n", 1)[1]
-    return block.split("```", 1)[0].strip()
 
 
 @pytest.mark.parametrize("name", ["stories260K.bin", "stories260K_v1.bin"])
 def test_greedy_sample(name: str, tmp_path: Path) -> None:
-    folder = convert_llama2c(factory.STORIES / name, factory.STORIES / "tok512.bin", tmp_path)
-    loaded = load_model(folder, factory.make_kernels())
+    loaded = load_model(stories260k(tmp_path, name), factory.make_kernels())
     text = loaded.tokenizer.decode(factory.greedy(loaded.model, [BOS], 32))
     assert len(text) > 60 and published_sample().startswith(text.strip())
 
 
 def test_the_tokens_of_the_sample_are_the_likeliest(tmp_path: Path) -> None:
-    folder = convert_llama2c(factory.STORIES / "stories260K.bin", factory.STORIES / "tok512.bin", tmp_path)
-    loaded = load_model(folder, factory.make_kernels())
+    loaded = load_model(stories260k(tmp_path), factory.make_kernels())
     ids = loaded.tokenizer.encode(published_sample())
     assert ids[0] == BOS and len(ids) > 250
     logits = factory.Runner(loaded.model, len(ids), block_size=16).span(ids).logits
@@ -39,7 +31,7 @@ def test_the_tokens_of_the_sample_are_the_likeliest(tmp_path: Path) -> None:
 
 
 def test_quantized_stories(tmp_path: Path) -> None:
-    source = factory.SHARED_DATA / "weights" / "stories3M-q80"
+    source = shared_data("weights/stories3M-q80")
     folder = convert_llama2c(source / "stories3M-q80.bin", source / "tok4096.bin", tmp_path)
     loaded = load_model(folder, factory.make_kernels())
     text = loaded.tokenizer.decode(factory.greedy(loaded.model, [BOS], 20))

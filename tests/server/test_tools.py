@@ -25,7 +25,7 @@ from forerun.server.tools import (
     tool_style,
 )
 from tests.server.conftest import events_of
-from tests.support.mini import SHARED
+from tests.support.shared import shared_data
 
 
 class Call(NamedTuple):
@@ -191,9 +191,7 @@ def test_xml_arguments_are_passed_on_by_parameter() -> None:
 
 
 def test_styles_are_found_in_the_real_templates() -> None:
-    folder = SHARED / "tokenizers" / "chat_templates"
-    if not folder.exists():
-        pytest.skip("real chat templates are not here")
+    folder = shared_data("tokenizers/chat_templates")
     expected = {
         "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": "hermes",
         "Qwen-Qwen2.5-7B-Instruct": "hermes",

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from forerun import LLM
-
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 PROMPTS = (
     "Once upon a time there was a little fox who",

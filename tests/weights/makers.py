@@ -11,7 +11,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from forerun.weights.sentencepiece import PieceType, Vocabulary, build_tokenizer
 from forerun.weights.tokenizer import Tokenizer
 
-REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "tokenizers"
 TEXTS = ["Once upon a time there was a café.", "the theme of the other mother: über 10 000 € 日本語 😀!", "  a  b\n\tc"]
 
 

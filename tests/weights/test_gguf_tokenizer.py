@@ -13,12 +13,15 @@ from forerun.weights.gguf_file import GgufFile
 from forerun.weights.gguf_metadata import Metadata
 from forerun.weights.gguf_tokenizer import read_tokenizer
 from forerun.weights.tokenizer import Tokenizer
-from tests.weights.makers import REAL
+from tests.support.shared import shared_data
 
-GOLDEN = REAL / "ggml-vocab"
 VOCABULARIES = ("llama-spm", "phi-3", "gpt-2", "deepseek-llm", "deepseek-coder", "falcon", "mpt", "refact", "starcoder")
 SEPARATOR = "\n__ggml_vocab_test__\n"
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="no golden vocabularies")
+
+
+def vocabulary(name: str, ending: str = "") -> Path:
+    """A vocabulary of llama.cpp, or with `.inp` and `.out` the texts it was tried on and their tokens."""
+    return shared_data(f"tokenizers/ggml-vocab/ggml-vocab-{name}.gguf{ending}")
 
 
 def opened(path: Path) -> Metadata:
@@ -26,17 +29,14 @@ def opened(path: Path) -> Metadata:
 
 
 def golden(name: str) -> list[tuple[str, list[int]]]:
-    texts = (GOLDEN / f"ggml-vocab-{name}.gguf.inp").read_text(encoding="utf-8").split(SEPARATOR)
-    lines = (GOLDEN / f"ggml-vocab-{name}.gguf.out").read_text(encoding="utf-8").split("\n")
+    texts = vocabulary(name, ".inp").read_text(encoding="utf-8").split(SEPARATOR)
+    lines = vocabulary(name, ".out").read_text(encoding="utf-8").split("\n")
     return [(text, [int(token) for token in line.split()]) for text, line in zip(texts, lines, strict=False)]
 
 
 @pytest.fixture(scope="module", params=VOCABULARIES)
 def known(request: pytest.FixtureRequest) -> tuple[str, Tokenizer]:
-    path = GOLDEN / f"ggml-vocab-{request.param}.gguf"
-    if not path.exists():
-        pytest.skip("no golden vocabularies")
-    return request.param, read_tokenizer(opened(path))
+    return request.param, read_tokenizer(opened(vocabulary(request.param)))
 
 
 def test_golden_tokenizations(known: tuple[str, Tokenizer]) -> None:
@@ -53,16 +53,15 @@ def test_golden_texts_come_back(known: tuple[str, Tokenizer]) -> None:
         assert tokenizer.decode(ids) == text
 
 
-@needs_golden
 def test_special_tokens_and_templates_of_the_file() -> None:
-    phi = read_tokenizer(opened(GOLDEN / "ggml-vocab-phi-3.gguf"))
+    phi = read_tokenizer(opened(vocabulary("phi-3")))
     assert phi.encode("Hello")[0] == phi.bos_token_id == 1
     assert phi.eos_token_ids[0] == 32000 and phi.token_id("<|end|>") in phi.eos_token_ids
     chat = phi.encode_chat([{"role": "user", "content": "Hi"}])
     assert chat[:3] == [1, phi.token_id("<|user|>"), phi.encode("Hi", add_special_tokens=False)[0]]  # "\n" swallowed
-    gpt2 = read_tokenizer(opened(GOLDEN / "ggml-vocab-gpt-2.gguf"))
+    gpt2 = read_tokenizer(opened(vocabulary("gpt-2")))
     assert gpt2.encode("Hello<|endoftext|>") == [15496, 50256] and gpt2.chat_template is None
-    deepseek = read_tokenizer(opened(GOLDEN / "ggml-vocab-deepseek-llm.gguf"))
+    deepseek = read_tokenizer(opened(vocabulary("deepseek-llm")))
     assert deepseek.encode("Hello")[0] == 100000 and deepseek.eos_token_ids == (100001,)
 
 

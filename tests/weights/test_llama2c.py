@@ -18,9 +18,9 @@ from forerun.weights.sentencepiece import PieceType, Vocabulary, build_tokenizer
 from forerun.weights.tokenizer import Tokenizer
 from tests.support.llama2c import convert_llama2c
 from tests.support.llama2c_vocab import read_vocabulary
+from tests.support.shared import shared_data
+from tests.support.stories import stories260k
 
-REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "weights"
-needs_real = pytest.mark.skipif(not REAL.exists(), reason="../shared/data/weights is not here")
 VOCAB = 270
 
 
@@ -59,25 +59,22 @@ def test_v0(tied: bool, tmp_path: Path) -> None:
     assert tensors["model.layers.0.mlp.down_proj.weight"].shape == (8, 12)
 
 
-@needs_real
 def test_v1_equals_v0(tmp_path: Path) -> None:
-    folder = REAL / "stories260K"
     for name in ("stories260K", "stories260K_v1"):
-        convert_llama2c(folder / f"{name}.bin", folder / "tok512.bin", tmp_path / name)
+        stories260k(tmp_path / name, f"{name}.bin")
     old = load_file(tmp_path / "stories260K" / "model.safetensors")
     new = load_file(tmp_path / "stories260K_v1" / "model.safetensors")
     assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
 
 
-@needs_real
 def test_v2_and_sentencepiece_vocabulary(tmp_path: Path) -> None:
-    folder = REAL / "stories3M-q80"
+    folder = shared_data("weights/stories3M-q80")
     out = convert_llama2c(folder / "stories3M-q80.bin", folder / "tok4096.bin", tmp_path / "q80")
     weight = load_file(out / "model.safetensors")["model.layers.5.mlp.up_proj.weight"]
     groups = weight.reshape(-1, 64)
     steps = groups.abs().amax(dim=1, keepdim=True) / 127
     assert torch.allclose((groups / steps).round() * steps, groups, atol=1e-6)
-    other = REAL / "babyllama105"
+    other = shared_data("weights/babyllama105")
     out = convert_llama2c(other / "model5000.bin", other / "tok105.model", tmp_path / "baby")
     tokenizer = Tokenizer.from_folder(out)
     assert tokenizer.decode(tokenizer.encode("a small text.")) == "a small text."

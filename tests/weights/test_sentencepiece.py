@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from forerun.errors import CheckpointError, ForerunError, UnsupportedError
 from forerun.weights.sentencepiece import ModelType, PieceType, read_sentencepiece
 from forerun.weights.tokenizer import Tokenizer
+from tests.support.shared import shared_data
 from tests.weights import makers
 
 MODELS = ["llama2/tokenizer.model", "mistral/tokenizer.model.v1", "mistral/tokenizer.model.v3"]
@@ -28,10 +29,9 @@ def library(path: Path) -> Any:
     return sentencepiece.SentencePieceProcessor(model_file=str(path))
 
 
-@pytest.mark.skipif(not makers.REAL.exists(), reason="../shared/data/tokenizers is not here")
 @pytest.mark.parametrize("name", MODELS)
 def test_real_models(name: str, tmp_path: Path) -> None:
-    path = makers.REAL / name
+    path = shared_data("tokenizers") / name
     truth = library(path)
     (tmp_path / "tokenizer.model").write_bytes(path.read_bytes())
     tokenizer = Tokenizer.from_folder(tmp_path)
@@ -45,7 +45,6 @@ def test_real_models(name: str, tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path).encode("a")[0] != 1
 
 
-@pytest.mark.skipif(not makers.REAL.exists(), reason="../shared/data/tokenizers is not here")
 @pytest.mark.parametrize(
     ("golden", "files", "model_type"),
     [
@@ -54,11 +53,12 @@ def test_real_models(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_golden_tokenizations_of_llama_cpp(golden: str, files: dict[str, str], model_type: str, tmp_path: Path) -> None:
+    real = shared_data("tokenizers")
     for source, name in files.items():
-        (tmp_path / name).write_bytes((makers.REAL / source).read_bytes())
+        (tmp_path / name).write_bytes((real / source).read_bytes())
     (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
     tokenizer = Tokenizer.from_folder(tmp_path)
-    stem = makers.REAL / "ggml-vocab" / f"ggml-vocab-{golden}.gguf"
+    stem = real / "ggml-vocab" / f"ggml-vocab-{golden}.gguf"
     texts = Path(f"{stem}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
     lines = Path(f"{stem}.out").read_text().splitlines()
     assert len(lines) > 40

@@ -17,6 +17,7 @@ import tokenizers
 from forerun.errors import CheckpointError, PromptError, VocabularyError
 from forerun.weights.chat import _RENDERERS, render
 from forerun.weights.tokenizer import LONG_TEXT, Tokenizer, check_same_vocabulary, check_vocabulary
+from tests.support.shared import shared_data
 from tests.weights import makers
 
 TEXT = "Once upon a time,\n  there was a café 日本 😀 </s>x"
@@ -180,13 +181,12 @@ def test_broken_templates(tmp_path: Path) -> None:
         Tokenizer.from_folder(makers.save(makers.byte_level(), tmp_path, chat_template=3))
 
 
-@pytest.mark.skipif(not makers.REAL.exists(), reason="../shared/data/tokenizers is not here")
 def test_published_templates_render_as_in_transformers() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     talk = [*MESSAGES, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "And now?"}]
     variables = {"bos_token": "<s>", "eos_token": "</s>", "date_string": "26 Jul 2024"}
-    files = sorted((makers.REAL / "chat_templates").glob("*.jinja"))
+    files = sorted(shared_data("tokenizers/chat_templates").glob("*.jinja"))
     assert len(files) > 10
     for path in files:
         template = path.read_text(encoding="utf-8")
