@@ -30,7 +30,7 @@ from forerun.drafters.recycling import RecyclingDrafter
 from forerun.drafters.suffix import CORPUS_TOKENS, LEAST_CHANCE, MAX_MATCH, SuffixDrafter
 from forerun.kernels.ops import Kernels
 from forerun.kernels.suffix import SuffixCorpus, SuffixKit, select_suffix
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 
 NUM_STEPS = 300
 STEP_TOKENS = 3  # a usual acceptance length

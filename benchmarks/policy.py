@@ -36,7 +36,7 @@ from forerun.bench.drafters import spec_bench
 from forerun.bench.machine import describe_machine
 from forerun.bench.prompts import read_prompts
 from forerun.drafters.base import DrafterContext, Stateless
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 
 RESULTS = Path(__file__).with_name("results")
 PLAIN, POLICY = "plain", "policy"

@@ -30,7 +30,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "models": ("layers", "quant", "kernels", "weights", "core", "config"),
     "runtime": ("models", "kernels", "config"),
     "models.base": ("models.batch", "kernels.ops"),
-    "models.batch": ("speculation.tree", "speculation.late", "cache", "core", "kernels.ops"),
+    "models.batch": ("speculation.tree", "speculation.draft", "cache", "core", "kernels.ops"),
     "cache": ("kernels", "core", "models.base"),
     "speculation": ("core", "kernels"),
     "drafters": (

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from forerun.core import Request
 from forerun.drafters.base import DrafterContext, DrafterSpec, Stateless
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 from forerun.speculation.tree import ROOT
 
 LEAST_CHANCE = 0.1  # of a whole chain; a guess below that is not worth a row

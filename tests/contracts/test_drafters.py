@@ -20,7 +20,7 @@ from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 from tests.drafters import test_eagle, test_medusa, test_mtp
 from tests.support import harness, heads, tiny
 from tests.support.toy import ToyModel

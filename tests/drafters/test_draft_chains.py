@@ -12,7 +12,8 @@ from forerun.drafters.base import Observed
 from forerun.drafters.draft_model import DraftModelDrafter
 from forerun.kernels.select import select_kernels
 from forerun.runtime.recorded import MAX_RECORDED_ROWS, RecordedRunner
-from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import TreeGrower
 from tests.models import factory
 from tests.support import mini
 
@@ -59,7 +60,7 @@ def accept(side: Side, drafts: list[Draft], num_accepted: int) -> None:
         kept = draft.tree.tokens[1 : 1 + num_accepted]
         tokens = (*kept, 7)
         draft.request.token_ids.extend(tokens)
-        seen.append(Observed(draft.request, 0, 0, tuple(range(len(kept) + 1)), tokens))
+        seen.append(Observed(draft.request, (), tuple(range(len(kept) + 1)), tokens))
     side.drafter.observe(seen, {})
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from forerun.core import Request, SamplingParams
-from forerun.drafters.growing import Grove, Growth
+from forerun.drafters.growing import Grove
 from forerun.kernels.ops import RIVALS_SCALE
 from forerun.kernels.reference import ReferenceKernels
-from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.best_first import Candidates
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import Children, TreeGrower
 from forerun.speculation.tree import ROOT
 
 
@@ -26,10 +28,10 @@ def logits_of(chances: list[float]) -> torch.Tensor:
 
 
 def test_the_likeliest_are_expanded() -> None:
-    growth = Growth(drafts_of(0.0, 1)[0], 2)
-    new = [growth.scratch.add(ROOT, 10 + i, math.log(chance), "x") for i, chance in enumerate([0.2, 0.5, 0.1])]
-    kept = growth.kept()
-    assert growth.expand(growth.useful(new, kept), kept) == [2, 1]  # their rows are given out in that order
+    tree = Candidates(root_token=2, num_kept=6, width=2)
+    new = tree.hang(ROOT, Children([10, 11, 12], [math.log(chance) for chance in (0.2, 0.5, 0.1)], None))
+    kept = tree.kept()
+    assert tree.expand(tree.useful(new, kept), kept) == [2, 1]  # their rows are given out in that order
 
 
 @pytest.mark.parametrize(("least", "is_worth"), [(0.69, True), (0.71, False)])

@@ -17,8 +17,8 @@ from forerun.drafters.portfolio import Portfolio
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import ConfigError
-from forerun.speculation.growth import Draft, Leaf, TreeGrower
-from forerun.speculation.late import LateDrafts
+from forerun.speculation.draft import Draft, PendingDrafts
+from forerun.speculation.growth import Leaf, TreeGrower
 from tests.support import harness
 from tests.support.toy import ToyModel
 
@@ -223,7 +223,7 @@ def test_only_what_was_drawn_outlives_an_error(coupled: bool) -> None:
 
     def draw(drafts: Sequence[Draft]) -> None:
         for draft in drafts:
-            draft.__init__(draft.request, draft.max_nodes)  # type: ignore[misc]
+            draft.take_back()
             grower.grow([Leaf(draft, 0)], torch.zeros(1, VOCAB), 2, "failing")
         raise RuntimeError
 
@@ -236,13 +236,15 @@ def test_only_what_was_drawn_outlives_an_error(coupled: bool) -> None:
 
 def test_a_drafter_that_fails_after_it_promised_trees_owes_nothing() -> None:
     def promise(drafts: Sequence[Draft]) -> None:
+        for draft in drafts:
+            draft.take_back()
         unread = torch.zeros(len(drafts), 4, dtype=torch.int64)
-        LateDrafts(drafts, unread, lambda _: None, unread)
+        PendingDrafts(drafts, unread, lambda _: None, unread)
         raise RuntimeError
 
-    draft = Draft(Request("r", (1, 2), SamplingParams(), seed=3), 5, may_be_late=True)
+    draft = Draft(Request("r", (1, 2), SamplingParams(), seed=3), 5, may_be_pending=True)
     GuardedDrafter(Failing(promise, fail_at=1), VOCAB).propose([draft])
-    assert len(draft.tree) == 1 and draft.late is None
+    assert len(draft.tree) == 1 and draft.pending is None
 
 
 def test_something_else_than_a_drafter_is_refused() -> None:

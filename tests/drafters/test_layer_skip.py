@@ -22,7 +22,8 @@ from forerun.models.layer_search import Sample, find_layers
 from forerun.models.subset import subset_decoder
 from forerun.quant.dense import DenseWeight
 from forerun.runtime.bind import bind
-from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import TreeGrower
 from tests.models import factory
 from tests.support import harness, tiny
 from tests.support.toy import ToyModel

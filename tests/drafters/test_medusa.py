@@ -21,7 +21,8 @@ from forerun.errors import CheckpointError, ForerunError, ModelNotFoundError, Un
 from forerun.models.medusa_heads import load_medusa
 from forerun.runtime.bind import bind_rows
 from forerun.runtime.rows import RowRunner
-from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import TreeGrower
 from tests.models import factory
 from tests.support import harness, tiny
 from tests.support.toy import ToyModel
@@ -407,7 +408,7 @@ def test_trees_are_the_best_products(fitted: str) -> None:
     drafter.attach((), ())
     request = Request("r", (5, 6, 7), SamplingParams(temperature=0.0), seed=1, num_computed=2)
     states = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(3))
-    drafter.observe([Observed(request, 1, 2, (), ())], {3: states})
+    drafter.observe([Observed(request, range(1, 3), (), ())], {3: states})
     draft = Draft(request, 16)
     drafter.propose([draft])
     best = heads.compute(states[2:3], 4).log_softmax(-1).topk(3)  # the last span row is row 1 + 2 - 1

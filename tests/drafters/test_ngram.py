@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forerun.core import Request, SamplingParams
 from forerun.drafters.ngram import GramTable, NewIndex, NgramDrafter, automaton_index, select_index
 from forerun.kernels.suffix import reference_suffix, select_suffix
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 from forerun.speculation.tree import ROOT
 
 INDEXES: list[NewIndex] = [GramTable, automaton_index(reference_suffix()), select_index()]

@@ -12,7 +12,7 @@ from torch import Tensor
 from forerun.core import Request, SamplingParams
 from forerun.drafters.recycling import NUM_SUCCESSORS, RANK_CHANCE, RecyclingDrafter, template
 from forerun.kernels.select import select_kernels
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 from forerun.speculation.tree import ROOT
 from tests.support import harness
 from tests.support.toy import ToyModel

@@ -17,7 +17,7 @@ from forerun.drafters.ngram import NgramDrafter, select_index
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.kernels.suffix import reference_suffix, select_suffix
 from forerun.speculation import verify
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 from forerun.speculation.tree import ROOT
 from tests.speculation.test_verify_exact import Coins, branches, largest_difference, spread, table, target_law
 from tests.support import harness, mini

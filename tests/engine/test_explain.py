@@ -8,7 +8,7 @@ from forerun.core import DepthCount, DrafterCount, Request, SamplingParams
 from forerun.engine.explain import needed_rate, shortfall
 from forerun.engine.policy import FixedPolicy, StepCosts, VerifyCost
 from forerun.engine.policy_adaptive import AdaptivePolicy
-from forerun.speculation.growth import Draft, Part
+from forerun.speculation.draft import Draft
 from tests.support import harness
 from tests.support.hopeful import show_plain_steps
 
@@ -40,7 +40,7 @@ def taught(cost: VerifyCost, num_right: int, member: str = "m") -> AdaptivePolic
         own = Draft(request(), 8)
         own.add_chain([2, 3, 4], member)
         policy.learn_member_cost(member, 0.2, [own])
-        policy.calibration.learn("r", Part(member, own.tree, own.survival), [2, 3, 4, 5][:num_right] + [9])
+        policy.calibration.learn("r", own.proposal_of(member), [2, 3, 4, 5][:num_right] + [9])
     show_plain_steps(policy, cost(1))
     policy.begin_step(1)
     return policy

@@ -11,8 +11,7 @@ import torch
 from forerun.core import Request, SamplingParams
 from forerun.engine.policy import StepCosts, VerifyCost
 from forerun.engine.policy_adaptive import AdaptivePolicy
-from forerun.speculation.growth import Draft
-from forerun.speculation.late import LateDrafts
+from forerun.speculation.draft import Draft, PendingDrafts
 from tests.support.hopeful import show_plain_steps
 
 MEMBER = "m"
@@ -48,7 +47,7 @@ def unlearned_step(taught: AdaptivePolicy, num: int, late: bool, drawn_s: float)
     taught.begin_step(num)
     asked = [drafted(str(index)) for index in range(num)]
     if late:
-        taught.learn_late_cost(MEMBER, ENQUEUED_S, asked)
+        taught.learn_pending_cost(MEMBER, ENQUEUED_S, asked)
     else:
         taught.learn_member_cost(MEMBER, ENQUEUED_S + drawn_s, asked)
     for draft in asked:
@@ -66,6 +65,12 @@ def plain_step(taught: AdaptivePolicy, slower: float = 1.0) -> None:
 def drafted(name: str) -> Draft:
     draft = Draft(Request(name, (1,), SamplingParams(), seed=0, max_len=10_000), SIZE + 1)
     draft.add_chain(range(2, 2 + SIZE), MEMBER)
+    return draft
+
+
+def pending() -> Draft:
+    draft = Draft(Request("r", (1,), SamplingParams(), seed=0, max_len=10_000), SIZE + 1)
+    PendingDrafts([draft], torch.zeros(0), lambda _: None, torch.zeros(1, SIZE, dtype=torch.int64))
     return draft
 
 
@@ -132,9 +137,7 @@ def test_what_was_not_read_is_not_pruned_and_what_was_is() -> None:
     """Rows that are dear: of drafts nobody waited for, lookups', the unlikely are cut on a card, too."""
     taught = AdaptivePolicy(9, StepCosts(VerifyCost({1: 1.0, 64: 64.0})), may_prune=True, prunes=False)
     for is_late in (True, False):
-        draft = drafted("r")
-        draft.survival[1:] = [-5.0] * SIZE
-        if is_late:
-            LateDrafts([draft], torch.zeros(0), lambda _: None, torch.zeros(1, SIZE, dtype=torch.int64))
+        draft = pending() if is_late else drafted("r")
+        draft.survival[1:] = [-5.0] * (len(draft.survival) - 1)
         taught.admit([draft], 1)
-        assert len(draft.tree) == (SIZE + 1 if is_late else 1)
+        assert draft.num_nodes == (SIZE + 1 if is_late else 1)

@@ -17,8 +17,7 @@ from forerun.drafters.portfolio import Portfolio
 from forerun.engine.calibration import Calibration
 from forerun.engine.engine import Engine
 from forerun.runtime.rows import RowRunner
-from forerun.speculation.growth import Draft, Part
-from forerun.speculation.late import LateDrafts
+from forerun.speculation.draft import Draft, PendingDrafts, Proposal
 from forerun.speculation.verifier import CoupledVerifier
 from tests.drafters import test_medusa, test_mtp
 from tests.support import heads, tiny
@@ -32,13 +31,13 @@ LAYERS = 2
 def num_late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many trees were late in every step that had some, and grew."""
     found: list[int] = []
-    finish = LateDrafts.finish
+    finish = PendingDrafts.finish
 
-    def counted(late: LateDrafts, host: Any) -> None:
-        finish(late, host)
-        found.append(sum(len(draft.tree) > 1 for draft in late._all))
+    def counted(pending: PendingDrafts, host: Any) -> None:
+        finish(pending, host)
+        found.append(sum(len(draft.tree) > 1 for draft in pending._drafts))
 
-    monkeypatch.setattr(LateDrafts, "finish", counted)
+    monkeypatch.setattr(PendingDrafts, "finish", counted)
     return found
 
 
@@ -55,7 +54,7 @@ def engine(drafter: DrafterConfig, **options: Any) -> Engine:
 class ReadFirst(CoupledVerifier):
     """The same choices, of drafts that were read before."""
 
-    def takes_late(self, requests: Sequence[Request]) -> bool:
+    def reads_pending(self, requests: Sequence[Request]) -> bool:
         return False
 
 
@@ -136,9 +135,9 @@ def test_requests_whose_logits_are_shaped_are_read_first(num_late: list[int]) ->
 
 
 def test_tokens_of_a_longer_vocabulary_are_fed_as_the_last_of_the_targets() -> None:
-    draft = Draft(Request("r", (1, 2), SamplingParams(), seed=3), 4, may_be_late=True)
+    draft = Draft(Request("r", (1, 2), SamplingParams(), seed=3), 4, may_be_pending=True)
     tokens = torch.tensor([[6, 9, -1]])
-    late = LateDrafts([draft], tokens, lambda _: None, tokens)
+    late = PendingDrafts([draft], tokens, lambda _: None, tokens)
     rows = late.rows([(draft, 5)], vocab_size=8)
     assert rows.rows.tolist() == [6, 7, 8] and rows.token_ids.tolist() == [6, 7, 0]
 
@@ -268,9 +267,9 @@ def test_late_trees_are_judged_as_those_read_at_once(num_late: list[int], monkey
     """What the policy is shown of a first tree: all of it, with the drafter's chances."""
     judged, log_survival = list[Any](), Calibration.log_survival
 
-    def heard(self: Calibration, request_id: str, part: Part) -> list[float]:
-        judged.append((list(part.tree.tokens), list(part.tree.parents), list(part.survival)))
-        return log_survival(self, request_id, part)
+    def heard(self: Calibration, request_id: str, proposal: Proposal) -> list[float]:
+        judged.append((proposal.tokens, proposal.parents, proposal.log_chances))
+        return log_survival(self, request_id, proposal)
 
     monkeypatch.setattr(Calibration, "log_survival", heard)
     first = []

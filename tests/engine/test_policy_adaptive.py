@@ -11,8 +11,7 @@ from forerun.engine.calibration import Calibration
 from forerun.engine.policy import StepCosts, VerifyCost
 from forerun.engine.policy_adaptive import AdaptivePolicy
 from forerun.engine.policy_members import MemberCost
-from forerun.speculation.growth import Draft, Part
-from forerun.speculation.tree import DraftTree
+from forerun.speculation.draft import Draft, Proposal
 from tests.support.drafted import MEMBER, Prices, step
 from tests.support.hopeful import show_plain_steps
 
@@ -24,10 +23,19 @@ def request(name: str = "r", known: int = 1) -> Request:
     return Request(name, (1,) * known, SamplingParams(), seed=0, max_len=10_000)
 
 
-def chain(member: str, tokens: list[int], asked: Request | None = None) -> Part:
+def chain(member: str, tokens: list[int], asked: Request | None = None) -> Proposal:
     draft = Draft(asked or request(), 64)
     draft.add_chain(tokens, member)
-    return Part(member, draft.tree, draft.survival)
+    return draft.proposal_of(member)
+
+
+def propose(draft: Draft, member: str, tokens: list[int], chances: list[float] | None = None) -> Proposal:
+    """A chain whose nodes are believed to be right with these chances, of whole paths."""
+    draft.add_chain(tokens, member)
+    proposal = draft.proposal_of(member)
+    if chances is not None:
+        draft.believe(proposal, [0.0, *map(math.log, chances)])
+    return proposal
 
 
 def policy(cost: VerifyCost = FLAT, may_prune: bool = True) -> AdaptivePolicy:
@@ -41,12 +49,10 @@ def teach(taught: AdaptivePolicy, member: str, right: int, seconds: float, asked
     """The member drafts four tokens, of which the first `right` are right, at a price."""
     for _ in range(40):
         draft = Draft(asked or request(), 16)
-        part = chain(member, [2, 3, 4, 5])
-        draft.graft(part, taught.log_survival(part, draft))
-        own = Draft(asked or request(), 16)
-        own.add_chain([2, 3, 4, 5], member)
-        taught.learn_member_cost(member, seconds, [own])
-        taught.learn_parts(draft, [2, 3, 4, 5, 6][:right] + [9])
+        proposal = propose(draft, member, [2, 3, 4, 5])
+        draft.believe(proposal, taught.log_survival(proposal, draft))
+        taught.learn_member_cost(member, seconds, [draft])
+        taught.learn_proposals(draft, [2, 3, 4, 5, 6][:right] + [9])
 
 
 def test_a_good_member_is_asked_for_much_and_a_bad_one_hardly_ever() -> None:
@@ -67,8 +73,8 @@ def test_what_earlier_members_found_makes_a_costly_one_needless() -> None:
     teach(taught, "dear", 3, 0.9)
     teach(taught, "cheap", 4, 0.001)
     empty, full = Draft(request(), 16), Draft(request(), 16)
-    part = chain("cheap", [2, 3, 4, 5])
-    full.graft(part, taught.log_survival(part, full))
+    proposal = propose(full, "cheap", [2, 3, 4, 5])
+    full.believe(proposal, taught.log_survival(proposal, full))
     assert taught.quotas("dear", [empty])[0] > 1
     assert taught.quotas("dear", [full])[0] == 1
 
@@ -87,28 +93,27 @@ def test_admission_follows_the_price_of_rows() -> None:
         taught = policy(cost)
         teach(taught, "m", 2, 0.01)  # two of four are right
         draft = Draft(request(), 16)
-        part = chain("m", [2, 3, 4, 5])
-        draft.graft(part, [0.0, math.log(0.99), math.log(0.98), math.log(0.3), math.log(0.1)])
+        propose(draft, "m", [2, 3, 4, 5], [0.99, 0.98, 0.3, 0.1])
         taught.admit([draft], 1)
-        assert fewest <= len(draft.tree) <= most
+        assert fewest <= draft.num_nodes <= most
 
 
 def test_rows_of_all_requests_share_one_budget() -> None:
     """The likeliest nodes of the whole step are kept, wherever they hang."""
     taught = policy(VerifyCost({1: 1.0, 4: 1.0, 5: 9.0, 64: 99.0}))
     sure, unsure = Draft(request("a"), 16), Draft(request("b"), 16)
-    sure.graft(chain("m", [2, 3]), [0.0, math.log(0.9), math.log(0.8)])
-    unsure.graft(chain("m", [2, 3]), [0.0, math.log(0.2), math.log(0.1)])
+    propose(sure, "m", [2, 3], [0.9, 0.8])
+    propose(unsure, "m", [2, 3], [0.2, 0.1])
     taught.admit([sure, unsure], 2)
-    assert (len(sure.tree), len(unsure.tree)) == (3, 1)
+    assert (sure.num_nodes, unsure.num_nodes) == (3, 1)
 
 
 def test_nothing_is_pruned_where_drafts_were_drawn() -> None:
     taught = policy(STEEP, may_prune=False)
     draft = Draft(request(), 16)
-    draft.graft(chain("m", [2, 3, 4]), [0.0, -9.0, -9.5, -9.9])
+    propose(draft, "m", [2, 3, 4], [0.01, 0.009, 0.008])
     taught.admit([draft], 1)
-    assert len(draft.tree) == 4
+    assert draft.num_nodes == 4
 
 
 @pytest.mark.parametrize("speculate,most,budget", [(False, None, 1), (True, 3, 3), (True, None, 16)])
@@ -135,11 +140,10 @@ def test_a_members_nodes_are_believed_as_far_as_they_were_right() -> None:
 
 
 def test_siblings_share_what_can_be_right() -> None:
-    tree = DraftTree(1)
-    tree.add(0, 2, "m")
-    tree.add(0, 3, "m")
-    part = Part("m", tree, [0.0, math.log(0.8), math.log(0.1)])
-    known = Calibration()
+    draft, known = Draft(request(), 16), Calibration()
+    draft.add(0, 2, math.log(0.8), "m")
+    draft.add(0, 3, math.log(0.1), "m")
+    part = draft.proposal_of("m")
     for _ in range(80):
         known.learn("r", part, [3])
     likely, unlikely = (math.exp(s) for s in known.log_survival("other", part)[1:])
@@ -242,10 +246,10 @@ def test_costs_of_sizes_not_measured_follow_the_nearest() -> None:
 
 def test_ranks_of_a_tree_tell_what_more_nodes_bring() -> None:
     """Siblings share the chance: the fourth node is nearly as likely as the third, though never after it."""
-    known, tree = Calibration(), DraftTree(1)
-    for token in (2, 3, 4, 5):
-        tree.add(0, token, "m")
-    part = Part("m", tree, [0.0, -1.1, -1.2, -1.3, -1.4])
+    known, draft = Calibration(), Draft(request(), 16)
+    for token, chance in zip((2, 3, 4, 5), (-1.1, -1.2, -1.3, -1.4), strict=True):
+        draft.add(0, token, chance, "m")
+    part = draft.proposal_of("m")
     for round_ in range(400):
         known.learn("r", part, [2 + round_ % 5])  # each of them every fifth time, and every fifth time none
     chances, rates = [], known.rank_rates("other", "m")

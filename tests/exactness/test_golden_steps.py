@@ -71,7 +71,7 @@ class Recorder:
     def _verified(self, logits: Any, candidates: Sequence[Any]) -> Any:
         choices = self._verify(logits, candidates)
         for candidate, choice in zip(candidates, choices, strict=True):
-            tree = candidate.tree
+            tree = candidate.draft.tree
             drafted = sorted((tree.path_tokens(node), tree.sources[node]) for node in range(1, len(tree)))
             paths = " ".join(f"{'>'.join(map(str, path))}:{source}" for path, source in drafted)
             accepted = [tree.tokens[node] for node in choice.nodes[1:]]

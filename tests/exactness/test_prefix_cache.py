@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Observed, Stateless
 from forerun.engine.outputs import RequestGroup
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 from tests.support import harness, mini
 from tests.support.toy import NoisyToy, ToyModel
 
@@ -186,8 +186,7 @@ class Reader(Stateless):
 
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
         for seen in observed:
-            name, nodes = seen.request.request_id, seen.first_row + seen.num_span
-            rows = [*range(seen.first_row, nodes), *(nodes + node for node in seen.nodes)]
+            name, rows = seen.request.request_id, seen.rows
             states = [float(hidden[0][row]) for row in rows]
             known = self.num_known[name]
             assert states == [float(t) for t in seen.request.token_ids[known : known + len(rows)]]

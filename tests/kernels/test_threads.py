@@ -35,7 +35,7 @@ def test_a_step_that_computes_on_the_kernels_threads() -> None:
     inner, seen = llm.engine.verifier, []
 
     class Watched:
-        takes_late = staticmethod(inner.takes_late)
+        reads_pending = staticmethod(inner.reads_pending)
 
         def verify(self, *given: Any) -> Any:
             seen.append(torch.get_num_threads())

@@ -20,7 +20,8 @@ from forerun.models.medusa_heads import load_medusa
 from forerun.runtime import chains as device_chains
 from forerun.runtime.bind import bind_rows
 from forerun.runtime.rows import RowRunner
-from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import TreeGrower
 from tests.drafters import test_draft_chains as of_models
 from tests.drafters import test_medusa
 from tests.models import factory, test_device

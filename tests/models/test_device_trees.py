@@ -21,7 +21,8 @@ from forerun.runtime.bind import bind
 from forerun.runtime.drawn import EnqueuedDrafts
 from forerun.runtime.runner import Runner
 from forerun.runtime.trees import MOST_LEVELS
-from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import TreeGrower
 from forerun.speculation.tree import ROOT
 from tests.support.enqueued import Enqueued
 

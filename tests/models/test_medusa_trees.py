@@ -15,7 +15,8 @@ from forerun.kernels.select import select_kernels
 from forerun.models.base import RowPasses
 from forerun.runtime.bind import bind_rows
 from forerun.runtime.rows import RowRunner
-from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import TreeGrower
 from forerun.speculation.products import grow_products
 from tests.models.test_device_trees import drafts_of, told
 from tests.support.enqueued import Enqueued

@@ -29,7 +29,8 @@ from forerun.models.heads.source import open_head
 from forerun.models.loader import load_model
 from forerun.runtime.bind import bind
 from forerun.runtime.recorded import MAX_RECORDED_ROWS, RecordedRunner
-from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import TreeGrower
 from tests.drafters import test_eagle, test_mtp
 from tests.models import factory
 from tests.support import heads, tiny
@@ -151,14 +152,14 @@ class Side:
         rows = random_rows(num_rows, self.made.head.state_size)
         states = rows.split(rows.shape[1] // len(layers), dim=1)
         for each in seen:
-            each.request.num_computed += each.num_span + len(each.nodes)
+            each.request.num_computed += len(each.rows)
         self.drafter.observe(seen, {layer: state.contiguous() for layer, state in zip(layers, states, strict=True)})
 
     def start(self, known: list[Request]) -> None:
         """Prompts but for their last token were computed."""
         seen, first = [], 0
         for request in known:
-            seen.append(Observed(request, first, request.root_position, (), ()))
+            seen.append(Observed(request, range(first, first + request.root_position), (), ()))
             first += request.root_position
         self.observe(seen, first)
 
@@ -173,7 +174,8 @@ class Side:
             kept = draft.tree.tokens[1 : 1 + num_accepted] if draft.tree.is_chain else ()
             tokens = (*kept, 7)
             draft.request.token_ids.extend(tokens)
-            seen.append(Observed(draft.request, first, 0, tuple(range(len(kept) + 1)), tokens))
+            nodes = range(len(kept) + 1)
+            seen.append(Observed(draft.request, [first + node for node in nodes], tuple(nodes), tokens))
             first += len(draft.tree)
         self.observe(seen, first)
 

@@ -12,7 +12,8 @@ from forerun.core import Request, SamplingParams
 from forerun.errors import LogitsError
 from forerun.kernels.ops import NoiseKeys
 from forerun.kernels.reference import ReferenceKernels
-from forerun.speculation.tree import DraftTree
+from forerun.speculation.draft import Draft
+from forerun.speculation.tree import MAX_NODES, ROOT
 from forerun.speculation.verifier import Candidate, CoupledVerifier
 
 VOCAB = 5
@@ -34,11 +35,18 @@ class Counting(ReferenceKernels):
         return super().gumbel_argmax(logits, temperatures, keys)
 
 
-def random_tree(dice: random.Random) -> DraftTree:
-    tree = DraftTree(dice.randrange(VOCAB))
+def random_draft(request: Request, dice: random.Random) -> Draft:
+    """A tree, of which in half the cases a part is verified."""
+    draft = Draft(request, MAX_NODES)
     for _ in range(dice.randrange(12)):
-        tree.add(dice.randrange(len(tree)), dice.randrange(VOCAB), "")
-    return tree
+        draft.add(dice.randrange(len(draft.tree)), dice.randrange(VOCAB), 0.0, "")
+    if dice.random() < 0.5:
+        kept = [ROOT]
+        for node in range(1, len(draft.tree)):
+            if draft.tree.parents[node] in kept and dice.random() < 0.7:
+                kept.append(node)
+        draft.keep(kept)
+    return draft
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -47,8 +55,8 @@ def test_both_ways_decide_alike(seed: int) -> None:
     requests = [Request(str(i), (1, 2, 3), PARAMS[dice.randrange(len(PARAMS))], seed + i) for i in range(4)]
     candidates, num_rows = [], 1  # row 0 belongs to nobody
     for request in requests:
-        candidates.append(Candidate(request, random_tree(dice), num_rows))
-        num_rows += len(candidates[-1].tree)
+        candidates.append(Candidate(random_draft(request, dice), num_rows))
+        num_rows += candidates[-1].draft.num_nodes
     logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed))
     logits[dice.randrange(num_rows)] = torch.nan
     step, whole = (CoupledVerifier(ReferenceKernels(), at_once).verify(logits, candidates) for at_once in (False, True))
@@ -58,10 +66,10 @@ def test_both_ways_decide_alike(seed: int) -> None:
 
 
 def test_plain_requests_ask_once_however_deep_the_walk_is() -> None:
-    tree, request = DraftTree(0), Request("a", (0,), PARAMS[0], 0)
-    tree.add_chain(0, [1, 1, 1], "")
+    draft = Draft(Request("a", (0,), PARAMS[0], 0), MAX_NODES)
+    draft.add_chain([1, 1, 1], "")
     logits = torch.nn.functional.one_hot(torch.ones(4, dtype=torch.int64), VOCAB).float()
     for at_once, calls in ((True, 1), (False, 4)):
         kernels = Counting()
-        [choice] = CoupledVerifier(kernels, at_once).verify(logits, [Candidate(request, tree, 0)])
+        [choice] = CoupledVerifier(kernels, at_once).verify(logits, [Candidate(draft, 0)])
         assert not isinstance(choice, LogitsError) and choice.nodes == (0, 1, 2, 3) and kernels.num_calls == calls

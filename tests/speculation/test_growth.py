@@ -11,7 +11,8 @@ from forerun.core import Request, SamplingParams
 from forerun.kernels import philox
 from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE
 from forerun.kernels.select import select_kernels
-from forerun.speculation.growth import Draft, Leaf, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import Leaf, TreeGrower
 from forerun.speculation.noise import Purpose, stream_id
 from forerun.speculation.tree import ROOT
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forerun.core import Request
 from forerun.drafters.base import Observed, Stateless
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 
 Truth = Callable[[Request], Sequence[int]]  # what plain decoding goes on to say
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from forerun.core import Request
 from forerun.engine.policy_adaptive import AdaptivePolicy
-from forerun.speculation.growth import Draft, Part
+from forerun.speculation.draft import Draft
 
 MEMBER = "m"
 
@@ -46,7 +46,7 @@ def step(policy: AdaptivePolicy, requests: Sequence[Request], right: Mapping[str
     drafts = [Draft(r, budget) for r in requests if (budget := policy.node_budget(r)) > 1]
     drafting_s, drafted = _ask(policy, drafts, right, prices)
     policy.admit(drafts, len(requests))
-    sizes = {draft.request.request_id: len(draft.tree) - 1 for draft in drafts}
+    sizes = {draft.request.request_id: draft.num_nodes - 1 for draft in drafts}
     tokens = 0
     for request in requests:
         verified, hits = sizes.get(request.request_id, 0), right[request.request_id]
@@ -55,7 +55,7 @@ def step(policy: AdaptivePolicy, requests: Sequence[Request], right: Mapping[str
         policy.learn(request, verified, accepted + (accepted < verified), accepted)
     for draft in drafts:
         hits = right[draft.request.request_id]
-        policy.learn_parts(draft, [*range(2, 2 + hits), 1][: len(draft.tree)])
+        policy.learn_proposals(draft, [*range(2, 2 + hits), 1][: draft.num_nodes])
     rows = len(requests) + sum(sizes.values())
     policy.learn_step_cost(rows, prices.verify_s(rows), 0.0)
     return Step(drafted, sizes, tokens, prices.verify_s(rows) + drafting_s)
@@ -63,9 +63,11 @@ def step(policy: AdaptivePolicy, requests: Sequence[Request], right: Mapping[str
 
 def draw(own: Draft, num_right: int) -> None:
     """A chain of a drafter that knows how sure it is, and stops where that is too little for another level."""
-    while own.num_free and math.exp(own.survival[-1]) >= own.least:
+    survival = 0.0
+    while own.num_free and math.exp(survival) >= own.least:
         depth = len(own.tree)
-        own.add(depth - 1, 1 + depth, own.survival[-1] + math.log(0.9 if depth <= num_right else 0.1), MEMBER)
+        survival += math.log(0.9 if depth <= num_right else 0.1)
+        own.add(depth - 1, 1 + depth, survival, MEMBER)
 
 
 def _ask(
@@ -73,20 +75,18 @@ def _ask(
 ) -> tuple[float, dict[str, int]]:
     """As a portfolio of one member does -> seconds, drafts by request."""
     quotas, least = policy.quotas(MEMBER, drafts) if drafts else [], policy.least_chance(MEMBER)
-    asked = [
-        (draft, Draft(draft.request, quota, least=least))
-        for draft, quota in zip(drafts, quotas, strict=True)
-        if quota > 1
-    ]
+    wanted = [(draft, quota - 1) for draft, quota in zip(drafts, quotas, strict=True) if quota > 1]
     seconds = 0.0
-    for draft, own in asked:
+    for draft, num in wanted:
+        draft.ask(num, least, may_be_pending=False)
         lag = len(draft.request.token_ids) - policy._read.get((draft.request.request_id, MEMBER), 0)
-        own.num_caught_up = lag if lag > 1 else 0
-        draw(own, right[draft.request.request_id])
-        seconds += prices.read_s * own.num_caught_up
-        part = Part(MEMBER, own.tree, own.survival)
-        draft.graft(part, policy.log_survival(part, draft))
+        draft.num_caught_up = lag if lag > 1 else 0
+        draw(draft, right[draft.request.request_id])
+        seconds += prices.read_s * draft.num_caught_up
+        proposal = draft.proposal_of(MEMBER)
+        draft.believe(proposal, policy.log_survival(proposal, draft))
+    asked = [draft for draft, _ in wanted]
     if asked:
-        seconds += prices.draft_s * max(len(own.tree) - 1 for _, own in asked)
-        policy.learn_member_cost(MEMBER, seconds, [own for _, own in asked])
-    return seconds, {own.request.request_id: len(own.tree) - 1 for _, own in asked}
+        seconds += prices.draft_s * max(draft.num_own for draft in asked)
+        policy.learn_member_cost(MEMBER, seconds, asked)
+    return seconds, {draft.request.request_id: draft.num_own for draft in asked}

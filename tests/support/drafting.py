@@ -10,7 +10,8 @@ from torch import Tensor
 
 from forerun.engine.engine import Engine
 from forerun.kernels.ops import ChainNoise
-from forerun.speculation.growth import Draft, Leaf, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import Children, Place, TreeGrower
 from tests.support.heads import Reference, States
 
 
@@ -25,13 +26,12 @@ class Overheard(TreeGrower):
     def chain_noise(self, drafts: Sequence[Draft]) -> ChainNoise | None:
         """None: chains are drawn level by level too, where they can be heard."""
 
-    def grow(self, leaves: Sequence[Leaf], logits: Tensor, width: int, source: str) -> list[list[int]]:
-        for leaf, row in zip(leaves, logits, strict=True):
+    def draw(self, places: Sequence[Place], logits: Tensor, width: int) -> list[Children]:
+        for place, row in zip(places, logits, strict=True):
             self._count += 1
             if self._count % self._stride == 0:
-                tree = leaf.draft.tree
-                self.heard.append((list(leaf.draft.request.token_ids), tree.path_tokens(leaf.node), row.clone()))
-        return super().grow(leaves, logits, width, source)
+                self.heard.append((list(place.request.token_ids), list(place.path), row.clone()))
+        return super().draw(places, logits, width)
 
 
 def unguarded(made: Engine) -> Any:

@@ -11,7 +11,7 @@ from forerun.drafters.portfolio import Portfolio
 from forerun.engine.engine import Engine
 from forerun.engine.policy import StepCosts, VerifyCost
 from forerun.engine.policy_adaptive import AdaptivePolicy
-from forerun.speculation.growth import Draft, Part
+from forerun.speculation.draft import Draft
 
 
 def expect_much(made: Engine, prunes: bool = False) -> AdaptivePolicy:
@@ -41,5 +41,5 @@ def _show_right(policy: AdaptivePolicy, member: str, num_drafts: int) -> None:
     for _ in range(30):
         draft = Draft(Request("before", (1,), SamplingParams(), seed=0), num_drafts + 1)
         draft.add_chain(tokens, member)
-        policy.calibration.learn("before", Part(member, draft.tree, draft.survival), [*tokens, 1])
+        policy.calibration.learn("before", draft.proposal_of(member), [*tokens, 1])
     policy.calibration.forget("before")

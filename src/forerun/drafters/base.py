@@ -20,8 +20,8 @@ from forerun.config import DrafterConfig
 from forerun.core import Request
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.base import LayerSpec, Model
-from forerun.speculation.growth import Draft, TreeGrower
-from forerun.speculation.tree import MAX_NODES
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import TreeGrower
 
 _TREES_FROM_BYTES = 200_000_000  # weights that take some 10 ms to read, twenty times a level's laying out
 
@@ -89,18 +89,15 @@ class DrafterContext:
 class Observed:
     """What one step made known of a request: computed span tokens and accepted nodes.
 
-    `first_row` is the row of the step's batch where the request's rows begin (span first, then nodes); `nodes` are
-    the accepted tree nodes, root first, () when only a span was computed; `tokens` are the tokens emitted. The first
-    `num_own` of the nodes are nodes the drafter itself proposed, with the indices it gave them; others may follow
-    where several drafters share a tree.
+    `rows` are the rows of the step's batch that computed them: those of the span, then those of the nodes. `nodes` are
+    the accepted nodes of the request's draft, root first, () when only a span was computed; `tokens` are the tokens
+    emitted.
     """
 
     request: Request
-    first_row: int
-    num_span: int
+    rows: Sequence[int]
     nodes: tuple[int, ...]
     tokens: tuple[int, ...]
-    num_own: int = MAX_NODES
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from forerun.models.base import CommittedPath, Model, passes_of, with_own_state
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.runtime.bind import bind
 from forerun.runtime.runner import Runner
-from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import TreeGrower
 from forerun.speculation.tree import ROOT
 
 
@@ -104,7 +105,7 @@ class DraftModelDrafter:
         for seen in observed:
             progress = self._progress.get(seen.request.request_id)
             if progress is not None and progress.nodes:
-                nodes = tuple(takewhile(progress.nodes.__contains__, seen.nodes[: seen.num_own]))
+                nodes = tuple(takewhile(progress.nodes.__contains__, seen.nodes))
                 progress.num_computed += len(nodes)
                 progress.nodes.clear()
                 paths.append(CommittedPath(seen.request.request_id, nodes))
@@ -138,7 +139,7 @@ class DraftModelDrafter:
 
     def _can_draft(self, draft: Draft) -> bool:
         self._progress.setdefault(draft.request.request_id, _Progress()).nodes.clear()
-        return draft.num_free > 0 and draft.request.root_position + draft.max_nodes <= self._model.max_position
+        return draft.num_free > 0 and draft.request.root_position + draft.num_wanted < self._model.max_position
 
     def _catch_up(self, runner: Runner, drafts: Sequence[Draft]) -> None:
         """Compute known tokens in chunks until the rest fits into one pass with the root."""

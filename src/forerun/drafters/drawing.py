@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from forerun.drafters.growing import LEAST_TREE, Grove, adopt_chains, wants_chances
+from forerun.drafters.growing import LEAST_TREE, Grove, wants_chances
 from forerun.drafters.grown import hand_over, wants_enqueued
 from forerun.kernels.device import to_device
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.runtime.runner import Runner
-from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import TreeGrower
 
 Roots = Callable[[Draft], SequenceRows]  # known tokens that are to be computed, then the root
 Features = Callable[[Sequence[Draft]], Tensor | None]  # what these rows are fed beside tokens
@@ -63,9 +64,8 @@ class TreeDrawer:
         drawn = runner.draw_chains(batch, features, noise, keep_logits, judged) if width == 1 else None
         if drawn is None:
             return None
-        adopt_chains(self._grower, drafts, *drawn, self._source)
-        # the last token of the longest possible chain has not been through the network
-        return [set(range(min(len(draft.tree), draft.max_nodes - 1))) for draft in drafts]
+        chains = self._grower.add_chains(drafts, *drawn, self._source)
+        return [_computed(draft, chain) for draft, chain in zip(drafts, chains, strict=True)]
 
     def _draw_levels(
         self, runner: Runner, drafts: Sequence[Draft], batch: ForwardBatch, features: Tensor | None, width: int
@@ -83,6 +83,11 @@ class TreeDrawer:
 
     def _batch(self, rows: Sequence[SequenceRows]) -> ForwardBatch:
         return ForwardBatch.build(rows, self._block_size, self._shift)
+
+
+def _computed(draft: Draft, chain: Sequence[int]) -> set[int]:
+    """The nodes of a chain whose KV lies in their own row; the last of the longest possible was not computed."""
+    return {node for place, node in enumerate(chain[: draft.num_wanted]) if node == place}
 
 
 def tree_rows(draft: Draft, start: int, end: int, nodes: Sequence[int]) -> SequenceRows:

@@ -32,7 +32,7 @@ from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.heads.head import POSITION_SHIFT, DraftHead
 from forerun.runtime.bind import bind
 from forerun.runtime.runner import Runner
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 from forerun.speculation.tree import ROOT
 
 EAGER_LAG = 16  # known rows that are computed at once even where no block is complete
@@ -113,7 +113,7 @@ class FeatureDrafter:
 
     def _add(self, seen: Observed, layers: Sequence[Tensor]) -> bool:
         """Keep a request's states; whether there are rows to compute now."""
-        request, rows = seen.request, _rows_of(seen)
+        request, rows = seen.request, seen.rows
         follow = self._following(request, request.num_computed - len(rows)) if rows else None
         if follow is None:
             return False
@@ -186,7 +186,7 @@ class FeatureDrafter:
         """There is room, and the state of the token before the root is known: not in a request's very first step."""
         request = draft.request
         follow = self._follows.get(request.request_id)
-        fits = draft.num_free > 0 and request.root_position + draft.max_nodes <= self._max_position
+        fits = draft.num_free > 0 and request.root_position + draft.num_wanted < self._max_position
         return fits and request.root_position > 0 and follow is not None and follow.reaches(request.root_position + 1)
 
     def _read_long_lags(self, drafts: Sequence[Draft]) -> None:
@@ -216,14 +216,6 @@ class FeatureDrafter:
     def _start(self, draft: Draft) -> int:
         """The first row to compute; the root's is computed again where others had it."""
         return min(self._follows[draft.request.request_id].num_ready, draft.request.root_position)
-
-
-def _rows_of(seen: Observed) -> Sequence[int]:
-    """Rows of the step that became known of a request."""
-    first_node = seen.first_row + seen.num_span
-    if len(seen.nodes) == 1 or not seen.nodes:
-        return range(seen.first_row, first_node + len(seen.nodes))
-    return [*range(seen.first_row, first_node), *(first_node + node for node in seen.nodes)]
 
 
 def _span(request: Request, start: int, end: int) -> SequenceRows:

@@ -1,6 +1,6 @@
 """Trees grown on a device become drafts: at once, or when the step that verifies them reads them.
 
-Knows: how kept nodes are told, who may be late. Does not know: who grew them, passes.
+Knows: how kept nodes are told, which drafts may be pending. Does not know: who grew them, passes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from forerun.kernels.device import to_host
 from forerun.runtime.drawn import EnqueuedDrafts, GrownTrees
-from forerun.speculation.growth import Draft, TreeGrower
-from forerun.speculation.late import LateDrafts
+from forerun.speculation.draft import Draft, PendingDrafts
+from forerun.speculation.growth import TreeGrower
 from forerun.speculation.tree import ROOT
 
 
@@ -21,17 +21,17 @@ def wants_enqueued(grower: TreeGrower, drafts: Sequence[Draft], width: int) -> b
 
     Chains that are read at once are drawn as such, which takes less.
     """
-    gains = width > 1 or may_be_late(drafts)
+    gains = width > 1 or may_be_pending(drafts)
     return gains and all(grower.can_rank(draft.request) for draft in drafts)
 
 
-def may_be_late(drafts: Sequence[Draft]) -> bool:
+def may_be_pending(drafts: Sequence[Draft]) -> bool:
     """Whether these drafts may be read with the target's choices.
 
     Not after reading what a drafter had missed, a prompt most often: what that takes decides whether drafting pays, and
     in the time of the pass it could not be told from it. It happens once a request.
     """
-    return all(draft.may_be_late and draft.num_caught_up == 0 for draft in drafts)
+    return all(draft.may_be_pending and draft.num_caught_up == 0 for draft in drafts)
 
 
 def hand_over(drafts: Sequence[Draft], enqueued: EnqueuedDrafts, source: str) -> list[set[int]]:
@@ -45,8 +45,8 @@ def hand_over(drafts: Sequence[Draft], enqueued: EnqueuedDrafts, source: str) ->
         for nodes, new in zip(computed, adopt_trees(drafts, enqueued.reading(unread), source), strict=True):
             nodes |= new
 
-    if may_be_late(drafts):
-        LateDrafts(drafts, enqueued.unread, finish, enqueued.tokens, enqueued.depths, enqueued.masks)
+    if may_be_pending(drafts):
+        PendingDrafts(drafts, enqueued.unread, finish, enqueued.tokens, enqueued.depths, enqueued.masks)
     else:
         finish(to_host(enqueued.unread))
     return computed
@@ -59,11 +59,10 @@ def adopt_trees(drafts: Sequence[Draft], grown: GrownTrees, source: str) -> list
 
 
 def _adopt(draft: Draft, columns: Sequence[Sequence[float]], source: str) -> set[int]:
-    computed = {ROOT}
+    nodes, places = [ROOT], [0]
     for token, parent, log_chance, place in zip(*columns, strict=True):
         if token < 0:
             break
-        node = draft.add(int(parent), int(token), log_chance, source)
-        if place == node:
-            computed.add(node)
-    return computed
+        nodes.append(draft.add(nodes[int(parent)], int(token), log_chance, source))
+        places.append(int(place))
+    return {node for node, place in zip(nodes, places, strict=True) if node == place}

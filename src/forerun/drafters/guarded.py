@@ -21,8 +21,8 @@ from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterHealth, Observed, logits_reader
 from forerun.errors import ConfigError
 from forerun.kernels.ops import LayerKV
-from forerun.speculation.growth import Draft
-from forerun.speculation.tree import ROOT, DraftTree
+from forerun.speculation.draft import Draft
+from forerun.speculation.tree import ROOT
 
 MAX_ERRORS: Final = 3  # after so many failed calls a drafter rests
 FIRST_REST_S: Final = 60.0  # the first time; twice as long each time it fails again
@@ -104,8 +104,8 @@ class GuardedDrafter:
         if nonsense and worked:
             self._fail("propose", [draft.request for draft, _ in nonsense], ValueError(nonsense[0][1]))
         for draft, what in found:
-            if what is not None or not (worked or _was_drawn(draft.tree)):
-                _clear(draft)
+            if what is not None or not (worked or _was_drawn(draft)):
+                draft.take_back()
 
     def num_ready(self, request: Request) -> tuple[int, ...]:
         """As it says; nothing is ready of a request it failed for."""
@@ -166,6 +166,8 @@ class GuardedDrafter:
 
 def find_nonsense(draft: Draft, vocab_size: int) -> str | None:
     """What makes a proposed tree unusable, None if nothing does."""
+    if draft.pending is not None:
+        return None  # what a device drew
     tree = draft.tree
     if len(tree) > draft.max_nodes:
         return f"the tree has {len(tree)} nodes, but {draft.max_nodes} were allowed"
@@ -179,15 +181,11 @@ def find_nonsense(draft: Draft, vocab_size: int) -> str | None:
     return None
 
 
-def _was_drawn(tree: DraftTree) -> bool:
+def _was_drawn(draft: Draft) -> bool:
     """Some node's children were drawn from a distribution that counts in verification."""
-    return any(tree.proposal(node) is not None for node in range(len(tree)))
-
-
-def _clear(draft: Draft) -> None:
-    """Leave the root alone."""
-    fresh, draft.late = Draft(draft.request, draft.max_nodes), None
-    draft.tree, draft.survival, draft.births, draft.parts = fresh.tree, fresh.survival, fresh.births, fresh.parts
+    if draft.pending is not None:
+        return False
+    return any(draft.tree.proposal(node) is not None for node in range(len(draft.tree)))
 
 
 def _check_protocol(drafter: Drafter) -> None:

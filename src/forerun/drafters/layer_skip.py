@@ -28,7 +28,7 @@ from forerun.models.layer_search import Sample, find_layers
 from forerun.models.subset import subset_decoder
 from forerun.runtime.bind import bind
 from forerun.runtime.runner import Runner
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 from forerun.speculation.tree import ROOT
 
 _SEARCH_EVERY = 64
@@ -103,7 +103,7 @@ class LayerSkipDrafter(Stateless):
     def _can_draft(self, draft: Draft) -> bool:
         """There is room, and the target has computed all that is known before the root."""
         request = draft.request
-        fits = request.root_position + draft.max_nodes <= self._target.max_position
+        fits = request.root_position + draft.num_wanted < self._target.max_position
         return draft.num_free > 0 and fits and request.num_computed == request.root_position
 
     def _search(self, drafts: Sequence[Draft]) -> None:
@@ -122,7 +122,7 @@ class LayerSkipDrafter(Stateless):
         request: Request = draft.request
         first = max(request.root_position - _SAMPLE_TOKENS, 0)
         tokens = request.token_ids[first : request.root_position]
-        return Sample(tokens, first, request.block_ids, request.root_position, draft.max_nodes, self._block_size)
+        return Sample(tokens, first, request.block_ids, request.root_position, draft.num_wanted + 1, self._block_size)
 
 
 def spread_layers(num_layers: int) -> tuple[int, ...]:

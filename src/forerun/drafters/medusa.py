@@ -27,7 +27,8 @@ from forerun.models.medusa_files import holds_medusa
 from forerun.models.medusa_heads import MedusaHeads, load_medusa
 from forerun.runtime.bind import bind_rows
 from forerun.runtime.rows import RowRunner
-from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import TreeGrower
 from forerun.speculation.products import grow_products
 
 
@@ -103,10 +104,8 @@ class MedusaDrafter(Stateless):
         """Keep the state of each request's last known row, which the token after it was chosen from."""
         states = hidden[self.hidden_layers[0]]  # [M, H]
         for seen in observed:
-            last = seen.num_span + seen.nodes[-1] if seen.nodes else seen.num_span - 1
-            if last >= 0:
-                position = seen.request.num_computed
-                self._states[seen.request.request_id] = _State(position, states, seen.first_row + last)
+            if seen.rows:
+                self._states[seen.request.request_id] = _State(seen.request.num_computed, states, seen.rows[-1])
 
     def resume(self, request: Request, num_ready: tuple[int, ...], boundary: Tensor | None) -> None:
         """Take over the state before the first row that will be computed."""

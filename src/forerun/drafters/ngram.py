@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Stateless
 from forerun.kernels.suffix import SuffixKit, select_suffix
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 from forerun.speculation.tree import ROOT
 
 Gram = tuple[int, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Stateless
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 
 
 def build(context: DrafterContext) -> Drafter:

@@ -1,15 +1,14 @@
-"""Several drafters at once: their trees grafted into one.
+"""Several drafters at once, which add to the same tree.
 
-Knows: its members, which nodes of a shared tree came from whom. Does not know: who should draft, and how much; a
+Knows: its members, who may add to a tree. Does not know: who should draft, and how much; a
 guide (the engine's policy) tells for each request and member. Members are asked in their order, so that the guide of
 a later one sees what the earlier ones found.
 
 Under the rejection rule a node's children must come from one recorded distribution, so there a request takes the
 first tree that has any drafts; which member that is depends on the text alone, never on what was drawn.
 
-A member may leave its drafts on a device (`speculation.late`) where nobody else would look at them: they are the first
-of their requests, and no member behind it could be asked for these. So a portfolio of one passes lateness on, and of
-several the last, in steps in which the others found nothing.
+A member may leave its drafts on a device (`speculation.pending`) where nobody else would look at them: they are the
+first of their requests, and no later member can be asked for these requests.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from time import perf_counter
 from typing import Protocol
 
@@ -28,8 +26,7 @@ from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Observed, logits_reader
 from forerun.drafters.registry import build_drafter, spec_of
 from forerun.kernels.ops import LayerKV
-from forerun.speculation.growth import Draft, Part
-from forerun.speculation.late import late_of
+from forerun.speculation.draft import Draft, Proposal, pending_of
 
 
 def build_portfolio(context: DrafterContext) -> Portfolio:
@@ -58,14 +55,14 @@ class Guide(Protocol):
     def least_chance(self, member: str) -> float:
         """See `Draft.least`."""
 
-    def log_survival(self, part: Part, draft: Draft) -> list[float]:
-        """Log chance of each node of a member's tree, from its own estimates and how those fared."""
+    def log_survival(self, proposal: Proposal, draft: Draft) -> Sequence[float]:
+        """Log chance of each node of a member's proposal, from its own estimates and how those fared."""
 
     def learn_member_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
-        """The member took this long for these drafts of its own."""
+        """The member took this long to propose for these drafts."""
 
-    def learn_late_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
-        """The member was given work for so long, for these drafts, which were read with the target's choices.
+    def learn_pending_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
+        """To enqueue the member's work took this long, for these drafts, which were read with the target's choices.
 
         What a device took to draw them is in the time of the pass.
         """
@@ -76,25 +73,25 @@ class Everyone:
 
     def quotas(self, member: str, drafts: Sequence[Draft]) -> list[int]:
         """All the room."""
-        return [draft.num_free + 1 for draft in drafts]
+        return [draft.room + 1 for draft in drafts]
 
     def least_chance(self, member: str) -> float:
         """Every level is drawn."""
         return 0.0
 
-    def log_survival(self, part: Part, draft: Draft) -> list[float]:
+    def log_survival(self, proposal: Proposal, draft: Draft) -> Sequence[float]:
         """The member's own estimates."""
-        return list(part.survival)
+        return proposal.log_chances
 
     def learn_member_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
         """Nothing to learn."""
 
-    def learn_late_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
+    def learn_pending_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
         """Nothing to learn."""
 
 
 class Portfolio:
-    """Holds several drafters and grafts their trees. With one member it is that drafter under a guide."""
+    """Holds several drafters. With one member it is that drafter under a guide."""
 
     def __init__(self, members: Sequence[Drafter], name: str, max_nodes: int, coupled: bool) -> None:
         """`coupled`: trees of several members may share a root."""
@@ -109,7 +106,6 @@ class Portfolio:
         self.wants_logits = bool(self._readers)
         self.guide: Guide = Everyone()
         self._coupled = coupled
-        self._drafts: dict[str, Draft] = {}  # of the current step
 
     def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
         """Hand every member its share of the pool."""
@@ -125,21 +121,9 @@ class Portfolio:
             member.begin(request)
 
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
-        """Tell every member which of the accepted nodes were its own, in its own numbers."""
+        """Tell every member."""
         for member in self.members:
-            own = [self._as_seen_by(member, seen) for seen in observed] if self._drafts else observed
-            member.observe(own, hidden)
-        self._drafts.clear()
-
-    def _as_seen_by(self, member: Drafter, seen: Observed) -> Observed:
-        if len(seen.nodes) <= 1:
-            return seen  # nothing drafted was accepted
-        draft = self._drafts.get(seen.request.request_id)
-        if draft is None:
-            return replace(seen, num_own=1)
-        sources, births = draft.tree.sources, draft.births
-        own = takewhile(lambda node: node == 0 or (sources[node] == member.name and births[node] == node), seen.nodes)
-        return replace(seen, num_own=sum(1 for _ in own))
+            member.observe(observed, hidden)
 
     def observe_logits(self, token_ids: Tensor, logits: Tensor) -> None:
         """Show them to the members that want to see them."""
@@ -147,57 +131,57 @@ class Portfolio:
             reader.observe_logits(token_ids, logits)
 
     def propose(self, drafts: Sequence[Draft]) -> None:
-        """Ask the members one after the other, as far as the guide allows, and graft what they give."""
-        self._drafts = {draft.request.request_id: draft for draft in drafts}
-        for member in self.members:
-            self._ask(member, drafts)
+        """Ask the members one after the other, as far as the guide allows."""
+        might_be_pending = all(draft.may_be_pending for draft in drafts)
+        for index, member in enumerate(self.members):
+            self._ask(member, drafts, self.members[index + 1 :], might_be_pending)
 
-    def _ask(self, member: Drafter, drafts: Sequence[Draft]) -> None:
+    def _ask(self, member: Drafter, drafts: Sequence[Draft], behind: Sequence[Drafter], might_be_pending: bool) -> None:
+        """`behind`: the members that are asked after this one."""
         open_ones = [draft for draft in drafts if self._is_open(member, draft)]
         if not open_ones:
             return
         start = perf_counter()
         quotas = self.guide.quotas(member.name, open_ones)
-        wanted = [(draft, min(n, member.max_nodes)) for draft, n in zip(open_ones, quotas, strict=True) if n > 1]
+        wanted = [(draft, min(n, member.max_nodes) - 1) for draft, n in zip(open_ones, quotas, strict=True) if n > 1]
         if not wanted:
             return
-        may_be_late = self._may_be_late(member, [draft for draft, _ in wanted])
+        asked = [draft for draft, _ in wanted]
+        may_be_pending = might_be_pending and self._are_first_and_last(asked, drafts, behind)
         least = self.guide.least_chance(member.name)
-        own = [Draft(draft.request, size, least=least, may_be_late=may_be_late) for draft, size in wanted]
-        member.propose(own)
-        pairs = [(draft, proposed) for (draft, _), proposed in zip(wanted, own, strict=True)]
-        waiting = late_of(own)
-        if waiting is None:
-            self._graft(member, pairs)
-            self.guide.learn_member_cost(member.name, perf_counter() - start, own)
+        for draft, num in wanted:
+            draft.ask(num, least, may_be_pending)
+        member.propose(asked)
+        pending = pending_of(asked)
+        if pending is None:
+            self._believe(member, asked)
+            self.guide.learn_member_cost(member.name, perf_counter() - start, asked)
         else:
-            take = partial(self._take_late, member, pairs, perf_counter() - start)
-            waiting.hand_on([pair for pair in pairs if pair[1].late], take)
+            pending.when_read(partial(self._take_pending, member, perf_counter() - start, asked))
 
-    def _may_be_late(self, member: Drafter, drafts: Sequence[Draft]) -> bool:
-        """Whether nobody will look at its drafts before they are verified; a step waits for one member's at most."""
-        behind = self.members[self.members.index(member) + 1 :]
-        is_last = not any(self._is_open(other, draft) for other in behind for draft in drafts)
-        is_first = all(draft.may_be_late and len(draft.tree) == 1 for draft in drafts)
-        return is_last and is_first and late_of(list(self._drafts.values())) is None
+    def _are_first_and_last(self, asked: Sequence[Draft], drafts: Sequence[Draft], behind: Sequence[Drafter]) -> bool:
+        """Whether nobody will look at these drafts before they are verified; a step waits for one member's at most."""
+        is_last = not any(self._is_open(other, draft) for other in behind for draft in asked)
+        return is_last and all(len(draft.tree) == 1 for draft in asked) and pending_of(drafts) is None
 
     def _is_open(self, member: Drafter, draft: Draft) -> bool:
         """The request wants this member, and its tree may still take drafts."""
         only, failed = draft.request.drafter, member.name in draft.request.failed_drafters
-        exclusive = not self._coupled and draft.request.params.temperature > 0.0 and len(draft.tree) > 1
-        return draft.num_free > 0 and (only is None or only == member.name) and not exclusive and not failed
+        if draft.pending is not None or draft.room == 0 or failed:
+            return False
+        is_taken = not self._coupled and draft.request.params.temperature > 0.0 and len(draft.tree) > 1
+        return only in (None, member.name) and not is_taken
 
-    def _graft(self, member: Drafter, pairs: Sequence[tuple[Draft, Draft]]) -> None:
-        """Add what the member proposed to each of the step's drafts."""
-        for draft, proposed in pairs:
-            draft.num_caught_up += proposed.num_caught_up
-            part = Part(member.name, proposed.tree, tuple(proposed.survival))
-            draft.graft(part, self.guide.log_survival(part, draft))
+    def _believe(self, member: Drafter, asked: Sequence[Draft]) -> None:
+        """Put the guide's chances in the place of the member's own."""
+        for draft in asked:
+            proposal = draft.proposal_of(member.name)
+            draft.believe(proposal, self.guide.log_survival(proposal, draft))
 
-    def _take_late(self, member: Drafter, pairs: Sequence[tuple[Draft, Draft]], seconds: float) -> None:
-        """The same when the member's trees are known at last; to enqueue them took so long."""
-        self._graft(member, pairs)
-        self.guide.learn_late_cost(member.name, seconds, [proposed for _, proposed in pairs])
+    def _take_pending(self, member: Drafter, seconds: float, asked: Sequence[Draft]) -> None:
+        """The member's trees are known at last; to enqueue them took so long."""
+        self._believe(member, asked)
+        self.guide.learn_pending_cost(member.name, seconds, asked)
 
     def num_ready(self, request: Request) -> tuple[int, ...]:
         """The members' numbers, one after the other."""
@@ -221,6 +205,5 @@ class Portfolio:
 
     def end(self, request_id: str) -> None:
         """Tell every member."""
-        self._drafts.pop(request_id, None)
         for member in self.members:
             member.end(request_id)

@@ -24,7 +24,7 @@ from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Stateless
 from forerun.kernels.device import to_host
 from forerun.kernels.ops import Kernels, NoiseKeys
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 from forerun.speculation.tree import MAX_NODES, ROOT
 
 NUM_SUCCESSORS: Final = 8
@@ -109,7 +109,7 @@ class RecyclingDrafter(Stateless):
 
     def _fill(self, draft: Draft) -> None:
         nodes: list[int | None] = [ROOT]  # where the branches went, None for those nothing is known for
-        for parent, rank, log_survival in islice(template(), 1, draft.max_nodes):
+        for parent, rank, log_survival in islice(template(), 1, draft.num_wanted + 1):
             node = nodes[parent]
             token = UNKNOWN if node is None else self._successor(draft.tree.tokens[node], rank)
             if node is None or token == UNKNOWN:

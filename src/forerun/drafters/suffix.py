@@ -17,7 +17,7 @@ from typing import Final
 from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Stateless
 from forerun.kernels.suffix import SuffixCorpus, SuffixKit, SuffixText, select_suffix
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 from forerun.speculation.tree import ROOT
 
 MAX_MATCH: Final = 32  # longest tail that is looked up; longer ones tell nothing more

@@ -16,8 +16,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from forerun.speculation.growth import Part
-from forerun.speculation.tree import ROOT, DraftTree
+from forerun.speculation.draft import Proposal
 
 _EDGES = (0.03, 0.08, 0.15, 0.3, 0.5, 0.7, 0.9)  # between the kinds of estimates; one of exactly 1 is no estimate
 _LOG_EDGES = tuple(map(math.log, _EDGES))
@@ -106,12 +105,12 @@ class Calibration:
     _ranks: dict[tuple[str, int], Tally] = field(default_factory=dict)  # right nodes, by member and rank in their tree
     _num_right: Counter[str] = field(default_factory=Counter)  # nodes by member, never forgotten
 
-    def log_survival(self, request_id: str, part: Part) -> list[float]:
+    def log_survival(self, request_id: str, proposal: Proposal) -> list[float]:
         """Log chance of every node of a member's tree, the root's being 0."""
-        result, parents, tallies = [0.0], part.tree.parents, self._kinds
-        factor = self._of_kinds.factor(request_id, part.member, self._first_rate(part.member))
-        for node in range(1, len(part.tree)):
-            kind = _kind(part, node)
+        result, parents, tallies = [0.0], proposal.parents, self._kinds
+        factor = self._of_kinds.factor(request_id, proposal.member, self._first_rate(proposal.member))
+        for node in range(1, len(parents)):
+            kind = _kind(proposal, node)
             tally = tallies.get(kind)
             chance = factor * (tally.right / tally.tested if tally is not None else _PRIORS[kind[2]])
             result.append(result[parents[node]] + math.log(min(max(chance, _LEAST), MOST_LIKELY)))
@@ -136,20 +135,21 @@ class Calibration:
         """
         return 1 + _REACH * self._num_right[member]
 
-    def learn(self, request_id: str, part: Part, tokens: Sequence[int]) -> int:
+    def learn(self, request_id: str, proposal: Proposal, tokens: Sequence[int]) -> int:
         """These tokens followed the root -> how many of them the member's tree holds as a path."""
-        path = _path(part.tree, tokens)
+        children = _children(proposal)
+        path = _path(proposal, children, tokens)
         num_right, by_kind, by_depth, num_tested = len(path) - 1, 0.0, 0.0, 0
-        self._num_right[part.member] += num_right
+        self._num_right[proposal.member] += num_right
         for parent, token in zip(path, tokens, strict=False):
-            if part.tree.children(parent):
-                by_kind += self._learn_children(part, parent, token)
-                by_depth += self._learn_depth(part.member, num_tested, num_tested < num_right)
+            if children[parent]:
+                by_kind += self._learn_children(proposal, children[parent], token)
+                by_depth += self._learn_depth(proposal.member, num_tested, num_tested < num_right)
                 num_tested += 1
         if num_tested:
-            self._of_kinds.learn(request_id, part.member, num_tested, by_kind, num_right)
-            self._of_depths.learn(request_id, part.member, num_tested, by_depth, num_right)
-        self._learn_ranks(part, set(path[1:]), path[-1] if len(path) > len(tokens) else None)
+            self._of_kinds.learn(request_id, proposal.member, num_tested, by_kind, num_right)
+            self._of_depths.learn(request_id, proposal.member, num_tested, by_depth, num_right)
+        self._learn_ranks(proposal, set(path[1:]), path[-1] if len(path) > len(tokens) else None)
         return num_right
 
     def _learn_depth(self, member: str, depth: int, is_right: bool) -> float:
@@ -163,22 +163,22 @@ class Calibration:
         first = self._ranks.get((member, 1))
         return first.rate if first is not None else _PRIOR_CHANCE
 
-    def _learn_ranks(self, part: Part, right: Set[int], end: int | None) -> None:
+    def _learn_ranks(self, proposal: Proposal, right: Set[int], end: int | None) -> None:
         """Count how often the node of a rank was right beside how often the one before it was.
 
         What follows node `end`, with which the known text ends, was neither right nor wrong: where fewer nodes are
         verified than drafted, to count them as wrong would make all long drafts look bad.
         """
-        survival, masks, before = part.survival, part.tree.masks, True
-        order: Sequence[int] = range(1, len(part.tree))
-        if is_tree := not part.tree.is_chain:
+        survival, member, before = proposal.log_chances, proposal.member, True
+        order: Sequence[int] = range(1, len(survival))
+        if is_tree := proposal.parents != tuple(range(-1, len(survival) - 1)):
             order = sorted(order, key=lambda node: (-survival[node], node))
         for rank, node in enumerate(order, 1):
-            if (end is not None and node != end and masks[node] >> end & 1) or not (before or is_tree):
+            if (end is not None and node != end and _is_below(proposal, node, end)) or not (before or is_tree):
                 break
             is_right = node in right
             if before or is_right:
-                _tally(self._ranks, (part.member, min(rank, _LAST_RANK)), _PRIOR_CHANCE).add(before, is_right, _MEMORY)
+                _tally(self._ranks, (member, min(rank, _LAST_RANK)), _PRIOR_CHANCE).add(before, is_right, _MEMORY)
             before = is_right
 
     def forget(self, request_id: str) -> None:
@@ -186,11 +186,11 @@ class Calibration:
         self._of_kinds.forget(request_id)
         self._of_depths.forget(request_id)
 
-    def _learn_children(self, part: Part, parent: int, token: int) -> float:
+    def _learn_children(self, proposal: Proposal, children: Sequence[int], token: int) -> float:
         """Count the children of a node that was right -> the chance one of them was expected to have."""
-        expected, tokens = 0.0, part.tree.tokens
-        for child in part.tree.children(parent):
-            kind = _kind(part, child)
+        expected, tokens = 0.0, proposal.tokens
+        for child in children:
+            kind = _kind(proposal, child)
             tally = _tally(self._kinds, kind, _PRIORS[kind[2]])
             expected += tally.right / tally.tested
             tally.add(1.0, tokens[child] == token, _MEMORY)
@@ -211,22 +211,36 @@ def _tally(tallies: dict[Key, Tally], key: Key, chance: float) -> Tally:
     return known
 
 
-def _path(tree: DraftTree, tokens: Sequence[int]) -> list[int]:
+def _children(proposal: Proposal) -> list[list[int]]:
+    """The children of each of a proposal's nodes."""
+    children: list[list[int]] = [[] for _ in proposal.parents]
+    for node, parent in enumerate(proposal.parents[1:], 1):
+        children[parent].append(node)
+    return children
+
+
+def _is_below(proposal: Proposal, node: int, above: int) -> bool:
+    while node > above:
+        node = proposal.parents[node]
+    return node == above
+
+
+def _path(proposal: Proposal, children: Sequence[Sequence[int]], tokens: Sequence[int]) -> list[int]:
     """The root and the nodes below it along `tokens`, as far as they go."""
-    path = [ROOT]
+    path = [0]
     for token in tokens:
-        node = tree.child_with(path[-1], token)
+        node = next((child for child in children[path[-1]] if proposal.tokens[child] == token), None)
         if node is None:
             break
         path.append(node)
     return path
 
 
-def _kind(part: Part, node: int) -> Kind:
-    survival, tree = part.survival, part.tree
-    log_estimate = survival[node] - survival[tree.parents[node]]
+def _kind(proposal: Proposal, node: int) -> Kind:
+    survival = proposal.log_chances
+    log_estimate = survival[node] - survival[proposal.parents[node]]
     band = len(_EDGES) + 1 if log_estimate >= 0.0 else bisect_left(_LOG_EDGES, log_estimate)
-    return part.member, min(tree.depths[node], _DEEPEST), band
+    return proposal.member, min(proposal.depths[node], _DEEPEST), band
 
 
 def _prior(band: int) -> float:

@@ -28,9 +28,7 @@ from forerun.kernels.ops import LayerKV
 from forerun.models.base import CommittedPath, Model, PassOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.runtime.runner import Runner
-from forerun.speculation.growth import Draft
-from forerun.speculation.late import LateDrafts, late_of
-from forerun.speculation.tree import DraftTree
+from forerun.speculation.draft import Draft, pending_of
 from forerun.speculation.verifier import Candidate
 from forerun.speculation.verify import Choice
 
@@ -41,13 +39,8 @@ class Verifier(Protocol):
     def verify(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
         """One choice or error a candidate."""
 
-    def takes_late(self, requests: Sequence[Request]) -> bool:
-        """Whether drafts of these requests may be read together with the choices."""
-
-    def verify_late(
-        self, logits: Tensor, deciding: Sequence[tuple[Draft, int]], late: LateDrafts
-    ) -> list[Choice | LogitsError]:
-        """The same for drafts of which some are to be read first, each with its root's row of the logits."""
+    def reads_pending(self, requests: Sequence[Request]) -> bool:
+        """Whether drafts of these requests may be pending until they are verified."""
 
 
 @dataclass(slots=True)
@@ -60,11 +53,6 @@ class _Work:
     first_row: int = 0  # of the batch
     first_logit: int = 0  # row of the logits that belongs to the span's first token, or to the root
     span_logits: bool = False
-
-    @property
-    def tree(self) -> DraftTree | None:
-        """The draft's tree."""
-        return self.draft.tree if self.draft is not None else None
 
     @property
     def may_draft(self) -> bool:
@@ -205,14 +193,14 @@ class Engine:
     def _draft(self, plan: Plan) -> list[_Work]:
         """A tree for every request that reaches its root, grown where there is room for drafts."""
         requests = [item.request for item in plan.deciding]
-        late = bool(self._kvs) and not self.policy.prunes and self.verifier.takes_late(requests)
+        may_be_pending = bool(self._kvs) and not self.policy.prunes and self.verifier.reads_pending(requests)
         wanted = [(item.request, item.max_nodes) for item in plan.deciding]
-        drafts = {request.request_id: Draft(request, most, may_be_late=late) for request, most in wanted}
+        drafts = {request.request_id: Draft(request, most, may_be_pending) for request, most in wanted}
         growing = [draft for draft in drafts.values() if draft.max_nodes > 1]
         if growing:
             self.drafter.propose(growing)
             self.policy.admit(growing, len(drafts))
-            ask_ahead(growing)
+            ask_ahead([draft for draft in growing if draft.pending is None])
         return [self._work(item, drafts.get(item.request.request_id)) for item in plan.scheduled]
 
     def _work(self, item: ScheduledRequest, draft: Draft | None) -> _Work:
@@ -228,14 +216,16 @@ class Engine:
             entry.first_row, entry.first_logit = num_rows, num_logits
             entry.span_logits = entry.record.wants_prompt
             sequences.append(_sequence(entry))
-            num_nodes = len(entry.tree) if entry.tree else 0
+            num_nodes = entry.draft.num_nodes if entry.draft is not None else 0
             num_rows += entry.item.num_span + num_nodes
             num_logits += num_nodes + (entry.item.num_span if entry.span_logits else 0)
-        batch, waiting = ForwardBatch.build(sequences, self.kv_cache.block_size), _late_of(work)
-        if waiting is None:
+        batch = ForwardBatch.build(sequences, self.kv_cache.block_size)
+        roots = [(draft, e.first_row + e.item.num_span) for e in work if (draft := e.draft) is not None]
+        pending = pending_of([draft for draft, _ in roots])
+        if pending is None:
             return batch
-        roots = [(draft, e.first_row + e.item.num_span) for e in work if (draft := e.draft) is not None and draft.late]
-        return replace(batch, late=waiting.rows(roots, self.model.vocab_size))
+        waiting = [(draft, row) for draft, row in roots if draft.pending is not None]
+        return replace(batch, pending=pending.rows(waiting, self.model.vocab_size))
 
     # -- verify, commit -----------------------------------------------------------------------------------------
 
@@ -253,19 +243,15 @@ class Engine:
             forward_s = self.timings.lap("forward_s")
             return out, self._verify(work, out), forward_s, self.timings.lap("verify_s")
         choices = self._verify(work, out)
-        if all(entry.tree is None for entry in work):  # nothing was read of a prompt's pass
+        if all(entry.draft is None for entry in work):  # nothing was read of a prompt's pass
             synchronize(self.kv_cache.device)
         return out, choices, self.timings.lap("forward_s"), 0.0
 
     def _verify(self, work: Sequence[_Work], out: PassOutput) -> list[Choice | LogitsError | None]:
         """One choice or error for every request that reached its root, None for the others."""
-        late, deciding = _late_of(work), [(e.draft, e.root_logit) for e in work if e.draft is not None]
-        if late is not None:
-            decided = iter(self.verifier.verify_late(out.logits, deciding, late))
-        else:
-            candidates = [Candidate(draft.request, draft.tree, row) for draft, row in deciding]
-            decided = iter(self.verifier.verify(out.logits, candidates))
-        return [next(decided) if entry.tree is not None else None for entry in work]
+        candidates = [Candidate(entry.draft, entry.root_logit) for entry in work if entry.draft is not None]
+        decided = iter(self.verifier.verify(out.logits, candidates))
+        return [next(decided) if entry.draft is not None else None for entry in work]
 
     def _commit(
         self, work: Sequence[_Work], choices: Sequence[Choice | LogitsError | None], out: PassOutput
@@ -295,25 +281,29 @@ class Engine:
         elif choice is not None:
             nodes, tokens = self._emit(entry, choice, logits)
             request.num_computed += len(nodes)
-        return Observed(request, entry.first_row, entry.item.num_span, nodes, tokens)
+        first_node = entry.first_row + entry.item.num_span
+        draft, rows = entry.draft, range(entry.first_row, first_node)
+        if draft is None or not nodes:
+            return Observed(request, rows, nodes, tokens)
+        return Observed(request, _join(rows, [first_node + draft.row_of(node) for node in nodes]), nodes, tokens)
 
     def _emit(self, entry: _Work, choice: Choice, logits: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Append the accepted tokens and the one after them, as far as the request goes on -> (nodes, tokens)."""
-        assert entry.tree is not None
-        tree, record = entry.tree, entry.record
+        assert entry.draft is not None
+        draft, tree, record = entry.draft, entry.draft.tree, entry.record
         tokens = [*(tree.tokens[node] for node in choice.nodes[1:]), choice.token]
         num_taken = record.text.take(tokens)
         nodes = choice.nodes[: num_taken + 1]
         sources = [*(tree.sources[node] for node in nodes[1:]), ""][:num_taken]
-        record.drafted(tree.sources, tree.depths, nodes[1:])
-        rows = [entry.root_logit + node for node in nodes[:num_taken]]  # token i was chosen after node i of the path
+        record.drafted(draft, nodes[1:])
+        # token i was chosen after node i of the path
+        rows = [entry.root_logit + draft.row_of(node) for node in nodes[:num_taken]]
         record.emitted(sources, token_logprobs(logits, rows, tokens[:num_taken], entry.item.request.params.logprobs))
-        record.traced(tree, nodes[1:], tokens[:num_taken])
-        stopped_at_leaf = not tree.children(choice.nodes[-1])
+        record.traced(draft, nodes[1:], tokens[:num_taken])
+        stopped_at_leaf = not any(child in draft.verified for child in tree.children(choice.nodes[-1]))
         num_accepted = len(choice.nodes) - 1
-        self.policy.learn(entry.item.request, len(tree) - 1, num_accepted + (not stopped_at_leaf), num_accepted)
-        if entry.draft is not None and entry.draft.parts:
-            self.policy.learn_parts(entry.draft, tokens)
+        self.policy.learn(entry.item.request, draft.num_nodes - 1, num_accepted + (not stopped_at_leaf), num_accepted)
+        self.policy.learn_proposals(draft, tokens)
         return nodes, tuple(tokens[:num_taken])
 
     def _show_logits(self, batch: ForwardBatch, out: PassOutput) -> None:
@@ -333,14 +323,12 @@ class Engine:
                 self.scheduler.publish(seen.request, self.drafter.num_ready(seen.request))
 
     def _keep_boundaries(self, seen: Observed, out: PassOutput) -> None:
-        first_node = seen.first_row + seen.num_span
-        rows = [*range(seen.first_row, first_node), *(first_node + node for node in seen.nodes)]
-        first = seen.request.num_computed - len(rows)
-        self.boundaries.keep(seen.request.block_ids, first, rows, self.drafter.hidden_layers, out.hidden)
+        first = seen.request.num_computed - len(seen.rows)
+        self.boundaries.keep(seen.request.block_ids, first, seen.rows, self.drafter.hidden_layers, out.hidden)
 
     def _finish(self, work: Sequence[_Work]) -> list[RequestGroup]:
         """Free what ended, in this step or because its time is over; the groups that changed."""
-        deciding = [entry.item.request for entry in work if entry.tree is not None]
+        deciding = [entry.item.request for entry in work if entry.draft is not None]
         ended = [entry.item.request for entry in work if entry.item.request.finish_reason is not None]
         overdue = [request for request in self.scheduler.overdue() if request.finish_reason is None]
         for request in overdue:
@@ -371,13 +359,15 @@ def _too_late(request: Request) -> DeadlineError:
     )
 
 
-def _late_of(work: Sequence[_Work]) -> LateDrafts | None:
-    """What drafts of this step wait for."""
-    return late_of([entry.draft for entry in work if entry.draft is not None])
+def _join(span: range, nodes: Sequence[int]) -> Sequence[int]:
+    """Rows of a span and of nodes behind it, as a range where they are one."""
+    if nodes[-1] - span.stop == len(nodes) - 1:
+        return range(span.start, span.stop + len(nodes))
+    return [*span, *nodes]
 
 
 def _sequence(entry: _Work) -> SequenceRows:
-    request, tree = entry.item.request, entry.tree
+    request, tree = entry.item.request, None if entry.draft is None else entry.draft.rows()
     start, end = request.num_computed, request.num_computed + entry.item.num_span
     return SequenceRows(
         request_id=request.request_id,
@@ -386,7 +376,7 @@ def _sequence(entry: _Work) -> SequenceRows:
         span=request.token_ids[start:end],
         tree_start=end,
         tree_tokens=tree.tokens if tree else (),
-        tree_rows=range(len(tree)) if tree else (),
+        tree_rows=tree.nodes if tree else (),
         tree_masks=tree.masks if tree else (),
         tree_depths=tree.depths if tree else (),
         span_logits=entry.span_logits,

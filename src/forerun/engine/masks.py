@@ -11,7 +11,7 @@ from time import perf_counter
 
 from forerun.core import Request
 from forerun.errors import GrammarError
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 from forerun.speculation.sampling import WAIT_S, AsyncGrammarMask, give_up_at, mask_ready
 
 
@@ -71,5 +71,5 @@ def ask_ahead(drafts: Iterable[Draft]) -> None:
     """Have the masks of all nodes computed beside the pass."""
     for draft in drafts:
         if isinstance(draft.request.params.grammar, AsyncGrammarMask):
-            for node in range(1, len(draft.tree)):
+            for node in draft.verified[1:]:
                 mask_ready(draft.request, draft.tree.path_tokens(node))

@@ -13,7 +13,7 @@ from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Drafter, Observed
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.runtime.runner import Runner
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 
 _NUM_KNOWN = 8  # tokens of the text
 _SIZES = (1, 2, 3, 4, 8, 16)  # drafts a call
@@ -47,7 +47,7 @@ def _show_text(drafter: Drafter, request: Request, runner: Runner, kv_cache: KVC
     batch = ForwardBatch.build([rows], kv_cache.block_size)
     out = runner.run(batch)
     request.num_computed = num_read
-    drafter.observe([Observed(request, 0, num_read, (), ())], out.hidden)
+    drafter.observe([Observed(request, range(num_read), (), ())], out.hidden)
 
 
 def _time_calls(drafter: Drafter, request: Request) -> dict[int, float]:

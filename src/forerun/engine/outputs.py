@@ -22,7 +22,7 @@ from forerun.core import (
 )
 from forerun.engine.logprobs import position_logprobs
 from forerun.engine.stopping import OutputText
-from forerun.speculation.tree import DraftTree
+from forerun.speculation.draft import Draft
 
 
 class StepTrace(NamedTuple):
@@ -88,22 +88,26 @@ class SampleRecord:
             if position < len(request.prompt_token_ids) and position not in self.prompt_logprobs:
                 self.prompt_logprobs[position] = position_logprobs(row, request.prompt_token_ids[position], num_top)
 
-    def drafted(self, sources: Sequence[str], depths: Sequence[int], accepted: Sequence[int]) -> None:
-        """A step verified a tree whose nodes, the root first, have these sources and depths, and accepted some."""
-        if len(sources) == 1:
+    def drafted(self, draft: Draft, accepted: Sequence[int]) -> None:
+        """A step verified a draft and accepted some of its nodes."""
+        nodes, sources, depths = draft.verified[1:], draft.tree.sources, draft.tree.depths
+        if not nodes:
             self.figures.num_plain_steps += 1
             return
-        self.figures.trees.count(depths[1:], [depths[node] for node in accepted])
-        for name in set(sources[1:]):
-            count = self.drafters.setdefault(name, DrafterCount())
-            own = [depth for source, depth in zip(sources, depths, strict=True) if source == name]
-            count.count(own, [depths[node] for node in accepted if sources[node] == name])
+        self.figures.trees.count([depths[node] for node in nodes], [depths[node] for node in accepted])
+        for name in {sources[node] for node in nodes}:
+            own, right = ([depths[n] for n in these if sources[n] == name] for these in (nodes, accepted))
+            self.drafters.setdefault(name, DrafterCount()).count(own, right)
 
-    def traced(self, tree: DraftTree, accepted: Sequence[int], emitted: Sequence[int]) -> None:
+    def traced(self, draft: Draft, accepted: Sequence[int], emitted: Sequence[int]) -> None:
         """Keep a step for whoever asked for its trace; called after `emitted`."""
-        if self.trace is not None:
-            nodes = (tuple(tree.tokens), tuple(tree.parents), tuple(tree.sources))
-            self.trace.append(StepTrace(*nodes, tuple(accepted), tuple(emitted), self.last_token_s))
+        if self.trace is None:
+            return
+        tree, nodes = draft.tree, draft.verified
+        parents = (-1, *(draft.row_of(tree.parents[node]) for node in nodes[1:]))
+        tokens, sources = tuple(tree.tokens[n] for n in nodes), tuple(tree.sources[n] for n in nodes)
+        places = tuple(draft.row_of(node) for node in accepted)
+        self.trace.append(StepTrace(tokens, parents, sources, places, tuple(emitted), self.last_token_s))
 
     def take_trace(self) -> tuple[StepTrace, ...]:
         """The steps since the last call; none where nobody asked for them."""

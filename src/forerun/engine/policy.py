@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from forerun.core import Request
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 
 _MAX_JUMP, _RISE, _FALL = 4.0, 0.1, 0.3  # how far and how fast what is known of a step follows one
 _SETTLING = 4  # measurements of which the least counts
@@ -40,11 +40,11 @@ class Policy(Protocol):
     def admit(self, drafts: Sequence[Draft], num_deciding: int) -> None:
         """Prune the trees of a step in which so many requests choose tokens to the nodes worth verifying.
 
-        Of trees that were not read (`Draft.late`) nothing is known but how many nodes they may have.
+        Of pending drafts nothing is known but how many nodes they may have.
         """
 
-    def learn_parts(self, draft: Draft, tokens: Sequence[int]) -> None:
-        """These tokens followed the root of a tree that members of a portfolio proposed."""
+    def learn_proposals(self, draft: Draft, tokens: Sequence[int]) -> None:
+        """These tokens followed the root of a draft."""
 
     def learn_step_cost(self, num_rows: int, forward_s: float, overhead_s: float) -> None:
         """A pass over this many rows took this long, and the step around it, drafting apart, this much more."""
@@ -70,7 +70,7 @@ class AsDrafted:
     def admit(self, drafts: Sequence[Draft], num_deciding: int) -> None:
         """All nodes are verified."""
 
-    def learn_parts(self, draft: Draft, tokens: Sequence[int]) -> None:
+    def learn_proposals(self, draft: Draft, tokens: Sequence[int]) -> None:
         """Nothing to learn of members."""
 
     def plain_step_s(self, num_requests: int) -> float | None:

@@ -36,7 +36,7 @@ from forerun.engine.policy_plan import (
     worth_verifying,
 )
 from forerun.engine.policy_rest import LONGEST_REST, Pause, Rest, Rests, Trials
-from forerun.speculation.growth import Draft, Part
+from forerun.speculation.draft import Draft, Proposal
 
 _CHEAP = 0.05  # of a plain pass: members below this are asked whatever others may find
 _LEAST_GAIN = 0.02  # of a plain step's speed that a costly member must promise to be worth its uncertainty
@@ -205,7 +205,7 @@ class AdaptivePolicy:
         """For so many nodes it is worth asking; who draws level by level may go on as long as levels promise enough."""
         if not (self._looks_at_drafts and self._cost_of(member).draws_levels):
             return size
-        return min(draft.num_free, self.calibration.reach(member))
+        return min(draft.room, self.calibration.reach(member))
 
     def _prices(self, member: str) -> Prices:
         cost = self._cost_of(member)
@@ -224,7 +224,7 @@ class AdaptivePolicy:
         """What each next node of the member is expected to add to the step's tokens."""
         found = found_by_depth(draft.tree.depths, draft.survival) if len(draft.tree) > 1 else []
         rates = self.calibration.rank_rates(draft.request.request_id, member)
-        return expected_gains(rates, found, min(draft.num_free, self.calibration.reach(member)))
+        return expected_gains(rates, found, min(draft.room, self.calibration.reach(member)))
 
     def _is_worth(self, member: str, draft: Draft, tokens: float, profit_s: float) -> bool:
         """Whether what is saved pays for calls that find nothing, and over the rest of the answer for reading first."""
@@ -247,7 +247,7 @@ class AdaptivePolicy:
     def _try_one(self, member: str, drafts: Sequence[Draft], awake: Sequence[int], sizes: list[int]) -> None:
         """Ask for one request more that it is not worth asking for, when a trial can be paid."""
         rests = {index: self._rest_of(member, drafts[index].request) for index in awake if not sizes[index]}
-        due = [index for index, rest in rests.items() if rest.waited >= _PROBE_EVERY and drafts[index].num_free > 0]
+        due = [index for index, rest in rests.items() if rest.waited >= _PROBE_EVERY and drafts[index].room > 0]
         if not due:
             return
         rates = {index: self.calibration.rank_rates(drafts[index].request.request_id, member)[0] for index in due}
@@ -255,7 +255,7 @@ class AdaptivePolicy:
         draft = drafts[chosen]
         price_s = self._price_of_trial(member, sizes) + self._catch_up_s(member, draft.request)
         if self._trials.may_begin(member, self._num_steps, _BURST * price_s, self.ledger.balance_s):
-            sizes[chosen] = min(_PROBE_DRAFTS, draft.num_free, self.calibration.reach(member))
+            sizes[chosen] = min(_PROBE_DRAFTS, draft.room, self.calibration.reach(member))
             rests[chosen].waited = rests[chosen].passed = 0
 
     def _price_of_trial(self, member: str, sizes: Sequence[int]) -> float:
@@ -296,18 +296,18 @@ class AdaptivePolicy:
 
     # -- after it drafted ---------------------------------------------------------------------------------------
 
-    def log_survival(self, part: Part, draft: Draft) -> list[float]:
+    def log_survival(self, proposal: Proposal, draft: Draft) -> list[float]:
         """See `drafters.portfolio.Guide`."""
-        return self.calibration.log_survival(draft.request.request_id, part)
+        return self.calibration.log_survival(draft.request.request_id, proposal)
 
     def admit(self, drafts: Sequence[Draft], num_deciding: int) -> None:
         """Keep, over all requests, the likeliest nodes as long as they raise the expected tokens per second."""
-        if not self.may_prune or any(draft.late for draft in drafts):
+        if not self.may_prune or any(draft.pending is not None for draft in drafts):
             return
         chances = [[math.exp(chance) for chance in draft.survival[1:]] for draft in drafts]
         kept = worth_verifying(chances, self._outlook_drafted(num_deciding), self._steps.drafted_s)
         for draft, nodes in zip(drafts, kept, strict=True):
-            if len(nodes) < len(draft.tree):
+            if len(nodes) < draft.num_nodes:
                 draft.keep(nodes)
 
     def _outlook_drafted(self, num_deciding: int) -> Outlook:
@@ -318,15 +318,15 @@ class AdaptivePolicy:
     # -- learning -----------------------------------------------------------------------------------------------
 
     def learn(self, request: Request, num_drafted: int, num_tested: int, num_accepted: int) -> None:
-        """Members are scored one by one, see `learn_parts`."""
+        """Members are scored one by one, see `learn_proposals`."""
         if self._is_open:  # else this is a plain step, of which only the time counts
             self._num_rows += 1 + num_drafted
             self.ledger.note_tokens(num_accepted + 1)
 
-    def learn_parts(self, draft: Draft, tokens: Sequence[int]) -> None:
-        """Score every member's tree on the tokens that followed."""
-        for part in draft.parts:
-            self.calibration.learn(draft.request.request_id, part, tokens)
+    def learn_proposals(self, draft: Draft, tokens: Sequence[int]) -> None:
+        """Score every member's proposal on the tokens that followed."""
+        for proposal in draft.proposals:
+            self.calibration.learn(draft.request.request_id, proposal, tokens)
 
     def learn_member_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
         """See `drafters.portfolio.Guide`."""
@@ -339,14 +339,14 @@ class AdaptivePolicy:
         cost = self._cost_of(member)
         for draft in asked:
             self._read[draft.request.request_id, member] = len(draft.request.token_ids)
-            found = len(draft.tree) > 1
+            found = draft.num_own > 0
             self._rest_of(member, draft.request).learn_found(found)
             cost.learn_found(found)
 
     def _usual_s(self, member: str, asked: Sequence[Draft]) -> float:
         return self._cost(member, max(most_drafts(asked), 1), len(asked))
 
-    def learn_late_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
+    def learn_pending_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
         """See `drafters.portfolio.Guide`."""
         self._late = member, seconds, asked
 

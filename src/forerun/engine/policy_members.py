@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from forerun.speculation.growth import Draft
+from forerun.speculation.draft import Draft
 
 SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)  # numbers of drafts whose cost is kept apart
 _CROWDS: Final = (1, 2, 4, 8, 16, 32, 64, 128)  # and of requests in a call
@@ -111,7 +111,7 @@ class MemberCost:
 
 def most_drafts(asked: Sequence[Draft]) -> int:
     """The most that one of them has."""
-    return max(len(draft.tree) for draft in asked) - 1
+    return max(draft.num_own for draft in asked)
 
 
 def _at_most(known: tuple[int, ...], number: int) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import AttentionRows
-from forerun.speculation.late import LateRows
+from forerun.speculation.draft import PendingRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ForwardBatch:
     logit_rows: Tensor  # [R] int64, ascending indices into the rows
     sequences: tuple[SequenceRows, ...]
     all_logits: bool  # every row wants logits: logit_rows is 0 .. M-1
-    late: LateRows | None = None  # rows of which the device holds what the host does not know
+    pending: PendingRows | None = None  # rows whose contents are on the device alone
 
     @property
     def num_rows(self) -> int:
@@ -61,7 +61,7 @@ class ForwardBatch:
 
     def on(self, device: torch.device) -> ForwardBatch:
         """The batch where a model's kernels run, itself if it is there: it is built on the host and goes over whole."""
-        if self.token_ids.device == device and self.late is None:
+        if self.token_ids.device == device and self.pending is None:
             return self
         rows = self.rows
         wide = _moved([self.token_ids, rows.tree_masks, self.logit_rows], device)
@@ -69,7 +69,7 @@ class ForwardBatch:
         narrow = _moved([self.positions, self.slots, rows.seq_ids, rows.prefix_lens, rows.tree_starts, tables], device)
         moved = replace(
             self,
-            late=None,
+            pending=None,
             token_ids=wide[0],
             positions=narrow[0],
             slots=narrow[1],
@@ -83,17 +83,21 @@ class ForwardBatch:
             ),
             logit_rows=wide[2],
         )
-        if self.late is not None:
-            moved.take_late(self.late)
+        if self.pending is not None:
+            moved.fill_in(self.pending)
         return moved
 
-    def take_late(self, late: LateRows) -> None:
-        """Overwrite late rows of a batch on the device; rows behind them that repeat the last one are the caller's."""
-        self.token_ids.index_copy_(0, late.rows, late.token_ids)
-        if late.depths is not None and late.tree_masks is not None:
-            starts = self.rows.tree_starts.index_select(0, self.rows.seq_ids.index_select(0, late.rows))
-            self.positions.index_copy_(0, late.rows, (starts + late.depths).int())
-            self.rows.tree_masks.index_copy_(0, late.rows, late.tree_masks)
+    def fill_in(self, pending: PendingRows) -> None:
+        """Put the contents of pending rows into a batch on the device.
+
+        Padding rows behind them, which repeat the last row, are the caller's to repeat again.
+        """
+        rows = pending.rows
+        self.token_ids.index_copy_(0, rows, pending.token_ids)
+        if pending.depths is not None and pending.tree_masks is not None:
+            starts = self.rows.tree_starts.index_select(0, self.rows.seq_ids.index_select(0, rows))
+            self.positions.index_copy_(0, rows, (starts + pending.depths).int())
+            self.rows.tree_masks.index_copy_(0, rows, pending.tree_masks)
 
     @staticmethod
     def build(sequences: Sequence[SequenceRows], block_size: int, shift: int = 0) -> ForwardBatch:

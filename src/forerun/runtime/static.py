@@ -93,8 +93,8 @@ class StaticBatch:
             [repeated(column, num_rows) for column in (batch.token_ids, rows.tree_masks)],
             [*(repeated(column, num_rows) for column in narrow), starts, tables],
         )
-        if batch.late is not None:
-            self.batch.take_late(batch.late)
+        if batch.pending is not None:
+            self.batch.fill_in(batch.pending)
             for column in (self.batch.token_ids, self.batch.positions, self.batch.rows.tree_masks):
                 column[batch.num_rows :] = column[batch.num_rows - 1]  # what repeats the last row
         fill_features(self.features, features)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -29,87 +28,37 @@ from torch import Tensor
 from forerun.core import Request
 from forerun.kernels.device import all_to_host
 from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, ChainNoise, Chains, Kernels, NoiseKeys
-from forerun.speculation.late import LateDrafts
+from forerun.speculation.draft import Draft
 from forerun.speculation.noise import Purpose, step_position, stream_id
 from forerun.speculation.sampling import ShapedRow, give_up_at, is_plain, probabilities, shape_draft
-from forerun.speculation.tree import ROOT, DraftTree
+from forerun.speculation.tree import ROOT
 
 # A child's chance by its rank alone, for the rejection rule, which must not prune a node by its own value. Rough
 # figures: they steer cost, never correctness.
 _RANK_SURVIVAL = (0.6, 0.2, 0.1, 0.05)
 
 
-@dataclass(slots=True)
-class Draft:
-    """A tree being drafted for one request: at most `max_nodes` nodes, root included."""
-
-    request: Request
-    max_nodes: int
-    num_caught_up: int = 0  # known tokens the drafter had to compute before it could draft
-    tree: DraftTree = field(init=False)
-    survival: list[float] = field(init=False)  # log chance of each node, the drafter's own estimate
-    parts: list[Part] = field(default_factory=list)  # what the members of a portfolio proposed
-    births: list[int] = field(init=False)  # index of each node in the tree of the member that proposed it first
-    least: float = 0.0  # chance that nodes at the ends are right, of a call's drafts together, worth another level
-    may_be_late: bool = False  # the step reads its tokens with the target's choices, see `speculation.late`
-    late: LateDrafts | None = None  # what it waits for
-
-    def __post_init__(self) -> None:
-        self.tree = DraftTree(self.request.token_ids[-1])
-        self.survival, self.births = [0.0], [ROOT]
-
-    @property
-    def num_free(self) -> int:
-        """Nodes that may still be added."""
-        return self.max_nodes - len(self.tree)
-
-    def add_chain(self, tokens: Sequence[int], source: str) -> None:
-        """Guess `tokens` one after the other below the root, as many as fit, chosen without randomness."""
-        self.tree.add_chain(ROOT, tokens[: self.num_free], source)
-        self.survival += [0.0] * (len(self.tree) - len(self.survival))
-
-    def add(self, parent: int, token: int, log_survival: float, source: str) -> int:
-        """Guess `token` below `parent`, chosen without randomness -> its node; there must be room for it."""
-        node = self.tree.add(parent, token, source)
-        if node == len(self.survival):
-            self.survival.append(log_survival)
-        return node
-
-    def graft(self, part: Part, log_survival: Sequence[float]) -> None:
-        """Add a member's tree as far as there is room; a node that is there already keeps its better chance."""
-        self.parts.append(part)
-        tree, here = part.tree, {ROOT: ROOT}
-        for node in range(1, len(tree)):
-            parent, token = here.get(tree.parents[node]), tree.tokens[node]
-            if parent is None or (self.num_free == 0 and self.tree.child_with(parent, token) is None):
-                continue
-            here[node] = self.add(parent, token, log_survival[node], part.member)
-            self.survival[here[node]] = max(self.survival[here[node]], log_survival[node])
-            self.births += [node] * (len(self.tree) - len(self.births))
-        for node, place in here.items():
-            self.tree.adopt_proposal(place, tree.proposal(node))
-
-    def keep(self, nodes: Sequence[int]) -> None:
-        """Prune to `nodes`, ascending, every one with its parent. Exact only where no q was recorded."""
-        self.tree = self.tree.subset(nodes)
-        self.survival = [self.survival[node] for node in nodes]
-        self.births = [self.births[node] for node in nodes]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one member of a portfolio proposed for a request."""
-
-    member: str
-    tree: DraftTree
-    survival: Sequence[float]  # log chance of each node, the member's own estimate
-
-
 class Leaf(NamedTuple):
-    """A node whose children are to be drawn."""
+    """A node of a draft whose children are to be drawn."""
 
     draft: Draft
     node: int
+
+
+class Place(NamedTuple):
+    """Where children are drawn: after a path of drafted tokens."""
+
+    request: Request
+    node: int  # its number among all nodes drawn for the request in this step; 0 is the root
+    path: Sequence[int]  # tokens below the root, the node's own last
+
+
+class Children(NamedTuple):
+    """Tokens drawn after a place, in draw order."""
+
+    tokens: list[int]
+    log_chances: list[float]  # of each given its parent; never above 0
+    q: Tensor | None  # [vocab_size] float64: what they were drawn from; None: chosen without randomness
 
 
 class TreeGrower:
@@ -126,33 +75,41 @@ class TreeGrower:
 
     def grow(self, leaves: Sequence[Leaf], logits: Tensor, width: int, source: str) -> list[list[int]]:
         """Draw up to `width` children for every leaf from logits [num_leaves, vocab_size] -> new nodes by leaf."""
-        shaped, temperatures = _shape(leaves, logits)
+        places = [Place(draft.request, node, draft.tree.path_tokens(node)) for draft, node in leaves]
+        found = self.draw(places, logits, width)
+        return [self._hang(leaf, children, source) for leaf, children in zip(leaves, found, strict=True)]
+
+    def _hang(self, leaf: Leaf, children: Children, source: str) -> list[int]:
+        draft, node = leaf
+        above = draft.survival[node]
+        return draft.add_drawn(node, children.tokens, [above + c for c in children.log_chances], children.q, source)
+
+    def draw(self, places: Sequence[Place], logits: Tensor, width: int) -> list[Children]:
+        """Draw up to `width` children at every place from logits [num_places, vocab_size]."""
+        shaped, temperatures = _shape(places, logits)
         num_ranks = min(max(width, NUM_RIVALS), shaped.shape[1])
-        ids, scores = self._kernels.gumbel_topk(shaped, as_temperatures(temperatures), self._keys(leaves), num_ranks)
+        ids, scores = self._kernels.gumbel_topk(shaped, as_temperatures(temperatures), self._keys(places), num_ranks)
         ids, chances = all_to_host(ids, _log_chances(scores))
-        return [
-            self._append(
-                leaf,
-                ShapedRow(shaped[i], temperatures[i]) if self._records(temperatures[i]) else None,
-                tokens[:width],
-                log_chances,
-                source,
-            )
-            for i, (leaf, tokens, log_chances) in enumerate(zip(leaves, ids.tolist(), chances.tolist(), strict=True))
-        ]
+        columns = zip(ids.tolist(), chances.tolist(), shaped, temperatures, strict=True)
+        return [self._children(tokens[:width], *of_place) for tokens, *of_place in columns]
+
+    def _children(self, tokens: list[int], log_chances: list[float], logits: Tensor, temperature: float) -> Children:
+        drawn = [token for token in tokens if token >= 0]
+        if self._records(temperature):
+            return Children(drawn, by_rank(len(drawn)), probabilities(ShapedRow(logits, temperature)))
+        return Children(drawn, [min(chance, 0.0) for chance in log_chances[: len(drawn)]], None)
 
     def _records(self, temperature: float) -> bool:
         """q must be kept beside the children."""
         return not self._coupled and temperature > 0.0
 
-    def _keys(self, leaves: Sequence[Leaf]) -> NoiseKeys:
-        pairs = [self._key(leaf) for leaf in leaves]
-        return noise_keys([leaf.draft.request.seed for leaf in leaves], [p for p, _ in pairs], [s for _, s in pairs])
-
-    def _key(self, leaf: Leaf) -> tuple[int, int]:
-        """(position, stream): the target's own noise of the position, or fresh noise of this step and node."""
-        request, depth = leaf.draft.request, leaf.draft.tree.depths[leaf.node]
-        return self._noise_position(request, leaf.node, depth), self._stream(request)
+    def _keys(self, places: Sequence[Place]) -> NoiseKeys:
+        """The target's own noise of the position, or fresh noise of this step and node."""
+        return noise_keys(
+            [place.request.seed for place in places],
+            [self._noise_position(request, node, len(path)) for request, node, path in places],
+            [self._stream(place.request) for place in places],
+        )
 
     def _noise_position(self, request: Request, node: int, depth: int) -> int:
         if self._coupled:
@@ -189,7 +146,7 @@ class TreeGrower:
         if not all(is_plain(request.params) for request in requests):
             return None
         lengths = [draft.num_free for draft in drafts]
-        assert lengths == sorted(lengths, reverse=True) and all(len(draft.tree) == 1 for draft in drafts)
+        assert lengths == sorted(lengths, reverse=True)
         steps = range(lengths[0])
         wide = [*(request.seed for request in requests), *(self._stream(request) for request in requests)]
         wide += [self._noise_position(request, step, step) for step in steps for request in requests]  # node = depth
@@ -204,33 +161,42 @@ class TreeGrower:
         """Whether q has to be recorded for one of these drafts."""
         return any(self._records(draft.request.params.temperature) for draft in drafts)
 
-    def append_chains(self, drafts: Sequence[Draft], chains: Chains, source: str) -> None:
-        """Hang chains below the roots: tokens drawn with `chain_noise`, ended by -1, and what they were drawn from."""
-        for i, (draft, column) in enumerate(zip(drafts, chains.ids.T.tolist(), strict=True)):
-            temperature = draft.request.params.temperature
-            logits = chains.logits if self._records(temperature) else None
-            for step, token in enumerate(takewhile(lambda token: token >= 0, column)):
-                q = None if logits is None else ShapedRow(logits[step, i], temperature)
-                self._append(Leaf(draft, step), q, [token], None, source)
+    def add_chains(
+        self, drafts: Sequence[Draft], chains: Chains, log_chances: Tensor | None, source: str
+    ) -> list[list[int]]:
+        """Add chains drawn with `chain_noise`, ended by -1, below the roots -> the nodes of each, the root first.
 
-    def _append(
-        self, leaf: Leaf, q: ShapedRow | None, tokens: list[int], log_chances: list[float] | None, source: str
-    ) -> list[int]:
-        """Hang drawn tokens below a leaf; `q` is what they were drawn from, None without randomness to account for."""
-        draft, node = leaf
-        kept = [token for token in tokens if token >= 0][: draft.num_free]
-        if not kept:
-            return []
-        new = draft.tree.draw_children(node, kept, probabilities(q) if q is not None else None, source)
-        draft.survival += _child_survival(draft.survival[node], len(new), None if q is not None else log_chances)
-        return new
+        log_chances [steps, num_drafts]: of each token given those before it; None: not known. What is known is believed
+        only of chains that may be pruned by it.
+        """
+        columns = chains.ids.T.tolist()
+        known = [None] * len(drafts) if log_chances is None else log_chances.T.tolist()
+        found = []
+        for index, (draft, column, chances) in enumerate(zip(drafts, columns, known, strict=True)):
+            tokens = list(takewhile(lambda token: token >= 0, column))
+            records = self._records(draft.request.params.temperature)
+            logits = chains.logits[:, index] if records and chains.logits is not None else None  # [steps, V]
+            is_believed = chances is not None and (self._coupled or draft.request.params.greedy)
+            steps = [min(chance, 0.0) for chance in chances] if is_believed else by_rank(1) * len(tokens)
+            found.append(_add_chain(draft, tokens, steps, logits, source))
+        return found
 
 
-def _child_survival(parent: float, num: int, log_chances: list[float] | None) -> list[float]:
-    """Log chances of the first children, where any pruning is exact; else (None) from their rank alone."""
-    if log_chances is None:
-        return [parent + math.log(_RANK_SURVIVAL[min(rank, len(_RANK_SURVIVAL) - 1)]) for rank in range(num)]
-    return [parent + min(chance, 0.0) for chance in log_chances[:num]]
+def _add_chain(
+    draft: Draft, tokens: Sequence[int], log_chances: Sequence[float], logits: Tensor | None, source: str
+) -> list[int]:
+    """Tokens one below the other; logits [steps, V]: what they were drawn from, None without randomness."""
+    nodes, survival = [ROOT], 0.0
+    for step, (token, log_chance) in enumerate(zip(tokens, log_chances, strict=False)):
+        survival += log_chance
+        q = None if logits is None else probabilities(ShapedRow(logits[step], draft.request.params.temperature))
+        nodes += draft.add_drawn(nodes[-1], [token], [survival], q, source)
+    return nodes
+
+
+def by_rank(num: int) -> list[float]:
+    """Log chances of the first children by their rank alone, where what was drawn may not decide what is pruned."""
+    return [math.log(_RANK_SURVIVAL[min(rank, len(_RANK_SURVIVAL) - 1)]) for rank in range(num)]
 
 
 def _log_chances(scores: Tensor) -> Tensor:
@@ -239,16 +205,13 @@ def _log_chances(scores: Tensor) -> Tensor:
     return scaled - scaled[:, :NUM_RIVALS].logsumexp(1, keepdim=True)
 
 
-def _shape(leaves: Sequence[Leaf], logits: Tensor) -> tuple[Tensor, list[float]]:
-    """Logits under each leaf's own parameters and prefix, and the temperature that is left to apply."""
-    if all(is_plain(leaf.draft.request.params) for leaf in leaves):
-        return logits, [leaf.draft.request.params.temperature for leaf in leaves]
+def _shape(places: Sequence[Place], logits: Tensor) -> tuple[Tensor, list[float]]:
+    """Logits under each place's own parameters and prefix, and the temperature that is left to apply."""
+    if all(is_plain(place.request.params) for place in places):
+        return logits, [place.request.params.temperature for place in places]
     give_up_s = give_up_at()
-    rows = [
-        shape_draft(logits[i], leaf.draft.request, leaf.draft.tree.path_tokens(leaf.node), give_up_s)
-        for i, leaf in enumerate(leaves)
-    ]
-    return torch.stack([row.logits for row in rows]), [row.temperature for row in rows]  # [num_leaves, vocab_size]
+    rows = [shape_draft(logits[i], request, path, give_up_s) for i, (request, _, path) in enumerate(places)]
+    return torch.stack([row.logits for row in rows]), [row.temperature for row in rows]  # [num_places, vocab_size]
 
 
 def least_of(drafts: Sequence[Draft]) -> float:

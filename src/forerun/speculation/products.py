@@ -20,7 +20,8 @@ from torch import Tensor
 
 from forerun.kernels.chances import LEAST_RANKS, head_log_chances
 from forerun.kernels.device import all_to_host, indices_on, to_device
-from forerun.speculation.growth import Draft, Leaf, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import Leaf, TreeGrower
 from forerun.speculation.tree import ROOT
 
 _LEVEL_WIDTH = 4  # children where a tree is filled level by level and would else end at its first
@@ -71,7 +72,7 @@ def _rank(grower: TreeGrower, drafts: Sequence[Draft], logits: Tensor, width: in
 
 
 def _grow_best_first(draft: Draft, ranks: Ranks, source: str) -> None:
-    chances = ranks.log_chances
+    chances, survival = ranks.log_chances, {ROOT: 0.0}
     heap = [(-chances[0][0], 0, ROOT, 0)]  # (minus the path's log chance, depth, parent, rank)
     while heap and draft.num_free > 0:
         cost, depth, parent, rank = heappop(heap)
@@ -79,10 +80,11 @@ def _grow_best_first(draft: Draft, ranks: Ranks, source: str) -> None:
         if token < 0:
             continue
         node = draft.add(parent, token, -cost, source)
+        survival[node] = -cost
         if rank + 1 < len(chances[depth]):
-            heappush(heap, (-(draft.survival[parent] + chances[depth][rank + 1]), depth, parent, rank + 1))
+            heappush(heap, (-(survival[parent] + chances[depth][rank + 1]), depth, parent, rank + 1))
         if depth + 1 < len(chances):
-            heappush(heap, (-(draft.survival[node] + chances[depth + 1][0]), depth + 1, node, 0))
+            heappush(heap, (-(survival[node] + chances[depth + 1][0]), depth + 1, node, 0))
 
 
 def _grow_levels(grower: TreeGrower, drafts: Sequence[Draft], logits: Tensor, width: int, source: str) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from forerun.core import Request, SamplingParams
 from forerun.kernels.ops import Kernels
-from forerun.speculation.growth import Draft, Leaf, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import Leaf, TreeGrower
 from forerun.speculation.tree import ROOT
 from forerun.speculation.verifier import Candidate, RejectionVerifier
 from forerun.speculation.verify import Choice
@@ -87,7 +88,7 @@ class _Toy:
     def _step(self, request: Request) -> list[int]:
         draft = self._draft(request)
         logits = self._target[torch.tensor(draft.tree.tokens)]  # [num_nodes, vocab_size]
-        [choice] = self._verifier.verify(logits, [Candidate(request, draft.tree, 0)])
+        [choice] = self._verifier.verify(logits, [Candidate(draft, 0)])
         assert isinstance(choice, Choice)
         return [*(draft.tree.tokens[node] for node in choice.nodes[1:]), choice.token]
 

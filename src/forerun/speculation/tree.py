@@ -25,11 +25,9 @@ class DraftTree:
     replacement and in the order of `children(node)`; None means they were chosen without randomness.
     """
 
-    __slots__ = ("_capacity", "_children", "_depths", "_masks", "_parents", "_proposals", "_sources", "_tokens")
+    __slots__ = ("_children", "_depths", "_masks", "_parents", "_proposals", "_sources", "_tokens")
 
-    def __init__(self, root_token: int, capacity: int = MAX_NODES) -> None:
-        """`capacity`: more than MAX_NODES only in trees of which a part is verified."""
-        self._capacity = capacity
+    def __init__(self, root_token: int) -> None:
         self._tokens = [root_token]
         self._parents = [-1]
         self._depths = [0]
@@ -43,7 +41,7 @@ class DraftTree:
         for child in self._children[parent]:
             if self._tokens[child] == token:
                 return child
-        assert len(self._tokens) < self._capacity, "tree is full"
+        assert len(self._tokens) < MAX_NODES, "tree is full"
         node = len(self._tokens)
         self._tokens.append(token)
         self._parents.append(parent)
@@ -61,25 +59,19 @@ class DraftTree:
         return parent
 
     def draw_children(self, parent: int, tokens: Sequence[int], proposal: Tensor | None, source: str) -> list[int]:
-        """Append children drawn from `proposal` [vocab_size] in draw order (None: chosen without randomness)."""
-        assert not self._children[parent], "a node's children are drawn once"
+        """Add children drawn from `proposal` [vocab_size] in draw order (None: chosen without randomness)."""
         if proposal is not None:
+            assert not self._children[parent], "a node's children are drawn once"
             self._proposals[parent] = proposal
         return [self.add(parent, token, source) for token in tokens]
 
-    def adopt_proposal(self, parent: int, proposal: Tensor | None) -> None:
-        """Record what the children of `parent`, taken over from another tree in their order, were drawn from."""
-        if proposal is not None:
-            assert parent not in self._proposals, "a node's children are drawn once"
-            self._proposals[parent] = proposal
-
-    def subset(self, nodes: Sequence[int]) -> DraftTree:
-        """A tree of these nodes alone: ascending, the root first, every one with its parent; drawn from nothing."""
-        assert nodes[0] == ROOT and not self._proposals, "drawn children may not be chosen among"
-        tree, new = DraftTree(self._tokens[ROOT]), {ROOT: ROOT}
-        for node in nodes[1:]:
-            new[node] = tree.add(new[self._parents[node]], self._tokens[node], self._sources[node])
-        return tree
+    def truncate(self, num_nodes: int) -> None:
+        """Take back all nodes but the first `num_nodes`."""
+        for node in range(len(self._tokens) - 1, num_nodes - 1, -1):
+            self._children[self._parents[node]].pop()  # the newest child is the last
+            self._proposals.pop(self._parents[node], None)
+        for column in (self._tokens, self._parents, self._depths, self._masks, self._sources, self._children):
+            del column[num_nodes:]
 
     def __len__(self) -> int:
         return len(self._tokens)

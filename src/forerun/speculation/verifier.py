@@ -7,9 +7,9 @@ rules themselves (verify.py), models, caches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from forerun.errors import LogitsError
 from forerun.kernels.device import all_to_host, indices_on, to_device, to_host
 from forerun.kernels.ops import Kernels, NoiseKeys
 from forerun.speculation import verify
-from forerun.speculation.growth import Draft, as_temperatures, noise_keys
-from forerun.speculation.late import LateDrafts
+from forerun.speculation.draft import Draft, PendingDrafts, pending_of
+from forerun.speculation.growth import as_temperatures, noise_keys
 from forerun.speculation.noise import Purpose, step_position, stream_id, uniform
 from forerun.speculation.sampling import (
     ShapedRow,
@@ -31,17 +31,19 @@ from forerun.speculation.sampling import (
     probabilities,
     shape_row,
 )
-from forerun.speculation.tree import DraftTree
 from forerun.speculation.verify import Choice
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A tree to verify and where its logits are: node i's row is `first_row + i`."""
+class Candidate(NamedTuple):
+    """A draft to verify, and which row of the logits is its root's; those of its other nodes follow."""
 
-    request: Request
-    tree: DraftTree
+    draft: Draft
     first_row: int
+
+    @property
+    def request(self) -> Request:
+        """Whose draft it is."""
+        return self.draft.request
 
 
 class CoupledVerifier:
@@ -59,7 +61,13 @@ class CoupledVerifier:
         self._at_once = at_once
 
     def verify(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
-        """Decide every candidate from logits [R, vocab_size]; a request with unusable logits gets its error."""
+        """Decide every candidate from logits [R, vocab_size]; a request with unusable logits gets its error.
+
+        Pending drafts are read together with the choices: here the host waits for the device, and nowhere else.
+        """
+        pending = pending_of([candidate.draft for candidate in candidates])
+        if pending is not None:
+            return self._verify_pending(logits, candidates, pending)
         walks = [_Walk(candidate) for candidate in candidates]
         if self._at_once:
             self._walk_plain(logits, [walk for walk in walks if is_plain(walk.candidate.request.params)])
@@ -71,39 +79,39 @@ class CoupledVerifier:
             active = [walk for walk in active if walk.goes_on(give_up_s)]
         return [walk.outcome for walk in walks if walk.outcome is not None]
 
-    def takes_late(self, requests: Sequence[Request]) -> bool:
-        """Whether drafts of these requests may be read with the choices: all nodes' tokens are chosen at once."""
+    def reads_pending(self, requests: Sequence[Request]) -> bool:
+        """Whether drafts of these requests may be pending: all nodes' tokens are chosen at once."""
         return self._at_once and all(is_plain(request.params) for request in requests)
 
-    def verify_late(
-        self, logits: Tensor, deciding: Sequence[tuple[Draft, int]], late: LateDrafts
+    def _verify_pending(
+        self, logits: Tensor, candidates: Sequence[Candidate], pending: PendingDrafts
     ) -> list[Choice | LogitsError]:
-        """`verify` for drafts of which some are to be read first, each with its root's row of the logits.
-
-        Drafts and choices come in one piece: here the host waits for the device, and nowhere else.
-        """
-        chosen = self._choose_late(logits, deciding, late)  # [nodes]
-        sizes = [len(draft.tree) for draft, _ in deciding]
-        unread, tokens = all_to_host(late.unread, chosen)
-        late.finish(unread)
-        walks = [_Walk(Candidate(draft.request, draft.tree, row)) for draft, row in deciding]
+        chosen = self._choose_pending(logits, candidates, pending)  # [nodes]
+        sizes = [candidate.draft.num_nodes for candidate in candidates]
+        unread, tokens = all_to_host(pending.unread, chosen)
+        pending.finish(unread)
+        walks = [_Walk(candidate) for candidate in candidates]
         for walk, own in zip(walks, tokens.split_with_sizes(sizes), strict=True):
             walk.follow(own.tolist())
         return [walk.outcome for walk in walks if walk.outcome is not None]
 
-    def _choose_late(self, logits: Tensor, deciding: Sequence[tuple[Draft, int]], late: LateDrafts) -> Tensor:
-        """The target's token after every node, without a word from the device -> [nodes] int64."""
-        nodes = [(draft, row + node, node) for draft, row in deciding for node in range(len(draft.tree))]
-        requests = [draft.request for draft, _, _ in nodes]
+    def _choose_pending(self, logits: Tensor, candidates: Sequence[Candidate], pending: PendingDrafts) -> Tensor:
+        """The target's token after every node, before the host knows the nodes -> [nodes] int64."""
+        nodes = [
+            (candidate.request, candidate.first_row + row, depth)
+            for candidate in candidates
+            for row, depth in enumerate(candidate.draft.rows().depths)
+        ]
+        requests = [request for request, _, _ in nodes]
         columns = torch.stack([
             *noise_keys([request.seed for request in requests], [request.root_position + 1 for request in requests],
                         [stream_id(request.sample_index, Purpose.TARGET) for request in requests]),
-            torch.tensor([draft.tree.depths[node] for draft, _, node in nodes]),
+            torch.tensor([depth for _, _, depth in nodes]),
             torch.tensor([row for _, row, _ in nodes]),
             as_temperatures([request.params.temperature for request in requests]).view(torch.int64),
         ])  # fmt: skip
         seeds, roots, streams, depths, rows, heat = to_device(columns, logits.device)  # each [nodes]
-        drawn = late.rows(_placed(deciding), logits.shape[1])
+        drawn = pending.rows(_placed(candidates), logits.shape[1])
         if drawn.depths is not None:
             depths.index_copy_(0, drawn.rows, drawn.depths)
         keys = NoiseKeys(seeds, roots + depths, streams)
@@ -111,17 +119,18 @@ class CoupledVerifier:
 
     def _walk_plain(self, logits: Tensor, walks: Sequence[_Walk]) -> None:
         """Walk to the end along tokens that are chosen for all nodes in one call."""
-        places = [(walk.candidate, node) for walk in walks for node in range(len(walk.candidate.tree))]
+        places = [(walk.candidate, row) for walk in walks for row in range(walk.candidate.draft.num_nodes)]
         if not places:
             return
-        rows = [candidate.first_row + node for candidate, node in places]
+        rows = [candidate.first_row + row for candidate, row in places]
         picked = logits if rows == list(range(len(logits))) else logits[indices_on(rows, logits.device)]  # [nodes, V]
-        positions = [c.request.root_position + c.tree.depths[node] + 1 for c, node in places]
         requests = [candidate.request for candidate, _ in places]
+        depths = [depth for walk in walks for depth in walk.candidate.draft.rows().depths]
+        positions = [request.root_position + depth + 1 for request, depth in zip(requests, depths, strict=True)]
         chosen = self._argmax(picked, requests, positions, [request.params.temperature for request in requests])
-        tokens = {(id(candidate), node): token for (candidate, node), token in zip(places, chosen, strict=True)}
+        tokens = iter(chosen)
         for walk in walks:
-            walk.follow([tokens[id(walk.candidate), node] for node in range(len(walk.candidate.tree))])
+            walk.follow([next(tokens) for _ in range(walk.candidate.draft.num_nodes)])
 
     def _choose(self, logits: Tensor, walks: Sequence[_Walk]) -> list[int]:
         """The target's token after each walk's current node; -1 where there is none."""
@@ -154,7 +163,7 @@ class _Walk:
 
     def __init__(self, candidate: Candidate) -> None:
         self.candidate = candidate
-        self.path = verify.CoupledWalk(candidate.tree)
+        self.path = verify.CoupledWalk(candidate.draft.tree, candidate.draft.verified)
         self.outcome: Choice | LogitsError | None = None
 
     @property
@@ -165,17 +174,17 @@ class _Walk:
     @property
     def row(self) -> int:
         """The current node's row of the logits."""
-        return self.candidate.first_row + self.path.nodes[-1]
+        return self.candidate.first_row + self.candidate.draft.row_of(self.path.nodes[-1])
 
     def shape(self, logits: Tensor) -> ShapedRow:
         """The current node's row under the request's parameters."""
         node = self.path.nodes[-1]
         row = logits[self.row]  # [vocab_size]
-        return shape_row(row, self.candidate.request, self.candidate.tree.path_tokens(node) if node else ())
+        return shape_row(row, self.candidate.request, self.candidate.draft.tree.path_tokens(node) if node else ())
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Walk to the end along the tokens chosen after every node."""
-        while self.advance(tokens[self.path.nodes[-1]]):
+        """Walk to the end along the tokens chosen after every verified node."""
+        while self.advance(tokens[self.candidate.draft.row_of(self.path.nodes[-1])]):
             pass
 
     def goes_on(self, give_up_s: float) -> bool:
@@ -184,7 +193,7 @@ class _Walk:
         The choices are the same in whatever steps they are made.
         """
         node = self.path.nodes[-1]
-        tree = self.candidate.tree
+        tree = self.candidate.draft.tree
         if not mask_ready(self.candidate.request, tree.path_tokens(node), give_up_s):
             self.outcome = Choice(tuple(self.path.nodes[:-1]), tree.tokens[node])
         return self.outcome is None
@@ -195,10 +204,11 @@ class _Walk:
         return self.outcome is None
 
 
-def _placed(deciding: Sequence[tuple[Draft, int]]) -> list[tuple[Draft, int]]:
-    """The drafts that are late, each with its root's place where all nodes follow each other."""
-    ends = accumulate(len(draft.tree) for draft, _ in deciding)
-    return [(draft, end - len(draft.tree)) for (draft, _), end in zip(deciding, ends, strict=True) if draft.late]
+def _placed(candidates: Sequence[Candidate]) -> list[tuple[Draft, int]]:
+    """The drafts that are pending, each with its root's place where all nodes follow each other."""
+    drafts = [candidate.draft for candidate in candidates]
+    ends = accumulate(draft.num_nodes for draft in drafts)
+    return [(d, end - d.num_nodes) for d, end in zip(drafts, ends, strict=True) if d.pending is not None]
 
 
 def _are_as_they_lie(walks: Sequence[_Walk]) -> bool:
@@ -215,22 +225,16 @@ class RejectionVerifier:
     def __init__(self, chain_rule: str) -> None:
         self._chain_rule = verify.verify_chain_block if chain_rule == "block" else verify.verify_chain_token
 
-    def takes_late(self, requests: Sequence[Request]) -> bool:
+    def reads_pending(self, requests: Sequence[Request]) -> bool:
         """Never: q is looked at before and while it decides."""
         return False
-
-    def verify_late(
-        self, logits: Tensor, deciding: Sequence[tuple[Draft, int]], late: LateDrafts
-    ) -> list[Choice | LogitsError]:
-        """See `takes_late`."""
-        raise AssertionError("drafts must be read before this rule")
 
     def verify(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
         """Decide every candidate from logits [R, vocab_size]; a request with unusable logits gets its error."""
         return [self._verify_one(logits, candidate) for candidate in candidates]
 
     def _verify_one(self, logits: Tensor, candidate: Candidate) -> Choice | LogitsError:
-        if not candidate.tree.is_chain:
+        if not candidate.draft.tree.is_chain:
             return _run_rule(verify.verify_tree, logits, candidate)
         outcome = _run_rule(self._chain_rule, logits, candidate)
         if isinstance(outcome, LogitsError):  # block verification looks ahead; the token rule stops where plain would
@@ -242,7 +246,7 @@ def _run_rule(rule: verify.Rule, logits: Tensor, candidate: Candidate) -> Choice
     request = candidate.request
     accept = partial(_step_uniform, request, Purpose.ACCEPT)
     try:
-        return rule(candidate.tree, _Distributions(logits, candidate).at, accept, partial(_draw, request))
+        return rule(candidate.draft.tree, _Distributions(logits, candidate).at, accept, partial(_draw, request))
     except LogitsError as error:
         return error
 
@@ -264,7 +268,7 @@ class _Distributions:
     def _compute(self, node: int) -> Tensor:
         candidate = self._candidate
         raw = self._logits[candidate.first_row + node]  # [vocab_size]
-        row = shape_row(raw, candidate.request, candidate.tree.path_tokens(node))
+        row = shape_row(raw, candidate.request, candidate.draft.tree.path_tokens(node))
         if not is_drawable(row.logits):
             raise bad_logits(candidate.request)
         return probabilities(row)

@@ -16,7 +16,7 @@ randomness) is a drafted distribution like any other: accept x with p(x), else z
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 import torch
@@ -41,16 +41,18 @@ Rule = Callable[[DraftTree, TargetDistribution, Uniform, Draw], Choice]
 class CoupledWalk:
     """The coupled rule: follow the target's own choices down the tree until a choice has no node."""
 
-    __slots__ = ("_tree", "nodes")
+    __slots__ = ("_tree", "_verified", "nodes")
 
-    def __init__(self, tree: DraftTree) -> None:
+    def __init__(self, tree: DraftTree, verified: Container[int]) -> None:
+        """`verified`: the nodes whose logits were computed; the others count as not drafted."""
         self._tree = tree
+        self._verified = verified
         self.nodes = [ROOT]
 
     def advance(self, token: int) -> Choice | None:
         """The target chose `token` after the last node: the outcome, or None if the walk goes on below it."""
         child = self._tree.child_with(self.nodes[-1], token)
-        if child is None:
+        if child is None or child not in self._verified:
             return Choice(tuple(self.nodes), token)
         self.nodes.append(child)
         return None

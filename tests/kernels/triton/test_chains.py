@@ -18,7 +18,8 @@ from forerun.models.base import passes_of
 from forerun.models.loader import load_model
 from forerun.runtime.bind import bind
 from forerun.runtime.eager import EagerRunner
-from forerun.speculation.growth import Draft, TreeGrower
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import TreeGrower
 
 BLOCK_SIZE, BLOCKS_EACH, NUM = 4, 4, 2
 

@@ -1,0 +1,279 @@
+"""Draft: what is proposed for one request in one step, from the first guess to the verified tree.
+
+Knows: one tree, who proposed which of its nodes and how likely each is said to be, which nodes will be verified. Does
+not know: who drafts, how nodes are drawn (`growth`), acceptance.
+
+Drafters add nodes and take none away. Several drafters add to the same tree, one after the other (`ask`): a node that
+is there already is not doubled, but belongs to both. Pruning (`keep`) changes no node's number, so a drafter's KV rows
+stay where they are: node i lies in row i behind the root's.
+
+**Pending drafts.** A device may still be drawing a tree while the pass that verifies it is already enqueued. A step
+that looks at drafts before it verifies them must wait for them: a policy that prunes, a portfolio that asks another
+drafter for the same request, parameters that shape logits by what was drafted, a rule that needs q. Whoever runs the
+step says by `Draft.may_be_pending` where that is not so. A drafter then may leave its trees on the device
+(`PendingDrafts`). They are read together with the target's choices: the host waits once a step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forerun.core import Request
+from forerun.kernels.device import to_device
+from forerun.speculation.tree import MAX_NODES, ROOT, DraftTree
+
+
+class Proposal(NamedTuple):
+    """The nodes one drafter proposed for a request, in the order it did, the root first."""
+
+    member: str
+    nodes: tuple[int, ...]  # numbers in the draft's tree
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]  # places in this proposal; -1 for the root
+    depths: tuple[int, ...]
+    log_chances: tuple[float, ...]  # of whole paths: the drafter's own estimates
+
+
+class TreeRows(NamedTuple):
+    """What a pass over the nodes to be verified computes, the root first."""
+
+    tokens: Sequence[int]
+    nodes: Sequence[int]  # ascending: node i lies i rows behind the root
+    masks: Sequence[int]
+    depths: Sequence[int]
+
+
+_CHAIN_MASKS = tuple((2 << node) - 1 for node in range(MAX_NODES))
+
+
+@dataclass(slots=True)
+class Draft:
+    """A draft tree of at most `max_nodes` nodes, the root included."""
+
+    request: Request
+    max_nodes: int
+    may_be_pending: bool = False  # nobody looks at the tree before it is verified, see above
+    least: float = 0.0  # chance that nodes at the ends are right, of a call's drafts together, worth another level
+    num_caught_up: int = 0  # known tokens the drafter had to compute before it could draft
+    num_wanted: int = field(init=False)  # nodes the drafter was asked for
+    num_own: int = 0  # nodes it has proposed since
+    pending: PendingDrafts | None = None  # where the tree still lies on a device; it has no tree until it is read
+    survival: list[float] = field(init=False)  # log chance of each node's whole path
+    _tree: DraftTree = field(init=False)
+    _own: dict[str, dict[int, float]] = field(default_factory=dict)  # node -> log chance, by drafter, as proposed
+    _kept: Sequence[int] | None = None
+    _num_before: int = 1  # nodes there were when the drafter was asked
+
+    def __post_init__(self) -> None:
+        self._tree = DraftTree(self.request.token_ids[-1])
+        self.survival, self.num_wanted = [0.0], self.max_nodes - 1
+
+    @property
+    def tree(self) -> DraftTree:
+        """The tree so far. A pending draft has none."""
+        assert self.pending is None, "a draft was looked at before it was read"
+        return self._tree
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes to verify, the root included; of a pending draft how many it may have at most."""
+        if self.pending is not None:
+            return 1 + self.num_wanted
+        return len(self._tree) if self._kept is None else len(self._kept)
+
+    # -- proposing ----------------------------------------------------------------------------------------------
+
+    def ask(self, num_wanted: int, least: float, may_be_pending: bool) -> None:
+        """The next drafter may propose `num_wanted` nodes, which must be no more than there is room for."""
+        assert num_wanted <= self.room
+        self.num_wanted, self.least, self.may_be_pending = num_wanted, least, may_be_pending
+        self.num_caught_up, self.num_own, self._num_before = 0, 0, len(self._tree)
+
+    @property
+    def room(self) -> int:
+        """Nodes the tree may still take."""
+        return self.max_nodes - len(self._tree)
+
+    @property
+    def num_free(self) -> int:
+        """Nodes the drafter may still propose."""
+        return self.num_wanted - self.num_own
+
+    def add(self, parent: int, token: int, log_survival: float, source: str) -> int:
+        """Guess `token` below `parent`, chosen without randomness -> its node; there must be room for it.
+
+        `log_survival`: the log chance of its whole path, by the drafter's own estimate.
+        """
+        return self._note(self.tree.add(parent, token, source), log_survival, source)
+
+    def add_chain(self, tokens: Sequence[int], source: str) -> None:
+        """Guess `tokens` one after the other below the root, as many as fit, chosen without randomness."""
+        node = ROOT
+        for token in tokens[: self.num_free]:
+            node = self.add(node, token, 0.0, source)
+
+    def add_drawn(
+        self, parent: int, tokens: Sequence[int], log_survival: Sequence[float], q: Tensor | None, source: str
+    ) -> list[int]:
+        """Add children in the order they were drawn from q [vocab_size], as many as fit -> their nodes.
+
+        q None: they were chosen without randomness.
+        """
+        kept = tokens[: self.num_free]
+        if not kept:
+            return []
+        nodes = self.tree.draw_children(parent, kept, q, source)
+        return [self._note(node, chance, source) for node, chance in zip(nodes, log_survival, strict=False)]
+
+    def _note(self, node: int, log_survival: float, source: str) -> int:
+        """A drafter proposed a node, which may be another one's already."""
+        own = self._own.setdefault(source, {ROOT: 0.0})
+        if node not in own:
+            own[node] = log_survival
+            self.num_own += 1
+        if node == len(self.survival):
+            self.survival.append(log_survival)
+        return node
+
+    def take_back(self) -> None:
+        """Undo what was proposed since the drafter was asked; the root stays."""
+        self.pending = None
+        self._tree.truncate(self._num_before)
+        self.survival = self.survival[: self._num_before]
+        self._own = {
+            member: {node: chance for node, chance in own.items() if node < self._num_before}
+            for member, own in self._own.items()
+        }
+        self.num_own = 0
+
+    # -- what was proposed --------------------------------------------------------------------------------------
+
+    @property
+    def proposals(self) -> list[Proposal]:
+        """What each drafter proposed, in their order."""
+        return [self.proposal_of(member) for member in self._own]
+
+    def proposal_of(self, member: str) -> Proposal:
+        """What one drafter proposed; the root alone where that is nothing."""
+        own, tree = self._own.get(member, {ROOT: 0.0}), self.tree
+        nodes = tuple(own)
+        places = {node: place for place, node in enumerate(nodes)}
+        return Proposal(
+            member,
+            nodes,
+            tuple(tree.tokens[node] for node in nodes),
+            tuple(places.get(tree.parents[node], -1) for node in nodes),
+            tuple(tree.depths[node] for node in nodes),
+            tuple(own.values()),
+        )
+
+    def believe(self, proposal: Proposal, log_survival: Sequence[float]) -> None:
+        """Let these log chances stand for a proposal's own; a node that others proposed keeps its best one."""
+        for node, chance in zip(proposal.nodes, log_survival, strict=True):
+            is_new = node >= self._num_before
+            self.survival[node] = chance if is_new else max(self.survival[node], chance)
+
+    # -- verifying ----------------------------------------------------------------------------------------------
+
+    def keep(self, nodes: Sequence[int]) -> None:
+        """Verify these nodes alone: ascending, the root first, every one with its parent.
+
+        Exact only where no q was recorded: drawn children may not be chosen among.
+        """
+        tree = self.tree
+        assert nodes[0] == ROOT and not any(tree.proposal(node) is not None for node in range(len(tree)))
+        self._kept = nodes
+
+    @property
+    def verified(self) -> Sequence[int]:
+        """The nodes to verify, ascending."""
+        return range(len(self.tree)) if self._kept is None else self._kept
+
+    def row_of(self, node: int) -> int:
+        """Which of the draft's rows is that of a verified node."""
+        return node if self._kept is None else bisect_left(self._kept, node)
+
+    def rows(self) -> TreeRows:
+        """The rows of the pass that verifies the draft.
+
+        Those of a pending draft are a chain of token 0: what they really hold is put in on the device.
+        """
+        if self.pending is not None:
+            nodes = range(self.num_nodes)
+            tokens = [self._tree.tokens[ROOT], *([0] * self.num_wanted)]
+            return TreeRows(tokens, nodes, _CHAIN_MASKS[: self.num_nodes], nodes)
+        tree = self._tree
+        if self._kept is None:
+            return TreeRows(tree.tokens, range(len(tree)), tree.masks, tree.depths)
+        columns = ([column[node] for node in self._kept] for column in (tree.tokens, tree.masks, tree.depths))
+        tokens, masks, depths = columns
+        return TreeRows(tokens, self._kept, masks, depths)
+
+
+class PendingRows(NamedTuple):
+    """Rows of a batch whose contents are on the device alone."""
+
+    rows: Tensor  # [n] int64
+    token_ids: Tensor  # [n] int64
+    depths: Tensor | None  # [n] int64, below the roots; None: the host knows it, since all drafts are chains
+    tree_masks: Tensor | None  # [n] int64; likewise
+
+
+class PendingDrafts:
+    """Trees of several drafts; everything by columns of [number of drafts, most nodes] on the device."""
+
+    def __init__(
+        self, drafts: Sequence[Draft], unread: Tensor, finish: Callable[[Tensor], None], tokens: Tensor,
+        depths: Tensor | None = None, masks: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`finish` adds the nodes to the drafts, given `unread` on the host. tokens: -1 for none; without `depths` and
+        `masks` all are chains."""
+        self.unread = unread
+        self._drafts = list(drafts)
+        self._finish = finish
+        self._columns = (tokens.clamp(min=0), depths, masks)
+        self._then: list[Callable[[], None]] = []
+        for draft in drafts:
+            assert len(draft.tree) == 1, "only the first drafts of a request may be pending"
+            draft.pending = self
+
+    def when_read(self, then: Callable[[], None]) -> None:
+        """Call this once the drafts have their trees."""
+        self._then.append(then)
+
+    def rows(self, firsts: Sequence[tuple[Draft, int]], vocab_size: int) -> PendingRows:
+        """The rows of these drafts' nodes, given the row of each root.
+
+        A draft model may have a longer vocabulary than the target. Its tokens beyond the target's are replaced by the
+        target's last: they are never chosen, but a row without an embedding would compute NaN, and the NaN in its KV
+        would reach other rows through attention weights of zero.
+        """
+        width, rows, places = self._columns[0].shape[1], list[int](), list[int]()
+        index_of = {id(draft): index for index, draft in enumerate(self._drafts)}
+        for draft, first in firsts:
+            num, index = draft.num_nodes - 1, index_of[id(draft)]
+            rows += range(first + 1, first + 1 + num)
+            places += range(index * width, index * width + num)
+        both = to_device(torch.tensor([rows, places], dtype=torch.int64), self.unread.device)  # [2, n]
+        picked = [None if c is None else c.flatten().index_select(0, both[1]) for c in self._columns]
+        assert picked[0] is not None
+        return PendingRows(both[0], picked[0].clamp(max=vocab_size - 1), picked[1], picked[2])
+
+    def finish(self, host: Tensor) -> None:
+        """`unread` has been copied to the host: the drafts get their trees."""
+        for draft in self._drafts:
+            draft.pending = None
+        self._finish(host)
+        for then in self._then:
+            then()
+
+
+def pending_of(drafts: Sequence[Draft]) -> PendingDrafts | None:
+    """What some of these drafts wait for; one drafter leaves all of a step in one piece."""
+    return next((draft.pending for draft in drafts if draft.pending is not None), None)

@@ -1,0 +1,110 @@
+"""One draft for several drafters: who proposed what, what can be taken back, what is verified."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.core import Request, SamplingParams
+from forerun.speculation.draft import Draft, PendingDrafts
+from forerun.speculation.tree import ROOT
+
+MOST = 12
+guesses = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3)), max_size=20)
+
+
+def new_draft(max_nodes: int = MOST) -> Draft:
+    return Draft(Request("r", (1, 2), SamplingParams(), seed=0), max_nodes)
+
+
+def guess(draft: Draft, member: str, wanted: list[tuple[int, int]]) -> None:
+    """As many nodes as the member may propose, below nodes of its own."""
+    own = [ROOT]
+    for place, token in wanted:
+        if draft.num_free:
+            own.append(draft.add(own[place % len(own)], token, -float(len(own)), member))
+
+
+@given(st.lists(guesses, min_size=1, max_size=3))
+def test_members_share_one_tree_and_each_is_told_what_it_proposed(wanted: list[list[tuple[int, int]]]) -> None:
+    draft, alone = new_draft(), {}
+    for index, of_member in enumerate(wanted):
+        room, member = draft.room, f"m{index}"
+        draft.ask(room, 0.0, may_be_pending=False)
+        guess(draft, member, of_member)
+        single = new_draft(1 + room)
+        guess(single, member, of_member)
+        alone[member] = single.proposal_of(member)
+    assert len(draft.tree) <= MOST and len(draft.survival) == len(draft.tree)
+    for member, expected in alone.items():
+        found = draft.proposal_of(member)
+        assert found[2:] == expected[2:], "as if it had a tree of its own"
+        assert [draft.tree.tokens[node] for node in found.nodes] == list(found.tokens)
+    assert {node for proposal in draft.proposals for node in proposal.nodes} | {ROOT} == set(range(len(draft.tree)))
+
+
+@given(guesses, guesses)
+def test_what_a_member_proposed_can_be_taken_back(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+    draft, expected = new_draft(), new_draft()
+    for each in (draft, expected):
+        guess(each, "first", first)
+    draft.ask(draft.room, 0.0, may_be_pending=False)
+    guess(draft, "second", second)
+    draft.take_back()
+    assert list(draft.tree.tokens) == list(expected.tree.tokens) and draft.survival == expected.survival
+    assert draft.proposal_of("first") == expected.proposal_of("first") and draft.num_free == draft.num_wanted
+    for node in range(len(draft.tree)):
+        assert list(draft.tree.children(node)) == list(expected.tree.children(node))
+
+
+def test_children_that_were_drawn_go_with_what_they_were_drawn_from() -> None:
+    draft, q = new_draft(), torch.full((4,), 0.25, dtype=torch.float64)
+    draft.add_drawn(ROOT, [3, 1], [-0.1, -0.2], q, "m")
+    assert draft.tree.proposal(ROOT) is q
+    with pytest.raises(AssertionError, match="drawn once"):
+        draft.add_drawn(ROOT, [2], [-0.1], q, "m")
+    draft.take_back()
+    assert draft.tree.proposal(ROOT) is None and len(draft.tree) == 1
+
+
+@given(guesses, st.randoms(use_true_random=False))
+def test_the_rows_of_kept_nodes_are_theirs(wanted: list[tuple[int, int]], dice) -> None:  # type: ignore[no-untyped-def]
+    draft = new_draft()
+    guess(draft, "m", wanted)
+    kept = [ROOT]
+    for node in range(1, len(draft.tree)):
+        if draft.tree.parents[node] in kept and dice.random() < 0.7:
+            kept.append(node)
+    whole = draft.rows()
+    draft.keep(kept)
+    rows = draft.rows()
+    assert list(rows.nodes) == kept == list(draft.verified) and draft.num_nodes == len(kept)
+    for row, node in enumerate(kept):
+        assert draft.row_of(node) == row
+        assert (rows.tokens[row], rows.masks[row], rows.depths[row]) == (
+            whole.tokens[node], whole.masks[node], whole.depths[node],
+        )  # fmt: skip
+
+
+def test_what_is_believed_of_a_shared_node_is_the_best_that_was_said() -> None:
+    draft = new_draft()
+    draft.add_chain([5, 6], "first")
+    draft.believe(draft.proposal_of("first"), [0.0, -1.0, -2.0])
+    draft.ask(4, 0.0, may_be_pending=False)
+    draft.add_chain([5, 7], "second")
+    draft.believe(draft.proposal_of("second"), [0.0, -0.5, -3.0])
+    assert draft.survival == [0.0, -0.5, -2.0, -3.0]
+
+
+def test_a_pending_draft_has_no_tree_but_rows() -> None:
+    draft, told = new_draft(4), list[int]()
+    unread = torch.tensor([[8, 9, -1]])
+    pending = PendingDrafts([draft], unread, lambda host: draft.add_chain(host[0, :2].tolist(), "m"), unread)
+    pending.when_read(lambda: told.append(len(draft.tree)))
+    assert draft.num_nodes == 4 and [len(column) for column in draft.rows()] == [4] * 4
+    with pytest.raises(AssertionError, match="before it was read"):
+        assert draft.tree
+    pending.finish(unread)
+    assert list(draft.tree.tokens) == [2, 8, 9] and told == [3] and draft.num_nodes == 3
