@@ -1,4 +1,4 @@
-"""In CI (FORERUN_CI is set, as `.ci/run` does) a test that would skip for want of data fails."""
+"""How the test processes share the machine's cores, the order of files, and skips that CI does not accept."""
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ import pytest
 
 from tests.support.shared import MISSING
 
+# Read when torch is imported, here and in child processes. OpenMP's threads spin while they wait: two test processes
+# with two threads each on two cores took twice the CPU time. The kernels' own threads are left as users have them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Test -> why CI may do without its data. A reviewed list: empty, for CI has all of it.
 MAY_BE_SKIPPED: dict[str, str] = {}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, so that no process ends with a long file while the others have nothing left."""
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow_files)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn such a skip into a failure."""
+    """In CI (FORERUN_CI is set, as `.ci/run` does) a test that would skip for want of data fails."""
     report = yield
     why: Any = report.longrepr
     if os.environ.get("FORERUN_CI") and report.skipped and MISSING in str(why) and item.nodeid not in MAY_BE_SKIPPED:

@@ -20,6 +20,7 @@ from forerun.speculation.verifier import RejectionVerifier
 from tests.support import harness
 from tests.support.toy import NoisyToy, ToyModel
 
+pytestmark = pytest.mark.slow
 NUM = 1500
 LENGTH = 3
 
