@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -55,26 +56,30 @@ class ToyModel:
         mask = int(rows.tree_masks[row])
         start = int(rows.tree_starts[sequence])
         logical = [*range(int(rows.prefix_lens[row])), *(start + i for i in range(64) if mask >> i & 1)]
-        seen = []
-        for place in logical:
-            block = int(rows.block_tables[sequence, place // kv.block_size])
-            token, position = kv.keys[block, 0, :, place % kv.block_size].tolist()
-            seen.append((position, int(token)))
+        places = torch.tensor(logical)
+        blocks = rows.block_tables[sequence].long()[places // kv.block_size]
+        keys = kv.keys[blocks, 0, :, places % kv.block_size]  # [num_visible, 2]
+        seen = [(position, int(token)) for token, position in keys.tolist()]
         seen.sort()  # a drafter's nodes may lie in any order
         assert [position for position, _ in seen] == [*range(len(seen))], f"row {row} sees positions {seen}"
         return [token for _, token in seen]
 
     def _logits(self, tokens: list[int]) -> Tensor:
         seen = tokens[-self._memory :] if self._memory else tokens
-        digest = hashlib.sha256(f"{self._salt}{seen}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        return self._spread * torch.randn(self.vocab_size, generator=generator)
+        return self._spread * hashed_normal(f"{self._salt}{seen}", self.vocab_size)
 
     def commit(self, paths: Sequence[CommittedPath]) -> None:
         pass
 
     def release(self, request_id: str) -> None:
         pass
+
+
+@lru_cache(maxsize=1 << 14)
+def hashed_normal(text: str, num: int) -> Tensor:
+    """Standard normal numbers that depend on the text alone -> [num]."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.randn(num, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "little")))
 
 
 class NoisyToy(ToyModel):
