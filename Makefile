@@ -40,7 +40,7 @@ $(STAMPS)/tools: pyproject.toml $(STAMPS)/venv
 $(STAMPS)/install: $(STAMPS)/tools $(SOURCES)
 	@echo "building and installing forerun"
 	@$(PIP) install --no-build-isolation ".[dev]"
-	@$(BIN)/python -c "from forerun.kernels.select import select_kernels as s, selection_report as r; print(r(s()))"
+	@$(BIN)/python -c "from forerun.kernels.select import select_kernels as s; print('kernels:', s().name, s().reason)"
 	@touch $@
 
 demo: install

@@ -42,6 +42,13 @@ struct ChainArgs {
     int64_t num_rivals;
     double rivals_scale;
     double least;  // with `log_chances`: of all chains being right so far, added up; below it nothing more is drawn
+
+    // In the order of ChainArgs in src/forerun/kernels/cpu/program.py.
+    template <class F>
+    auto given(F call) {
+        return call(temperatures, seeds, streams, noise_positions, num_active, steps, r, vocab, block_size, logits_step,
+                    ids, log_chances, shift, features_step, num_rivals, rivals_scale, least);
+    }
 };
 
 // Runs `first` on a batch whose r logit rows are the roots of r sequences, draws a token for each row, runs `next` on

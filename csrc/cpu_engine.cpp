@@ -138,9 +138,7 @@ void CpuEngine::grouped(const GroupedArgs& given) {
     share(table_->grouped, args, units, args.panels_per_unit * args.k * divide_up(rows, 4) / 2);
 }
 
-void CpuEngine::norm(const NormArgs& args) {
-    share(args.subtract_mean ? table_->layer_norm : table_->rms_norm, args, args.m, args.h / 4);
-}
+void CpuEngine::rms_norm(const NormArgs& args) { share(table_->rms_norm, args, args.m, args.h / 4); }
 
 void CpuEngine::add(const AddArgs& args) { share(table_->add_rows, args, args.m, args.h / 8); }
 
@@ -153,13 +151,13 @@ void CpuEngine::embedding(const EmbeddingArgs& args) {
 
 void CpuEngine::rope_and_cache(const RopeArgs& args) {
     check_range("position", args.positions, args.m, args.max_position);
-    check_range("cache slot", args.slots, args.m, args.num_slots);
+    check_range("cache slot", args.slots, args.m, args.num_blocks * args.kv.block_size);
     share(table_->rope_and_cache, args, args.m, args.heads.row_size() / 2);
 }
 
 void CpuEngine::latent_rope(const LatentRopeArgs& args) {
     check_range("position", args.positions, args.m, args.max_position);
-    check_range("cache slot", args.slots, args.m, args.num_slots);
+    check_range("cache slot", args.slots, args.m, args.num_blocks * args.kv.block_size);
     share(table_->latent_rope, args, args.m, (args.num_heads * args.rope_dim + args.rank) / 2);
 }
 

@@ -30,6 +30,12 @@ struct ExpertsArgs {
     float* y;              // [m, h]
     int64_t m;
     const ExpertBank* bank;
+
+    template <class F>
+    auto given(F call) {
+        return call(x, weights, base, y, m, bank);
+    }
+    int64_t work() const { return m * bank->h * bank->f * 3; }
 };
 
 }  // namespace forerun

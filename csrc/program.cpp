@@ -7,87 +7,25 @@
 
 namespace forerun {
 
-void Program::list_fields(LinearArgs& args, Fields& fields) {
-    fields.add_addresses(args.x, args.weight, args.bias, args.y);
-    fields.rows = &args.m;
+namespace {
+
+thread_local Program* recording_program = nullptr;
+
+}  // namespace
+
+void Program::record() {
+    if (recording_program) throw NotRecordable("this thread records a program already");
+    recording_program = this;
 }
 
-void Program::list_fields(GroupedArgs& args, Fields& fields) {
-    fields.add_addresses(args.x, args.weight, args.bias, args.y);
-    fields.rows = &args.m;
+void Program::stop() {
+    if (recording_program == this) recording_program = nullptr;
 }
 
-void Program::list_fields(NormArgs& args, Fields& fields) {
-    fields.add_addresses(args.x, args.residual, args.weight, args.bias, args.y);
-    fields.rows = &args.m;
-}
+Program* Program::recording() { return recording_program; }
 
-void Program::list_fields(GatedArgs& args, Fields& fields) {
-    fields.add_addresses(args.x, args.y);
-    fields.rows = &args.m;
-}
-
-void Program::list_fields(EmbeddingArgs& args, Fields& fields) {
-    fields.add_addresses(args.ids, args.table, args.y);
-    fields.rows = &args.m;
-}
-
-void Program::list_fields(RopeArgs& args, Fields& fields) {
-    fields.add_addresses(args.qkv, args.table, args.positions, args.slots, args.q_norm, args.k_norm);
-    fields.rows = &args.m;
-}
-
-void Program::list_fields(AttentionArgs& args, Fields& fields) {
-    fields.add_addresses(args.qkv, args.y, args.seq_ids, args.prefix_lens, args.tree_masks, args.tree_starts,
-                         args.block_tables);
-    fields.rows = &args.m;
-    fields.max_blocks = &args.max_blocks;
-    fields.max_visible = &args.max_visible;
-}
-
-void Program::list_fields(LatentRopeArgs& args, Fields& fields) {
-    fields.add_addresses(args.queries, args.latents, args.table, args.positions, args.slots, args.norm);
-    fields.rows = &args.m;
-}
-
-void Program::list_fields(HeadLinearArgs& args, Fields& fields) {
-    fields.add_addresses(args.x, args.weight, args.y);
-    fields.rows = &args.m;
-}
-
-void Program::list_fields(RouteArgs& args, Fields& fields) {
-    fields.add_addresses(args.logits, args.correction, args.y);
-    fields.rows = &args.m;
-}
-
-void Program::list_fields(ExpertsArgs& args, Fields& fields) {
-    fields.add_addresses(args.x, args.weights, args.base, args.y);
-    fields.rows = &args.m;
-}
-
-void Program::list_fields(SelectArgs& args, Fields& fields) {
-    fields.add_addresses(args.x, args.row_ids, args.y);
-    fields.rows = &args.r;
-}
-
-void Program::list_fields(ColumnsArgs& args, Fields& fields) {
-    fields.add_addresses(args.x, args.y);
-    fields.rows = &args.m;
-}
-
-void Program::list_fields(AddArgs& args, Fields& fields) {
-    fields.add_addresses(args.x, args.y);
-    fields.rows = &args.m;
-}
-
-void Program::list_fields(FillArgs& args, Fields& fields) {
-    fields.add_addresses(args.y);
-    fields.rows = &args.m;
-}
-
-void Program::list_fields(ScatterArgs& args, Fields& fields) {
-    fields.add_addresses(args.x, args.ids, args.y);
-    fields.rows = &args.m;
+void Program::refuse(const char* op) {
+    if (recording_program) throw NotRecordable(std::string(op) + " cannot be recorded");
 }
 
 void Program::bind(int64_t slot, uintptr_t recorded, int64_t first_step) {
@@ -105,7 +43,7 @@ void Program::finish(int64_t recorded_rows, int64_t recorded_logit_rows) {
     for (const std::unique_ptr<Step>& step : steps_) {
         const Fields& fields = step->fields;
         if (*fields.rows != recorded_rows && *fields.rows != recorded_logit_rows) {
-            throw std::invalid_argument("an op over " + std::to_string(*fields.rows) + " rows cannot be replayed");
+            throw NotRecordable("an op over " + std::to_string(*fields.rows) + " rows cannot be replayed");
         }
         (*fields.rows == recorded_rows ? rows_ : logit_rows_).push_back(fields.rows);
         if (fields.max_blocks) max_blocks_.push_back(fields.max_blocks);

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <memory>
+#include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 #include "cpu_engine.h"
@@ -18,23 +20,41 @@ struct RunSizes {
     int64_t max_visible;  // keys a row sees at most
 };
 
+// Thrown when an op that cannot be part of a program is called while one is recorded, and for what cannot be replayed.
+struct NotRecordable : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
 class Program {
 public:
     explicit Program(CpuEngine& engine) : engine_(engine) {}
+    ~Program() { stop(); }
     Program(const Program&) = delete;
     Program& operator=(const Program&) = delete;
+
+    // From `record` to `stop`, ops that this thread calls are added to this program instead of being run.
+    void record();
+    void stop();
+    static Program* recording();  // the program that takes down this thread's ops, or null
+    static void refuse(const char* op);  // throws NotRecordable if there is one
 
     template <class Args>
     void add(const Args& args, void (CpuEngine::*op)(const Args&)) {
         auto step = std::make_unique<OpStep<Args>>(args, op);
-        list_fields(step->args, step->fields);
+        Fields& fields = step->fields;
+        step->args.given([&fields](auto&... given) { (fields.add(given), ...); });
+        fields.rows = &step->args.m;
+        if constexpr (std::is_same_v<Args, AttentionArgs>) {
+            fields.max_blocks = &step->args.max_blocks;
+            fields.max_visible = &step->args.max_visible;
+        }
         steps_.push_back(std::move(step));
     }
     int64_t num_steps() const { return static_cast<int64_t>(steps_.size()); }
 
     // From step `first_step` on, the recorded address stands for addresses[slot] of a run.
     void bind(int64_t slot, uintptr_t recorded, int64_t first_step);
-    // Row counts were recorded as these numbers and stand for RunSizes. Throws std::invalid_argument for any other.
+    // Row counts were recorded as these numbers and stand for RunSizes. Throws NotRecordable for any other.
     void finish(int64_t recorded_rows, int64_t recorded_logit_rows);
     void run(const std::vector<uintptr_t>& addresses, const RunSizes& sizes);
 
@@ -45,9 +65,9 @@ private:
         int64_t* max_blocks = nullptr;
         int64_t* max_visible = nullptr;
 
-        template <class... Pointers>
-        void add_addresses(Pointers&... pointers) {
-            (addresses.push_back(&pointers), ...);
+        template <class Field>
+        void add(Field& field) {
+            if constexpr (std::is_pointer_v<Field>) addresses.push_back(&field);
         }
     };
     struct Step {
@@ -66,23 +86,6 @@ private:
         void* where;
         size_t slot;
     };
-
-    static void list_fields(LinearArgs& args, Fields& fields);
-    static void list_fields(GroupedArgs& args, Fields& fields);
-    static void list_fields(NormArgs& args, Fields& fields);
-    static void list_fields(GatedArgs& args, Fields& fields);
-    static void list_fields(EmbeddingArgs& args, Fields& fields);
-    static void list_fields(RopeArgs& args, Fields& fields);
-    static void list_fields(AttentionArgs& args, Fields& fields);
-    static void list_fields(LatentRopeArgs& args, Fields& fields);
-    static void list_fields(HeadLinearArgs& args, Fields& fields);
-    static void list_fields(RouteArgs& args, Fields& fields);
-    static void list_fields(ExpertsArgs& args, Fields& fields);
-    static void list_fields(SelectArgs& args, Fields& fields);
-    static void list_fields(ColumnsArgs& args, Fields& fields);
-    static void list_fields(AddArgs& args, Fields& fields);
-    static void list_fields(FillArgs& args, Fields& fields);
-    static void list_fields(ScatterArgs& args, Fields& fields);
 
     CpuEngine& engine_;
     std::vector<std::unique_ptr<Step>> steps_;

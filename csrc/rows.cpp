@@ -6,7 +6,7 @@
 namespace forerun {
 
 void CpuEngine::select_rows(const SelectArgs& args) {
-    for (int64_t row = 0; row < args.r; ++row) {
+    for (int64_t row = 0; row < args.m; ++row) {
         const float* from = args.x + (args.row_ids ? args.row_ids[row] : row) * args.h;
         std::copy_n(from, args.h, args.y + row * args.h);
     }

@@ -14,8 +14,8 @@ import torch
 from tests.kernels.cases import ISAS, cpu_kernels
 
 from forerun.errors import KernelError
-from forerun.kernels.reference import OPS
-from forerun.kernels.select import KernelTable, Selection, select_kernels, selection_report
+from forerun.kernels.ops import OPS
+from forerun.kernels.select import select_kernels
 
 TASKS = Path("/proc/self/task")  # a file a thread, on Linux
 
@@ -77,7 +77,9 @@ def num_threads() -> int:
 
 
 def test_the_reference_by_name() -> None:
-    assert set(select_kernels("reference").describe().values()) == {"reference"}
+    reference = select_kernels("reference")
+    assert reference.describe() == dict.fromkeys(OPS, "reference")
+    assert (reference.name, reference.reason) == ("reference", "asked for")
 
 
 def test_auto_takes_the_best_instruction_set_for_every_op() -> None:
@@ -85,8 +87,8 @@ def test_auto_takes_the_best_instruction_set_for_every_op() -> None:
     native = pytest.importorskip("forerun.kernels.cpu._native")
     assert best == native.available_isas()[0]
     kernels = select_kernels("auto", threads=1)
-    assert set(kernels.describe()) == set(OPS)
-    assert best in kernels.describe()["linear"]
+    assert kernels.describe()["linear"] == best
+    assert (kernels.name, kernels.reason) == (f"cpu-{best}", f"{best} on 1 thread(s)")
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -112,21 +114,12 @@ def test_what_there_is_not_is_named(arguments: dict[str, Any], said: str) -> Non
         select_kernels(**arguments)
 
 
-def test_a_missing_op_comes_from_the_reference_and_is_listed() -> None:
-    class OnlyNorms:
-        name = "partial"
-
-        def describe(self) -> dict[str, str]:
-            return {"rms_norm": "partial"}
-
-        def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-            return x
-
-    kernels = KernelTable(OnlyNorms(), Selection("partial", "a test"))
-    assert kernels.describe()["rms_norm"] == "partial"
-    assert kernels.describe()["linear"] == "reference"
-    assert "linear" in selection_report(kernels)  # type: ignore[arg-type]
-    assert kernels.linear(torch.ones(1, 2), kernels.pack_linear(torch.ones(1, 2))).tolist() == [[2.0]]  # type: ignore[attr-defined]
+def test_ops_without_cpp_come_from_the_reference_and_are_listed() -> None:
+    places = cpu_kernels(isa="portable").describe()
+    assert list(places) == list(OPS)
+    in_cpp = {op for op, place in places.items() if place == "portable"}
+    assert set(OPS) - in_cpp == {"gumbel_chances", "grow_trees", "keep_trees"}
+    assert set(places.values()) == {"reference", "portable"}
 
 
 def test_without_the_extension_the_reference_says_why() -> None:
@@ -134,8 +127,9 @@ def test_without_the_extension_the_reference_says_why() -> None:
 import sys
 sys.modules["forerun.kernels.cpu._native"] = None
 from forerun.errors import KernelError
-from forerun.kernels.select import select_kernels, selection_report
-print(selection_report(select_kernels()))
+from forerun.kernels.select import select_kernels
+kernels = select_kernels()
+print(kernels.name, kernels.reason)
 try:
     select_kernels("cpu")
 except KernelError as error:

@@ -11,11 +11,12 @@ from tests.kernels.cases import KV_DTYPES, attention_case, cpu_kernels, pool_of,
 from torch import Tensor
 
 from forerun.errors import KernelError
-from forerun.kernels.ops import AttentionRows, HeadLayout, Kernels, LayerKV, PackedLinear
+from forerun.kernels.ops import AttentionRows, HeadLayout, Kernels, LayerKV, NoiseKeys, PackedLinear
 from forerun.kernels.select import recording, select_kernels
 
 HEADS = HeadLayout(4, 2, 16, 16)
 HIDDEN, FEED_FORWARD, VOCAB, LAYERS = 48, 80, 100, 3
+TEMPERATURES, NOISE = torch.zeros(8, dtype=torch.float64), NoiseKeys(*torch.zeros(3, 8, dtype=torch.int64))
 
 inputs_module = pytest.importorskip("forerun.kernels.cpu.program")
 Inputs = inputs_module.Inputs
@@ -178,6 +179,10 @@ def test_columns_sums_and_scattered_columns_are_those_of_torch(toy: Toy) -> None
         lambda x, k: x[0],
         lambda x, k: x.sum().item(),
         lambda x, k: k.pack_linear(x),
+        lambda x, k: k.pack_linear(torch.ones(2, 2)),
+        lambda x, k: k.gumbel_argmax(x, TEMPERATURES, NOISE),
+        lambda x, k: k.gumbel_chances(x, TEMPERATURES, NOISE, 2),
+        lambda x, k: k.move_rows(_kvs()[:1], *torch.zeros(2, 1, dtype=torch.int32)),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(toy: Toy, misuse: Callable[[Tensor, Kernels], object]) -> None:

@@ -22,7 +22,6 @@ def _ops(width: int) -> dict[str, tuple[Op, Callable[[Tensor], Tensor]]]:
     """Name -> (the op, its definition in the dtype of its argument)."""
     generator = torch.Generator().manual_seed(width)
     weight = torch.randn(width, generator=generator)
-    bias = torch.randn(width, generator=generator)
     up = torch.randn(1, width, generator=generator)
 
     def rms(x: Tensor) -> Tensor:
@@ -31,17 +30,9 @@ def _ops(width: int) -> dict[str, tuple[Op, Callable[[Tensor], Tensor]]]:
     def gated(act: str) -> Op:
         return lambda k, x: k.gated_act(torch.cat([x, up.expand_as(x)], 1).contiguous(), act)
 
-    def norm(x: Tensor) -> Tensor:
-        return functional.layer_norm(x, (width,), weight.to(x.dtype), bias.to(x.dtype), 1e-5)
-
     return {
         "rms_norm": (lambda k, x: k.rms_norm(x, weight, 1e-5), rms),
         "add_rms_norm": (lambda k, x: k.add_rms_norm(x, x * 3, weight, 1e-5), lambda x: rms(x + x * 3)),
-        "layer_norm": (lambda k, x: k.layer_norm(x, weight, bias, 1e-5), norm),
-        "layer_norm without bias": (
-            lambda k, x: k.layer_norm(x, weight, None, 1e-5),
-            lambda x: functional.layer_norm(x, (width,), weight.to(x.dtype), None, 1e-5),
-        ),
         "silu": (gated("silu"), lambda x: functional.silu(x) * up.to(x.dtype)),
         "gelu_tanh": (gated("gelu_tanh"), lambda x: functional.gelu(x, approximate="tanh") * up.to(x.dtype)),
     }

@@ -43,7 +43,7 @@ def reader(kernels: Kernels, num_threads: int) -> Iterator[Callable[[], float]]:
         return
     num_bytes = buffer_bytes()
     buffer = _buffer(num_bytes)
-    native: Any = getattr(getattr(kernels, "backend", None), "engine", None)
+    native: Any = getattr(kernels, "engine", None)
     if hasattr(native, "stream_read"):
         address = buffer.data_ptr()
         yield lambda: num_bytes / _seconds(lambda: native.stream_read(address, num_bytes))

@@ -55,5 +55,4 @@ def random_model(shape: Shape, kind: WeightKind, kernels: Kernels, max_rows: int
 
 def num_threads(kernels: Kernels) -> int:
     """The threads of the C++ kernels; every core for the reference, as torch has it."""
-    backend: Any = getattr(kernels, "backend", None)
-    return int(getattr(backend, "num_threads", len(os.sched_getaffinity(0))))
+    return int(getattr(kernels, "num_threads", len(os.sched_getaffinity(0))))

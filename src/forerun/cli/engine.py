@@ -88,15 +88,8 @@ def note_sampling(llm: LLM) -> None:
 
 def note_slow_kernels(kernels: Any, asked: str | None, note: Callable[[str], None] = print_note) -> None:
     """Say so where the torch reference runs without having been asked for."""
-    backend, reason = kernel_choice(kernels)
-    if backend == "reference" and asked != "reference":
-        note(f"running on the torch reference kernels, which are slow: {reason}")
-
-
-def kernel_choice(kernels: Any) -> tuple[str, str]:
-    """The backend chosen and why."""
-    selection = getattr(kernels, "selection", None)
-    return (selection.backend, selection.reason) if selection else (kernels.name, "")
+    if kernels.name == "reference" and asked != "reference":
+        note(f"running on the torch reference kernels, which are slow: {kernels.reason}")
 
 
 def other_engine(llm: LLM, drafter: str, draft_model: str | None = None, max_draft_tokens: int | None = None) -> LLM:

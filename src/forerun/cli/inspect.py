@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_json, table
-from forerun.cli.engine import kernel_choice, open_llm, why_slow
+from forerun.cli.engine import open_llm, why_slow
 
 if TYPE_CHECKING:
     from forerun.drafters.base import DrafterSpec
@@ -43,7 +43,7 @@ def _inspect(name: str, **options: Any) -> dict[str, Any]:
         "chat_template": loaded.tokenizer.chat_template is not None,
         "drafters": _drafters(name, loaded),
         "memory": _memory(loaded),
-        "backend": dict(zip(("name", "reason"), kernel_choice(llm.kernels), strict=True)),
+        "backend": {"name": llm.kernels.name, "reason": llm.kernels.reason},
         "kernels": llm.kernels.describe(),
     }
 

@@ -224,13 +224,15 @@ class PackedExperts(Protocol):
 
 
 class Kernels(Protocol):
-    """A table of ops. Built once by `kernels.select` and passed through constructors."""
+    """A backend: every method but `describe` is an op. Chosen once by `kernels.select`, passed through constructors."""
 
     name: str
     device: torch.device  # where an op's tensors lie; keys and temperatures of noise may come from the host
+    reason: str = ""  # why this backend was chosen, for people to read
 
     def describe(self) -> dict[str, str]:
         """Op name -> where it runs ("reference", "avx2", "avx512", "portable", ...)."""
+        return dict.fromkeys(OPS, self.name)
 
     def pack_linear(self, weight: Tensor) -> PackedLinear:
         """Pack `weight` [N, K] (float32, bfloat16 or float16; float16 is widened exactly) for `linear`."""
@@ -252,9 +254,6 @@ class Kernels(Protocol):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """In place residual += x, then `rms_norm(residual)` -> [M, H]."""
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """(x - mean) / sqrt(var + eps) * weight + bias, row by row -> [M, H]."""
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         """act(gate) * up for rows [gate | up] of 2F entries; activation "silu" or "gelu_tanh" -> [M, F]."""
@@ -393,6 +392,7 @@ class Kernels(Protocol):
         """
 
 
+OPS = tuple(name for name in vars(Kernels) if name not in ("describe", "reason") and not name.startswith("_"))
 ACTIVATIONS = ("silu", "gelu_tanh")
 ATTENTION_SPLIT = 256  # visible keys a split of the softmax covers, in every backend
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)

@@ -28,6 +28,7 @@ from forerun.kernels.ops import (
     WEIGHT_DTYPES,
     AttentionRows,
     HeadLayout,
+    Kernels,
     LatentLayout,
     LayerKV,
     NoiseKeys,
@@ -37,33 +38,6 @@ from forerun.kernels.ops import (
     Routing,
 )
 from forerun.kernels.tree_growth import grow_trees, keep_trees
-
-OPS = (
-    "pack_linear",
-    "pack_grouped",
-    "linear",
-    "embedding",
-    "rms_norm",
-    "add_rms_norm",
-    "layer_norm",
-    "gated_act",
-    "rope_and_cache",
-    "attention",
-    "pack_heads",
-    "linear_heads",
-    "latent_rope_and_cache",
-    "latent_attention",
-    "route",
-    "pack_experts",
-    "experts",
-    "move_rows",
-    "gumbel_argmax",
-    "gumbel_topk",
-    "gumbel_chances",
-    "grow_trees",
-    "keep_trees",
-)
-
 
 _CHUNK = 512
 
@@ -102,15 +76,11 @@ class ReferenceHeads:
         return self.weight.nbytes
 
 
-class ReferenceKernels:
+class ReferenceKernels(Kernels):
     """Every op of `forerun.kernels.ops.Kernels` in torch."""
 
     name = "reference"
     device = torch.device("cpu")
-
-    def describe(self) -> dict[str, str]:
-        """Every op runs here."""
-        return dict.fromkeys(OPS, self.name)
 
     def pack_linear(self, weight: Tensor) -> PackedLinear:
         """See `Kernels.pack_linear`."""
@@ -147,10 +117,6 @@ class ReferenceKernels:
         """See `Kernels.add_rms_norm`."""
         residual.add_(x)
         return self.rms_norm(residual, weight, eps)
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """See `Kernels.layer_norm`."""
-        return _by_row(lambda row: functional.layer_norm(row, row.shape, weight, bias, eps), x, x.shape[1])
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         """See `Kernels.gated_act`."""

@@ -21,7 +21,7 @@ _PLAIN_ACCESS = frozenset({"__get__", "data_ptr", "is_contiguous", "size", "dim"
 class Scribe(Protocol):
     """Who takes ops down and lends memory for their results."""
 
-    row_ops: _native.Program
+    engine: _native.CpuEngine
 
     def buffer(self, num_rows: int, width: int) -> Activation:
         """A fresh activation [num_rows, width]."""
@@ -78,14 +78,14 @@ class Activation(Tensor):
 def _select_rows(x: Activation, dim: int, row_ids: Tensor) -> Activation:
     _only(dim == 0 and _is_rows(x), "only rows of floats can be selected")
     out = x.scribe.buffer(row_ids.shape[0], x.shape[1])
-    x.scribe.row_ops.select_rows(x.data_ptr(), row_ids.data_ptr(), out.data_ptr(), *out.shape)
+    x.scribe.engine.select_rows(x.data_ptr(), row_ids.data_ptr(), out.data_ptr(), *out.shape)
     return out
 
 
 def _clone(x: Activation) -> Activation:
     _only(_is_rows(x), "only rows of floats can be copied")
     out = x.scribe.buffer(*x.shape)
-    x.scribe.row_ops.select_rows(x.data_ptr(), 0, out.data_ptr(), *out.shape)
+    x.scribe.engine.select_rows(x.data_ptr(), 0, out.data_ptr(), *out.shape)
     return out
 
 
@@ -97,7 +97,7 @@ def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Activation:
     out, start = first.scribe.buffer(first.shape[0], sum(x.shape[1] for x in tensors)), 0
     for x in tensors:
         num_rows, width = x.shape
-        first.scribe.row_ops.copy_columns(x.data_ptr(), out.data_ptr(), num_rows, width, width, 0, out.shape[1], start)
+        first.scribe.engine.copy_columns(x.data_ptr(), out.data_ptr(), num_rows, width, width, 0, out.shape[1], start)
         start += width
     return out
 
@@ -119,13 +119,13 @@ def _chunk(x: Activation, chunks: int, dim: int = 0) -> list[Activation]:
     (num_rows, stride), width = x.shape, x.shape[1] // chunks
     parts = [x.scribe.buffer(num_rows, width) for _ in range(chunks)]
     for index, part in enumerate(parts):
-        x.scribe.row_ops.copy_columns(x.data_ptr(), part.data_ptr(), num_rows, width, stride, index * width, width, 0)
+        x.scribe.engine.copy_columns(x.data_ptr(), part.data_ptr(), num_rows, width, stride, index * width, width, 0)
     return parts
 
 
 def _add_in_place(x: Activation, other: Tensor) -> Activation:
     _only(_is_rows(x) and _is_rows(other) and other.shape == x.shape, "only activations of one shape can be added")
-    x.scribe.row_ops.add(other.data_ptr(), x.data_ptr(), *x.shape)
+    x.scribe.engine.add(other.data_ptr(), x.data_ptr(), *x.shape)
     return x
 
 
@@ -137,7 +137,7 @@ def _add(x: Activation, other: Tensor) -> Activation:
 def _new_full(x: Activation, size: Sequence[int], fill_value: float) -> Activation:
     _only(len(size) == 2, "only rows can be filled")
     out = x.scribe.buffer(*size)
-    x.scribe.row_ops.fill(out.data_ptr(), out.shape[0], out.shape[1], fill_value)
+    x.scribe.engine.fill(out.data_ptr(), out.shape[0], out.shape[1], fill_value)
     return out
 
 
@@ -150,7 +150,7 @@ def _scatter(x: Activation, dim: int, ids: Tensor, source: Tensor) -> Activation
     known = ids.dtype is torch.int64 and ids.is_contiguous() and not isinstance(ids, Activation)
     _only(dim == 1 and known and _is_rows(source), "only columns can be put into known places")
     x.scribe.keep(ids)
-    x.scribe.row_ops.scatter_columns(
+    x.scribe.engine.scatter_columns(
         source.data_ptr(), ids.data_ptr(), x.data_ptr(), x.shape[0], source.shape[1], x.shape[1]
     )
     return x

@@ -6,11 +6,12 @@ know: arithmetic, models. Kept thin on purpose: a small model's forward is some 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty
 
 from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
@@ -20,6 +21,7 @@ from forerun.kernels.cpu.packed import CpuExperts, CpuHeads, CpuLinear, head_row
 from forerun.kernels.experts import check_routing
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import (
+    OPS,
     AttentionRows,
     HeadLayout,
     LatentLayout,
@@ -31,7 +33,6 @@ from forerun.kernels.ops import (
     Routing,
 )
 from forerun.kernels.reference import (
-    OPS,
     ReferenceKernels,
     check_activation,
     check_head_width,
@@ -45,8 +46,8 @@ _POOL_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
 
-class CpuKernels:
-    """Every op in C++, on one thread pool that belongs to this object."""
+class CpuKernels(ReferenceKernels):
+    """The ops in C++, on one thread pool that belongs to this object; those without C++ are the reference's."""
 
     device = torch.device("cpu")
 
@@ -59,10 +60,7 @@ class CpuKernels:
             raise KernelError(f"isa {isa!r} is not available here; choose from {', '.join(_native.available_isas())}")
         self.engine = _native.CpuEngine(num_threads, isa or "")
         self.name = f"cpu-{self.engine.isa}"
-        self._ops: _native.CpuEngine | _native.Program = self.engine  # what forward ops are told to
-        self._empty: Callable[[int, int], Tensor] = torch.empty
         self._arena = WeightArena()
-        self._reference = ReferenceKernels()
 
     @property
     def num_threads(self) -> int:
@@ -70,8 +68,8 @@ class CpuKernels:
         return self.engine.num_threads
 
     def describe(self) -> dict[str, str]:
-        """The ops there are run on the instruction set chosen at the start."""
-        return {op: self.engine.isa for op in OPS if hasattr(self, op)}
+        """See `Kernels.describe`: an instruction set, but for the ops of the reference."""
+        return {op: self.engine.isa if op in vars(CpuKernels) else super(CpuKernels, self).name for op in OPS}
 
     def pack_linear(self, weight: Tensor) -> PackedLinear:
         """See `Kernels.pack_linear`."""
@@ -100,14 +98,15 @@ class CpuKernels:
         num_outputs, num_inputs = weight.shape
         if width != num_inputs:
             raise KernelError(f"linear: x has {width} columns, the weight {num_inputs} inputs")
-        out = self._empty(num_rows, num_outputs)
+        out = empty(num_rows, num_outputs)
         shift = 0 if bias is None else _floats(bias)
         if isinstance(weight, CpuGrouped):
-            self._ops.grouped(
-                _floats(x), weight.address, shift, out.data_ptr(), weight.order_address, num_rows, *weight.sizes
+            address, order, zero = weight.address, weight.order_address, weight.zero
+            self.engine.grouped(
+                _floats(x), address, shift, out.data_ptr(), order, num_rows, num_outputs, width, zero, weight.layout
             )
         else:
-            self._ops.linear(
+            self.engine.linear(
                 _floats(x), weight.address, shift, out.data_ptr(), num_rows, num_outputs, width, weight.dtype_code
             )
         return out
@@ -115,7 +114,7 @@ class CpuKernels:
     def embedding(self, token_ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
         """See `Kernels.embedding`."""
         vocab_size, width = table.shape
-        out = self._empty(token_ids.shape[0], width)
+        out = empty(token_ids.shape[0], width)
         packed = isinstance(table, CpuLinear)
         if isinstance(table, CpuLinear):
             address, code = table.address, table.dtype_code
@@ -124,38 +123,30 @@ class CpuKernels:
         else:
             raise KernelError(f"an embedding table packed by {type(table).__name__} given to the C++ kernels")
         ids = _address(token_ids, torch.int64)
-        self._ops.embedding(ids, address, out.data_ptr(), out.shape[0], width, vocab_size, code, packed)
+        self.engine.embedding(ids, address, out.data_ptr(), out.shape[0], width, vocab_size, code, packed)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""
         num_rows, width = x.shape
-        out = self._empty(num_rows, width)
-        self._ops.norm(_floats(x), 0, _floats(weight), 0, out.data_ptr(), num_rows, width, eps, False)
+        out = empty(num_rows, width)
+        self.engine.rms_norm(_floats(x), 0, _floats(weight), out.data_ptr(), num_rows, width, eps)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.add_rms_norm`."""
         num_rows, width = x.shape
-        out = self._empty(num_rows, width)
-        self._ops.norm(_floats(x), _floats(residual), _floats(weight), 0, out.data_ptr(), num_rows, width, eps, False)
-        return out
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """See `Kernels.layer_norm`."""
-        num_rows, width = x.shape
-        out = self._empty(num_rows, width)
-        shift = 0 if bias is None else _floats(bias)
-        self._ops.norm(_floats(x), 0, _floats(weight), shift, out.data_ptr(), num_rows, width, eps, True)
+        out = empty(num_rows, width)
+        self.engine.rms_norm(_floats(x), _floats(residual), _floats(weight), out.data_ptr(), num_rows, width, eps)
         return out
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         """See `Kernels.gated_act`."""
         check_activation(activation)
         num_rows, width = gate_up.shape
-        out = self._empty(num_rows, width // 2)
+        out = empty(num_rows, width // 2)
         code = _ACTIVATION_CODES[activation]
-        self._ops.gated_act(_floats(gate_up), out.data_ptr(), num_rows, width // 2, code)
+        self.engine.gated_act(_floats(gate_up), out.data_ptr(), num_rows, width // 2, code)
         return out
 
     def rope_and_cache(
@@ -171,7 +162,7 @@ class CpuKernels:
         eps: float = 0.0,
     ) -> None:
         """See `Kernels.rope_and_cache`."""
-        self._ops.rope_and_cache(
+        self.engine.rope_and_cache(
             _floats(qkv),
             heads.num_q,
             heads.num_kv,
@@ -195,15 +186,17 @@ class CpuKernels:
         """See `Kernels.attention`."""
         num_q, num_kv, head_dim, _ = heads
         if head_dim > _WIDEST_HEAD or num_q > num_kv * _native.MAX_HEADS_PER_GROUP:
-            return self._uncommon_attention(qkv, heads, kv, rows, scale, window)
+            return super().attention(qkv, heads, kv, rows, scale, window)
         num_rows = qkv.shape[0]
-        out = self._empty(num_rows, num_q * head_dim)
-        self._ops.attention(
+        out = empty(num_rows, num_q * head_dim)
+        self.engine.attention(
             _floats(qkv),
             out.data_ptr(),
             num_q,
             num_kv,
             head_dim,
+            head_dim,
+            qkv.shape[1],
             *_pool(kv),
             _address(rows.seq_ids, torch.int32),
             _address(rows.prefix_lens, torch.int32),
@@ -218,11 +211,6 @@ class CpuKernels:
         )
         return out
 
-    def _uncommon_attention(
-        self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int
-    ) -> Tensor:
-        return self._reference.attention(qkv, heads, kv, rows, scale, window)
-
     def pack_heads(self, weight: Tensor) -> PackedHeads:
         """See `Kernels.pack_heads`."""
         check_heads(weight)
@@ -233,9 +221,9 @@ class CpuKernels:
         own = own_heads(weight)
         num_heads, num_outputs, num_inputs = own.shape
         passed = check_head_width(x.shape[1], own.shape)
-        out = self._empty(x.shape[0], num_heads * (num_outputs + passed))
+        out = empty(x.shape[0], num_heads * (num_outputs + passed))
         sizes = (x.shape[0], num_heads, num_outputs, num_inputs, passed)
-        self._ops.linear_heads(_floats(x), own.panels.address, out.data_ptr(), *sizes, own.panels.dtype_code)
+        self.engine.linear_heads(_floats(x), own.panels.address, out.data_ptr(), *sizes, own.panels.dtype_code)
         return out
 
     def latent_rope_and_cache(
@@ -251,8 +239,9 @@ class CpuKernels:
         eps: float,
     ) -> None:
         """See `Kernels.latent_rope_and_cache`."""
-        _check_latents(layout)
-        self._ops.latent_rope(
+        _check_latents(layout, kv)
+        _, vectors, _, _, block_size, code = _pool(kv)
+        self.engine.latent_rope(
             _floats(queries),
             _floats(latents),
             *layout,
@@ -260,7 +249,9 @@ class CpuKernels:
             rope_table.shape[0],
             _address(positions, torch.int32),
             _address(slots, torch.int32),
-            *_latent_pool(kv),
+            vectors,
+            block_size,
+            code,
             kv.values.shape[0],
             _floats(norm),
             eps,
@@ -271,16 +262,18 @@ class CpuKernels:
         self, queries: Tensor, layout: LatentLayout, kv: LayerKV, rows: AttentionRows, scale: float
     ) -> Tensor:
         """See `Kernels.latent_attention`."""
-        _check_latents(layout)
+        _check_latents(layout, kv)
         num_rows = queries.shape[0]
-        out = self._empty(num_rows, layout.num_heads * layout.rank)
-        self._ops.latent_attention(
+        out = empty(num_rows, layout.num_heads * layout.rank)
+        self.engine.attention(
             _floats(queries),
             out.data_ptr(),
             layout.num_heads,
+            _head_groups(layout.num_heads),
+            layout.key_dim,
             layout.rank,
-            layout.rope_dim,
-            *_latent_pool(kv),
+            queries.shape[1],
+            *_pool(kv),
             _address(rows.seq_ids, torch.int32),
             _address(rows.prefix_lens, torch.int32),
             _address(rows.tree_masks, torch.int64),
@@ -288,6 +281,7 @@ class CpuKernels:
             _address(rows.block_tables, torch.int32),
             rows.block_tables.shape[1],
             scale,
+            0,
             num_rows,
             rows.max_visible,
         )
@@ -297,9 +291,9 @@ class CpuKernels:
         """See `Kernels.route`."""
         num_rows, num_experts = logits.shape
         check_routing(routing, num_experts)
-        out = self._empty(num_rows, num_experts)
+        out = empty(num_rows, num_experts)
         shift = 0 if correction is None else _floats(correction)
-        self._ops.route(_floats(logits), shift, out.data_ptr(), num_rows, *routing)
+        self.engine.route(_floats(logits), shift, out.data_ptr(), num_rows, *routing)
         return out
 
     def pack_experts(
@@ -312,9 +306,9 @@ class CpuKernels:
     def experts(self, x: Tensor, weights: Tensor, experts: PackedExperts, base: Tensor | None = None) -> Tensor:
         """See `Kernels.experts`."""
         own: CpuExperts = own_experts(experts)
-        out = self._empty(*x.shape)
+        out = empty(*x.shape)
         added = 0 if base is None else _floats(base)
-        self._ops.experts(_floats(x), _floats(weights), added, out.data_ptr(), x.shape[0], own.bank)
+        self.engine.experts(_floats(x), _floats(weights), added, out.data_ptr(), x.shape[0], own.bank)
         return out
 
     def move_rows(self, kvs: list[LayerKV], sources: Tensor, targets: Tensor) -> None:
@@ -327,14 +321,14 @@ class CpuKernels:
 
     def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys) -> Tensor:
         """See `Kernels.gumbel_argmax`."""
-        ids = torch.empty(logits.shape[0], dtype=torch.int64)
+        ids = empty(logits.shape[0], dtype=torch.int64)
         self._gumbel(logits, temperatures, keys, 1, ids, 0)
         return ids
 
     def gumbel_topk(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys, k: int) -> tuple[Tensor, Tensor]:
         """See `Kernels.gumbel_topk`."""
-        ids = torch.empty(logits.shape[0], k, dtype=torch.int64)
-        scores = torch.empty(logits.shape[0], k, dtype=torch.float64)
+        ids = empty(logits.shape[0], k, dtype=torch.int64)
+        scores = empty(logits.shape[0], k, dtype=torch.float64)
         self._gumbel(logits, temperatures, keys, k, ids, scores.data_ptr())
         return ids, scores
 
@@ -375,15 +369,16 @@ def _pool(kv: LayerKV) -> tuple[int, int, int, int, int, int]:
     return keys, kv.values.data_ptr(), key_scales, value_scales, kv.values.shape[2], code
 
 
-def _latent_pool(kv: LayerKV) -> tuple[int, int, int]:
-    """Address of the vectors, the block size, the code of the dtype."""
+@functools.cache
+def _head_groups(num_heads: int) -> int:
+    """The fewest groups, of a size that attention in C++ takes, into which heads over one latent can be cut."""
+    fewest = -(-num_heads // _native.MAX_HEADS_PER_GROUP)
+    return next(groups for groups in range(fewest, num_heads + 1) if num_heads % groups == 0)
+
+
+def _check_latents(layout: LatentLayout, kv: LayerKV) -> None:
     if not kv.is_latent:
         raise KernelError("an op on latents was given a pool of keys and values")
-    _, values, _, _, block_size, code = _pool(kv)
-    return values, block_size, code
-
-
-def _check_latents(layout: LatentLayout) -> None:
     if layout.key_dim > _native.MAX_HEAD_DIM:
         raise KernelError(
             f"latents of {layout.rank} + {layout.rope_dim} entries are more than the C++ kernels take "

@@ -7,7 +7,6 @@ know: the layout (csrc/grouped_layout.h) nor the arithmetic (`forerun.kernels.gr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,18 +18,6 @@ from forerun.kernels.grouped import GroupedMatrix, check_matrix, scales_fit_half
 STORAGES = (2, 3, 4, 5, 6, 8)  # bits a packed code may occupy
 
 
-class GroupedSizes(NamedTuple):
-    """What the op is told besides addresses and rows, in the order of its arguments."""
-
-    num_outputs: int
-    num_inputs: int
-    group_size: int
-    storage: int
-    half: bool  # scales and offsets are kept in float16, exactly
-    has_offsets: bool
-    zero: int
-
-
 @dataclass(frozen=True, slots=True)
 class CpuGrouped:
     """A grouped matrix in panels of 16 outputs."""
@@ -39,12 +26,9 @@ class CpuGrouped:
     address: int
     order: Tensor | None  # [K] int64, contiguous
     order_address: int  # 0 without an order
-    sizes: GroupedSizes
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.sizes.num_outputs, self.sizes.num_inputs
+    shape: tuple[int, int]  # (N, K)
+    zero: int  # what a code of 0 stands for is -zero
+    layout: _native.GroupedLayout
 
     @property
     def nbytes(self) -> int:
@@ -55,28 +39,16 @@ class CpuGrouped:
 def pack_matrix(matrix: GroupedMatrix, engine: _native.CpuEngine, arena: WeightArena) -> CpuGrouped:
     """Lay `matrix` out for the C++ kernels; raises KernelError where its tensors are not what C++ would read."""
     check_matrix(matrix)
-    half = scales_fit_half(matrix)
-    sizes = GroupedSizes(
-        *matrix.shape, matrix.group_size, _storage(matrix.codes), half, matrix.offsets is not None, matrix.zero
-    )
-    num_outputs, num_inputs, group_size, storage, _, has_offsets, _ = sizes
-    num_bytes = _native.grouped_bytes(num_outputs, num_inputs, group_size, storage, half, has_offsets)
-    panels = arena.take(num_bytes, torch.uint8)
+    (num_outputs, num_inputs), half = matrix.shape, scales_fit_half(matrix)
+    has_offsets = matrix.offsets is not None
+    layout = _native.GroupedLayout(num_inputs, matrix.group_size, _storage(matrix.codes), half, has_offsets)
+    panels = arena.take(-(-num_outputs // _native.LANES) * layout.panel_bytes, torch.uint8)
     codes, scales = matrix.codes.contiguous(), _stored(matrix.scales, half)
     offsets = None if matrix.offsets is None else _stored(matrix.offsets, half)
-    engine.pack_grouped(
-        codes.data_ptr(),
-        scales.data_ptr(),
-        _address(offsets),
-        panels.data_ptr(),
-        num_outputs,
-        num_inputs,
-        group_size,
-        storage,
-        half,
-    )
+    addresses = (codes.data_ptr(), scales.data_ptr(), _address(offsets), panels.data_ptr())
+    engine.pack_grouped(*addresses, num_outputs, num_inputs, layout)
     order = None if matrix.input_order is None else matrix.input_order.contiguous()
-    return CpuGrouped(panels, panels.data_ptr(), order, _address(order), sizes)
+    return CpuGrouped(panels, panels.data_ptr(), order, _address(order), matrix.shape, matrix.zero, layout)
 
 
 def _storage(codes: Tensor) -> int:

@@ -84,7 +84,7 @@ def pack_bank(gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], act
     for number, matrix in enumerate(stored):
         is_down = number >= len(gate_up)
         if isinstance(matrix, CpuGrouped):
-            bank.add_grouped(is_down, matrix.address, matrix.order_address, *matrix.sizes)
+            bank.add_grouped(is_down, matrix.address, matrix.order_address, *matrix.shape, matrix.zero, matrix.layout)
         else:
             bank.add_linear(is_down, matrix.address, *matrix.shape, matrix.dtype_code)
     return CpuExperts(bank, stored, len(gate_up))

@@ -9,37 +9,19 @@ eager ops. A replay calls the same C++ with the same sizes, so its bits are thos
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.activation import Activation
-from forerun.kernels.cpu.backend import CpuKernels
-from forerun.kernels.cpu.grouped import CpuGrouped
-from forerun.kernels.cpu.packed import CpuExperts, CpuHeads, CpuLinear
 from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, AttentionRows, ChainNoise, Chains
 
 _INT32, _INT64 = torch.int32, torch.int64
-FORWARD_OPS = (
-    "linear",
-    "embedding",
-    "rms_norm",
-    "add_rms_norm",
-    "layer_norm",
-    "gated_act",
-    "rope_and_cache",
-    "attention",
-    "linear_heads",
-    "latent_rope_and_cache",
-    "latent_attention",
-    "route",
-    "experts",
-)
-_HELD = (Tensor, CpuLinear, CpuGrouped, CpuHeads, CpuExperts)
 _INPUT_DTYPES = (_INT64, _INT32, _INT32, _INT64, _INT32, _INT32, _INT64, _INT32, _INT32)
 
 
@@ -80,6 +62,28 @@ class Inputs:
         )
 
 
+class ChainArgs(NamedTuple):
+    """What C++ is told of chains to draft, in the order of ChainArgs in csrc/chain.h."""
+
+    temperatures: int  # address, as are the next four
+    seeds: int
+    streams: int
+    positions: int
+    num_active: int
+    num_steps: int
+    num_chains: int
+    vocab_size: int
+    block_size: int
+    logits_stride: int  # floats between two steps' logits; 0: each step overwrites the last
+    ids: int  # address
+    log_chances: int  # address, 0 if they are not wanted
+    shift: int
+    features_stride: int  # floats between two steps' features; 0: there are none
+    num_rivals: int
+    rivals_scale: float
+    least: float
+
+
 class Program:
     """A recorded forward, to be run on batches of up to `max_rows` rows."""
 
@@ -89,8 +93,7 @@ class Program:
         native: _native.Program,
         max_rows: int,
         outputs: Sequence[tuple[bool, int]],
-        buffers: Sequence[Tensor],
-        keep: Sequence[Any],
+        keep: Sequence[Tensor],
         feature_size: int = 0,
     ) -> None:
         """`outputs`: for each whether it has a row per logit row (else per batch row), and its width."""
@@ -98,8 +101,7 @@ class Program:
         self._engine = engine
         self._native = native
         self._outputs = tuple(outputs)
-        self._buffers = tuple(buffers)
-        self._keep = tuple(keep)  # weights whose addresses were recorded
+        self._keep = tuple(keep)  # what recorded addresses point to
         self._feature_size = feature_size
 
     @property
@@ -172,66 +174,84 @@ class Program:
         features = torch.empty(2, num_chains, more[0]) if more else None
         ids = torch.empty(steps, num_chains, dtype=_INT64)
         log_chances = torch.empty(steps, num_chains, dtype=torch.float64) if judged else None
-        rows = inputs.rows
+        chains = ChainArgs(
+            temperatures=noise.temperatures.data_ptr(),
+            seeds=noise.seeds.data_ptr(),
+            streams=noise.streams.data_ptr(),
+            positions=noise.positions.data_ptr(),
+            num_active=noise.num_active.data_ptr(),
+            num_steps=steps,
+            num_chains=num_chains,
+            vocab_size=width,
+            block_size=block_size,
+            logits_stride=logits.stride(0) if keep_logits else 0,
+            ids=ids.data_ptr(),
+            log_chances=0 if log_chances is None else log_chances.data_ptr(),
+            shift=shift,
+            features_stride=0 if features is None else features.stride(0),
+            num_rivals=NUM_RIVALS,
+            rivals_scale=RIVALS_SCALE,
+            least=noise.least,
+        )
+        addresses = self._addresses(inputs, [logits] if features is None else [logits, features])
+        rows, following = inputs.rows, next_levels or self
         self._engine.draft_chains(
-            self._native,
-            (next_levels or self)._native,
-            self._addresses(inputs, [logits] if features is None else [logits, features]),
-            num_rows,
-            rows.block_tables.shape[1],
-            rows.max_visible,
-            noise.temperatures.data_ptr(),
-            noise.seeds.data_ptr(),
-            noise.streams.data_ptr(),
-            noise.positions.data_ptr(),
-            noise.num_active.data_ptr(),
-            steps,
-            num_chains,
-            width,
-            block_size,
-            logits.stride(0) if keep_logits else 0,
-            ids.data_ptr(),
-            0 if log_chances is None else log_chances.data_ptr(),
-            shift,
-            0 if features is None else features.stride(0),
-            NUM_RIVALS,
-            RIVALS_SCALE,
-            noise.least,
+            self._native, following._native, addresses, num_rows, rows.block_tables.shape[1], rows.max_visible, chains
         )
         return Chains(ids, logits if keep_logits else None), log_chances
 
 
-class Recorder(CpuKernels):
-    """Looks like the kernels it was made from; its forward ops are written down instead of computed.
+class Recorder(TorchFunctionMode):
+    """Inside its `with` block the ops that this thread calls are written down instead of computed.
 
-    Use: run the forward once with this object's ops on `inputs`, then `finish` with the tensors it returned.
+    Use: run the forward once on `inputs`, then `finish` with the tensors it returned. Tensors it reads are kept with
+    the program; packed weights are the caller's to keep, like the pool.
     """
 
-    def __init__(self, kernels: CpuKernels, max_rows: int, feature_size: int = 0, logits_a_row: int = 0) -> None:
+    def __init__(self, engine: _native.CpuEngine, max_rows: int, feature_size: int = 0, logits_a_row: int = 0) -> None:
         """`max_rows`: rows a batch may have when the program runs. Memory grows with it, speed does not care.
 
         `feature_size`: columns of the features a row brings beside its token. `logits_a_row`: how many rows of logits a
         forward without a choice of logit rows makes of each row; 0 for one that has the choice.
         """
-        self.engine = kernels.engine
-        self.name = kernels.name
-        self._native_program = _native.Program(kernels.engine)
-        self._ops = self.row_ops = self._native_program
-        self._empty = self.buffer
+        super().__init__()
+        self.engine = engine
+        self._native = _native.Program(engine)
         self._max_rows = max_rows
         self._max_logit_rows = max_rows * logits_a_row or max_rows + 1  # another number, to tell the two counts apart
         self._feature_size = feature_size
         self._free: list[Tensor] = []
-        self._buffers: list[Tensor] = []
         self._born: dict[int, int] = {}  # address of a live activation -> step that may first write it
-        self._kept: list[Any] = []
+        self._kept: list[Tensor] = []
         self.inputs = self._placeholders()
-        for op in FORWARD_OPS:
-            setattr(self, op, self._keeping(getattr(self, op)))
+
+    def __enter__(self) -> Self:
+        self._native.record()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._native.stop()
+
+    @property
+    def num_steps(self) -> int:
+        """Ops written down so far."""
+        return self._native.num_steps
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Lend memory for the rows an op makes, keep what it reads; the rest is torch's, or `Activation`'s."""
+        if func is torch.empty and len(args) == 2 and not kwargs:
+            return self.buffer(*args)
+        if func is Tensor.data_ptr and not isinstance(args[0], Activation):
+            self.keep(args[0])
+        return func(*args, **(kwargs or {}))
 
     def finish(self, outputs: Sequence[Tensor]) -> Program:
         """Close the recording; a run of the program returns these outputs."""
-        native = self._native_program
+        native = self._native
         for slot, tensor in enumerate(self.inputs.tensors()):
             native.bind(slot, tensor.data_ptr(), 0)
         shapes = []
@@ -245,69 +265,12 @@ class Recorder(CpuKernels):
             shapes.append((output.shape[0] == self._max_logit_rows, int(output.shape[1])))
         if len({output.data_ptr() for output in outputs}) != len(outputs):
             raise KernelError("a recorded forward returned one tensor twice")
-        try:
-            native.finish(self._max_rows, self._max_logit_rows)
-        except ValueError as error:
-            raise KernelError(str(error)) from error
-        return Program(self.engine, native, self._max_rows, shapes, self._buffers, self._kept, self._feature_size)
+        native.finish(self._max_rows, self._max_logit_rows)
+        return Program(self.engine, native, self._max_rows, shapes, self._kept, self._feature_size)
 
-    def keep(self, held: Any) -> None:
+    def keep(self, held: Tensor) -> None:
         """Hold on to something whose address was written down."""
         self._kept.append(held)
-
-    def pack_linear(self, weight: Tensor) -> NoReturn:
-        """Weights are packed before a recording."""
-        raise KernelError("pack_linear cannot be recorded")
-
-    def pack_grouped(self, matrix: object) -> NoReturn:
-        """Weights are packed before a recording."""
-        raise KernelError("pack_grouped cannot be recorded")
-
-    def pack_heads(self, *_: object) -> NoReturn:
-        """Weights are packed before a recording."""
-        raise KernelError("pack_heads cannot be recorded")
-
-    def pack_experts(self, *_: object) -> NoReturn:
-        """Weights are packed before a recording."""
-        raise KernelError("pack_experts cannot be recorded")
-
-    def move_rows(self, *_: object) -> NoReturn:
-        """Not part of a forward."""
-        raise KernelError("move_rows cannot be recorded")
-
-    def gumbel_argmax(self, *_: object) -> NoReturn:
-        """Not part of a forward."""
-        raise KernelError("gumbel_argmax cannot be recorded")
-
-    def gumbel_topk(self, *_: object) -> NoReturn:
-        """Not part of a forward."""
-        raise KernelError("gumbel_topk cannot be recorded")
-
-    def gumbel_chances(self, *_: object) -> NoReturn:
-        """Not part of a forward."""
-        raise KernelError("gumbel_chances cannot be recorded")
-
-    def grow_trees(self, *_: object) -> NoReturn:
-        """Not part of a forward."""
-        raise KernelError("grow_trees cannot be recorded")
-
-    def keep_trees(self, *_: object) -> NoReturn:
-        """Not part of a forward."""
-        raise KernelError("keep_trees cannot be recorded")
-
-    def _uncommon_attention(self, *_: object) -> NoReturn:
-        raise KernelError("attention with such wide heads or groups cannot be recorded")
-
-    def _keeping(self, op: Callable[..., Any]) -> Callable[..., Any]:
-        """The op, after taking hold of every weight whose address it writes down (the cache is the caller's)."""
-
-        def record(*args: Any, **kwargs: Any) -> Any:
-            for given in (*args, *kwargs.values()):
-                if isinstance(given, _HELD) and not isinstance(given, Activation):
-                    self.keep(given)
-            return op(*args, **kwargs)
-
-        return record
 
     def _placeholders(self) -> Inputs:
         num_rows = self._max_rows
@@ -341,9 +304,9 @@ class Recorder(CpuKernels):
             self._free = [buffer for buffer in self._free if buffer is not memory]
         else:
             memory = torch.empty(size)
-            self._buffers.append(memory)
+            self.keep(memory)
         activation = Activation.over(memory[:size].view(num_rows, width), self)
-        self._born[memory.data_ptr()] = self._native_program.num_steps
+        self._born[memory.data_ptr()] = self._native.num_steps
         weakref.finalize(activation, self._release, memory).atexit = False
         return activation
 

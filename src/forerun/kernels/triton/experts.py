@@ -74,14 +74,14 @@ def pack_experts(gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], 
     )  # fmt: skip
 
 
-def experts(x: Tensor, weights: Tensor, packed: PackedExperts, base: Tensor | None = None) -> Tensor:
+def apply_experts(x: Tensor, weights: Tensor, experts: PackedExperts, base: Tensor | None = None) -> Tensor:
     """See `Kernels.experts`."""
-    if not isinstance(packed, TritonExperts):
-        raise KernelError(f"experts packed by {type(packed).__name__} given to the Triton kernels")
-    out, piece = torch.empty_like(x), packed.rows_at_once
+    if not isinstance(experts, TritonExperts):
+        raise KernelError(f"experts packed by {type(experts).__name__} given to the Triton kernels")
+    out, piece = torch.empty_like(x), experts.rows_at_once
     for start in range(0, x.shape[0], piece):
         rows = slice(start, start + piece)
-        _piece(x[rows], weights[rows], packed, None if base is None else base[rows], out[rows])
+        _piece(x[rows], weights[rows], experts, None if base is None else base[rows], out[rows])
     return out
 
 

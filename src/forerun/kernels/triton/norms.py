@@ -5,8 +5,6 @@ Knows: the formulas. Does not know: layers. A row lies in one tile whatever its 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,21 +20,16 @@ _ACT_BLOCK = 1024
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Kernels.rms_norm`."""
-    return _normalise(_rms_kernel, x, None, (weight,), eps)
+    return _normalise(x, None, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Kernels.add_rms_norm`."""
     total = aligned(residual)
-    out = _normalise(_rms_kernel, x, total, (weight,), eps)
+    out = _normalise(x, total, weight, eps)
     if total is not residual:
         residual.copy_(total)
     return out
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """See `Kernels.layer_norm`."""
-    return _normalise(_layer_kernel, x, None, (weight, bias), eps)
 
 
 def gated_act(gate_up: Tensor, activation: str) -> Tensor:
@@ -49,16 +42,13 @@ def gated_act(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def _normalise(
-    kernel: Any, x: Tensor, residual: Tensor | None, weights: tuple[Tensor | None, ...], eps: float
-) -> Tensor:  # fmt: skip
+def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     num_rows, size = x.shape
     if size > MAX_ROW:
         raise KernelError(f"a norm of {size} entries: the Triton kernels take up to {MAX_ROW}; use kernels 'reference'")
     out = torch.empty(num_rows, size, device=x.device)
-    weights = tuple(None if weight is None else aligned(weight) for weight in weights)
     block, warps = power_of_two(size), warps_for(size)
-    kernel[(num_rows,)](aligned(x), residual, *weights, out, eps, size, block, num_warps=warps, **EXACT)
+    _rms_kernel[(num_rows,)](aligned(x), residual, aligned(weight), out, eps, size, block, num_warps=warps, **EXACT)
     return out
 
 
@@ -81,23 +71,6 @@ def _rms_kernel(
         tl.store(residual + at, row, inside)
     factor = rms_factor(tl.sum(row * row, 0), eps, SIZE)
     tl.store(out + at, row * factor * tl.load(weight + column, inside, 0.0), inside)
-
-
-@triton.jit
-def _layer_kernel(
-    x, residual, weight, bias, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    at = tl.program_id(0).to(tl.int64) * SIZE + column
-    row = tl.load(x + at, inside, 0.0)  # [BLOCK]
-    mean = tl.math.div_rn(tl.sum(row, 0), SIZE * 1.0)
-    centred = tl.where(inside, row - mean, 0.0)
-    factor = rms_factor(tl.sum(centred * centred, 0), eps, SIZE)  # the mean square of what is left is the variance
-    result = centred * factor * tl.load(weight + column, inside, 0.0)
-    if bias is not None:
-        result += tl.load(bias + column, inside, 0.0)
-    tl.store(out + at, result, inside)
 
 
 @triton.jit
