@@ -123,9 +123,9 @@ NO_TORCH = (
 HEAVY = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "huggingface_hub")
 QUICK_START = "cli.app"  # `forerun --help` loads this, and must not load anything heavy
 
-MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-LONG_FILES: dict[str, str] = {}  # path from the root -> why it is longer
+LONG_FILE = 400  # lines from which a file is on the list below, so that somebody has thought about where it divides
+LONG_FILES: dict[str, str] = {}  # path from the root -> why it is one thing all the same
 LONG_FUNCTIONS: dict[str, str] = {}  # "module:function" -> why it is longer
 
 OPTIONS = {
@@ -307,14 +307,14 @@ def test_no_function_is_too_long() -> None:
     assert not set(LONG_FUNCTIONS) - set(long), "these exceptions are no longer needed"
 
 
-def test_no_file_is_too_long() -> None:
+def test_long_files_are_one_thing() -> None:
     native = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h", ".inc")]
     counts = {
         str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines())
         for path in (*module_paths().values(), *native)
     }
-    long = {path: lines for path, lines in counts.items() if lines > MAX_FILE_LINES}
-    assert not set(long) - set(LONG_FILES), f"split these, or name them with a reason: {long}"
+    long = {path: lines for path, lines in counts.items() if lines > LONG_FILE}
+    assert not set(long) - set(LONG_FILES), f"split by meaning, or say in LONG_FILES why each is one thing: {long}"
     assert not set(LONG_FILES) - set(long), "these exceptions are no longer needed"
 
 

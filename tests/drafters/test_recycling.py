@@ -107,7 +107,7 @@ class Watched(RecyclingDrafter):
         super().observe_logits(token_ids, logits)
         self.shown += token_ids.tolist()
         for token, row in zip(token_ids.tolist(), logits, strict=True):
-            assert torch.equal(row, self.model._logits([token]))
+            assert torch.equal(row, self.model.logits([token]))
 
 
 def groups(temperature: float) -> list[harness.RequestGroup]:

@@ -37,7 +37,7 @@ def test_against_the_model() -> None:
     assert entries[0] is None and len(entries) == len(tokens)
     for position, entry in enumerate(entries[1:], 1):
         assert entry is not None
-        row = torch.log_softmax(model._logits(tokens[:position]).double(), 0)
+        row = torch.log_softmax(model.logits(tokens[:position]).double(), 0)
         assert entry.chosen.token_id == tokens[position]
         assert entry.chosen.logprob == float(row[tokens[position]])
         assert entry.chosen.rank == int((row > row[tokens[position]]).sum()) + 1

@@ -28,7 +28,7 @@ LENGTH = 3
 def law(model: ToyModel, text: tuple[int, ...]) -> float:
     chance, tokens = 1.0, [0]
     for token in text:
-        chance *= float(torch.softmax(model._logits(tokens).double(), 0)[token])
+        chance *= float(torch.softmax(model.logits(tokens).double(), 0)[token])
         tokens.append(token)
     return chance
 

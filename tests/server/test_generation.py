@@ -31,6 +31,8 @@ class Connection:
         self.complete = False
         self._left = asyncio.Event()
         self._hang_up_after = hang_up_after
+        if hang_up_after == 0:
+            self._left.set()
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.body":
@@ -182,8 +184,6 @@ def test_no_request_outlives_its_client(
 async def _hang_up(app: FastAPI, path: str, fields: dict[str, Any], after: int) -> None:
     """Ask, and hang up when `after` chunks have come; returns when the server is idle and stopped."""
     connection, body = Connection(after), [json.dumps({**fields, "ignore_eos": True} if "/v1" in path else fields)]
-    if after == 0:
-        connection._left.set()
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body.pop().encode()} if body else await connection.receive()

@@ -20,11 +20,12 @@ from forerun.core import TokenBits
 from forerun.server import grammar_compiler
 from forerun.server.context import ServerContext
 from forerun.server.errors import ApiError
-from forerun.server.grammar_compiler import MAX_PENDING, GrammarCompiler, Held
+from forerun.server.grammar_compiler import MAX_PENDING, GrammarCompiler
 from forerun.server.grammar_masks import AfterThinking, PrefixMask
 from forerun.server.json_schema import normal_schema
 from forerun.server.structured import GrammarSpec
 from tests.server.conftest import client_of, settings, wait_until
+from tests.support.processes import end, own_processes
 
 MESSAGES = [{"role": "user", "content": "Name a person"}]
 PERSON = {
@@ -172,12 +173,12 @@ def test_a_deep_schema_is_refused(structured: TestClient) -> None:
 
 
 @pytest.fixture(scope="module")
-def impatient(llm: LLM, compiler: GrammarCompiler) -> GrammarCompiler:
-    """A compiler with a short time limit; the process is there already."""
-    compiler.start()
+def impatient(llm: LLM) -> Iterator[GrammarCompiler]:
+    """A compiler with a short time limit; its process is there already."""
     made = GrammarCompiler(llm.tokenizer, llm.loaded.model.vocab_size, timeout_s=2.0)
-    made._worker = compiler._worker
-    return made
+    made.start()
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize(
@@ -216,12 +217,18 @@ def test_a_refusal_for_lack_of_time_is_not_remembered(
         impatient.mask(spec)
     monkeypatch.undo()
     assert impatient.mask(spec).allowed([]) is not None
+
+
+def test_a_refusal_for_what_a_grammar_is_is_remembered(llm: LLM) -> None:
+    made = GrammarCompiler(llm.tokenizer, llm.loaded.model.vocab_size, timeout_s=60.0)
     wrong = GrammarSpec("regex", "(", "guided_regex")
     for _ in range(2):
         with pytest.raises(ApiError, match="cannot be used") as refused:
-            impatient.mask(wrong)
+            made.mask(wrong)
         assert refused.value.param == "guided_regex"
-    assert wrong in impatient._refused
+        made.close()  # from now on nothing new can be compiled
+    with pytest.raises(ApiError, match="shutting down"):
+        made.mask(GrammarSpec("regex", "["))
 
 
 def test_grammars_that_take_their_time_keep_nobody_else_waiting(
@@ -326,13 +333,6 @@ def test_a_model_that_does_not_think_keeps_to_its_grammar(llm: LLM, compiler: Gr
     assert mask.allowed([70, 5, 77]) == inner.allowed([]) and mask.allowed([70, 77, *yes]) == inner.allowed(yes)
 
 
-def is_gone(held: Held) -> bool:
-    channel = held.open()
-    if channel is not None:
-        channel.close()
-    return channel is None
-
-
 def test_times_count_from_arrival(structured: TestClient) -> None:
     for path, fields in (("completions", {"prompt": "A"}), ("chat/completions", {"messages": MESSAGES})):
         body = {**fields, "max_tokens": 3, "guided_regex": f"[abc]{{9}}{len(path)}"}
@@ -355,9 +355,9 @@ def test_compiling_counts_towards_the_timeout(structured: TestClient, path: str)
 
 def test_a_dead_compiler_is_replaced(structured: TestClient, compiler: GrammarCompiler) -> None:
     compiler.start()
-    assert compiler._worker is not None
-    compiler._worker.kill()  # and with it all processes that hold grammars
-    assert wait_until(lambda: all(is_gone(held) for held in compiler._compiled.values()))
+    running = own_processes("grammar_worker")  # also those that hold grammars
+    assert len(running) > 1
+    end(running)
     for regex in ("[ab]{3}", "[xyz]{2}"):
         assert ask(structured, guided_regex=regex)["choices"][0]["finish_reason"] == "stop"
 

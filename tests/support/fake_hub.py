@@ -122,10 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         begin = int(wanted[1]) if wanted else 0
         self.send_response(206 if wanted else 200)
-        self.send_header("ETag", f'"{_etag(data)}"')
+        self.send_header("ETag", f'"{etag(data)}"')
         self.send_header("X-Repo-Commit", _revision(name))
         if len(data) >= LFS_BYTES:
-            self.send_header("X-Linked-Etag", f'"{_etag(data)}"')
+            self.send_header("X-Linked-Etag", f'"{etag(data)}"')
             self.send_header("X-Linked-Size", str(len(data)))
         self.send_header("Accept-Ranges", "bytes")
         if wanted:
@@ -155,7 +155,7 @@ def _revision(name: str) -> str:
     return hashlib.sha1(name.encode()).hexdigest()
 
 
-def _etag(data: bytes) -> str:
+def etag(data: bytes) -> str:
     if len(data) >= LFS_BYTES:
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
@@ -165,17 +165,17 @@ def _entry(data: bytes) -> dict[str, Any]:
     is_large = len(data) >= LFS_BYTES
     return {
         "size": len(data),
-        **({"lfs": {"oid": _etag(data), "size": len(data), "pointerSize": 130}} if is_large else {}),
+        **({"lfs": {"oid": etag(data), "size": len(data), "pointerSize": 130}} if is_large else {}),
     }
 
 
 def _tree(files: dict[str, bytes]) -> list[dict[str, Any]]:
-    return [{"type": "file", "path": path, "oid": _etag(data), **_entry(data)} for path, data in files.items()]
+    return [{"type": "file", "path": path, "oid": etag(data), **_entry(data)} for path, data in files.items()]
 
 
 def _info(fake: FakeHub, name: str) -> dict[str, Any]:
     files = fake.repositories[name]
-    siblings = [{"rfilename": path, "blobId": _etag(data), "size": len(data)} for path, data in files.items()]
+    siblings = [{"rfilename": path, "blobId": etag(data), "size": len(data)} for path, data in files.items()]
     gated = "auto" if name in fake.gated else False
     return {
         "_id": "1",

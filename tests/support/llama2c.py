@@ -1,8 +1,8 @@
 """Converting llama2.c checkpoints (karpathy/llama2.c) to a Hugging Face folder.
 
 Knows: the binary layouts v0 (float32, no magic), v1 (float32) and v2 (int8 groups), and that llama2.c rotates
-neighbouring pairs where Hugging Face rotates halves. Does not know: the vocabulary's layout (`llama2c_vocab`).
-Source: llama2.c export.py, run.c, runq.c.
+neighbouring pairs where Hugging Face rotates halves. Also its vocabularies (tok*.bin): the pieces and
+scores of a sentencepiece model. Source: llama2.c export.py, tokenizer.py, run.c, runq.c.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from torch import Tensor
 
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.safetensors_write import write_tensors
-from forerun.weights.sentencepiece import build_tokenizer
-from tests.support.llama2c_vocab import BOS_ID, EOS_ID, SPECIAL_NAMES, read_vocabulary
+from forerun.weights.sentencepiece import PieceType, Vocabulary, build_tokenizer, read_sentencepiece
 
 MAGIC = 0x616B3432  # "ak42"
 HEADER_BYTES = 256  # of v1 and v2
 ROPE_THETA = 10000.0
 NORM_EPS = 1e-5
+BOS_ID, EOS_ID = 1, 2
+SPECIAL_NAMES = ("<unk>", "<s>", "</s>")
+BYTE_NAMES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,3 +269,48 @@ def _json_files(shape: Shape) -> dict[str, dict[str, Any]]:
     # llama2.c ends a text at BOS: its training separates stories by it.
     generation = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, BOS_ID]}
     return {"config.json": config, "tokenizer_config.json": tokenizer, "generation_config.json": generation}
+
+
+# -- vocabularies --------------------------------------------------------------------------------------------------
+
+
+def read_vocabulary(path: Path, vocab_size: int) -> Vocabulary:
+    """Read `vocab_size` tokens of a tok*.bin or a sentencepiece .model; raises CheckpointError."""
+    vocabulary = read_sentencepiece(path) if path.suffix == ".model" else _from_bin(path, vocab_size)
+    if len(vocabulary.pieces) != vocab_size or vocabulary.pieces[:3] != SPECIAL_NAMES:
+        raise CheckpointError(
+            f"{path} has {len(vocabulary.pieces)} tokens beginning with {', '.join(vocabulary.pieces[:3])}; the model "
+            f"has {vocab_size}, beginning with {', '.join(SPECIAL_NAMES)}; give the model's own tokenizer"
+        )
+    return vocabulary
+
+
+def _from_bin(path: Path, vocab_size: int) -> Vocabulary:
+    """Spaces are spaces here, and the names of BOS and EOS are surrounded by newlines."""
+    entries = _read_entries(path, vocab_size)
+    pieces = (*SPECIAL_NAMES, *(text for _, text in entries[3:]))
+    has_bytes = pieces[3:259] == BYTE_NAMES
+    kinds = [PieceType.UNKNOWN, PieceType.CONTROL, PieceType.CONTROL, *([PieceType.BYTE] * 256 if has_bytes else [])]
+    kinds += [PieceType.NORMAL] * (vocab_size - len(kinds))
+    scores = tuple(score for score, _ in entries)
+    return Vocabulary(pieces=pieces[:vocab_size], scores=scores, types=tuple(kinds[:vocab_size]), space=" ")
+
+
+def _read_entries(path: Path, vocab_size: int) -> list[tuple[float, str]]:
+    """int32 longest length, then for each token float32 score, int32 length, bytes."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    entries: list[tuple[float, str]] = []
+    position = 4
+    for token_id in range(vocab_size):
+        if position + 8 > len(raw):
+            raise CheckpointError(f"{path} ends after {token_id} of {vocab_size} tokens; give the model's tokenizer")
+        score, length = struct.unpack_from("<fi", raw, position)
+        end = position + 8 + length
+        if length < 0 or end > len(raw):
+            raise CheckpointError(f"{path} is damaged: token {token_id} claims {length} bytes; copy the file again")
+        entries.append((score, raw[position + 8 : end].decode("utf-8", "replace")))
+        position = end
+    return entries

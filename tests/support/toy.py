@@ -31,16 +31,16 @@ class ToyModel:
         self.vocab_size = vocab_size
         self.max_position = max_position
         self.num_rows_computed = 0
-        self._memory = memory
-        self._spread = spread
-        self._salt = salt
+        self.memory = memory
+        self.spread = spread
+        self.salt = salt
 
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> PassOutput:
         [kv] = kvs
         self.num_rows_computed += batch.num_rows
         for row in range(batch.num_rows):
             self._write(kv, int(batch.slots[row]), int(batch.token_ids[row]), int(batch.positions[row]))
-        logits = [self._logits(self._visible(batch, kv, int(row))) for row in batch.logit_rows]
+        logits = [self.logits(self._visible(batch, kv, int(row))) for row in batch.logit_rows]
         empty = torch.empty(0, self.vocab_size)
         hidden = {layer: batch.token_ids.float()[:, None] for layer in hidden_layers}
         return PassOutput(torch.stack(logits) if logits else empty, hidden)
@@ -64,9 +64,9 @@ class ToyModel:
         assert [position for position, _ in seen] == [*range(len(seen))], f"row {row} sees positions {seen}"
         return [token for _, token in seen]
 
-    def _logits(self, tokens: list[int]) -> Tensor:
-        seen = tokens[-self._memory :] if self._memory else tokens
-        return self._spread * hashed_normal(f"{self._salt}{seen}", self.vocab_size)
+    def logits(self, tokens: list[int]) -> Tensor:
+        seen = tokens[-self.memory :] if self.memory else tokens
+        return self.spread * hashed_normal(f"{self.salt}{seen}", self.vocab_size)
 
     def commit(self, paths: Sequence[CommittedPath]) -> None:
         pass
@@ -86,12 +86,12 @@ class NoisyToy(ToyModel):
     """A drafter for ToyModel: the same logits, disturbed."""
 
     def __init__(self, target: ToyModel, noise: float) -> None:
-        super().__init__(target.vocab_size, target._memory, target._spread, target._salt, target.max_position)
+        super().__init__(target.vocab_size, target.memory, target.spread, target.salt, target.max_position)
         self._noise = noise
 
-    def _logits(self, tokens: list[int]) -> Tensor:
+    def logits(self, tokens: list[int]) -> Tensor:
         generator = torch.Generator().manual_seed(hash(tuple(tokens[-2:])) & 0x7FFFFFFF)
-        return super()._logits(tokens) + self._noise * torch.randn(self.vocab_size, generator=generator)
+        return super().logits(tokens) + self._noise * torch.randn(self.vocab_size, generator=generator)
 
 
 class LetterDetokenizer:

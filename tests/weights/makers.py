@@ -52,6 +52,6 @@ def wordpiece() -> Tokenizer:
 
 def save(tokenizer: Tokenizer, folder: Path, **settings: object) -> Path:
     """Write a folder as a checkpoint has it."""
-    tokenizer._backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), "utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

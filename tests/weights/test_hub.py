@@ -229,8 +229,8 @@ def test_a_link_out_of_the_cache_is_removed_and_not_what_it_leads_to(hub: FakeHu
 
 def test_a_digest_is_no_path(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hub").mkdir()
-    named = fake_hub._etag
-    monkeypatch.setattr(fake_hub, "_etag", lambda data: "../../../stolen" if data == LARGE else named(data))
+    named = fake_hub.etag
+    monkeypatch.setattr(fake_hub, "etag", lambda data: "../../../stolen" if data == LARGE else named(data))
     with pytest.raises(ModelError, match=r"'../../../stolen', which is no digest: nothing is written"):
         resolve_model("org/gguf:Q4_K_M")
     assert not list(tmp_path.glob("stolen*"))

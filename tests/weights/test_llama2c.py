@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.sentencepiece import PieceType, Vocabulary, build_tokenizer
 from forerun.weights.tokenizer import Tokenizer
-from tests.support.llama2c import convert_llama2c
-from tests.support.llama2c_vocab import read_vocabulary
+from tests.support.llama2c import convert_llama2c, read_vocabulary
 from tests.support.shared import shared_data
 from tests.support.stories import stories260k
 

@@ -15,8 +15,9 @@ import pytest
 import tokenizers
 
 from forerun.errors import CheckpointError, PromptError, VocabularyError
-from forerun.weights.chat import _RENDERERS, render
+from forerun.weights.chat import render
 from forerun.weights.tokenizer import LONG_TEXT, Tokenizer, check_same_vocabulary, check_vocabulary
+from tests.support.processes import end, own_processes
 from tests.support.shared import shared_data
 from tests.weights import makers
 
@@ -83,10 +84,10 @@ def test_special_tokens_map(tmp_path: Path) -> None:
 
 
 def test_truncation_and_padding_are_off(tmp_path: Path) -> None:
-    made = makers.byte_level()
-    made._backend.enable_truncation(2)
-    made._backend.enable_padding(length=99)
-    folder = makers.save(made, tmp_path)
+    backend = tokenizers.Tokenizer.from_str(makers.byte_level().to_json())
+    backend.enable_truncation(2)
+    backend.enable_padding(length=99)
+    folder = makers.save(Tokenizer(backend, {}), tmp_path)
     assert 2 < len(Tokenizer.from_folder(folder).encode("Once upon a time")) < 99
 
 
@@ -167,9 +168,9 @@ def test_conversations_are_rendered_side_by_side() -> None:
         assert not late.done() and texts == [str(n) for n in range(40)]
         with pytest.raises(PromptError, match="takes more than"):
             late.result()
-    for renderer in _RENDERERS._idle:
-        renderer._process.kill()
-        renderer._process.wait()
+    renderers = own_processes("template_worker")
+    assert renderers
+    end(renderers)
     assert render("{{ 1 }}", MESSAGES, {}) == "1"
 
 
@@ -239,8 +240,9 @@ def test_long_texts_have_the_tokens_of_short_ones(made: Tokenizer) -> None:
     words = ["the", "there", "a café", "</s>", "  b", "\n日本", "e" * 9, "<tool call>"]
     text = " ".join(words[i * i % len(words)] for i in range(3000))
     assert len(text) > LONG_TEXT
+    library = tokenizers.Tokenizer.from_str(made.to_json())
     for special in (True, False):
-        assert made.encode(text, special) == made._backend.encode(text, add_special_tokens=special).ids
+        assert made.encode(text, special) == library.encode(text, add_special_tokens=special).ids
     longest = max((made.token_text(i) or "" for i in range(made.vocab_size)), key=lambda name: len(name.encode()))
     assert made.max_token_bytes == len(longest.encode())
 

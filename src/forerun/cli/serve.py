@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,6 @@ import typer
 from forerun.cli import options as opt
 from forerun.cli.console import print_note
 from forerun.cli.engine import open_llm
-from forerun.cli.listening import check_address
 from forerun.config import api_key_from_environment
 from forerun.errors import ConfigError
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from forerun.server.settings import ServerSettings
 
 SERVER, SAFETY = "Server", "Limits and safety"
+LARGEST_PORT = 65535
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -95,7 +96,7 @@ def serve(
     settings = _settings(name, given)
     listen = {"host": host, "port": port, **_tls(ssl_certfile, ssl_keyfile)}
     engine = _engine_options(name, given)
-    check_address(host, port)
+    _check_address(host, port)
     _note_open(host, settings)
     _bound_memory()
     _run(open_llm(name, note=logging.getLogger("forerun.server").warning, **engine), settings, listen)
@@ -169,6 +170,21 @@ def _allowed_hosts(host: str, given: list[str] | None, has_keys: bool) -> tuple[
         return tuple(given or ())
     own = dict.fromkeys((*LOOPBACK_NAMES, host))
     return (*own, *(given or ())) if given or not has_keys else ()
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raises ConfigError for a port that is none or is taken, and for a host this machine does not have."""
+    if not 0 <= port <= LARGEST_PORT:
+        raise ConfigError(f"--port must be from 0 (takes a free one) to {LARGEST_PORT}; got {port}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server itself will
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host} port {port}: {error.strerror}; choose another --port or --host"
+            ) from error
 
 
 def _tls(certificate: Path | None, key: Path | None) -> dict[str, Any]:

@@ -206,6 +206,8 @@ class GrammarCompiler:
                 vocabulary = self._vocabulary()
                 if self._closed:
                     raise ApiError(503, "the server is shutting down")
+                if self._worker is not None:
+                    self._worker.kill()  # it has ended: its socket remains
                 self._worker = _Worker()
                 if not self._worker.greet(vocabulary, self._tokenizer.eos_token_ids):
                     self._worker.kill()
