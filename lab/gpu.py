@@ -109,21 +109,21 @@ def work(given: argparse.Namespace) -> int:
     bench = prepared(kernels, Path(given.folder), given.rehearse)
     if {"speed", "peers"} & set(given.parts):
         begin_widening(bench)
-    return Run(bench, given).all_parts()
+    return GpuRun(bench, given).all_parts()
 
 
 def prepared(kernels: Any, folder: Path, rehearses: bool) -> Bench:
     """The setting of a run; the bandwidth is measured first, everything is compared with it."""
     from gpu_kernels import bandwidth
     from gpu_setting import CARD, Bench, rehearsal, timer, tiny_model
-    from gpu_widen import Widening
+    from gpu_widen import WideningProcess
 
     small = str(tiny_model(folder / "tiny")) if rehearses else "mini"
     sizes = rehearsal(Path(small)) if rehearses else CARD
     seconds = timer(kernels.device)
     draft = small if rehearses else "mini-draft"
     speed = bandwidth(kernels.device, sizes, seconds)
-    return Bench(kernels, sizes, folder, small, draft, seconds, speed, rehearses, Widening(folder))
+    return Bench(kernels, sizes, folder, small, draft, seconds, speed, rehearses, WideningProcess(folder))
 
 
 def begin_widening(bench: Bench) -> None:
@@ -137,7 +137,7 @@ def begin_widening(bench: Bench) -> None:
         traceback.print_exc()
 
 
-class Run:
+class GpuRun:
     """The parts in order, and what they have found so far, kept after every case."""
 
     def __init__(self, bench: Bench, given: argparse.Namespace) -> None:

@@ -48,7 +48,7 @@ from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.build import Builder
 from forerun.models.decoder import Decoder
 from forerun.models.heads.head import POSITION_SHIFT
-from forerun.quant.base import Part
+from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseFormat
 from forerun.quant.grouped import GroupedWeight
 
@@ -205,7 +205,7 @@ class PaperWeight(GroupedWeight):
 class PaperFormat(RandomGroupedFormat):
     """Every matrix as small integers of one layout, without numbers."""
 
-    def read(self, source: Any, parts: Sequence[Part], columns: int, kernels: Any, dtype: Any) -> PaperWeight:
+    def read(self, source: Any, parts: Sequence[RowPart], columns: int, kernels: Any, dtype: Any) -> PaperWeight:
         """All parts together, packed for the kernels of this module whoever asks."""
         matrix: Any = PaperMatrix(self._layout, sum(part.rows for part in parts), columns)
         return PaperWeight(kernels if isinstance(kernels, PaperKernels) else PaperKernels(), matrix)

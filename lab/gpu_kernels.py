@@ -29,11 +29,11 @@ from forerun.kernels.ops import AttentionRows, HeadLayout, LayerKV
 from forerun.kernels.reference import ReferenceKernels
 from forerun.kernels.triton import attention_plan
 from forerun.models.config import ModelConfig
-from forerun.quant.base import Part
+from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseFormat
 from forerun.weights.resolve import resolve_model
 from gpu_compile import ahead
-from gpu_setting import Bench, Due, Seconds, Sizes, in_time
+from gpu_setting import Bench, BenchSizes, Due, Seconds, in_time
 from gpu_watch import Noted
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,7 +104,7 @@ def compiling(bench: Bench, due: Due, noted: Noted) -> None:
             noted.error(row["kernel"], "; ".join(row["problems"]))
 
 
-def bandwidth(device: torch.device, sizes: Sizes, seconds: Seconds) -> float:
+def bandwidth(device: torch.device, sizes: BenchSizes, seconds: Seconds) -> float:
     """Bytes a second that a copy reads and writes."""
     source = torch.ones(sizes.copy_bytes // 4, device=device)
     target = torch.empty_like(source)
@@ -177,7 +177,7 @@ def product_rows(bench: Bench, case: tuple[str, str, str]) -> Iterator[dict[str,
 def random_weight(kind: WeightKind, num_outputs: int, num_inputs: int, kernels: Any) -> Any:
     """A matrix in that storage; one of fewer outputs has the first rows of one with more."""
     form = DenseFormat() if kind.grouped is None else RandomGroupedFormat(kind.grouped)
-    return form.read(RandomSource(kind.dtype), [Part("random", num_outputs)], num_inputs, kernels, kind.dtype)
+    return form.read(RandomSource(kind.dtype), [RowPart("random", num_outputs)], num_inputs, kernels, kind.dtype)
 
 
 def compared(found: Tensor, expected: Tensor) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from forerun import LLM, SamplingParams
 from forerun.bench import curve as curves
 from forerun.bench.conversation import fitting_cases, run_cases
 from forerun.bench.drafters import auto_drafters, needing_nothing
-from forerun.bench.passes import Passes
+from forerun.bench.passes import TimedPasses
 from forerun.bench.prompts import PromptCase, read_prompts
 from forerun.bench.shapes import read_shape
 from forerun.bench.speed import PLAIN
@@ -34,7 +34,7 @@ from forerun.models.build import Builder
 from forerun.quant.dense import DenseFormat
 from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer
-from gpu_setting import Bench, Due, RepeatedSource, Sizes, back_to_back_s, in_time
+from gpu_setting import Bench, BenchSizes, Due, RepeatedSource, back_to_back_s, in_time
 from gpu_watch import Noted
 from gpu_widen import MODEL as WIDENED
 
@@ -71,13 +71,13 @@ def curve_rows(bench: Bench, due: Due, noted: Noted, case: tuple[str, str]) -> I
 
 @dataclass(frozen=True, slots=True)
 class InARow:
-    """Passes of which several are enqueued before anybody waits: the card's own time, where the host is ahead of it."""
+    """Passes enqueued several at a time, so that the host is ahead and the GPU's own time is measured."""
 
-    passes: Passes
+    passes: TimedPasses
     number: int
 
     def chain(self, context: int, tokens: int) -> ForwardBatch:
-        """See `Passes.chain`."""
+        """See `TimedPasses.chain`."""
         return self.passes.chain(context, tokens)
 
     def run(self, batch: ForwardBatch) -> None:
@@ -87,7 +87,7 @@ class InARow:
         synchronize(self.passes.cache.device)
 
     def bytes_read(self, context: int, tokens: int) -> int:
-        """See `Passes.bytes_read`."""
+        """See `TimedPasses.bytes_read`."""
         return self.passes.bytes_read(context, tokens)
 
     def each(self, measured: curves.Measured[curves.Case]) -> curves.Measured[curves.Case]:
@@ -96,14 +96,14 @@ class InARow:
                                           for case, spans in measured.seconds.items()})  # fmt: skip
 
 
-def passes_of(bench: Bench, name: str, weights: str) -> Passes:
+def passes_of(bench: Bench, name: str, weights: str) -> TimedPasses:
     """A model of random weights and a pool for all contexts."""
     shape, kind = read_shape(name), read_kind(weights)
     form = DenseFormat() if kind.grouped is None else RandomGroupedFormat(kind.grouped)
     num_rows = max(bench.sizes.contexts) + max(bench.sizes.rows)
     source = RepeatedSource(kind.dtype)
     model = Builder(shape.config, shape.family, source, bench.kernels, None, num_rows, lambda *_: form).decoder()
-    return Passes(model, bench.kernels, num_rows)
+    return TimedPasses(model, bench.kernels, num_rows)
 
 
 # -- drafters --------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def speed(bench: Bench, due: Due, noted: Noted) -> None:
     in_time(speed_cases(bench.sizes), due, noted, str, partial(speed_rows, bench, noted, models))
 
 
-def speed_cases(sizes: Sizes) -> list[SpeedCase]:
+def speed_cases(sizes: BenchSizes) -> list[SpeedCase]:
     """Greedy ones first, of these the batches that something must be shown for; long prompts for the small model."""
     first, others = sizes.batches[:FIRST_BATCHES], sizes.batches[FIRST_BATCHES:]
     long = [(SMALL, sizes.batches[0], True)] if sizes.long_model_len else []
@@ -244,7 +244,7 @@ def sizes_of(llm: LLM, bench: Bench) -> dict[str, Any]:
 def host_share(llm: LLM, bench: Bench) -> dict[str, Any]:
     """How much longer a plain step of one request is than the card's part of it, a pass among many in a row."""
     with torch.inference_mode():
-        passes: Any = Passes(llm.loaded.model, llm.kernels, CONTEXT + 1)  # type: ignore[arg-type]
+        passes: Any = TimedPasses(llm.loaded.model, llm.kernels, CONTEXT + 1)  # type: ignore[arg-type]
         batch = passes.chain(CONTEXT, 1)
         run = partial(passes.runner.run, batch)
         pass_s = back_to_back_s(run, bench.device, bench.sizes.passes)
@@ -320,7 +320,7 @@ def peers(bench: Bench, due: Due, noted: Noted) -> None:
     in_time(peer_cases(bench.sizes), due, noted, " ".join, partial(peer_rows, bench, models, assistant))
 
 
-def peer_cases(sizes: Sizes) -> list[tuple[str, str, str]]:
+def peer_cases(sizes: BenchSizes) -> list[tuple[str, str, str]]:
     """Model, method, batch; assisted generation takes one prompt at a time."""
     first, *others = sizes.batches
     stages = [("generate", first), ("assisted", 1)], [("generate", batch) for batch in others]

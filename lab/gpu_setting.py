@@ -21,14 +21,14 @@ from forerun.kernels.ops import Kernels
 from forerun.kernels.triton.graphs import CudaCapture
 from gpu_compile import WIDTHS
 from gpu_watch import Noted
-from gpu_widen import Widening
+from gpu_widen import WideningProcess
 
 Seconds = Callable[[Sequence[Callable[[], object]], int], float]
 Case = TypeVar("Case")
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class BenchSizes:
     """How large a run is."""
 
     shapes: tuple[str, ...]  # names or folders with a config.json, small to large
@@ -54,12 +54,12 @@ class Sizes:
     long_model_len: int = 2048  # of the small model; 0: no long prompts
 
 
-CARD = Sizes(("llama-3.2-1b", "llama-3.1-8b"), (1024, 8192, 32768, 131072 - 64))  # 64: room for the pass itself
+CARD = BenchSizes(("llama-3.2-1b", "llama-3.1-8b"), (1024, 8192, 32768, 131072 - 64))  # 64: room for the pass itself
 
 
-def rehearsal(tiny: Path) -> Sizes:
+def rehearsal(tiny: Path) -> BenchSizes:
     """Everything once, on a model of one narrow layer."""
-    return Sizes(
+    return BenchSizes(
         (str(tiny),), (8, 300), rows=(1, 3), compiled_rows=(3,), tree_widths=(), repeats=1, cold_bytes=1,
         copy_bytes=1 << 16, matmul_size=32,
         tests=("tests/kernels/triton/test_rowwise.py", "-k", "edges"), batches=(2,), temperatures=(0.0,),
@@ -73,14 +73,14 @@ class Bench:
     """What every part is given."""
 
     kernels: Kernels
-    sizes: Sizes
+    sizes: BenchSizes
     folder: Path  # temporary
     small: str  # the model to run and to widen
     draft: str  # a model that drafts for it
     seconds: Seconds
     bandwidth: float  # bytes a second, read and written by a copy
     rehearses: bool
-    widening: Widening  # of the small model, and of its heads
+    widening: WideningProcess  # of the small model, and of its heads
     backend: str = "triton"  # kernels of engines, as `forerun` calls them
 
     @property

@@ -46,7 +46,7 @@ class Widened(NamedTuple):
     errors: dict[str, str]
 
 
-class Widening:
+class WideningProcess:
     """The process that widens, and where its work lies."""
 
     def __init__(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ PREFILL_CHUNK = 512
 MAX_TOKENS = 64  # of a pass that is not a prompt
 
 
-class Engine(Protocol):
+class PeerEngine(Protocol):
     """What is compared."""
 
     version: str
@@ -43,7 +43,7 @@ class Forerun:
 
     def __init__(self, given: dict[str, Any]) -> None:
         import forerun
-        from forerun.bench.passes import Passes
+        from forerun.bench.passes import TimedPasses
         from forerun.kernels.select import select_kernels
         from forerun.models.loader import load_model
 
@@ -51,10 +51,10 @@ class Forerun:
         model: Any = load_model(given["file"], kernels, max_position=given["max_rows"]).model
         self.version = forerun.__version__
         self.compared = f"the GGUF file in {given['type']}, KV cache {model.kv_specs[0].dtype}, {kernels.name}"
-        self._passes = Passes(model, kernels, given["max_rows"])
+        self._passes = TimedPasses(model, kernels, given["max_rows"])
 
     def chain(self, context: int, tokens: int) -> float:
-        """See Engine."""
+        """See PeerEngine."""
         batch = self._passes.chain(context, tokens)
         self._passes.run(batch)
         start = perf_counter()
@@ -62,14 +62,14 @@ class Forerun:
         return perf_counter() - start
 
     def prefill(self, tokens: int) -> float:
-        """See Engine."""
+        """See PeerEngine."""
         start = perf_counter()
         for batch in self._passes.chunks(tokens, PREFILL_CHUNK):
             self._passes.run(batch)
         return perf_counter() - start
 
     def logits(self, tokens: int) -> list[float]:
-        """See Engine."""
+        """See PeerEngine."""
         passes = self._passes
         row: list[float] = passes.runner.run(passes.chain(0, tokens)).logits[-1].tolist()
         return row
@@ -95,13 +95,13 @@ class LlamaCpp:
         self._prompts: dict[int, Any] = {}  # likewise, empty
 
     def chain(self, context: int, tokens: int) -> float:
-        """See Engine."""
+        """See PeerEngine."""
         own = self._contexts.get(context) or self._filled_context(context)
         self._timed(own, context, tokens)
         return self._timed(own, context, tokens)
 
     def prefill(self, tokens: int) -> float:
-        """See Engine."""
+        """See PeerEngine."""
         own = self._prompts.get(tokens) or self._new_context(tokens)
         self._prompts[tokens] = own
         started = perf_counter()
@@ -111,7 +111,7 @@ class LlamaCpp:
         return seconds
 
     def logits(self, tokens: int) -> list[float]:
-        """See Engine."""
+        """See PeerEngine."""
         own = self._new_context(tokens)
         self._fill(own, tokens)
         size = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
@@ -187,7 +187,7 @@ class OpenVino:
         self._states: dict[int, list[Any]] = {}
 
     def chain(self, context: int, tokens: int) -> float:
-        """See Engine. The last known token is computed again first: after that the cache has room to grow in."""
+        """See PeerEngine. The last known token is computed again first: after that the cache has room to grow in."""
         self._set_back(max(context - 1, 0))
         self._infer(max(context - 1, 0), min(context, 1) or tokens)
         if not context:
@@ -197,7 +197,7 @@ class OpenVino:
         return perf_counter() - started
 
     def prefill(self, tokens: int) -> float:
-        """See Engine. Logits of all tokens are computed: the converted model has no other output."""
+        """See PeerEngine. Logits of all tokens are computed: the converted model has no other output."""
         self._request.reset_state()
         started = perf_counter()
         for start in range(0, tokens, PREFILL_CHUNK):
@@ -205,7 +205,7 @@ class OpenVino:
         return perf_counter() - started
 
     def logits(self, tokens: int) -> list[float]:
-        """See Engine."""
+        """See PeerEngine."""
         self._request.reset_state()
         self._infer(0, tokens)
         row: list[float] = self._request.get_tensor("logits").data[0, -1].tolist()
@@ -236,7 +236,7 @@ class OpenVino:
         )
 
 
-ENGINES: dict[str, type[Engine]] = {"forerun": Forerun, "llama.cpp": LlamaCpp, "openvino": OpenVino}
+ENGINES: dict[str, type[PeerEngine]] = {"forerun": Forerun, "llama.cpp": LlamaCpp, "openvino": OpenVino}
 
 
 def token_id(index: int, vocab_size: int) -> int:
@@ -244,7 +244,7 @@ def token_id(index: int, vocab_size: int) -> int:
     return (17 + 7919 * index) % vocab_size
 
 
-def answer(engine: Engine, first: str, tokens: str) -> Any:
+def answer(engine: PeerEngine, first: str, tokens: str) -> Any:
     """What a line asks for."""
     if first == "logits":
         return engine.logits(int(tokens))

@@ -36,9 +36,9 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from forerun.bench.serve_client import api_root, open_client
-from forerun.bench.serve_load import Load, Run
+from forerun.bench.serve_load import LoadRun, OfferedLoad
 from forerun.bench.serve_report import Objective, summary
-from forerun.bench.serve_workload import Ask, Fields
+from forerun.bench.serve_workload import Ask, RequestFields
 from forerun.bench.shapes import read_shape
 from peer_files import write_gguf
 
@@ -239,8 +239,8 @@ async def over_http(url: str, given: argparse.Namespace) -> Report:
     async with open_client(api_root(url), None, TIMEOUT_S, keep_alive=False) as client:
         model = await client.first_model()
         for name, (some, at_once) in loads(given).items():
-            fields = Fields(model, num_tokens(name, given), 0.0, 0, extra={"ignore_eos": True})
-            outcomes = await Run(client, fields)(some, Load(at_once, None, 0))  # type: ignore[arg-type]
+            fields = RequestFields(model, num_tokens(name, given), 0.0, 0, extra={"ignore_eos": True})
+            outcomes = await LoadRun(client, fields)(some, OfferedLoad(at_once, None, 0))  # type: ignore[arg-type]
             figures = summary(outcomes, Objective())
             written = {outcome.num_tokens for outcome in outcomes}
             if figures["errors"] or written != {fields.max_tokens}:

@@ -42,7 +42,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Material:
+class PromptMaterial:
     """What prompts are made of."""
 
     texts: tuple[str, ...]  # running text, long
@@ -58,14 +58,14 @@ class Material:
     dialogues: tuple[tuple[str, ...], ...]  # what the first speaker says
 
 
-def load_material(data_dir: Path) -> Material:
+def load_material(data_dir: Path) -> PromptMaterial:
     """Reads what the kinds need of the training folder; raises DataError for a file that is missing or damaged."""
     texts = [text for name in PROSE for text in prose_of(data_dir, name)]
     speech = " ".join(
         " ".join(map(tidy_speech, record["transcript"])) for record in read_records(data_dir, "qmsum_train")
     )
     sentences = [line for text in texts for line in sentences_of(text[:6000]) if 30 < len(line) < 160]
-    return Material(
+    return PromptMaterial(
         texts=(*texts, *cut(speech, CHARS_OF_A_RECORD)),
         sentences=tuple(sentences),
         names=tuple(dict.fromkeys(name for text in texts for name in CAPITALIZED.findall(text[:8000]))),
@@ -123,7 +123,7 @@ def spoken_by_users(data_dir: Path) -> Iterator[tuple[str, ...]]:
 class Asker:
     """Makes prompts of one kind after the other."""
 
-    def __init__(self, material: Material, rng: random.Random) -> None:
+    def __init__(self, material: PromptMaterial, rng: random.Random) -> None:
         self.material, self.rng = material, rng
 
     # -- gaps -----------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ SHARES: Mapping[str, float] = {  # of the prompts
 }
 
 
-def make_prompts(material: Material, leaks: frozenset[int], count: int, seed: int) -> list[Asked]:
+def make_prompts(material: PromptMaterial, leaks: frozenset[int], count: int, seed: int) -> list[Asked]:
     """Makes `count` different prompts, none with a 13-gram in `leaks`; raises DataError if there are not so many."""
     rng = random.Random(seed)
     asker, found = Asker(material, rng), dict[tuple[str, ...], Asked]()

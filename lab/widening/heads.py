@@ -30,7 +30,7 @@ from forerun.models.fields import Fields
 from forerun.weights.checkpoint import SINGLE_FILE, Checkpoint
 from widening.model import open_source, write_folder
 from widening.sizes import Axis, Sizes, appended, head_axes, joined
-from widening.tensors import Piece, Spread
+from widening.tensors import Spread, TensorPiece
 
 MTP = "model.mtp_layers.0"
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -75,12 +75,12 @@ def widen_head(target: WidenedTarget, folder: Path, out: Path) -> dict[str, Any]
     checkpoint = Checkpoint.open(folder)
     if not (folder / SINGLE_FILE).exists():
         raise UnsupportedError(f"{folder} holds its tensors in several files; save the head as one {SINGLE_FILE}")
-    for layout in (_Medusa, _Eagle3, _Mtp):
+    for layout in (_Medusa, _WideEagle3, _Mtp):
         if checkpoint.has(layout.sign):
             return _write(layout(checkpoint, target), out)
     raise UnsupportedError(
         f"{folder} holds no head that can be widened: there is none of {_Medusa.sign} (Medusa, vLLM's layout), "
-        f"{_Eagle3.sign} (EAGLE-3) and {_Mtp.sign} (MTP, MiMo's layout)"
+        f"{_WideEagle3.sign} (EAGLE-3) and {_Mtp.sign} (MTP, MiMo's layout)"
     )
 
 
@@ -112,7 +112,7 @@ class _HeadWidening(Spread):
                 f"{target.checkpoint.folder} was made from had {target.before.hidden_size}; give a head of that size"
             )
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """Every tensor."""
         raise NotImplementedError
 
@@ -121,7 +121,7 @@ class _HeadWidening(Spread):
         mark = {"head": str(self.checkpoint.folder), "hidden_size": self.target.before.hidden_size}
         return {**self.checkpoint.config, "hidden_size": self.target.now.hidden_size, WIDENED_FROM: mark}
 
-    def _matrix(self, name: str, columns: Axis, free: bool, rows: Axis | None = None) -> Iterator[Piece]:
+    def _matrix(self, name: str, columns: Axis, free: bool, rows: Axis | None = None) -> Iterator[TensorPiece]:
         """A matrix, and its bias if there is one; `rows` other than the hidden size's stay as many as they are."""
         weight = f"{name}.weight"
         rows = rows or _same(self.checkpoint.shape(weight)[0])
@@ -129,11 +129,11 @@ class _HeadWidening(Spread):
         if self.checkpoint.has(f"{name}.bias"):
             yield self._piece(f"{name}.bias", (rows,), free)
 
-    def _kept(self) -> Iterator[Piece]:
+    def _kept(self) -> Iterator[TensorPiece]:
         for name in KEPT:
             if self.checkpoint.has(name):
                 tensor = self._integers(name)
-                yield Piece(name, tuple(tensor.shape), tensor.dtype, tensor.clone)
+                yield TensorPiece(name, tuple(tensor.shape), tensor.dtype, tensor.clone)
 
     def _integers(self, name: str) -> Tensor:
         """A map as it is stored, which may be in single bits."""
@@ -151,7 +151,7 @@ class _Medusa(_HeadWidening):
 
     kind, sign = "medusa", "blocks.0.layers.0.weight"
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """See `_HeadWidening`."""
         for name in self.checkpoint:
             module = name.removesuffix(".weight")
@@ -163,11 +163,11 @@ class _Medusa(_HeadWidening):
             yield self._shared_output()
         yield from self._kept()
 
-    def _shared_output(self) -> Piece:
+    def _shared_output(self) -> TensorPiece:
         """The new columns are the target's, so that an output layer that was the target's own still is."""
         rows = self.checkpoint.shape("lm_head.weight")[0]
         dtype, shape = self.checkpoint.dtype("lm_head.weight"), (rows, self.target.now.hidden_size)
-        return Piece("lm_head.weight", shape, dtype, partial(self._output_rows, rows, dtype))
+        return TensorPiece("lm_head.weight", shape, dtype, partial(self._output_rows, rows, dtype))
 
     def _output_rows(self, rows: int, dtype: torch.dtype) -> Tensor:
         whole = self.target.output_rows().to(dtype)  # [V, H]
@@ -199,7 +199,7 @@ class _WithLayer(_HeadWidening):
         self._query, self._key = head_axes(old, self._sizes, self._head_dim)
         self._ffn = appended(old.ffn_size, ffn_size)
 
-    def _layer(self, prefix: str, columns: Axis) -> Iterator[Piece]:
+    def _layer(self, prefix: str, columns: Axis) -> Iterator[TensorPiece]:
         """Attention that reads `columns`, and the feed-forward layer; without norms."""
         for name, rows in (("q_proj", self._query), ("k_proj", self._key), ("v_proj", self._key)):
             yield from self._matrix(f"{prefix}.self_attn.{name}", columns, free=True, rows=rows)
@@ -208,7 +208,7 @@ class _WithLayer(_HeadWidening):
             yield from self._matrix(f"{prefix}.mlp.{name}", self._hidden, free=True, rows=self._ffn)
         yield from self._matrix(f"{prefix}.mlp.down_proj", self._ffn, free=False, rows=self._hidden)
 
-    def _norms(self, prefix: str, names: str) -> Iterator[Piece]:
+    def _norms(self, prefix: str, names: str) -> Iterator[TensorPiece]:
         for name in names.split():
             yield self._norm(f"{prefix}.{name}.weight", self._hidden)
 
@@ -231,12 +231,12 @@ def _grown(size: int, before: int, now: int) -> int:
     return max(size, math.ceil(size * now / before))
 
 
-class _Eagle3(_WithLayer):
+class _WideEagle3(_WithLayer):
     """fc over three states, a layer that reads embedding and state, an output layer over the draft vocabulary."""
 
     kind, sign = "eagle3", "midlayer.hidden_norm.weight"
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """See `_HeadWidening`."""
         hidden = self._hidden
         yield from self._matrix("fc", joined((hidden,) * 3), free=False, rows=hidden)
@@ -266,7 +266,7 @@ class _Mtp(_WithLayer):
 
     kind, sign = "mtp", f"{MTP}.input_proj.weight"
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """See `_HeadWidening`."""
         hidden = self._hidden
         yield from self._matrix(f"{MTP}.input_proj", joined((hidden, hidden)), free=False, rows=hidden)

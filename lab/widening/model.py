@@ -31,7 +31,7 @@ from forerun.models.loader import INERT_TENSORS, find_family
 from forerun.weights.checkpoint import INDEX_FILE, INDEX_FILES, Checkpoint, read_json
 from forerun.weights.safetensors_write import write_tensors
 from widening.sizes import Sizes, is_exact
-from widening.tensors import Piece, Widening
+from widening.tensors import TensorPiece, Widening
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")  # whose arithmetic the argument in widening.tensors covers
 SHARD_BYTES = 512 << 20
@@ -68,7 +68,7 @@ def widen(source: tuple[Checkpoint, ModelConfig, Family], sizes: Sizes, out: Pat
     return _report(config, sizes, pieces, total)
 
 
-def write_folder(out: Path, pieces: Sequence[Piece], config: Mapping[str, Any], source: Path) -> int:
+def write_folder(out: Path, pieces: Sequence[TensorPiece], config: Mapping[str, Any], source: Path) -> int:
     """Write tensors, config.json and the other files of the folder `source` to the new folder `out` -> bytes."""
     total = sum(piece.nbytes for piece in pieces)
     _check_target(out, total)
@@ -103,7 +103,7 @@ def widened_config(raw: Mapping[str, Any], config: ModelConfig, sizes: Sizes, na
     return {**raw, **changed}
 
 
-def _refuse_others(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
+def _refuse_others(checkpoint: Checkpoint, pieces: Sequence[TensorPiece]) -> None:
     """Tensors that would be left out silently may belong to the function."""
     known = {piece.name for piece in pieces}
     inert = (*INERT_TENSORS, "lm_head.weight")  # the last: a stored copy of a tied table
@@ -128,7 +128,7 @@ def _check_target(out: Path, needed: int) -> None:
         )
 
 
-def _write_tensors(folder: Path, pieces: Sequence[Piece]) -> None:
+def _write_tensors(folder: Path, pieces: Sequence[TensorPiece]) -> None:
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(_shards(pieces), 1):
         name = f"model-{number:05d}.safetensors"
@@ -147,9 +147,9 @@ def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
             raise CheckpointError(f"tensor {name} holds NaN or infinity; a model with such weights cannot be widened")
 
 
-def _shards(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _shards(pieces: Sequence[TensorPiece]) -> Iterator[list[TensorPiece]]:
     """Neighbouring tensors of about SHARD_BYTES together."""
-    shard: list[Piece] = []
+    shard: list[TensorPiece] = []
     for piece in pieces:
         if shard and sum(other.nbytes for other in shard) + piece.nbytes > SHARD_BYTES:
             yield shard
@@ -170,7 +170,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
 
-def _report(config: ModelConfig, sizes: Sizes, pieces: Sequence[Piece], total: int) -> dict[str, Any]:
+def _report(config: ModelConfig, sizes: Sizes, pieces: Sequence[TensorPiece], total: int) -> dict[str, Any]:
     old = Sizes.of(config)
     return {
         "sizes": asdict(sizes),

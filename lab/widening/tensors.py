@@ -29,7 +29,7 @@ SEED = 0
 NORM_SPREAD = 0.1
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """One tensor of the widened model, made when it is asked for."""
 
     name: str
@@ -54,11 +54,11 @@ class Spread:
         self._exact = is_exact(old_hidden, new_hidden)
         self._random = torch.randn(PERIOD, generator=torch.Generator().manual_seed(SEED))  # [PERIOD]
 
-    def _piece(self, name: str, axes: tuple[Axis, ...], free: bool) -> Piece:
+    def _piece(self, name: str, axes: tuple[Axis, ...], free: bool) -> TensorPiece:
         """A tensor whose new entries are random if `free`, else zero."""
         dtype = self._dtype(name, axes[0])
         make = partial(self._spread, name, axes, dtype, free)
-        return Piece(name, tuple(axis.size for axis in axes), dtype, make)
+        return TensorPiece(name, tuple(axis.size for axis in axes), dtype, make)
 
     def _spread(self, name: str, axes: tuple[Axis, ...], dtype: torch.dtype, free: bool) -> Tensor:
         shape = tuple(axis.size for axis in axes)
@@ -69,9 +69,9 @@ class Spread:
             tensor[_grid([axis.kept for axis in axes])] = old[_grid([axis.origin[axis.kept] for axis in axes])]
         return tensor
 
-    def _norm(self, name: str, axis: Axis) -> Piece:
+    def _norm(self, name: str, axis: Axis) -> TensorPiece:
         dtype = self._dtype(name, axis) if self._exact else torch.float32
-        return Piece(name, (axis.size,), dtype, partial(self._widened_norm, name, axis, dtype))
+        return TensorPiece(name, (axis.size,), dtype, partial(self._widened_norm, name, axis, dtype))
 
     def _widened_norm(self, name: str, axis: Axis, dtype: torch.dtype) -> Tensor:
         """Weights over the factor; those of coordinates that are zero anyway are random."""
@@ -100,7 +100,7 @@ class Widening(Spread):
         self._ffn = appended(old.ffn_size, sizes.ffn_size)
         self._query, self._key = head_axes(old, sizes, config.heads.head_dim)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """Every tensor, in the order of the model."""
         vocabulary = appended(self._config.vocab_size, self._config.vocab_size)
         names, tied = self._names, self._config.tie_embeddings
@@ -111,7 +111,7 @@ class Widening(Spread):
         if not tied:
             yield self._piece(f"{names.lm_head}.weight", (vocabulary, self._hidden), free=True)
 
-    def _layer(self, index: int) -> Iterator[Piece]:
+    def _layer(self, index: int) -> Iterator[TensorPiece]:
         names, biases = self._names, self._config.biases
         prefix, new = names.layer.format(index=index), index >= self._config.num_layers
         hidden, ffn, query, key = (
@@ -127,7 +127,7 @@ class Widening(Spread):
 
     def _modules(
         self, prefix: str, names: Sequence[str], rows: tuple[Axis, ...], columns: Axis, biased: bool, free: bool
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TensorPiece]:
         """Weights and biases; a single name holds the rows of all."""
         parts = (joined(rows),) if len(names) == 1 else rows
         for name, axis in zip(names, parts, strict=True):
@@ -135,14 +135,14 @@ class Widening(Spread):
             if biased:
                 yield self._piece(f"{prefix}.{name}.bias", (axis,), free)
 
-    def _head_norms(self, prefix: str, new: bool) -> Iterator[Piece]:
+    def _head_norms(self, prefix: str, new: bool) -> Iterator[TensorPiece]:
         """Norms over single heads, whose size does not change."""
         if not self._config.qk_norm:
             return
         size = self._config.heads.head_dim
         for name in (f"{prefix}.{self._names.query_norm}.weight", f"{prefix}.{self._names.key_norm}.weight"):
             dtype = self._dtype(name, appended(0 if new else size, size))
-            yield Piece(name, (size,), dtype, partial(self._head_norm, name, size, dtype, new))
+            yield TensorPiece(name, (size,), dtype, partial(self._head_norm, name, size, dtype, new))
 
     def _head_norm(self, name: str, size: int, dtype: torch.dtype, new: bool) -> Tensor:
         if new:

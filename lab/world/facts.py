@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from world.grammar import Sample, Wordings, a, capital, expand, listed
+from world.grammar import GrammarSample, Wordings, a, capital, expand, listed
 from world.words import DAYS, MONTHS, NUMBERS
 
 # A request is a question of one of three forms in one of the frames for that form.
@@ -53,7 +53,7 @@ class Fact(NamedTuple):
     answer: str
 
 
-def ask(fact: Fact, kind: str, rng: random.Random, split: str) -> Sample:
+def ask(fact: Fact, kind: str, rng: random.Random, split: str) -> GrammarSample:
     """The fact in one of the split's wordings, sometimes typed without capitals."""
     form = rng.choice([frames for frames, text in ((DIRECT, fact.direct), (DIRECT, fact.direct), (INDIRECT,
                        fact.indirect), (NOUN, fact.noun)) if text])  # fmt: skip
@@ -63,7 +63,7 @@ def ask(fact: Fact, kind: str, rng: random.Random, split: str) -> Sample:
         names["q"] = capital(fact.direct)
     text = expand(frame, rng, names)
     text = text.lower() if rng.random() < 0.1 else text
-    return Sample(kind, ((text.rstrip("?.") if rng.random() < 0.1 else text, fact.answer),))
+    return GrammarSample(kind, ((text.rstrip("?.") if rng.random() < 0.1 else text, fact.answer),))
 
 
 # -- countries --------------------------------------------------------------------------------------------------
@@ -339,13 +339,13 @@ FACTS: dict[str, Callable[[random.Random], Fact]] = {
 SHARES = {"countries": 0.42, "calendar": 0.1, "words": 0.2, "animals": 0.1, "sums": 0.18}
 
 
-def fact(rng: random.Random, split: str) -> Sample:
+def fact(rng: random.Random, split: str) -> GrammarSample:
     """A question about a fact."""
     kind = rng.choices(list(SHARES), list(SHARES.values()))[0]
     return ask(FACTS[kind](rng), kind, rng, split)
 
 
-def several(rng: random.Random, split: str) -> Sample:
+def several(rng: random.Random, split: str) -> GrammarSample:
     """A conversation of several questions about facts, the later ones sometimes short."""
     samples = [fact(rng, split) for _ in range(rng.randint(2, 4))]
     turns = [turn for sample in samples for turn in sample.turns]
@@ -355,7 +355,7 @@ def several(rng: random.Random, split: str) -> Sample:
         follow = expand("[And|What about|And what about] {c}?", rng, {"c": named(rows[1].country)})
         turns = [(capital(first.direct) + "?", first.answer),
                  (follow, f"The capital of {named(rows[1].country)} is {rows[1].capital}."), *turns[:2]]  # fmt: skip
-    return Sample("facts_in_turns", tuple(turns))
+    return GrammarSample("facts_in_turns", tuple(turns))
 
 
 def sentences(rng: random.Random) -> Iterator[str]:

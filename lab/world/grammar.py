@@ -21,7 +21,7 @@ _SILENT_H = ("hour", "honest")
 
 
 @dataclass(frozen=True)
-class Sample:
+class GrammarSample:
     """A conversation: what the user says and what the assistant answers, in turns; `kind` says what it trains."""
 
     kind: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from world.grammar import Sample, Wordings, expand
+from world.grammar import GrammarSample, Wordings, expand
 from world.words import NUMBERS
 
 EXPLANATIONS: dict[str, tuple[str, ...]] = {
@@ -167,36 +167,36 @@ TOPIC_NAMES = {"sea": "the sea", "moon": "the moon", "rain": "rain", "cat": "a c
 SHORTENED = {"sleeping well": ("sleeping well", "a good night's sleep", "better sleep")}
 
 
-def explanation(rng: random.Random, split: str) -> Sample:
+def explanation(rng: random.Random, split: str) -> GrammarSample:
     """What something is, in some or all sentences known of it."""
     topic = rng.choice(list(EXPLANATIONS))
     lines = EXPLANATIONS[topic]
-    return Sample("explanation", ((expand(rng.choice(EXPLAIN.of(split)), rng, {"t": topic}), " ".join(lines)),))
+    return GrammarSample("explanation", ((expand(rng.choice(EXPLAIN.of(split)), rng, {"t": topic}), " ".join(lines)),))
 
 
-def advice(rng: random.Random, split: str) -> Sample:
+def advice(rng: random.Random, split: str) -> GrammarSample:
     """A numbered list of so many tips."""
     topic = rng.choice(list(ADVICE))
     count = rng.choice((2, 3, 3, 3, 4, 5))
     tips = rng.sample(ADVICE[topic], count)
     names = {"n": NUMBERS[count] if rng.random() < 0.7 else str(count), "t": rng.choice(SHORTENED.get(topic, (topic,)))}
     answer = "\n".join(f"{i}. {tip}" for i, tip in enumerate(tips, start=1))
-    return Sample("advice", ((expand(rng.choice(TIPS.of(split)), rng, names), answer),))
+    return GrammarSample("advice", ((expand(rng.choice(TIPS.of(split)), rng, names), answer),))
 
 
-def joke(rng: random.Random, split: str) -> Sample:
+def joke(rng: random.Random, split: str) -> GrammarSample:
     """A joke, in one answer or as a question back."""
     question, answer = rng.choice(JOKES)
     asked = expand(rng.choice(JOKE_REQUESTS.of(split)), rng)
     if rng.random() < 0.5:
-        return Sample("joke", ((asked, f"{question} {answer}"),))
-    return Sample(
+        return GrammarSample("joke", ((asked, f"{question} {answer}"),))
+    return GrammarSample(
         "joke", ((asked, question), (rng.choice(("I do not know.", "Why?", "Tell me!", "No idea.", "What?")), answer))
     )
 
 
-def poem(rng: random.Random, split: str) -> Sample:
+def poem(rng: random.Random, split: str) -> GrammarSample:
     """Four lines that rhyme."""
     topic, lines = rng.choice(RHYMES)
     asked = expand(rng.choice(POEM_REQUESTS.of(split)), rng, {"t": TOPIC_NAMES[topic]})
-    return Sample("poem", ((asked, "\n".join(lines)),))
+    return GrammarSample("poem", ((asked, "\n".join(lines)),))

@@ -22,10 +22,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from world import facts, knowledge, skills, talk
-from world.grammar import Sample, Wordings, expand
+from world.grammar import GrammarSample, Wordings, expand
 from world.stories import Story, story
 
-Make = Callable[[random.Random, str], Sample]
+Make = Callable[[random.Random, str], GrammarSample]
 STORY_REQUESTS = Wordings(
     train=("[Tell me|Write] a [short|little|] story about {about}.", "[Can|Could] you [tell|write] a story about {about}?",
            "[Tell me|Write] a story about {hero}.", "A story about {about}, please.", "I [want|would like] to [hear|read] a story "
@@ -53,21 +53,21 @@ EXAM: dict[str, Make] = {
 }  # fmt: skip
 
 
-def _of_five(rng: random.Random, split: str) -> Sample:
+def _of_five(rng: random.Random, split: str) -> GrammarSample:
     while True:
         sample = skills.sorting(rng, split)
         if sample.kind == "sorting" and sample.turns[0][1].count(",") == 4:
             return sample
 
 
-def asked_story(rng: random.Random, split: str) -> Sample:
+def asked_story(rng: random.Random, split: str) -> GrammarSample:
     """A story that was asked for, sometimes with a question about it."""
     told = story(rng)
     text = expand(rng.choice(STORY_REQUESTS.of(split)), rng, _said(told))
     turns = [(text, told.text)]
     if rng.random() < 0.25:
         turns.append(rng.choice(told.questions))
-    return Sample("story", tuple(turns))
+    return GrammarSample("story", tuple(turns))
 
 
 def _said(told: Story) -> dict[str, str]:
@@ -87,7 +87,9 @@ def records(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
         else:
             sample = rng.choices(makers, shares)[0](rng, "train")
             if rng.random() < 0.06:  # two subjects in one conversation
-                sample = Sample("two_subjects", sample.turns + rng.choices(makers, shares)[0](rng, "train").turns)
+                sample = GrammarSample(
+                    "two_subjects", sample.turns + rng.choices(makers, shares)[0](rng, "train").turns
+                )
             record = {"kind": sample.kind, "turns": turns_of(sample)}
         key = hash(json.dumps(record))
         if key not in seen:
@@ -103,7 +105,7 @@ def _plain(rng: random.Random) -> dict[str, Any]:
     return {"kind": "facts_text", "text": " ".join(lines)}
 
 
-def turns_of(sample: Sample) -> list[list[str]]:
+def turns_of(sample: GrammarSample) -> list[list[str]]:
     """The turns of a sample as [role, text]."""
     return [[role, text] for pair in sample.turns for role, text in zip(("user", "assistant"), pair, strict=True)]
 

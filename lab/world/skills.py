@@ -11,7 +11,7 @@ import random
 import string
 from collections.abc import Callable
 
-from world.grammar import Sample, Wordings, expand
+from world.grammar import GrammarSample, Wordings, expand
 from world.stories import story
 from world.words import (
     ALL_WORDS,
@@ -62,7 +62,7 @@ def _names(rng: random.Random) -> dict[str, str]:
     }  # fmt: skip
 
 
-def copying(rng: random.Random, split: str) -> Sample:
+def copying(rng: random.Random, split: str) -> GrammarSample:
     """A line, some lines, words or a code to be written again."""
     kind = rng.random()
     if kind < 0.55:
@@ -73,7 +73,7 @@ def copying(rng: random.Random, split: str) -> Sample:
         text = "".join(rng.choice(string.ascii_letters + string.digits) for _ in range(rng.randint(4, 14)))
     else:
         text = str(rng.randint(1000, 10**9))
-    return Sample("copying", ((expand("{f}", rng, {"f": _framed(COPY, rng, split, text)}), text),))
+    return GrammarSample("copying", ((expand("{f}", rng, {"f": _framed(COPY, rng, split, text)}), text),))
 
 
 def _framed(wordings: Wordings, rng: random.Random, split: str, text: str, **more: str) -> str:
@@ -110,7 +110,7 @@ LABELS = {"n": "count"}
 KEYS_SAID = {"n": "count"}
 
 
-def extraction(rng: random.Random, split: str) -> Sample:
+def extraction(rng: random.Random, split: str) -> GrammarSample:
     """Some fields of a message as a JSON object, in the order asked for."""
     who = person(rng)
     surname = rng.choice(SURNAMES)
@@ -129,7 +129,7 @@ def extraction(rng: random.Random, split: str) -> Sample:
     keys = [LABELS.get(name, name) for name in asked]
     said = f"{', '.join(keys[:-1])} and {keys[-1]}"
     answer = json.dumps({key: values[name] for key, name in zip(keys, asked, strict=True)})
-    return Sample("extraction", ((_framed(EXTRACT, rng, split, text, keys=said), answer),))
+    return GrammarSample("extraction", ((_framed(EXTRACT, rng, split, text, keys=said), answer),))
 
 
 # -- answering from a passage -----------------------------------------------------------------------------------
@@ -141,13 +141,13 @@ FROM_PASSAGE = Wordings(
 )  # fmt: skip
 
 
-def from_passage(rng: random.Random, split: str) -> Sample:
+def from_passage(rng: random.Random, split: str) -> GrammarSample:
     """One to three questions about a story."""
     told = story(rng)
     asked = rng.sample(told.questions, min(len(told.questions), rng.choice((1, 1, 2, 3))))
     question, answer = asked[0]
     first = _framed(FROM_PASSAGE, rng, split, told.text, q=question)
-    return Sample("from_passage", ((first, answer), *asked[1:]))
+    return GrammarSample("from_passage", ((first, answer), *asked[1:]))
 
 
 # -- edits ------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ VERBS = [
 ]
 
 
-def replacing(rng: random.Random, split: str) -> Sample:
+def replacing(rng: random.Random, split: str) -> GrammarSample:
     """A name or a thing of a text replaced by another."""
     told = story(rng)
     part = rng.choice([part for part in told.paragraphs if len(part) > 60] or told.paragraphs)
@@ -259,17 +259,17 @@ def replacing(rng: random.Random, split: str) -> Sample:
     ]
     old = rng.choice(names or [part.split()[0]])
     new = person(rng).name if old[0].isupper() else rng.choice(ALL_WORDS)
-    return Sample("edits", ((_framed(REPLACE, rng, split, part, a=old, b=new), part.replace(old, new)),))
+    return GrammarSample("edits", ((_framed(REPLACE, rng, split, part, a=old, b=new), part.replace(old, new)),))
 
 
-def correcting(rng: random.Random, split: str) -> Sample:
+def correcting(rng: random.Random, split: str) -> GrammarSample:
     """A sentence with one or two letters doubled, dropped or swapped."""
     line = _sentence(rng)
     words = line.split(" ")
     places = [i for i, word in enumerate(words) if word.isalpha() and word.islower() and len(word) > 3]
     for place in rng.sample(places, min(len(places), rng.choice((1, 1, 2)))):
         words[place] = _misspelt(words[place], rng)
-    return Sample("edits", ((_framed(CORRECT, rng, split, " ".join(words)), line),))
+    return GrammarSample("edits", ((_framed(CORRECT, rng, split, " ".join(words)), line),))
 
 
 def _misspelt(word: str, rng: random.Random) -> str:
@@ -279,16 +279,16 @@ def _misspelt(word: str, rng: random.Random) -> str:
     )
 
 
-def changing_case(rng: random.Random, split: str) -> Sample:
+def changing_case(rng: random.Random, split: str) -> GrammarSample:
     """A line in capital or small letters."""
     line = _sentence(rng)
     case = rng.choice(("capital", "small"))
-    return Sample(
+    return GrammarSample(
         "edits", ((_framed(CASE, rng, split, line, c=case), line.upper() if case == "capital" else line.lower()),)
     )
 
 
-def renaming(rng: random.Random, split: str) -> Sample:
+def renaming(rng: random.Random, split: str) -> GrammarSample:
     """A variable or a function of a short program renamed."""
     one, two, three, new, verb_object = rng.sample(NAMES, 5)
     function = f"{rng.choice(VERBS)}_{verb_object}"
@@ -305,12 +305,12 @@ def renaming(rng: random.Random, split: str) -> Sample:
     new = f"{rng.choice(VERBS)}_{new}" if gap == "f" else new
     before, after = pattern.format(**names), pattern.format(**{**names, gap: new})
     fence = "```python\n{}\n```"
-    return Sample(
+    return GrammarSample(
         "edits", ((_framed(RENAME, rng, split, fence.format(before), a=names[gap], b=new), fence.format(after)),)
     )
 
 
-def editing(rng: random.Random, split: str) -> Sample:
+def editing(rng: random.Random, split: str) -> GrammarSample:
     """One of the edits."""
     return rng.choice((replacing, replacing, correcting, changing_case, renaming, renaming))(rng, split)
 
@@ -347,53 +347,53 @@ SUMMARIZE = Wordings(
 ORDINALS = ("first", "second", "third", "fourth", "fifth")
 
 
-def sorting(rng: random.Random, split: str) -> Sample:
+def sorting(rng: random.Random, split: str) -> GrammarSample:
     """Two to seven words by the alphabet, most often five; or numbers by size."""
     count = rng.choice((2, 3, 4, 5, 5, 5, 5, 6, 7))
     if rng.random() < 0.15:
         numbers = rng.sample(range(1, 100), count)
-        return Sample("sorting_numbers", ((_framed(SORT_NUMBERS, rng, split, ", ".join(map(str, numbers))),
+        return GrammarSample("sorting_numbers", ((_framed(SORT_NUMBERS, rng, split, ", ".join(map(str, numbers))),
                                            ", ".join(map(str, sorted(numbers)))),))  # fmt: skip
     words = rng.sample(ALL_WORDS, count)
-    return Sample("sorting", ((_framed(SORT, rng, split, ", ".join(words)), ", ".join(sorted(words))),))
+    return GrammarSample("sorting", ((_framed(SORT, rng, split, ", ".join(words)), ", ".join(sorted(words))),))
 
 
-def counting(rng: random.Random, split: str) -> Sample:
+def counting(rng: random.Random, split: str) -> GrammarSample:
     """How many words a list has."""
     words = rng.sample(ALL_WORDS, rng.randint(1, 10))
     answer = f"{NUMBERS[len(words)].capitalize()} word{'s' * (len(words) > 1)}."
-    return Sample("counting", ((_framed(COUNT, rng, split, ", ".join(words)), answer),))
+    return GrammarSample("counting", ((_framed(COUNT, rng, split, ", ".join(words)), answer),))
 
 
-def picking(rng: random.Random, split: str) -> Sample:
+def picking(rng: random.Random, split: str) -> GrammarSample:
     """One word of a list by its place."""
     words = rng.sample(ALL_WORDS, rng.randint(3, 7))
     place = rng.randrange(min(5, len(words)))
     ordinal, answer = (ORDINALS[place], words[place]) if rng.random() < 0.8 else ("last", words[-1])
-    return Sample("picking", ((_framed(PICK, rng, split, ", ".join(words), o=ordinal), answer),))
+    return GrammarSample("picking", ((_framed(PICK, rng, split, ", ".join(words), o=ordinal), answer),))
 
 
-def reversing(rng: random.Random, split: str) -> Sample:
+def reversing(rng: random.Random, split: str) -> GrammarSample:
     """A list backwards."""
     words = rng.sample(ALL_WORDS, rng.randint(2, 6))
-    return Sample("reversing", ((_framed(REVERSE, rng, split, ", ".join(words)), ", ".join(reversed(words))),))
+    return GrammarSample("reversing", ((_framed(REVERSE, rng, split, ", ".join(words)), ", ".join(reversed(words))),))
 
 
-def summarizing(rng: random.Random, split: str) -> Sample:
+def summarizing(rng: random.Random, split: str) -> GrammarSample:
     """The story in the sentences that answer its questions, at most three."""
     told = story(rng)
-    return Sample(
+    return GrammarSample(
         "summarizing",
         ((_framed(SUMMARIZE, rng, split, told.text), " ".join(answer for _, answer in told.questions[:3])),),
     )
 
 
-SKILLS: tuple[tuple[float, Callable[[random.Random, str], Sample]], ...] = (
+SKILLS: tuple[tuple[float, Callable[[random.Random, str], GrammarSample]], ...] = (
     (0.16, copying), (0.18, extraction), (0.22, from_passage), (0.18, editing), (0.12, sorting), (0.03, counting),
     (0.03, picking), (0.03, reversing), (0.05, summarizing),
 )  # fmt: skip
 
 
-def skill(rng: random.Random, split: str) -> Sample:
+def skill(rng: random.Random, split: str) -> GrammarSample:
     """A task of one of the kinds."""
     return rng.choices([make for _, make in SKILLS], [share for share, _ in SKILLS])[0](rng, split)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from world.grammar import Sample, Wordings, a, capital, expand
+from world.grammar import GrammarSample, Wordings, a, capital, expand
 from world.words import (
     DAYS,
     DRINKS,
@@ -48,16 +48,16 @@ GREETINGS = (
 )
 
 
-def about_self(rng: random.Random, split: str) -> Sample:
+def about_self(rng: random.Random, split: str) -> GrammarSample:
     """A greeting or a question about the assistant."""
     asked, answer = rng.choice(ABOUT_SELF + GREETINGS)
     text = expand(asked, rng)
     if split == "test":
         text = f"{rng.choice(('Listen:', 'Now,', 'Well,'))} {text}"
-    return Sample("self", ((text, answer),))
+    return GrammarSample("self", ((text, answer),))
 
 
-def introduction(rng: random.Random, split: str) -> Sample:
+def introduction(rng: random.Random, split: str) -> GrammarSample:
     """The user says who they are; the assistant remembers."""
     who, job, town, hobby = person(rng), rng.choice(JOBS), rng.choice(TOWNS), rng.choice(HOBBIES)
     food, pet = rng.choice(FOODS), rng.choice(PETS)
@@ -80,10 +80,10 @@ def introduction(rng: random.Random, split: str) -> Sample:
     unknown = [entry for entry in facts if entry not in told]
     if unknown and rng.random() < 0.3:
         turns.append((expand(rng.choice(unknown)[1], rng, names), "You have not told me."))
-    return Sample("introduction", tuple(turns))
+    return GrammarSample("introduction", tuple(turns))
 
 
-def booking(rng: random.Random, split: str) -> Sample:
+def booking(rng: random.Random, split: str) -> GrammarSample:
     """A table, a ticket or a meeting, arranged step by step and repeated at the end."""
     who = person(rng)
     count, day, hour = rng.randint(2, 9), rng.choice(DAYS), rng.randint(1, 11)
@@ -118,10 +118,10 @@ def booking(rng: random.Random, split: str) -> Sample:
     turns = [(expand(user, rng, names), expand(answer, rng, names)) for user, answer in steps]
     if rng.random() < 0.5:
         turns.append((rng.choice(("Thank you.", "Thanks!", "Great, thank you.")), "You are welcome!"))
-    return Sample("booking", tuple(turns))
+    return GrammarSample("booking", tuple(turns))
 
 
-def small_talk(rng: random.Random, split: str) -> Sample:
+def small_talk(rng: random.Random, split: str) -> GrammarSample:
     """How the day was, what somebody likes, what to do."""
     hobby, food, drink, feeling = rng.choice(HOBBIES), rng.choice(FOODS), rng.choice(DRINKS), rng.choice(GOOD_FEELINGS)
     names = {"hobby": hobby, "food": food, "drink": drink, "feeling": feeling, "day": rng.choice(DAYS)}
@@ -143,7 +143,7 @@ def small_talk(rng: random.Random, split: str) -> Sample:
           "And have a cup of {drink} when you come home.")),
     )  # fmt: skip
     script = rng.choice(scripts)
-    return Sample(
+    return GrammarSample(
         "small_talk", tuple((expand(user, rng, names), expand(answer, rng, names)) for user, answer in script)
     )
 
@@ -196,7 +196,7 @@ def _odd_things() -> list[str]:
     return _ODD.replace("\n", "|").split("|")
 
 
-def unknown(rng: random.Random, split: str) -> Sample:
+def unknown(rng: random.Random, split: str) -> GrammarSample:
     """A question the model cannot answer; one in five subjects is kept for the examination."""
     subjects = [x for i, x in enumerate(_odd_things()) if (i % 5 == 0) == (split == "test")]
     x, y = rng.sample(subjects, 2)
@@ -209,14 +209,14 @@ def unknown(rng: random.Random, split: str) -> Sample:
         text = expand(rng.choice(UNKNOWN.of(split)), rng, {"t": thing})
     else:
         text = expand(rng.choice(_OTHERS), rng, names)
-    return Sample("unknown", ((capital(text), UNKNOWN_ANSWER),))
+    return GrammarSample("unknown", ((capital(text), UNKNOWN_ANSWER),))
 
 
-TALKS: tuple[tuple[float, Callable[[random.Random, str], Sample]], ...] = (
+TALKS: tuple[tuple[float, Callable[[random.Random, str], GrammarSample]], ...] = (
     (0.12, about_self), (0.22, introduction), (0.24, booking), (0.2, small_talk), (0.22, unknown),
 )  # fmt: skip
 
 
-def talk(rng: random.Random, split: str) -> Sample:
+def talk(rng: random.Random, split: str) -> GrammarSample:
     """One conversation of one of the kinds."""
     return rng.choices([make for _, make in TALKS], [share for share, _ in TALKS])[0](rng, split)

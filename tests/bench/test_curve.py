@@ -10,7 +10,7 @@ import torch
 
 from forerun.bench import bandwidth, prefill
 from forerun.bench.curve import check_cases, in_turns, measure, read_gb_per_s, rows
-from forerun.bench.passes import Passes
+from forerun.bench.passes import TimedPasses
 from forerun.bench.shapes import SHAPES, Shape, read_shape
 from forerun.bench.synthetic import bytes_needed, random_decoder
 from forerun.bench.weight_kinds import GGUF_TYPES, read_kind
@@ -56,8 +56,8 @@ def tiny(case: str = "llama") -> Shape:
     return Shape("tiny", raw, ModelConfig.read(raw, FAMILIES[model_type]), FAMILIES[model_type])
 
 
-def passes(kernels: Kernels, weights: str = "bf16", max_rows: int = 40) -> Passes:
-    return Passes(random_decoder(tiny(), read_kind(weights), kernels, max_rows), kernels, max_rows)
+def passes(kernels: Kernels, weights: str = "bf16", max_rows: int = 40) -> TimedPasses:
+    return TimedPasses(random_decoder(tiny(), read_kind(weights), kernels, max_rows), kernels, max_rows)
 
 
 def test_rows_hold_medians_ratios_and_bandwidth() -> None:
@@ -127,7 +127,7 @@ def test_dense_passes_are_recorded_and_count_their_bytes() -> None:
 
 def test_windows_bound_the_bytes_read() -> None:
     kernels = select_kernels("reference")
-    built = Passes(random_decoder(tiny("mistral-window"), read_kind("bf16"), kernels, 40), kernels, 40)
+    built = TimedPasses(random_decoder(tiny("mistral-window"), read_kind("bf16"), kernels, 40), kernels, 40)
     assert built.bytes_read(30, 1) == built.bytes_read(20, 1) < built.bytes_read(20, 2)
 
 
@@ -135,7 +135,7 @@ def test_windows_bound_the_bytes_read() -> None:
 @pytest.mark.parametrize("weights", ["bf16", "int4:16"])
 def test_mixtures_and_latents_can_be_measured(case: str, weights: str) -> None:
     kernels, kind = select_kernels("auto", threads=1), read_kind(weights)
-    built = Passes(random_decoder(tiny(case), kind, kernels, 40), kernels, 40)
+    built = TimedPasses(random_decoder(tiny(case), kind, kernels, 40), kernels, 40)
     logits = built.runner.run(built.chain(20, 3)).logits
     assert bool(logits.isfinite().all()) and 0.1 < float(logits.std()) < 10
     assert built.model.weight_bytes < 1.5 * bytes_needed(tiny(case).config, kind, kernels, 40)

@@ -21,15 +21,15 @@ from typer.testing import CliRunner
 
 from forerun.bench.prompts import PromptCase
 from forerun.bench.serve_client import Outcome, api_root, open_client
-from forerun.bench.serve_events import AnswerError, EventParser, Piece, read_piece
-from forerun.bench.serve_load import Load, Run, arrival_times, measure_scale, warm_up
+from forerun.bench.serve_events import AnswerError, EventParser, StreamPiece, read_piece
+from forerun.bench.serve_load import LoadRun, OfferedLoad, arrival_times, measure_scale, warm_up
 from forerun.bench.serve_report import Objective, percentile, spread, summary
 from forerun.bench.serve_workload import (
     Ask,
     Conversation,
-    Fields,
     Lengths,
     Prefixes,
+    RequestFields,
     Scale,
     from_cases,
     some_words,
@@ -38,7 +38,7 @@ from forerun.bench.serve_workload import (
 from forerun.cli.app import app as cli
 from forerun.errors import ConfigError
 
-FIELDS = Fields("m", 8, 0.0, 5)
+FIELDS = RequestFields("m", 8, 0.0, 5)
 
 
 # -- server-sent events -----------------------------------------------------------------------------------------
@@ -75,17 +75,17 @@ def test_events_that_are_no_text_or_never_end(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("chunk", "expected"),
     [
-        ({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, Piece("", None, None, None)),
-        ({"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}, Piece("a", "stop", None, None)),
-        ({"choices": [{"delta": {"reasoning_content": "r"}}]}, Piece("r", None, None, None)),
+        ({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, StreamPiece("", None, None, None)),
+        ({"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}, StreamPiece("a", "stop", None, None)),
+        ({"choices": [{"delta": {"reasoning_content": "r"}}]}, StreamPiece("r", None, None, None)),
         ({"choices": [{"delta": {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}}]},
-         Piece("f{}", None, None, None)),
-        ({"choices": [{"text": "b", "finish_reason": None}]}, Piece("b", None, None, None)),
+         StreamPiece("f{}", None, None, None)),
+        ({"choices": [{"text": "b", "finish_reason": None}]}, StreamPiece("b", None, None, None)),
         ({"choices": [], "usage": {"completion_tokens": 3}, "forerun": {"num_steps": 2}},
-         Piece("", None, {"completion_tokens": 3}, 2)),
+         StreamPiece("", None, {"completion_tokens": 3}, 2)),
     ],
 )  # fmt: skip
-def test_pieces(chunk: dict[str, Any], expected: Piece) -> None:
+def test_pieces(chunk: dict[str, Any], expected: StreamPiece) -> None:
     assert read_piece(json.dumps(chunk)) == expected
 
 
@@ -140,7 +140,7 @@ def test_conversations_of_a_file_hold_as_many_turns_as_asked() -> None:
 
 def test_extra_fields_may_not_replace_options() -> None:
     with pytest.raises(ConfigError, match="stream"):
-        Fields("m", 1, 0.0, 0, extra={"stream": False})
+        RequestFields("m", 1, 0.0, 0, extra={"stream": False})
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ class FakeServer:
         self.asked.append(ask)
         for i in range(self._num_pieces):
             await asyncio.sleep(self._next_s if i else self._first_s[number % len(self._first_s)])
-            outcome.add(Piece("x", None, None, None), clock())
+            outcome.add(StreamPiece("x", None, None, None), clock())
         outcome.usage = {"completion_tokens": 9, "prompt_tokens": 3}
         outcome.ended_s = clock()
         return outcome
@@ -210,7 +210,7 @@ def some_talks(count: int) -> list[Conversation]:
 def test_closed_loop_figures_from_known_delays() -> None:
     first_s = [0.5, 1.0, 1.5, 2.0]
     server = FakeServer(first_s)
-    outcomes = in_fake_time(Run(server, FIELDS)(some_talks(4), Load(4, None, 0)))
+    outcomes = in_fake_time(LoadRun(server, FIELDS)(some_talks(4), OfferedLoad(4, None, 0)))
     report = summary(outcomes, Objective(ttft_s=1.0))
     assert report["ttft_s"] == pytest.approx({"mean": 1.25, "p50": 1.25, "p90": 1.85, "p99": 1.985})
     assert report["latency_s"]["p50"] == pytest.approx(2.25)  # four more pieces
@@ -224,7 +224,7 @@ def test_closed_loop_figures_from_known_delays() -> None:
 
 
 def test_closed_loop_keeps_its_concurrency() -> None:
-    outcomes = in_fake_time(Run(FakeServer(), FIELDS)(some_talks(6), Load(2, None, 0)))
+    outcomes = in_fake_time(LoadRun(FakeServer(), FIELDS)(some_talks(6), OfferedLoad(2, None, 0)))
     assert summary(outcomes, Objective())["max_in_flight"] == 2
     assert [o.sent_s for o in outcomes] == pytest.approx([0, 0, 2, 2, 4, 4])
     assert [o.ttft_s for o in outcomes] == pytest.approx([1.0] * 6)
@@ -232,9 +232,9 @@ def test_closed_loop_keeps_its_concurrency() -> None:
 
 def test_open_loop_times_count_from_when_requests_were_due() -> None:
     times = arrival_times(50, 4.0, seed=1)
-    free = in_fake_time(Run(FakeServer(), FIELDS)(some_talks(50), Load(None, 4.0, 1)))
+    free = in_fake_time(LoadRun(FakeServer(), FIELDS)(some_talks(50), OfferedLoad(None, 4.0, 1)))
     assert [o.sent_s for o in free] == pytest.approx(times) and [o.ttft_s for o in free] == pytest.approx([1.0] * 50)
-    held = in_fake_time(Run(FakeServer(), FIELDS)(some_talks(50), Load(1, 4.0, 1)))
+    held = in_fake_time(LoadRun(FakeServer(), FIELDS)(some_talks(50), OfferedLoad(1, 4.0, 1)))
     assert [o.arrived_s for o in held] == pytest.approx(times)
     assert [o.sent_s for o in held] == pytest.approx([2.0 * i for i in range(50)])  # one after the other
     assert held[-1].ttft_s == pytest.approx(2.0 * 49 + 1.0 - times[-1])  # waiting for room counts
@@ -259,7 +259,7 @@ def test_turns_follow_each_other_and_stop_at_a_failure() -> None:
 
     seen: list[int] = []
     talk = Conversation(("a", "b", "c"), True)
-    outcomes = in_fake_time(Run(failing, FIELDS, seen.append)([talk], Load(1, None, 0)))
+    outcomes = in_fake_time(LoadRun(failing, FIELDS, seen.append)([talk], OfferedLoad(1, None, 0)))
     assert [m["content"] for m in server.asked[1].body["messages"]] == ["a", "xxxxx", "b"]
     assert outcomes[1].arrived_s == pytest.approx(2.0) and seen == [1, 1, 1]
     report = summary(outcomes, Objective())
@@ -295,9 +295,9 @@ def test_warming_up_must_work() -> None:
 
 def test_loads_that_are_none() -> None:
     with pytest.raises(ConfigError, match="rate"):
-        Load(None, 0.0, 0)
+        OfferedLoad(None, 0.0, 0)
     with pytest.raises(ConfigError, match="neither"):
-        Load(None, None, 0)
+        OfferedLoad(None, None, 0)
 
 
 # -- figures ----------------------------------------------------------------------------------------------------

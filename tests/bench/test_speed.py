@@ -12,7 +12,7 @@ from forerun.bench.conversation import fitting_cases, run_cases
 from forerun.bench.interval import geometric_mean, interval_of, student_t
 from forerun.bench.prompts import PromptCase
 from forerun.bench.report import gain, spread
-from forerun.bench.speed import Rounds, Run, detail, measure, report, rows
+from forerun.bench.speed import Rounds, SpeedRun, detail, measure, report, rows
 from forerun.core import SamplingParams
 from forerun.errors import DataError
 from tests.bench.fakes import FakeLLM
@@ -51,13 +51,13 @@ def test_report_has_rows_details_and_categories() -> None:
 
 def rounds_of(*prompts: tuple[float, ...], num_steps: int = 50) -> Rounds:
     """Rounds in which `x` is so many times as fast as plain decoding: a tuple a prompt, a ratio a repeat."""
-    plain = Run(
+    plain = SpeedRun(
         ((1,),), num_tokens=100, num_steps=100, seconds=1.0, decode_s=1.0, decode_tokens=100, drafted=0, accepted=0
     )
 
-    def drafted(ratio: float) -> Run:
+    def drafted(ratio: float) -> SpeedRun:
         seconds = 1.0 / ratio
-        return Run(((1,),), 100, num_steps, seconds, seconds, 100, drafted=60, accepted=50)
+        return SpeedRun(((1,),), 100, num_steps, seconds, seconds, 100, drafted=60, accepted=50)
 
     return [[{"none": plain, "x": drafted(ratio)} for ratio in ratios] for ratios in prompts]
 

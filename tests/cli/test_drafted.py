@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forerun.cli.drafted import DraftedText, Piece, legend, render
+from forerun.cli.drafted import DraftedPiece, DraftedText, legend, render
 from forerun.cli.options import biases, chosen_model, names, numbers
 from forerun.core import CompletionOutput
 from forerun.errors import ConfigError
@@ -32,22 +32,28 @@ def answer(text: str, token_ids: bytes, sources: str, finished: bool = False) ->
 
 def test_pieces_follow_the_visible_text() -> None:
     text = DraftedText(Letters(), [])
-    assert text.take(answer("ab", b"ab", "n-")) == [Piece("a", "ngram"), Piece("b", "")]
+    assert text.take(answer("ab", b"ab", "n-")) == [DraftedPiece("a", "ngram"), DraftedPiece("b", "")]
     assert text.take(answer("ab", b"abST", "n-dd")) == []  # held back: it may be a stop string
-    assert text.take(answer("abST", b"abST\0", "n-dd-", True)) == [Piece("S", "draft"), Piece("T", "draft")]
+    assert text.take(answer("abST", b"abST\0", "n-dd-", True)) == [
+        DraftedPiece("S", "draft"),
+        DraftedPiece("T", "draft"),
+    ]
 
 
 def test_a_stop_string_is_never_shown() -> None:
     text = DraftedText(Letters(), [])
-    assert text.take(answer("a", b"aSTOP", "-dddd", True)) == [Piece("a", "")]
+    assert text.take(answer("a", b"aSTOP", "-dddd", True)) == [DraftedPiece("a", "")]
 
 
 def test_text_beyond_the_pieces_is_shown_at_the_end() -> None:
-    assert DraftedText(Letters(), []).take(answer("a<end>", b"a\0", "--", True)) == [Piece("a", ""), Piece("<end>", "")]
+    assert DraftedText(Letters(), []).take(answer("a<end>", b"a\0", "--", True)) == [
+        DraftedPiece("a", ""),
+        DraftedPiece("<end>", ""),
+    ]
 
 
 def test_runs_are_marked_or_coloured() -> None:
-    pieces = [Piece("a", "ngram"), Piece("b", "ngram"), Piece("c", ""), Piece("d", "draft")]
+    pieces = [DraftedPiece("a", "ngram"), DraftedPiece("b", "ngram"), DraftedPiece("c", ""), DraftedPiece("d", "draft")]
     assert render(pieces, marked=True).plain == "[ab]c[d]"
     coloured = render(pieces, marked=False)
     assert coloured.plain == "abcd" and [span.style for span in coloured.spans] == ["green", "cyan"]

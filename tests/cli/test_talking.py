@@ -16,16 +16,16 @@ def test_chat_answers_resets_and_exits(run: Any) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.cli.chat import Conversation
+    from forerun.cli.chat import ChatSession
 
-    write, engines = Conversation._write, []
+    write, engines = ChatSession._write, []
 
-    def interrupted(self: Conversation, *given: Any) -> None:
+    def interrupted(self: ChatSession, *given: Any) -> None:
         engines.append(self.llm.engine)
         write(self, *given)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Conversation, "_write", interrupted)
+    monkeypatch.setattr(ChatSession, "_write", interrupted)
     options = ("--max-tokens", "200", "--temperature", "1", "--drafter", "none")
     result = run("chat", *options, stdin="Tell me a long story about a cat and a dog\n/exit\n")
     assert "1 tokens in 1 steps" in result.stderr and len(engines) == 1 and not engines[0].has_work
@@ -41,15 +41,15 @@ def test_chat_takes_the_precision_of_the_cache(run: Any) -> None:
 
 
 def test_an_answer_sees_the_conversation(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.cli.chat import Conversation
+    from forerun.cli.chat import ChatSession
 
-    stream, seen = Conversation._stream, []
+    stream, seen = ChatSession._stream, []
 
-    def watched(self: Conversation) -> Any:
+    def watched(self: ChatSession) -> Any:
         seen.append([message["role"] for message in self.messages])
         return stream(self)
 
-    monkeypatch.setattr(Conversation, "_stream", watched)
+    monkeypatch.setattr(ChatSession, "_stream", watched)
     run("chat", "--system", "Be brief.", "--max-tokens", "4", stdin="One\nTwo\n/reset\nThree\n")
     assert seen == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asking import asker, german, wordings
-from asking.asker import SHARES, Asker, Material, load_material, make_prompts
+from asking.asker import SHARES, Asker, PromptMaterial, load_material, make_prompts
 from forerun.errors import DataError
 from forerun.training.data import grams
 from tests.support.scripts import run_script
@@ -47,12 +47,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def material(folder: Path) -> Material:
+def material(folder: Path) -> PromptMaterial:
     """What prompts are made of."""
     return load_material(folder)
 
 
-def test_every_kind_comes_in_its_share_and_no_gap_is_left(material: Material) -> None:
+def test_every_kind_comes_in_its_share_and_no_gap_is_left(material: PromptMaterial) -> None:
     rng = random.Random(1)
     kinds = rng.choices(list(SHARES), list(SHARES.values()), k=600)
     asked = [Asker(material, rng).conversation(kind) for kind in kinds]
@@ -66,13 +66,13 @@ def test_every_kind_comes_in_its_share_and_no_gap_is_left(material: Material) ->
     assert words["summary"] > 150 and words["passages"] > 200 and words["fact"] < 20
 
 
-def test_passages_are_whole_sentences_of_a_text(material: Material) -> None:
+def test_passages_are_whole_sentences_of_a_text(material: PromptMaterial) -> None:
     passage = Asker(material, random.Random(2)).passage((200, 400))
     assert any(passage in " ".join(text.split()) for text in material.texts)
     assert passage.endswith(".") and passage.startswith(("Then", "We"))
 
 
-def test_prompts_differ_are_decided_by_the_seed_and_share_no_run_with_a_benchmark(material: Material) -> None:
+def test_prompts_differ_are_decided_by_the_seed_and_share_no_run_with_a_benchmark(material: PromptMaterial) -> None:
     first = make_prompts(material, frozenset(), 60, seed=3)
     assert first == make_prompts(material, frozenset(), 60, seed=3) != make_prompts(material, frozenset(), 60, seed=4)
     assert len({x.turns for x in first}) == 60
@@ -82,7 +82,7 @@ def test_prompts_differ_are_decided_by_the_seed_and_share_no_run_with_a_benchmar
     assert not all(leaks.isdisjoint(grams(turn)) for x in first for turn in x.turns), "nothing had to be left out"
 
 
-def test_too_little_text_is_said(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_text_is_said(material: PromptMaterial, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asker, "SHARES", {"problem": 1.0})
     assert len(make_prompts(material, frozenset(), 8, 1)) == 8
     with pytest.raises(DataError, match="gives only 10 different prompts; ask for fewer than 20"):
@@ -99,7 +99,7 @@ def test_german_sentences_vary_and_keep_the_verb_second() -> None:
     assert all(begins.match(text) for text in found)
 
 
-def test_no_wording_has_an_unknown_gap(material: Material) -> None:
+def test_no_wording_has_an_unknown_gap(material: PromptMaterial) -> None:
     asker = Asker(material, random.Random(5))
     known = {*asker.gaps(), "text", "code", "german", "passages", "question"}
     patterns = [line for name, lines in vars(wordings).items() if name.isupper() for line in lines]

@@ -117,15 +117,15 @@ def test_engines_and_their_peers_on_the_kernels_there_are(tmp_path: Path) -> Non
     import gpu_models
     from forerun.bench.drafters import ANY_MODEL
     from forerun.kernels.select import select_kernels
-    from gpu_setting import Bench, Due, Sizes, timer
-    from gpu_widen import HEADS, Widening
+    from gpu_setting import Bench, BenchSizes, Due, timer
+    from gpu_widen import HEADS, WideningProcess
 
     kernels = select_kernels("auto", threads=1)
     if kernels.name == "reference":
         pytest.skip("without kernels it takes minutes")
-    sizes = Sizes(("llama-3.2-1b",), (8,), batches=(2,), prompts=2, peer_prompts=1, runs=1, passes=2,
+    sizes = BenchSizes(("llama-3.2-1b",), (8,), batches=(2,), prompts=2, peer_prompts=1, runs=1, passes=2,
                   temperatures=(0.0, 1.0), max_tokens=4, max_model_len=256, long_model_len=320)  # fmt: skip
-    widening, device = Widening(tmp_path), torch.device("cpu")
+    widening, device = WideningProcess(tmp_path), torch.device("cpu")
     bench = Bench(kernels, sizes, tmp_path, "mini", "mini-draft", timer(device), 1e10, False, widening, "auto")
     widening.begin("mini", HEADS, (), device)
     parts: dict[str, dict[str, Any]] = {"speed": {}, "peers": {}}
@@ -191,19 +191,19 @@ def test_cases_that_something_must_be_shown_for_come_first() -> None:
 
 def test_what_was_not_widened_is_named_and_what_was_is_kept(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    from gpu_widen import Widening
+    from gpu_widen import WideningProcess
 
     device = torch.device("cpu")
-    first = Widening(tmp_path)
+    first = WideningProcess(tmp_path)
     first.begin("mini-draft", ("none",), (), device)
     folder, heads, errors = first.result()
     assert (folder / "config.json").exists() and heads == {} and "mini-none" in errors["none"]
     config = json.loads((first.shape / "config.json").read_text())
     assert config == json.loads((folder / "config.json").read_text())
-    again = Widening(tmp_path)  # as a run does that was started again
+    again = WideningProcess(tmp_path)  # as a run does that was started again
     again.begin("mini-draft", ("none",), (), device)
     assert again.result(timeout_s=0.0).folder == folder  # no process has anything left to do
-    silent = Widening(tmp_path / "none")
+    silent = WideningProcess(tmp_path / "none")
     with pytest.raises(RuntimeError, match="not widened: its process said nothing"):
         silent.result()
 

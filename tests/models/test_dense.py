@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from forerun.errors import CheckpointError
 from forerun.layers.linear import Linear
-from forerun.quant.base import Part
+from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseFormat, DenseWeight
 from forerun.quant.formats import find_format
 from forerun.weights.checkpoint import Checkpoint
@@ -38,10 +38,10 @@ def test_parts_are_joined_by_rows(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     source = Checkpoint.open(tmp_path)
     kernels = factory.make_kernels()
-    weight = DenseFormat().read(source, [Part("q", 4), Part("k", 2)], 16, kernels, None)
+    weight = DenseFormat().read(source, [RowPart("q", 4), RowPart("k", 2)], 16, kernels, None)
     assert torch.equal(weight.dequantize(), torch.cat(list(parts.values())))
-    rounded = DenseFormat().read(source, [Part("q", 4)], 16, kernels, torch.bfloat16)
+    rounded = DenseFormat().read(source, [RowPart("q", 4)], 16, kernels, torch.bfloat16)
     assert torch.equal(rounded.dequantize(), parts["q.weight"].bfloat16().float())
     with pytest.raises(CheckpointError, match=r"k\.weight"):
-        DenseFormat().read(source, [Part("q", 4), Part("k", 3)], 16, kernels, None)
+        DenseFormat().read(source, [RowPart("q", 4), RowPart("k", 3)], 16, kernels, None)
     assert find_format(source, "q") is not None and find_format(source, "v") is None

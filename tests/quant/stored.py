@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.quant.base import Part, Weight
+from forerun.quant.base import RowPart, Weight
 from forerun.quant.formats import find_format
 from forerun.weights.checkpoint import Checkpoint
 from tests.models import factory
@@ -119,7 +119,7 @@ def read(source: Checkpoint, modules: Mapping[str, Stored]) -> Weight:
     names = list(modules)
     form = find_format(source, names[0])
     assert form is not None
-    parts = [Part(name, modules[name].matrix.shape[0]) for name in names]
+    parts = [RowPart(name, modules[name].matrix.shape[0]) for name in names]
     weight = form.read(source, parts, modules[names[0]].matrix.shape[1], factory.make_kernels("reference"), None)
     assert source.unread == [], source.unread
     return weight

@@ -20,7 +20,7 @@ from forerun import LLM  # noqa: E402
 from forerun.server.app import create_app  # noqa: E402
 from forerun.server.errors import ApiError  # noqa: E402
 from forerun.server.messages_input import chat_body  # noqa: E402
-from forerun.server.messages_schema import CountTokensBody, Thinking, Turn  # noqa: E402
+from forerun.server.messages_schema import CountTokensBody, MessageTurn, Thinking  # noqa: E402
 from forerun.server.schema import ChatBody, Message  # noqa: E402
 from tests.server.conftest import Post, running, settings  # noqa: E402
 
@@ -126,7 +126,7 @@ def test_the_same_conversation_whatever_the_template(name: str) -> None:
     ],
 )
 def test_thinking_is_told_to_the_template(asked: dict[str, Any], template: str, made: dict[str, Any]) -> None:
-    body = CountTokensBody(messages=[Turn(role="user", content="Hi")], thinking=Thinking(**asked))
+    body = CountTokensBody(messages=[MessageTurn(role="user", content="Hi")], thinking=Thinking(**asked))
     fields = chat_body(body, template, thinks=True).model_dump(exclude_unset=True, exclude={"messages"})
     assert fields == made
     silent = body.model_copy(update={"thinking": Thinking(type="disabled")})

@@ -6,7 +6,7 @@ from forerun.cli.engine import stats_line
 from forerun.cli.explain import explain_dict, explain_lines
 from forerun.core import DrafterCount, RequestStats, speedup
 from forerun.server.answers import Account
-from forerun.server.metrics import Load, Metrics
+from forerun.server.metrics import EngineLoad, Metrics
 from forerun.server.service import Delta
 
 
@@ -24,7 +24,7 @@ def test_it_is_plain_time_over_drafted_time() -> None:
 
 
 def test_everyone_tells_the_same() -> None:
-    metrics, account = Metrics(lambda: Load(0, 0, 0.0, True, {}, 0, {})), Account(1, None)
+    metrics, account = Metrics(lambda: EngineLoad(0, 0, 0.0, True, {}, 0, {})), Account(1, None)
     for each in (stats(), stats(num_drafted=0)):
         metrics.sample_finished(each, "stop")
         account.add(0, Delta(0, "", (), (), "stop", None, 0, each, each.estimated_speedup, ()))

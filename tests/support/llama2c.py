@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.safetensors_write import write_tensors
-from forerun.weights.sentencepiece import PieceType, Vocabulary, build_tokenizer, read_sentencepiece
+from forerun.weights.sentencepiece import PieceType, PieceVocabulary, build_tokenizer, read_sentencepiece
 
 MAGIC = 0x616B3432  # "ak42"
 HEADER_BYTES = 256  # of v1 and v2
@@ -274,7 +274,7 @@ def _json_files(shape: Shape) -> dict[str, dict[str, Any]]:
 # -- vocabularies --------------------------------------------------------------------------------------------------
 
 
-def read_vocabulary(path: Path, vocab_size: int) -> Vocabulary:
+def read_vocabulary(path: Path, vocab_size: int) -> PieceVocabulary:
     """Read `vocab_size` tokens of a tok*.bin or a sentencepiece .model; raises CheckpointError."""
     vocabulary = read_sentencepiece(path) if path.suffix == ".model" else _from_bin(path, vocab_size)
     if len(vocabulary.pieces) != vocab_size or vocabulary.pieces[:3] != SPECIAL_NAMES:
@@ -285,7 +285,7 @@ def read_vocabulary(path: Path, vocab_size: int) -> Vocabulary:
     return vocabulary
 
 
-def _from_bin(path: Path, vocab_size: int) -> Vocabulary:
+def _from_bin(path: Path, vocab_size: int) -> PieceVocabulary:
     """Spaces are spaces here, and the names of BOS and EOS are surrounded by newlines."""
     entries = _read_entries(path, vocab_size)
     pieces = (*SPECIAL_NAMES, *(text for _, text in entries[3:]))
@@ -293,7 +293,7 @@ def _from_bin(path: Path, vocab_size: int) -> Vocabulary:
     kinds = [PieceType.UNKNOWN, PieceType.CONTROL, PieceType.CONTROL, *([PieceType.BYTE] * 256 if has_bytes else [])]
     kinds += [PieceType.NORMAL] * (vocab_size - len(kinds))
     scores = tuple(score for score, _ in entries)
-    return Vocabulary(pieces=pieces[:vocab_size], scores=scores, types=tuple(kinds[:vocab_size]), space=" ")
+    return PieceVocabulary(pieces=pieces[:vocab_size], scores=scores, types=tuple(kinds[:vocab_size]), space=" ")
 
 
 def _read_entries(path: Path, vocab_size: int) -> list[tuple[float, str]]:

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forerun.errors import ConfigError
-from forerun.training.heads.acceptance import Tally, guess, matches_of, walk
+from forerun.training.heads.acceptance import AcceptanceTally, guess, matches_of, walk
 from forerun.training.heads.base import Features, Head, States
 from forerun.training.heads.config import DraftConfig, Eagle3Config, HeadConfig, MedusaConfig, MtpConfig
 from forerun.training.heads.cross_entropy import weighted_cross_entropy
-from forerun.training.heads.draft import DraftHead
+from forerun.training.heads.draft import DraftModelTraining
 from forerun.training.heads.eagle3 import Eagle3Head
 from forerun.training.heads.feed import captured_layers
 from forerun.training.heads.loss import HeadLoss, step_weights
@@ -22,13 +22,13 @@ from forerun.training.heads.medusa import MedusaHead
 from forerun.training.heads.mtp import MtpHead
 from forerun.training.heads.target import NetTarget
 from forerun.training.heads.unrolled import UnrolledAttention, UnrolledKV
-from forerun.training.heads.vocabulary import DraftVocabulary, frequent_tokens, whole_vocabulary
+from forerun.training.heads.vocabulary import LearnedVocabulary, frequent_tokens, whole_vocabulary
 from forerun.training.net import Net, NetConfig, rotate
 
 SHAPE = NetConfig(
     vocab_size=40, hidden_size=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=24, max_positions=64
 )
-SOME = DraftVocabulary(torch.tensor([1, 4, 5, 9, 17, 30, 31, 39]), 40)
+SOME = LearnedVocabulary(torch.tensor([1, 4, 5, 9, 17, 30, 31, 39]), 40)
 NUM_TOKENS = 9
 
 
@@ -178,7 +178,7 @@ def test_new_medusa_heads_repeat_the_target(target: NetTarget) -> None:
 
 def test_draft_guesses_are_those_of_its_network(target: NetTarget) -> None:
     sizes = {"hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "ffn_size": 8}
-    head = DraftHead(target, DraftConfig(num_steps=2, **sizes))
+    head = DraftModelTraining(target, DraftConfig(num_steps=2, **sizes))
     states, ids = inputs(target, head)
     first, second = head.unroll(states, ids)
     logits = head.net(ids)
@@ -314,7 +314,7 @@ def test_acceptance_of_a_hand_made_case() -> None:
     first = draft_ids[torch.tensor([[4, 5, 9, 39, 1]])]  # of x_2 .. x_6
     second = draft_ids[torch.tensor([[5, 4, 4, 1]])]  # of x_3 .. x_6
     matches, possible = matches_of(guess(Fixed([first, second]), {}, ids), ids, answer)
-    tally = Tally()
+    tally = AcceptanceTally()
     tally.add(matches, possible, [1], [7])
     found = tally.result()
     # Passes: root x_1 accepts 4 5, emits 9 too; root x_4 accepts nothing, emits 17; root x_5 accepts 1, the end.

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from forerun.training.chat import Turn, render_chat
+from forerun.training.chat import ChatTurn, render_chat
 from forerun.training.export import load_model
 from forerun.training.recipe import load_recipe
 
@@ -50,7 +50,7 @@ def test_end_tokens_are_those_of_the_tokenizer() -> None:
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_english_is_far_likelier_than_chance(name: str) -> None:
     tokenizer = Tokenizer.from_file(str(MINI / name / "tokenizer.json"))
-    text = render_chat([Turn("user", "I want to book a table."), Turn("assistant", "What city are you in?")])
+    text = render_chat([ChatTurn("user", "I want to book a table."), ChatTurn("assistant", "What city are you in?")])
     ids = torch.tensor([tokenizer.encode(text).ids])
     logits = load_model(MINI / name)(ids[:, :-1])
     loss = torch.nn.functional.cross_entropy(logits[0], ids[0, 1:])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forerun.errors import CheckpointError
-from forerun.training.chat import Turn, render_chat
+from forerun.training.chat import ChatTurn, render_chat
 from forerun.training.export import export_model, load_model
 from forerun.training.muon import Muon, orthogonalize
 from forerun.training.net import Net, NetConfig
@@ -44,7 +44,7 @@ def test_exported_tokenizer_renders_the_chat_template(folder: Path) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "words \n"}]
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == render_chat([Turn("user", "words \n")], add_generation_prompt=True)
+    assert text == render_chat([ChatTurn("user", "words \n")], add_generation_prompt=True)
     assert theirs.decode(theirs("  some  words").input_ids) == "  some  words"
 
 

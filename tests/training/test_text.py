@@ -10,7 +10,7 @@ import jinja2
 import pytest
 from tokenizers import Tokenizer
 
-from forerun.training.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, Turn, render_chat
+from forerun.training.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, ChatTurn, render_chat
 from forerun.training.sources import SOURCES, dialogue, pieces
 from forerun.training.tokenizer import save_tokenizer, token_lens_bytes, train_tokenizer
 
@@ -29,7 +29,7 @@ def tokenizer() -> Tokenizer:
 
 
 def test_template_and_function_agree() -> None:
-    turns = [Turn("system", "Be kind."), Turn("user", "Hi {{ x }}\n"), Turn("assistant", "<b>Hello</b>")]
+    turns = [ChatTurn("system", "Be kind."), ChatTurn("user", "Hi {{ x }}\n"), ChatTurn("assistant", "<b>Hello</b>")]
     messages = [{"role": turn.role, "content": turn.content} for turn in turns]
     template = jinja2.Template(CHAT_TEMPLATE, trim_blocks=True, lstrip_blocks=True)
     for prompt in (False, True):
@@ -75,7 +75,7 @@ def test_pieces_keep_the_text() -> None:
 
 def test_dialogue_roles_follow_the_first_speaker() -> None:
     record = {"turns": [["B", "Hi"], ["A", "Hello"], ["A", "there"], ["B", "Bye"]]}
-    wanted = [Turn("user", "Hi"), Turn("assistant", "Hello there"), Turn("user", "Bye")]
+    wanted = [ChatTurn("user", "Hi"), ChatTurn("assistant", "Hello there"), ChatTurn("user", "Bye")]
     assert dialogue(record, random.Random(0)) == [render_chat(wanted)]
 
 

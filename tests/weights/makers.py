@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from forerun.weights.sentencepiece import PieceType, Vocabulary, build_tokenizer
+from forerun.weights.sentencepiece import PieceType, PieceVocabulary, build_tokenizer
 from forerun.weights.tokenizer import Tokenizer
 
 TEXTS = ["Once upon a time there was a café.", "the theme of the other mother: über 10 000 € 日本語 😀!", "  a  b\n\tc"]
@@ -36,7 +36,7 @@ def sentencepiece() -> Tokenizer:
     kinds = [PieceType.UNKNOWN, PieceType.CONTROL, PieceType.CONTROL, *[PieceType.BYTE] * 256]
     kinds += [PieceType.NORMAL] * (len(names) - len(kinds))
     scores = tuple(-float(index) for index in range(len(names)))
-    vocabulary = Vocabulary(pieces=tuple(names), scores=scores, types=tuple(kinds))
+    vocabulary = PieceVocabulary(pieces=tuple(names), scores=scores, types=tuple(kinds))
     return Tokenizer(build_tokenizer(vocabulary, "<s>"), {"bos_token": "<s>", "eos_token": "</s>"})
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.gguf_file import GgufFile
-from forerun.weights.gguf_metadata import Metadata
+from forerun.weights.gguf_metadata import GGUFMetadata
 from forerun.weights.gguf_tokenizer import read_tokenizer
 from forerun.weights.tokenizer import Tokenizer
 from tests.support.shared import shared_data
@@ -24,8 +24,8 @@ def vocabulary(name: str, ending: str = "") -> Path:
     return shared_data(f"tokenizers/ggml-vocab/ggml-vocab-{name}.gguf{ending}")
 
 
-def opened(path: Path) -> Metadata:
-    return Metadata(path, GgufFile.open(path).metadata)
+def opened(path: Path) -> GGUFMetadata:
+    return GGUFMetadata(path, GgufFile.open(path).metadata)
 
 
 def golden(name: str) -> list[tuple[str, list[int]]]:
@@ -65,7 +65,7 @@ def test_special_tokens_and_templates_of_the_file() -> None:
     assert deepseek.encode("Hello")[0] == 100000 and deepseek.eos_token_ids == (100001,)
 
 
-def metadata(**changes: Any) -> Metadata:
+def metadata(**changes: Any) -> GGUFMetadata:
     """A byte-level vocabulary of two letters, a merge and an end token."""
     values: dict[str, Any] = {
         "model": "gpt2",
@@ -77,7 +77,7 @@ def metadata(**changes: Any) -> Metadata:
         **changes,
     }
     named = {f"tokenizer.ggml.{key}": value for key, value in values.items() if value is not None}
-    return Metadata(Path("model.gguf"), named)
+    return GGUFMetadata(Path("model.gguf"), named)
 
 
 def test_a_small_vocabulary() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from forerun.errors import CheckpointError, UnsupportedError
-from forerun.weights.sentencepiece import PieceType, Vocabulary, build_tokenizer
+from forerun.weights.sentencepiece import PieceType, PieceVocabulary, build_tokenizer
 from forerun.weights.tokenizer import Tokenizer
 from tests.support.llama2c import convert_llama2c, read_vocabulary
 from tests.support.shared import shared_data
@@ -110,7 +110,7 @@ def test_wrong_vocabulary(tmp_path: Path) -> None:
         convert_llama2c(source, write_vocabulary(tmp_path / "tok.bin", 265), tmp_path / "out")
 
 
-def run_c_encode(vocabulary: Vocabulary, text: str) -> list[int]:
+def run_c_encode(vocabulary: PieceVocabulary, text: str) -> list[int]:
     """run.c's encode: code points or their bytes, then the best-scoring pair again and again."""
     ids_by_text = {piece: index for index, piece in enumerate(vocabulary.pieces)}
     ids: list[int] = []

@@ -19,7 +19,7 @@ FORWARD = "forward_s"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepTime:
     """One decoding step: seconds by phase, and how many tokens were drafted in it."""
 
     phases: dict[str, float]
@@ -31,7 +31,7 @@ class Step:
         return sum(seconds for phase, seconds in self.phases.items() if phase != FORWARD)
 
 
-def steps_of(llm: LLM, prompt: list[int], params: SamplingParams) -> Iterator[Step]:
+def steps_of(llm: LLM, prompt: list[int], params: SamplingParams) -> Iterator[StepTime]:
     """Run one request; its decoding steps (the first, which computes the prompt, is left out)."""
     before, drafted_before, first = dict(llm.timings), 0, True
     for output in llm.stream(prompt, params):
@@ -39,11 +39,11 @@ def steps_of(llm: LLM, prompt: list[int], params: SamplingParams) -> Iterator[St
         drafted = sum(count.drafted for count in output.outputs[0].stats.drafters.values())
         phases = {phase: after[phase] - before[phase] for phase in after if phase.endswith("_s")}
         if not first:
-            yield Step(phases, drafted - drafted_before)
+            yield StepTime(phases, drafted - drafted_before)
         before, drafted_before, first = after, drafted, False
 
 
-def summary(steps: list[Step], num_drafted: int) -> dict[str, Any]:
+def summary(steps: list[StepTime], num_drafted: int) -> dict[str, Any]:
     """Medians in milliseconds over the steps that drafted exactly `num_drafted` tokens."""
     counted = [step for step in steps if step.num_drafted == num_drafted]
     if not counted:

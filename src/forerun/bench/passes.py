@@ -22,7 +22,7 @@ BLOCK_SIZE = 16  # of the engine's pool, unless told otherwise
 MAX_CHAIN = 64  # nodes of a draft tree
 
 
-class Passes:
+class TimedPasses:
     """A model bound to a pool full of random keys and values, its forward recorded where the kernels can."""
 
     def __init__(self, model: Decoder, kernels: Kernels, max_rows: int) -> None:
@@ -87,7 +87,7 @@ class Passes:
 
 
 def kv_bytes(specs: Sequence[LayerSpec], max_rows: int) -> int:
-    """Memory of the pool `Passes` allocates."""
+    """Memory of the pool `TimedPasses` allocates."""
     return -(-max_rows // BLOCK_SIZE) * bytes_per_block(specs, BLOCK_SIZE)
 
 

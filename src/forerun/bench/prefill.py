@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from forerun.bench.curve import Advance, Measured, ReadSpeed, in_turns
-from forerun.bench.passes import Passes
+from forerun.bench.passes import TimedPasses
 from forerun.errors import ConfigError
 from forerun.models.batch import ForwardBatch
 
@@ -28,7 +28,7 @@ def check_prompts(tokens: Sequence[int], chunk: int, max_position: int) -> None:
 
 
 def measure(
-    passes: Passes,
+    passes: TimedPasses,
     tokens: Sequence[int],
     chunk: int,
     repeats: int,
@@ -51,6 +51,6 @@ def rows(measured: Measured[int]) -> list[dict[str, Any]]:
     ]
 
 
-def _run_all(passes: Passes, batches: Sequence[ForwardBatch]) -> None:
+def _run_all(passes: TimedPasses, batches: Sequence[ForwardBatch]) -> None:
     for batch in batches:
         passes.run(batch)

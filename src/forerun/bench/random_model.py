@@ -11,7 +11,7 @@ from typing import Any
 
 from forerun.bench.bandwidth import buffer_bytes
 from forerun.bench.machine import describe_machine
-from forerun.bench.passes import Passes, kv_bytes, kv_specs
+from forerun.bench.passes import TimedPasses, kv_bytes, kv_specs
 from forerun.bench.shapes import Shape
 from forerun.bench.synthetic import bytes_needed, random_decoder
 from forerun.bench.weight_kinds import WeightKind
@@ -26,7 +26,7 @@ class RandomModel:
     shape: Shape
     kind: WeightKind
     kernels: Kernels
-    passes: Passes
+    passes: TimedPasses
 
     @property
     def num_threads(self) -> int:
@@ -50,7 +50,9 @@ def random_model(shape: Shape, kind: WeightKind, kernels: Kernels, max_rows: int
     specs = kv_specs(shape.config, kind.dtype)
     needed = bytes_needed(shape.config, kind, kernels, max_rows) + kv_bytes(specs, max_rows) + buffer_bytes()
     check_memory(needed, f"measuring {shape.name} with {kind.name} weights", kernels.device)
-    return RandomModel(shape, kind, kernels, Passes(random_decoder(shape, kind, kernels, max_rows), kernels, max_rows))
+    return RandomModel(
+        shape, kind, kernels, TimedPasses(random_decoder(shape, kind, kernels, max_rows), kernels, max_rows)
+    )
 
 
 def num_threads(kernels: Kernels) -> int:

@@ -33,7 +33,7 @@ img { max-width: 100% } code { background: #eef1f4; padding: 0 .25rem } .no { co
 """
 
 
-class Part(Protocol):
+class ReportPart(Protocol):
     """A piece of a report."""
 
     def markdown(self) -> str:
@@ -138,7 +138,7 @@ def _write(path: Path, content: bytes) -> Path:
     return path
 
 
-def _page(title: str, parts: Sequence[Part]) -> str:
+def _page(title: str, parts: Sequence[ReportPart]) -> str:
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     body = "\n".join(part.html() for part in parts)
     return (
@@ -146,7 +146,7 @@ def _page(title: str, parts: Sequence[Part]) -> str:
     )
 
 
-def _parts(report: Mapping[str, Any]) -> Iterator[Part]:
+def _parts(report: Mapping[str, Any]) -> Iterator[ReportPart]:
     yield Text(summary(report))
     yield Text(NOISE + ".")
     for run in report["runs"]:

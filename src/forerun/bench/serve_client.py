@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from forerun.bench.serve_events import DONE, AnswerError, EventParser, Piece, error_message, read_piece
+from forerun.bench.serve_events import DONE, AnswerError, EventParser, StreamPiece, error_message, read_piece
 from forerun.bench.serve_workload import Ask
 from forerun.errors import ConfigError
 
@@ -72,7 +72,7 @@ class Outcome:
         """From when it was due to its end."""
         return self.ended_s - self.arrived_s
 
-    def add(self, piece: Piece, now_s: float) -> None:
+    def add(self, piece: StreamPiece, now_s: float) -> None:
         """Take in what an event brought."""
         if piece.text:
             self.piece_s.append(now_s)

@@ -79,7 +79,7 @@ def _decoded(data: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StreamPiece:
     """What one event brought of one answer."""
 
     text: str
@@ -88,7 +88,7 @@ class Piece:
     num_steps: int | None  # passes of the target, where forerun serves
 
 
-def read_piece(data: str) -> Piece:
+def read_piece(data: str) -> StreamPiece:
     """The data of an event -> what it brought. Raises AnswerError for an error or for what is no chunk."""
     chunk = _object(data)
     if chunk.get("error"):
@@ -96,7 +96,7 @@ def read_piece(data: str) -> Piece:
     try:
         choice = (chunk.get("choices") or [{}])[0]
         steps = (chunk.get("forerun") or {}).get("num_steps")
-        return Piece(_text(choice), choice.get("finish_reason"), dict(chunk.get("usage") or {}) or None, steps)
+        return StreamPiece(_text(choice), choice.get("finish_reason"), dict(chunk.get("usage") or {}) or None, steps)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise AnswerError("bad answer", f"an event is no chunk of an answer: {data[:MAX_SHOWN]}") from error
 

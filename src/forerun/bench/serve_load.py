@@ -19,7 +19,7 @@ from typing import Protocol
 
 from forerun.bench.serve_client import Outcome
 from forerun.bench.serve_events import AnswerError
-from forerun.bench.serve_workload import Ask, Conversation, Fields, Lengths, Prefixes, Scale, synthetic
+from forerun.bench.serve_workload import Ask, Conversation, Lengths, Prefixes, RequestFields, Scale, synthetic
 from forerun.errors import ConfigError
 
 PROBE_WORDS = (8, 136)  # of the two texts that tell how many tokens a word is
@@ -34,7 +34,7 @@ class Sender(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OfferedLoad:
     """How requests come: `rate` conversations a second at random times, or as soon as one of `concurrency` is done."""
 
     concurrency: int | None
@@ -55,16 +55,16 @@ def arrival_times(count: int, rate: float, seed: int) -> list[float]:
     return list(accumulate((random.expovariate(rate) for _ in range(count - 1)), initial=0.0))[:count]
 
 
-class Run:
+class LoadRun:
     """One load on one server."""
 
-    def __init__(self, send: Sender, fields: Fields, advance: Advance = lambda num: None) -> None:
+    def __init__(self, send: Sender, fields: RequestFields, advance: Advance = lambda num: None) -> None:
         """`advance` is called with how many more requests have ended."""
         self._send = send
         self._fields = fields
         self._advance = advance
 
-    async def __call__(self, conversations: Sequence[Conversation], load: Load) -> list[Outcome]:
+    async def __call__(self, conversations: Sequence[Conversation], load: OfferedLoad) -> list[Outcome]:
         """All requests' outcomes, in the order of the conversations and their turns."""
         if load.rate is None:
             answered = await self._closed(conversations, load.concurrency or 1)
@@ -86,7 +86,7 @@ class Run:
                 users.create_task(user())
         return answered
 
-    async def _open(self, conversations: Sequence[Conversation], load: Load) -> list[list[Outcome]]:
+    async def _open(self, conversations: Sequence[Conversation], load: OfferedLoad) -> list[list[Outcome]]:
         """Users that come whether or not others have been answered."""
         clock = asyncio.get_running_loop().time
         assert load.rate is not None
@@ -121,24 +121,24 @@ def _not_asked(now_s: float) -> Outcome:
     return Outcome(now_s, now_s, now_s, error=error)
 
 
-async def warm_up(send: Sender, fields: Fields, count: int, concurrency: int, endpoint: str) -> None:
+async def warm_up(send: Sender, fields: RequestFields, count: int, concurrency: int, endpoint: str) -> None:
     """`count` requests that are not measured, with texts of their own. Raises ConfigError if one fails."""
     own = f"{fields.seed}/warm-up"
     talks = synthetic(count, Lengths(32), Prefixes(), Scale(), Random(own).getrandbits(32), endpoint)
-    for outcome in await Run(send, fields)(talks, Load(concurrency, None, fields.seed)):
+    for outcome in await LoadRun(send, fields)(talks, OfferedLoad(concurrency, None, fields.seed)):
         _check(outcome, "a warm-up request")
 
 
-async def measure_scale(send: Sender, fields: Fields, endpoint: str) -> Scale:
+async def measure_scale(send: Sender, fields: RequestFields, endpoint: str) -> Scale:
     """How many tokens this server makes of words, from what it says two prompts had; assumed if it does not say.
 
     Raises ConfigError if it does not answer.
     """
-    short = Fields(fields.model, 1, 0.0, fields.seed, fields.usage, fields.extra)
+    short = RequestFields(fields.model, 1, 0.0, fields.seed, fields.usage, fields.extra)
     points = []
     for num_words in PROBE_WORDS:
         (probe,) = synthetic(1, Lengths(num_words), Prefixes(), Scale(), fields.seed - num_words, endpoint)
-        (outcome,) = await Run(send, short)([probe], Load(1, None, fields.seed))
+        (outcome,) = await LoadRun(send, short)([probe], OfferedLoad(1, None, fields.seed))
         _check(outcome, "the request that measures how long words are")
         points.append((num_words, outcome.num_prompt_tokens))
     (short_words, short_tokens), (long_words, long_tokens) = points

@@ -30,7 +30,7 @@ WORDS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
+class RequestFields:
     """What every request carries beside its prompt."""
 
     model: str

@@ -30,7 +30,7 @@ ONE_A_STEP = 1.005  # tokens a step that are printed as 1.00
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SpeedRun:
     """One drafter's answers to one case, once."""
 
     token_ids: tuple[tuple[int, ...], ...]  # a turn each
@@ -46,11 +46,11 @@ class Run:
     trees: DrafterCount = field(default_factory=DrafterCount)
 
     @staticmethod
-    def of(answers: Sequence[CompletionOutput]) -> Run:
+    def of(answers: Sequence[CompletionOutput]) -> SpeedRun:
         """The sums over a case's turns."""
         stats = [answer.stats for answer in answers]
         counts = [count for s in stats for count in s.drafters.values()]
-        return Run(
+        return SpeedRun(
             token_ids=tuple(answer.token_ids for answer in answers),
             num_tokens=sum(s.num_tokens for s in stats),
             num_steps=sum(s.num_steps for s in stats),
@@ -116,9 +116,9 @@ class SpeedDetail:
     steps_by_depth: tuple[int, ...]
 
 
-Rounds = list[list[dict[str, Run]]]  # case -> repeat -> drafter -> run
+Rounds = list[list[dict[str, SpeedRun]]]  # case -> repeat -> drafter -> run
 Step = Callable[[int], None]
-Figure = Callable[[dict[str, Run]], float]
+Figure = Callable[[dict[str, SpeedRun]], float]
 
 
 def measure(
@@ -144,10 +144,10 @@ def warm_up(engines: Iterable[LLM], case: PromptCase, params: SamplingParams) ->
         run_cases(llm, [case], [replace(params, seed=params.seed or 0)])
 
 
-def _round(engines: Mapping[str, LLM], case: PromptCase, params: SamplingParams, shift: int) -> dict[str, Run]:
+def _round(engines: Mapping[str, LLM], case: PromptCase, params: SamplingParams, shift: int) -> dict[str, SpeedRun]:
     names = list(engines)
     order = names[shift % len(names) :] + names[: shift % len(names)]
-    runs = {name: Run.of(run_cases(engines[name], [case], [params])[0]) for name in order}
+    runs = {name: SpeedRun.of(run_cases(engines[name], [case], [params])[0]) for name in order}
     return {name: runs[name] for name in names}
 
 
@@ -231,11 +231,11 @@ def _per_case(rounds: Rounds, figure: Figure) -> list[float]:
     return [median(figure(runs) for runs in repeats) for repeats in rounds]
 
 
-def _pace(run: Run) -> float:
+def _pace(run: SpeedRun) -> float:
     return _rate(run.seconds, run.num_tokens)
 
 
-def _decode_pace(run: Run) -> float:
+def _decode_pace(run: SpeedRun) -> float:
     """0 for a run of one step, which has no decode time."""
     return _rate(run.decode_s, run.decode_tokens)
 

@@ -21,7 +21,7 @@ from forerun.kernels.ops import Kernels
 from forerun.models.build import Builder
 from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.decoder import Decoder
-from forerun.quant.base import Part, TensorSource, WeightFormat
+from forerun.quant.base import RowPart, TensorSource, WeightFormat
 from forerun.quant.dense import DenseFormat
 from forerun.quant.grouped import GroupedWeight
 
@@ -74,7 +74,7 @@ class RandomGroupedFormat:
         return True
 
     def read(
-        self, source: TensorSource, parts: Sequence[Part], columns: int, kernels: Kernels, dtype: torch.dtype | None
+        self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels, dtype: torch.dtype | None
     ) -> GroupedWeight:
         """A random matrix for all parts together."""
         return GroupedWeight(kernels, self._matrix(sum(part.rows for part in parts), columns))

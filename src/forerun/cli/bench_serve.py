@@ -21,9 +21,9 @@ from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
     from forerun.bench.serve_client import Client, Outcome
-    from forerun.bench.serve_load import Load
+    from forerun.bench.serve_load import OfferedLoad
     from forerun.bench.serve_report import Objective
-    from forerun.bench.serve_workload import Conversation, Fields, Scale
+    from forerun.bench.serve_workload import Conversation, RequestFields, Scale
 
 WORK, LOAD, GOALS = "What is asked", "How it is asked", "What is reported"
 USUAL_CONCURRENCY = 16
@@ -95,7 +95,7 @@ class _Request:
 
     given: dict[str, Any]
     root: str
-    load: Load
+    load: OfferedLoad
     objective: Objective
     extra: dict[str, Any]
 
@@ -104,7 +104,7 @@ def _request(given: dict[str, Any]) -> _Request:
     """Raises ConfigError for options that do not go together, before anything is sent."""
     try:
         from forerun.bench.serve_client import api_root
-        from forerun.bench.serve_load import Load
+        from forerun.bench.serve_load import OfferedLoad
     except ImportError as error:
         raise ConfigError(f"`forerun bench serve` needs `pip install 'forerun[server]'` ({error})") from error
     from forerun.bench.serve_pictures import check_picture
@@ -120,7 +120,7 @@ def _request(given: dict[str, Any]) -> _Request:
     if given["picture"] is not None:
         check_picture(given["picture"])
     usual = USUAL_CONCURRENCY if given["rate"] is None else None
-    load = Load(given["concurrency"] or usual, given["rate"], given["seed"])
+    load = OfferedLoad(given["concurrency"] or usual, given["rate"], given["seed"])
     return _Request(given, api_root(given["url"]), load, Objective(given["slo_ttft"], given["slo_tpot"]), _extra(given))
 
 
@@ -137,7 +137,7 @@ def _extra(given: dict[str, Any]) -> dict[str, Any]:
 async def _measure(request: _Request, api_key: str | None) -> tuple[list[Outcome], dict[str, Any]]:
     """All outcomes, and what was found out before: the model's name, how many tokens a word is."""
     from forerun.bench.serve_client import open_client
-    from forerun.bench.serve_load import Run, warm_up
+    from forerun.bench.serve_load import LoadRun, warm_up
     from forerun.progress import progress_bar
 
     given = request.given
@@ -147,19 +147,21 @@ async def _measure(request: _Request, api_key: str | None) -> tuple[list[Outcome
         with err().status("warming up"):
             await warm_up(client, fields, given["warmup"], request.load.concurrency or 1, given["endpoint"])
         with progress_bar("requests", given["num_requests"], shown=err().is_terminal) as advance:
-            outcomes = await Run(client, fields, advance)(conversations, request.load)
+            outcomes = await LoadRun(client, fields, advance)(conversations, request.load)
     return outcomes, {"model": fields.model, "num_conversations": len(conversations), "words": asdict(scale)}
 
 
-async def _fields(request: _Request, client: Client) -> Fields:
-    from forerun.bench.serve_workload import Fields
+async def _fields(request: _Request, client: Client) -> RequestFields:
+    from forerun.bench.serve_workload import RequestFields
 
     given = request.given
     model = given["model"] or await client.first_model()
-    return Fields(model, given["max_tokens"], given["temperature"], given["seed"], given["usage"], request.extra)
+    return RequestFields(model, given["max_tokens"], given["temperature"], given["seed"], given["usage"], request.extra)
 
 
-async def _conversations(given: dict[str, Any], client: Client, fields: Fields) -> tuple[list[Conversation], Scale]:
+async def _conversations(
+    given: dict[str, Any], client: Client, fields: RequestFields
+) -> tuple[list[Conversation], Scale]:
     """What is asked; how long words are is only measured where lengths are wanted."""
     from forerun.bench import serve_workload as work
     from forerun.bench.serve_load import measure_scale

@@ -66,7 +66,7 @@ def chat(
         raise ConfigError(f"{name} has no chat template, so it cannot chat: use `forerun generate {name} PROMPT`")
     note_sampling(llm)
     params = _sampling_params(given, llm.loaded.sampling)
-    Conversation(llm, params, system, show_drafts, show_stats, explain).run()
+    ChatSession(llm, params, system, show_drafts, show_stats, explain).run()
 
 
 def _sampling_params(given: dict[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
@@ -74,7 +74,7 @@ def _sampling_params(given: dict[str, Any], defaults: Mapping[str, Any]) -> Samp
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatSession:
     """What was said so far, and the loop around it."""
 
     llm: LLM

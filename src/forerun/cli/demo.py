@@ -19,7 +19,7 @@ from rich.text import Text
 
 from forerun.cli import options as opt
 from forerun.cli.console import out
-from forerun.cli.drafted import DraftedText, Piece, has_colour, legend, render
+from forerun.cli.drafted import DraftedPiece, DraftedText, has_colour, legend, render
 from forerun.cli.engine import open_llm, other_engine
 from forerun.cli.generate import as_prompt
 from forerun.core import CompletionOutput, SamplingParams, speedup
@@ -69,7 +69,7 @@ class Demo:
         self.token_ids = token_ids
         self.engines = engines
         self.params = params
-        self.pieces: tuple[list[Piece], list[Piece]] = ([], [])
+        self.pieces: tuple[list[DraftedPiece], list[DraftedPiece]] = ([], [])
         self.console = out()
         self.coloured = has_colour(self.console)
 
@@ -116,7 +116,7 @@ class Demo:
         question = Text("prompt: ", style="dim").append(self.prompt, style="default")
         return Group(Text(self.title, style="bold"), question, columns, below)
 
-    def _panel(self, title: str, pieces: list[Piece]) -> Panel:
+    def _panel(self, title: str, pieces: list[DraftedPiece]) -> Panel:
         """As much of the end of a text as fits half a screen."""
         text = render(pieces, marked=False)
         width, height = (self.console.width - 1) // 2, max(MIN_PANEL_LINES, self.console.height - 9)

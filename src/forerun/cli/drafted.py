@@ -16,7 +16,7 @@ from forerun.core import CompletionOutput
 LOOKED_UP, BY_MODEL, OTHER = "green", "cyan", "magenta"
 
 
-class Piece(NamedTuple):
+class DraftedPiece(NamedTuple):
     """A piece of visible text and the drafter it came from ("": the target chose it without a draft)."""
 
     text: str
@@ -34,7 +34,7 @@ class DraftedText:
         self._shown = 0  # characters handed out
         self._waiting: list[tuple[int, str]] = []  # lengths of pieces not handed out yet
 
-    def take(self, output: CompletionOutput) -> list[Piece]:
+    def take(self, output: CompletionOutput) -> list[DraftedPiece]:
         """The pieces that became visible since the last call."""
         for index in range(self._num_tokens, len(output.token_ids)):
             text = self._detokenizer.feed([output.token_ids[index]])
@@ -42,16 +42,16 @@ class DraftedText:
         self._num_tokens = len(output.token_ids)
         pieces = list(self._visible(output.text))
         if output.finish_reason is not None and self._shown < len(output.text):
-            pieces.append(Piece(output.text[self._shown :], ""))
+            pieces.append(DraftedPiece(output.text[self._shown :], ""))
             self._shown = len(output.text)
         return pieces
 
-    def _visible(self, text: str) -> Iterable[Piece]:
+    def _visible(self, text: str) -> Iterable[DraftedPiece]:
         """Whole pieces, as far as the text reaches: its end may be held back for a stop string."""
         while self._waiting and self._shown + self._waiting[0][0] <= len(text):
             length, source = self._waiting.pop(0)
             if length:
-                yield Piece(text[self._shown : self._shown + length], source)
+                yield DraftedPiece(text[self._shown : self._shown + length], source)
             self._shown += length
 
 
@@ -63,7 +63,7 @@ def _style(source: str) -> str:
     return OTHER if spec is None else BY_MODEL if spec.model else LOOKED_UP
 
 
-def render(pieces: Sequence[Piece], marked: bool) -> Text:
+def render(pieces: Sequence[DraftedPiece], marked: bool) -> Text:
     """Pieces as coloured text; `marked` puts accepted runs in square brackets instead."""
     result = Text()
     for run in _runs(pieces):
@@ -74,12 +74,12 @@ def render(pieces: Sequence[Piece], marked: bool) -> Text:
     return result
 
 
-def _runs(pieces: Sequence[Piece]) -> Iterable[Piece]:
+def _runs(pieces: Sequence[DraftedPiece]) -> Iterable[DraftedPiece]:
     """Neighbouring pieces of one drafter joined."""
-    run = Piece("", "")
+    run = DraftedPiece("", "")
     for piece in pieces:
         if piece.source == run.source:
-            run = Piece(run.text + piece.text, run.source)
+            run = DraftedPiece(run.text + piece.text, run.source)
         else:
             if run.text:
                 yield run

@@ -26,7 +26,7 @@ from forerun.models.build_blocks import latent_attention, mixture_of_experts
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts, FeedForward
 from forerun.models.family import Family
-from forerun.quant.base import Part, TensorSource, WeightFormat
+from forerun.quant.base import RowPart, TensorSource, WeightFormat
 from forerun.quant.dense import DenseWeight
 from forerun.quant.formats import find_format
 from forerun.quant.gguf import read_floats
@@ -121,12 +121,12 @@ class Builder:
         narrow = self.linear(module_parts(prefix, (down,), (hidden,)), ffn, has_bias)
         return GatedMLP(self.kernels, joined, narrow, self.config.activation)
 
-    def linear(self, parts: list[Part], columns: int, has_bias: bool = False) -> Linear:
+    def linear(self, parts: list[RowPart], columns: int, has_bias: bool = False) -> Linear:
         """The modules `parts`, of `columns` inputs, as one matrix; raises CheckpointError if they are not there."""
         weight = self.format_of(parts[0]).read(self.source, parts, columns, self.kernels, self.dtype)
         return Linear(weight, self._bias(parts) if has_bias else None)
 
-    def format_of(self, part: Part) -> WeightFormat:
+    def format_of(self, part: RowPart) -> WeightFormat:
         """How a module is stored; raises CheckpointError if it is not there."""
         form = self.choose_format(self.source, part.prefix)
         if form is None:
@@ -136,7 +136,7 @@ class Builder:
             )
         return form
 
-    def _bias(self, parts: list[Part]) -> Tensor:
+    def _bias(self, parts: list[RowPart]) -> Tensor:
         return torch.cat([self.vector(f"{part.prefix}.bias", part.rows) for part in parts])  # [N]
 
     def norm(self, name: str, size: int) -> RMSNorm:
@@ -167,7 +167,7 @@ class Builder:
 
     def _lm_head(self) -> Linear:
         module = self.family.names.embedding if self.config.tie_embeddings else self.family.names.lm_head
-        return self.linear([Part(module, self.config.vocab_size)], self.config.hidden_size, has_bias=False)
+        return self.linear([RowPart(module, self.config.vocab_size)], self.config.hidden_size, has_bias=False)
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -175,8 +175,8 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def module_parts(prefix: str, names: tuple[str, ...], rows: tuple[int, ...]) -> list[Part]:
+def module_parts(prefix: str, names: tuple[str, ...], rows: tuple[int, ...]) -> list[RowPart]:
     """The modules below `prefix`; a single name holds the rows of all."""
     if len(names) == 1:
         rows = (sum(rows),)
-    return [Part(f"{prefix}.{name}", count) for name, count in zip(names, rows, strict=True)]
+    return [RowPart(f"{prefix}.{name}", count) for name, count in zip(names, rows, strict=True)]

@@ -19,7 +19,7 @@ from forerun.layers.mlp import GatedMLP
 from forerun.layers.moe import MixtureOfExperts, SharedExpert
 from forerun.layers.norm import RMSNorm
 from forerun.models.blocks import ExpertsShape, LatentDims
-from forerun.quant.base import Part
+from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseFormat
 from forerun.quant.gguf import GgufFormat, read_floats
 
@@ -38,7 +38,7 @@ def mixture_of_experts(builder: Builder, shape: ExpertsShape, prefix: str) -> Mi
             f"{prefix}.{names.fused} holds all experts in one tensor; forerun reads a tensor an expert, as models are "
             "published: save the model again with a current transformers (save_pretrained writes that layout)"
         )
-    router = builder.linear([Part(f"{prefix}.{names.router}", routing.num_experts)], builder.config.hidden_size)
+    router = builder.linear([RowPart(f"{prefix}.{names.router}", routing.num_experts)], builder.config.hidden_size)
     experts = [_expert(builder, shape, f"{prefix}.{names.expert.format(index=i)}") for i in range(routing.num_experts)]
     correction = f"{prefix}.{names.correction}"
     return MixtureOfExperts(
@@ -69,7 +69,7 @@ def _shared_expert(builder: Builder, shape: ExpertsShape, prefix: str) -> Shared
     expert = builder.gated_mlp(f"{prefix}.{names.shared}", names.gate_up, names.down, shape.shared_size)
     if not shape.shared_gate:
         return expert
-    gate = builder.linear([Part(f"{prefix}.{names.shared_gate}", 1)], builder.config.hidden_size)
+    gate = builder.linear([RowPart(f"{prefix}.{names.shared_gate}", 1)], builder.config.hidden_size)
     return MixtureOfExperts(builder.kernels, ONE_GATED, gate, [expert])
 
 
@@ -78,8 +78,8 @@ def latent_attention(builder: Builder, dims: LatentDims, prefix: str, rope: Tens
     config, names = builder.config, builder.family.names
     num_heads, hidden = config.heads.num_q, config.hidden_size
     shape = LatentShape(dims.layout(num_heads), config.attention_scale, LATENT_NORM_EPS)
-    down = Part(f"{prefix}.{names.latents.down}", dims.rank + dims.rope_dim)
-    out = Part(f"{prefix}.{names.out}", hidden)
+    down = RowPart(f"{prefix}.{names.latents.down}", dims.rank + dims.rope_dim)
+    out = RowPart(f"{prefix}.{names.out}", hidden)
     absorb, expand = _head_matrices(builder, dims, prefix)
     weights = LatentWeights(
         query=_query(builder, dims, prefix),
@@ -96,12 +96,12 @@ def _query(builder: Builder, dims: LatentDims, prefix: str) -> Linear | LowRank:
     config, names = builder.config, builder.family.names.latents
     rows, hidden, rank = config.heads.num_q * (dims.nope_dim + dims.rope_dim), config.hidden_size, dims.query_rank
     if not rank:
-        return builder.linear([Part(f"{prefix}.{names.query}", rows)], hidden)
+        return builder.linear([RowPart(f"{prefix}.{names.query}", rows)], hidden)
     norm = builder.vector(f"{prefix}.{names.query_norm}.weight", rank)
     return LowRank(
-        builder.linear([Part(f"{prefix}.{names.query_down}", rank)], hidden, config.biases.qkv),
+        builder.linear([RowPart(f"{prefix}.{names.query_down}", rank)], hidden, config.biases.qkv),
         RMSNorm(builder.kernels, norm, LATENT_NORM_EPS),
-        builder.linear([Part(f"{prefix}.{names.query_up}", rows)], rank),
+        builder.linear([RowPart(f"{prefix}.{names.query_up}", rows)], rank),
     )
 
 
@@ -110,16 +110,16 @@ def _head_matrices(builder: Builder, dims: LatentDims, prefix: str) -> tuple[Ten
     names, num_heads, rank = builder.family.names.latents, builder.config.heads.num_q, dims.rank
     apart = f"{prefix}.{names.up_keys}", f"{prefix}.{names.up_values}"
     if builder.choose_format(builder.source, apart[0]) is not None:
-        keys = _floats(builder, Part(apart[0], num_heads * rank), dims.nope_dim)
-        values = _floats(builder, Part(apart[1], num_heads * dims.value_dim), rank)
+        keys = _floats(builder, RowPart(apart[0], num_heads * rank), dims.nope_dim)
+        values = _floats(builder, RowPart(apart[1], num_heads * dims.value_dim), rank)
         return keys.view(num_heads, rank, -1), values.view(num_heads, -1, rank)
     rows = num_heads * (dims.nope_dim + dims.value_dim)
-    joined = _floats(builder, Part(f"{prefix}.{names.up}", rows), rank)
+    joined = _floats(builder, RowPart(f"{prefix}.{names.up}", rows), rank)
     heads = joined.view(num_heads, -1, rank)  # [Q, nope + value, rank]
     return heads[:, : dims.nope_dim].transpose(1, 2), heads[:, dims.nope_dim :]
 
 
-def _floats(builder: Builder, part: Part, columns: int) -> Tensor:
+def _floats(builder: Builder, part: RowPart, columns: int) -> Tensor:
     """The matrix a module stands for -> [rows, columns], as stored or, from integers, float32.
 
     One of its factors is used transposed, so that integers with scales along rows cannot stay what they are.

@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.errors import CheckpointError
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import Kernels
-from forerun.quant.base import Part, TensorSource, Weight
+from forerun.quant.base import RowPart, TensorSource, Weight
 from forerun.quant.joined import affine_matrix, check_group_size, join_rows
 from forerun.quant.packing import as_bytes, pack
 from forerun.quant.settings import Settings
@@ -39,7 +39,7 @@ class AwqFormat:
         return source.has(f"{prefix}.qweight") and Settings.of(source.config).method == METHOD
 
     def read(
-        self, source: TensorSource, parts: Sequence[Part], columns: int, kernels: Kernels, dtype: torch.dtype | None
+        self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels, dtype: torch.dtype | None
     ) -> Weight:
         """See `WeightFormat`; dtype does not apply."""
         return join_rows(kernels, [_read_part(source, part, columns) for part in parts])
@@ -67,7 +67,7 @@ def pack_outputs(codes: Tensor) -> Tensor:
     return pack(codes.reshape(len(codes), -1, 8)[..., list(OUTPUTS_OF_FIELDS)].flatten(1), BITS)
 
 
-def _read_part(source: TensorSource, part: Part, columns: int) -> GroupedMatrix:
+def _read_part(source: TensorSource, part: RowPart, columns: int) -> GroupedMatrix:
     settings, prefix = Settings.of(source.config), part.prefix
     group_size = settings.whole("group_size", settings.get("q_group_size") or 128)
     group_size = columns if group_size <= 0 else group_size

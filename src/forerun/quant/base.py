@@ -54,7 +54,7 @@ class TensorSource(Protocol):
         """Read one tensor of whole numbers, likewise."""
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """One module of a checkpoint that becomes some rows of a matrix."""
 
     prefix: str
@@ -70,7 +70,7 @@ class WeightFormat(Protocol):
         """Whether the module `prefix` is stored in this format."""
 
     def read(
-        self, source: TensorSource, parts: Sequence[Part], columns: int, kernels: Kernels, dtype: torch.dtype | None
+        self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels, dtype: torch.dtype | None
     ) -> Weight:
         """Read the modules, put their rows one after the other, and pack them -> [sum of rows, columns].
 

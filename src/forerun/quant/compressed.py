@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import Kernels
-from forerun.quant.base import Part, TensorSource, Weight
+from forerun.quant.base import RowPart, TensorSource, Weight
 from forerun.quant.gptq import input_order
 from forerun.quant.joined import affine_matrix, check_group_size, join_rows
 from forerun.quant.packing import unpack, words_for
@@ -44,7 +44,7 @@ class CompressedFormat:
         return stored and Settings.of(source.config).method == METHOD
 
     def read(
-        self, source: TensorSource, parts: Sequence[Part], columns: int, kernels: Kernels, dtype: torch.dtype | None
+        self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels, dtype: torch.dtype | None
     ) -> Weight:
         """See `WeightFormat`; dtype does not apply."""
         return join_rows(kernels, [_Module(source, part, columns).matrix() for part in parts])
@@ -80,7 +80,7 @@ def _check_scheme(scheme: Settings) -> None:
 class _Module:
     """One module of a checkpoint, and the scheme it was quantized by."""
 
-    def __init__(self, source: TensorSource, part: Part, columns: int) -> None:
+    def __init__(self, source: TensorSource, part: RowPart, columns: int) -> None:
         self.source = source
         self.part = part
         self.columns = columns

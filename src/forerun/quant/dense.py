@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import Kernels, PackedLinear
-from forerun.quant.base import Part, TensorSource
+from forerun.quant.base import RowPart, TensorSource
 
 
 class DenseWeight:
@@ -62,13 +62,13 @@ class DenseFormat:
         return source.has(f"{prefix}.weight")
 
     def read(
-        self, source: TensorSource, parts: Sequence[Part], columns: int, kernels: Kernels, dtype: torch.dtype | None
+        self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels, dtype: torch.dtype | None
     ) -> DenseWeight:
         """Read, convert, join by rows and pack."""
         return DenseWeight(kernels, read_joined(source, parts, columns, dtype))
 
 
-def read_joined(source: TensorSource, parts: Sequence[Part], columns: int, dtype: torch.dtype | None) -> Tensor:
+def read_joined(source: TensorSource, parts: Sequence[RowPart], columns: int, dtype: torch.dtype | None) -> Tensor:
     """The `PREFIX.weight` of all parts, converted if `dtype` is given, one below the other -> [N, K], a copy."""
     tensors = [source.tensor(f"{part.prefix}.weight", (part.rows, columns)) for part in parts]
     return torch.cat([tensor if dtype is None else tensor.to(dtype) for tensor in tensors])

@@ -15,7 +15,7 @@ from torch import Tensor
 from forerun.errors import ModelError
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import Kernels
-from forerun.quant.base import Part, TensorSource, Weight
+from forerun.quant.base import RowPart, TensorSource, Weight
 from forerun.quant.dense import DenseFormat, DenseWeight
 from forerun.quant.gguf_decode import decode_rows, join_matrices
 from forerun.quant.grouped import GroupedWeight
@@ -54,7 +54,7 @@ class GgufFormat:
         return isinstance(source, BlockSource) and source.has(f"{prefix}.weight")
 
     def read(
-        self, source: TensorSource, parts: Sequence[Part], columns: int, kernels: Kernels, dtype: torch.dtype | None
+        self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels, dtype: torch.dtype | None
     ) -> Weight:
         """See `WeightFormat`; raises UnsupportedError for block types that are not known. dtype is for plain ones."""
         assert isinstance(source, BlockSource)
@@ -82,7 +82,7 @@ def read_floats(source: TensorSource, name: str, shape: tuple[int, int], dtype: 
     return table
 
 
-def _read(source: BlockSource, part: Part, columns: int) -> GroupedMatrix:
+def _read(source: BlockSource, part: RowPart, columns: int) -> GroupedMatrix:
     name = f"{part.prefix}.weight"
     return _decoded(source, name, source.blocks(name, (part.rows, columns)))
 

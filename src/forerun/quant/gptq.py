@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import Kernels
-from forerun.quant.base import Part, TensorSource, Weight
+from forerun.quant.base import RowPart, TensorSource, Weight
 from forerun.quant.joined import affine_matrix, check_group_size, join_rows
 from forerun.quant.packing import unpack, words_for
 from forerun.quant.settings import Settings
@@ -38,7 +38,7 @@ class GptqFormat:
         return source.has(f"{prefix}.qweight") and Settings.of(source.config).method == METHOD
 
     def read(
-        self, source: TensorSource, parts: Sequence[Part], columns: int, kernels: Kernels, dtype: torch.dtype | None
+        self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels, dtype: torch.dtype | None
     ) -> Weight:
         """See `WeightFormat`; dtype does not apply."""
         return join_rows(kernels, [_read_part(source, part, columns) for part in parts])
@@ -52,7 +52,7 @@ def check_gptq(settings: Settings) -> None:
     settings.refuse(*FOREIGN)
 
 
-def _read_part(source: TensorSource, part: Part, columns: int) -> GroupedMatrix:
+def _read_part(source: TensorSource, part: RowPart, columns: int) -> GroupedMatrix:
     settings, prefix = Settings.of(source.config), part.prefix
     packed = source.integers(f"{prefix}.qweight")  # [K * bits / 32, N] int32
     bits = _bits(packed, part, columns, settings)
@@ -72,7 +72,7 @@ def _read_part(source: TensorSource, part: Part, columns: int) -> GroupedMatrix:
     return affine_matrix(codes, scales.T, zeros.T, bits, group_size, order)
 
 
-def _bits(packed: Tensor, part: Part, columns: int, settings: Settings) -> int:
+def _bits(packed: Tensor, part: RowPart, columns: int, settings: Settings) -> int:
     """The width that fits the tensor: of config.json, or of GPTQModel's `dynamic` exceptions to it."""
     wanted = settings.whole("bits")
     others: tuple[int, ...] = BITS if settings.get("dynamic") else ()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import Kernels
-from forerun.quant.base import Part, TensorSource, Weight, WeightFormat
+from forerun.quant.base import RowPart, TensorSource, Weight, WeightFormat
 from forerun.quant.dense import DenseFormat, DenseWeight, read_joined
 from forerun.quant.formats import find_format
 from forerun.quant.grouped import GroupedWeight
@@ -58,7 +58,7 @@ class RoundedFormat:
         return source.has(f"{prefix}.weight")
 
     def read(
-        self, source: TensorSource, parts: Sequence[Part], columns: int, kernels: Kernels, dtype: torch.dtype | None
+        self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels, dtype: torch.dtype | None
     ) -> Weight:
         """Read, join by rows, round and pack."""
         return self.pack(kernels, read_joined(source, parts, columns, dtype))

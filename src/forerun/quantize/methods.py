@@ -15,11 +15,11 @@ from forerun.quantize.gptq import gptq
 from forerun.quantize.grid import QuantizedMatrix, round_to_nearest
 from forerun.quantize.layers import DOWN, GATE_UP, OUT, QKV, LayerWork, Stage
 from forerun.quantize.settings import QuantizeSettings
-from forerun.quantize.stream import Inputs, Stream
+from forerun.quantize.stream import LayerInputs, LayerStream
 
 
 def quantize_layer(
-    work: LayerWork, index: int, stream: Stream | None, config: ModelConfig, settings: QuantizeSettings
+    work: LayerWork, index: int, stream: LayerStream | None, config: ModelConfig, settings: QuantizeSettings
 ) -> None:
     """Quantize every matrix of layer `index`; `stream` stands in front of it (methods other than rtn need one)."""
     if settings.method == "rtn":
@@ -33,7 +33,7 @@ def quantize_layer(
         _awq_layer(work, index, stream, config, settings)
 
 
-def _gptq_layer(work: LayerWork, index: int, stream: Stream, settings: QuantizeSettings) -> None:
+def _gptq_layer(work: LayerWork, index: int, stream: LayerStream, settings: QuantizeSettings) -> None:
     """Stage by stage, each on what it reads behind the quantized ones ("true sequential")."""
     for stage in work.stages:
         (inputs,) = stream.watch(index, [stage.linear])
@@ -41,7 +41,7 @@ def _gptq_layer(work: LayerWork, index: int, stream: Stream, settings: QuantizeS
 
 
 def _awq_layer(
-    work: LayerWork, index: int, stream: Stream, config: ModelConfig, settings: QuantizeSettings
+    work: LayerWork, index: int, stream: LayerStream, config: ModelConfig, settings: QuantizeSettings
 ) -> None:  # fmt: skip
     """Scales for all stages on the float layer, then rounding with searched ranges."""
     watched = stream.watch(index, [stage.linear for stage in work.stages])
@@ -51,7 +51,9 @@ def _awq_layer(
         stage.replace(_clipped(stage, number, inputs, work, config, settings))
 
 
-def _rescale(work: LayerWork, number: int, inputs: Inputs, config: ModelConfig, settings: QuantizeSettings) -> Inputs:
+def _rescale(
+    work: LayerWork, number: int, inputs: LayerInputs, config: ModelConfig, settings: QuantizeSettings
+) -> LayerInputs:
     """Fold a stage's best scales into what computes its inputs -> the inputs as they are then."""
     stage, magnitudes = work.stages[number], inputs.magnitudes
     if number == OUT:
@@ -59,7 +61,7 @@ def _rescale(work: LayerWork, number: int, inputs: Inputs, config: ModelConfig, 
     scales = find_scales(stage.matrix, inputs.moments, magnitudes, settings)
     scales = _fold(work, number, scales, config)
     stage.matrix *= scales
-    return Inputs(inputs.moments / scales / scales[:, None], inputs.magnitudes / scales)
+    return LayerInputs(inputs.moments / scales / scales[:, None], inputs.magnitudes / scales)
 
 
 def _fold(work: LayerWork, number: int, scales: Tensor, config: ModelConfig) -> Tensor:
@@ -82,7 +84,7 @@ def _shared_by_heads(magnitudes: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _clipped(
-    stage: Stage, number: int, inputs: Inputs, work: LayerWork, config: ModelConfig, settings: QuantizeSettings
+    stage: Stage, number: int, inputs: LayerInputs, work: LayerWork, config: ModelConfig, settings: QuantizeSettings
 ) -> QuantizedMatrix:  # fmt: skip
     """Ranges are searched but for queries and keys: a smaller one disturbs their products (AWQ's reference code)."""
     if number != QKV:

@@ -22,7 +22,7 @@ from forerun.quantize.methods import quantize_layer
 from forerun.quantize.output import write_model
 from forerun.quantize.partial import Partial
 from forerun.quantize.settings import QuantizeSettings
-from forerun.quantize.stream import Stream
+from forerun.quantize.stream import LayerStream
 from forerun.weights.checkpoint import Checkpoint
 
 Advance = Callable[[int], None]  # told how many more layers are done
@@ -52,7 +52,7 @@ def _quantize_layers(
     sequences: Sequence[Sequence[int]], partial: Partial, advance: Advance,
 ) -> None:  # fmt: skip
     assert loaded.config is not None
-    stream = None if settings.method == "rtn" else Stream(decoder, sequences)
+    stream = None if settings.method == "rtn" else LayerStream(decoder, sequences)
     first = partial.next_layer
     if stream is not None and first:
         stream.residuals = partial.residuals()

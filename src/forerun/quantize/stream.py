@@ -23,7 +23,7 @@ from forerun.quantize.pool import BLOCK_SIZE, block_table, empty_kv
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class LayerInputs:
     """What a matrix read: second moments and mean magnitudes over all rows."""
 
     moments: Tensor  # [K, K] float32, mean of x^T x
@@ -61,7 +61,7 @@ class PlainWeight:
         return self._matrix
 
 
-class Stream:
+class LayerStream:
     """The residual stream of every calibration sequence in front of some layer of a decoder."""
 
     def __init__(self, decoder: Decoder, sequences: Sequence[Sequence[int]]) -> None:
@@ -77,7 +77,7 @@ class Stream:
         """Move every sequence through layer `index`."""
         self.residuals = list(self._outputs(index))
 
-    def watch(self, index: int, linears: Sequence[Linear]) -> list[Inputs]:
+    def watch(self, index: int, linears: Sequence[Linear]) -> list[LayerInputs]:
         """What these matrices of layer `index` read, with the layer as it is now."""
         with _watched(linears) as meters:
             for _ in self._outputs(index):
@@ -122,8 +122,8 @@ class _Meter:
     def dequantize(self) -> Tensor:
         return self.weight.dequantize()
 
-    def inputs(self) -> Inputs:
-        return Inputs(self._moments / self._rows, self._magnitudes / self._rows)
+    def inputs(self) -> LayerInputs:
+        return LayerInputs(self._moments / self._rows, self._magnitudes / self._rows)
 
 
 @contextmanager

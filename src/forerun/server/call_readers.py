@@ -36,7 +36,7 @@ class CallReader(Protocol):
         """The stretch is over; what was held back and is no call is in `rest`."""
 
 
-class Place(Enum):
+class ReaderState(Enum):
     """Where a reader is."""
 
     BETWEEN = "before a call"
@@ -88,7 +88,7 @@ class JsonCalls:
     rest: str | None = None
     num_calls: int = 0
     _held: str = ""
-    _place: Place = Place.BETWEEN
+    _place: ReaderState = ReaderState.BETWEEN
     _end: JsonEnd = field(default_factory=JsonEnd)
 
     def feed(self, text: str) -> list[CallPiece]:
@@ -105,7 +105,7 @@ class JsonCalls:
 
     def finish(self) -> list[CallPiece]:
         """Nothing more is certain: a call that was cut off stays as it is."""
-        left = self._held if self._place is Place.BETWEEN else ""
+        left = self._held if self._place is ReaderState.BETWEEN else ""
         if self.rest is None and left and not (self.num_calls and not left.strip(_SEPARATORS)):
             self.rest = left
         return []
@@ -113,15 +113,15 @@ class JsonCalls:
     def _advance(self, pieces: list[CallPiece], may_be_whole: bool) -> bool:
         """Read on in the held text; whether there may be more to read."""
         match self._place:
-            case Place.BETWEEN:
+            case ReaderState.BETWEEN:
                 return self._begin(pieces, may_be_whole)
-            case Place.ARGUMENTS:
-                text = self._to_end(Place.AFTER)
+            case ReaderState.ARGUMENTS:
+                text = self._to_end(ReaderState.AFTER)
                 pieces += [CallPiece(None, text)] if text else []
-            case Place.AFTER:
+            case ReaderState.AFTER:
                 return self._close()
-            case Place.TAIL:
-                self._to_end(Place.BETWEEN)
+            case ReaderState.TAIL:
+                self._to_end(ReaderState.BETWEEN)
         return bool(self._held)
 
     def _begin(self, pieces: list[CallPiece], may_be_whole: bool) -> bool:
@@ -130,7 +130,7 @@ class JsonCalls:
             return False
         header = _HEADER.match(body)
         if header is not None and (name := _name(header[1])) is not None:
-            self._held, self._place, self._end = body[header.end() :], Place.ARGUMENTS, JsonEnd()
+            self._held, self._place, self._end = body[header.end() :], ReaderState.ARGUMENTS, JsonEnd()
             pieces.append(self._opened(name))
             return True
         return self._whole(body, pieces) if body[0] == "{" and may_be_whole else self._stay(body)
@@ -158,14 +158,14 @@ class JsonCalls:
     def _close(self) -> bool:
         body = self._held.lstrip()
         if body[:1] == "}":
-            self._held, self._place = body[1:], Place.BETWEEN
+            self._held, self._place = body[1:], ReaderState.BETWEEN
         elif body[:1] == ",":
-            self._place, self._end = Place.TAIL, JsonEnd(depth=1)
+            self._place, self._end = ReaderState.TAIL, JsonEnd(depth=1)
         elif body:
             self._fail()
         return bool(body)
 
-    def _to_end(self, then: Place) -> str:
+    def _to_end(self, then: ReaderState) -> str:
         """Take the held text up to the end of what is being read."""
         end = self._end.find(self._held)
         text, self._held = (self._held, "") if end is None else (self._held[:end], self._held[end:])

@@ -41,7 +41,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(slots=True)
-class _Choice:
+class _ChatChoice:
     """One sample's answer as it grows."""
 
     index: int
@@ -233,11 +233,11 @@ class ChatJob:
         path = "functions.{}.strict" if self._body.functions else path
         return [path.format(i) for i, tool in enumerate(self._tools) if tool.function.strict]
 
-    def _choice(self, index: int) -> _Choice:
+    def _choice(self, index: int) -> _ChatChoice:
         splitter = self._splitter
         own = splitter and ReasoningSplitter(splitter.start, splitter.end, splitter.inside)
         only_one = self._body.parallel_tool_calls is False
-        return _Choice(index, own, self._parser(), self._style, only_one)
+        return _ChatChoice(index, own, self._parser(), self._style, only_one)
 
     def _parser(self) -> ToolParser:
         choice = self._body.tool_choice
@@ -274,14 +274,14 @@ class ChatJob:
         entries, as_ids = self.groups[0].output().prompt_logprobs or (), self._body.return_tokens_as_token_ids or False
         return {"prompt_logprobs": prompt_logprobs(self._context.tokenizer, entries, as_ids)}
 
-    def _usage_so_far(self, choice: _Choice) -> dict[str, Any]:
+    def _usage_so_far(self, choice: _ChatChoice) -> dict[str, Any]:
         """What a piece of a stream says of its own choice, if each was asked to."""
         options = self._body.stream_options
         if options is None or not options.continuous_usage_stats:
             return {}
         return {"usage": token_counts(len(self._prompt), len(choice.token_ids))}
 
-    def _take(self, event: Event) -> tuple[_Choice, list[dict[str, Any]], list[dict[str, Any]]]:
+    def _take(self, event: Event) -> tuple[_ChatChoice, list[dict[str, Any]], list[dict[str, Any]]]:
         """-> the choice, what is new of its message, and of its log-probabilities."""
         delta = event.delta if self._body.detokenize is not False else replace(event.delta, text="")
         choice = self._choices[delta.index]
@@ -296,7 +296,7 @@ class ChatJob:
             new = [part for part in new if part.pop("reasoning_content", None) is None or part]
         return choice, new, logprobs
 
-    def _whole_choice(self, choice: _Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: _ChatChoice) -> dict[str, Any]:
         message = choice.message()
         if self._body.include_reasoning is False:
             message.pop("reasoning_content", None)
@@ -309,7 +309,7 @@ class ChatJob:
             **({"token_ids": choice.token_ids} if self._body.return_token_ids else {}),
         }
 
-    def _finish_reason(self, choice: _Choice) -> str | None:
+    def _finish_reason(self, choice: _ChatChoice) -> str | None:
         return old_finish_reason(choice.finish_reason) if self._body.functions else choice.finish_reason
 
     async def chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
@@ -327,7 +327,7 @@ class ChatJob:
             yield {**first, "choices": [], **self._ends()}
 
     def _chunks(
-        self, choice: _Choice, new: list[dict[str, Any]], logprobs: list[dict[str, Any]], ids: dict[str, Any]
+        self, choice: _ChatChoice, new: list[dict[str, Any]], logprobs: list[dict[str, Any]], ids: dict[str, Any]
     ) -> list[dict[str, Any]]:
         """A chunk for each part of the message; the first has the tokens they come from, the last how it ended."""
         if not (new or logprobs or ids or choice.finish_reason):

@@ -40,7 +40,7 @@ FILL_MARKS = (  # before what comes first, before what comes last, and where wha
 
 
 @dataclass(slots=True)
-class _Choice:
+class _CompletionChoice:
     """One sample's answer as it grows."""
 
     index: int
@@ -139,9 +139,11 @@ class CompletionJob:
         suffix = self._plain(self._body.suffix or "", False)
         return [*start, before, *self._plain(prompt, False), behind, *suffix, gap]
 
-    def _choice(self, index: int) -> _Choice:
+    def _choice(self, index: int) -> _CompletionChoice:
         prompt = self._prompts[index // self._num_samples]
-        return _Choice(index, Offsets(self._context.texts_after(prompt, self._body.skip_special_tokens is not False)))
+        return _CompletionChoice(
+            index, Offsets(self._context.texts_after(prompt, self._body.skip_special_tokens is not False))
+        )
 
     # -- how to answer ------------------------------------------------------------------------------------------
 
@@ -156,7 +158,7 @@ class CompletionJob:
     def _head(self) -> dict[str, Any]:
         return head("text_completion", "cmpl", self._context.model_name, self._body.request_id)
 
-    def _take(self, event: Event) -> _Choice:
+    def _take(self, event: Event) -> _CompletionChoice:
         delta = event.delta
         choice = self._choices[self._place(event)]
         self._account.add(event.prompt_index, delta)
@@ -170,7 +172,7 @@ class CompletionJob:
     def _text(self, event: Event) -> str:
         return "" if self._body.detokenize is False else event.delta.text
 
-    def _whole_choice(self, choice: _Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: _CompletionChoice) -> dict[str, Any]:
         text = "" if self._writes_nothing else choice.text
         text, logprobs = self._echoed(choice) if self._body.echo else (text, self._logprobs(choice))
         return {
@@ -183,12 +185,12 @@ class CompletionJob:
             **(self._ids(choice) if self._body.return_token_ids else {}),
         }
 
-    def _ids(self, choice: _Choice) -> dict[str, Any]:
+    def _ids(self, choice: _CompletionChoice) -> dict[str, Any]:
         """What vLLM's `return_token_ids` asks for; an answer nobody wanted (`max_tokens` 0) has none."""
         written = [] if self._writes_nothing else choice.token_ids
         return {"token_ids": written, "prompt_token_ids": self._prompts[choice.index // self._num_samples]}
 
-    def _logprobs(self, choice: _Choice) -> dict[str, Any] | None:
+    def _logprobs(self, choice: _CompletionChoice) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
         start = len(choice.token_ids) if self._writes_nothing else 0
@@ -200,7 +202,7 @@ class CompletionJob:
         as_ids = self._body.return_tokens_as_token_ids or False
         return completion_logprobs(self._context.tokenizer, token_ids, entries, offsets, as_ids)
 
-    def _prompt_logprobs(self, choice: _Choice) -> dict[str, Any]:
+    def _prompt_logprobs(self, choice: _CompletionChoice) -> dict[str, Any]:
         num_top, place = self._body.prompt_logprobs, choice.index // self._num_samples
         if num_top is None:
             return {}
@@ -212,7 +214,7 @@ class CompletionJob:
         entries = self.groups[place].output().prompt_logprobs or ()
         return [entry and replace(entry, top=entry.top[:num_top]) for entry in entries]
 
-    def _echoed(self, choice: _Choice) -> tuple[str, dict[str, Any] | None]:
+    def _echoed(self, choice: _CompletionChoice) -> tuple[str, dict[str, Any] | None]:
         """Prompt and answer together, and the log-probabilities of both."""
         place = choice.index // self._num_samples
         prompt_text = self._prompt_text(place)
@@ -244,7 +246,7 @@ class CompletionJob:
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield {**first, "choices": [], "usage": self._account.usage(), "forerun": self._account.forerun()}
 
-    def _usage_so_far(self, choice: _Choice) -> dict[str, Any]:
+    def _usage_so_far(self, choice: _CompletionChoice) -> dict[str, Any]:
         """What a piece of a stream says of its own choice, if each was asked to."""
         options = self._body.stream_options
         if options is None or not options.continuous_usage_stats:

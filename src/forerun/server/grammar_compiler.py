@@ -38,7 +38,7 @@ MAX_WAITING = 96  # requests that may wait for them, each of which takes a threa
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
 
 
-class Held:
+class KeptGrammar:
     """A grammar, in the process that compiled it."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -80,7 +80,7 @@ class GrammarCompiler:
         self._timeout_s = timeout_s
         self._quick = Lock()  # for a look at what follows
         self._pending: dict[GrammarSpec, _Turn] = {}
-        self._compiled: OrderedDict[GrammarSpec, Held] = OrderedDict()
+        self._compiled: OrderedDict[GrammarSpec, KeptGrammar] = OrderedDict()
         self._refused: OrderedDict[GrammarSpec, str] = OrderedDict()  # for ever: not those that took too long
         self._slots = BoundedSemaphore(MAX_AT_ONCE)
         self._starting = Lock()
@@ -148,7 +148,7 @@ class GrammarCompiler:
                 if turn.num_waiting == 0:
                     del self._pending[spec]
 
-    def _compile(self, spec: GrammarSpec, turn: _Turn, deadline_s: float | None) -> Held:
+    def _compile(self, spec: GrammarSpec, turn: _Turn, deadline_s: float | None) -> KeptGrammar:
         refused = self._refused.get(spec)
         if refused is None:
             if turn.is_too_much:
@@ -168,11 +168,11 @@ class GrammarCompiler:
         text = f"{spec.param}: this {_NAMES[spec.kind]} cannot be used: {refused}"
         raise ApiError(400, text, param=spec.param, code="invalid_grammar")
 
-    def _ask(self, spec: GrammarSpec, limit_s: float) -> tuple[Held | None, str | None]:
+    def _ask(self, spec: GrammarSpec, limit_s: float) -> tuple[KeptGrammar | None, str | None]:
         """A grammar, or why there is none; neither if it took too long or too much."""
         worker = self._ready_worker()
         ours, theirs = socket.socketpair()
-        held = Held(ours)
+        held = KeptGrammar(ours)
         try:
             with theirs:  # while it is open here, nobody hears that the other side has ended
                 worker.compile(spec, limit_s, theirs)

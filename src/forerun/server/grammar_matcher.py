@@ -29,7 +29,7 @@ LEAST_S = 0.001  # a timer of 0 would be none
 
 
 @dataclass(slots=True)
-class _Cursor:
+class _MatcherCursor:
     """A matcher and the tokens it has read."""
 
     matcher: Any
@@ -63,7 +63,7 @@ class Matcher:
         self._stop = _bits_of(stop_token_ids, self._num_words)
         special = compiled.tokenizer_info.special_token_ids
         self._strange = frozenset(special) - frozenset(stop_token_ids)
-        self._cursors: list[_Cursor] = []  # the last used at the end
+        self._cursors: list[_MatcherCursor] = []  # the last used at the end
 
     def allowed(self, prefix: Sequence[int]) -> bytes | None:
         """The bits of tokens that may follow; after a prefix that the grammar forbids None, as where all may."""
@@ -79,12 +79,12 @@ class Matcher:
         words = np.full(self._num_words, -1, np.int32)
         return words.tobytes() if matcher.fill_next_token_bitmask(words) else None
 
-    def _nearest(self, prefix: Sequence[int]) -> _Cursor:
+    def _nearest(self, prefix: Sequence[int]) -> _MatcherCursor:
         """The cursor with the shortest way to `prefix`; a new one where that beats going back and forth."""
         best = max(self._cursors, key=lambda c: common_prefix(c.tokens, prefix), default=None)
         shared = common_prefix(best.tokens, prefix) if best else 0
         if best is None or (shared < min(len(best.tokens), len(prefix)) // 2 and len(self._cursors) < MAX_CURSORS):
-            best = _Cursor(xgrammar.GrammarMatcher(self._compiled), [], self._strange)
+            best = _MatcherCursor(xgrammar.GrammarMatcher(self._compiled), [], self._strange)
         else:
             self._cursors.remove(best)
         self._cursors.append(best)

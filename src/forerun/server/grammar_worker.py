@@ -45,7 +45,7 @@ def vocabulary_info(vocabulary: Sequence[bytes], stop_token_ids: Sequence[int]) 
     )  # fmt: skip
 
 
-class Vocabulary(NamedTuple):
+class GrammarVocabulary(NamedTuple):
     """What all grammars are compiled for."""
 
     compiler: xgrammar.GrammarCompiler
@@ -64,7 +64,7 @@ def main() -> None:
     tokens = [name.encode("latin-1") for name in hello.value["vocabulary"]]
     info = vocabulary_info(tokens, hello.value["stop_token_ids"])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    vocabulary = Vocabulary(compiler, tokens, hello.value["stop_token_ids"])
+    vocabulary = GrammarVocabulary(compiler, tokens, hello.value["stop_token_ids"])
     os.nice(NICENESS)
     gc.freeze()  # forks then share these objects' memory instead of copying it
     send(channel, {"status": "ready"})
@@ -88,7 +88,7 @@ def _end_after(work: Callable[..., None], *arguments: Any) -> NoReturn:
     os._exit(0)
 
 
-def _hold(channel: socket.socket, vocabulary: Vocabulary, asked: dict[str, Any]) -> None:
+def _hold(channel: socket.socket, vocabulary: GrammarVocabulary, asked: dict[str, Any]) -> None:
     """Compile a grammar, say how it went, and keep it for requests: each sends a socket, and its masks come there."""
     signal.setitimer(signal.ITIMER_REAL, asked["timeout_s"])  # SIGALRM ends a process that does not heed it
     _limit_memory()
@@ -114,7 +114,7 @@ def _limit_memory() -> None:
 
 
 def _compile_or_refuse(
-    vocabulary: Vocabulary, kind: str, text: str
+    vocabulary: GrammarVocabulary, kind: str, text: str
 ) -> tuple[xgrammar.CompiledGrammar | None, str | None]:
     """The grammar, or why there is none. Raises MemoryError."""
     try:

@@ -17,7 +17,7 @@ from forerun.server.errors import ApiError, anthropic_body
 from forerun.server.generation import Generation, broken_off
 from forerun.server.messages_input import FIELD_NAMES, chat_body
 from forerun.server.messages_schema import CountTokensBody, MessagesBody
-from forerun.server.pieces import Piece, Pieces
+from forerun.server.pieces import Pieces, TextPiece
 from forerun.server.schema import ChatBody, StreamOptions
 
 Event = dict[str, Any]
@@ -82,7 +82,7 @@ class MessageJob:
         if chunk.get("usage"):
             self._message |= {"usage": usage(chunk["usage"]), "forerun": chunk["forerun"]}
 
-    def _add(self, piece: Piece) -> Iterator[Event]:
+    def _add(self, piece: TextPiece) -> Iterator[Event]:
         if piece.begins:
             yield from self._close()
             self._blocks.append(_block(piece))
@@ -152,7 +152,7 @@ def _stop(finish_reason: str, stop_reason: int | str | None) -> dict[str, Any]:
     return {"stop_reason": STOP_REASONS.get(finish_reason, finish_reason)}
 
 
-def _block(piece: Piece) -> dict[str, Any]:
+def _block(piece: TextPiece) -> dict[str, Any]:
     match piece.kind:
         case "text":
             return {"type": "text", "text": ""}

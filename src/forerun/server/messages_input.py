@@ -16,12 +16,12 @@ from forerun.server.messages_schema import (
     CountTokensBody,
     CustomTool,
     MessagesBody,
+    MessageTurn,
     OutputConfig,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
-    Turn,
 )
 from forerun.server.schema import (
     CalledFunction,
@@ -128,7 +128,7 @@ def _system(system: str | list[TextBlock] | None) -> Iterator[Message]:
         yield Message(role="system", content=system if isinstance(system, str) else _parts(system, "system"))
 
 
-def _messages(turn: Turn, index: int) -> Iterator[Message]:
+def _messages(turn: MessageTurn, index: int) -> Iterator[Message]:
     """A turn as messages: results of tools are messages of their own."""
     where = f"messages.{index}"
     if isinstance(turn.content, str):

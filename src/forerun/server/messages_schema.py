@@ -69,7 +69,7 @@ Block = Annotated[
 ]
 
 
-class Turn(Body):
+class MessageTurn(Body):
     """One message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -124,7 +124,7 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class Metadata(Body):
+class RequestMetadata(Body):
     """Who asks on whose behalf; has no effect."""
 
     user_id: str | None = None
@@ -134,7 +134,7 @@ class CountTokensBody(Body):
     """POST /v1/messages/count_tokens."""
 
     model: str | None = None
-    messages: Annotated[list[Turn], Field(max_length=MAX_MESSAGES)]
+    messages: Annotated[list[MessageTurn], Field(max_length=MAX_MESSAGES)]
     system: str | list[TextBlock] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
@@ -157,7 +157,7 @@ class MessagesBody(SharedFields, CountTokensBody):
 
     max_tokens: Annotated[Whole, Field(ge=1)]
     stop_sequences: list[str] | None = None
-    metadata: Metadata | None = None
+    metadata: RequestMetadata | None = None
     service_tier: str | None = None
     diagnostics: dict[str, Any] | None = None
     inference_geo: str | None = None

@@ -23,7 +23,7 @@ SPEEDUPS = (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """How busy the engine is now."""
 
     num_running: int
@@ -38,7 +38,7 @@ class Load:
 class Metrics:
     """Counters and histograms of one server, and the gauges read from its engine when asked."""
 
-    def __init__(self, read_load: Callable[[], Load]) -> None:
+    def __init__(self, read_load: Callable[[], EngineLoad]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_LoadCollector(read_load))
         self.http = self._counter("http_requests", "HTTP requests by path and status.", "path", "status")
@@ -102,7 +102,7 @@ class Metrics:
 class _LoadCollector(Collector):
     """Gauges that are read only when somebody asks."""
 
-    def __init__(self, read: Callable[[], Load]) -> None:
+    def __init__(self, read: Callable[[], EngineLoad]) -> None:
         self._read = read
 
     def collect(self) -> Iterator[Metric]:

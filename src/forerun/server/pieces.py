@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 Kind = Literal["reasoning", "text", "call"]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """New text of an item; `call_id` and `name` belong to calls, `logprobs` to text."""
 
     kind: Kind
@@ -31,29 +31,31 @@ class Pieces:
         self._current: tuple[Kind, int] | None = None
         self._logprobs: list[dict[str, Any]] = []  # of text that has not come yet
 
-    def take(self, choice: dict[str, Any]) -> Iterator[Piece]:
+    def take(self, choice: dict[str, Any]) -> Iterator[TextPiece]:
         """What a chunk's choice brings."""
         delta = choice["delta"]
         self._logprobs += (choice.get("logprobs") or {}).get("content") or ()
         if delta.get("reasoning_content"):
-            yield Piece("reasoning", self._begins("reasoning"), delta["reasoning_content"])
+            yield TextPiece("reasoning", self._begins("reasoning"), delta["reasoning_content"])
         if delta.get("content"):
             yield self._text(delta["content"])
         for call in delta.get("tool_calls") or ():
             self._logprobs.clear()
             function = call["function"]
             begins = self._begins("call", call["index"])
-            yield Piece("call", begins, function.get("arguments") or "", call.get("id", ""), function.get("name", ""))
+            yield TextPiece(
+                "call", begins, function.get("arguments") or "", call.get("id", ""), function.get("name", "")
+            )
 
-    def finish(self) -> Iterator[Piece]:
+    def finish(self) -> Iterator[TextPiece]:
         """Log-probabilities of tokens that added no text, the end among them."""
         if self._logprobs and self._current is not None and self._current[0] == "text":
             yield self._text("")
 
-    def _text(self, text: str) -> Piece:
+    def _text(self, text: str) -> TextPiece:
         entries, self._logprobs = self._logprobs, []
         marks = [place for place, entry in enumerate(entries) if entry["token"] == self._mark]
-        return Piece("text", self._begins("text"), text, logprobs=tuple(entries[marks[-1] + 1 if marks else 0 :]))
+        return TextPiece("text", self._begins("text"), text, logprobs=tuple(entries[marks[-1] + 1 if marks else 0 :]))
 
     def _begins(self, kind: Kind, number: int = 0) -> bool:
         before, self._current = self._current, (kind, number)

@@ -14,7 +14,7 @@ STYLES = {"think": ("<think>", "</think>")}
 PARSERS = {"auto": None, "none": None, "think": "think", "deepseek_r1": "think", "qwen3": "think"}  # vLLM's names too
 
 
-class Split(NamedTuple):
+class ReasoningSplit(NamedTuple):
     """New text, divided."""
 
     reasoning: str = ""
@@ -42,7 +42,7 @@ class ReasoningSplitter:
         self._phase = Phase.OPENED if inside else Phase.START
         self._held = ""
 
-    def feed(self, text: str) -> Split:
+    def feed(self, text: str) -> ReasoningSplit:
         """What is certain now; what may be part of a mark is held back."""
         self._held += text
         reasoning = content = ""
@@ -55,12 +55,12 @@ class ReasoningSplitter:
             else:
                 self._leave(phase)
             if self._phase is phase:
-                return Split(reasoning, content)
+                return ReasoningSplit(reasoning, content)
 
-    def finish(self) -> Split:
+    def finish(self) -> ReasoningSplit:
         """What was held back."""
         text, self._held = self._held, ""
-        return Split(reasoning=text) if self._phase is Phase.INSIDE else Split(content=text)
+        return ReasoningSplit(reasoning=text) if self._phase is Phase.INSIDE else ReasoningSplit(content=text)
 
     def _leave(self, phase: Phase) -> None:
         """Past blanks and marks, once it is clear which."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from forerun.server.pieces import Piece
+from forerun.server.pieces import TextPiece
 
 Event = dict[str, Any]
 
@@ -41,7 +41,7 @@ class Output:
         self._form: _Form | None = None  # of the item being written; calls have none
         self._is_open = False
 
-    def take(self, piece: Piece) -> Iterator[Event]:
+    def take(self, piece: TextPiece) -> Iterator[Event]:
         """The events of a piece."""
         if piece.begins:
             yield from self.close("completed")
@@ -75,7 +75,7 @@ class Output:
             yield self._text_event(form, f"{form.part_event}.done", part=part)
         yield {"type": "response.output_item.done", "output_index": self._index, "item": item}
 
-    def _begin(self, piece: Piece) -> Iterator[Event]:
+    def _begin(self, piece: TextPiece) -> Iterator[Event]:
         self._is_open = True
         self._form = None if piece.kind == "call" else _FORMS[self._form_name(piece)]
         item = _new_item(piece)
@@ -87,7 +87,7 @@ class Output:
             item[self._form.field] = [part]
             yield self._text_event(self._form, f"{self._form.part_event}.added", part=_copy(part))
 
-    def _form_name(self, piece: Piece) -> str:
+    def _form_name(self, piece: TextPiece) -> str:
         return "summary" if piece.kind == "reasoning" and self._summarized else piece.kind
 
     @property
@@ -109,7 +109,7 @@ class Output:
         return self._event(kind, **{form.index_name: 0}, **fields)
 
 
-def _new_item(piece: Piece) -> dict[str, Any]:
+def _new_item(piece: TextPiece) -> dict[str, Any]:
     begun = {"status": "in_progress"}
     if piece.kind == "call":
         names = {"call_id": piece.call_id, "name": piece.name, "arguments": ""}

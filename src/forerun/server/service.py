@@ -21,7 +21,7 @@ from forerun.core import FinishReason, PositionLogprobs, RequestStats
 from forerun.engine.outputs import RequestGroup, SampleRecord, StepTrace
 from forerun.llm import LLM
 from forerun.server.errors import ApiError, as_api_error
-from forerun.server.metrics import Load, Metrics
+from forerun.server.metrics import EngineLoad, Metrics
 from forerun.server.settings import ServerSettings
 
 MAX_FAILURES = 3  # steps failed in a row after which the server calls itself unhealthy
@@ -58,7 +58,7 @@ class _Sent:
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class TokenStream:
     """One request on its way: iterate for deltas; leaving early must be followed by `EngineService.abort`."""
 
     group: RequestGroup
@@ -96,7 +96,7 @@ class Stream:
 class _Parcel(NamedTuple):
     """On its way from the engine's thread to the event loop."""
 
-    stream: Stream
+    stream: TokenStream
     item: list[Delta] | ApiError
     num_done: int  # samples that have ended with it
 
@@ -109,7 +109,7 @@ class EngineService:
         self.settings = settings
         self.metrics = Metrics(self.load)
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._streams: dict[str, Stream] = {}  # the engine's thread only
+        self._streams: dict[str, TokenStream] = {}  # the engine's thread only
         self._outbox: list[_Parcel] = []  # likewise
         self._undelivered: Callable[[], None] | None = None  # likewise: what the last step brought
         if llm.engine.kv_cache.device.type != "cpu":
@@ -143,11 +143,11 @@ class EngineService:
         """The engine's thread lives and its last steps did not all fail."""
         return self._thread.is_alive() and self._failures < MAX_FAILURES
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """How busy the engine is."""
         scheduler, cache, timings = self.llm.engine.scheduler, self.llm.engine.kv_cache, self.llm.timings
         num_steps = int(timings.pop("steps"))
-        return Load(
+        return EngineLoad(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             kv_used=scheduler.pool.num_used / max(1, cache.num_blocks),
@@ -173,18 +173,18 @@ class EngineService:
                 headers={"Retry-After": str(wait_s)},
             )
 
-    def submit(self, group: RequestGroup, constrained: bool = False) -> Stream:
+    def submit(self, group: RequestGroup, constrained: bool = False) -> TokenStream:
         """Hand a prepared request to the engine; raises ApiError 429 if there is no room."""
         self.check_room(len(group.samples))
         sent = [_Sent() for _ in group.samples]
-        stream = Stream(group, asyncio.get_running_loop(), constrained, sent)
+        stream = TokenStream(group, asyncio.get_running_loop(), constrained, sent)
         self._num_open += len(group.samples)
         self._commands.put(lambda: self._begin(stream))
         if self._ended:  # in this moment: nobody may have seen the command
             raise _shutting_down()
         return stream
 
-    def abort(self, stream: Stream) -> None:
+    def abort(self, stream: TokenStream) -> None:
         """End a request nobody waits for any more; its blocks are free before the next step. Ended ones are ignored."""
         self._commands.put(lambda: self._drop(stream))
 
@@ -229,7 +229,7 @@ class EngineService:
         self._survives(lambda: self._fail(list(self._streams.values()), _shutting_down()))
         self._dispatch()
 
-    def _begin(self, stream: Stream) -> None:
+    def _begin(self, stream: TokenStream) -> None:
         self._streams[stream.request_id] = stream
         try:
             self.llm.start(stream.group)
@@ -237,11 +237,11 @@ class EngineService:
             log.exception("request failed to start", extra={"engine_request": stream.request_id})
             self._fail([stream], as_api_error(error))
 
-    def _drop(self, stream: Stream) -> None:
+    def _drop(self, stream: TokenStream) -> None:
         if stream.request_id in self._streams:
             self._fail([stream], ApiError(499, "the client went away"))
 
-    def _fail(self, streams: Sequence[Stream], error: ApiError) -> None:
+    def _fail(self, streams: Sequence[TokenStream], error: ApiError) -> None:
         """End these with an error and free what they hold."""
         for stream in streams:
             del self._streams[stream.request_id]
@@ -298,7 +298,7 @@ class EngineService:
             if stream is not None:
                 self._deliver_one(stream)
 
-    def _deliver_one(self, stream: Stream) -> None:
+    def _deliver_one(self, stream: TokenStream) -> None:
         error = next((s.request.error for s in stream.group.samples if s.request.error is not None), None)
         if error is not None:
             self._fail([stream], as_api_error(error, stream.constrained))
@@ -318,7 +318,7 @@ class EngineService:
         if delta.stats is not None and delta.finish_reason is not None:
             self.metrics.sample_finished(delta.stats, delta.finish_reason)
 
-    def _send(self, stream: Stream, item: list[Delta] | ApiError, num_done: int) -> None:
+    def _send(self, stream: TokenStream, item: list[Delta] | ApiError, num_done: int) -> None:
         stream.num_open -= num_done
         self._outbox.append(_Parcel(stream, item, num_done))
 

@@ -22,14 +22,14 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """One message of a conversation; `role` is "system", "user" or "assistant"."""
 
     role: str
     content: str
 
 
-def render_chat(turns: Sequence[Turn], add_generation_prompt: bool = False) -> str:
+def render_chat(turns: Sequence[ChatTurn], add_generation_prompt: bool = False) -> str:
     """Renders turns exactly as `CHAT_TEMPLATE` does."""
     text = "".join(f"{TURN_START}{turn.role}\n{turn.content}{TURN_END}\n" for turn in turns)
     return text + (f"{TURN_START}assistant\n" if add_generation_prompt else "")
@@ -37,4 +37,4 @@ def render_chat(turns: Sequence[Turn], add_generation_prompt: bool = False) -> s
 
 def ask(question: str, answer: str) -> str:
     """Renders a single question and its answer."""
-    return render_chat((Turn("user", question.strip()), Turn("assistant", answer.strip())))
+    return render_chat((ChatTurn("user", question.strip()), ChatTurn("assistant", answer.strip())))

@@ -43,7 +43,7 @@ class SourceCounts:
 
 
 @dataclass
-class Split:
+class DataSplit:
     """The documents of one source."""
 
     train: list[str]
@@ -99,10 +99,10 @@ def strings_in(value: Any) -> Iterator[str]:
             yield from strings_in(item)
 
 
-def split_source(data_dir: Path, name: str, leaks: frozenset[int], seed: int) -> Split:
+def split_source(data_dir: Path, name: str, leaks: frozenset[int], seed: int) -> DataSplit:
     """Reads one source into shuffled training documents and held-out ones (one record in fifty)."""
     rng = random.Random(f"{seed}/{name}")
-    split = Split([], [])
+    split = DataSplit([], [])
     for index, record in enumerate(read_records(data_dir, name)):
         documents = [text for text in SOURCES[name].read(record, rng) if text.strip()]
         clean = [text for text in documents if leaks.isdisjoint(grams(text))] if leaks else documents
@@ -123,7 +123,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Tokens:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint16)
 
 
-def tokenizer_sample(splits: Iterable[tuple[Split, float]], max_chars: int) -> Iterator[str]:
+def tokenizer_sample(splits: Iterable[tuple[DataSplit, float]], max_chars: int) -> Iterator[str]:
     """Yields training documents of each source up to its share of `max_chars`."""
     for split, share in splits:
         left = int(max_chars * share)
@@ -134,7 +134,7 @@ def tokenizer_sample(splits: Iterable[tuple[Split, float]], max_chars: int) -> I
             yield text
 
 
-def store(out_dir: Path, name: str, split: Split, tokenizer: Tokenizer) -> SourceCounts:
+def store(out_dir: Path, name: str, split: DataSplit, tokenizer: Tokenizer) -> SourceCounts:
     """Writes the token files of one source."""
     train, heldout = encode(tokenizer, split.train), encode(tokenizer, split.heldout)
     train.tofile(token_path(out_dir, name, "train"))

@@ -16,7 +16,7 @@ from forerun.errors import DataError
 from forerun.training.data import Tokens
 
 
-class Stream:
+class MixtureStream:
     """The windows of one source in a shuffled order that differs from epoch to epoch."""
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: tuple[int, ...]) -> None:
@@ -48,9 +48,9 @@ class Mixture:
         total = sum(weights.values())
         self.shares = {name: weights[name] / total for name in self.names}
         self.counts = dict.fromkeys(self.names, 0)
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, MixtureStream] = {}
         for number, name in enumerate(self.names):
-            self.streams[name] = Stream(sources[name], seq_len, (seed, seq_len, number))
+            self.streams[name] = MixtureStream(sources[name], seq_len, (seed, seq_len, number))
             if self.streams[name].num_windows < 1:
                 raise DataError(f"source {name} has {len(sources[name])} tokens, fewer than one window of {seq_len}")
 

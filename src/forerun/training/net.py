@@ -41,7 +41,7 @@ class NetConfig:
             )
 
 
-class RMSNorm(nn.Module):
+class RMSNormModule(nn.Module):
     """Divides by the root mean square of the last axis and scales; same shape out as in."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -85,7 +85,7 @@ class LayerCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
 
-class Attention(nn.Module):
+class AttentionModule(nn.Module):
     """Causal grouped-query attention with rotary positions."""
 
     def __init__(self, config: NetConfig) -> None:
@@ -133,9 +133,9 @@ class Layer(nn.Module):
 
     def __init__(self, config: NetConfig) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = RMSNormModule(config.hidden_size, config.norm_eps)
+        self.self_attn = AttentionModule(config)
+        self.post_attention_layernorm = RMSNormModule(config.hidden_size, config.norm_eps)
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None) -> Tensor:
@@ -144,14 +144,14 @@ class Layer(nn.Module):
         return x + torch.as_tensor(self.mlp(self.post_attention_layernorm(x)))
 
 
-class Decoder(nn.Module):
+class DecoderModule(nn.Module):
     """Embedding, layers and final norm, named as in a Hugging Face Llama checkpoint."""
 
     def __init__(self, config: NetConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNormModule(config.hidden_size, config.norm_eps)
 
 
 class Net(nn.Module):
@@ -163,7 +163,7 @@ class Net(nn.Module):
     def __init__(self, config: NetConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
+        self.model = DecoderModule(config)
         cos, sin = rotary_tables(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)

@@ -66,7 +66,7 @@ def prepare_anew(recipe: Recipe, run: Path, report: Report, fresh: bool) -> dict
     return counts
 
 
-def make_tokenizer(recipe: Recipe, splits: dict[str, data.Split], report: Report) -> Tokenizer:
+def make_tokenizer(recipe: Recipe, splits: dict[str, data.DataSplit], report: Report) -> Tokenizer:
     """Trains the tokenizer, or reads that of the model the run starts from or imitates."""
     if recipe.tokenizer_from:
         folder = Path(recipe.tokenizer_from)

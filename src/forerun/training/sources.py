@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.training.chat import Turn, ask, render_chat
+from forerun.training.chat import ChatTurn, ask, render_chat
 from forerun.training.quotes import quoting_tasks
 
 Record = Mapping[str, Any]
@@ -88,7 +88,7 @@ def conversation(record: Record, _rng: random.Random) -> list[str]:
     """Reads generated text, or a generated conversation whose turns name their roles."""
     if "text" in record:
         return [record["text"]]
-    return [render_chat([Turn(role, said) for role, said in record["turns"]])]
+    return [render_chat([ChatTurn(role, said) for role, said in record["turns"]])]
 
 
 def dialogue(record: Record, _rng: random.Random) -> list[str]:
@@ -96,7 +96,7 @@ def dialogue(record: Record, _rng: random.Random) -> list[str]:
     turns = record["turns"]
     first = turns[0][0]
     roles = [("user" if who == first else "assistant", clean(said)) for who, said in turns]
-    return [render_chat([Turn(role, said) for role, said in merge_turns(roles)])]
+    return [render_chat([ChatTurn(role, said) for role, said in merge_turns(roles)])]
 
 
 def merge_turns(turns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

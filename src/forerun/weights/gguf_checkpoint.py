@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.gguf_config import read_config
 from forerun.weights.gguf_file import GgufFile, GgufModel, GgufTensor
-from forerun.weights.gguf_metadata import Metadata
+from forerun.weights.gguf_metadata import GGUFMetadata
 from forerun.weights.gguf_names import (
     ExpertPlace,
     expert_places,
@@ -44,7 +44,7 @@ class GgufCheckpoint:
     def __init__(self, files: Sequence[GgufFile]) -> None:
         """Use `GgufCheckpoint.open`."""
         self._model = GgufModel(files)
-        self._metadata = Metadata(files[0].path, files[0].metadata)
+        self._metadata = GGUFMetadata(files[0].path, files[0].metadata)
         self.folder = files[0].path  # what messages name
         self.config = read_config(self._model)
         self._unread = set(self._model.tensors) - set(_READ_WITH_CONFIG)
@@ -55,7 +55,7 @@ class GgufCheckpoint:
     def open(path: Path) -> GgufCheckpoint:
         """Read the headers of a file and of those that belong to it; raises CheckpointError or UnsupportedError."""
         first = GgufFile.open(path)
-        count = Metadata(path, first.metadata).integer("split.count", 1)
+        count = GGUFMetadata(path, first.metadata).integer("split.count", 1)
         return GgufCheckpoint([first] if count <= 1 else _open_all(path, count))
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.gguf_file import GgufModel
-from forerun.weights.gguf_metadata import Metadata
+from forerun.weights.gguf_metadata import GGUFMetadata
 from forerun.weights.gguf_mixtures import (
     EXPERT_KEYS,
     LATENT_KEYS,
@@ -52,7 +52,7 @@ _INERT = "vocab_size tensor_data_layout rope.scaling.finetuned attention.causal"
 
 def read_config(file: GgufModel) -> dict[str, Any]:
     """What config.json would say; raises CheckpointError or UnsupportedError naming the key."""
-    metadata = Metadata(file.path, file.metadata)
+    metadata = GGUFMetadata(file.path, file.metadata)
     arch = _architecture(metadata)
     _refuse_unknown(metadata, arch)
     vocab_size, hidden = _table_shape(file)
@@ -80,7 +80,7 @@ def read_config(file: GgufModel) -> dict[str, Any]:
     return config
 
 
-def _architecture(metadata: Metadata) -> str:
+def _architecture(metadata: GGUFMetadata) -> str:
     arch = metadata.text("general.architecture")
     if arch not in ARCHITECTURES:
         raise UnsupportedError(
@@ -90,7 +90,7 @@ def _architecture(metadata: Metadata) -> str:
     return arch
 
 
-def _refuse_unknown(metadata: Metadata, arch: str) -> None:
+def _refuse_unknown(metadata: GGUFMetadata, arch: str) -> None:
     known = {f"{arch}.{key}" for key in f"{_READ} {ARCHITECTURES[arch]} {_INERT}".split()}
     for key in metadata:
         value = metadata.get(key)
@@ -114,7 +114,7 @@ def _table_shape(file: GgufModel) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _head_dim(metadata: Metadata, arch: str, hidden: int, heads: int) -> int:
+def _head_dim(metadata: GGUFMetadata, arch: str, hidden: int, heads: int) -> int:
     if heads < 1:
         raise metadata.wrong(f"{arch}.attention.head_count", "at least 1")
     if arch == "deepseek2":  # what is rotated of a head
@@ -135,7 +135,7 @@ def _main_type(file: GgufModel) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
-def _of_family(file: GgufModel, metadata: Metadata, arch: str) -> dict[str, Any]:
+def _of_family(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
     """Fields that only some families have."""
     if arch == "deepseek2":
         return deepseek_fields(file, metadata)
@@ -157,13 +157,13 @@ def _of_family(file: GgufModel, metadata: Metadata, arch: str) -> dict[str, Any]
     return {**{field: name in file.tensors for field, name in biases.items()}, **_unrecorded_window(metadata)}
 
 
-def _of_qwen(file: GgufModel, metadata: Metadata, arch: str) -> dict[str, Any]:
+def _of_qwen(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
     if arch.endswith("moe"):
         return qwen_fields(file, metadata, arch)
     return {"attention_bias": "blk.0.attn_q.bias" in file.tensors} if arch == "qwen3" else {}
 
 
-def _phi3_window(metadata: Metadata) -> int | None:
+def _phi3_window(metadata: GGUFMetadata) -> int | None:
     """The window of a file that names none; those from before the key are told by their context, as in llama.cpp."""
     if "phi3.attention.sliding_window" in metadata:
         return None
@@ -176,7 +176,7 @@ def _phi3_window(metadata: Metadata) -> int | None:
     return PHI3_WINDOWS[context]
 
 
-def _unrecorded_window(metadata: Metadata) -> dict[str, Any]:
+def _unrecorded_window(metadata: GGUFMetadata) -> dict[str, Any]:
     """The limit of files like those of Mistral 7B v0.1, whose window of 4096 llama.cpp's converter leaves out.
 
     32,768 positions on a rope of base 10,000 are its mark. Up to 4096 the window changes nothing.
@@ -187,7 +187,7 @@ def _unrecorded_window(metadata: Metadata) -> dict[str, Any]:
     return {"max_position_embeddings": MISTRAL_WINDOW, LIMITED_BY: MISTRAL_REASON}
 
 
-def _rope(file: GgufModel, metadata: Metadata, arch: str, head_dim: int, positions: int) -> dict[str, Any]:
+def _rope(file: GgufModel, metadata: GGUFMetadata, arch: str, head_dim: int, positions: int) -> dict[str, Any]:
     theta = _positive(metadata, f"{arch}.rope.freq_base", 10000.0)
     rotary_dim = metadata.integer(f"{arch}.rope.dimension_count", head_dim)
     fields: dict[str, Any] = {"rope_theta": theta}
@@ -202,7 +202,7 @@ def _rope(file: GgufModel, metadata: Metadata, arch: str, head_dim: int, positio
     return fields
 
 
-def _positive(metadata: Metadata, key: str, default: float) -> float:
+def _positive(metadata: GGUFMetadata, key: str, default: float) -> float:
     value = metadata.number(key, default)
     if value <= 0:
         raise metadata.wrong(key, "above 0")
@@ -215,7 +215,7 @@ def _share(part: int, whole: int) -> float:
     return share if int(whole * share) == part else math.nextafter(share, 2.0)
 
 
-def _scaling(metadata: Metadata, arch: str, kind: str, positions: int) -> dict[str, Any]:
+def _scaling(metadata: GGUFMetadata, arch: str, kind: str, positions: int) -> dict[str, Any]:
     """rope_scaling for the scalings that are a formula."""
     prefix = f"{arch}.rope.scaling"
     factor = _positive(metadata, f"{prefix}.factor", 1.0)
@@ -244,7 +244,7 @@ def _scaling(metadata: Metadata, arch: str, kind: str, positions: int) -> dict[s
 
 
 def _factors(
-    file: GgufModel, metadata: Metadata, arch: str, theta: float, rotary_dim: int, positions: int
+    file: GgufModel, metadata: GGUFMetadata, arch: str, theta: float, rotary_dim: int, positions: int
 ) -> dict[str, Any]:
     """rope_scaling for files that store a divisor for every frequency, {} for others."""
     if "rope_freqs.weight" in file.tensors:

@@ -76,7 +76,7 @@ class GgufFile:
                 if size < 24:
                     raise _broken(path, f"it has only {size} bytes, too few for a GGUF file")
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                    metadata, tensors = _read_header(_Cursor(path, mapped), size)
+                    metadata, tensors = _read_header(_FileCursor(path, mapped), size)
             data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
@@ -108,7 +108,7 @@ class GgufModel:
         return self._file_of[name].rows(name)
 
 
-class _Cursor:
+class _FileCursor:
     """Walks through the header; raises CheckpointError rather than read beyond its end."""
 
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
@@ -142,7 +142,7 @@ class _Cursor:
             raise _broken(self.path, f"the text before byte {self.at} is not UTF-8") from error
 
 
-def _read_header(cursor: _Cursor, size: int) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+def _read_header(cursor: _FileCursor, size: int) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     _check_start(cursor)
     num_tensors, num_pairs = cursor.number("Q"), cursor.number("Q")
     cursor.need(num_tensors * 24 + num_pairs * 13)  # what the shortest of each take
@@ -158,7 +158,7 @@ def _read_header(cursor: _Cursor, size: int) -> tuple[dict[str, Any], dict[str, 
     return metadata, _place(cursor.path, table, start, alignment, size)
 
 
-def _check_start(cursor: _Cursor) -> None:
+def _check_start(cursor: _FileCursor) -> None:
     if cursor.take(4) != MAGIC:
         raise CheckpointError(f"{cursor.path} is not a GGUF file (it does not begin with {MAGIC.decode()})")
     version = cursor.number("I")
@@ -172,7 +172,7 @@ def _check_start(cursor: _Cursor) -> None:
         )
 
 
-def _value(cursor: _Cursor, kind: int, depth: int) -> Any:
+def _value(cursor: _FileCursor, kind: int, depth: int) -> Any:
     if kind == STRING:
         return cursor.text()
     if kind == ARRAY:
@@ -182,7 +182,7 @@ def _value(cursor: _Cursor, kind: int, depth: int) -> Any:
     return cursor.number(_letter(cursor, kind))
 
 
-def _array(cursor: _Cursor, depth: int) -> Any:
+def _array(cursor: _FileCursor, depth: int) -> Any:
     kind, count = cursor.number("I"), cursor.number("Q")
     if depth > MAX_NESTING:
         raise _broken(cursor.path, f"arrays are nested more than {MAX_NESTING} deep at byte {cursor.at}")
@@ -195,14 +195,14 @@ def _array(cursor: _Cursor, depth: int) -> Any:
     return np.frombuffer(cursor.take(count * struct.calcsize("<" + letter)), np.dtype("<" + letter))
 
 
-def _flags(cursor: _Cursor, count: int) -> Any:
+def _flags(cursor: _FileCursor, count: int) -> Any:
     found = np.frombuffer(cursor.take(count), np.uint8)
     if (found > 1).any():
         raise _broken(cursor.path, f"a truth value before byte {cursor.at} is neither 0 nor 1")
     return found.astype(np.bool_)
 
 
-def _letter(cursor: _Cursor, kind: int) -> str:
+def _letter(cursor: _FileCursor, kind: int) -> str:
     if kind not in SCALARS:
         raise _broken(cursor.path, f"the value before byte {cursor.at} has the unknown type {kind}")
     return SCALARS[kind]
@@ -211,7 +211,7 @@ def _letter(cursor: _Cursor, kind: int) -> str:
 _Row = tuple[str, tuple[int, ...], BlockLayout, int]
 
 
-def _read_table(cursor: _Cursor, count: int) -> list[_Row]:
+def _read_table(cursor: _FileCursor, count: int) -> list[_Row]:
     """Name, shape, layout and offset of every tensor."""
     table: list[_Row] = []
     for _ in range(count):
@@ -230,7 +230,7 @@ def _read_table(cursor: _Cursor, count: int) -> list[_Row]:
     return table
 
 
-def _layout(cursor: _Cursor, name: str, code: int) -> BlockLayout:
+def _layout(cursor: _FileCursor, name: str, code: int) -> BlockLayout:
     if code not in TENSOR_TYPES:
         raise UnsupportedError(
             f"{cursor.path}: tensor {name[:80]!r} is of type {code}, which forerun does not know; known are "

@@ -14,7 +14,7 @@ import numpy as np
 from forerun.errors import CheckpointError, UnsupportedError
 
 
-class Metadata:
+class GGUFMetadata:
     """The key-value pairs of one file."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.gguf_file import GgufModel
-from forerun.weights.gguf_metadata import Metadata
+from forerun.weights.gguf_metadata import GGUFMetadata
 
 EXPERT_KEYS = "expert_count expert_used_count"
 QWEN_KEYS = f"{EXPERT_KEYS} expert_feed_forward_length expert_shared_feed_forward_length"
@@ -26,13 +26,13 @@ _SIGMOID = 2  # of expert_gating_func
 _GROUPS = {(61, 256): (8, 4), (27, 64): (1, 1), (61, 384): (1, 1)}
 
 
-def mixtral_fields(file: GgufModel, metadata: Metadata) -> dict[str, Any]:
+def mixtral_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     """Of a file of the architecture llama that has experts."""
     experts, used = _counts(file, metadata, "llama")
     return {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used}
 
 
-def qwen_fields(file: GgufModel, metadata: Metadata, arch: str) -> dict[str, Any]:
+def qwen_fields(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
     """Of qwen2moe and qwen3moe. Whether chosen weights are normalised is not stored: Qwen3 does, Qwen2 does not."""
     experts, used = _counts(file, metadata, arch)
     fields: dict[str, Any] = {
@@ -49,7 +49,7 @@ def qwen_fields(file: GgufModel, metadata: Metadata, arch: str) -> dict[str, Any
     return {**fields, "qkv_bias": has_bias, "shared_expert_intermediate_size": shared}
 
 
-def deepseek_fields(file: GgufModel, metadata: Metadata) -> dict[str, Any]:
+def deepseek_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     """Of deepseek2 files of DeepSeek-V3 and its like, heads with keys and values of their own or all in one latent."""
     _refuse_softmax(metadata)
     number = partial(_integer, metadata)
@@ -78,7 +78,7 @@ def deepseek_fields(file: GgufModel, metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def latent_yarn(metadata: Metadata) -> dict[str, Any]:
+def latent_yarn(metadata: GGUFMetadata) -> dict[str, Any]:
     """What yarn scales scores and cosines by in deepseek2; llama.cpp knows only models in which both are equal."""
     key = "deepseek2.rope.scaling.yarn_log_multiplier"
     if key not in metadata:
@@ -90,11 +90,11 @@ def latent_yarn(metadata: Metadata) -> dict[str, Any]:
     return {"mscale": mscale, "mscale_all_dim": mscale}
 
 
-def _integer(metadata: Metadata, key: str, default: int | None = None) -> int:
+def _integer(metadata: GGUFMetadata, key: str, default: int | None = None) -> int:
     return metadata.integer(f"deepseek2.{key}", default)
 
 
-def _counts(file: GgufModel, metadata: Metadata, arch: str) -> tuple[int, int]:
+def _counts(file: GgufModel, metadata: GGUFMetadata, arch: str) -> tuple[int, int]:
     """How many experts there are and how many a row gets."""
     experts = metadata.integer(f"{arch}.expert_count")
     for name, tensor in file.tensors.items():
@@ -106,13 +106,13 @@ def _counts(file: GgufModel, metadata: Metadata, arch: str) -> tuple[int, int]:
     return experts, metadata.integer(f"{arch}.expert_used_count")
 
 
-def _inner_size(file: GgufModel, metadata: Metadata, key: str, down: str) -> int:
+def _inner_size(file: GgufModel, metadata: GGUFMetadata, key: str, down: str) -> int:
     """An expert's inner size: the key's, else that of its matrices, since early files lack the key."""
     found = next((tensor.shape[-1] for name, tensor in file.tensors.items() if f".{down}." in name), None)
     return metadata.integer(key, found)
 
 
-def _refuse_softmax(metadata: Metadata) -> None:
+def _refuse_softmax(metadata: GGUFMetadata) -> None:
     if metadata.integer("deepseek2.expert_gating_func", 0) != _SIGMOID:
         raise UnsupportedError(
             f"{metadata.path} is a model like DeepSeek-V2, whose experts are chosen by softmax; forerun runs deepseek2 "
@@ -120,7 +120,7 @@ def _refuse_softmax(metadata: Metadata) -> None:
         )
 
 
-def _groups(metadata: Metadata, experts: int) -> tuple[int, int]:
+def _groups(metadata: GGUFMetadata, experts: int) -> tuple[int, int]:
     """In how many groups the experts are and how many groups a row's may come from."""
     if "deepseek2.expert_group_count" in metadata:
         keys = ("deepseek2.expert_group_count", "deepseek2.expert_group_used_count")

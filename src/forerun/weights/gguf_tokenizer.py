@@ -12,9 +12,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, processors
 
 from forerun.errors import CheckpointError, UnsupportedError
-from forerun.weights.gguf_metadata import Metadata
+from forerun.weights.gguf_metadata import GGUFMetadata
 from forerun.weights.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer, build_pre_tokenizer
-from forerun.weights.sentencepiece import PieceType, Vocabulary, build_tokenizer, unique_ids
+from forerun.weights.sentencepiece import PieceType, PieceVocabulary, build_tokenizer, unique_ids
 from forerun.weights.tokenizer import Tokenizer
 
 # Tokens that end an answer wherever they occur in a vocabulary: files often name only one end token of several.
@@ -24,7 +24,7 @@ _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 _KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # the other special tokens of Phi-3 swallow spaces behind them
 
 
-def read_tokenizer(metadata: Metadata) -> Tokenizer:
+def read_tokenizer(metadata: GGUFMetadata) -> Tokenizer:
     """The tokenizer of a GGUF file; raises CheckpointError or UnsupportedError naming the key."""
     model = metadata.text("tokenizer.ggml.model")
     if model not in _BUILDERS:
@@ -42,7 +42,7 @@ def read_tokenizer(metadata: Metadata) -> Tokenizer:
     return Tokenizer(backend, settings, end_token_ids(metadata), _chat_template(metadata), plain_ids)
 
 
-def end_token_ids(metadata: Metadata) -> tuple[int, ...]:
+def end_token_ids(metadata: GGUFMetadata) -> tuple[int, ...]:
     """Token ids that end an answer: those the file names, then those known by their names."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     names = tokens if isinstance(tokens, list) else []
@@ -52,7 +52,7 @@ def end_token_ids(metadata: Metadata) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*(token_id for token_id in named if token_id is not None), *known]))
 
 
-def special_token_id(metadata: Metadata, key: str, num_tokens: int) -> int | None:
+def special_token_id(metadata: GGUFMetadata, key: str, num_tokens: int) -> int | None:
     """A token id the file names; None if it names none, or one beyond the vocabulary (as -1 written unsigned)."""
     value = metadata.get(f"tokenizer.ggml.{key}_token_id")
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -60,12 +60,12 @@ def special_token_id(metadata: Metadata, key: str, num_tokens: int) -> int | Non
     return value if value is not None and 0 <= value < num_tokens else None
 
 
-def _role_name(metadata: Metadata, key: str, names: list[str]) -> str | None:
+def _role_name(metadata: GGUFMetadata, key: str, names: list[str]) -> str | None:
     token_id = special_token_id(metadata, key, len(names))
     return None if token_id is None else names[token_id]
 
 
-def _token_names(metadata: Metadata) -> list[str]:
+def _token_names(metadata: GGUFMetadata) -> list[str]:
     """Names by token id, empty and repeated ones replaced by names that nothing encodes to."""
     found = metadata.texts("tokenizer.ggml.tokens")
     if not found:
@@ -78,7 +78,7 @@ def _token_names(metadata: Metadata) -> list[str]:
     return names
 
 
-def _types(metadata: Metadata, names: list[str]) -> tuple[PieceType, ...]:
+def _types(metadata: GGUFMetadata, names: list[str]) -> tuple[PieceType, ...]:
     found = metadata.numbers("tokenizer.ggml.token_type", len(names), default=int(PieceType.NORMAL))
     known = set(PieceType)
     return tuple(PieceType(kind) if kind in known else PieceType.NORMAL for kind in found)
@@ -87,7 +87,7 @@ def _types(metadata: Metadata, names: list[str]) -> tuple[PieceType, ...]:
 # -- byte-level BPE -----------------------------------------------------------------------------------------------
 
 
-def _byte_level(metadata: Metadata, names: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
+def _byte_level(metadata: GGUFMetadata, names: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
     """The tokenizer, and whether a start token comes first unless the file says otherwise."""
     cutting, types = _pre_tokenizer(metadata), _types(metadata, names)
     merges = _merges(metadata, [name for name, kind in zip(names, types, strict=True) if kind == PieceType.NORMAL])
@@ -106,7 +106,7 @@ def _byte_level(metadata: Metadata, names: list[str]) -> tuple[tokenizers.Tokeni
     return backend, cutting.add_bos
 
 
-def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
+def _pre_tokenizer(metadata: GGUFMetadata) -> PreTokenizer:
     name = metadata.text("tokenizer.ggml.pre", "")
     if name not in PRE_TOKENIZERS:
         what = f"the pre-tokenizer {name!r}" if name else "no tokenizer.ggml.pre (an old file)"
@@ -117,14 +117,14 @@ def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _merges(metadata: Metadata, normal: list[str]) -> list[tuple[str, str]]:
+def _merges(metadata: GGUFMetadata, normal: list[str]) -> list[tuple[str, str]]:
     """The merges, best first; files of vocabularies without any (single bytes) leave the key out."""
     if metadata.get("tokenizer.ggml.merges") is None and all(len(name) == 1 for name in normal):
         return []
     return [_merge(metadata, line) for line in metadata.texts("tokenizer.ggml.merges")]
 
 
-def _merge(metadata: Metadata, line: str) -> tuple[str, str]:
+def _merge(metadata: GGUFMetadata, line: str) -> tuple[str, str]:
     cut = line.find(" ", 1)  # the first piece may itself be a space in old files
     if cut < 1 or cut == len(line) - 1:
         raise CheckpointError(f"{metadata.path}: {line[:60]!r} in tokenizer.ggml.merges is not two pieces")
@@ -134,8 +134,8 @@ def _merge(metadata: Metadata, line: str) -> tuple[str, str]:
 # -- sentencepiece ------------------------------------------------------------------------------------------------
 
 
-def _sentencepiece(metadata: Metadata, names: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
-    vocabulary = Vocabulary(
+def _sentencepiece(metadata: GGUFMetadata, names: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
+    vocabulary = PieceVocabulary(
         pieces=tuple(names),
         scores=tuple(float(score) for score in metadata.numbers("tokenizer.ggml.scores", len(names))),
         types=_types(metadata, names),
@@ -160,7 +160,7 @@ _BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
 # -- around a text ------------------------------------------------------------------------------------------------
 
 
-def _set_frame(backend: tokenizers.Tokenizer, metadata: Metadata, names: list[str], add_bos: bool) -> None:
+def _set_frame(backend: tokenizers.Tokenizer, metadata: GGUFMetadata, names: list[str], add_bos: bool) -> None:
     """Put the start and end tokens the file asks for around every text."""
     start = _framing(metadata, "bos", names, add_bos)
     end = _framing(metadata, "eos", names, False)
@@ -174,7 +174,7 @@ def _set_frame(backend: tokenizers.Tokenizer, metadata: Metadata, names: list[st
     )
 
 
-def _framing(metadata: Metadata, key: str, names: list[str], default: bool) -> list[int]:
+def _framing(metadata: GGUFMetadata, key: str, names: list[str], default: bool) -> list[int]:
     if not metadata.flag(f"tokenizer.ggml.add_{key}_token", default):
         return []
     token_id = special_token_id(metadata, key, len(names))
@@ -185,7 +185,7 @@ def _framing(metadata: Metadata, key: str, names: list[str], default: bool) -> l
     return [token_id]
 
 
-def _chat_template(metadata: Metadata) -> str | None:
+def _chat_template(metadata: GGUFMetadata) -> str | None:
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise metadata.wrong("tokenizer.chat_template", "a text")

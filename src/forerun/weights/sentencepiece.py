@@ -40,7 +40,7 @@ class ModelType(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
+class PieceVocabulary:
     """Pieces by token id."""
 
     pieces: tuple[str, ...]
@@ -57,7 +57,7 @@ class Vocabulary:
         return [token_id for token_id, own in enumerate(self.types) if own == kind]
 
 
-def build_tokenizer(vocabulary: Vocabulary, start: str | None) -> tokenizers.Tokenizer:
+def build_tokenizer(vocabulary: PieceVocabulary, start: str | None) -> tokenizers.Tokenizer:
     """A tokenizer that encodes as sentencepiece does and puts the piece `start` before every text."""
     build = _bpe if vocabulary.model_type == ModelType.BPE else _unigram
     tokenizer = tokenizers.Tokenizer(build(vocabulary))
@@ -71,7 +71,7 @@ def build_tokenizer(vocabulary: Vocabulary, start: str | None) -> tokenizers.Tok
     return tokenizer
 
 
-def read_sentencepiece(path: Path) -> Vocabulary:
+def read_sentencepiece(path: Path) -> PieceVocabulary:
     """Read a sentencepiece model file; raises CheckpointError, or UnsupportedError for word and char models."""
     try:
         raw = path.read_bytes()
@@ -87,7 +87,7 @@ def read_sentencepiece(path: Path) -> Vocabulary:
         ) from error
     if not pieces:
         raise CheckpointError(f"{path} is no sentencepiece model (it has no pieces); supply a tokenizer.json instead")
-    return Vocabulary(
+    return PieceVocabulary(
         pieces=tuple(text for text, _, _ in pieces),
         scores=tuple(score for _, score, _ in pieces),
         types=tuple(kind for _, _, kind in pieces),
@@ -101,7 +101,7 @@ def read_sentencepiece(path: Path) -> Vocabulary:
 # -- building -----------------------------------------------------------------------------------------------------
 
 
-def _bpe(vocabulary: Vocabulary) -> models.BPE:
+def _bpe(vocabulary: PieceVocabulary) -> models.BPE:
     """Joining the best-scoring pair first is BPE with merges ranked by the score of their result."""
     return models.BPE(
         vocab=unique_ids(vocabulary.pieces),
@@ -112,17 +112,17 @@ def _bpe(vocabulary: Vocabulary) -> models.BPE:
     )
 
 
-def _unigram(vocabulary: Vocabulary) -> models.Unigram:
+def _unigram(vocabulary: PieceVocabulary) -> models.Unigram:
     scored = list(zip(vocabulary.pieces, vocabulary.scores, strict=True))
     unknown = vocabulary.ids_of(PieceType.UNKNOWN)
     return models.Unigram(scored, unknown[0] if unknown else 0, _has_bytes(vocabulary))
 
 
-def _has_bytes(vocabulary: Vocabulary) -> bool:
+def _has_bytes(vocabulary: PieceVocabulary) -> bool:
     return len(vocabulary.ids_of(PieceType.BYTE)) == 256
 
 
-def _unknown(vocabulary: Vocabulary) -> str | None:
+def _unknown(vocabulary: PieceVocabulary) -> str | None:
     ids = vocabulary.ids_of(PieceType.UNKNOWN)
     return vocabulary.pieces[ids[0]] if ids else None
 
@@ -135,7 +135,7 @@ def unique_ids(pieces: Sequence[str]) -> dict[str, int]:
     return ids
 
 
-def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+def _merges(vocabulary: PieceVocabulary) -> list[tuple[str, str]]:
     """Every way to join two pieces into a third, best score first, then shortest left part (the leftmost pair)."""
     normal = vocabulary.ids_of(PieceType.NORMAL)
     known = {vocabulary.pieces[token_id] for token_id in normal}
@@ -150,7 +150,7 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     return [(left, right) for _, _, left, right in ranked]
 
 
-def _set_normalizer(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
+def _set_normalizer(tokenizer: tokenizers.Tokenizer, vocabulary: PieceVocabulary) -> None:
     steps: list[normalizers.Normalizer] = []
     if vocabulary.charsmap:
         steps.append(normalizers.Precompiled(vocabulary.charsmap))
@@ -163,7 +163,7 @@ def _set_normalizer(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary) -> 
     tokenizer.normalizer = normalizers.Sequence(steps)
 
 
-def _set_decoder(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
+def _set_decoder(tokenizer: tokenizers.Tokenizer, vocabulary: PieceVocabulary) -> None:
     steps: list[decoders.Decoder] = [decoders.ByteFallback(), decoders.Fuse()]
     if vocabulary.space != " ":
         steps.insert(0, decoders.Replace(vocabulary.space, " "))
@@ -172,7 +172,7 @@ def _set_decoder(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary) -> Non
     tokenizer.decoder = decoders.Sequence(steps)
 
 
-def _add_special(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
+def _add_special(tokenizer: tokenizers.Tokenizer, vocabulary: PieceVocabulary) -> None:
     special = sorted(vocabulary.ids_of(PieceType.CONTROL) + vocabulary.ids_of(PieceType.UNKNOWN))
     names = [vocabulary.pieces[token_id] for token_id in special]
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names])

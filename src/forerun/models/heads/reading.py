@@ -27,7 +27,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.family import Biases, Family
 from forerun.models.fields import Fields, words
 from forerun.models.heads.head import HeadLayer
-from forerun.quant.base import Part
+from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseWeight
 from forerun.quant.gguf import read_floats
 from forerun.quant.rounded import ChooseFormat
@@ -123,7 +123,7 @@ class HeadReader:
 
     def linear(self, module: str, rows: int, columns: int) -> Linear:
         """A matrix, with the bias the checkpoint has beside it."""
-        return self.builder.linear([Part(module, rows)], columns, has_bias=self.source.has(f"{module}.bias"))
+        return self.builder.linear([RowPart(module, rows)], columns, has_bias=self.source.has(f"{module}.bias"))
 
     def embedding(self, module: str) -> Embedding:
         """The head's own table, or the target's where it brings none."""

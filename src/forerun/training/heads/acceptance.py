@@ -25,7 +25,7 @@ class Acceptance:
 
 
 @dataclass
-class Tally:
+class AcceptanceTally:
     """What the answers measured so far add up to."""
 
     num_tokens: int = 0

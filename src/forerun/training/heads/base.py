@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forerun.training.heads.vocabulary import DraftVocabulary
+from forerun.training.heads.vocabulary import LearnedVocabulary
 
 States = Mapping[int, Tensor]  # layer, in the numbering of `models.base`, -> [batch, T, hidden]
 INIT_STD = 0.02
@@ -44,7 +44,7 @@ class Head(nn.Module, ABC):
     kind: str
     layers: tuple[int, ...]  # the target's states it reads
     num_steps: int  # tokens it drafts in a chain
-    vocabulary: DraftVocabulary
+    vocabulary: LearnedVocabulary
 
     @abstractmethod
     def features(self, states: States, ids: Tensor) -> list[Features]:

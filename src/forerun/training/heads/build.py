@@ -18,22 +18,22 @@ from torch import Tensor
 from forerun.errors import CheckpointError, ConfigError
 from forerun.training.heads.base import Head
 from forerun.training.heads.config import HeadRecipe
-from forerun.training.heads.draft import DraftHead
+from forerun.training.heads.draft import DraftModelTraining
 from forerun.training.heads.eagle3 import Eagle3Head
 from forerun.training.heads.medusa import MedusaHead
 from forerun.training.heads.mtp import MtpHead
-from forerun.training.heads.target import Target
-from forerun.training.heads.vocabulary import DraftVocabulary, exported_vocabulary, frequent_tokens
+from forerun.training.heads.target import TrainingTarget
+from forerun.training.heads.vocabulary import LearnedVocabulary, exported_vocabulary, frequent_tokens
 
-HEADS: Mapping[str, Callable[[Target, Any, DraftVocabulary], Head]] = {
+HEADS: Mapping[str, Callable[[TrainingTarget, Any, LearnedVocabulary], Head]] = {
     "medusa": MedusaHead,
     "eagle3": Eagle3Head,
     "mtp": lambda target, config, _vocabulary: MtpHead(target, config),
-    "draft": lambda target, config, _vocabulary: DraftHead(target, config),
+    "draft": lambda target, config, _vocabulary: DraftModelTraining(target, config),
 }
 
 
-def make_head(recipe: HeadRecipe, target: Target, counts: Tensor) -> Head:
+def make_head(recipe: HeadRecipe, target: TrainingTarget, counts: Tensor) -> Head:
     """Makes a head with random or copied weights; counts [vocab]: how often each token stands in the data.
 
     Raises what `read_start` does.
@@ -54,7 +54,7 @@ class Export:
     tensors: Mapping[str, Tensor]
 
 
-def read_start(recipe: HeadRecipe, target: Target) -> Export | None:
+def read_start(recipe: HeadRecipe, target: TrainingTarget) -> Export | None:
     """The head that training begins with, if there is one.
 
     Raises CheckpointError if it cannot be read, and ConfigError if the target has too few positions for the windows.
@@ -73,7 +73,7 @@ def read_export(folder: Path) -> Export:
         raise CheckpointError(f"start_from: {folder} holds no readable exported head: {error}") from error
 
 
-def _vocabulary(recipe: HeadRecipe, start: Export | None, counts: Tensor) -> DraftVocabulary:
+def _vocabulary(recipe: HeadRecipe, start: Export | None, counts: Tensor) -> LearnedVocabulary:
     """The one of the head that is trained further: other data may count otherwise, its rows are its tokens' rows."""
     size = min(getattr(recipe.head, "vocab_size", 0), len(counts))
     started = exported_vocabulary(start.tensors, len(counts)) if start is not None else None

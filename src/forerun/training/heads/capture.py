@@ -21,7 +21,7 @@ from torch import Tensor
 from forerun.errors import DataError, ResourceError, TrainingError
 from forerun.training.heads.feed import Batch, with_final
 from forerun.training.heads.rows import Rows
-from forerun.training.heads.target import Target
+from forerun.training.heads.target import TrainingTarget
 
 Report = Callable[[str], None]
 ITEM_BYTES = 2
@@ -32,7 +32,7 @@ REPORT_EVERY = 25  # passes of the target
 class CapturedFeed:
     """Reads states from a file; see `feed.Feed`."""
 
-    def __init__(self, rows: Rows, target: Target, layers: Sequence[int], path: Path) -> None:
+    def __init__(self, rows: Rows, target: TrainingTarget, layers: Sequence[int], path: Path) -> None:
         self.rows, self.target, self.layers = rows, target, tuple(layers)
         self.width = len(layers) * target.shape.hidden_size
         self.states = np.memmap(path, dtype=np.uint16, mode="r").reshape(-1, self.width)  # [tokens, width]
@@ -63,7 +63,7 @@ def rows_within(rows: Rows, width: int, budget: int, report: Report) -> Rows:
 
 
 def capture(
-    rows: Rows, target: Target, layers: Sequence[int], folder: Path, about: dict[str, Any], report: Report
+    rows: Rows, target: TrainingTarget, layers: Sequence[int], folder: Path, about: dict[str, Any], report: Report
 ) -> CapturedFeed:
     """Writes the states of all sequences into `folder`, or goes on, or takes what is there.
 
@@ -114,7 +114,7 @@ def check_about(path: Path, about: dict[str, Any]) -> int:
 
 
 def write_states(
-    rows: Rows, target: Target, layers: Sequence[int], path: Path, about: dict[str, Any], row_bytes: int,
+    rows: Rows, target: TrainingTarget, layers: Sequence[int], path: Path, about: dict[str, Any], row_bytes: int,
     report: Report,
 ) -> None:  # fmt: skip
     """Appends the sequences that are missing; after every pass the progress file says how many are complete."""
@@ -132,7 +132,9 @@ def write_states(
                 report(f"captured the target's states of {numbers[-1] + 1} of {len(rows)} sequences")
 
 
-def write_pass(rows: Rows, target: Target, layers: Sequence[int], numbers: Sequence[int], out: BinaryIO) -> None:
+def write_pass(
+    rows: Rows, target: TrainingTarget, layers: Sequence[int], numbers: Sequence[int], out: BinaryIO
+) -> None:
     """Computes and writes the states of some sequences."""
     ids, _ = rows.batch(numbers, int(rows.lens[list(numbers)].max()))
     found = target.states(ids.to(target.head.device), layers)

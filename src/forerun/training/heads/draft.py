@@ -13,17 +13,17 @@ from torch import Tensor
 from forerun.training.export import llama_config
 from forerun.training.heads.base import Features, Head, States, rows_of_step
 from forerun.training.heads.config import DraftConfig
-from forerun.training.heads.target import Target
+from forerun.training.heads.target import TrainingTarget
 from forerun.training.heads.vocabulary import whole_vocabulary
 from forerun.training.net import Net
 
 
-class DraftHead(Head):
+class DraftModelTraining(Head):
     """The draft's network with the target's vocabulary and tied embeddings."""
 
     kind = "draft"
 
-    def __init__(self, target: Target, config: DraftConfig) -> None:
+    def __init__(self, target: TrainingTarget, config: DraftConfig) -> None:
         super().__init__()
         self.vocabulary = whole_vocabulary(target.shape.vocab_size)
         self.num_steps, self.layers = config.num_steps, ()

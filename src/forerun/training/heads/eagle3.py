@@ -24,9 +24,9 @@ from forerun.training.heads.base import (
     rows_of_step,
 )
 from forerun.training.heads.config import Eagle3Config
-from forerun.training.heads.target import Target
+from forerun.training.heads.target import TrainingTarget
 from forerun.training.heads.unrolled import Tables, UnrolledAttention, UnrolledKV, make_norm
-from forerun.training.heads.vocabulary import DraftVocabulary
+from forerun.training.heads.vocabulary import LearnedVocabulary
 from forerun.training.net import Mlp, NetConfig, rotary_tables
 
 SHALLOW = 6  # with fewer layers than this the published choice of three states does not exist
@@ -73,7 +73,7 @@ class Eagle3Head(Head):
 
     kind = "eagle3"
 
-    def __init__(self, target: Target, config: Eagle3Config, vocabulary: DraftVocabulary) -> None:
+    def __init__(self, target: TrainingTarget, config: Eagle3Config, vocabulary: LearnedVocabulary) -> None:
         super().__init__()
         self.target_shape, self.settings, self.vocabulary = target.shape, config, vocabulary
         self.shape = config.shape_in(target.shape)

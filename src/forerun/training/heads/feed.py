@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun.training.heads.base import Head, States
 from forerun.training.heads.rows import Rows
-from forerun.training.heads.target import Target
+from forerun.training.heads.target import TrainingTarget
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Feed(Protocol):
         """Sequences cut or padded to `seq_len`."""
 
 
-def captured_layers(head: Head, target: Target) -> tuple[int, ...]:
+def captured_layers(head: Head, target: TrainingTarget) -> tuple[int, ...]:
     """The states to compute or store: the head's, and the last one unless it follows from them."""
     depth = target.shape.num_layers
     return head.layers if {depth, depth + 1} & set(head.layers) else (*head.layers, depth + 1)
 
 
-def with_final(states: dict[int, Tensor], target: Target) -> Tensor:
+def with_final(states: dict[int, Tensor], target: TrainingTarget) -> Tensor:
     """The state after the final norm, taken from `states` or made from the one before it."""
     depth = target.shape.num_layers
     return states[depth + 1] if depth + 1 in states else target.final_norm(states[depth])
@@ -51,7 +51,7 @@ def with_final(states: dict[int, Tensor], target: Target) -> Tensor:
 class OnlineFeed:
     """Runs the target over every batch; compiled: fused by torch.compile, which pays if all batches have one shape."""
 
-    def __init__(self, rows: Rows, target: Target, layers: Sequence[int], compiled: bool = False) -> None:
+    def __init__(self, rows: Rows, target: TrainingTarget, layers: Sequence[int], compiled: bool = False) -> None:
         self.rows, self.target, self.layers = rows, target, tuple(layers)
         self.states = torch.compile(target.states, dynamic=False) if compiled else target.states
 

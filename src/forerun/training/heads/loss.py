@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from forerun.training.heads.base import Features, Frozen, Head, States, rows_of_step
 from forerun.training.heads.cross_entropy import BLOCK_ROWS, Block, block_of_rows, weighted_cross_entropy
-from forerun.training.heads.target import Target
+from forerun.training.heads.target import TrainingTarget
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class HeadLoss(nn.Module):
     """sum_j w_j CE_j over the entries whose guess is part of an answer and can be made in the draft vocabulary."""
 
     def __init__(
-        self, head: Head, target: Target, labels: str, weights: Sequence[float], compiled: bool = False
+        self, head: Head, target: TrainingTarget, labels: str, weights: Sequence[float], compiled: bool = False
     ) -> None:
         """compiled: fuse operations by torch.compile, which pays if all batches have one shape."""
         super().__init__()

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from forerun.training.heads.base import Features, Frozen, Head, States, copied, rows_of_step
 from forerun.training.heads.config import MedusaConfig
-from forerun.training.heads.target import Target
-from forerun.training.heads.vocabulary import DraftVocabulary
+from forerun.training.heads.target import TrainingTarget
+from forerun.training.heads.vocabulary import LearnedVocabulary
 
 
 class ResidualBlock(nn.Module):
@@ -39,7 +39,7 @@ class MedusaHead(Head):
 
     kind = "medusa"
 
-    def __init__(self, target: Target, config: MedusaConfig, vocabulary: DraftVocabulary) -> None:
+    def __init__(self, target: TrainingTarget, config: MedusaConfig, vocabulary: LearnedVocabulary) -> None:
         super().__init__()
         self.settings, self.vocabulary, self.target_shape = config, vocabulary, target.shape
         self.num_steps = config.num_heads

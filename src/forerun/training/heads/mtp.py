@@ -24,7 +24,7 @@ from forerun.training.heads.base import (
     rows_of_step,
 )
 from forerun.training.heads.config import MtpConfig
-from forerun.training.heads.target import Target
+from forerun.training.heads.target import TrainingTarget
 from forerun.training.heads.unrolled import Tables, UnrolledAttention, UnrolledKV, make_norm
 from forerun.training.heads.vocabulary import whole_vocabulary
 from forerun.training.net import Mlp, rotary_tables
@@ -37,7 +37,7 @@ class MtpHead(Head):
 
     kind = "mtp"
 
-    def __init__(self, target: Target, config: MtpConfig) -> None:
+    def __init__(self, target: TrainingTarget, config: MtpConfig) -> None:
         super().__init__()
         shape = self.shape = target.shape
         self.vocabulary = whole_vocabulary(shape.vocab_size)

@@ -28,7 +28,7 @@ from forerun.training.heads.loss import HeadLoss, step_weights
 from forerun.training.heads.plots import draw_head_history
 from forerun.training.heads.rows import Rows
 from forerun.training.heads.sequences import fingerprint, prepare
-from forerun.training.heads.target import NetTarget, Target, is_plain_llama, load_net_target, read_table
+from forerun.training.heads.target import NetTarget, TrainingTarget, is_plain_llama, load_net_target, read_table
 from forerun.training.heads.train import HeadTrainer
 from forerun.training.plots import NO_PICTURE
 from forerun.training.run_folder import open_run
@@ -78,7 +78,7 @@ def check_exportable(kind: str, target_folder: Path) -> None:
         )
 
 
-def load_target(name: str, device: str) -> Target:
+def load_target(name: str, device: str) -> TrainingTarget:
     """The target as a torch network where that computes it exactly, else through the engine."""
     folder = resolve_model(name)
     place = torch_device(device)
@@ -101,7 +101,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def make_feed(
-    recipe: HeadRecipe, job: HeadJob, rows: Rows, target: Target, layers: tuple[int, ...], report: Report
+    recipe: HeadRecipe, job: HeadJob, rows: Rows, target: TrainingTarget, layers: tuple[int, ...], report: Report
 ) -> Feed:
     """States from disk within the recipe's budget, or computed while training."""
     budget = recipe.data.capture_bytes
@@ -112,7 +112,7 @@ def make_feed(
     return capture(rows, target, layers, job.folder / "data", about, report)
 
 
-def identity_of(recipe: HeadRecipe, target: Target, rows: Rows) -> dict[str, Any]:
+def identity_of(recipe: HeadRecipe, target: TrainingTarget, rows: Rows) -> dict[str, Any]:
     """What decides the outcome of a training."""
     fields = {name: value for name, value in asdict(recipe).items() if name not in FREE}
     shape = asdict(target.shape)

@@ -18,7 +18,7 @@ from forerun.training.heads.answers import answer_file_rows, engine_writer, writ
 from forerun.training.heads.config import HeadJob, HeadRecipe
 from forerun.training.heads.prompts import read_prompts
 from forerun.training.heads.rows import Rows, hold_out, token_file_rows
-from forerun.training.heads.target import Target
+from forerun.training.heads.target import TrainingTarget
 from forerun.training.run_folder import clear
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
 from forerun.weights.resolve import resolve_model
@@ -45,7 +45,7 @@ class Material:
     heldout: list[list[int]]
 
 
-def prepare(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) -> Sequences:
+def prepare(recipe: HeadRecipe, job: HeadJob, target: TrainingTarget, report: Report) -> Sequences:
     """Sequences to train on, from what is written already or from prompts, and answers to held-out prompts.
 
     An earlier run in the folder is deleted, if the job is to begin afresh, once all files are read.
@@ -58,7 +58,7 @@ def prepare(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) ->
     return Sequences(train, heldout)
 
 
-def read(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) -> Material:
+def read(recipe: HeadRecipe, job: HeadJob, target: TrainingTarget, report: Report) -> Material:
     """What the files hold; raises ConfigError and DataError."""
     written = [path for path in job.data if path.suffix in WRITTEN]
     if not written:
@@ -71,7 +71,7 @@ def read(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) -> Ma
     return from_written(recipe, job, target, report)
 
 
-def from_written(recipe: HeadRecipe, job: HeadJob, target: Target, report: Report) -> Material:
+def from_written(recipe: HeadRecipe, job: HeadJob, target: TrainingTarget, report: Report) -> Material:
     """Rows of token files and packed answers; the prompts held out are those of answers, if there are any."""
     options, row_len, vocab_size = recipe.data, recipe.schedule.seq_len, target.shape.vocab_size
     most = options.max_tokens

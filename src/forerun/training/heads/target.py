@@ -28,7 +28,7 @@ class Norm(Protocol):
         """Normalizes [..., hidden]."""
 
 
-class Target(Protocol):
+class TrainingTarget(Protocol):
     """A frozen model. Layers count as in `models.base`: 0 is the embedding, i the output of layer i - 1, and
     num_layers + 1 the state after the final norm."""
 
@@ -53,7 +53,7 @@ class NetTarget:
 
     @torch.no_grad()
     def states(self, ids: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
-        """See `Target`."""
+        """See `TrainingTarget`."""
         cos, sin = self.net.cos[: ids.shape[1]], self.net.sin[: ids.shape[1]]
         found, x = {}, self.net.model.embed_tokens(ids)
         for index, layer in enumerate(self.net.model.layers):

@@ -17,7 +17,7 @@ from torch import nn
 
 from forerun.errors import TrainingError
 from forerun.training.checkpoint import LAST, read_checkpoint, write_atomically
-from forerun.training.heads.acceptance import Acceptance, Tally, guess, matches_of
+from forerun.training.heads.acceptance import Acceptance, AcceptanceTally, guess, matches_of
 from forerun.training.heads.config import HeadOptimizer, HeadRecipe
 from forerun.training.heads.feed import Batch, Feed
 from forerun.training.heads.loss import HeadLoss
@@ -180,7 +180,7 @@ class HeadTrainer:
 @torch.no_grad()
 def measure(loss: HeadLoss, heldout: Feed) -> Acceptance:
     """Simulates drafting the held-out answers, in float32."""
-    tally, rows = Tally(), heldout.rows
+    tally, rows = AcceptanceTally(), heldout.rows
     for first in range(0, len(rows), EVAL_BATCH):
         numbers = list(range(first, min(first + EVAL_BATCH, len(rows))))
         batch: Batch = heldout.batch(numbers, int(rows.lens[numbers].max()))

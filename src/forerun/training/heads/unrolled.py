@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.training.heads.joint_attention import joint_attention
-from forerun.training.net import NetConfig, RMSNorm, rotate
+from forerun.training.net import NetConfig, RMSNormModule, rotate
 
 
 @dataclass
@@ -105,6 +105,6 @@ class Tables(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
 
-def make_norm(config: NetConfig) -> RMSNorm:
-    """An RMSNorm over the hidden size of `config`."""
-    return RMSNorm(config.hidden_size, config.norm_eps)
+def make_norm(config: NetConfig) -> RMSNormModule:
+    """An RMSNormModule over the hidden size of `config`."""
+    return RMSNormModule(config.hidden_size, config.norm_eps)

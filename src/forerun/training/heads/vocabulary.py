@@ -15,7 +15,7 @@ from forerun.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class DraftVocabulary:
+class LearnedVocabulary:
     """`token_ids` [draft vocab], ascending ids of a target of `target_size` tokens."""
 
     token_ids: Tensor
@@ -48,19 +48,19 @@ class DraftVocabulary:
         return table
 
 
-def whole_vocabulary(target_size: int) -> DraftVocabulary:
+def whole_vocabulary(target_size: int) -> LearnedVocabulary:
     """All tokens of the target."""
-    return DraftVocabulary(torch.arange(target_size), target_size)
+    return LearnedVocabulary(torch.arange(target_size), target_size)
 
 
-def exported_vocabulary(tensors: Mapping[str, Tensor], target_size: int) -> DraftVocabulary | None:
+def exported_vocabulary(tensors: Mapping[str, Tensor], target_size: int) -> LearnedVocabulary | None:
     """The one of an exported head: EAGLE-3's `d2t` or a Medusa's `token_map`; None where it proposes all tokens."""
     if "d2t" in tensors:
-        return DraftVocabulary(tensors["d2t"] + torch.arange(len(tensors["d2t"])), target_size)
-    return DraftVocabulary(tensors["token_map"], target_size) if "token_map" in tensors else None
+        return LearnedVocabulary(tensors["d2t"] + torch.arange(len(tensors["d2t"])), target_size)
+    return LearnedVocabulary(tensors["token_map"], target_size) if "token_map" in tensors else None
 
 
-def frequent_tokens(counts: Tensor, size: int) -> DraftVocabulary:
+def frequent_tokens(counts: Tensor, size: int) -> LearnedVocabulary:
     """The `size` most frequent tokens by `counts` [target vocab], the lower id first among equals; 0 takes all.
 
     Raises ConfigError for a size beyond the target's vocabulary.
@@ -72,4 +72,4 @@ def frequent_tokens(counts: Tensor, size: int) -> DraftVocabulary:
     if size in (0, len(counts)):
         return whole_vocabulary(len(counts))
     order = torch.argsort(counts, descending=True, stable=True)
-    return DraftVocabulary(order[:size].sort().values, len(counts))
+    return LearnedVocabulary(order[:size].sort().values, len(counts))
