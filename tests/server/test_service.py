@@ -6,6 +6,9 @@ import asyncio
 import json
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
+from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,10 +115,6 @@ def test_whoever_stops_listening_frees_the_engine(small: LLM) -> None:
         service.stop()
         assert not service.healthy
 
-    async def drain(stream: Any) -> None:
-        async for _ in stream.deltas():
-            pass
-
     asyncio.run(scenario())
     small.engine.scheduler.check_integrity()
 
@@ -156,31 +155,53 @@ def test_an_answer_that_waits_for_the_next_step_comes_without_one(
     small: LLM, stops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever else was running has left, or the server stops."""
-    monkeypatch.setattr(EngineService, "healthy", True)  # it runs here, without its thread, so that the order is known
+    step = small.step
 
     async def scenario() -> None:
         service = EngineService(small, settings())
         service.deliver_meanwhile()
-        params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=1) for n in (1, 400)]
-        short, long = (service.submit(small.prepare("Once", of_one)) for of_one in params)
-        service._take_commands()
-        while not short.group.finished:
-            service._advance()
-        if stops:
-            service._stop()
-        else:
-            service.abort(long)
-            service._take_commands()
-            monkeypatch.setattr(small, "step", lambda: pytest.fail("a step of nothing"))
-            service._advance()
-        service._dispatch()
+        service.start()
+        params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=1) for n in (400, 1)]
+        prepared = [small.prepare("Once", of_one) for of_one in params]
+
+        def until_the_short_one_ends() -> Any:
+            assert stops or not prepared[1].finished, "a step of nothing"
+            changed = step()
+            if prepared[1].finished and stops and not stopping:
+                stopping.append(Thread(target=service.stop))
+                stopping[0].start()
+                assert wait_until(lambda: is_closing(service))
+            elif prepared[1].finished:
+                service.abort(long)
+            return changed
+
+        stopping: list[Thread] = []
+        monkeypatch.setattr(small, "step", until_the_short_one_ends, raising=False)
+        long, short = (service.submit(group) for group in prepared)
         assert [token async for deltas in short.deltas() for delta in deltas for token in delta.token_ids]
-        assert not service._streams and num_used(small) == 0
+        with pytest.raises(ApiError) as caught:
+            await drain(long)
+        assert caught.value.status_code == (503 if stops else 499)
+        await asyncio.to_thread(stopping[0].join if stops else service.stop)
+        assert num_used(small) == 0
 
     try:
         asyncio.run(scenario())
     finally:
         small.engine.meanwhile = None
+
+
+async def drain(stream: Any) -> None:
+    async for _ in stream.deltas():
+        pass
+
+
+def is_closing(service: EngineService) -> bool:
+    try:
+        service.check_room(1)
+    except ApiError as error:
+        return error.status_code == 503
+    return False
 
 
 def test_shutting_down_tells_those_who_wait(small: LLM) -> None:
@@ -234,7 +255,7 @@ def test_a_drafter_that_rests_is_said_to(small: LLM, monkeypatch: pytest.MonkeyP
         values = values_of(client.get("/metrics").text)
         assert values['forerun_drafter_errors_total{drafter="ngram"}'] == 3
         assert values['forerun_drafter_resting{drafter="ngram"}'] == 1
-        member._rests_until = 0.0  # its rest is over
+        monkeypatch.setattr("forerun.drafters.guarded.time", SimpleNamespace(monotonic=lambda: inf))  # its rest is over
         again = client.post("/v1/completions", json=body(1)).json()
         assert again["choices"] == expected and again["forerun"]["drafted_tokens"] > 0
         assert values_of(client.get("/metrics").text)['forerun_drafter_resting{drafter="ngram"}'] == 0
@@ -245,9 +266,9 @@ def values_of(text: str) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
-def ends_of(client: TestClient) -> dict[str, float]:
+def ends_in(text: str) -> dict[str, float]:
     """Samples by how they ended."""
-    values = values_of(client.get("/metrics").text)
+    values = values_of(text)
     named = {name: value for name, value in values.items() if name.startswith("forerun_samples_finished_total{")}
     return {name.split('"')[1]: value for name, value in named.items()}
 
@@ -264,7 +285,7 @@ def test_every_sample_ends_once_in_the_metrics(small: LLM, monkeypatch: pytest.M
         assert client.post("/v1/completions", json=body(1, 12, n=3, **no_token)).status_code == 400
         late = body(1, 400, n=4, ignore_eos=True, timeout=0.2)
         assert client.post("/v1/completions", json=late).status_code == 504
-        values, ends = values_of(client.get("/metrics").text), ends_of(client)
+        values, ends = values_of(client.get("/metrics").text), ends_in(client.get("/metrics").text)
     assert ends.pop("length", 0) + ends.pop("stop", 0) == 2
     assert ends == {"error": 3, "deadline": 4}
     samples = [sample.stats() for group in groups for sample in group.samples]
@@ -288,8 +309,7 @@ def test_a_request_that_is_given_up_counts_each_sample_once(small: LLM) -> None:
                 break
         service.abort(stream)
         await asyncio.to_thread(service.stop)
-        metrics = service.metrics
-        counts = {reason: metrics.finished.labels(reason)._value.get() for reason in ("length", "abort")}
+        counts = ends_in(service.metrics.text().decode())
         assert counts["length"] >= ended and counts["length"] + counts["abort"] == 4 and counts["abort"] > 0
 
     asyncio.run(scenario())
@@ -300,7 +320,7 @@ class Broken(BaseException):
     """What no `except Exception` sees, as when a library of Rust's panics."""
 
 
-@pytest.mark.parametrize("part", ["_deliver", "_take_commands", "_dispatch", "abort"])
+@pytest.mark.parametrize("part", ["start", "step", "sample_finished", "abort"])
 @pytest.mark.parametrize("error", [ZeroDivisionError, Broken])
 def test_whatever_breaks_around_a_step_nobody_waits_for_ever(
     small: LLM, part: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -310,11 +330,11 @@ def test_whatever_breaks_around_a_step_nobody_waits_for_ever(
 
     async def scenario() -> None:
         service = EngineService(small, settings())
-        of = small if part == "abort" else service
+        of: Any = service.metrics if part == "sample_finished" else small
         whole = getattr(of, part)
 
         def once(*given: Any) -> Any:
-            if not broken and (part == "abort" or service._streams):
+            if not broken:
                 broken.append(part)
                 raise error("broken")
             return whole(*given)
@@ -326,16 +346,12 @@ def test_whatever_breaks_around_a_step_nobody_waits_for_ever(
         service.start()
         params = SamplingParams(max_tokens=5, seed=1)
         with pytest.raises(ApiError) as caught:
-            await asyncio.wait_for(read(service.submit(small.prepare("Once", params))), 60)
+            await asyncio.wait_for(drain(service.submit(small.prepare("Once", params))), 60)
         assert caught.value.status_code == 500 and broken
         if part != "abort":  # after which nobody knows what the engine holds
             assert service.healthy
-            await asyncio.wait_for(read(service.submit(small.prepare("Once", params))), 60)
+            await asyncio.wait_for(drain(service.submit(small.prepare("Once", params))), 60)
         await asyncio.to_thread(service.stop)
-
-    async def read(stream: Any) -> None:
-        async for _ in stream.deltas():
-            pass
 
     asyncio.run(scenario())
     monkeypatch.undo()
@@ -344,25 +360,27 @@ def test_whatever_breaks_around_a_step_nobody_waits_for_ever(
     assert num_used(small) == 0
 
 
-def test_a_request_that_comes_while_the_engine_ends_is_refused(small: LLM) -> None:
+def test_a_request_that_comes_while_the_engine_ends_is_refused(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, may_go_on = small.step, Event()
+    monkeypatch.setattr(small, "step", lambda: (may_go_on.wait(60), step())[1], raising=False)
+
     async def scenario() -> None:
         service = EngineService(small, settings())
         service.start()
         held = service.submit(small.prepare("Once", SamplingParams(max_tokens=400, ignore_eos=True)))
-        service._commands.put(service._stop)
+        stopping = asyncio.create_task(asyncio.to_thread(service.stop))
+        while not is_closing(service):
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(service, "check_room", lambda num: None)  # as if it had looked before
         late = service.submit(small.prepare("Once", SamplingParams(max_tokens=4)))  # behind the end
+        may_go_on.set()
         for stream in (held, late):
             with pytest.raises(ApiError) as caught:
-                await asyncio.wait_for(anext(stream.deltas()), 60)
                 await asyncio.wait_for(drain(stream), 60)
             assert caught.value.status_code == 503
-        await asyncio.to_thread(service.stop)
+        await stopping
         with pytest.raises(ApiError, match="shutting down"):
             service.submit(small.prepare("Once", SamplingParams(max_tokens=4)))
-
-    async def drain(stream: Any) -> None:
-        async for _ in stream.deltas():
-            pass
 
     asyncio.run(scenario())
     assert num_used(small) == 0
