@@ -67,7 +67,7 @@ def test_self_check_notices_a_biased_verifier(monkeypatch: pytest.MonkeyPatch) -
     verify_one = RejectionVerifier._verify_one
 
     def biased(self, logits, candidate):  # type: ignore[no-untyped-def]
-        if len(candidate.tree) > 1 and candidate.tree.tokens[1] == 0:
+        if len(candidate.draft.tree) > 1 and candidate.draft.tree.tokens[1] == 0:
             from forerun.speculation.verify import Choice
 
             return Choice((0, 1), 0)
