@@ -27,7 +27,7 @@ from tests.support.scripts import run_script
 from tests.support.serving import serving
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs" / "log.md"})]  # the log is history
+PAGES = [ROOT / "README.md", *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs" / "log.md"})]
 SPOKEN = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"]
 
 NOT_RUN = {

@@ -18,7 +18,7 @@ def head_log_chances(logits: Tensor, scores: Tensor, is_greedy: Tensor) -> Tenso
 
     logits [..., V], scores [..., ranks] as `Kernels.gumbel_topk` has them, is_greedy [..., 1] -> [..., ranks] float64.
     Unlike those of drafters that see the whole prefix (`speculation.growth`), the distributions here are flat, and at
-    temperature 0 what they say of their own chances is right (`mini`: docs/log.md, 2026-11-22). Estimates only: they
+    temperature 0 what they say of their own chances is right (`mini`: docs/log.md, "Trees"). Estimates only: they
     steer which nodes are tried, never what is emitted.
     """
     of_all, of_best = torch.logsumexp(logits, -1, keepdim=True), torch.logsumexp(scores, -1, keepdim=True)

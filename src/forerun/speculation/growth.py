@@ -10,7 +10,7 @@ that was not used.
 **How likely a child is.** The target's choice is the argmax of log p / T + G, the drafter's of log q / T + G with the
 same noise: they differ by the drafter's error. So a token is the safer the further its score leads the others', and its
 chance is a softmax of the scores themselves. q alone says little: a token that q makes unlikely was chosen because its
-noise is large, and the target sees that noise, too. (Measured on the `mini` family: docs/log.md, 2026-11-22.) At
+noise is large, and the target sees that noise, too. (Measured on the `mini` family: docs/log.md, "Trees".) At
 temperature 0 there is no noise, and the same softmax is of q, sharpened, among the best tokens.
 """
 
