@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from time import perf_counter
 
 import torch
 
@@ -20,25 +19,20 @@ from forerun.drafters.base import Drafter, DrafterContext
 from forerun.drafters.portfolio import Portfolio, build_portfolio
 from forerun.drafters.registry import build_drafter, spec_of
 from forerun.engine.engine import Engine, Verifier
-from forerun.engine.measuring import measure_draft_costs
-from forerun.engine.policy import FixedPolicy, Policy, StepCosts, VerifyCost, rows_to_measure
-from forerun.engine.policy_adaptive import AdaptivePolicy
+from forerun.engine.measuring import measure_calls, measure_passes
 from forerun.engine.scheduler import Limits, Scheduler
 from forerun.errors import ConfigError, ResourceError
-from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
 from forerun.kernels.threads import torch_rests
 from forerun.models.base import LayerSpec, Model, passes_of, with_own_state
-from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.memory import check_memory, memory_of
+from forerun.policy.costs import Costs, PassCosts, rows_to_measure
+from forerun.policy.policy import AdaptivePolicy, FixedPolicy, Policy
 from forerun.runtime.bind import bind
 from forerun.runtime.runner import Runner
 from forerun.speculation.growth import TreeGrower
 from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
 
-_MAX_TIMINGS = 5  # passes of which the quickest counts: other work on the machine only ever adds
-_MIN_TIMINGS = 2  # the first pass of a kind reads weights and code from memory
-_TIMING_BUDGET_S = 0.2  # seconds a number of rows, after which no further pass is timed
 _KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _SHARE_OF_HOST, _SHARE_OF_CARD = 0.25, 0.85  # of the free memory; the rest is for work space and other programs
 _ASSUMED_BYTES = 4 << 30  # memory of a machine that does not say
@@ -50,7 +44,7 @@ def assemble(
     config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None = None
 ) -> Engine:
     """An engine for `model`, read from `folder`. Raises ConfigError or ResourceError if the context does not fit."""
-    drafter, portfolio = _drafter(config, model, kernels, load_draft, folder)
+    drafter = _drafter(config, model, kernels, load_draft, folder)
     kv_cache = _kv_cache(config, model, drafter, kernels)
     own_kvs = kv_cache.layers[: len(model.kv_specs)]
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
@@ -58,7 +52,7 @@ def assemble(
     runner = bind(passes_of(model, drafter.hidden_layers), kernels, own_kvs)
     computes_itself = runner.replays and kernels.device.type == "cpu"
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
-    policy = _policy(config, runner, drafter, portfolio, kv_cache)
+    policy = _policy(config, runner, drafter, kv_cache)
     model.release("")  # what was measured
     return Engine(
         model=model,
@@ -97,8 +91,8 @@ def _scheduler(config: EngineConfig, kv_cache: KVCache, max_model_len: int, is_p
 
 def _drafter(
     config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None
-) -> tuple[Drafter, Portfolio | None]:
-    """The drafter, and itself once more where it is a portfolio, which wants a guide."""
+) -> Drafter:
+    """The drafter; a portfolio where a policy is to decide how much it drafts."""
     context = DrafterContext(
         spec=spec_of(config.drafter.name),
         options=config.drafter,
@@ -110,15 +104,8 @@ def _drafter(
         max_rows=config.max_num_batched_tokens,
         load_draft=load_draft,
     )
-    if not _needs_guide(context):
-        return build_drafter(context), None
-    portfolio = build_portfolio(context)
-    return portfolio, portfolio
-
-
-def _needs_guide(context: DrafterContext) -> bool:
-    """Portfolios, and every drafter that is not to draft always the same number."""
-    return bool(context.options.members) or (context.options.adaptive and context.spec.max_draft_tokens > 0)
+    is_planned = bool(config.drafter.members) or (config.drafter.adaptive and context.spec.max_draft_tokens > 0)
+    return build_portfolio(context) if is_planned else build_drafter(context)
 
 
 def _longest(config: EngineConfig, model: Model) -> int:
@@ -174,51 +161,13 @@ def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int, 
     return min(wanted, budget // per_block) if per_block else wanted
 
 
-def _policy(
-    config: EngineConfig, runner: Runner, drafter: Drafter, portfolio: Portfolio | None, kv_cache: KVCache
-) -> Policy:
-    if drafter.max_nodes <= 1 or portfolio is None or not config.drafter.adaptive:
+def _policy(config: EngineConfig, runner: Runner, drafter: Drafter, kv_cache: KVCache) -> Policy:
+    if drafter.max_nodes <= 1 or not isinstance(drafter, Portfolio) or not config.drafter.adaptive:
         return FixedPolicy(drafter.max_nodes)
-    costs = StepCosts(measure_verify_cost(config, runner, drafter, kv_cache))
+    max_rows = min(config.max_num_batched_tokens, kv_cache.num_rows)
+    rows = rows_to_measure(drafter.max_nodes * config.max_num_seqs, max_rows)
+    costs = Costs(PassCosts(measure_passes(rows, runner, kv_cache)))
+    for member in drafter.members:
+        costs.calls[member.name] = measure_calls(member, runner, kv_cache)
     is_coupled, is_host = config.verification == "coupled", kv_cache.device.type == "cpu"
-    policy = AdaptivePolicy(drafter.max_nodes, costs, may_prune=is_coupled, prunes=is_host)
-    for member in portfolio.members:
-        policy.expect(member.name, measure_draft_costs(member, runner, kv_cache))
-    portfolio.guide = policy
-    return policy
-
-
-def measure_verify_cost(config: EngineConfig, runner: Runner, drafter: Drafter, kv_cache: KVCache) -> VerifyCost:
-    """Time passes over a few numbers of rows on an empty cache, in turns, so that a slow moment hits all of them."""
-    most = min(config.max_num_batched_tokens, kv_cache.num_rows)
-    rows = rows_to_measure(drafter.max_nodes * config.max_num_seqs, most)
-    batches = {num_rows: _batch_of(num_rows, kv_cache) for num_rows in rows}
-    times: dict[int, list[float]] = {num_rows: [] for num_rows in rows}
-    began = perf_counter()
-    for turn in range(_MAX_TIMINGS):
-        if turn < _MIN_TIMINGS or perf_counter() - began < _TIMING_BUDGET_S * len(rows):
-            for num_rows, batch in batches.items():
-                times[num_rows].append(_seconds_of(runner, batch, kv_cache))
-    return VerifyCost({num_rows: min(seconds) for num_rows, seconds in times.items()})
-
-
-def _batch_of(num_rows: int, kv_cache: KVCache) -> ForwardBatch:
-    rows = SequenceRows(
-        request_id="",
-        block_table=range(kv_cache.num_blocks_for(num_rows)),
-        start=0,
-        span=(),
-        tree_start=0,
-        tree_tokens=[0] * num_rows,
-        tree_rows=range(num_rows),
-        tree_masks=[(1 << (i + 1)) - 1 for i in range(num_rows)],
-        tree_depths=range(num_rows),
-    )
-    return ForwardBatch.build([rows], kv_cache.block_size)
-
-
-def _seconds_of(runner: Runner, batch: ForwardBatch, kv_cache: KVCache) -> float:
-    start = perf_counter()
-    runner.run(batch)
-    synchronize(kv_cache.device)
-    return perf_counter() - start
+    return AdaptivePolicy(drafter.max_nodes, costs, may_prune=is_coupled, looks_at_drafts=is_host)

@@ -149,7 +149,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One sequence being generated. Of `n` samples each is a request of its own.
 

@@ -27,8 +27,9 @@ from forerun.bench.prompts import PromptCase
 from forerun.bench.report import Picture, check_folder, write
 from forerun.config import DrafterConfig
 from forerun.core import DrafterCount, RequestOutput, SamplingParams
-from forerun.engine.policy import FixedPolicy, StepCosts, VerifyCost
 from forerun.errors import ConfigError, UnsupportedError
+from forerun.policy.costs import Costs, PassCosts
+from forerun.policy.policy import FixedPolicy
 from tests.bench.fakes import FakeLLM
 
 CASES = [PromptCase(("one",), True, "chat & talk", "f:1"), PromptCase(("def f",), False, "code", "f:2")]
@@ -146,7 +147,7 @@ def test_the_policy_stands_beside_its_best_fixed_setting() -> None:
 
 def test_costs_come_from_the_engine_that_measured_most() -> None:
     def measured(*rows: int) -> Any:
-        costs = StepCosts(VerifyCost({num: num / 1e3 for num in rows}))
+        costs = Costs(PassCosts({num: num / 1e3 for num in rows}))
         return SimpleNamespace(engine=SimpleNamespace(policy=SimpleNamespace(costs=costs)))
 
     assert pass_costs_ms({"none": Drafting()}) == {}  # type: ignore[dict-item]

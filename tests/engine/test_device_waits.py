@@ -14,9 +14,8 @@ from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
-from forerun.engine.policy import FixedPolicy
-from forerun.engine.policy_adaptive import AdaptivePolicy
 from forerun.models.loader import load_model
+from forerun.policy.policy import AdaptivePolicy, FixedPolicy
 from tests.drafters import test_eagle, test_medusa, test_mtp
 from tests.models import factory
 from tests.models.test_device import META
@@ -150,9 +149,7 @@ def test_a_policy_that_looks_at_drafts_waits_once_more(
     folder: Path, tmp_path: Path, waits: list[Any], width: int
 ) -> None:
     class Looking(FixedPolicy):
-        @property
-        def prunes(self) -> bool:
-            return True
+        looks_at_drafts = True
 
     for made in (with_draft(folder, width), with_head(folder, tmp_path / "head", width)):
         made.policy = Looking(NUM_DRAFTS + 1)
@@ -182,7 +179,7 @@ ADAPTIVE: dict[str, Callable[..., Engine]] = {
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_the_adaptive_policy_waits_once(folder: Path, tmp_path: Path, waits: list[Any], name: str, width: int) -> None:
     made = ADAPTIVE[name](folder, tmp_path / "head", width)
-    assert isinstance(made.policy, AdaptivePolicy) and not made.policy.prunes, "where passes run on a card"
+    assert isinstance(made.policy, AdaptivePolicy) and not made.policy.looks_at_drafts, "where passes run on a card"
     expect_much(made)
     assert run(made, waits) == [1, 1, 1, 1]
     assert waits == [(OF_MEDUSA if name == "medusa" else IN_ALL[width],)], "all drafts there is room for"

@@ -14,8 +14,8 @@ from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import Request, SamplingParams
 from forerun.drafters.portfolio import Portfolio
-from forerun.engine.calibration import Calibration
 from forerun.engine.engine import Engine
+from forerun.policy.acceptance import Acceptance
 from forerun.runtime.rows import RowRunner
 from forerun.speculation.draft import Draft, PendingDrafts, Proposal
 from forerun.speculation.verifier import CoupledVerifier
@@ -265,13 +265,13 @@ def listen(runner: Any, rows: list[int]) -> None:
 
 def test_late_trees_are_judged_as_those_read_at_once(num_late: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """What the policy is shown of a first tree: all of it, with the drafter's chances."""
-    judged, log_survival = list[Any](), Calibration.log_survival
+    judged, log_chances = list[Any](), Acceptance.log_chances
 
-    def heard(self: Calibration, request_id: str, proposal: Proposal) -> list[float]:
+    def heard(self: Acceptance, proposal: Proposal) -> list[float]:
         judged.append((proposal.tokens, proposal.parents, proposal.log_chances))
-        return log_survival(self, request_id, proposal)
+        return log_chances(self, proposal)
 
-    monkeypatch.setattr(Calibration, "log_survival", heard)
+    monkeypatch.setattr(Acceptance, "log_chances", heard)
     first = []
     for verifier in (CoupledVerifier, ReadFirst):
         made = with_draft(3, adaptive=True)

@@ -6,9 +6,8 @@ from itertools import count
 
 import pytest
 
-from forerun import assemble
-from forerun.engine.measuring import measure_draft_costs
-from forerun.engine.policy_adaptive import AdaptivePolicy
+from forerun.engine import measuring
+from forerun.policy.policy import AdaptivePolicy
 from tests.support import mini
 
 
@@ -16,15 +15,16 @@ from tests.support import mini
 def test_what_calls_take_is_known_before_the_first_request(name: str) -> None:
     engine = mini.drafting("draft" if name == "draft" else name).engine
     assert isinstance(engine.policy, AdaptivePolicy)
-    costs = engine.policy._members[name].by_size
-    assert costs and all(0.0 < seconds < 10.0 for seconds in costs.values())
+    costs = engine.policy.costs.calls[name].by_size
+    assert costs and all(0.0 < cost.value < 10.0 for cost in costs.values())
     assert name == "medusa" or max(size for _, size in costs) >= 4
     engine.scheduler.check_integrity()
 
 
 def test_a_drafter_without_weights_is_not_tried() -> None:
     made = mini.drafting("suffix").engine
-    assert measure_draft_costs(made.drafter, made.runner, made.kv_cache) == {}
+    costs = measuring.measure_calls(made.drafter, made.runner, made.kv_cache)
+    assert not costs.by_size and not costs.draws_levels
 
 
 def test_nothing_stays_of_the_text() -> None:
@@ -38,10 +38,8 @@ def test_a_slow_moment_at_start_spoils_no_size(monkeypatch: pytest.MonkeyPatch) 
     """Sizes take turns, so that ten disturbed passes in a row are a few of each size, not all of one."""
     passes = count()
     monkeypatch.setattr(
-        assemble, "_seconds_of", lambda *args: args[1].num_rows * (1.0 if next(passes) >= 10 else 9.0) / 1e4
+        measuring, "_seconds_of", lambda *args: args[1].num_rows * (1.0 if next(passes) >= 10 else 9.0) / 1e4
     )
-    llm = mini.drafting("suffix")
-    engine = llm.engine
-    cost = assemble.measure_verify_cost(llm.config, engine.runner, engine.drafter, engine.kv_cache)
-    assert len(cost.points) > 4
-    assert cost.points == pytest.approx({rows: rows / 1e4 for rows in cost.points})
+    engine = mini.drafting("suffix").engine
+    seconds = measuring.measure_passes([1, 2, 4, 8, 16], engine.runner, engine.kv_cache)
+    assert seconds == pytest.approx({rows: rows / 1e4 for rows in (1, 2, 4, 8, 16)})

@@ -12,12 +12,12 @@ from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Drafter
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
-from forerun.engine.policy import FixedPolicy, VerifyCost
-from forerun.engine.policy_adaptive import AdaptivePolicy
 from forerun.engine.stopping import OutputText
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
 from forerun.models.base import Model
+from forerun.policy.costs import Costs, PassCosts
+from forerun.policy.policy import AdaptivePolicy, FixedPolicy
 from tests.support.toy import LetterDetokenizer, NoisyToy, ToyModel
 
 DRAFTERS = {
@@ -72,7 +72,8 @@ def engine(
     toy_draft = draft or (NoisyToy(target, 0.7) if isinstance(target, ToyModel) else target)
     made = assemble(config, target, kernels(), lambda name: toy_draft)
     if isinstance(made.policy, AdaptivePolicy):  # a toy's rows cost too much to be worth drafting
-        made.policy.costs.verify_cost = VerifyCost({1: 1.0})
+        made.policy.costs = Costs(PassCosts({1: 1.0}))
+        made.policy.costs.learn_step(1, drafts=False, seconds=1.0)
     return made
 
 

@@ -19,8 +19,8 @@ from forerun.errors import ForerunError
 from forerun.llm import engine_config
 
 if TYPE_CHECKING:
-    from forerun.engine.policy import StepCosts
     from forerun.llm import LLM
+    from forerun.policy.costs import Costs
 
 CHAT: Final = "multi-turn conversation"
 CHAT_CATEGORIES: Final = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -135,10 +135,10 @@ def _forget_identity(result: dict[str, Any], others: Collection[str]) -> None:
 
 def pass_costs_ms(engines: Mapping[str, LLM]) -> dict[int, float]:
     """Milliseconds of a pass by its rows, as the engine with the most rows measured them; {} without a policy."""
-    measured: list[StepCosts] = [
+    measured: list[Costs] = [
         costs for llm in engines.values() if (costs := getattr(llm.engine.policy, "costs", None)) is not None
     ]
-    points = max((costs.verify_cost.points for costs in measured), key=len, default={})
+    points = max((costs.passes.points for costs in measured), key=len, default={})
     return {rows: round(seconds * 1e3, 4) for rows, seconds in points.items()}
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
@@ -155,6 +155,31 @@ def drafter_health(drafter: Drafter) -> dict[str, DrafterHealth]:
     """How a drafter, or each member of a portfolio, fares; nothing of one that is not guarded."""
     members: Sequence[Drafter] = getattr(drafter, "members", (drafter,))
     return {member.name: member.health for member in members if hasattr(member, "health")}
+
+
+class Asked(NamedTuple):
+    """What a call of a drafter gave one request."""
+
+    request: Request
+    num_known: int  # tokens there were
+    num_read: int  # of them had been missed before, and were read now
+    num_drafts: int
+    depth: int
+
+
+class DraftCall(NamedTuple):
+    """A drafter was asked, and took so long."""
+
+    member: str
+    seconds: float
+    is_pending: bool  # the device drew the drafts in the time of the pass; the seconds are those of enqueueing
+    asked: Sequence[Asked]
+
+
+def take_calls(drafter: Drafter) -> Sequence[DraftCall]:
+    """What members of a portfolio were asked since this was called last; of other drafters that is not measured."""
+    take: Callable[[], Sequence[DraftCall]] | None = getattr(drafter, "take_calls", None)
+    return take() if take is not None else ()
 
 
 class LogitsReader(Protocol):

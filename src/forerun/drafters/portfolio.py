@@ -1,8 +1,8 @@
 """Several drafters at once, which add to the same tree.
 
-Knows: its members, who may add to a tree. Does not know: who should draft, and how much; a
-guide (the engine's policy) tells for each request and member. Members are asked in their order, so that the guide of
-a later one sees what the earlier ones found.
+Knows: its members, who may add to a tree, and what asking them takes. Does not know: who should draft, and how much;
+the drafts' plan tells for each request and member. Members are asked in their order, so that the plan for a later one
+sees what the earlier ones found.
 
 Under the rejection rule a node's children must come from one recorded distribution, so there a request takes the
 first tree that has any drafts; which member that is depends on the text alone, never on what was drawn.
@@ -13,24 +13,23 @@ first of their requests, and no later member can be asked for these requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from forerun.core import Request
-from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Observed, logits_reader
+from forerun.drafters.base import Asked, DraftCall, Drafter, DrafterContext, DrafterSpec, Observed, logits_reader
 from forerun.drafters.registry import build_drafter, spec_of
 from forerun.kernels.ops import LayerKV
-from forerun.speculation.draft import Draft, Proposal, pending_of
+from forerun.speculation.draft import Draft, pending_of
 
 
 def build_portfolio(context: DrafterContext) -> Portfolio:
-    """The members of `context.options`, or the one drafter it names, under a guide; raises whatever they raise."""
+    """The members of `context.options`, or the one drafter it names, as planned; raises whatever they raise."""
     options = context.options
     contexts = [replace(context, spec=spec_of(each.name), options=each) for each in options.members or (options,)]
     members = [build_drafter(each) for each in contexts]
@@ -46,54 +45,13 @@ SPEC = DrafterSpec(
 )
 
 
-class Guide(Protocol):
-    """Decides which member drafts for whom, and learns what that cost."""
-
-    def quotas(self, member: str, drafts: Sequence[Draft]) -> list[int]:
-        """Nodes, the root included, the member may draft for each request; 1: it is not asked."""
-
-    def least_chance(self, member: str) -> float:
-        """See `Draft.least`."""
-
-    def log_survival(self, proposal: Proposal, draft: Draft) -> Sequence[float]:
-        """Log chance of each node of a member's proposal, from its own estimates and how those fared."""
-
-    def learn_member_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
-        """The member took this long to propose for these drafts."""
-
-    def learn_pending_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
-        """To enqueue the member's work took this long, for these drafts, which were read with the target's choices.
-
-        What a device took to draw them is in the time of the pass.
-        """
-
-
-class Everyone:
-    """The guide without a policy: every member drafts as much as there is room for, and is believed."""
-
-    def quotas(self, member: str, drafts: Sequence[Draft]) -> list[int]:
-        """All the room."""
-        return [draft.room + 1 for draft in drafts]
-
-    def least_chance(self, member: str) -> float:
-        """Every level is drawn."""
-        return 0.0
-
-    def log_survival(self, proposal: Proposal, draft: Draft) -> Sequence[float]:
-        """The member's own estimates."""
-        return proposal.log_chances
-
-    def learn_member_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
-        """Nothing to learn."""
-
-    def learn_pending_cost(self, member: str, seconds: float, asked: Sequence[Draft]) -> None:
-        """Nothing to learn."""
-
-
 class Portfolio:
-    """Holds several drafters. With one member it is that drafter under a guide."""
+    """Holds several drafters. With one member it is that drafter, which drafts as planned."""
 
-    def __init__(self, members: Sequence[Drafter], name: str, max_nodes: int, coupled: bool) -> None:
+    def __init__(
+        self, members: Sequence[Drafter], name: str, max_nodes: int, coupled: bool,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:  # fmt: skip
         """`coupled`: trees of several members may share a root."""
         assert members
         self.name = name
@@ -104,8 +62,8 @@ class Portfolio:
         self.weight_bytes = sum(member.weight_bytes for member in members)
         self._readers = [reader for member in members if (reader := logits_reader(member)) is not None]
         self.wants_logits = bool(self._readers)
-        self.guide: Guide = Everyone()
-        self._coupled = coupled
+        self._calls: list[DraftCall] = []
+        self._coupled, self._clock = coupled, clock
 
     def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
         """Hand every member its share of the pool."""
@@ -131,7 +89,7 @@ class Portfolio:
             reader.observe_logits(token_ids, logits)
 
     def propose(self, drafts: Sequence[Draft]) -> None:
-        """Ask the members one after the other, as far as the guide allows."""
+        """Ask the members one after the other, as far as the drafts' plan allows."""
         might_be_pending = all(draft.may_be_pending for draft in drafts)
         for index, member in enumerate(self.members):
             self._ask(member, drafts, self.members[index + 1 :], might_be_pending)
@@ -141,23 +99,39 @@ class Portfolio:
         open_ones = [draft for draft in drafts if self._is_open(member, draft)]
         if not open_ones:
             return
-        start = perf_counter()
-        quotas = self.guide.quotas(member.name, open_ones)
-        wanted = [(draft, min(n, member.max_nodes) - 1) for draft, n in zip(open_ones, quotas, strict=True) if n > 1]
-        if not wanted:
+        start, plan = self._clock(), drafts[0].plan
+        sizes = plan.sizes(member.name, open_ones)
+        wanted = [(draft, min(size, member.max_nodes - 1)) for draft, size in zip(open_ones, sizes, strict=True)]
+        asked = [draft for draft, size in wanted if size > 0]
+        if not asked:
             return
-        asked = [draft for draft, _ in wanted]
         may_be_pending = might_be_pending and self._are_first_and_last(asked, drafts, behind)
-        least = self.guide.least_chance(member.name)
-        for draft, num in wanted:
-            draft.ask(num, least, may_be_pending)
+        least = plan.least_chance(member.name)
+        for draft, size in wanted:
+            if size > 0:
+                draft.ask(size, least, may_be_pending)
         member.propose(asked)
         pending = pending_of(asked)
         if pending is None:
-            self._believe(member, asked)
-            self.guide.learn_member_cost(member.name, perf_counter() - start, asked)
+            self._take(member, start, asked)
         else:
-            pending.when_read(partial(self._take_pending, member, perf_counter() - start, asked))
+            pending.when_read(partial(self._take, member, start, asked, self._clock() - start))
+
+    def _take(self, member: Drafter, start: float, asked: Sequence[Draft], enqueueing_s: float | None = None) -> None:
+        """The member's proposals are known: believe them as planned, and note the call."""
+        gave = []
+        for draft in asked:
+            proposal, request = draft.proposal_of(member.name), draft.request
+            draft.believe(proposal, draft.plan.log_chances(proposal))
+            num_known, depth = len(request.token_ids), max(proposal.depths)
+            gave.append(Asked(request, num_known, draft.num_caught_up, len(proposal.nodes) - 1, depth))
+        seconds = self._clock() - start if enqueueing_s is None else enqueueing_s
+        self._calls.append(DraftCall(member.name, seconds, enqueueing_s is not None, gave))
+
+    def take_calls(self) -> Sequence[DraftCall]:
+        """What members were asked since this was called last."""
+        calls, self._calls = self._calls, []
+        return calls
 
     def _are_first_and_last(self, asked: Sequence[Draft], drafts: Sequence[Draft], behind: Sequence[Drafter]) -> bool:
         """Whether nobody will look at these drafts before they are verified; a step waits for one member's at most."""
@@ -171,17 +145,6 @@ class Portfolio:
             return False
         is_taken = not self._coupled and draft.request.params.temperature > 0.0 and len(draft.tree) > 1
         return only in (None, member.name) and not is_taken
-
-    def _believe(self, member: Drafter, asked: Sequence[Draft]) -> None:
-        """Put the guide's chances in the place of the member's own."""
-        for draft in asked:
-            proposal = draft.proposal_of(member.name)
-            draft.believe(proposal, self.guide.log_survival(proposal, draft))
-
-    def _take_pending(self, member: Drafter, seconds: float, asked: Sequence[Draft]) -> None:
-        """The member's trees are known at last; to enqueue them took so long."""
-        self._believe(member, asked)
-        self.guide.learn_pending_cost(member.name, seconds, asked)
 
     def num_ready(self, request: Request) -> tuple[int, ...]:
         """The members' numbers, one after the other."""

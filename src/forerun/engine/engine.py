@@ -15,11 +15,10 @@ from torch import Tensor
 from forerun.cache.boundaries import BoundaryStates
 from forerun.cache.kv_cache import KVCache, Move
 from forerun.core import Plan, Request, Resumed, ScheduledRequest
-from forerun.drafters.base import Drafter, Observed, logits_reader
+from forerun.drafters.base import Drafter, Observed, logits_reader, take_calls
 from forerun.engine.logprobs import token_logprobs
 from forerun.engine.masks import MaskWaits, ask_ahead
-from forerun.engine.outputs import RequestGroup, SampleRecord
-from forerun.engine.policy import Policy
+from forerun.engine.outputs import RequestGroup, SampleRecord, share_time
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.timings import Timings
 from forerun.errors import DeadlineError, LogitsError, QueueFullError
@@ -27,6 +26,7 @@ from forerun.kernels.device import synchronize
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import CommittedPath, Model, PassOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.policy.policy import Outcome, Policy, StepPlan, StepResult
 from forerun.runtime.runner import Runner
 from forerun.speculation.draft import Draft, pending_of
 from forerun.speculation.verifier import Candidate
@@ -53,11 +53,6 @@ class _Work:
     first_row: int = 0  # of the batch
     first_logit: int = 0  # row of the logits that belongs to the span's first token, or to the root
     span_logits: bool = False
-
-    @property
-    def may_draft(self) -> bool:
-        """There was room for drafts."""
-        return self.draft is not None and self.draft.max_nodes > 1
 
     @property
     def root_logit(self) -> int:
@@ -125,25 +120,24 @@ class Engine:
     def _step(self) -> list[RequestGroup]:
         clock = self.timings
         clock.start()
-        plan = self._schedule()
-        overhead_s = clock.lap("schedule_s")
+        wanted = self.policy.plan(self.scheduler.running or self.scheduler.waiting)
+        plan = self._schedule(wanted)
+        clock.lap("schedule_s")
         if not plan.scheduled:
             return self._pause()
-        work = self._draft(plan)
-        draft_s = clock.lap("draft_s")
+        work = self._draft(plan, wanted)
+        clock.lap("draft_s")
         batch = self._build(work)
-        overhead_s += clock.lap("build_s")
-        out, choices, forward_s, choose_s = self._decide(work, batch)
-        overhead_s += choose_s
+        clock.lap("build_s")
+        out, choices = self._decide(work, batch)
         observed = self._commit(work, choices, out)
         self._show_logits(batch, out)
         self.drafter.observe(observed, out.hidden)
         self._publish(observed, out)
+        clock.lap("commit_s")
+        self._learn(work, observed, batch.num_rows)
         changed = self._finish(work)
-        overhead_s += clock.lap("commit_s")
-        if not any(entry.item.num_span for entry in work):  # reading prompts costs what says nothing of drafting
-            self.policy.learn_step_cost(batch.num_rows, forward_s, overhead_s)
-        self._account(work, draft_s, forward_s + choose_s, draft_s + forward_s + overhead_s)
+        clock.lap("learn_s")
         return changed
 
     def _pause(self) -> list[RequestGroup]:
@@ -153,16 +147,17 @@ class Engine:
         self.masks.wait(self.scheduler.running)
         return self._finish(())
 
-    def _account(self, work: Sequence[_Work], draft_s: float, verify_s: float, step_s: float) -> None:
-        """Give every request its share of a step's time; what a plain step takes is known where no prompt was read."""
-        num_asked = sum(entry.may_draft for entry in work)
-        for entry in work:
-            if entry.may_draft:
-                entry.record.drafted_for(draft_s / num_asked)
-        if all(entry.item.num_span == 0 for entry in work):
-            plain_step_s = self.policy.plain_step_s(len(work))
-            for entry in work:
-                entry.record.decoded(verify_s / len(work), step_s, plain_step_s)
+    def _learn(self, work: Sequence[_Work], observed: Sequence[Observed], num_rows: int) -> None:
+        """Tell the policy, and whoever wrote down what requests cost, what the step was and took."""
+        outcomes = [
+            Outcome(entry.item.request, entry.draft, seen.tokens)
+            for entry, seen in zip(work, observed, strict=True)
+            if entry.draft is not None
+        ]
+        num_span = sum(entry.item.num_span for entry in work)
+        result = StepResult(outcomes, take_calls(self.drafter), num_rows - num_span, num_span, self.timings.take())
+        self.policy.learn(result)
+        share_time(result, self.records, self.policy.plain_step_s(len(outcomes)))
 
     @property
     def _kvs(self) -> Sequence[LayerKV]:
@@ -170,11 +165,10 @@ class Engine:
 
     # -- schedule, draft, build ---------------------------------------------------------------------------------
 
-    def _schedule(self) -> Plan:
+    def _schedule(self, wanted: StepPlan) -> Plan:
         """Ask the scheduler; let everyone forget what was preempted, and go on from what the cache had."""
-        self.policy.begin_step(len(self.scheduler.running) or len(self.scheduler.waiting))
         self.masks.begin_step(self.scheduler.running)
-        plan = self.scheduler.schedule(self.policy.node_budget, bool(self.drafter.hidden_layers), self.masks.may_choose)
+        plan = self.scheduler.schedule(wanted.max_nodes, bool(self.drafter.hidden_layers), self.masks.may_choose)
         for request in plan.preempted:
             self.drafter.end(request.request_id)
             self.model.release(request.request_id)
@@ -190,16 +184,18 @@ class Engine:
         boundary = self.boundaries.before(request.block_ids, request.num_computed)
         self.drafter.resume(request, resumed.num_ready, boundary)
 
-    def _draft(self, plan: Plan) -> list[_Work]:
+    def _draft(self, plan: Plan, wanted: StepPlan) -> list[_Work]:
         """A tree for every request that reaches its root, grown where there is room for drafts."""
         requests = [item.request for item in plan.deciding]
-        may_be_pending = bool(self._kvs) and not self.policy.prunes and self.verifier.reads_pending(requests)
-        wanted = [(item.request, item.max_nodes) for item in plan.deciding]
-        drafts = {request.request_id: Draft(request, most, may_be_pending) for request, most in wanted}
+        may_be_pending = bool(self._kvs) and not wanted.looks_at_drafts and self.verifier.reads_pending(requests)
+        drafts = {
+            item.request.request_id: Draft(item.request, item.max_nodes, may_be_pending, wanted)
+            for item in plan.deciding
+        }
         growing = [draft for draft in drafts.values() if draft.max_nodes > 1]
         if growing:
             self.drafter.propose(growing)
-            self.policy.admit(growing, len(drafts))
+            wanted.prune(growing)
             ask_ahead([draft for draft in growing if draft.pending is None])
         return [self._work(item, drafts.get(item.request.request_id)) for item in plan.scheduled]
 
@@ -231,21 +227,24 @@ class Engine:
 
     def _decide(
         self, work: Sequence[_Work], batch: ForwardBatch
-    ) -> tuple[PassOutput, list[Choice | LogitsError | None], float, float]:
-        """The pass, what is chosen from it, and the seconds of both.
+    ) -> tuple[PassOutput, list[Choice | LogitsError | None]]:
+        """The pass, and what is chosen from it.
 
-        A card is waited for once, for the choices, so that choosing counts as a part of the pass there.
+        A GPU is waited for once, for the choices, so that choosing counts as a part of the pass there.
         """
         out = self.runner.run(batch)
         if self.meanwhile is not None:
             self.meanwhile()
         if self.kv_cache.device.type == "cpu":
-            forward_s = self.timings.lap("forward_s")
-            return out, self._verify(work, out), forward_s, self.timings.lap("verify_s")
+            self.timings.lap("forward_s")
+            choices = self._verify(work, out)
+            self.timings.lap("verify_s")
+            return out, choices
         choices = self._verify(work, out)
         if all(entry.draft is None for entry in work):  # nothing was read of a prompt's pass
             synchronize(self.kv_cache.device)
-        return out, choices, self.timings.lap("forward_s"), 0.0
+        self.timings.lap("forward_s")
+        return out, choices
 
     def _verify(self, work: Sequence[_Work], out: PassOutput) -> list[Choice | LogitsError | None]:
         """One choice or error for every request that reached its root, None for the others."""
@@ -300,10 +299,6 @@ class Engine:
         rows = [entry.root_logit + draft.row_of(node) for node in nodes[:num_taken]]
         record.emitted(sources, token_logprobs(logits, rows, tokens[:num_taken], entry.item.request.params.logprobs))
         record.traced(draft, nodes[1:], tokens[:num_taken])
-        stopped_at_leaf = not any(child in draft.verified for child in tree.children(choice.nodes[-1]))
-        num_accepted = len(choice.nodes) - 1
-        self.policy.learn(entry.item.request, draft.num_nodes - 1, num_accepted + (not stopped_at_leaf), num_accepted)
-        self.policy.learn_proposals(draft, tokens)
         return nodes, tuple(tokens[:num_taken])
 
     def _show_logits(self, batch: ForwardBatch, out: PassOutput) -> None:
@@ -345,7 +340,6 @@ class Engine:
             self.drafter.end(request.request_id)
             self.model.release(request.request_id)
             self.records.pop(request.request_id).ended(self.policy.explain)
-            self.policy.end(request)
             self.masks.end(request)
             if request.parent_id in self.groups and self.groups[request.parent_id].finished:
                 del self.groups[request.parent_id]

@@ -1,43 +1,87 @@
-"""What drafting costs on this machine: a drafter is asked to draft for a made-up text before the engine serves anybody.
+"""What passes and drafting cost on this machine, tried on a made-up text before the engine serves anybody.
 
-Knows: the drafter's verbs and the order in which an engine uses them. Does not know: policies, what drafters do inside.
-The pool must be empty; what is left in it afterwards belongs to nobody.
+Knows: the verbs of runners and drafters, and the order in which an engine uses them. Does not know: policies, what they
+do inside. The pool must be empty; what is left in it afterwards belongs to nobody.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 
 from forerun.cache.kv_cache import KVCache
 from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Drafter, Observed
+from forerun.kernels.device import synchronize
 from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.policy.costs import CallCosts
 from forerun.runtime.runner import Runner
 from forerun.speculation.draft import Draft
 
-_NUM_KNOWN = 8  # tokens of the text
+_NUM_KNOWN = 64  # tokens of the text: what reading it takes is measured, too
 _SIZES = (1, 2, 3, 4, 8, 16)  # drafts a call
 _TIMINGS = 3  # calls of which the quickest counts, after one that does not
-_BUDGET_S = 0.2  # after which no further size is tried
+_BUDGET_S = 0.2  # after which no further size is tried, and no further pass of one number of rows
+_MIN_PASSES, _MAX_PASSES = 2, 5  # of which the quickest counts: other work on the machine only ever adds
 
 
-def measure_draft_costs(drafter: Drafter, runner: Runner, kv_cache: KVCache) -> dict[int, float]:
-    """Seconds a call takes by the number of drafts it gives; {} for a drafter without weights of its own.
+def measure_passes(rows: Sequence[int], runner: Runner, kv_cache: KVCache) -> dict[int, float]:
+    """Seconds of a pass by its rows, on an empty cache.
+
+    Row counts take turns, so that a slow moment of the machine is a part of each.
+    """
+    batches = {num_rows: _batch_of(num_rows, kv_cache) for num_rows in rows}
+    times: dict[int, list[float]] = {num_rows: [] for num_rows in rows}
+    began = perf_counter()
+    for turn in range(_MAX_PASSES):
+        if turn < _MIN_PASSES or perf_counter() - began < _BUDGET_S * len(rows):
+            for num_rows, batch in batches.items():
+                times[num_rows].append(_seconds_of(runner, batch, kv_cache))
+    return {num_rows: min(seconds) for num_rows, seconds in times.items()}
+
+
+def _batch_of(num_rows: int, kv_cache: KVCache) -> ForwardBatch:
+    rows = SequenceRows(
+        request_id="",
+        block_table=range(kv_cache.num_blocks_for(num_rows)),
+        start=0,
+        span=(),
+        tree_start=0,
+        tree_tokens=[0] * num_rows,
+        tree_rows=range(num_rows),
+        tree_masks=[(1 << (i + 1)) - 1 for i in range(num_rows)],
+        tree_depths=range(num_rows),
+    )
+    return ForwardBatch.build([rows], kv_cache.block_size)
+
+
+def _seconds_of(runner: Runner, batch: ForwardBatch, kv_cache: KVCache) -> float:
+    start = perf_counter()
+    runner.run(batch)
+    synchronize(kv_cache.device)
+    return perf_counter() - start
+
+
+def measure_calls(drafter: Drafter, runner: Runner, kv_cache: KVCache) -> CallCosts:
+    """What the drafter's calls take; nothing is known of a drafter without weights of its own.
 
     `runner` executes the target, and gives the states the drafter wants.
     """
+    costs = CallCosts(draws_levels=drafter.weight_bytes > 0)
     needed = kv_cache.num_blocks_for(_NUM_KNOWN + drafter.max_nodes)
-    if drafter.weight_bytes == 0 or needed > kv_cache.num_blocks or drafter.max_nodes <= 1:
-        return {}
-    request = Request("", (0,) * _NUM_KNOWN, SamplingParams(temperature=0.0), seed=0, max_len=_NUM_KNOWN + 64)
+    if not costs.draws_levels or needed > kv_cache.num_blocks or drafter.max_nodes <= 1:
+        return costs
+    max_len = _NUM_KNOWN + 64
+    request = Request("", (0,) * _NUM_KNOWN, SamplingParams(temperature=0.0), seed=0, max_len=max_len)
     request.block_ids = list(range(needed))
     drafter.begin(request)
     drafter.resume(request, (), None)
     try:
         _show_text(drafter, request, runner, kv_cache)
-        return _time_calls(drafter, request)
+        _time_calls(costs, drafter, request)
     finally:
         drafter.end(request.request_id)
+    return costs
 
 
 def _show_text(drafter: Drafter, request: Request, runner: Runner, kv_cache: KVCache) -> None:
@@ -50,19 +94,22 @@ def _show_text(drafter: Drafter, request: Request, runner: Runner, kv_cache: KVC
     drafter.observe([Observed(request, range(num_read), (), ())], out.hidden)
 
 
-def _time_calls(drafter: Drafter, request: Request) -> dict[int, float]:
-    costs: dict[int, float] = {}
+def _time_calls(costs: CallCosts, drafter: Drafter, request: Request) -> None:
+    """The quickest call of each size; the first of all reads the text, too."""
     began = perf_counter()
     for size in _SIZES:
         if size < drafter.max_nodes and perf_counter() - began < _BUDGET_S:
             calls = [_time_call(drafter, request, size) for _ in range(1 + _TIMINGS)]
-            costs |= {num: min(s for n, s in calls[1:] if n == num) for num in {n for n, _ in calls[1:]} if num > 0}
-    return costs
+            seconds, num_drafts, depth, _ = min(calls[1:])
+            costs.expect(num_drafts, depth, seconds)
+            if (num_read := calls[0][-1]) > 0:
+                costs.expect_reading(num_read, calls[0][0] - seconds)
 
 
-def _time_call(drafter: Drafter, request: Request, size: int) -> tuple[int, float]:
-    """Drafts given, seconds taken."""
+def _time_call(drafter: Drafter, request: Request, size: int) -> tuple[float, int, int, int]:
+    """Seconds taken, drafts and levels given, tokens read."""
     draft = Draft(request, size + 1)
     start = perf_counter()
     drafter.propose([draft])
-    return len(draft.tree) - 1, perf_counter() - start
+    seconds = perf_counter() - start
+    return seconds, len(draft.tree) - 1, max(draft.tree.depths), draft.num_caught_up

@@ -5,7 +5,7 @@ Knows: requests and what each step emitted. Does not know: models, scheduling, h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from forerun.core import (
 )
 from forerun.engine.logprobs import position_logprobs
 from forerun.engine.stopping import OutputText
+from forerun.policy.policy import StepResult
 from forerun.speculation.draft import Draft
 
 
@@ -152,6 +153,17 @@ class SampleRecord:
             trees=DrafterCount().add(self.figures.trees),
             failed_drafters=self.request.failed_drafters,
         )
+
+
+def share_time(result: StepResult, records: Mapping[str, SampleRecord], plain_step_s: float | None) -> None:
+    """Give every request that chose tokens its share of a step's time; without drafts it would take `plain_step_s`."""
+    num, num_asked = len(result.outcomes), sum(outcome.draft.max_nodes > 1 for outcome in result.outcomes)
+    for outcome in result.outcomes:
+        record = records[outcome.request.request_id]
+        if outcome.draft.max_nodes > 1:
+            record.drafted_for(result.seconds.draft_s / num_asked)
+        if result.num_span == 0:
+            record.decoded(result.seconds.verify_s / num, result.seconds.step_s, plain_step_s)
 
 
 @dataclass(slots=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from time import perf_counter
 
+from forerun.policy.policy import StepSeconds
+
 
 @dataclass(slots=True)
 class Timings:
@@ -19,18 +21,26 @@ class Timings:
     forward_s: float = 0.0
     verify_s: float = 0.0
     commit_s: float = 0.0
+    learn_s: float = 0.0
     steps: int = 0
     _mark: float = 0.0
+    _before: tuple[float, float, float] = (0.0, 0.0, 0.0)  # drafting, pass and choice, all, when `take` was called last
 
     def start(self) -> None:
         """A step begins."""
         self.steps += 1
         self._mark = perf_counter()
 
-    def lap(self, phase: str) -> float:
-        """Add the time since the last mark to `phase`; that time."""
+    def lap(self, phase: str) -> None:
+        """Add the time since the last mark to `phase`."""
         now = perf_counter()
-        seconds = now - self._mark
-        setattr(self, phase, getattr(self, phase) + seconds)
+        setattr(self, phase, getattr(self, phase) + now - self._mark)
         self._mark = now
-        return seconds
+
+    def take(self) -> StepSeconds:
+        """What was added since this was called last: a step, and learning from the one before."""
+        verify_s = self.forward_s + self.verify_s
+        total_s = self.schedule_s + self.draft_s + self.build_s + verify_s + self.commit_s + self.learn_s
+        draft_before, verify_before, total_before = self._before
+        self._before = self.draft_s, verify_s, total_s
+        return StepSeconds(self.draft_s - draft_before, verify_s - verify_before, total_s - total_before)

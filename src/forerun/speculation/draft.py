@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,38 @@ class Proposal(NamedTuple):
     parents: tuple[int, ...]  # places in this proposal; -1 for the root
     depths: tuple[int, ...]
     log_chances: tuple[float, ...]  # of whole paths: the drafter's own estimates
+
+
+class DraftPlan(Protocol):
+    """How much drafters should add to the drafts of a step. Queries only."""
+
+    def sizes(self, member: str, drafts: Sequence[Draft]) -> Sequence[int]:
+        """Nodes a drafter should add to each draft at most; 0: it is not asked."""
+
+    def least_chance(self, member: str) -> float:
+        """See `Draft.least`."""
+
+    def log_chances(self, proposal: Proposal) -> Sequence[float]:
+        """Log chance of the whole path to each node of a proposal, from the drafter's estimates and how those fared."""
+
+
+class Unlimited:
+    """Every drafter adds as much as there is room for, and is believed."""
+
+    def sizes(self, member: str, drafts: Sequence[Draft]) -> Sequence[int]:
+        """All the room."""
+        return [draft.room for draft in drafts]
+
+    def least_chance(self, member: str) -> float:
+        """Every level is drawn."""
+        return 0.0
+
+    def log_chances(self, proposal: Proposal) -> Sequence[float]:
+        """The drafter's own estimates."""
+        return proposal.log_chances
+
+
+_UNLIMITED = Unlimited()
 
 
 class TreeRows(NamedTuple):
@@ -59,6 +91,7 @@ class Draft:
     request: Request
     max_nodes: int
     may_be_pending: bool = False  # nobody looks at the tree before it is verified, see above
+    plan: DraftPlan = _UNLIMITED  # of the step: how much each member of a portfolio should add
     least: float = 0.0  # chance that nodes at the ends are right, of a call's drafts together, worth another level
     num_caught_up: int = 0  # known tokens the drafter had to compute before it could draft
     num_wanted: int = field(init=False)  # nodes the drafter was asked for

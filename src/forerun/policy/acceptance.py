@@ -1,0 +1,192 @@
+"""How often what a drafter proposes is right.
+
+Knows: proposals and the tokens that really followed. Does not know: costs, networks, who drafts next.
+
+A drafter is scored on all it proposed, whatever was verified of it: the tokens that followed tell which nodes were
+right. Two statistics are kept. *By rank*, for the plan that is made before there are drafts: how often the likeliest
+node is right, and how that falls from one rank to the next. *By estimate*, for the drafts themselves: how often nodes
+with about this estimate, given their parents, are right. The first are moved by how a request fares beside others.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from forerun.core import Request
+from forerun.speculation.draft import Proposal
+
+_EDGES: Final = (0.03, 0.08, 0.15, 0.3, 0.5, 0.7, 0.9)  # between bands of estimates; one of exactly 1 is no estimate
+_LOG_EDGES: Final = tuple(map(math.log, _EDGES))
+_MIDDLES: Final = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
+NUM_KINDS: Final = 4  # ranks and depths from here on are one kind
+USUAL_CHANCE: Final = 0.6  # of a node, until some were seen: the drafters trained here have 0.3 to 0.85 at T = 0 and 1
+LEAST: Final = 0.03  # chance below which, and above whose complement, nothing is believed: drafts always surprise
+MEMORY: Final = 0.99  # what a node counts for after the next of its kind: kinds change within some hundred steps
+PRIOR: Final = 10.0  # nodes that what is usual counts for beside a kind's own, and beside a request's
+
+
+@dataclass(slots=True)
+class Tally:
+    """A fading count of nodes that were tested and of those that were right (or were expected to be)."""
+
+    tested: float
+    right: float
+
+    def add(self, tested: float, right: float, memory: float) -> None:
+        """Count one more."""
+        self.tested = self.tested * memory + tested
+        self.right = self.right * memory + right
+
+    @property
+    def rate(self) -> float:
+        """The share of right ones."""
+        return self.right / max(self.tested, LEAST)
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Chances of nodes, learned from what followed."""
+
+    ranks: dict[tuple[str, int], Tally] = field(default_factory=dict)  # by drafter and rank
+    bands: dict[tuple[str, int, int], Tally] = field(default_factory=dict)  # by drafter, depth and band of estimates
+    depths: dict[tuple[str, int], Tally] = field(default_factory=dict)  # right nodes with a right child
+    calls: dict[str, Tally] = field(default_factory=dict)  # requests a drafter was asked for, and proposed anything
+    newcomers: dict[str, Tally] = field(default_factory=dict)  # first steps of requests: right ones over those expected
+    requests: WeakKeyDictionary[Request, dict[str, Tally]] = field(default_factory=WeakKeyDictionary)  # likewise
+
+    found_by_request: WeakKeyDictionary[Request, dict[str, Tally]] = field(default_factory=WeakKeyDictionary)
+
+    # -- queries ------------------------------------------------------------------------------------------------
+
+    def found(self, request: Request, member: str) -> float:
+        """The chance that a drafter proposes anything when asked."""
+        usual = self.calls.get(member)
+        tally = self.found_by_request.get(request, {}).get(member, usual)
+        return tally.rate if tally is not None else 1.0
+
+    def rates(self, request: Request, member: str) -> list[float]:
+        """The chance that a drafter's likeliest node is right, then how it changes from each rank to the next.
+
+        The product of the first n is the chance of the n-th node, whatever the shape of the tree. The last one holds
+        for all ranks behind it.
+        """
+        factor = self._factor(request, member)
+        rates = (_rate(self.ranks.get((member, rank))) for rank in range(1, NUM_KINDS + 1))
+        return [_believed(rate * factor) for rate in rates]
+
+    def _factor(self, request: Request, member: str) -> float:
+        """How a request fares beside what is usual: like newcomers until more is known.
+
+        Not like all others: most nodes are of requests in which drafts are right, since those are drafted for.
+        """
+        newcomers = self.newcomers.get(member)
+        usual = newcomers.rate if newcomers is not None else 1.0
+        prior = PRIOR * _rate(self.ranks.get((member, 1))) + LEAST
+        own = self.requests.get(request, {}).get(member)
+        return usual if own is None else (own.right + prior * usual) / (own.tested + prior)
+
+    def log_chances(self, proposal: Proposal) -> list[float]:
+        """Log chance of the whole path to every node of a proposal, the root's being 0."""
+        result = [0.0]
+        for place in range(1, len(proposal.nodes)):
+            kind = _kind(proposal, place)
+            tally = self.bands.get(kind)
+            chance = tally.rate if tally is not None else _middle(kind[2])
+            result.append(result[proposal.parents[place]] + math.log(_believed(chance)))
+        return result
+
+    # -- learning -----------------------------------------------------------------------------------------------
+
+    def learn(self, request: Request, proposal: Proposal, tokens: Sequence[int]) -> None:
+        """These tokens followed the root."""
+        children: dict[int, list[int]] = {}
+        for place, parent in enumerate(proposal.parents):
+            children.setdefault(parent, []).append(place)
+        path, expected, num_tested = [0], 0.0, 0
+        for token in tokens:
+            places = children.get(path[-1])
+            if places is None:
+                break
+            right = next((place for place in places if proposal.tokens[place] == token), None)
+            expected += self._learn_children(proposal, places, right)
+            num_tested += 1
+            if right is None:
+                break
+            path.append(right)
+        if num_tested:
+            self._learn_request(request, proposal.member, num_tested, expected, len(path) - 1)
+        self._learn_ranks(proposal, set(path[1:]), path[-1] if len(path) > len(tokens) else None)
+
+    def learn_call(self, request: Request, member: str, found: bool) -> None:
+        """The drafter was asked, and proposed anything or not."""
+        _tally(self.calls, member, 1.0).add(1.0, found, MEMORY)
+        of_request = self.found_by_request.setdefault(request, {})
+        of_request.setdefault(member, Tally(PRIOR, PRIOR * self.calls[member].rate)).add(1.0, found, MEMORY)
+
+    def _learn_children(self, proposal: Proposal, places: Sequence[int], right: int | None) -> float:
+        """Count the children of a right node -> the chance that one of them was expected to have at this depth."""
+        for place in places:
+            kind = _kind(proposal, place)
+            _tally(self.bands, kind, _middle(kind[2])).add(1.0, place == right, MEMORY)
+        depth = _tally(self.depths, (proposal.member, min(proposal.depths[places[0]], NUM_KINDS)), USUAL_CHANCE)
+        expected = depth.rate
+        depth.add(1.0, right is not None, MEMORY)
+        return expected
+
+    def _learn_request(self, request: Request, member: str, num: int, expected: float, right: int) -> None:
+        of_request = self.requests.setdefault(request, {})
+        if member not in of_request:
+            of_request[member] = Tally(0.0, 0.0)
+        if of_request[member].tested < NUM_KINDS:
+            newcomers = self.newcomers.setdefault(member, Tally(PRIOR, PRIOR))
+            newcomers.add(expected, right, MEMORY**num)
+        of_request[member].add(expected, right, MEMORY**num)
+
+    def _learn_ranks(self, proposal: Proposal, right: Set[int], end: int | None) -> None:
+        """Count how often the node of a rank was right beside how often the one before it was.
+
+        What follows place `end`, with which the known text ends, was neither right nor wrong.
+        """
+        chances = proposal.log_chances
+        order = sorted(range(1, len(chances)), key=lambda place: (-chances[place], place))
+        before = True
+        for rank, place in enumerate(order, 1):
+            if proposal.parents[place] == end:
+                break
+            is_right = place in right
+            if before or is_right:
+                kind = (proposal.member, min(rank, NUM_KINDS))
+                _tally(self.ranks, kind, USUAL_CHANCE).add(before, is_right, MEMORY)
+            before = is_right
+
+
+def _tally(tallies: dict[Any, Tally], key: Any, chance: float) -> Tally:
+    """The count of a kind. It begins with an expectation, which it forgets like all it has counted."""
+    known = tallies.get(key)
+    if known is None:
+        known = tallies[key] = Tally(PRIOR, PRIOR * chance)
+    return known
+
+
+def _believed(chance: float) -> float:
+    return min(max(chance, LEAST), 1.0 - LEAST)
+
+
+def _rate(tally: Tally | None) -> float:
+    return USUAL_CHANCE if tally is None else tally.rate
+
+
+def _kind(proposal: Proposal, place: int) -> tuple[str, int, int]:
+    log_estimate = proposal.log_chances[place] - proposal.log_chances[proposal.parents[place]]
+    band = len(_MIDDLES) if log_estimate >= 0.0 else bisect_left(_LOG_EDGES, log_estimate)
+    return proposal.member, min(proposal.depths[place], NUM_KINDS), band
+
+
+def _middle(band: int) -> float:
+    """What is believed of a band until some of it were seen; the last is that of nodes without an estimate."""
+    return _MIDDLES[band] if band < len(_MIDDLES) else USUAL_CHANCE

@@ -1,0 +1,214 @@
+"""What steps of the engine and calls of drafters cost.
+
+Knows: seconds measured when the engine was built, and seconds of its steps since. Does not know: chances, decisions.
+
+A pass in the running engine is slower than one measured alone: caches are colder, contexts longer, Python runs around
+it. By how much is followed for the row counts that were measured, apart for plain steps and steps with drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Final
+
+# Single measurements are up to 4 times too high where something else ran on the machine, hardly ever too low, and the
+# first of a kind are slow (mini: 3.7 ms where 2 are usual). So a jump is cut, the least of the first 4 counts, and
+# means fall faster than they rise (docs/log.md, seventh sitting).
+MAX_JUMP: Final = 4.0
+SETTLING: Final = 4
+RISE, FALL = 0.1, 0.3
+LONG_LAG: Final = 32  # missed tokens from which a call measures reading rather than drafting: 32 cost mini-draft 1 ms
+
+
+@dataclass(slots=True)
+class Mean:
+    """A running mean of measurements. With `num` 0 it holds what is believed until there is one."""
+
+    value: float
+    num: int = 0
+
+    def learn(self, seen: float) -> None:
+        """One more measurement."""
+        if self.num == 0:
+            self.value = seen
+        elif self.num < SETTLING:
+            self.value = min(self.value, seen)
+        else:
+            seen = min(seen, MAX_JUMP * self.value)
+            self.value += (FALL if seen < self.value else RISE) * (seen - self.value)
+        self.num += 1
+
+
+class PassCosts:
+    """Seconds of one pass by its rows, measured alone at a few row counts.
+
+    More rows never cost less: where a measurement says so, the one of fewer rows was disturbed.
+    """
+
+    def __init__(self, seconds_by_rows: Mapping[int, float]) -> None:
+        self._rows = sorted(seconds_by_rows)
+        descending = (seconds_by_rows[rows] for rows in reversed(self._rows))
+        self._seconds = list(accumulate(descending, min))[::-1]
+
+    @property
+    def points(self) -> dict[int, float]:
+        """Seconds by number of rows, where they were measured."""
+        return dict(zip(self._rows, self._seconds, strict=True))
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows that were measured."""
+        return self._rows[-1]
+
+    def nearest(self, num_rows: int) -> int:
+        """The measured number of rows next to this one."""
+        high = bisect_left(self._rows, num_rows)
+        around = self._rows[max(high - 1, 0) : high + 1]
+        return min(around, key=lambda rows: abs(rows - num_rows))
+
+    def __call__(self, num_rows: int) -> float:
+        """Linear between measured points and beyond the last."""
+        if len(self._rows) == 1:
+            return self._seconds[0]
+        high = min(max(bisect_left(self._rows, num_rows), 1), len(self._rows) - 1)
+        x0, x1 = self._rows[high - 1], self._rows[high]
+        y0, y1 = self._seconds[high - 1], self._seconds[high]
+        return y0 + (y1 - y0) * (num_rows - x0) / (x1 - x0)
+
+
+@dataclass(slots=True)
+class CallCosts:
+    """Seconds one drafter takes for a call, and for reading a token it has missed."""
+
+    by_size: dict[tuple[int, int], Mean] = field(default_factory=dict)  # (requests, most drafts of one), powers of 2
+    by_depth: dict[int, Mean] = field(default_factory=dict)  # of calls for one request, by the levels they drew
+    reading: Mean | None = None  # a token
+    draws_levels: bool = False  # by a network, one level at a time
+
+    def call_s(self, num_drafts: int, num_requests: int) -> float:
+        """A call for so many drafts each; 0 until one was measured. More drafts cost in proportion.
+
+        More requests share the reading of weights: they cost as the square root of their number.
+        """
+        if not self.by_size:
+            return 0.0
+
+        def distance(known: tuple[int, int]) -> float:
+            return abs(math.log(known[0] / num_requests)) + abs(math.log(known[1] / num_drafts))
+
+        requests, size = min(self.by_size, key=distance)
+        more = max(1.0, num_drafts / size) * max(1.0, math.sqrt(num_requests / requests))
+        return self.by_size[requests, size].value * more
+
+    @property
+    def level_s(self) -> float:
+        """One level more, by the calls of the fewest and the most levels."""
+        if len(self.by_depth) < 2:
+            return 0.0
+        few, many = min(self.by_depth), max(self.by_depth)
+        return max(self.by_depth[many].value - self.by_depth[few].value, 0.0) / (many - few)
+
+    def expect(self, num_drafts: int, depth: int, seconds: float) -> None:
+        """What a call for one request took when it was tried alone; forgotten with the first in the running engine."""
+        if num_drafts > 0:
+            self.by_size[1, _power_of_2(num_drafts)] = Mean(seconds)
+            self.by_depth[depth] = Mean(seconds)
+
+    def expect_reading(self, num_tokens: int, seconds: float) -> None:
+        """What reading took when it was tried alone."""
+        self.reading = Mean(max(seconds, 0.0) / num_tokens)
+
+    def learn(self, num_requests: int, num_drafts: int, depth: int, seconds: float) -> None:
+        """A call drew at most so many drafts and levels for each of so many requests."""
+        if num_drafts > 0:
+            key = _power_of_2(num_requests), _power_of_2(num_drafts)
+            self.by_size.setdefault(key, Mean(seconds)).learn(seconds)
+            if num_requests == 1:
+                self.by_depth.setdefault(depth, Mean(seconds)).learn(seconds)
+
+    def learn_reading(self, num_tokens: int, seconds: float) -> None:
+        """Reading so many tokens took this long."""
+        if self.reading is None:
+            self.reading = Mean(seconds / num_tokens)
+        self.reading.learn(seconds / num_tokens)
+
+
+@dataclass(slots=True)
+class Costs:
+    """Seconds of steps and calls in one engine."""
+
+    passes: PassCosts
+    slowness: dict[tuple[bool, int], Mean] = field(default_factory=dict)  # by (drafts, rows): step over pass alone
+    calls: dict[str, CallCosts] = field(default_factory=dict)  # by drafter
+
+    # -- queries ------------------------------------------------------------------------------------------------
+
+    @property
+    def knows_plain(self) -> bool:
+        """Some step without drafts was measured."""
+        return any(not drafts for drafts, _ in self.slowness)
+
+    def draws_levels(self, member: str) -> bool:
+        """Whether a drafter draws by a network, one level at a time."""
+        return member in self.calls and self.calls[member].draws_levels
+
+    def level_s(self, member: str) -> float:
+        """One level more of a drafter."""
+        return self.calls[member].level_s if member in self.calls else 0.0
+
+    def step_s(self, num_rows: int, drafts: bool) -> float:
+        """A step around a pass over so many rows, calls of drafters apart."""
+        return self._slowness(num_rows, drafts) * self.passes(num_rows)
+
+    def _slowness(self, num_rows: int, drafts: bool) -> float:
+        """As at the nearest number of rows known; of plain steps where none with drafts is known, and likewise."""
+        point = self.passes.nearest(num_rows)
+        known = self.slowness.get((drafts, point))
+        if known is None and self.slowness:
+            nearest = min(self.slowness, key=lambda key: (key[0] != drafts, abs(math.log(key[1] / point))))
+            known = self.slowness[nearest]
+        return known.value if known is not None else 1.0
+
+    def call_s(self, member: str, num_drafts: int, num_requests: int) -> float:
+        """A call of a drafter for so many drafts each."""
+        return self.calls[member].call_s(num_drafts, num_requests) if member in self.calls else 0.0
+
+    def reading_s(self, member: str, num_tokens: int) -> float:
+        """What a drafter needs for tokens it has missed. The few every step leaves are a part of its calls."""
+        reading = self.calls[member].reading if member in self.calls else None
+        return num_tokens * reading.value if reading is not None and num_tokens >= LONG_LAG else 0.0
+
+    # -- learning -----------------------------------------------------------------------------------------------
+
+    def learn_step(self, num_rows: int, drafts: bool, seconds: float) -> None:
+        """A step that read no prompt took this long, calls of drafters apart."""
+        if num_rows <= self.passes.max_rows:
+            ratio = seconds / self.passes(num_rows)
+            self.slowness.setdefault((drafts, self.passes.nearest(num_rows)), Mean(ratio)).learn(ratio)
+
+    def learn_call(
+        self, member: str, num_requests: int, num_drafts: int, depth: int, num_read: int, seconds: float
+    ) -> float:
+        """A call for so many requests, that also read so many tokens -> seconds of it that went into reading."""
+        costs = self.calls.setdefault(member, CallCosts())
+        if num_read >= LONG_LAG * num_requests:
+            reading_s = max(seconds - self.call_s(member, max(num_drafts, 1), num_requests), seconds / 2)
+            costs.learn_reading(num_read, reading_s)
+            return reading_s
+        costs.learn(num_requests, num_drafts, depth, seconds)
+        return 0.0
+
+
+def rows_to_measure(max_nodes: int, max_rows: int) -> Sequence[int]:
+    """Row counts at which a pass is measured when the engine is built."""
+    wanted = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+    return [rows for rows in wanted if rows <= max(min(max_rows, max(max_nodes, 8)), 1)]
+
+
+def _power_of_2(number: int) -> int:
+    """The highest one that is not above the number."""
+    return 1 << (number.bit_length() - 1)

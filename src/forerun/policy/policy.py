@@ -1,0 +1,381 @@
+"""Who drafts, how much, and which nodes are verified.
+
+Knows: costs, chances, the exploration budget, what became of each step. Does not know: how drafters draft, what a pass
+computes, acceptance rules.
+
+`plan` is asked before a step and changes nothing; the plan it gives is handed to the scheduler and to the drafters as
+a set of pure queries. `learn` is told of every step and is the only method that changes what a policy knows. What a
+policy decides changes speed, never tokens under the coupled rule; under the rejection rule it decides before anything
+is drawn, so the distribution stays the target's.
+
+*Before a drafter drafts* the step is planned for all requests together, each node's chance being that of its rank so
+far. *While it drafts* level by level it stops where the next level promises less than it costs. *After it drafted*
+nodes of all requests are kept by their own chances. A text that must be read first is an investment, made where the
+rest of the answer pays for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, Final, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+from forerun.core import Request
+from forerun.drafters.base import DraftCall
+from forerun.policy.acceptance import LEAST, Acceptance
+from forerun.policy.costs import RISE, Costs
+from forerun.policy.exploration import SPREAD, Exploration
+from forerun.policy.planner import (
+    Outlook,
+    best_speed,
+    expected_gains,
+    found_by_depth,
+    needed_rate,
+    plan_call,
+    shortfall,
+    worth_verifying,
+)
+from forerun.speculation.draft import Draft, DraftPlan, Proposal, Unlimited
+
+# What a level must promise: tokens a plain pass would give in its time (1.3 with the drafts there are), less what the
+# levels behind it are worth (a right path goes on in 3 of 4 cases).
+LEVEL_VALUE: Final = 1.3 / 0.75
+TRIAL_STEPS, TRIAL_DRAFTS = 2, 3  # the first step of a trial is slow, drafts being out of the caches and behind
+USUAL_OUTPUT: Final = 128.0  # tokens an answer is expected to have until some were seen
+LEAST_ROOM: Final = 4  # nodes a request may have at any load
+
+
+class Outcome(NamedTuple):
+    """What a step made of a request that chose tokens."""
+
+    request: Request
+    draft: Draft
+    tokens: Sequence[int]  # that followed the root
+
+
+class StepSeconds(NamedTuple):
+    """What a step took."""
+
+    draft_s: float
+    verify_s: float  # the pass, and choosing from it
+    step_s: float  # all of it
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did and what it took."""
+
+    outcomes: Sequence[Outcome]
+    calls: Sequence[DraftCall]
+    num_rows: int  # of the pass: roots and drafts
+    num_span: int  # and known tokens
+    seconds: StepSeconds
+
+
+class StepPlan(DraftPlan, Protocol):
+    """What a policy wants of one step. Queries only."""
+
+    @property
+    def looks_at_drafts(self) -> bool:
+        """Whether `prune` looks at all drafts, which therefore must have been read."""
+
+    def max_nodes(self, request: Request) -> int:
+        """Tree nodes a request may have, the root included."""
+
+    def prune(self, drafts: Sequence[Draft]) -> None:
+        """Let only those of the drafts' nodes be verified that are worth it."""
+
+
+class Policy(Protocol):
+    """Plans steps and learns from what came of them."""
+
+    def plan(self, requests: Sequence[Request]) -> StepPlan:
+        """For a step in which about these requests choose tokens."""
+
+    def learn(self, result: StepResult) -> None:
+        """A step is over."""
+
+    def plain_step_s(self, num_requests: int) -> float | None:
+        """Seconds a step without drafts would take with so many requests; None where costs were not measured."""
+
+    def explain(self, request: Request) -> str | None:
+        """Why this request would have no drafts now; None if it would."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPolicy(Unlimited):
+    """Always the same number of nodes. Its own plan, since nothing is learned."""
+
+    num_nodes: int
+
+    looks_at_drafts: ClassVar[bool] = False
+
+    def plan(self, requests: Sequence[Request]) -> StepPlan:
+        """The same for every step."""
+        return self
+
+    def max_nodes(self, request: Request) -> int:
+        """The fixed number as far as the request allows; the root alone where it asked not to speculate."""
+        return min(self.num_nodes, request.max_nodes or self.num_nodes) if request.speculate else 1
+
+    def prune(self, drafts: Sequence[Draft]) -> None:
+        """All are."""
+
+    def learn(self, result: StepResult) -> None:
+        """Nothing."""
+
+    def plain_step_s(self, num_requests: int) -> None:
+        """Not known."""
+
+    def explain(self, request: Request) -> str | None:
+        """Only without a drafter."""
+        return "there is no drafter" if self.num_nodes <= 1 else None
+
+
+@dataclass(slots=True)
+class AdaptivePolicy:
+    """The most expected tokens per second, at the price of a little exploration."""
+
+    max_nodes: int
+    costs: Costs
+    may_prune: bool  # under the coupled rule; else trees are verified as they were drawn
+    looks_at_drafts: bool = True  # always, so that the step waits for drafts; else only at what was read anyway
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    exploration: Exploration = field(default_factory=Exploration)
+    usual_output: float = USUAL_OUTPUT
+    read: WeakKeyDictionary[Request, dict[str, int]] = field(default_factory=WeakKeyDictionary)  # tokens known
+    trial: str | None = None  # the member that is tried
+    _trial_left: int = 0  # steps
+    _rest: int = 0  # steps the current rest has
+    _rest_left: int = 0
+
+    # -- queries ------------------------------------------------------------------------------------------------
+
+    def plan(self, requests: Sequence[Request]) -> StepPlan:
+        """Nobody drafts while the policy rests, drafts have lost too much, or what a plain step takes is not known."""
+        is_new = any(request.num_output == 0 for request in requests)
+        rests = self._rest_left > 0 and not is_new
+        is_open = self.exploration.may_draft
+        return AdaptivePlan(self, max(len(requests), 1), not rests and is_open and self.costs.knows_plain)
+
+    def plain_step_s(self, num_requests: int) -> float:
+        """A step without drafts."""
+        return self.costs.step_s(num_requests, False)
+
+    def num_left(self, request: Request) -> float:
+        """Tokens the answer is expected to have still."""
+        return min(max(self.usual_output - request.num_output, self.usual_output / 4), request.num_remaining)
+
+    def reading_s(self, member: str, request: Request) -> float:
+        """Seconds the member needs for what it has missed of a request since it was asked last."""
+        return self.costs.reading_s(member, len(request.token_ids) - self.read.get(request, {}).get(member, 0))
+
+    def explain(self, request: Request) -> str | None:
+        """No member's drafts are right often enough for what it costs; what is missing, member by member."""
+        if not self.exploration.may_draft:
+            return "drafts have cost more than they gained lately; they are tried again now and then"
+        said = [self._missing(request, member) for member in sorted(self.costs.calls)]
+        return "; ".join(filter(None, said)) if all(said) and said else None
+
+    def _missing(self, request: Request, member: str) -> str | None:
+        """Why it is not worth asking a member; None if it is."""
+        sizes = range(1, self.max_nodes)
+        step_s = {size: self.costs.step_s(size + 1, True) + self.costs.call_s(member, size, 1) for size in sizes}
+        plain_s, rate = self.plain_step_s(1), self.acceptance.rates(request, member)[0]
+        said = shortfall(member, rate, needed_rate(step_s, 1.0 / plain_s))
+        saved_s = self.num_left(request) * (plain_s - 1.0 / best_speed(rate, step_s))
+        if said is None and saved_s < self.reading_s(member, request):
+            return f"reading the text {member} has missed would cost more than its drafts would gain"
+        return said
+
+    # -- learning -----------------------------------------------------------------------------------------------
+
+    def learn(self, result: StepResult) -> None:
+        """Costs, chances, and whether it paid."""
+        emitted = [outcome for outcome in result.outcomes if outcome.tokens]
+        if not emitted:
+            return
+        num, plain_s = len(result.outcomes), self.plain_step_s(len(result.outcomes))
+        rest_s, calls_s = self._learn_step(result)
+        reading_s = sum(self._learn_call(call, seconds) for call, seconds in zip(result.calls, calls_s, strict=True))
+        num_tokens = sum(len(outcome.tokens) for outcome in emitted) / num
+        spent_s = rest_s + sum(calls_s) - reading_s
+        self.exploration.book(spent_s, reading_s, plain_s, num_tokens, bool(result.calls))
+        for request, draft, tokens in emitted:
+            for proposal in draft.proposals:
+                self.acceptance.learn(request, proposal, tokens)
+            if request.finish_reason is not None:
+                self.usual_output += RISE * (request.num_output - self.usual_output)
+        self._settle(result)
+
+    def _learn_step(self, result: StepResult) -> tuple[float, list[float]]:
+        """-> seconds of the step without calls, and of each call.
+
+        Where prompts were read the step counts as usual. Where the device drew drafts in the time of the pass, what the
+        pass took beyond the usual is the call's.
+        """
+        drafts = result.num_rows > len(result.outcomes)
+        calls_s = [call.seconds for call in result.calls]
+        usual_s, rest_s = self.costs.step_s(result.num_rows, drafts), result.seconds.step_s - sum(calls_s)
+        if result.calls and (last := result.calls[-1]).is_pending:
+            if result.num_span:
+                most = max(asked.num_drafts for asked in last.asked)
+                calls_s[-1] = max(self.costs.call_s(last.member, max(most, 1), len(last.asked)), last.seconds)
+            else:
+                calls_s[-1] += max(rest_s - usual_s, 0.0)
+            return usual_s if result.num_span else min(rest_s, usual_s), calls_s
+        if result.num_span:
+            return usual_s, calls_s
+        self.costs.learn_step(result.num_rows, drafts, rest_s)
+        return rest_s, calls_s
+
+    def _learn_call(self, call: DraftCall, seconds: float) -> float:
+        for asked in call.asked:
+            self.read.setdefault(asked.request, {})[call.member] = asked.num_known
+            self.acceptance.learn_call(asked.request, call.member, asked.num_drafts > 0)
+        num_drafts, depth = max(a.num_drafts for a in call.asked), max(a.depth for a in call.asked)
+        num_read = sum(asked.num_read for asked in call.asked)
+        return self.costs.learn_call(call.member, len(call.asked), num_drafts, depth, num_read, seconds)
+
+    def _settle(self, result: StepResult) -> None:
+        """Rests grow while nobody is worth asking; what is not worth it is tried when the budget covers it."""
+        if result.calls:
+            self._rest = self._rest_left = 0
+            self.exploration.since_trial_s = 0.0 if self.trial else self.exploration.since_trial_s
+            self._trial_left -= self.trial is not None
+            if self._trial_left <= 0:
+                self.trial = None
+        elif self._rest_left > 0:
+            self._rest_left -= 1
+        else:
+            self._rest = self._rest_left = min(max(2 * self._rest, 1), SPREAD)
+            self._begin_trial([outcome.request for outcome in result.outcomes])
+
+    def _begin_trial(self, requests: Sequence[Request]) -> None:
+        plain_s = self.plain_step_s(len(requests))
+        for member in self.costs.calls:
+            price_s = TRIAL_STEPS * self._price_s(member, len(requests))
+            price_s += min(self.reading_s(member, request) for request in requests)
+            if self.exploration.covers(price_s) and self._might_pay(member, len(requests), plain_s):
+                self.trial, self._trial_left, self._rest_left = member, TRIAL_STEPS, 0
+
+    def _might_pay(self, member: str, num_requests: int, plain_s: float) -> bool:
+        """Whether drafts that are as often right as is ever believed would gain anything at this load."""
+        gains = expected_gains((1.0 - LEAST,), (), self.max_nodes - 1)
+        prices = partial(self.costs.step_s, drafts=True), partial(self.costs.call_s, member)
+        plain = Outlook(num_requests, num_requests, plain_s)
+        return plan_call([gains] * num_requests, plain, *prices).after.speed > plain.speed
+
+    def _price_s(self, member: str, num_requests: int) -> float:
+        """Seconds by which a few drafts for one request make a plain step longer."""
+        step_s = self.costs.step_s(num_requests + TRIAL_DRAFTS, True) + self.costs.call_s(member, TRIAL_DRAFTS, 1)
+        return max(step_s - self.plain_step_s(num_requests), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptivePlan:
+    """One step of an adaptive policy: pure queries of what it knows."""
+
+    policy: AdaptivePolicy
+    num_requests: int
+    is_open: bool  # somebody may be asked
+
+    @property
+    def looks_at_drafts(self) -> bool:
+        """See `StepPlan`."""
+        return self.policy.looks_at_drafts
+
+    def max_nodes(self, request: Request) -> int:
+        """A fair share of the rows whose cost is known; none where nobody would be asked."""
+        most = self.policy.max_nodes
+        if not self.is_open or not request.speculate or most <= 1:
+            return 1
+        share = max(LEAST_ROOM, self.policy.costs.passes.max_rows // self.num_requests)
+        return max(1, min(most, share, request.max_nodes or most))
+
+    def sizes(self, member: str, drafts: Sequence[Draft]) -> Sequence[int]:
+        """Drafts the member is asked for, request by request; 0: it is not asked."""
+        policy = self.policy
+        gains = [self._gains(member, draft) for draft in drafts]
+        sizes = self._paying(member, drafts, gains)
+        if policy.trial == member and not any(sizes):
+            best = max(range(len(drafts)), key=partial(self._promise, member, drafts))
+            return [min(TRIAL_DRAFTS, drafts[best].room) if index == best else 0 for index in range(len(drafts))]
+        if self._may_choose and policy.costs.draws_levels(member):  # it stops by itself
+            return [draft.room if size else 0 for draft, size in zip(drafts, sizes, strict=True)]
+        return sizes
+
+    def _promise(self, member: str, drafts: Sequence[Draft], index: int) -> tuple[float, float]:
+        """The less there is to read the better, then the likelier."""
+        request = drafts[index].request
+        return -self.policy.reading_s(member, request), self.policy.acceptance.rates(request, member)[0]
+
+    @property
+    def _may_choose(self) -> bool:
+        """Chances of drafts are known before they are verified, and may decide."""
+        return self.policy.may_prune and self.policy.looks_at_drafts
+
+    def _gains(self, member: str, draft: Draft) -> list[float]:
+        """What each next node of the member is expected to add to the step's tokens."""
+        found = found_by_depth(draft.tree.depths, draft.survival) if len(draft.tree) > 1 else []
+        return expected_gains(self.policy.acceptance.rates(draft.request, member), found, draft.room)
+
+    def _paying(self, member: str, drafts: Sequence[Draft], gains: list[list[float]]) -> Sequence[int]:
+        """The best sizes; planned once more without the requests it is not worth it for."""
+        without, costs = self._outlook(drafts), self.policy.costs
+        prices = partial(costs.step_s, drafts=True), partial(costs.call_s, member)
+        plan = plan_call(gains, without, *prices)
+        saved_s = plan.after.tokens / without.speed - plan.after.seconds  # a step
+        brought = [sum(of_request[:size]) for of_request, size in zip(gains, plan.sizes, strict=True)]
+        call_s = costs.call_s(member, max(plan.sizes), 1) if any(plan.sizes) else 0.0
+        worth = [
+            size > 0 and self._is_worth(member, draft.request, tokens, saved_s * tokens / sum(brought), call_s)
+            for size, tokens, draft in zip(plan.sizes, brought, drafts, strict=True)
+        ]
+        if sum(worth) == sum(size > 0 for size in plan.sizes):
+            return plan.sizes
+        return plan_call([g if w else [] for g, w in zip(gains, worth, strict=True)], without, *prices).sizes
+
+    def _is_worth(self, member: str, request: Request, tokens: float, saved_s: float, call_s: float) -> bool:
+        """Whether what drafts save pays for calls that find nothing, and over the rest of the answer for reading."""
+        found, num_steps = self.policy.acceptance.found(request, member), self.policy.num_left(request) / (1.0 + tokens)
+        saved_s = found * saved_s - (1.0 - found) * call_s
+        return saved_s > 0.0 and num_steps * saved_s >= self.policy.reading_s(member, request)
+
+    def _outlook(self, drafts: Sequence[Draft]) -> Outlook:
+        """The step as it is so far: other requests get one token each."""
+        n, costs = self.num_requests, self.policy.costs
+        num_nodes = sum(len(draft.tree) - 1 for draft in drafts)
+        if num_nodes == 0:
+            return Outlook(n, n, costs.step_s(n, False))
+        found = sum(sum(found_by_depth(d.tree.depths, d.survival)) for d in drafts if len(d.tree) > 1)
+        return Outlook(n + found, n + num_nodes, costs.step_s(n + num_nodes, True))
+
+    def least_chance(self, member: str) -> float:
+        """What a level must promise: what it and a row cost, in tokens of plain passes."""
+        if not self._may_choose:
+            return 0.0
+        n, costs = self.num_requests, self.policy.costs
+        most = self.policy.max_nodes
+        row_s = max(costs.step_s(n + most, True) - costs.step_s(n + 1, True), 0.0) / max(most - 1, 1)
+        price = (costs.level_s(member) + row_s) / costs.step_s(n, False)
+        return min(LEVEL_VALUE * price, 1.0)
+
+    def log_chances(self, proposal: Proposal) -> Sequence[float]:
+        """By how often such estimates were right."""
+        return self.policy.acceptance.log_chances(proposal)
+
+    def prune(self, drafts: Sequence[Draft]) -> None:
+        """Over all requests the likeliest nodes are kept, as long as they raise the expected tokens per second."""
+        if not self.policy.may_prune or any(draft.pending is not None for draft in drafts):
+            return
+        n, costs = self.num_requests, self.policy.costs
+        step_s = partial(costs.step_s, drafts=True)
+        # Without nodes the step would still not be as quick as a plain one: caches hold what drafted.
+        without = Outlook(n, n, max(2 * step_s(n + 1) - step_s(n + 2), costs.step_s(n, False)))
+        kept = worth_verifying([draft.survival for draft in drafts], without, step_s)
+        for draft, nodes in zip(drafts, kept, strict=True):
+            if len(nodes) < len(draft.tree):
+                draft.keep(nodes)

@@ -1,0 +1,46 @@
+"""What a request is told of speculation: counts by drafter and depth, times, and why there were no drafts."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.core import DepthCount, DrafterCount, SamplingParams
+from tests.support import harness
+
+
+def test_counts_by_depth() -> None:
+    count = DrafterCount()
+    count.count([1, 1, 2, 3], [1, 2])
+    count.count([1], [])
+    assert (count.drafted, count.accepted, count.wasted) == (5, 2, 3)
+    assert count.depths == [DepthCount(2, 3, 1), DepthCount(1, 1, 1), DepthCount(1, 1, 0)]
+    total = DrafterCount(1, 1, [DepthCount(1, 1, 1)]).add(count).add(DrafterCount())
+    assert (total.drafted, total.depths[0], len(count.depths)) == (6, DepthCount(3, 4, 2), 3)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft-tree", "portfolio"])
+def test_a_requests_figures_add_up(drafter: str) -> None:
+    params = SamplingParams(max_tokens=16, temperature=0.0)
+    groups = [harness.request(i, [0, 1, 2, 0, 1, i], params) for i in range(2)]
+    harness.run(harness.engine(drafter), groups)
+    for stats in (group.output().outputs[0].stats for group in groups):
+        assert stats.trees.drafted == sum(count.drafted for count in stats.drafters.values()) > 0
+        assert stats.num_tokens == stats.num_steps + stats.trees.accepted
+        assert stats.wasted_nodes == stats.trees.drafted - stats.trees.accepted
+        for count in (stats.trees, *stats.drafters.values()):
+            assert count.drafted == sum(depth.drafted for depth in count.depths)
+            assert count.accepted == sum(depth.accepted for depth in count.depths)
+            assert all(depth.tried <= stats.num_steps - stats.num_plain_steps for depth in count.depths)
+        assert 0 < stats.draft_s < 100 and 0 < stats.verify_s < stats.step_s
+        assert (stats.estimated_speedup is None) == (drafter == "draft-tree" or drafter == "ngram")
+
+
+def test_plain_decoding_says_so() -> None:
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    plain, silent = harness.request(0, [0, 1, 2], params), harness.request(1, [0, 1, 2], params)
+    silent.samples[0].request.speculate = False
+    harness.run(harness.engine("none"), [plain])
+    harness.run(harness.engine("draft"), [silent])
+    for group, reason in ((plain, "there is no drafter"), (silent, "the request asked for no drafts")):
+        stats = group.output().outputs[0].stats
+        assert (stats.num_plain_steps, stats.why_plain) == (stats.num_steps, reason)

@@ -1,0 +1,72 @@
+"""Costs follow what the running engine measures; what was not measured is guessed from its neighbours."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.policy.costs import LONG_LAG, CallCosts, Costs, Mean, PassCosts, rows_to_measure
+
+
+def test_costs_between_points_and_beyond() -> None:
+    cost = PassCosts({1: 1.0, 4: 4.0, 8: 6.0})
+    assert [cost(rows) for rows in (1, 2, 4, 6, 8, 10)] == [1.0, 2.0, 4.0, 5.0, 6.0, 7.0]
+    assert PassCosts({2: 3.0})(9) == 3.0 and cost.max_rows == 8
+    assert [cost.nearest(rows) for rows in (1, 2, 3, 6, 7, 99)] == [1, 1, 4, 4, 8, 8]
+
+
+def test_more_rows_never_cost_less() -> None:
+    assert PassCosts({1: 5.0, 2: 1.0, 4: 2.0}).points == {1: 1.0, 2: 1.0, 4: 2.0}
+
+
+@pytest.mark.parametrize("most,rows,expected", [(1, 99, 8), (64, 12, 12), (9999, 512, 64), (64, 1, 1)])
+def test_rows_to_measure_end_where_steps_do(most: int, rows: int, expected: int) -> None:
+    measured = rows_to_measure(most, rows)
+    assert measured[0] == 1 and measured[-1] == expected
+
+
+def test_a_mean_begins_with_the_least_and_falls_faster_than_it_rises() -> None:
+    mean = Mean(99.0)
+    for seen in (5.0, 2.0, 3.0, 4.0):
+        mean.learn(seen)
+    assert mean.value == 2.0
+    mean.learn(100.0)
+    assert mean.value == pytest.approx(2.0 + 0.1 * 6.0), "a jump is cut"
+    before = mean.value
+    mean.learn(1.0)
+    assert mean.value == pytest.approx(before - 0.3 * (before - 1.0))
+
+
+def test_steps_with_drafts_and_plain_ones_are_followed_apart() -> None:
+    costs = Costs(PassCosts({1: 1.0, 8: 1.0, 16: 2.0}))
+    assert not costs.knows_plain and costs.step_s(8, drafts=False) == 1.0
+    costs.learn_step(1, drafts=False, seconds=1.5)
+    assert costs.knows_plain and costs.step_s(1, drafts=True) == 1.5, "nothing better is known"
+    costs.learn_step(8, drafts=True, seconds=3.0)
+    assert (costs.step_s(1, drafts=False), costs.step_s(8, drafts=True)) == (1.5, 3.0)
+    assert costs.step_s(16, drafts=True) == 6.0, "as the nearest number of rows known"
+    costs.learn_step(17, drafts=True, seconds=99.0)
+    assert costs.step_s(16, drafts=True) == 6.0, "beyond what was measured nothing is learned"
+
+
+def test_calls_cost_by_drafts_and_requests() -> None:
+    costs = CallCosts()
+    assert costs.call_s(1, 1) == 0.0
+    costs.learn(1, 2, 2, 0.2)
+    costs.learn(16, 2, 2, 0.5)
+    assert costs.call_s(2, 1) == 0.2 and costs.call_s(2, 16) == 0.5
+    assert costs.call_s(4, 1) == pytest.approx(0.4) and costs.call_s(2, 4) == pytest.approx(0.4)
+    costs.learn(1, 6, 6, 0.6)
+    assert costs.level_s == pytest.approx(0.1)
+    costs.learn(1, 0, 0, 9.0)
+    assert costs.call_s(2, 1) == 0.2, "a call that gave nothing says nothing of drafting"
+
+
+def test_reading_is_told_from_drafting() -> None:
+    costs = Costs(PassCosts({1: 1.0}))
+    costs.calls["m"] = CallCosts()
+    costs.calls["m"].expect(4, 4, 0.1)
+    assert costs.reading_s("m", 900) == 0.0, "not known yet"
+    assert costs.learn_call("m", 1, 4, 4, 100, 1.1) == pytest.approx(1.0)
+    assert costs.reading_s("m", LONG_LAG - 1) == 0.0 and costs.reading_s("m", 50) == pytest.approx(0.5)
+    assert costs.call_s("m", 4, 1) == 0.1
+    assert costs.learn_call("m", 1, 4, 4, 2, 0.2) == 0.0 and costs.call_s("m", 4, 1) == 0.2

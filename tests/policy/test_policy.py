@@ -1,0 +1,197 @@
+"""The adaptive policy: members are asked for what they are worth at this load, and queries change nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+
+import pytest
+import torch
+
+from forerun.core import Request, SamplingParams
+from forerun.drafters.base import Asked, DraftCall
+from forerun.policy.costs import CallCosts, Costs, PassCosts
+from forerun.policy.policy import AdaptivePolicy, FixedPolicy, Outcome, StepResult, StepSeconds
+from forerun.speculation.draft import Draft, PendingDrafts
+from forerun.speculation.tree import ROOT
+from tests.support.hopeful import show_right
+
+FLAT, STEEP = PassCosts({1: 1.0, 64: 1.05}), PassCosts({1: 1.0, 64: 64.0})
+
+
+def request(known: int = 1, max_tokens: int = 9999, **options: object) -> Request:
+    return Request("r", (1,) * known, SamplingParams(), seed=0, max_len=known + max_tokens, **options)  # type: ignore[arg-type]
+
+
+def policy(
+    passes: PassCosts = FLAT, members: Sequence[str] = ("m",), call_s: float = 0.1, may_prune: bool = True,
+    looks_at_drafts: bool = True,
+) -> AdaptivePolicy:  # fmt: skip
+    """One that knows what plain steps take."""
+    costs = Costs(passes)
+    for member in members:
+        costs.calls[member] = CallCosts()
+        costs.calls[member].expect(4, 4, call_s)
+        costs.calls[member].expect_reading(100, 0.01)
+    costs.learn_step(1, drafts=False, seconds=1.0)
+    return AdaptivePolicy(16, costs, may_prune, looks_at_drafts)
+
+
+def sizes(made: AdaptivePolicy, *drafts: Draft, member: str = "m") -> list[int]:
+    plan = made.plan([draft.request for draft in drafts])
+    return list(plan.sizes(member, drafts)) if plan.max_nodes(drafts[0].request) > 1 else [0] * len(drafts)
+
+
+def step(made: AdaptivePolicy, requests: Sequence[Request], right: int, draft_s: float = 0.05) -> tuple[float, int]:
+    """One step of a drafter whose first drafts are right, on the machine of FLAT -> seconds, drafts."""
+    plan, calls_s, asked, num_rows = made.plan(requests), 0.0, [], 0
+    drafts = [Draft(each, plan.max_nodes(each)) for each in requests]
+    growing = [draft for draft in drafts if draft.max_nodes > 1]
+    for draft, size in zip(growing, plan.sizes("m", growing) if growing else [], strict=True):
+        if size:
+            draft.add_chain(range(2, 2 + size), "m")
+            proposal = draft.proposal_of("m")
+            draft.believe(proposal, plan.log_chances(proposal))
+            asked.append(Asked(draft.request, len(draft.request.token_ids), 0, size, size))
+            calls_s = max(calls_s, draft_s * size)
+    plan.prune(growing)
+    outcomes = []
+    for draft in drafts:
+        tokens = [*range(2, 2 + min(right, draft.num_nodes - 1)), 1]
+        draft.request.token_ids += tokens
+        outcomes.append(Outcome(draft.request, draft, tokens))
+        num_rows += draft.num_nodes
+    calls = [DraftCall("m", calls_s, False, asked)] if asked else []
+    seconds = FLAT(num_rows) + calls_s
+    made.learn(StepResult(outcomes, calls, num_rows, 0, StepSeconds(calls_s, seconds - calls_s, seconds)))
+    return seconds, num_rows - len(requests)
+
+
+def test_a_good_member_is_asked_for_much_and_a_bad_one_hardly_ever() -> None:
+    good, bad = policy(), policy()
+    ones = {id(made): request() for made in (good, bad)}
+    drafted = {id(good): 0, id(bad): 0}
+    for _ in range(300):
+        for made, right in ((good, 15), (bad, 0)):
+            drafted[id(made)] += step(made, [ones[id(made)]], right)[1] > 0
+    assert drafted[id(good)] > 270 and 0 < drafted[id(bad)] < 40
+    assert sizes(good, Draft(request(), 16))[0] > 4
+
+
+def test_what_never_pays_costs_next_to_nothing() -> None:
+    made, one = policy(), request()
+    for _ in range(100):
+        step(made, [one], 0, draft_s=0.3)
+    spent = [step(made, [one], 0, draft_s=0.3)[0] for _ in range(1000)]
+    assert max(spent) > FLAT(1), "it is tried again now and then"
+    assert sum(spent) < 1.02 * 1000 * FLAT(1)
+
+
+def test_a_member_that_has_become_good_is_found_again() -> None:
+    made, one = policy(), request()
+    for _ in range(100):
+        step(made, [one], 0)
+    drafted = [step(made, [one], 4)[1] > 0 for _ in range(400)]
+    assert sum(drafted[-50:]) > 40
+
+
+def test_planning_changes_nothing() -> None:
+    made, one = policy(), request()
+    for _ in range(30):
+        step(made, [one], 2)
+    known = made.costs.slowness, made.costs.calls, made.exploration, made.acceptance.ranks, made.acceptance.bands
+    before = deepcopy(known)
+    for _ in range(3):
+        draft = Draft(one, made.plan([one]).max_nodes(one))
+        plan = made.plan([one])
+        plan.sizes("m", [draft]), plan.least_chance("m"), plan.log_chances(draft.proposal_of("m"))
+        plan.prune([draft])
+        made.explain(one)
+    assert before == known
+
+
+def test_what_earlier_members_found_makes_a_costly_one_needless() -> None:
+    made = policy(members=("dear", "cheap"), call_s=0.9)
+    show_right(made, "dear", 4, 3)
+    show_right(made, "cheap", 4)
+    empty, full = Draft(request(), 16), Draft(request(), 16)
+    full.add_chain([2, 3, 4, 5], "cheap")
+    full.believe(full.proposal_of("cheap"), made.acceptance.log_chances(full.proposal_of("cheap")))
+    assert sizes(made, empty, member="dear")[0] > 0 and sizes(made, full, member="dear") == [0]
+
+
+def test_a_prompt_that_must_be_read_first_has_to_pay() -> None:
+    made = policy()
+    show_right(made, "m", 4)
+    made.costs.learn_call("m", 1, 4, 4, 900, 90.0)
+    assert sizes(made, Draft(request(known=900), 16)) != [0]
+    assert sizes(made, Draft(request(known=900, max_tokens=20), 16)) == [0]
+    assert sizes(made, Draft(request(known=30, max_tokens=20), 16)) != [0]
+    assert "reading the text m has missed" in str(made.explain(request(known=900, max_tokens=20)))
+
+
+def test_kept_nodes_follow_the_price_of_rows() -> None:
+    for passes, fewest, most in ((FLAT, 5, 5), (STEEP, 1, 3)):
+        draft = Draft(request(), 16)
+        node = ROOT
+        for token, chance in ((2, 0.99), (3, 0.98), (4, 0.3), (5, 0.1)):
+            node = draft.add(node, token, math.log(chance), "m")
+        policy(passes).plan([draft.request]).prune([draft])
+        assert fewest <= draft.num_nodes <= most
+
+
+@pytest.mark.parametrize("why", ["drawn", "pending"])
+def test_what_may_not_be_chosen_among_or_was_not_read_is_not_pruned(why: str) -> None:
+    draft = Draft(request(), 5)
+    if why == "pending":
+        PendingDrafts([draft], torch.zeros(0), lambda _: None, torch.zeros(1, 4, dtype=torch.int64))
+    else:
+        draft.add_chain([2, 3, 4, 5], "m")
+        draft.believe(draft.proposal_of("m"), [0.0, -9.0, -9.5, -9.9, -10.0])
+    policy(STEEP, may_prune=why == "pending").plan([draft.request]).prune([draft])
+    assert draft.num_nodes == 5
+
+
+@pytest.mark.parametrize("speculate,most,budget", [(False, None, 1), (True, 3, 3), (True, None, 16)])
+def test_a_request_may_ask_for_less(speculate: bool, most: int | None, budget: int) -> None:
+    asked = request(speculate=speculate, max_nodes=most)
+    assert policy().plan([asked]).max_nodes(asked) == budget
+    assert FixedPolicy(16).plan([asked]).max_nodes(asked) == budget
+
+
+def test_load_leaves_less_room() -> None:
+    many = [request() for _ in range(32)]
+    assert policy().plan(many).max_nodes(many[0]) == 4
+
+
+def test_nobody_drafts_before_a_plain_step_was_seen() -> None:
+    made = AdaptivePolicy(16, Costs(FLAT), may_prune=True)
+    assert made.plan([request()]).max_nodes(request()) == 1
+    step(made, [request()], 0)
+    assert made.plan([request()]).max_nodes(request()) == 16
+
+
+@pytest.mark.parametrize("num_span", [0, 50])
+def test_drafts_drawn_in_the_time_of_the_pass_are_told_from_it(num_span: int) -> None:
+    """A GPU draws and verifies in one wait: what the pass takes beyond the usual is the drafts'."""
+    made, one = policy(looks_at_drafts=False), request()
+    for _ in range(40):
+        draft = Draft(one, 5)
+        draft.add_chain([2, 3, 4, 5], "m")
+        call = DraftCall("m", 0.01, True, [Asked(one, 1, 0, 4, 4)])
+        seconds = StepSeconds(0.01, FLAT(5) + 0.5 + num_span, FLAT(5) + 0.51 + num_span)
+        made.learn(StepResult([Outcome(one, draft, [2, 1])], [call], 5, num_span, seconds))
+    assert made.costs.call_s("m", 4, 1) == pytest.approx(0.51 if num_span == 0 else 0.1, rel=0.02)
+    assert made.plain_step_s(1) == pytest.approx(1.0)
+
+
+def test_the_policy_explains_exactly_when_nobody_is_asked() -> None:
+    good, bad, dear = policy(), policy(), policy(STEEP)
+    for made, right in ((good, 4), (bad, 0), (dear, 4)):
+        show_right(made, "m", 4, right)
+        is_asked = any(sizes(made, Draft(request(), 16)))
+        assert is_asked == (made is good) and (made.explain(request()) is None) == is_asked
+    assert str(bad.explain(request())).startswith("drafts of m are right ")
+    assert "would cost more than they gain here, were they always right" in str(dear.explain(request()))
+    assert FixedPolicy(1).explain(request()) == "there is no drafter" and FixedPolicy(4).explain(request()) is None
