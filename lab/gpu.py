@@ -1,4 +1,4 @@
-"""forerun on an NVIDIA card: checks every kernel, measures kernels, passes and drafters; one JSON and pictures.
+"""forerun on an NVIDIA GPU: checks every kernel, measures kernels, passes and drafters; one JSON and pictures.
 
     python lab/gpu.py [--parts card,curve,...] [--out FOLDER]
 
@@ -7,13 +7,13 @@ what it left out. Writes benchmarks/results/DATE-gpu-CARD.json and .md after eve
 so a run that is stopped keeps what it had; a part that crashes or hangs is named, and the others go on. The parts, what
 matters most first:
 
-* compiling: these models' kernels, on all cores; what a card would refuse is named (`gpu_compile.py` needs none);
+* compiling: these models' kernels, on all cores; what a GPU would refuse is named (`gpu_compile.py` needs none);
 * card: copy bandwidth and matmul rate, what everything else is compared with;
 * curve: whole passes at the 1B and 8B shapes, bf16 and 4 bits, as `forerun bench curve` has them;
 * attention: one sequence, 1k to 128k tokens, splits side by side and one after the other;
 * speed: every drafter against plain decoding on mini widened to the 8B shape (a process of its own writes that model
   meanwhile) and on mini, batches of 1, 32 and 8;
-* check: the tests of the Triton kernels on the card, every op against the reference, row invariance included;
+* check: the tests of the Triton kernels on the GPU, every op against the reference, row invariance included;
 * products: every matrix of these shapes, 1 to 64 rows, by CUDA events, caches cold;
 * peers: transformers' `generate` and assisted generation on the same models.
 
@@ -74,7 +74,7 @@ def find_package() -> None:
 
 def options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Checks and measures forerun on an NVIDIA card.")
+    parser = argparse.ArgumentParser(description="Checks and measures forerun on an NVIDIA GPU.")
     parser.add_argument("--parts", default=",".join(SECONDS), help="by commas: %(default)s")
     parser.add_argument("--out", type=Path, help="a folder; benchmarks/results unless given")
     parser.add_argument("--folder", help="where widened models are written meanwhile (up to 20 GB)")
@@ -105,7 +105,7 @@ def work(given: argparse.Namespace) -> int:
         device = torch.device("cpu") if given.rehearse else cuda_device()
         kernels = select_kernels("triton", device=device.type)
     except ForerunError as error:
-        raise SystemExit(f"{error}. Without a card `--rehearse` tries the script out on the CPU.") from error
+        raise SystemExit(f"{error}. Without a GPU `--rehearse` tries the script out on the CPU.") from error
     bench = prepared(kernels, Path(given.folder), given.rehearse)
     if {"speed", "peers"} & set(given.parts):
         begin_widening(bench)
@@ -188,7 +188,7 @@ class GpuRun:
             found["errors"][part] = traceback.format_exc()[-2000:]
 
     def _let_go(self, part: str, found: Found) -> None:
-        """Give memory back; where the card answers no more, this process ends and the next goes on."""
+        """Give memory back; where the GPU answers no more, this process ends and the next goes on."""
         import torch
 
         gc.collect()
@@ -265,7 +265,7 @@ def versions() -> dict[str, str | None]:
 
 
 def card_says() -> str | None:
-    """What nvidia-smi prints: driver, clocks, temperature, who else is on the card; None where there is none."""
+    """What nvidia-smi prints: driver, clocks, temperature, who else is on the GPU; None where there is none."""
     try:
         done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):

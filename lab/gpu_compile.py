@@ -1,8 +1,8 @@
-"""Compiles the kernels that a run of gpu.py launches, without a card: what a card would refuse is found here.
+"""Compiles the kernels that a run of gpu.py launches, without a GPU: what a GPU would refuse is found here.
 
     python lab/gpu_compile.py [--shapes a,b] [--processes N] [--json FILE]
 
-Whole models run on tensors without numbers, so that every kernel is specialised as on a card; Triton compiles for an
+Whole models run on tensors without numbers, so that every kernel is specialised as on a GPU; Triton compiles for an
 H200, down to machine code, and launches nothing. Prints registers, shared memory and stack of each and names what would
 not fit. Compiled kernels stay in Triton's cache: gpu.py begins with this, on all cores, and spends its time measuring.
 
@@ -125,7 +125,7 @@ def _cuobjdump(cubin: bytes) -> str:
 
 
 def problems(row: dict[str, Any]) -> list[str]:
-    """What a card would refuse, or would do slowly."""
+    """What a GPU would refuse, or would do slowly."""
     found = [f"error: {row['error']}"] if "error" in row else []
     if row.get("shared", 0) > MOST_SHARED:
         found.append(f"{row['shared']} bytes of shared memory, an H200 has {MOST_SHARED}")
@@ -266,7 +266,7 @@ def ahead(
     shapes: Sequence[str], weights: Sequence[str], rows: Sequence[int], trees: Sequence[int], device: torch.device,
     timeout_s: float,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of a run of this program for a card, on all cores; raises TimeoutExpired and CalledProcessError."""
+    """Rows of a run of this program for a GPU, on all cores; raises TimeoutExpired and CalledProcessError."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else divmod(ARCHITECTURE, 10)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
@@ -310,7 +310,7 @@ def main() -> None:
 
 def options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Compiles forerun's kernels for an NVIDIA card, without one.")
+    parser = argparse.ArgumentParser(description="Compiles forerun's kernels for an NVIDIA GPU, without one.")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="names or config.json files: %(default)s")
     parser.add_argument("--weights", default=",".join(WEIGHTS), help="%(default)s")
     parser.add_argument("--rows", default="1,32,64,300", help="of a pass: %(default)s")
@@ -336,7 +336,7 @@ def compile_here(given: argparse.Namespace) -> list[dict[str, Any]]:
         for run, name in work[index::num]:
             try:
                 run()
-            except Exception as error:  # of Triton or ptxas: what a card would have met
+            except Exception as error:  # of Triton or ptxas: what a GPU would have met
                 failed.append({"kernel": name, "error": f"{type(error).__name__}: {error}"[-900:]})
     return rows + failed
 

@@ -1,4 +1,4 @@
-"""The parts of gpu.py about kernels: compiling, their tests, the card's own speed, products and attention against it.
+"""The parts of gpu.py about kernels: compiling, their tests, the GPU's own speed, products and attention against it.
 
 Knows: shapes of layers, bytes an op must read. Does not know: models, results, pictures.
 """
@@ -43,7 +43,7 @@ CHECKED_OUTPUTS = 64  # of a product, against the reference on the host
 CHECKED_ROWS = 2
 CHECKED_CONTEXT = 8192  # contexts up to here are compared with the reference on the host
 MOST_COPIES = 64
-MOST_WORKERS = 14  # each has a context of its own on the card
+MOST_WORKERS = 14  # each has a context of its own on the GPU
 NEAR = 2e-5  # largest difference over the root mean square: float32 sums in another order
 
 
@@ -90,7 +90,7 @@ def verdicts(output: str, status: int | None) -> tuple[dict[str, int], bool, str
 
 
 def compiling(bench: Bench, due: Due, noted: Noted) -> None:
-    """The models' kernels, on all cores, so that later parts only measure; what a card would refuse is named."""
+    """The models' kernels, on all cores, so that later parts only measure; what a GPU would refuse is named."""
     models = [str(resolve_model(name)) for name in dict.fromkeys((bench.small, bench.draft))]
     models += [str(bench.widening.shape)] if bench.widening.shape.exists() else []
     shapes = list(dict.fromkeys((*bench.sizes.shapes, *models)))
@@ -112,7 +112,7 @@ def bandwidth(device: torch.device, sizes: BenchSizes, seconds: Seconds) -> floa
 
 
 def card(bench: Bench, due: Due, noted: Noted) -> None:
-    """What the card can do without us: copying, and multiplying bfloat16 matrices by cuBLAS."""
+    """What the GPU can do without us: copying, and multiplying bfloat16 matrices by cuBLAS."""
     size = bench.sizes.matmul_size
     a, b = (torch.randn(size, size, device=bench.device).bfloat16() for _ in range(2))
     seconds = bench.seconds([lambda: a @ b], bench.sizes.repeats)

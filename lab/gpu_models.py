@@ -242,7 +242,7 @@ def sizes_of(llm: LLM, bench: Bench) -> dict[str, Any]:
 
 
 def host_share(llm: LLM, bench: Bench) -> dict[str, Any]:
-    """How much longer a plain step of one request is than the card's part of it, a pass among many in a row."""
+    """How much longer a plain step of one request is than the GPU's part of it, a pass among many in a row."""
     with torch.inference_mode():
         passes: Any = TimedPasses(llm.loaded.model, llm.kernels, CONTEXT + 1)  # type: ignore[arg-type]
         batch = passes.chain(CONTEXT, 1)

@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 
 def lines(parts: Parts) -> list[dict[str, Any]]:
-    """Every line a card is to show: what, what is wanted, what was found (None: not measured), whether it holds."""
+    """Every line a GPU is to show: what, what is wanted, what was found (None: not measured), whether it holds."""
     goals: list[tuple[str, str, float, Callable[[], float | None]]] = [
         ("bf16, 8B shape, M = 1: share of copy bandwidth", ">=", 0.80, lambda: curve(parts, "bf16", 1, "share")),
         ("4-bit, 8B shape, M = 1: share of copy bandwidth", ">=", 0.65, lambda: curve(parts, "int4", 1, "share")),
@@ -97,7 +97,7 @@ def _sum(numbers: Sequence[float | None]) -> float | None:
 
 
 def wrong(parts: Parts) -> list[str]:
-    """What no card may give: other bits, other numbers than the reference, other tokens than plain, failed cases."""
+    """What no GPU may give: other bits, other numbers than the reference, other tokens than plain, failed cases."""
     musts = {"row_has_its_bits", "unsplit_has_the_bits", "as_reference", "identical"}
     found = [f"{part}: {name} of {row}" for part in parts for row in rows_of(parts, part) for name in musts
              if row.get(name) is False]  # fmt: skip

@@ -1,6 +1,6 @@
 """What the parts of gpu.py share: sizes of a run, its due times, how work is timed, the models it runs.
 
-Knows: a card and the rehearsal on a CPU, temporary folders. Does not know: what is measured, results, files kept.
+Knows: a GPU and the rehearsal on a CPU, temporary folders. Does not know: what is measured, results, files kept.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class BenchSizes:
     contexts: tuple[int, ...]  # known tokens before a pass
     rows: tuple[int, ...] = (1, 4, 8, 16, 32, 64)  # tokens of a pass
     compiled_rows: tuple[int, ...] = (1, 32, 64, 300)  # of each kind of kernel some
-    tree_widths: tuple[int, ...] = WIDTHS  # of trees grown on the card
+    tree_widths: tuple[int, ...] = WIDTHS  # of trees grown on the GPU
     weights: tuple[str, ...] = ("bf16", "int4")
     repeats: int = 7
-    cold_bytes: int = 512 << 20  # matrices read in turn, so that no cache of a card keeps them
+    cold_bytes: int = 512 << 20  # matrices read in turn, so that no cache of a GPU keeps them
     copy_bytes: int = 2 << 30
     matmul_size: int = 8192
     tests: tuple[str, ...] = ("tests/kernels/triton",)
@@ -46,7 +46,7 @@ class BenchSizes:
     prompts: int = 6  # at least, of a batch or of several
     peer_prompts: int = 3  # likewise, of transformers
     runs: int = 2  # of every drafter
-    passes: int = 100  # in a row, for the card's own time
+    passes: int = 100  # in a row, for the GPU's own time
     passes_a_turn: int = 8  # of the curve, likewise
     temperatures: tuple[float, ...] = (0.0, 1.0)
     max_tokens: int = 64
@@ -119,7 +119,7 @@ def in_time(
 
 
 def timer(device: torch.device) -> Seconds:
-    """Median seconds of one of several calls, done together: by events around a graph of them on a card."""
+    """Median seconds of one of several calls, done together: by events around a graph of them on a GPU."""
     return _card_timer(device) if device.type == "cuda" else _host_seconds
 
 
@@ -152,7 +152,7 @@ def _host_seconds(calls: Sequence[Callable[[], object]], repeats: int) -> float:
 
 
 def back_to_back_s(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of a run among many that nobody waits for: the card's own time, where the host is ahead of it."""
+    """Seconds of a run among many that nobody waits for: the GPU's own time, where the host is ahead of it."""
     run()
     synchronize(device)
     start = perf_counter()
@@ -163,7 +163,7 @@ def back_to_back_s(run: Callable[[], object], device: torch.device, repeats: int
 
 
 class RepeatedSource(RandomSource):
-    """Random tensors of which those of one shape are made once: on a card each has its own copy."""
+    """Random tensors of which those of one shape are made once: on a GPU each has its own copy."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """`dtype`: of every tensor."""

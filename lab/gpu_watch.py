@@ -1,7 +1,7 @@
 """Keeps a run of gpu.py going: its parts run in a process that may crash or hang, as one with a broken kernel does.
 
-Knows: processes, the file of a run's state. Does not know: parts, cards. After an illegal access nothing of a process
-can use the card any more, and a kernel that never ends cannot be stopped from inside; a new process goes on with the
+Knows: processes, the file of a run's state. Does not know: parts, GPUs. After an illegal access nothing of a process
+can use the GPU any more, and a kernel that never ends cannot be stopped from inside; a new process goes on with the
 parts that are left, and the part in question is named with what it had found.
 """
 

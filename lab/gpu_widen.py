@@ -1,4 +1,4 @@
-"""Mini at the cost of the largest shape there is room for, with its heads; written while other parts run on the card.
+"""Mini at the cost of the largest shape there is room for, with its heads; written while other parts run on the GPU.
 
     python lab/gpu_widen.py FOLDER    (what FOLDER/widened.request.json asks for)
 
@@ -33,7 +33,7 @@ from widening.model import open_source, widen, widened_config
 from widening.sizes import Sizes
 
 HEADS = ("eagle", "mtp", "medusa")  # what must be shown first
-ROOM = 3  # a widened model's bytes must be there so often on the card: weights, engines' pools, transformers' copy
+ROOM = 3  # a widened model's bytes must be there so often on the GPU: weights, engines' pools, transformers' copy
 REQUEST, DONE = "widened.request.json", "widened.json"
 MODEL, SHAPE = "widened", "widened-shape"  # the model; its config.json alone, which is there at once
 
@@ -90,7 +90,7 @@ def head_folder(folder: Path, head: str) -> Path:
 
 
 def chosen_sizes(config: ModelConfig, shapes: Sequence[str], folder: Path, device: torch.device) -> Sizes:
-    """The largest shape that card and disk have room for, else twice the width."""
+    """The largest shape that GPU and disk have room for, else twice the width."""
     for name in reversed(shapes):
         needed, free = 2 * num_parameters(read_shape(name).config), memory_of(device)
         if shutil.disk_usage(folder).free > 1.2 * needed and (free is None or free > ROOM * needed):

@@ -80,7 +80,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"  # "auto": the model's own; "int8" halves bfloat16, at the price of other roundings
     num_kv_blocks: int | None = None  # None: enough for max_num_seqs, bounded by kv_cache_bytes
     kv_cache_bytes: int | None = None  # None: a quarter of the memory available at start
-    device: str = "auto"  # "cpu", "cuda", or "auto": a card where there is one
+    device: str = "auto"  # "cpu", "cuda", or "auto": a GPU where there is one
     kernels: str = "auto"
     threads: int | None = None
     seed: int = 0  # for requests that bring none

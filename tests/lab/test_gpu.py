@@ -1,4 +1,4 @@
-"""The script for cards: parts of its rehearsal under Triton's interpreter; verdicts on given figures."""
+"""The script for GPUs: parts of its rehearsal under Triton's interpreter; verdicts on given figures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_rehearsal_runs_and_finds_nothing_wrong(tmp_path: Path) -> None:
     assert "not measured" in next(tmp_path.glob("*.md")).read_text()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_card_it_refuses_and_names_the_rehearsal() -> None:
     done = run("--parts", "card")
     assert done.returncode == 1 and "sees no CUDA device" in done.stderr and "--rehearse" in done.stderr

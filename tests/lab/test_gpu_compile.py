@@ -1,4 +1,4 @@
-"""Whole models compile for an H200 without one, and what a card would refuse is named."""
+"""Whole models compile for an H200 without one, and what a GPU would refuse is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chains whose passes are enqueued at once, as on a card: the tokens, q and KV of one pass a level, and one wait."""
+"""Chains whose passes are enqueued at once, as on a GPU: the tokens, q and KV of one pass a level, and one wait."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def reader(kernels: Kernels, num_threads: int) -> Iterator[Callable[[], float]]:
     """Inside this context a function that reads the buffer once -> bytes a second. The buffer lives as long.
 
-    On a card it copies, and counts what is read and what is written.
+    On a GPU it copies, and counts what is read and what is written.
     """
     if kernels.device.type != "cpu":
         yield copier(kernels.device)
@@ -67,7 +67,7 @@ def copier(device: torch.device, num_bytes: int = MOST_BYTES) -> Callable[[], fl
         target.copy_(source)
         synchronize(device)
 
-    copy()  # the first one starts the card
+    copy()  # the first one starts the GPU
     return lambda: 2 * source.nbytes / _seconds(copy)
 
 

@@ -28,7 +28,7 @@ ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=MODELS, s
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 Dtype = Annotated[str, _option("auto (as stored), float32, bfloat16, or float16 for a checkpoint that is.", ENGINE)]
-Device = Annotated[str, _option("cpu, cuda, or auto for a card where there is one.", ENGINE)]
+Device = Annotated[str, _option("cpu, cuda, or auto for a GPU where there is one.", ENGINE)]
 KernelsName = Annotated[str, _option("auto, cpu, triton or reference.", ENGINE)]
 KVCacheDtype = Annotated[str, _option("The KV cache: auto (as the model), float32, bfloat16 or int8.", ENGINE)]
 Threads = Annotated[int | None, _option("Threads to compute with; all cores unless given.", ENGINE)]

@@ -123,7 +123,7 @@ class EngineService:
         self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
 
     def deliver_meanwhile(self) -> None:
-        """Deliver what a step brought while the next one computes, if there is one: cards compute alone."""
+        """Deliver what a step brought while the next one computes, if there is one: GPUs compute alone."""
         self.llm.engine.meanwhile = self._deliver_last
 
     # -- the event loop's side ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Triton's tests run on the card where there is one, else under Triton's interpreter on CPU tensors."""
+"""Triton's tests run on the GPU where there is one, else under Triton's interpreter on CPU tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels around attention compile for an H200, which needs no card, and fit its multiprocessors."""
+"""The kernels around attention compile for an H200, which needs no GPU, and fit its multiprocessors."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_the_reference_chooses_the_same_tokens(folder: Path, plain: LLM, expecte
 
 def test_drafts_of_ngrams_change_nothing(plain: LLM, expected: Any) -> None:
     ngram = plain.with_drafter("ngram", adaptive=False, ngram_min=1, max_draft_tokens=3)
-    ngram.engine.verifier = CoupledVerifier(plain.kernels, at_once=True)  # as on a card
+    ngram.engine.verifier = CoupledVerifier(plain.kernels, at_once=True)  # as on a GPU
     outputs = ngram.generate(list(PROMPTS), WARM)
     assert [output.outputs[0].token_ids for output in outputs] == expected["warm"]
     assert num_nodes(outputs, "drafted") > 0
@@ -71,7 +71,7 @@ def test_trees_of_a_draft_model_change_nothing(folder: Path, plain: LLM, expecte
     assert num_nodes(outputs, "accepted") > 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_card_that_is_not_there_is_one_clear_error(folder: Path) -> None:
     with pytest.raises(ResourceError, match="sees no CUDA device.*device 'cpu'"):
         LLM(str(folder), device="cuda")

@@ -1,4 +1,4 @@
-"""The kernels of products, experts and sampling compile for an H200, which needs no card, and fit it."""
+"""The kernels of products, experts and sampling compile for an H200, which needs no GPU, and fit it."""
 
 from __future__ import annotations
 

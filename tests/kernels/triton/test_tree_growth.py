@@ -86,7 +86,7 @@ def assert_same(found: TreeNodes | TreeRows, expected: TreeNodes | TreeRows) -> 
 @settings(max_examples=20, deadline=None)
 @given(
     budgets=st.lists(st.integers(0, 63), min_size=1, max_size=3),
-    width=st.sampled_from([1, 3, 4]),  # each is compiled where there is a card
+    width=st.sampled_from([1, 3, 4]),  # each is compiled where there is a GPU
     num_levels=st.integers(1, 4),
     seed=st.integers(0, 1 << 20),
     missing=st.sampled_from([0.0, 0.1, 0.6]),
