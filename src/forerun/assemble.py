@@ -23,7 +23,7 @@ from forerun.engine.measuring import measure_calls, measure_passes
 from forerun.engine.scheduler import Limits, Scheduler
 from forerun.errors import ConfigError, ResourceError
 from forerun.kernels.ops import Kernels
-from forerun.kernels.threads import torch_rests
+from forerun.kernels.threads import single_torch_thread
 from forerun.models.base import LayerSpec, Model, passes_of, with_own_state
 from forerun.models.memory import check_memory, memory_of
 from forerun.policy.costs import Costs, PassCosts, rows_to_measure
@@ -62,7 +62,7 @@ def assemble(
         policy=policy,
         scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs)),
         kv_cache=kv_cache,
-        torch_threads=torch_rests if computes_itself else nullcontext,
+        torch_threads=single_torch_thread if computes_itself else nullcontext,
     )
 
 

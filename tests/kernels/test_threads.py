@@ -1,4 +1,4 @@
-"""torch's own threads rest while a step runs on the kernels' threads."""
+"""torch computes on one thread while a step runs on the kernels' threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tests.support import mini
 
 from forerun import SamplingParams
-from forerun.kernels.threads import torch_rests
+from forerun.kernels.threads import single_torch_thread
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +22,10 @@ def two_threads() -> Iterator[None]:
 
 
 def test_torch_has_one_thread_meanwhile_and_its_own_again_even_after_an_error() -> None:
-    with torch_rests():
+    with single_torch_thread():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
-    with pytest.raises(ValueError, match="broken"), torch_rests():
+    with pytest.raises(ValueError, match="broken"), single_torch_thread():
         raise ValueError("broken")
     assert torch.get_num_threads() == 2
 

@@ -1,10 +1,10 @@
-"""torch's own threads, and when they had better rest.
+"""torch on a single thread while the kernels' own threads compute.
 
 Knows: torch's number of threads for the calling thread. Does not know: the kernels' threads, what is computed.
 
-After an operation of its own on many elements (copying a row of logits of a large vocabulary for each of two requests
-is one) torch's OpenMP threads wait for the next one by spinning, which takes tens of milliseconds on some processors.
-On a machine whose cores all belong to the kernels' threads, the pass that follows takes that much longer.
+torch runs its own operations on OpenMP threads. After an operation on many elements (for example copying a row of
+logits of a large vocabulary for each of two requests) those threads spin, waiting for the next one, which takes tens of
+milliseconds on some processors. Meanwhile they occupy the cores that the kernels' threads need for the next pass.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 
 @contextmanager
-def torch_rests() -> Iterator[None]:
-    """torch computes on the calling thread alone meanwhile."""
+def single_torch_thread() -> Iterator[None]:
+    """Inside, torch computes on the calling thread alone."""
     before = torch.get_num_threads()
     if before == 1:
         yield
