@@ -165,7 +165,8 @@ def test_an_answer_that_waits_for_the_next_step_comes_without_one(
         prepared = [small.prepare("Once", of_one) for of_one in params]
 
         def until_the_short_one_ends() -> Any:
-            assert stops or not prepared[1].finished, "a step of nothing"
+            if prepared[1].finished:
+                too_many.append("a step of nothing")
             changed = step()
             if prepared[1].finished and stops and not stopping:
                 stopping.append(Thread(target=service.stop))
@@ -176,6 +177,7 @@ def test_an_answer_that_waits_for_the_next_step_comes_without_one(
             return changed
 
         stopping: list[Thread] = []
+        too_many: list[str] = []
         monkeypatch.setattr(small, "step", until_the_short_one_ends, raising=False)
         long, short = (service.submit(group) for group in prepared)
         assert [token async for deltas in short.deltas() for delta in deltas for token in delta.token_ids]
@@ -183,7 +185,7 @@ def test_an_answer_that_waits_for_the_next_step_comes_without_one(
             await drain(long)
         assert caught.value.status_code == (503 if stops else 499)
         await asyncio.to_thread(stopping[0].join if stops else service.stop)
-        assert num_used(small) == 0
+        assert (stops or not too_many) and num_used(small) == 0
 
     try:
         asyncio.run(scenario())

@@ -96,6 +96,11 @@ class GrammarCompiler:
         if self._worker is not None:
             self._worker.kill()  # whoever waits for an answer gets none
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a grammar to be compiled."""
+        return sum(turn.num_waiting for turn in list(self._pending.values()))
+
     def mask(self, spec: GrammarSpec, deadline_s: float | None = None) -> PrefixMask:
         """A mask for one request; raises ApiError if the grammar is invalid, slow or large, 429 if many wait.
 
@@ -128,7 +133,7 @@ class GrammarCompiler:
     def _turn(self, spec: GrammarSpec) -> Iterator[_Turn]:
         """Count among those that wait, so that they cannot take every thread there is."""
         with self._quick:
-            num_waiting = sum(turn.num_waiting for turn in self._pending.values())
+            num_waiting = self.num_waiting
             is_new = spec not in self._pending
             if num_waiting >= MAX_WAITING or (is_new and len(self._pending) >= MAX_PENDING):
                 raise ApiError(
