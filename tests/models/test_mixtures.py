@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,18 @@ from torch import Tensor
 
 from forerun import LLM, SamplingParams
 from forerun.errors import CheckpointError, ConfigError, KernelError, UnsupportedError
+from forerun.layers.linear import Linear
 from forerun.layers.mla import LatentAttention
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.moe import MixtureOfExperts
 from forerun.models.base import passes_of
 from forerun.models.build import Builder
 from forerun.models.config import ModelConfig, active_parameters, estimate_bytes, num_parameters
+from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
 from forerun.models.loader import load_model, read_config
+from forerun.quant.dense import DenseWeight
+from forerun.quant.joined import JoinedWeight
 from forerun.quantize.run import quantizable_parts
 from forerun.quantize.settings import QuantizeSettings
 from forerun.runtime.bind import bind
@@ -113,12 +118,19 @@ def test_layers_for_drafting_are_left_alone_and_can_be_built(tmp_path: Path) -> 
     assert torch.equal(behind.mlp.experts[3].down.weight.dequantize(), stored)
 
 
+def in_pieces(mixture: MixtureOfExperts) -> MixtureOfExperts:
+    """The same mixture with two matrices for gate and up, as of formats that cannot be joined."""
+    kernels, experts = factory.make_kernels(), []
+    for expert in mixture.experts:
+        gate_up = JoinedWeight([DenseWeight(kernels, half) for half in expert.gate_up.weight.dequantize().chunk(2)])
+        experts.append(GatedMLP(kernels, Linear(gate_up), expert.down, expert.activation))
+    return MixtureOfExperts(kernels, mixture.routing, mixture.router, experts, mixture.correction, mixture.shared)
+
+
 def test_experts_in_several_pieces_have_the_bits_of_the_op(tmp_path: Path) -> None:
     model = load(factory.make_checkpoint("qwen2-moe", tmp_path)).model
     mixture, x = model.parts.layers[1].mlp, torch.randn(7, 32)
-    expected = mixture(x)
-    mixture._packed = None  # as for matrices that could not be joined
-    assert torch.equal(mixture(x), expected)
+    assert torch.equal(in_pieces(mixture)(x), mixture(x))
 
 
 def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
@@ -150,8 +162,8 @@ def test_the_recorder_refuses_what_it_cannot_write_down(tmp_path: Path) -> None:
     pytest.importorskip("forerun.kernels.cpu._native")
     kernels = factory.make_kernels("cpu")
     model = load_model(factory.make_checkpoint("mixtral", tmp_path), kernels).model
-    for layer in model.parts.layers:
-        layer.mlp._packed = None
+    layers = tuple(replace(layer, mlp=in_pieces(layer.mlp)) for layer in model.parts.layers)
+    model = Decoder(replace(model.parts, layers=layers), model.max_position, model.kv_specs[0].dtype)
     assert not bind(passes_of(model), kernels, new_kvs(model, 4)).replays
     with pytest.raises(KernelError):
         kernels.linear(torch.ones(1, 3), model.parts.lm_head.weight.packed)
