@@ -153,16 +153,16 @@ def test_passes_in_a_row_are_told_one_by_one() -> None:
     from gpu_models import InARow
 
     class Fake:
-        device, layers = torch.device("cpu"), ()
+        device = torch.device("cpu")
 
         def __init__(self) -> None:
-            self.model = self.cache = self
+            self.runner = self.cache = self
             self.seen: list[tuple[int, int]] = []
 
         def chain(self, *case: int) -> Any:
             return case
 
-        def forward(self, batch: Any, layers: Any) -> None:
+        def run(self, batch: Any) -> None:
             self.seen.append(batch)
 
         def bytes_read(self, context: int, tokens: int) -> int:
