@@ -89,7 +89,7 @@ def test_ctrl_c_ends_with_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("forerun.cli.generate.open_llm", interrupted)
+    monkeypatch.setattr("forerun.cli.engine.open_llm", interrupted)
     assert run("generate", "some text", status=130).stderr == "error: interrupted\n"
 
 
@@ -97,7 +97,7 @@ def test_a_path_that_cannot_be_written_is_one_clear_line(run: Any, monkeypatch: 
     def refused(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied", "/there/file")
 
-    monkeypatch.setattr("forerun.cli.generate.open_llm", refused)
+    monkeypatch.setattr("forerun.cli.engine.open_llm", refused)
     said = run("generate", "some text", status=2).stderr
     assert said.startswith("error: /there/file: Permission denied; choose another path") and "Trace" not in said
 
@@ -106,7 +106,7 @@ def test_an_error_without_a_path_keeps_its_traceback(run: Any, monkeypatch: pyte
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("a device went away")
 
-    monkeypatch.setattr("forerun.cli.generate.open_llm", broken)
+    monkeypatch.setattr("forerun.cli.engine.open_llm", broken)
     with pytest.raises(OSError, match="a device went away"):
         run("generate", "some text", status=1)
 

@@ -115,7 +115,7 @@ def test_engines_and_their_peers_on_the_kernels_there_are(tmp_path: Path) -> Non
     pytest.importorskip("triton")
     pytest.importorskip("transformers")
     import gpu_models
-    from forerun.bench.drafters import ANY_MODEL
+    from forerun.bench.drafters import needing_nothing
     from forerun.kernels.select import select_kernels
     from gpu_setting import Bench, BenchSizes, Due, timer
     from gpu_widen import HEADS, WideningProcess
@@ -139,7 +139,7 @@ def test_engines_and_their_peers_on_the_kernels_there_are(tmp_path: Path) -> Non
     assert cases == [(temperature, *case) for temperature in (0.0, 1.0) for case in short]
     assert all(row["identical"] and not row["num_failed"] for row in rows) and gpu_report.wrong(parts) == []
     drafters = {row["drafter"].partition("=")[0] for row in rows}
-    assert drafters == {"none", *HEADS, "draft", *ANY_MODEL, "portfolio", "fixed eagle"}
+    assert drafters == {"none", *HEADS, "draft", *needing_nothing(), "portfolio", "fixed eagle"}
     assert max(row["acceptance_length"] for row in rows) > 1.5
     assert len(parts["peers"]["rows"]) == 4 and all(row["tokens_per_s"] > 0 for row in parts["peers"]["rows"])
     told = {line["what"]: line["found"] for line in gpu_report.lines(parts)}

@@ -30,6 +30,7 @@ from forerun.cli import (
     verify,
 )
 from forerun.cli.console import print_error
+from forerun.cli.groups import ungrouped
 from forerun.cli.train import app as train_app
 from forerun.errors import ForerunError
 
@@ -76,25 +77,25 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
-bench_app.command("speed")(bench.speed)
-bench_app.command("drafters")(bench_drafters.drafters)
-bench_app.command("serve")(bench_serve.bench_serve)
-bench_app.command("curve")(curve.curve)
-bench_app.command("prefill")(curve.prefill)
+bench_app.command("speed")(ungrouped(bench.speed))
+bench_app.command("drafters")(ungrouped(bench_drafters.drafters))
+bench_app.command("serve")(ungrouped(bench_serve.bench_serve))
+bench_app.command("curve")(ungrouped(curve.curve))
+bench_app.command("prefill")(ungrouped(curve.prefill))
 
-app.command("demo")(demo.demo)
-app.command("run")(hub.run)
-app.command("pull")(hub.pull)
-app.command("list")(hub.list_models)
-app.command("rm")(hub.rm)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("serve")(serve.serve)
+app.command("demo")(ungrouped(demo.demo))
+app.command("run")(ungrouped(hub.run))
+app.command("pull")(ungrouped(hub.pull))
+app.command("list")(ungrouped(hub.list_models))
+app.command("rm")(ungrouped(hub.rm))
+app.command("generate")(ungrouped(generate.generate))
+app.command("chat")(ungrouped(chat.chat))
+app.command("serve")(ungrouped(serve.serve))
 app.add_typer(bench_app, name="bench")
-app.command("verify")(verify.verify)
-app.command("inspect")(inspect.inspect)
-app.command("quantize")(quantize.quantize)
-app.command("perplexity")(perplexity.perplexity)
+app.command("verify")(ungrouped(verify.verify))
+app.command("inspect")(ungrouped(inspect.inspect))
+app.command("quantize")(ungrouped(quantize.quantize))
+app.command("perplexity")(ungrouped(perplexity.perplexity))
 app.add_typer(train_app, name="train")
 
 

@@ -14,6 +14,7 @@ from forerun.bench.prompts import PromptCase, read_prompts
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_json, print_note, table
 from forerun.cli.engine import open_llm, other_engine, prepare
+from forerun.cli.groups import values
 from forerun.core import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ PLAIN = "none"
 
 
 def speed(
-    model_name: opt.ModelArgument = None,
-    model: opt.ModelOption = None,
+    target: opt.Target,
+    sizes: opt.DraftSizes,
+    loading: opt.Loading,
     drafters: opt.Drafters = "none,ngram,draft",
     prompts: opt.PromptsFile = None,
     limit: opt.Limit = None,
@@ -34,32 +36,21 @@ def speed(
     seed: opt.Seed = 0,
     by_category: Annotated[bool, typer.Option(help="Also a table for each category of the prompts.")] = False,
     json: opt.JsonOption = False,
-    draft_model: opt.DraftModel = None,
-    max_draft_tokens: opt.MaxDraftTokens = None,
-    tree_width: opt.TreeWidth = None,
-    head_weights: opt.HeadWeights = "stored",
     adaptive: opt.Adaptive = True,
     verification: opt.Verification = "coupled",
-    dtype: opt.Dtype = "auto",
-    kv_cache_dtype: opt.KVCacheDtype = "auto",
-    max_model_len: opt.MaxModelLen = None,
-    device: opt.Device = "auto",
-    kernels: opt.KernelsName = "auto",
-    threads: opt.Threads = None,
 ) -> None:
     """Measure tokens per second of each drafter, interleaved prompt by prompt, and speed-ups with their intervals."""
     wanted = opt.names(drafters)
     check_drafters(wanted)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     cases = read_prompts(prompts, limit)
-    name = opt.chosen_model(model_name, model)
-    _prepare_all(name, wanted, draft_model, max_draft_tokens)
+    name = target.name
+    _prepare_all(name, wanted, sizes)
     plain = open_llm(
-        name, PLAIN, tree_width=tree_width, head_weights=head_weights, adaptive=adaptive,
-        verification=verification, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
-        device=device, kernels=kernels, threads=threads, max_num_seqs=1, prefix_caching=False, across_requests=False,
+        name, PLAIN, tree_width=sizes.tree_width, head_weights=sizes.head_weights, adaptive=adaptive,
+        verification=verification, **values(loading), max_num_seqs=1, prefix_caching=False, across_requests=False,
     )  # fmt: skip
-    engines = engines_by_name(plain, wanted, draft_model, max_draft_tokens)
+    engines = engines_by_name(plain, wanted, sizes)
     _note_widened(plain)
     report = _measure(engines, cases, params, repeats, by_category)
     settings = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "temperature": temperature}
@@ -67,12 +58,13 @@ def speed(
     print_json(report) if json else _show(report)
 
 
-def _prepare_all(model: str, drafters: Sequence[str], draft_model: str | None, max_draft_tokens: int | None) -> None:
+def _prepare_all(model: str, drafters: Sequence[str], sizes: opt.DraftSizes) -> None:
     """`prepare` for each, with the draft model where it is of use."""
     from forerun.drafters.named import takes_model
 
     for drafter in drafters:
-        prepare(model, drafter, draft_model if takes_model(drafter) else None, max_draft_tokens=max_draft_tokens)
+        draft_model = sizes.draft_model if takes_model(drafter) else None
+        prepare(model, drafter, draft_model, max_draft_tokens=sizes.max_draft_tokens)
 
 
 def _note_widened(llm: LLM) -> None:
@@ -83,12 +75,10 @@ def _note_widened(llm: LLM) -> None:
         print_note(f"this model was widened from {origin['model']}: it writes that model's text at a larger one's cost")
 
 
-def engines_by_name(
-    plain: LLM, names: Sequence[str], draft_model: str | None, max_draft_tokens: int | None
-) -> dict[str, LLM]:
+def engines_by_name(plain: LLM, names: Sequence[str], sizes: opt.DraftSizes) -> dict[str, LLM]:
     """An engine for every drafter on the same weights, plain first."""
-    others = [name for name in names if name != PLAIN]
-    return {PLAIN: plain, **{name: other_engine(plain, name, draft_model, max_draft_tokens) for name in others}}
+    asked = (sizes.draft_model, sizes.max_draft_tokens)
+    return {PLAIN: plain, **{name: other_engine(plain, name, *asked) for name in names if name != PLAIN}}
 
 
 def _measure(

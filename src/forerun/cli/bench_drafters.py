@@ -18,6 +18,7 @@ from forerun.cli.bench import PLAIN
 from forerun.cli.console import err, out, print_json, print_note, table
 from forerun.cli.curve import whole_numbers
 from forerun.cli.engine import open_llm
+from forerun.cli.groups import values
 from forerun.core import SamplingParams
 from forerun.errors import ConfigError
 
@@ -30,8 +31,9 @@ AUTO, OWN, SPEC_BENCH = "auto", "own", "spec-bench"
 
 
 def drafters(
-    model_name: opt.ModelArgument = None,
-    model: opt.ModelOption = None,
+    target: opt.Target,
+    given: opt.DraftSizes,
+    loading: opt.Loading,
     suite: Annotated[
         str, typer.Option(help="own (the twelve prompts that come with forerun), spec-bench or a .jsonl file.")
     ] = OWN,
@@ -52,33 +54,21 @@ def drafters(
     ] = False,
     out_folder: Annotated[Path, typer.Option("--out", help="Folder for the report.")] = Path("drafter-report"),
     json: opt.JsonOption = False,
-    draft_model: opt.DraftModel = None,
-    max_draft_tokens: opt.MaxDraftTokens = None,
-    tree_width: opt.TreeWidth = None,
-    head_weights: opt.HeadWeights = "stored",
     verification: opt.Verification = "coupled",
-    dtype: opt.Dtype = "auto",
-    kv_cache_dtype: opt.KVCacheDtype = "auto",
-    max_model_len: opt.MaxModelLen = None,
-    device: opt.Device = "auto",
-    kernels: opt.KernelsName = "auto",
-    threads: opt.Threads = None,
 ) -> None:
     """Measure every drafter and the portfolio against plain decoding; write tables and pictures into a folder."""
-    given = locals()
-    cases, name = _cases(suite, prompts, limit), opt.chosen_model(model_name, model)
+    cases, name = _cases(suite, prompts, limit), target.name
     params = [
         SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed)
         for t in opt.numbers(temperature, "temperatures")
     ]
-    names, sizes = _names(drafters, name, draft_model), whole_numbers(fixed, "--fixed") if fixed else []
+    names, sizes = _names(drafters, name, given.draft_model), whole_numbers(fixed, "--fixed") if fixed else []
     _check(rules, verification, out_folder)
-    engine = ("verification", "dtype", "kv_cache_dtype", "max_model_len", "device", "kernels", "threads")
     plain = open_llm(
-        name, PLAIN, max_num_seqs=1, prefix_caching=False, across_requests=False, **{key: given[key] for key in engine}
-    )
-    names_given = ("max_draft_tokens", "tree_width", "head_weights")
-    asked = {key: given[key] for key in names_given if given[key] is not None}
+        name, PLAIN, max_num_seqs=1, prefix_caching=False, across_requests=False, verification=verification,
+        **values(loading),
+    )  # fmt: skip
+    asked = {key: value for key, value in values(given).items() if value is not None and key != "draft_model"}
     drafting = {"across_requests": False, **asked}
     report = {"model": name, "suite": suite, "prompts": str(prompts or suite), "max_tokens": max_tokens,
               "repeats": repeats, "seed": seed, "verification": verification}  # fmt: skip

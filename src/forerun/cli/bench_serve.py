@@ -44,47 +44,67 @@ def _goal(help_text: str, *names: str, **limits: Any) -> Any:
     return typer.Option(*names, help=help_text, rich_help_panel=GOALS, **limits)
 
 
-def bench_serve(
-    url: Annotated[str, typer.Argument(metavar="[URL]", help="Where the server is.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Name of the model; the first that the server "
-                                              "lists unless given.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="Key the server wants.")] = None,
-    endpoint: Annotated[str, _work("chat, completions, or auto: by the kind of each prompt.")] = "auto",
-    prompts: Annotated[Path | None, _work("A .jsonl file of prompts; the twelve that come with forerun unless "
-                                          "given. Turns of a conversation are requests of their own.")] = None,
-    input_len: Annotated[int | None, _work("Instead of a file: prompts of random words with about so many tokens.",
-                                           min=1)] = None,
-    input_spread: Annotated[float, _work("Lengths differ from --input-len by up to this share.", min=0, max=1)] = 0.0,
-    prefix_len: Annotated[int, _work("Tokens of a prefix that requests share.", min=0)] = 0,
-    num_prefixes: Annotated[int, _work("Prefixes of that length, taken in turn.", min=1)] = 1,
-    max_tokens: Annotated[int, _work("Most tokens of an answer.", "--max-tokens", "-n", min=1)] = 128,
-    temperature: Annotated[float, _work("0 always takes the most probable token.", "--temperature", "-t", min=0)] = 0.0,
-    ignore_eos: Annotated[bool, _work("Always --max-tokens; not every server knows this field.",
-                                      "--ignore-eos")] = False,
-    extra_body: Annotated[str | None, _work('More fields, as JSON: \'{"speculation": "off"}\'.')] = None,
-    usage: Annotated[bool, _work("Ask for token counts; without them pieces of text are counted.")] = True,
-    seed: Annotated[int, _work("Of texts, arrivals and answers.")] = 0,
-    num_requests: Annotated[int, _load("Requests that are measured.", min=1)] = 64,
-    concurrency: Annotated[int | None, _load("Most requests at the same time; 16 without --rate.", min=1,
-                                             show_default="no limit with --rate, else 16")] = None,
-    rate: Annotated[float | None, _load("Arrivals a second, at random (Poisson) times; without it the next request "
-                                        "comes when one has ended.")] = None,
-    warmup: Annotated[int, _load("Requests before, which are not measured.", min=0)] = 1,
-    timeout: Annotated[float, _load("Seconds a request may take.", min=0.001)] = 600.0,
-    slo_ttft: Annotated[float | None, _goal("Goodput counts requests with their first text in so many seconds.",
-                                            min=0)] = None,
-    slo_tpot: Annotated[float | None, _goal("Goodput counts requests with so few seconds a token.", min=0)] = None,
-    picture: Annotated[Path | None, _goal("Draw times and load into this .png, .svg or .pdf.")] = None,
-    json: opt.JsonOption = False,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The load, on whom, and what is said of it."""
+
+    url: Annotated[str, typer.Argument(metavar="[URL]", help="Where the server is.")] = "http://127.0.0.1:8000"
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Name of the model; the first that the server lists unless given."),
+    ] = None
+    api_key: Annotated[str | None, typer.Option(help="Key the server wants.")] = None
+    endpoint: Annotated[str, _work("chat, completions, or auto: by the kind of each prompt.")] = "auto"
+    prompts: Annotated[
+        Path | None,
+        _work(
+            "A .jsonl file of prompts; the twelve that come with forerun unless "
+            "given. Turns of a conversation are requests of their own."
+        ),
+    ] = None
+    input_len: Annotated[
+        int | None, _work("Instead of a file: prompts of random words with about so many tokens.", min=1)
+    ] = None
+    input_spread: Annotated[float, _work("Lengths differ from --input-len by up to this share.", min=0, max=1)] = 0.0
+    prefix_len: Annotated[int, _work("Tokens of a prefix that requests share.", min=0)] = 0
+    num_prefixes: Annotated[int, _work("Prefixes of that length, taken in turn.", min=1)] = 1
+    max_tokens: Annotated[int, _work("Most tokens of an answer.", "--max-tokens", "-n", min=1)] = 128
+    temperature: Annotated[float, _work("0 always takes the most probable token.", "--temperature", "-t", min=0)] = 0.0
+    ignore_eos: Annotated[bool, _work("Always --max-tokens; not every server knows this field.", "--ignore-eos")] = (
+        False
+    )
+    extra_body: Annotated[str | None, _work('More fields, as JSON: \'{"speculation": "off"}\'.')] = None
+    usage: Annotated[bool, _work("Ask for token counts; without them pieces of text are counted.")] = True
+    seed: Annotated[int, _work("Of texts, arrivals and answers.")] = 0
+    num_requests: Annotated[int, _load("Requests that are measured.", min=1)] = 64
+    concurrency: Annotated[
+        int | None,
+        _load(
+            "Most requests at the same time; 16 without --rate.", min=1, show_default="no limit with --rate, else 16"
+        ),
+    ] = None
+    rate: Annotated[
+        float | None,
+        _load("Arrivals a second, at random (Poisson) times; without it the next request comes when one has ended."),
+    ] = None
+    warmup: Annotated[int, _load("Requests before, which are not measured.", min=0)] = 1
+    timeout: Annotated[float, _load("Seconds a request may take.", min=0.001)] = 600.0
+    slo_ttft: Annotated[
+        float | None, _goal("Goodput counts requests with their first text in so many seconds.", min=0)
+    ] = None
+    slo_tpot: Annotated[float | None, _goal("Goodput counts requests with so few seconds a token.", min=0)] = None
+    picture: Annotated[Path | None, _goal("Draw times and load into this .png, .svg or .pdf.")] = None
+    json: opt.JsonOption = False
+
+
+def bench_serve(given: Options) -> None:
     """Put a load on any OpenAI-compatible server: latencies, throughput, goodput, errors."""
-    given = dict(locals())
     request = _request(given)
-    outcomes, facts = asyncio.run(_measure(request, api_key))
+    outcomes, facts = asyncio.run(_measure(request))
     report = _report(request, outcomes, facts)
-    if picture is not None:
-        _draw(request, outcomes, report, picture)
-    print_json(report) if json else _show(report, picture)
+    if given.picture is not None:
+        _draw(request, outcomes, report, given.picture)
+    print_json(report) if given.json else _show(report, given.picture)
     if report["num_answered"] == 0:
         raise typer.Exit(1)
 
@@ -93,14 +113,14 @@ def bench_serve(
 class _Request:
     """The options, checked."""
 
-    given: dict[str, Any]
+    given: Options
     root: str
     load: OfferedLoad
     objective: Objective
     extra: dict[str, Any]
 
 
-def _request(given: dict[str, Any]) -> _Request:
+def _request(given: Options) -> _Request:
     """Raises ConfigError for options that do not go together, before anything is sent."""
     try:
         from forerun.bench.serve_client import api_root
@@ -111,42 +131,42 @@ def _request(given: dict[str, Any]) -> _Request:
     from forerun.bench.serve_report import Objective
     from forerun.bench.serve_workload import ENDPOINTS
 
-    if given["endpoint"] not in ENDPOINTS:
-        raise ConfigError(f"--endpoint must be one of {', '.join(ENDPOINTS)}; got {given['endpoint']!r}")
-    if given["prompts"] is not None and given["input_len"] is not None:
+    if given.endpoint not in ENDPOINTS:
+        raise ConfigError(f"--endpoint must be one of {', '.join(ENDPOINTS)}; got {given.endpoint!r}")
+    if given.prompts is not None and given.input_len is not None:
         raise ConfigError("--prompts and --input-len were given: give one of them")
-    if given["input_spread"] and given["input_len"] is None:
+    if given.input_spread and given.input_len is None:
         raise ConfigError("--input-spread goes with --input-len")
-    if given["picture"] is not None:
-        check_picture(given["picture"])
-    usual = USUAL_CONCURRENCY if given["rate"] is None else None
-    load = OfferedLoad(given["concurrency"] or usual, given["rate"], given["seed"])
-    return _Request(given, api_root(given["url"]), load, Objective(given["slo_ttft"], given["slo_tpot"]), _extra(given))
+    if given.picture is not None:
+        check_picture(given.picture)
+    usual = USUAL_CONCURRENCY if given.rate is None else None
+    load = OfferedLoad(given.concurrency or usual, given.rate, given.seed)
+    return _Request(given, api_root(given.url), load, Objective(given.slo_ttft, given.slo_tpot), _extra(given))
 
 
-def _extra(given: dict[str, Any]) -> dict[str, Any]:
+def _extra(given: Options) -> dict[str, Any]:
     try:
-        fields = jsonlib.loads(given["extra_body"] or "{}")
+        fields = jsonlib.loads(given.extra_body or "{}")
     except ValueError as error:
         raise ConfigError(f"--extra-body is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ConfigError(f"--extra-body must be a JSON object, got {given['extra_body']}")
-    return {**fields, **({"ignore_eos": True} if given["ignore_eos"] else {})}
+        raise ConfigError(f"--extra-body must be a JSON object, got {given.extra_body}")
+    return {**fields, **({"ignore_eos": True} if given.ignore_eos else {})}
 
 
-async def _measure(request: _Request, api_key: str | None) -> tuple[list[Outcome], dict[str, Any]]:
+async def _measure(request: _Request) -> tuple[list[Outcome], dict[str, Any]]:
     """All outcomes, and what was found out before: the model's name, how many tokens a word is."""
     from forerun.bench.serve_client import open_client
     from forerun.bench.serve_load import LoadRun, warm_up
     from forerun.progress import progress_bar
 
     given = request.given
-    async with open_client(request.root, api_key, given["timeout"]) as client:
+    async with open_client(request.root, given.api_key, given.timeout) as client:
         fields = await _fields(request, client)
         conversations, scale = await _conversations(given, client, fields)
         with err().status("warming up"):
-            await warm_up(client, fields, given["warmup"], request.load.concurrency or 1, given["endpoint"])
-        with progress_bar("requests", given["num_requests"], shown=err().is_terminal) as advance:
+            await warm_up(client, fields, given.warmup, request.load.concurrency or 1, given.endpoint)
+        with progress_bar("requests", given.num_requests, shown=err().is_terminal) as advance:
             outcomes = await LoadRun(client, fields, advance)(conversations, request.load)
     return outcomes, {"model": fields.model, "num_conversations": len(conversations), "words": asdict(scale)}
 
@@ -155,25 +175,23 @@ async def _fields(request: _Request, client: Client) -> RequestFields:
     from forerun.bench.serve_workload import RequestFields
 
     given = request.given
-    model = given["model"] or await client.first_model()
-    return RequestFields(model, given["max_tokens"], given["temperature"], given["seed"], given["usage"], request.extra)
+    model = given.model or await client.first_model()
+    return RequestFields(model, given.max_tokens, given.temperature, given.seed, given.usage, request.extra)
 
 
-async def _conversations(
-    given: dict[str, Any], client: Client, fields: RequestFields
-) -> tuple[list[Conversation], Scale]:
+async def _conversations(given: Options, client: Client, fields: RequestFields) -> tuple[list[Conversation], Scale]:
     """What is asked; how long words are is only measured where lengths are wanted."""
     from forerun.bench import serve_workload as work
     from forerun.bench.serve_load import measure_scale
 
-    count, endpoint, seed = given["num_requests"], given["endpoint"], given["seed"]
-    prefixes = work.Prefixes(given["prefix_len"], given["num_prefixes"])
-    cases = read_prompts(given["prompts"]) if given["input_len"] is None else []
-    sized = given["input_len"] is not None or prefixes.num_tokens
+    count, endpoint, seed = given.num_requests, given.endpoint, given.seed
+    prefixes = work.Prefixes(given.prefix_len, given.num_prefixes)
+    cases = read_prompts(given.prompts) if given.input_len is None else []
+    sized = given.input_len is not None or prefixes.num_tokens
     scale = await measure_scale(client, fields, endpoint) if sized else work.Scale()
-    if given["input_len"] is None:
+    if given.input_len is None:
         return work.from_cases(count, cases, prefixes, scale, seed, endpoint), scale
-    lengths = work.Lengths(given["input_len"], given["input_spread"])
+    lengths = work.Lengths(given.input_len, given.input_spread)
     return work.synthetic(count, lengths, prefixes, scale, seed, endpoint), scale
 
 
@@ -183,9 +201,9 @@ def _report(request: _Request, outcomes: list[Outcome], facts: dict[str, Any]) -
 
     same = ("endpoint", "input_len", "input_spread", "prefix_len", "num_prefixes", "max_tokens", "temperature",
             "seed", "warmup")  # fmt: skip
-    settings = {name: request.given[name] for name in same}
-    load = {"rate": request.load.rate, "concurrency": request.load.concurrency, "timeout_s": request.given["timeout"]}
-    prompts = None if request.given["input_len"] else str(request.given["prompts"] or "own")
+    settings = {name: getattr(request.given, name) for name in same}
+    load = {"rate": request.load.rate, "concurrency": request.load.concurrency, "timeout_s": request.given.timeout}
+    prompts = None if request.given.input_len else str(request.given.prompts or "own")
     own = {"url": request.root, **facts, "prompts": prompts, **settings, **load, "extra_body": request.extra}
     return {**own, **summary(outcomes, request.objective), "forerun": __version__}
 

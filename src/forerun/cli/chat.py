@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_error, print_note
 from forerun.cli.drafted import DraftedText, has_colour, render
-from forerun.cli.engine import note_sampling, open_llm, stats_line
+from forerun.cli.engine import note_sampling, open_to_answer, stats_line
 from forerun.cli.explain import print_explanation
 from forerun.core import CompletionOutput, RequestOutput, SamplingParams
 from forerun.errors import ConfigError, ForerunError
@@ -28,49 +27,32 @@ HELP = "/reset forgets the conversation, /exit ends it (so does Ctrl-D); Ctrl-C 
 END_COMMANDS = ("/exit", "/quit")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Talk:
+    """How a conversation begins, and what is shown of it."""
+
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None
+    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour tokens by who drafted them.")] = False
+    show_stats: Annotated[bool, typer.Option("--stats/--no-stats", help="A line of figures after an answer.")] = True
+    explain: opt.Explain = False
+
+
 def chat(
-    model_name: opt.ModelArgument = None,
-    model: opt.ModelOption = None,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour tokens by who drafted them.")] = False,
-    show_stats: Annotated[bool, typer.Option("--stats/--no-stats", help="A line of figures after an answer.")] = True,
-    explain: opt.Explain = False,
-    max_tokens: opt.MaxTokens = 512,
-    temperature: opt.AnswerTemperature = None,
-    top_p: opt.TopP = None,
-    top_k: opt.TopK = None,
-    min_p: opt.MinP = None,
-    repetition_penalty: opt.RepetitionPenalty = None,
-    generation_config: opt.GenerationConfig = "auto",
-    seed: opt.Seed = 0,
-    drafter: opt.DrafterName = None,
-    draft_model: opt.DraftModel = None,
-    max_draft_tokens: opt.MaxDraftTokens = None,
-    dtype: opt.Dtype = "auto",
-    kv_cache_dtype: opt.KVCacheDtype = "auto",
-    max_model_len: opt.MaxModelLen = None,
-    device: opt.Device = "auto",
-    kernels: opt.KernelsName = "auto",
-    threads: opt.Threads = None,
+    target: opt.Target,
+    talk: Talk,
+    sampling: opt.Sampling,
+    drafting: opt.Drafting,
+    loading: opt.Loading,
 ) -> None:
     """Talk with a model. Commands: /reset, /exit, /help; Ctrl-C stops an answer."""
-    given = locals()
-    _sampling_params(given, {})  # says what is wrong with the options before anything is loaded
-    name = opt.chosen_model(model_name, model)
-    llm = open_llm(
-        name, drafter or opt.default_drafter(name, draft_model), draft_model, max_draft_tokens=max_draft_tokens,
-        dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, device=device, kernels=kernels,
-        threads=threads, max_num_seqs=1, generation_config=generation_config,
-    )  # fmt: skip
+    sampling.params({})  # says what is wrong with the options before anything is loaded
+    name = target.name
+    llm = open_to_answer(name, sampling, drafting, loading, max_num_seqs=1)
     if llm.tokenizer.chat_template is None:
         raise ConfigError(f"{name} has no chat template, so it cannot chat: use `forerun generate {name} PROMPT`")
     note_sampling(llm)
-    params = _sampling_params(given, llm.loaded.sampling)
-    ChatSession(llm, params, system, show_drafts, show_stats, explain).run()
-
-
-def _sampling_params(given: dict[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
-    return SamplingParams(max_tokens=given["max_tokens"], seed=given["seed"], **opt.own_sampling(given, defaults))
+    params = sampling.params(llm.loaded.sampling)
+    ChatSession(llm, params, talk.system, talk.show_drafts, talk.show_stats, talk.explain).run()
 
 
 @dataclass(slots=True)

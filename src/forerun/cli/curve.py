@@ -24,39 +24,34 @@ Weights = Annotated[
     str, typer.Option("--weights", help="bf16, f32, f16, int8, int4 (int4:32 for groups of 32) or gguf:TYPE.")
 ]
 Repeats = Annotated[int, typer.Option(help="Times every pass is measured; the median counts.", min=1)]
-Place = tuple[str, str, int | None]  # device, kernels, threads
 
 
 def curve(
+    machine: opt.Machine,
     shape: ShapeName = "qwen2.5-0.5b",
     weights: Weights = "bf16",
     tokens: Annotated[str, typer.Option(help="Tokens a pass, separated by commas.")] = "1,2,4,8,16,32",
     context: Annotated[str, typer.Option(help="Known tokens before them, separated by commas.")] = "128,4096",
     repeats: Repeats = 15,
-    device: opt.Device = "auto",
-    kernels: opt.KernelsName = "auto",
-    threads: opt.Threads = None,
     json: opt.JsonOption = False,
 ) -> None:
     """Measure one pass over several tokens, as verification computes it, beside the machine's read bandwidth."""
     numbers, contexts = whole_numbers(tokens, "--tokens"), whole_numbers(context, "--context")
-    report = _curve(shape, weights, numbers, contexts, repeats, (device, kernels, threads))
+    report = _curve(shape, weights, numbers, contexts, repeats, machine)
     print_json(report) if json else _show_curve(report)
 
 
 def prefill(
+    machine: opt.Machine,
     shape: ShapeName = "qwen2.5-0.5b",
     weights: Weights = "bf16",
     tokens: Annotated[str, typer.Option(help="Tokens of a prompt, separated by commas.")] = "128,512,2048",
     chunk: Annotated[int, typer.Option(help="Tokens computed at once, as the engine does it.")] = 512,
     repeats: Repeats = 5,
-    device: opt.Device = "auto",
-    kernels: opt.KernelsName = "auto",
-    threads: opt.Threads = None,
     json: opt.JsonOption = False,
 ) -> None:
     """Measure how many tokens of a prompt are computed a second."""
-    report = _prefill(shape, weights, whole_numbers(tokens, "--tokens"), chunk, repeats, (device, kernels, threads))
+    report = _prefill(shape, weights, whole_numbers(tokens, "--tokens"), chunk, repeats, machine)
     print_json(report) if json else _show_prefill(report)
 
 
@@ -69,7 +64,7 @@ def whole_numbers(text: str, what: str) -> list[int]:
 
 
 def _curve(
-    shape: str, weights: str, tokens: list[int], contexts: list[int], repeats: int, place: Place
+    shape: str, weights: str, tokens: list[int], contexts: list[int], repeats: int, machine: opt.Machine
 ) -> dict[str, Any]:
     from forerun.bench.bandwidth import reader
     from forerun.bench.curve import check_cases, measure, read_gb_per_s, rows
@@ -78,7 +73,7 @@ def _curve(
 
     chosen = read_shape(shape)
     check_cases(tokens, contexts, chosen.config.max_position)
-    model = _build(chosen, weights, place, max(contexts) + max(tokens))
+    model = _build(chosen, weights, machine, max(contexts) + max(tokens))
     with (
         reader(model.kernels, model.num_threads) as read_speed,
         progress_bar("rounds", repeats, shown=err().is_terminal) as advance,
@@ -88,7 +83,9 @@ def _curve(
     return {**result, "repeats": repeats, **model.report()}
 
 
-def _prefill(shape: str, weights: str, tokens: list[int], chunk: int, repeats: int, place: Place) -> dict[str, Any]:
+def _prefill(
+    shape: str, weights: str, tokens: list[int], chunk: int, repeats: int, machine: opt.Machine
+) -> dict[str, Any]:
     from forerun.bench.bandwidth import reader
     from forerun.bench.curve import read_gb_per_s
     from forerun.bench.prefill import check_prompts, measure, rows
@@ -97,7 +94,7 @@ def _prefill(shape: str, weights: str, tokens: list[int], chunk: int, repeats: i
 
     chosen = read_shape(shape)
     check_prompts(tokens, chunk, chosen.config.max_position)
-    model = _build(chosen, weights, place, max(tokens))
+    model = _build(chosen, weights, machine, max(tokens))
     with (
         reader(model.kernels, model.num_threads) as read_speed,
         progress_bar("rounds", repeats, shown=err().is_terminal) as advance,
@@ -107,15 +104,14 @@ def _prefill(shape: str, weights: str, tokens: list[int], chunk: int, repeats: i
     return {**result, "chunk": chunk, "repeats": repeats, **model.report()}
 
 
-def _build(shape: Any, weights: str, place: Place, max_rows: int) -> RandomModel:
+def _build(shape: Any, weights: str, machine: opt.Machine, max_rows: int) -> RandomModel:
     from forerun.bench.random_model import random_model
     from forerun.bench.weight_kinds import read_kind
     from forerun.kernels.select import select_kernels
 
     kind = read_kind(weights)
-    device, kernels_name, threads = place
-    kernels = select_kernels(kernels_name, threads, device=device)
-    note_slow_kernels(kernels, kernels_name)
+    kernels = select_kernels(machine.kernels, machine.threads, device=machine.device)
+    note_slow_kernels(kernels, machine.kernels)
     with err().status(f"making {shape.name} with random {kind.name} weights"):
         return random_model(shape, kind, kernels, max_rows)
 

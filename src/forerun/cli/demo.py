@@ -22,6 +22,7 @@ from forerun.cli.console import out
 from forerun.cli.drafted import DraftedPiece, DraftedText, has_colour, legend, render
 from forerun.cli.engine import open_llm, other_engine
 from forerun.cli.generate import as_prompt
+from forerun.cli.groups import values
 from forerun.core import CompletionOutput, SamplingParams, speedup
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ FRAMES_PER_S = 12
 
 
 def demo(
+    machine: opt.Machine,
     prompt: Annotated[str, typer.Argument(help="What to ask.")] = QUESTION,
     model: opt.ModelOption = None,
     drafter: opt.DrafterName = None,
@@ -43,15 +45,12 @@ def demo(
     temperature: opt.Temperature = 0.3,
     seed: opt.Seed = 0,
     repeats: Annotated[int, typer.Option(help="Timed runs of each.", min=1)] = 5,
-    device: opt.Device = "auto",
-    kernels: opt.KernelsName = "auto",
-    threads: opt.Threads = None,
 ) -> None:
     """Write one text twice, without and with speculation; show that it is the same, and how much faster."""
     name = opt.chosen_model(None, model)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
     chosen = drafter or opt.default_drafter(name, draft_model)
-    plain = open_llm(name, PLAIN, device=device, kernels=kernels, threads=threads, max_num_seqs=1)
+    plain = open_llm(name, PLAIN, max_num_seqs=1, **values(machine))
     drafted = other_engine(plain, chosen, draft_model)
     token_ids = as_prompt(plain, prompt, chat=None)
     Demo(name, prompt, token_ids, (plain, drafted), params).run(repeats)

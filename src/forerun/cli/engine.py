@@ -10,7 +10,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forerun.cli import options as opt
 from forerun.cli.console import err, print_note
+from forerun.cli.groups import values
 from forerun.core import RequestStats
 from forerun.progress import progress_bar
 
@@ -38,6 +40,14 @@ def open_llm(
     if slow is not None:
         note(slow)
     return llm
+
+
+def open_to_answer(
+    name: str, sampling: opt.Sampling, drafting: opt.Drafting, loading: opt.Loading, **options: Any
+) -> LLM:
+    """What the groups of options ask for."""
+    options |= {**drafting.of(name), **values(loading), "generation_config": sampling.generation_config}
+    return open_llm(name, **options)
 
 
 def prepare(model: str, drafter: str, draft_model: str | None = None, **options: Any) -> None:

@@ -5,7 +5,7 @@ Knows: how a prompt is asked and how an answer is shown. Does not know: where a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ import typer
 from forerun.cli import options as opt
 from forerun.cli.console import err, out, print_json, print_note
 from forerun.cli.drafted import DraftedText, has_colour, legend, render
-from forerun.cli.engine import note_sampling, open_llm, stats_dict, stats_line
+from forerun.cli.engine import note_sampling, open_to_answer, stats_dict, stats_line
 from forerun.cli.explain import explain_dict, print_explanation
 from forerun.cli.prompt import model_and_prompt
 from forerun.core import CompletionOutput, RequestOutput, SamplingParams
@@ -23,92 +23,66 @@ if TYPE_CHECKING:
     from forerun.llm import LLM
 
 
-def generate(
+def _sampling(help_text: str, *names: str) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=opt.SAMPLING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The model, the prompt, and how the answer is shown."""
+
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[MODEL] [PROMPT]", help="A lone argument that names a model is one, any other is the prompt."
         ),
-    ] = None,
-    model: opt.ModelOption = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    ] = None
+    model: opt.ModelOption = None
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None
     chat: Annotated[
         bool | None,
         typer.Option("--chat/--raw", help="Through the chat template, or as it stands. Default: chat if there is one."),
-    ] = None,
-    stream: Annotated[bool, typer.Option(help="Show text as it is made.")] = True,
-    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour tokens by who drafted them.")] = False,
-    explain: opt.Explain = False,
-    json: opt.JsonOption = False,
-    max_tokens: opt.MaxTokens = 256,
-    temperature: opt.AnswerTemperature = None,
-    top_p: opt.TopP = None,
-    top_k: opt.TopK = None,
-    min_p: opt.MinP = None,
-    seed: opt.Seed = 0,
-    num_samples: Annotated[int, typer.Option(help="Independent answers.", rich_help_panel=opt.SAMPLING)] = 1,
-    repetition_penalty: opt.RepetitionPenalty = None,
-    generation_config: opt.GenerationConfig = "auto",
-    presence_penalty: opt.PresencePenalty = 0.0,
-    frequency_penalty: opt.FrequencyPenalty = 0.0,
-    logit_bias: opt.LogitBias = None,
-    allowed_token_ids: opt.AllowedTokens = None,
-    bad_words: opt.BadWords = None,
-    min_tokens: opt.MinTokens = 0,
-    stop: opt.Stop = None,
-    stop_token_ids: opt.StopTokens = None,
-    ignore_eos: opt.IgnoreEos = False,
-    logprobs: Annotated[
-        int | None, typer.Option(help="With --json: this many alternatives a token.", rich_help_panel=opt.SAMPLING)
-    ] = None,
-    drafter: opt.DrafterName = None,
-    draft_model: opt.DraftModel = None,
-    max_draft_tokens: opt.MaxDraftTokens = None,
-    tree_width: opt.TreeWidth = None,
-    head_weights: opt.HeadWeights = "stored",
-    adaptive: opt.Adaptive = True,
-    verification: opt.Verification = "coupled",
-    dtype: opt.Dtype = "auto",
-    kv_cache_dtype: opt.KVCacheDtype = "auto",
-    max_model_len: opt.MaxModelLen = None,
-    device: opt.Device = "auto",
-    kernels: opt.KernelsName = "auto",
-    threads: opt.Threads = None,
-) -> None:
+    ] = None
+    stream: Annotated[bool, typer.Option(help="Show text as it is made.")] = True
+    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour tokens by who drafted them.")] = False
+    explain: opt.Explain = False
+    json: opt.JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullSampling(opt.Sampling):
+    """All there is."""
+
+    max_tokens: opt.MaxTokens = 256
+    n: Annotated[int, _sampling("Independent answers.", "--num-samples")] = 1
+    presence_penalty: Annotated[float, _sampling("Subtracted once from tokens already generated.")] = 0.0
+    frequency_penalty: Annotated[float, _sampling("Subtracted as often as a token was generated.")] = 0.0
+    logit_bias: Annotated[list[str] | None, _sampling("ID=VALUE added to a token's logit; repeatable.")] = None
+    allowed_token_ids: Annotated[
+        list[int] | None, _sampling("Only these token ids; repeatable.", "--allowed-token-id")
+    ] = None
+    bad_words: Annotated[list[str] | None, _sampling("Never write this; repeatable.", "--bad-word")] = None
+    min_tokens: Annotated[int, _sampling("Do not end before this many tokens.")] = 0
+    stop: Annotated[list[str] | None, _sampling("End before this text; repeatable.")] = None
+    stop_token_ids: Annotated[list[int] | None, _sampling("End at this token id; repeatable.", "--stop-token-id")] = (
+        None
+    )
+    ignore_eos: Annotated[bool, _sampling("Go on after the model's end token.", "--ignore-eos")] = False
+    logprobs: Annotated[int | None, _sampling("With --json: this many alternatives a token.")] = None
+
+    def given(self) -> dict[str, Any]:
+        """See `Sampling`; lists as SamplingParams wants them, of which empty ones are none."""
+        given = {name: tuple(v) if isinstance(v, list) else v for name, v in opt.Sampling.given(self).items()}
+        return {**{name: v for name, v in given.items() if v != ()}, "logit_bias": opt.biases(self.logit_bias)}
+
+
+def generate(asked: Asked, sampling: FullSampling, drafting: opt.Drafting, loading: opt.Loading) -> None:
     """Complete a prompt, given as an argument, with --file or on standard input."""
-    given = locals()
-    name, prompt = model_and_prompt(arguments or [], model, file)
-    llm = _open(name, given)
-    params = _sampling_params(given, llm.loaded.sampling)
-    _answer(
-        llm, as_prompt(llm, prompt, chat), params, as_json=json, stream=stream, show_drafts=show_drafts, explain=explain
-    )
-
-
-def _open(name: str, given: dict[str, Any]) -> LLM:
-    """The engine the options ask for, with room for this command's samples only."""
-    _sampling_params(given, {})  # says what is wrong with the options before anything is loaded
-    drafting = ("max_draft_tokens", "tree_width", "head_weights", "adaptive", "verification")
-    engine = ("dtype", "kv_cache_dtype", "max_model_len", "device", "kernels", "threads", "generation_config")
-    options = {key: given[key] for key in (*drafting, *engine)}
-    drafter = given["drafter"] or opt.default_drafter(name, given["draft_model"])
-    llm = open_llm(name, drafter, given["draft_model"], max_num_seqs=given["num_samples"], **options)
+    name, prompt = model_and_prompt(asked.arguments or [], asked.model, asked.file)
+    sampling.params({})  # says what is wrong with the options before anything is loaded
+    llm = open_to_answer(name, sampling, drafting, loading, max_num_seqs=sampling.n)
     note_sampling(llm)
-    return llm
-
-
-def _sampling_params(given: dict[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
-    same = ("max_tokens", "seed", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "logprobs")
-    lists: dict[str, Any] = {name: tuple(given[name] or ()) for name in ("bad_words", "stop", "stop_token_ids")}
-    allowed = tuple(given["allowed_token_ids"]) if given["allowed_token_ids"] else None
-    return SamplingParams(
-        n=given["num_samples"],
-        logit_bias=opt.biases(given["logit_bias"]),
-        allowed_token_ids=allowed,
-        **opt.own_sampling(given, defaults),
-        **{name: given[name] for name in same},
-        **lists,
-    )
+    _answer(llm, as_prompt(llm, prompt, asked.chat), sampling.params(llm.loaded.sampling), asked)
 
 
 def as_prompt(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
@@ -118,30 +92,21 @@ def as_prompt(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
     return llm.render_chat([{"role": "user", "content": prompt}])
 
 
-def _answer(
-    llm: LLM,
-    prompt: list[int],
-    params: SamplingParams,
-    *,
-    as_json: bool,
-    stream: bool,
-    show_drafts: bool,
-    explain: bool,
-) -> None:
-    if as_json:
-        print_json(_as_json(_checked(llm.generate([prompt], params)[0]), explain))
+def _answer(llm: LLM, prompt: list[int], params: SamplingParams, asked: Asked) -> None:
+    if asked.json:
+        print_json(_as_json(_checked(llm.generate([prompt], params)[0]), asked.explain))
         return
-    if params.n == 1 and stream:
-        output = _stream(llm, prompt, params, show_drafts)
+    if params.n == 1 and asked.stream:
+        output = _stream(llm, prompt, params, asked.show_drafts)
     else:
         output = _checked(llm.generate([prompt], params)[0])
-        _show(llm, output, show_drafts)
-    if show_drafts:
+        _show(llm, output, asked.show_drafts)
+    if asked.show_drafts:
         sources = [source for sample in output.outputs for source in sample.token_sources]
         err().print(legend(sources, marked=not has_colour(out())))
     for sample in output.outputs:
         print_note(stats_line(sample.stats))
-        if explain:
+        if asked.explain:
             print_explanation(sample.stats)
 
 

@@ -16,6 +16,7 @@ from forerun.cli import generate as generating
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_json, print_note, table
 from forerun.cli.engine import downloading
+from forerun.cli.groups import values
 from forerun.errors import ConfigError
 
 HubNames = Annotated[
@@ -27,29 +28,19 @@ def run(
     model: Annotated[str, typer.Argument(help="ORGANISATION/NAME[:QUANT] of the hub, a folder or an embedded model.")],
     prompt: Annotated[str | None, typer.Argument(help="What to answer; without it a conversation begins.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin a conversation with.")] = None,
-    max_tokens: opt.MaxTokens = 512,
-    temperature: opt.AnswerTemperature = None,
-    seed: opt.Seed = 0,
-    drafter: opt.DrafterName = None,
-    draft_model: opt.DraftModel = None,
-    dtype: opt.Dtype = "auto",
-    max_model_len: opt.MaxModelLen = None,
-    device: opt.Device = "auto",
-    kernels: opt.KernelsName = "auto",
-    threads: opt.Threads = None,
+    *,
+    sampling: opt.Sampling,
+    drafting: opt.Drafting,
+    loading: opt.Loading,
 ) -> None:
     """Download a model where need be, then talk with it, or answer a prompt (also one from a pipe)."""
-    options: dict[str, Any] = {
-        "max_tokens": max_tokens, "temperature": temperature, "seed": seed, "drafter": drafter,
-        "draft_model": draft_model, "dtype": dtype, "max_model_len": max_model_len, "device": device,
-        "kernels": kernels, "threads": threads,
-    }  # fmt: skip
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():
-        chatting.chat(model_name=model, system=system, **options)
+        chatting.chat(opt.Target(model=model), chatting.Talk(system=system), sampling, drafting, loading)
         return
     if system is not None:
         raise ConfigError("--system begins a conversation, but a prompt was given: leave one of them out")
-    generating.generate(arguments=None if prompt is None else [model, prompt], model=model, **options)
+    asked = generating.Asked(arguments=None if prompt is None else [model, prompt], model=model)
+    generating.generate(asked, generating.FullSampling(**values(sampling)), drafting, loading)
 
 
 def pull(names: HubNames, json: opt.JsonOption = False) -> None:

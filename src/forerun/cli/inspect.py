@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_json, table
 from forerun.cli.engine import open_llm, why_slow
+from forerun.cli.groups import values
 
 if TYPE_CHECKING:
     from forerun.drafters.base import DrafterSpec
@@ -18,16 +19,13 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    model_name: opt.ModelArgument = None,
-    model: opt.ModelOption = None,
+    target: opt.Target,
+    machine: opt.Machine,
     json: opt.JsonOption = False,
     dtype: opt.Dtype = "auto",
-    device: opt.Device = "auto",
-    kernels: opt.KernelsName = "auto",
-    threads: opt.Threads = None,
 ) -> None:
     """Say what a model is, what can draft for it, the memory it needs and the kernels chosen for it."""
-    report = _inspect(opt.chosen_model(model_name, model), dtype=dtype, device=device, kernels=kernels, threads=threads)
+    report = _inspect(target.name, dtype=dtype, **values(machine))
     print_json(report) if json else _show(report)
 
 

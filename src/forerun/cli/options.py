@@ -7,11 +7,14 @@ Knows: names, help texts and how to read lists. Does not know: what an option do
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from forerun.cli.groups import values
+from forerun.core import SamplingParams
 from forerun.errors import ConfigError
 
 DEFAULT_MODEL = "mini"
@@ -23,18 +26,13 @@ def _option(help_text: str, panel: str, *names: str) -> Any:
 
 
 MODELS = "A folder, a GGUF file, ORGANISATION/NAME[:QUANT] of the hub, or an embedded model."
-ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODELS, show_default="mini")]
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=MODELS, show_default="mini")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 Dtype = Annotated[str, _option("auto (as stored), float32, bfloat16, or float16 for a checkpoint that is.", ENGINE)]
-Device = Annotated[str, _option("cpu, cuda, or auto for a GPU where there is one.", ENGINE)]
 KernelsName = Annotated[str, _option("auto, cpu, triton or reference.", ENGINE)]
-KVCacheDtype = Annotated[str, _option("The KV cache: auto (as the model), float32, bfloat16 or int8.", ENGINE)]
 Threads = Annotated[int | None, _option("Threads to compute with; all cores unless given.", ENGINE)]
-MaxModelLen = Annotated[int | None, _option("Context to make room for; the model's own unless given.", ENGINE)]
 Verification = Annotated[str, _option("coupled (same seed, same text) or rejection (same distribution).", DRAFTING)]
-
 DrafterName = Annotated[
     str | None,
     typer.Option(
@@ -43,63 +41,124 @@ DrafterName = Annotated[
     ),
 ]
 DraftModel = Annotated[str | None, _option("The draft model, or the folder of draft heads.", DRAFTING)]
-MaxDraftTokens = Annotated[
-    int | None, _option("Most tokens drafted a step; as is usual for the drafter unless given.", DRAFTING)
-]
-TreeWidth = Annotated[
-    int | None,
-    _option(
-        "Children a node of a draft tree; 1 is a chain. As is usual for the drafter and the model unless given.",
-        DRAFTING,
-    ),
-]
-HeadWeights = Annotated[
-    str, _option("Matrices of draft heads: stored, or rounded to int8 or int4 when read.", DRAFTING)
-]
 Adaptive = Annotated[bool, _option("Choose each step's drafts by measured cost and acceptance.", DRAFTING)]
-
 Explain = Annotated[bool, _option("Say what speculation did for the answer, and why.", DRAFTING, "--explain")]
-
 MaxTokens = Annotated[int, _option("Most tokens to generate.", SAMPLING, "--max-tokens", "-n")]
 Temperature = Annotated[float, _option("0 always takes the most probable token.", SAMPLING, "--temperature", "-t")]
-# Where nobody says, these are as the model's makers say (generation_config.json), else as in USUAL_SAMPLING.
-AnswerTemperature = Annotated[
-    float | None,
-    _option("0 always takes the most probable token. Default: the model's, else 0.7.", SAMPLING, "--temperature", "-t"),
-]
-TopP = Annotated[
-    float | None, _option("Keep the most probable tokens up to this share. Default: the model's.", SAMPLING)
-]
-TopK = Annotated[int | None, _option("Keep this many tokens; 0 keeps all. Default: the model's.", SAMPLING)]
-MinP = Annotated[
-    float | None, _option("Drop tokens below this share of the best one's probability. Default: the model's.", SAMPLING)
-]
-RepetitionPenalty = Annotated[
-    float | None, _option("Above 1: less of what the text already holds. Default: the model's.", SAMPLING)
-]
-USUAL_SAMPLING = {"temperature": 0.7}
-OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+Seed = Annotated[int, _option("The same seed gives the same text.", SAMPLING)]
 GenerationConfig = Annotated[
     str, _option("Sampling defaults: auto (the model's generation_config.json), none, or a path.", SAMPLING)
 ]
-PresencePenalty = Annotated[float, _option("Subtracted once from tokens already generated.", SAMPLING)]
-FrequencyPenalty = Annotated[float, _option("Subtracted as often as a token was generated.", SAMPLING)]
-LogitBias = Annotated[list[str] | None, _option("ID=VALUE added to a token's logit; repeatable.", SAMPLING)]
-AllowedTokens = Annotated[
-    list[int] | None, _option("Only these token ids; repeatable.", SAMPLING, "--allowed-token-id")
-]
-BadWords = Annotated[list[str] | None, _option("Never write this; repeatable.", SAMPLING, "--bad-word")]
-Seed = Annotated[int, _option("The same seed gives the same text.", SAMPLING)]
-MinTokens = Annotated[int, _option("Do not end before this many tokens.", SAMPLING)]
-Stop = Annotated[list[str] | None, _option("End before this text; repeatable.", SAMPLING)]
-StopTokens = Annotated[list[int] | None, _option("End at this token id; repeatable.", SAMPLING, "--stop-token-id")]
-IgnoreEos = Annotated[bool, _option("Go on after the model's end token.", SAMPLING, "--ignore-eos")]
+USUAL_SAMPLING = {"temperature": 0.7}
 
 PromptsFile = Annotated[
     Path | None, typer.Option(help="A .jsonl file of prompts; the twelve that come with forerun unless given.")
 ]
 Limit = Annotated[int | None, typer.Option(help="Use this many prompts, spread evenly over the file.")]
 Drafters = Annotated[str, typer.Option(help="NAME, NAME=MODEL or FILE.py:CLASS, separated by commas.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Which model."""
+
+    model_name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODELS, show_default="mini")] = None
+    model: ModelOption = None
+
+    @property
+    def name(self) -> str:
+        """See `chosen_model`."""
+        return chosen_model(self.model_name, self.model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What computes."""
+
+    device: Annotated[str, _option("cpu, cuda, or auto for a GPU where there is one.", ENGINE)] = "auto"
+    kernels: KernelsName = "auto"
+    threads: Threads = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading(Machine):
+    """How a model is loaded; fields of EngineConfig."""
+
+    dtype: Dtype = "auto"
+    kv_cache_dtype: Annotated[str, _option("The KV cache: auto (as the model), float32, bfloat16 or int8.", ENGINE)] = (
+        "auto"
+    )
+    max_model_len: Annotated[int | None, _option("Context to make room for; the model's own unless given.", ENGINE)] = (
+        None
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSizes:
+    """With what and how much is drafted, whoever drafts; fields of DrafterConfig, but for `draft_model`."""
+
+    draft_model: DraftModel = None
+    max_draft_tokens: Annotated[
+        int | None, _option("Most tokens drafted a step; as is usual for the drafter unless given.", DRAFTING)
+    ] = None
+    tree_width: Annotated[
+        int | None,
+        _option(
+            "Children a node of a draft tree; 1 is a chain. As is usual for the drafter and the model unless given.",
+            DRAFTING,
+        ),
+    ] = None
+    head_weights: Annotated[
+        str, _option("Matrices of draft heads: stored, or rounded to int8 or int4 when read.", DRAFTING)
+    ] = "stored"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting(DraftSizes):
+    """Who drafts, how much, and how drafts are verified."""
+
+    drafter: DrafterName = None
+    adaptive: Adaptive = True
+    verification: Verification = "coupled"
+
+    def of(self, model: str) -> dict[str, Any]:
+        """What was given, with the drafter used for `model` where none was named."""
+        return {**values(self), "drafter": self.drafter or default_drafter(model, self.draft_model)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How an answer's tokens are chosen; where nobody says, as the model's makers say (generation_config.json)."""
+
+    max_tokens: MaxTokens = 512
+    temperature: Annotated[
+        float | None,
+        _option(
+            "0 always takes the most probable token. Default: the model's, else 0.7.", SAMPLING, "--temperature", "-t"
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None, _option("Keep the most probable tokens up to this share. Default: the model's.", SAMPLING)
+    ] = None
+    top_k: Annotated[int | None, _option("Keep this many tokens; 0 keeps all. Default: the model's.", SAMPLING)] = None
+    min_p: Annotated[
+        float | None,
+        _option("Drop tokens below this share of the best one's probability. Default: the model's.", SAMPLING),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, _option("Above 1: less of what the text already holds. Default: the model's.", SAMPLING)
+    ] = None
+    seed: Seed = 0
+    generation_config: GenerationConfig = "auto"
+
+    def given(self) -> dict[str, Any]:
+        """Fields of SamplingParams; of those the model may have defaults for only what was given."""
+        given = {name: value for name, value in values(self).items() if name != "generation_config"}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """What was given, else the model's `defaults`, else what is usual. Raises SamplingError."""
+        return SamplingParams(**{**USUAL_SAMPLING, **defaults, **self.given()})
 
 
 def chosen_model(argument: str | None, option: str | None) -> str:
@@ -110,12 +169,6 @@ def chosen_model(argument: str | None, option: str | None) -> str:
     if "" in given:
         raise ConfigError(f"the model's name is empty: give one, or none for {DEFAULT_MODEL}")
     return given[0] if given else DEFAULT_MODEL
-
-
-def own_sampling(given: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The options a model may have defaults for: as given, else as in `defaults`, else as usual."""
-    asked = {name: given[name] for name in OWN_SAMPLING if given[name] is not None}
-    return {**USUAL_SAMPLING, **defaults, **asked}
 
 
 def names(text: str) -> list[str]:

@@ -16,16 +16,13 @@ from forerun.cli.quantize import load, measure, sequence_length
 
 
 def perplexity(
+    target: opt.Target,
+    machine: opt.Machine,
     text: Annotated[Path, typer.Option(help=".txt or .jsonl of texts or prompts.")],
-    model_name: opt.ModelArgument = None,
-    model: opt.ModelOption = None,
     length: Annotated[
         int | None, typer.Option(help="Tokens of a sequence.", min=2, show_default="512, or all the model can use")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Use this many sequences of the text.", min=1)] = None,
-    device: opt.Device = "auto",
-    kernels: opt.KernelsName = "auto",
-    threads: opt.Threads = None,
     json: opt.JsonOption = False,
 ) -> None:
     """Measure perplexity and bits per byte of a text, through the same forward pass that generates."""
@@ -33,8 +30,8 @@ def perplexity(
     from forerun.quantize.text import cut, read_texts
 
     texts = read_texts(text)
-    name = opt.chosen_model(model_name, model)
-    loaded = load(name, select_kernels(kernels, threads, device=device))
+    name = target.name
+    loaded = load(name, select_kernels(machine.kernels, machine.threads, device=machine.device))
     found = measure(loaded, cut(texts, loaded.tokenizer, sequence_length(loaded, length), limit))
     report = {
         "model": name,

@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ import typer
 from forerun.cli import options as opt
 from forerun.cli.console import print_note
 from forerun.cli.engine import open_llm
+from forerun.cli.groups import values
 from forerun.config import api_key_from_environment
 from forerun.errors import ConfigError
 
@@ -41,65 +43,109 @@ def _engine(help_text: str, panel: str = opt.ENGINE) -> Any:
     return typer.Option(help=help_text, rich_help_panel=panel)
 
 
-def serve(
-    model_name: opt.ModelArgument = None,
-    model: opt.ModelOption = None,
-    host: Annotated[str, _server("Address to listen on; the default is this machine alone.")] = "127.0.0.1",
-    port: Annotated[int, _server("Port to listen on; 0 takes a free one.")] = 8000,
-    served_model_name: Annotated[list[str] | None, _server("Name of the model for clients; repeatable.")] = None,
-    tool_parser: Annotated[str, _server("auto (by chat template), hermes, qwen, qwen3_coder, llama3_json, mistral or "
-                                        "none.", "--tool-parser", "--tool-call-parser")] = "auto",
-    reasoning_parser: Annotated[str, _server("auto (by chat template), think or none.")] = "auto",
-    unknown_fields: Annotated[str, _server("Fields of requests not known here: refuse, or ignore (answers name them)."
-                                           )] = "refuse",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """Where the server is, who may ask, and what it logs."""
+
+    host: Annotated[str, _server("Address to listen on; the default is this machine alone.")] = "127.0.0.1"
+    port: Annotated[int, _server("Port to listen on; 0 takes a free one.")] = 8000
+    served_model_name: Annotated[list[str] | None, _server("Name of the model for clients; repeatable.")] = None
+    log_format: Annotated[str, _server("text or json.")] = "text"
+    log_level: Annotated[str, _server("debug (with health checks), info, warning or error.")] = "info"
+    api_key: Annotated[list[str] | None, _safety("Key clients must send; repeatable. Else FORERUN_API_KEY.")] = None
+    api_key_file: Annotated[Path | None, _safety("A file of keys, one a line.")] = None
+    allowed_hosts: Annotated[
+        list[str] | None,
+        _safety("Names clients may call this server by; *.NAME for all below, * for any; repeatable."),
+    ] = None
+    allowed_origins: Annotated[
+        list[str] | None, _safety("Web pages that may ask, by SCHEME://HOST[:PORT], or *; repeatable.")
+    ] = None
+    ssl_certfile: Annotated[Path | None, _safety("TLS certificate (PEM).")] = None
+    ssl_keyfile: Annotated[Path | None, _safety("TLS key (PEM).")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """How requests are treated; fields of ServerSettings."""
+
+    tool_parser: Annotated[
+        str,
+        _server(
+            "auto (by chat template), hermes, qwen, qwen3_coder, llama3_json, mistral or none.",
+            "--tool-parser",
+            "--tool-call-parser",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[str, _server("auto (by chat template), think or none.")] = "auto"
+    unknown_fields: Annotated[
+        str, _server("Fields of requests not known here: refuse, or ignore (answers name them).")
+    ] = "refuse"
+    drain_s: Annotated[
+        float, _server("Time for requests to end when the server is told to stop.", "--drain-seconds", min=0)
+    ] = 8.0
     trust_request_chat_template: Annotated[
         bool, _safety("Run chat templates that requests bring.", "--trust-request-chat-template")
-    ] = False,
-    log_format: Annotated[str, _server("text or json.")] = "text",
-    log_level: Annotated[str, _server("debug (with health checks), info, warning or error.")] = "info",
-    drain_seconds: Annotated[float, _server("Time for requests to end when the server is told to stop.", min=0)] = 8.0,
-    api_key: Annotated[list[str] | None, _safety("Key clients must send; repeatable. Else FORERUN_API_KEY.")] = None,
-    api_key_file: Annotated[Path | None, _safety("A file of keys, one a line.")] = None,
-    allowed_hosts: Annotated[list[str] | None, _safety("Names clients may call this server by; *.NAME for all below, * "
-                                                       "for any; repeatable.")] = None,
-    allowed_origins: Annotated[list[str] | None, _safety("Web pages that may ask, by SCHEME://HOST[:PORT], or *; "
-                                                         "repeatable.")] = None,
-    ssl_certfile: Annotated[Path | None, _safety("TLS certificate (PEM).")] = None,
-    ssl_keyfile: Annotated[Path | None, _safety("TLS key (PEM).")] = None,
-    max_queue: Annotated[int, _safety("Requests that may wait beside those that run; more get 429.", min=0)] = 256,
-    max_body_bytes: Annotated[int, _safety("Largest request body.", min=1)] = 8 << 20,
-    max_prompt_tokens: Annotated[int | None, _safety("Longest prompt; what the context holds unless given.")] = None,
-    max_samples: Annotated[int, _safety("Most samples (n times prompts) of one request.", min=1)] = 64,
+    ] = False
+    max_queue: Annotated[int, _safety("Requests that may wait beside those that run; more get 429.", min=0)] = 256
+    max_body_bytes: Annotated[int, _safety("Largest request body.", min=1)] = 8 << 20
+    max_prompt_tokens: Annotated[int | None, _safety("Longest prompt; what the context holds unless given.")] = None
+    max_samples: Annotated[int, _safety("Most samples (n times prompts) of one request.", min=1)] = 64
     max_stored_responses: Annotated[
         int, _safety("Answers of /v1/responses kept for later requests; 0 keeps none.", min=0)
-    ] = 1000,
-    max_stored_bytes: Annotated[int, _safety("Their bytes, conversations included.", min=0)] = 64 << 20,
-    max_connections: Annotated[int, _safety("Requests open at a time; more get 503.", min=1)] = 4096,
-    timeout: Annotated[float | None, _safety("Seconds for requests that bring no timeout of their own.")] = None,
-    grammar_timeout: Annotated[float, _safety("Seconds for compiling a schema, regex or grammar.")] = 10.0,
-    max_num_seqs: Annotated[int, _engine("Requests computed at the same time.")] = 32,
-    max_num_batched_tokens: Annotated[int, _engine("Rows a step may compute.")] = 512,
-    prefix_caching: Annotated[bool, _engine("Keep computed prompts for others alike.")] = True,
-    seed: Annotated[int, _engine("Where the seeds of requests that bring none come from.")] = 0,
-    speculative_config: Annotated[str | None, _engine("vLLM's JSON, instead.", opt.DRAFTING)] = None,
-    drafter: opt.DrafterName = None, draft_model: opt.DraftModel = None, max_draft_tokens: opt.MaxDraftTokens = None,
-    tree_width: opt.TreeWidth = None, head_weights: opt.HeadWeights = "stored", adaptive: opt.Adaptive = True,
-    verification: opt.Verification = "coupled", dtype: opt.Dtype = "auto", kv_cache_dtype: opt.KVCacheDtype = "auto",
-    max_model_len: opt.MaxModelLen = None, device: opt.Device = "auto", kernels: opt.KernelsName = "auto",
-    threads: opt.Threads = None,
-    generation_config: opt.GenerationConfig = "auto",
-) -> None:  # fmt: skip
+    ] = 1000
+    max_stored_bytes: Annotated[int, _safety("Their bytes, conversations included.", min=0)] = 64 << 20
+    max_connections: Annotated[int, _safety("Requests open at a time; more get 503.", min=1)] = 4096
+    timeout_s: Annotated[
+        float | None, _safety("Seconds for requests that bring no timeout of their own.", "--timeout")
+    ] = None
+    grammar_timeout_s: Annotated[
+        float, _safety("Seconds for compiling a schema, regex or grammar.", "--grammar-timeout")
+    ] = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedEngine(opt.Loading):
+    """Fields of EngineConfig."""
+
+    max_num_seqs: Annotated[int, _engine("Requests computed at the same time.")] = 32
+    max_num_batched_tokens: Annotated[int, _engine("Rows a step may compute.")] = 512
+    prefix_caching: Annotated[bool, _engine("Keep computed prompts for others alike.")] = True
+    seed: Annotated[int, _engine("Where the seeds of requests that bring none come from.")] = 0
+    generation_config: opt.GenerationConfig = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedDrafting(opt.Drafting):
+    """Who drafts, in our words or vLLM's."""
+
+    speculative_config: Annotated[str | None, _engine("vLLM's JSON, instead.", opt.DRAFTING)] = None
+
+    def of(self, model: str) -> dict[str, Any]:
+        """See `Drafting`; --speculative-config replaces --drafter and --draft-model. Raises ConfigError for both."""
+        from forerun.server.speculative import parse_speculative_config
+
+        options = opt.Drafting.of(self, model)
+        if options.pop("speculative_config") is None:
+            return options
+        if self.drafter or self.draft_model:
+            raise ConfigError("--speculative-config and --drafter or --draft-model were given: give one of them")
+        return {**options, **parse_speculative_config(self.speculative_config or "")}
+
+
+def serve(
+    target: opt.Target, listening: Listening, serving: Serving, engine: ServedEngine, drafting: ServedDrafting
+) -> None:
     """Serve a model to any client of OpenAI's API."""
-    given = locals()  # every option by its name
-    name = opt.chosen_model(model_name, model)
-    _log_to(log_format, log_level)
-    settings = _settings(name, given)
-    listen = {"host": host, "port": port, **_tls(ssl_certfile, ssl_keyfile)}
-    engine = _engine_options(name, given)
-    _check_address(host, port)
-    _note_open(host, settings)
+    name = target.name
+    _log_to(listening.log_format, listening.log_level)
+    settings = _settings(name, listening, serving)
+    listen = {"host": listening.host, "port": listening.port, **_tls(listening.ssl_certfile, listening.ssl_keyfile)}
+    options = {**drafting.of(name), **values(engine)}
+    _check_address(listening.host, listening.port)
+    _note_open(listening.host, settings)
     _bound_memory()
-    _run(open_llm(name, note=logging.getLogger("forerun.server").warning, **engine), settings, listen)
+    _run(open_llm(name, note=logging.getLogger("forerun.server").warning, **options), settings, listen)
 
 
 def _log_to(style: str, level: str) -> None:
@@ -113,28 +159,21 @@ def _log_to(style: str, level: str) -> None:
     logs.configure(style, level)
 
 
-def _settings(name: str, given: dict[str, Any]) -> ServerSettings:
+def _settings(name: str, listening: Listening, serving: Serving) -> ServerSettings:
     try:
         from forerun.server.run import affordable
         from forerun.server.settings import ServerSettings
     except ImportError as error:
         raise ConfigError(f"`forerun serve` needs `pip install 'forerun[server]'` ({error})") from error
 
-    same = (
-        "tool_parser", "reasoning_parser", "max_queue", "max_body_bytes", "max_prompt_tokens", "max_samples",
-        "unknown_fields", "trust_request_chat_template", "max_stored_responses", "max_stored_bytes",
-    )  # fmt: skip
-    keys = _keys(given["api_key"], given["api_key_file"])
+    keys = _keys(listening.api_key, listening.api_key_file)
+    given = {**values(serving), "max_connections": affordable(serving.max_connections)}
     return ServerSettings(
-        served_names=tuple(given["served_model_name"] or (_model_id(name),)),
+        served_names=tuple(listening.served_model_name or (_model_id(name),)),
         api_keys=keys,
-        allowed_hosts=_allowed_hosts(given["host"], given["allowed_hosts"], bool(keys)),
-        allowed_origins=tuple(given["allowed_origins"] or ()),
-        max_connections=affordable(given["max_connections"]),
-        drain_s=given["drain_seconds"],
-        timeout_s=given["timeout"],
-        grammar_timeout_s=given["grammar_timeout"],
-        **{option: given[option] for option in same},
+        allowed_hosts=_allowed_hosts(listening.host, listening.allowed_hosts, bool(keys)),
+        allowed_origins=tuple(listening.allowed_origins or ()),
+        **given,
     )
 
 
@@ -194,25 +233,6 @@ def _tls(certificate: Path | None, key: Path | None) -> dict[str, Any]:
     if missing is not None:
         raise ConfigError(f"there is no file {missing}")
     return {} if certificate is None else {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
-
-
-def _engine_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The options of `open_llm`; --speculative-config replaces those about drafting."""
-    from forerun.server.speculative import parse_speculative_config
-
-    same = (
-        "max_num_seqs", "max_num_batched_tokens", "prefix_caching", "seed", "verification", "dtype", "kv_cache_dtype",
-        "max_model_len", "device", "kernels", "threads", "max_draft_tokens", "tree_width", "head_weights", "adaptive",
-        "generation_config",
-    )  # fmt: skip
-    options = {option: given[option] for option in same}
-    text = given["speculative_config"]
-    if text is None:
-        drafter = given["drafter"] or opt.default_drafter(name, given["draft_model"])
-        return {**options, "drafter": drafter, "draft_model": given["draft_model"]}
-    if given["drafter"] or given["draft_model"]:
-        raise ConfigError("--speculative-config and --drafter or --draft-model were given: give one of them")
-    return {**options, **parse_speculative_config(text)}
 
 
 def _bound_memory() -> None:

@@ -17,6 +17,7 @@ from forerun.cli import options as opt
 from forerun.cli.bench import PLAIN, check_drafters, engines_by_name
 from forerun.cli.console import err, out, print_json, table
 from forerun.cli.engine import open_llm
+from forerun.cli.groups import values
 from forerun.core import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ EXIT_DIFFERENT = 1
 
 
 def verify(
-    model_name: opt.ModelArgument = None,
-    model: opt.ModelOption = None,
+    target: opt.Target,
+    sizes: opt.DraftSizes,
+    loading: opt.Loading,
     drafters: opt.Drafters = "ngram,draft",
     prompts: opt.PromptsFile = None,
     limit: opt.Limit = None,
@@ -36,20 +38,10 @@ def verify(
     seed: opt.Seed = 0,
     batch_size: Annotated[int, typer.Option(help="Conversations the drafters run at once.", min=1)] = 8,
     json: opt.JsonOption = False,
-    draft_model: opt.DraftModel = None,
-    max_draft_tokens: opt.MaxDraftTokens = None,
-    tree_width: opt.TreeWidth = None,
-    head_weights: opt.HeadWeights = "stored",
     adaptive: Annotated[
         bool,
         typer.Option(help="Draft as in use; by default always, so that more is tested.", rich_help_panel=opt.DRAFTING),
     ] = False,
-    dtype: opt.Dtype = "auto",
-    kv_cache_dtype: opt.KVCacheDtype = "auto",
-    max_model_len: opt.MaxModelLen = None,
-    device: opt.Device = "auto",
-    kernels: opt.KernelsName = "auto",
-    threads: opt.Threads = None,
 ) -> None:
     """Compare every drafter's tokens with plain decoding, and test the rejection rule. Exit status 1: a difference.
 
@@ -62,14 +54,13 @@ def verify(
         for t in opt.numbers(temperature, "temperatures")
     ]
     cases = read_prompts(prompts, limit)
-    name = opt.chosen_model(model_name, model)
+    name = target.name
     plain = open_llm(
-        name, PLAIN, tree_width=tree_width, head_weights=head_weights, adaptive=adaptive, dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, device=device, kernels=kernels, threads=threads,
-        max_num_seqs=batch_size,
+        name, PLAIN, tree_width=sizes.tree_width, head_weights=sizes.head_weights, adaptive=adaptive,
+        max_num_seqs=batch_size, **values(loading),
     )  # fmt: skip
     report: dict[str, Any] = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "seed": seed}
-    engines = engines_by_name(plain, wanted, draft_model, max_draft_tokens)
+    engines = engines_by_name(plain, wanted, sizes)
     report |= _compare(plain, {drafter: engines[drafter] for drafter in wanted}, cases, params, batch_size)
     report["rejection"] = _check_rejection(plain)
     report["identical"] = not any(check["differences"] for check in report["checks"])
