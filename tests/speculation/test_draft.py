@@ -108,3 +108,13 @@ def test_a_pending_draft_has_no_tree_but_rows() -> None:
         assert draft.tree
     pending.finish(unread)
     assert list(draft.tree.tokens) == [2, 8, 9] and told == [3] and draft.num_nodes == 3
+
+
+def test_what_is_asked_for_is_cut_to_the_room_that_others_left() -> None:
+    draft = new_draft(4)
+    draft.ask(3, 0.0, may_be_pending=False)
+    guess(draft, "first", [(0, 1), (1, 2)])
+    draft.ask(3, 0.0, may_be_pending=False)
+    assert draft.room == draft.num_free == 1
+    guess(draft, "second", [(0, 3), (0, 4)])
+    assert len(draft.tree) == 4

@@ -123,9 +123,8 @@ class Draft:
     # -- proposing ----------------------------------------------------------------------------------------------
 
     def ask(self, num_wanted: int, least: float, may_be_pending: bool) -> None:
-        """The next drafter may propose `num_wanted` nodes, which must be no more than there is room for."""
-        assert num_wanted <= self.room
-        self.num_wanted, self.least, self.may_be_pending = num_wanted, least, may_be_pending
+        """The next drafter may propose `num_wanted` nodes, if there is room: a plan may be older than the tree."""
+        self.num_wanted, self.least, self.may_be_pending = min(num_wanted, self.room), least, may_be_pending
         self.num_caught_up, self.num_own, self._num_before = 0, 0, len(self._tree)
 
     @property
