@@ -28,7 +28,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "progress": (),
     "weights": ("", "config", "mini"),  # "": to find the installed package's folder
     "models": ("layers", "quant", "kernels", "weights", "core", "config"),
-    "runtime": ("models", "kernels", "config"),
+    "runtime": ("models", "speculation", "kernels", "config"),
     "models.base": ("models.batch", "kernels.ops"),
     "models.batch": ("speculation.tree", "speculation.draft", "cache", "core", "kernels.ops"),
     "cache": ("kernels", "core", "models.base"),
@@ -38,8 +38,6 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "drafters.drawing",
         "drafters.features",
         "drafters.following",
-        "drafters.growing",
-        "drafters.grown",
         "speculation",
         "runtime",
         "models",

@@ -49,7 +49,7 @@ def assemble(
     own_kvs = kv_cache.layers[: len(model.kv_specs)]
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
     model = with_own_state(model)
-    runner = bind(passes_of(model, drafter.hidden_layers), kernels, own_kvs)
+    runner = bind(passes_of(model, drafter.hidden_layers), kernels, own_kvs, config.block_size)
     computes_itself = runner.replays and kernels.device.type == "cpu"
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
     policy = _policy(config, runner, drafter, kv_cache)

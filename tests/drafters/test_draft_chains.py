@@ -11,7 +11,7 @@ from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Observed
 from forerun.drafters.draft_model import DraftModelDrafter
 from forerun.kernels.select import select_kernels
-from forerun.runtime.recorded import MAX_RECORDED_ROWS, RecordedRunner
+from forerun.runtime.recorded import MAX_RECORDED_ROWS
 from forerun.speculation.draft import Draft
 from forerun.speculation.growth import TreeGrower
 from tests.models import factory
@@ -109,9 +109,11 @@ def test_chains_end_together_where_they_promise_too_little(temperature: float, l
 
 
 def test_native_chains_are_really_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.kernels.cpu.program import Program
+
     side, calls = Side(True, True), []
-    chains = RecordedRunner.draw_chains
-    monkeypatch.setattr(RecordedRunner, "draw_chains", lambda *args: calls.append(1) or chains(*args))
+    chains = Program.run_chains
+    monkeypatch.setattr(Program, "run_chains", lambda *args: calls.append(1) or chains(*args))
     side.propose(requests(0.0, 6), LENGTHS)
     assert len(calls) == 1
     side.propose(requests(0.0, 6, presence_penalty=0.5), LENGTHS)  # shaped by the path: drawn in Python

@@ -18,8 +18,9 @@ from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import ConfigError
 from forerun.speculation.draft import Draft, PendingDrafts
-from forerun.speculation.growth import Leaf, TreeGrower
+from forerun.speculation.growth import TreeGrower
 from tests.support import harness
+from tests.support.drafting import draw_children
 from tests.support.toy import ToyModel
 
 VOCAB = 24
@@ -224,7 +225,7 @@ def test_only_what_was_drawn_outlives_an_error(coupled: bool) -> None:
     def draw(drafts: Sequence[Draft]) -> None:
         for draft in drafts:
             draft.take_back()
-            grower.grow([Leaf(draft, 0)], torch.zeros(1, VOCAB), 2, "failing")
+            draw_children(grower, draft, torch.zeros(VOCAB), 2, "failing")
         raise RuntimeError
 
     request = Request("r", (1, 2), SamplingParams(temperature=1.0), seed=3)

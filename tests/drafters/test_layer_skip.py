@@ -205,7 +205,7 @@ def test_all_layers_of_the_model_draft_its_own_tokens() -> None:
     model, [group] = tiny.target(NUM_LAYERS), tiny.groups(1, temperature=0.0)
     made = tiny.engine(model, config((0, 1, 2)))
     drafter = own(made)
-    drafter._runner = bind(passes_of(model), tiny.kernels(), drafter._target_kvs)
+    drafter._runner = bind(passes_of(model), tiny.kernels(), drafter._target_kvs, made.kv_cache.block_size)
     tokens, [stat] = tiny.run(made, [group])
     assert tokens == tiny.plain(model, [group])
     assert stat.num_steps == 5 and tiny.num_accepted([stat]) == 16 - 1  # the last step has room for 4 tokens in all
@@ -312,7 +312,7 @@ def test_native_chains_are_the_levels(coupled: bool, temperature: float) -> None
 
 
 def drafts_of(model: Decoder, native: bool, coupled: bool, temperature: float) -> list[Draft]:
-    drawer = TreeDrawer(TreeGrower(tiny.kernels(), coupled), 4, 1, "layer_skip")
+    drawer = TreeDrawer(TreeGrower(tiny.kernels(), coupled), 1, "layer_skip")
     drafter = LayerSkipDrafter(
         model, tiny.kernels() if native else select_kernels("reference"), drawer, 4, 6, (0, 1, 4)
     )

@@ -130,7 +130,7 @@ def check_parity(folder: Path, heads: Heads, factor: float = 1.0) -> None:
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
     loaded = load_medusa(folder, tiny.target(TARGET_LAYERS), tiny.kernels())
     assert loaded.num_heads == len(heads.weights)
-    run = RowRunner(loaded.passes, loaded.compute).run
+    run = RowRunner(loaded.passes, loaded.compute).logits
     torch.testing.assert_close(run(x, loaded.num_heads), factor * heads.logits(x), rtol=1e-4, atol=1e-4)
     fewer = run(x[:1], 1)
     assert fewer.shape == (1, 1, VOCAB)
@@ -146,7 +146,7 @@ def test_a_replayed_pass_has_the_bits_of_the_heads_own(tmp_path: Path, shared: b
     states = torch.randn(70, HIDDEN, generator=torch.Generator().manual_seed(2))
     given = [(states[:num_rows], num_heads) for num_rows in (1, 5, 64, 70) for num_heads in (1, 2, 3)]
     own, replayed = RowRunner(heads.passes, heads.compute), bind_rows(heads.passes, tiny.kernels())
-    assert all(torch.equal(replayed.run(*each), own.run(*each)) for each in given)
+    assert all(torch.equal(replayed.logits(*each), own.logits(*each)) for each in given)
 
 
 def test_heads_that_cannot_be_recorded_stay_as_they_are(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_heads_that_cannot_be_recorded_stay_as_they_are(tmp_path: Path) -> None:
     heads = load_medusa(folder, tiny.target(TARGET_LAYERS), tiny.kernels())
     x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(3))
     own, bound = RowRunner(heads.passes, heads.compute), bind_rows(heads.passes, tiny.kernels())
-    assert torch.equal(bound.run(x, 2), own.run(x, 2))
+    assert torch.equal(bound.logits(x, 2), own.logits(x, 2))
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

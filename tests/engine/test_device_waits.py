@@ -16,6 +16,8 @@ from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.models.loader import load_model
 from forerun.policy.policy import AdaptivePolicy, FixedPolicy
+from forerun.runtime import head_trees, trees
+from forerun.speculation.drawn import DrawnTree, trees_of
 from tests.drafters import test_eagle, test_medusa, test_mtp
 from tests.models import factory
 from tests.models.test_device import META
@@ -36,20 +38,18 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         if x.device != META:
             return x
         found.append(tuple(x.shape))
-        return told(x)
+        return torch.full(x.shape, 7, dtype=x.dtype)
 
     monkeypatch.setattr(torch.Tensor, "cpu", answer)
+    monkeypatch.setattr(trees, "trees_of", as_chains)
+    monkeypatch.setattr(head_trees, "trees_of", as_chains)
     return found
 
 
-def told(x: Tensor) -> Tensor:
-    """Sevens, but of a tree's nodes, which hang from the root, where parents stand."""
-    numbers = torch.full(x.shape, 7, dtype=x.dtype)
-    if x.dim() > 1 and x.shape[0] in (3, 4):
-        numbers[1] = 0
-    elif x.shape in ((IN_ALL[2],), (OF_MEDUSA,)):
-        numbers[2 * NUM_DRAFTS : 4 * NUM_DRAFTS] = 0
-    return numbers
+def as_chains(tokens: Tensor, parents: Tensor, log_chances: Tensor, places: Tensor) -> list[DrawnTree]:
+    """Chains, whatever numbers stand for their parents."""
+    tokens[:, NUM_DRAFTS:] = -1
+    return trees_of(tokens, torch.arange(parents.shape[1]).expand_as(parents), log_chances, places)
 
 
 def engine(
@@ -104,7 +104,7 @@ def test_drafting_by_lookup_adds_none(folder: Path, waits: list[Any]) -> None:
 
 
 NUM_CHOICES = 2 * (NUM_DRAFTS + 1)  # of two requests
-IN_ALL = {1: NUM_CHOICES + 2 * 2 * NUM_DRAFTS, 2: NUM_CHOICES + 4 * 2 * NUM_DRAFTS}  # and what is told of their drafts
+IN_ALL = NUM_CHOICES + 4 * 2 * NUM_DRAFTS  # and what is told of their drafts
 OF_MEDUSA = NUM_CHOICES + 3 * 2 * NUM_DRAFTS
 
 
@@ -135,7 +135,7 @@ def test_a_drafted_step_waits_once_for_drafts_and_choices(
     folder: Path, tmp_path: Path, waits: list[Any], width: int, temperature: float
 ) -> None:
     for made in (with_draft(folder, width), with_head(folder, tmp_path / "head", width)):
-        assert run(made, waits, temperature=temperature) == [1, 1, 1, 1] and waits == [(IN_ALL[width],)]
+        assert run(made, waits, temperature=temperature) == [1, 1, 1, 1] and waits == [(IN_ALL,)]
 
 
 def test_the_hosts_other_work_is_done_before_the_wait(folder: Path, tmp_path: Path, waits: list[Any]) -> None:
@@ -155,7 +155,7 @@ def test_a_policy_that_looks_at_drafts_waits_once_more(
         made.policy = Looking(NUM_DRAFTS + 1)
         assert run(made, waits) == [2, 2, 2, 2]
         drafts, choices = waits
-        assert drafts[0] == 2 * width and choices == ((NUM_CHOICES,) if width == 1 else (4,))  # equal children are one
+        assert drafts == (4, 2, NUM_DRAFTS) and choices == (NUM_CHOICES,)
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -182,7 +182,7 @@ def test_the_adaptive_policy_waits_once(folder: Path, tmp_path: Path, waits: lis
     assert isinstance(made.policy, AdaptivePolicy) and not made.policy.looks_at_drafts, "where passes run on a card"
     expect_much(made)
     assert run(made, waits) == [1, 1, 1, 1]
-    assert waits == [(OF_MEDUSA if name == "medusa" else IN_ALL[width],)], "all drafts there is room for"
+    assert waits == [(OF_MEDUSA if name == "medusa" else IN_ALL,)], "all drafts there is room for"
     assert sum(record.stats().drafters[name].drafted for record in made.records.values()) > 0
 
 

@@ -252,15 +252,13 @@ def test_a_portfolios_late_trees_are_those_read_at_once_to_its_members_too(num_l
 
 def listen(runner: Any, rows: list[int]) -> None:
     """Write down how many rows a draft model computes before it draws."""
+    draw = runner.draw
 
-    def counted(draw: Any) -> Any:
-        def call(batch: Any, *others: Any) -> Any:
-            rows.append(batch.num_rows)
-            return draw(batch, *others)
+    def counted(roots: Any, *others: Any) -> Any:
+        rows.append(sum(len(of_one.span) + 1 for of_one in roots))
+        return draw(roots, *others)
 
-        return call
-
-    runner.enqueue, runner.draw_chains = counted(runner.enqueue), counted(runner.draw_chains)
+    runner.draw = counted
 
 
 def test_late_trees_are_judged_as_those_read_at_once(num_late: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ class Both:
         self.model: Any = load_model(folder, kernels).model
         self.pools = [[_pool(spec) for spec in self.model.kv_specs] for _ in range(2)]
         self.capture, self.hidden = Replayed(), tuple(hidden)
-        self.captured = bind(passes_of(self.model, self.hidden), kernels, self.pools[1], self.capture)
+        self.captured = bind(passes_of(self.model, self.hidden), kernels, self.pools[1], BLOCK, self.capture)
 
     def run(self, *rows: SequenceRows) -> tuple[PassOutput, PassOutput]:
         batch = ForwardBatch.build(rows, BLOCK)

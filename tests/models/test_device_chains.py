@@ -17,9 +17,9 @@ from forerun.kernels.triton.graphs import ROW_SIZES, Capture
 from forerun.models.decoder import Decoder
 from forerun.models.loader import load_model
 from forerun.models.medusa_heads import load_medusa
-from forerun.runtime import chains as device_chains
 from forerun.runtime.bind import bind_rows
 from forerun.runtime.rows import RowRunner
+from forerun.speculation import drawn
 from forerun.speculation.draft import Draft
 from forerun.speculation.growth import TreeGrower
 from tests.drafters import test_draft_chains as of_models
@@ -138,7 +138,7 @@ def test_captured_medusa_heads_have_the_bits_of_their_own_pass(tmp_path: Path, r
     states = torch.randn(300, test_medusa.HIDDEN, generator=torch.Generator().manual_seed(2))
     given = [(states[first : first + num], depths) for first, num in ((0, 3), (9, 4), (0, 300)) for depths in (1, 3)]
     own, captured = RowRunner(heads.passes, heads.compute), bind_rows(heads.passes, tiny.kernels(), capture)
-    assert all(torch.equal(captured.run(*each), own.run(*each)) for each in given)
+    assert all(torch.equal(captured.logits(*each), own.logits(*each)) for each in given)
     assert (capture.num_captures, capture.num_runs) == (2, 4)  # 4 rows for two depths; 300 are no size of a graph
 
 
@@ -170,13 +170,15 @@ def test_a_chain_is_one_wait_for_the_device(coupled: bool, tmp_path: Path, monke
 
     def answer(x: Tensor) -> Tensor:
         waits.append(x)
-        return torch.full(x.shape, 7, dtype=x.dtype)
+        told = torch.full(x.shape, 7, dtype=x.dtype)  # tokens, parents, chances and places of four chains of 5
+        told[0, :, 5:], told[1] = -1, torch.arange(x.shape[2])
+        return told
 
-    monkeypatch.setattr(device_chains, "to_host", answer)
+    monkeypatch.setattr(drawn, "to_host", answer)
     drafter = DraftModelDrafter(model, TreeGrower(kernels, coupled), kernels, 4, 16, 1, 64)
     with as_on_a_gpu():
         drafter.attach((), kvs)
     drafts = [Draft(request, 6) for request in of_models.requests(0.0, 6)]
     drafter.propose(drafts)
     assert [list(draft.tree.tokens[1:]) for draft in drafts] == [[7] * 5] * 4
-    assert [tuple(tensor.shape) for tensor in waits] == [(2, 6, 4)] and waits[0].device == test_device.META
+    assert [tuple(tensor.shape) for tensor in waits] == [(4, 4, 8)] and waits[0].device == test_device.META

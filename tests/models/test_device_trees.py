@@ -6,19 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from forerun.core import Request, SamplingParams
-from forerun.drafters.growing import Grove
-from forerun.drafters.grown import adopt_trees
+from forerun.drafters.drawing import hand_over, tree_rows
 from forerun.kernels.ops import LayerKV
 from forerun.kernels.select import select_kernels
 from forerun.models.base import Passes, PassOutput
 from forerun.models.batch import ForwardBatch
 from forerun.runtime.bind import bind
-from forerun.runtime.drawn import EnqueuedDrafts
 from forerun.runtime.runner import Runner
 from forerun.runtime.trees import MOST_LEVELS
 from forerun.speculation.draft import Draft
@@ -75,46 +73,22 @@ def drafts_of(sizes: Sequence[int], temperatures: Sequence[float], seed: int) ->
     return made
 
 
-def roots(drafts: Sequence[Draft]) -> ForwardBatch:
-    from forerun.drafters.drawing import tree_rows
-
-    rows = [tree_rows(draft, draft.request.root_position, draft.request.root_position, (ROOT,)) for draft in drafts]
-    return ForwardBatch.build(rows, BLOCK)
-
-
-def on_host(fake: Fake, drafts: Sequence[Draft], width: int) -> list[set[int]]:
-    """As drafters grow them, cut after as many levels as a device has."""
-    grove = Grove(TreeGrower(KERNELS, True), drafts, width, "x")
-    out = fake.run(roots(drafts), start(drafts))
-    for level in range(MOST_LEVELS):
-        parents, rows = grove.grow(out.logits), grove.rows()
-        if not rows or level == MOST_LEVELS - 1:
-            break
-        assert out.features is not None
-        out = fake.run(ForwardBatch.build(rows, BLOCK), out.features.index_select(0, parents))
-    return grove.finish()
-
-
 def start(drafts: Sequence[Draft]) -> Tensor:
     """What roots are fed."""
     return torch.arange(len(drafts))[:, None].float() % 2
 
 
-def on_device(fake: Fake, drafts: Sequence[Draft], width: int, capture: Enqueued) -> list[set[int]]:
-    return adopt_trees(drafts, enqueued(runner(fake, capture), drafts, width).read(), "x")
+def draw(runner: Runner, drafts: Sequence[Draft], width: int) -> list[set[int]]:
+    """Grow them -> of each, the nodes whose rows were computed in their own places."""
+    roots = [tree_rows(draft, draft.request.root_position, draft.request.root_position, (ROOT,)) for draft in drafts]
+    noise = TreeGrower(KERNELS, True).noise(drafts)
+    return hand_over(drafts, runner.draw(roots, start(drafts), noise, width), "x")
 
 
-def runner(fake: Fake, capture: Enqueued) -> Runner:
+def runner(fake: Fake, capture: Enqueued | None = None) -> Runner:
+    """On a device if something captures, else level by level on the host."""
     kvs = [LayerKV.zeros(1, 1, 1, BLOCK, torch.float32)]
-    return bind(Passes(fake.run, fake.run, VOCAB, feature_size=1, fed_size=1), KERNELS, kvs, capture)
-
-
-def enqueued(trees: Runner, drafts: Sequence[Draft], width: int) -> EnqueuedDrafts:
-    noise = TreeGrower(KERNELS, True).chain_noise(drafts)
-    assert noise is not None
-    drawn = trees.enqueue(roots(drafts), start(drafts), noise, width)
-    assert drawn is not None
-    return drawn
+    return bind(Passes(fake.run, fake.run, VOCAB, feature_size=1, fed_size=1), KERNELS, kvs, BLOCK, capture)
 
 
 def told(drafts: Sequence[Draft]) -> list[object]:
@@ -124,19 +98,17 @@ def told(drafts: Sequence[Draft]) -> list[object]:
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 14), min_size=1, max_size=5),
-    width=st.integers(2, 5),
+    width=st.integers(1, 5),
     temperatures=st.lists(st.sampled_from([0.0, 1.0, 0.6]), min_size=1, max_size=3),
     seed=st.integers(0, 1 << 20),
 )
 def test_a_tree_is_the_hosts(sizes: list[int], width: int, temperatures: list[float], seed: int) -> None:
     fakes = [Fake(seed, 20 * BLOCK * len(sizes)) for _ in range(2)]
     ours, theirs = (drafts_of(sizes, temperatures, seed) for _ in range(2))
-    computed = on_device(fakes[0], ours, width, Enqueued())
-    expected = on_host(fakes[1], theirs, width)
-    assert told(ours) == told(theirs)
-    deepest = [max(draft.tree.depths) for draft in theirs]
-    if max(deepest) < MOST_LEVELS:  # else the last level's leaves have places and were not computed
-        assert computed == expected
+    computed = draw(runner(fakes[0], Enqueued()), ours, width)
+    expected = draw(runner(fakes[1]), theirs, width)
+    assume(width == 1 or len(fakes[1].num_rows) <= MOST_LEVELS)  # a device draws no deeper trees
+    assert told(ours) == told(theirs) and computed == expected
     for draft, nodes in zip(ours, computed, strict=True):  # what is said to be computed lies there
         table, root = draft.request.block_ids, draft.request.root_position
         slots = [table[(root + node) // BLOCK] * BLOCK + (root + node) % BLOCK for node in nodes]
@@ -150,7 +122,7 @@ def test_levels_are_as_many_whatever_comes_of_them_and_captured_once() -> None:
     for seed in range(3):
         drafts = drafts_of([6], [1.0], seed)
         before = len(fake.num_rows)
-        enqueued(trees, drafts, 3)
+        draw(trees, drafts, 3)
         assert fake.num_rows[before:] == [1, 3, 3, 3, 3, 3]
     assert (capture.num_captures, capture.num_runs) == (1, 3)
 
@@ -160,8 +132,8 @@ def test_trees_of_several_sizes_share_a_program() -> None:
     trees = runner(fake, capture)
     for num_nodes in (9, 12, 10, 5, 6):
         ours, theirs = (drafts_of([num_nodes], [1.0], 3) for _ in range(2))
-        adopt_trees(ours, enqueued(trees, ours, 3).read(), "x")
-        on_host(Fake(1, 80), theirs, 3)
+        draw(trees, ours, 3)
+        draw(runner(Fake(1, 80)), theirs, 3)
         assert told(ours) == told(theirs)
     assert (capture.num_captures, capture.num_runs) == (2, 5)
 
@@ -170,6 +142,6 @@ def test_trees_of_several_sizes_share_a_program() -> None:
 def test_the_number_of_levels_is_bounded(num_nodes: int) -> None:
     fake = Fake(2, 80)
     drafts = drafts_of([num_nodes], [0.0], 0)
-    on_device(fake, drafts, 4, Enqueued())
+    draw(runner(fake, Enqueued()), drafts, 4)
     assert len(fake.num_rows) == min(num_nodes, MOST_LEVELS)
     assert max(drafts[0].tree.depths) <= MOST_LEVELS

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forerun.drafters.grown import hand_over
+from forerun.drafters.drawing import hand_over
 from forerun.kernels.select import select_kernels
 from forerun.models.base import RowPasses
 from forerun.runtime.bind import bind_rows
-from forerun.runtime.rows import RowRunner
+from forerun.runtime.runner import Drawer
 from forerun.speculation.draft import Draft
+from forerun.speculation.drawn import Drawn, PendingTrees
 from forerun.speculation.growth import TreeGrower
-from forerun.speculation.products import grow_products
 from tests.models.test_device_trees import drafts_of, told
 from tests.support.enqueued import Enqueued
 
@@ -43,7 +43,8 @@ class Fake:
         return self._table[rows.flatten() % 37]
 
 
-def heads(fake: Fake, capture: Enqueued) -> RowRunner:
+def heads(fake: Fake, capture: Enqueued | None = None) -> Drawer:
+    """On a device if something captures, else on the host."""
     return bind_rows(RowPasses(fake, HEADS, VOCAB, STATE), KERNELS, capture)
 
 
@@ -51,17 +52,10 @@ def states(num: int, seed: int) -> Tensor:
     return torch.randint(0, 37, (num, STATE), generator=torch.Generator().manual_seed(seed)).float()
 
 
-def on_device(fake: Fake, trees: RowRunner, drafts: Sequence[Draft], x: Tensor, width: int) -> None:
-    noise = TreeGrower(KERNELS, True).chain_noise(drafts)
-    assert noise is not None
-    drawn = trees.enqueue(x, noise, width)
-    assert drawn is not None
+def draw(trees: Drawer, drafts: Sequence[Draft], x: Tensor, width: int) -> Drawn:
+    drawn = trees.draw((), x, TreeGrower(KERNELS, True).noise(drafts), width)
     hand_over(drafts, drawn, "x")
-
-
-def on_host(fake: Fake, drafts: Sequence[Draft], x: Tensor, width: int) -> None:
-    depths = min(HEADS, max(draft.num_free for draft in drafts))
-    grow_products(TreeGrower(KERNELS, True), drafts, fake(x, depths).view(len(x), depths, VOCAB), width, "x")
+    return drawn
 
 
 @settings(max_examples=80, deadline=None)
@@ -74,8 +68,8 @@ def on_host(fake: Fake, drafts: Sequence[Draft], x: Tensor, width: int) -> None:
 def test_a_tree_is_the_hosts(sizes: list[int], width: int, temperatures: list[float], seed: int) -> None:
     fake, x = Fake(seed), states(len(sizes), seed)
     ours, theirs = (drafts_of(sizes, temperatures, seed) for _ in range(2))
-    on_device(fake, heads(fake, Enqueued()), ours, x, width)
-    on_host(fake, theirs, x, width)
+    draw(heads(fake, Enqueued()), ours, x, width)
+    draw(heads(fake), theirs, x, width)
     assert told(ours) == told(theirs)
     for draft in ours:
         chances, parents = draft.survival, draft.tree.parents
@@ -84,12 +78,8 @@ def test_a_tree_is_the_hosts(sizes: list[int], width: int, temperatures: list[fl
 
 def test_what_verification_reads_on_the_device_is_the_tree() -> None:
     drafts, fake, x = drafts_of([9, 6, 20], [0.0, 0.7], 5), Fake(5), states(3, 5)
-    noise = TreeGrower(KERNELS, True).chain_noise(drafts)
-    assert noise is not None
-    enqueued = heads(fake, Enqueued()).enqueue(x, noise, 3)
-    assert enqueued is not None
-    hand_over(drafts, enqueued, "x")
-    assert enqueued.depths is not None and enqueued.masks is not None
+    enqueued = draw(heads(fake, Enqueued()), drafts, x, 3)
+    assert isinstance(enqueued, PendingTrees)
     for index, draft in enumerate(drafts):
         num = len(draft.tree) - 1
         columns = (enqueued.tokens, enqueued.depths, enqueued.masks)
@@ -103,7 +93,7 @@ def test_a_size_is_captured_once_whatever_comes_of_it() -> None:
     capture, fake = Enqueued(), Fake(1)
     trees = heads(fake, capture)
     for seed in range(3):
-        on_device(fake, trees, drafts_of([6, 3, 3], [1.0], seed), states(3, seed), 4)
+        draw(trees, drafts_of([6, 3, 3], [1.0], seed), states(3, seed), 4)
     assert (capture.num_captures, capture.num_runs) == (1, 3)
     assert fake.sizes == [(4, HEADS)] * 3  # of a size with four rows
 
@@ -113,8 +103,8 @@ def test_trees_of_about_the_same_size_share_a_program() -> None:
     trees = heads(fake, capture)
     for size in (13, 16, 14, 15, 33, 48, 49, 63):
         ours, theirs = (drafts_of([size, size // 2], [1.0], size) for _ in range(2))
-        on_device(fake, trees, ours, states(2, size), 3)
-        on_host(fake, theirs, states(2, size), 3)
+        draw(trees, ours, states(2, size), 3)
+        draw(heads(fake), theirs, states(2, size), 3)
         assert told(ours) == told(theirs)
     assert (capture.num_captures, capture.num_runs) == (3, 8)
 
@@ -122,7 +112,7 @@ def test_trees_of_about_the_same_size_share_a_program() -> None:
 @pytest.mark.parametrize(("num_nodes", "num_heads"), [(1, 1), (3, 3), (60, HEADS)])
 def test_no_more_heads_are_asked_than_a_tree_may_be_deep(num_nodes: int, num_heads: int) -> None:
     fake = Fake(2)
-    on_device(fake, heads(fake, Enqueued()), drafts_of([num_nodes], [0.0], 0), states(1, 0), 4)
+    draw(heads(fake, Enqueued()), drafts_of([num_nodes], [0.0], 0), states(1, 0), 4)
     assert fake.sizes == [(1, num_heads)]
 
 
@@ -130,6 +120,6 @@ def test_more_requests_than_any_graph_has_rows_are_drawn_as_they_come() -> None:
     capture, fake = Enqueued(), Fake(3)
     ours, theirs = (drafts_of([2] * 300, [1.0], 3) for _ in range(2))
     x = states(300, 3)
-    on_device(fake, heads(fake, capture), ours, x, 3)
-    on_host(fake, theirs, x, 3)
+    draw(heads(fake, capture), ours, x, 3)
+    draw(heads(fake), theirs, x, 3)
     assert told(ours) == told(theirs) and capture.num_runs == 0

@@ -61,12 +61,12 @@ def test_a_recorded_forward_has_the_bits_of_the_models_own(case: str, tmp_path: 
     kernels = factory.make_kernels("cpu")
     model = load_model(factory.make_checkpoint(case, tmp_path, torch.bfloat16), kernels).model
     own, replayed = Runner(model, 40), Runner(model, 40)
-    replayed.runner = bind(passes_of(model, (0, 2)), kernels, replayed.kvs)
+    replayed.runner = bind(passes_of(model, (0, 2)), kernels, replayed.kvs, 4)
     assert replayed.runner.replays
     plain, found = (runner.span(TOKENS, hidden=(0, 2)) for runner in (own, replayed))
     assert torch.equal(plain.logits, found.logits) and torch.equal(plain.hidden[2], found.hidden[2])
     own_logits = own.tree([4, 8, 8, 9], [-1, 0, 0, 1], 9)
-    own.runner = bind(passes_of(model), kernels, own.kvs)
+    own.runner = bind(passes_of(model), kernels, own.kvs, 4)
     assert torch.equal(own.tree([4, 8, 8, 9], [-1, 0, 0, 1], 9), own_logits)
 
 
@@ -164,7 +164,7 @@ def test_the_recorder_refuses_what_it_cannot_write_down(tmp_path: Path) -> None:
     model = load_model(factory.make_checkpoint("mixtral", tmp_path), kernels).model
     layers = tuple(replace(layer, mlp=in_pieces(layer.mlp)) for layer in model.parts.layers)
     model = Decoder(replace(model.parts, layers=layers), model.max_position, model.kv_specs[0].dtype)
-    assert not bind(passes_of(model), kernels, new_kvs(model, 4)).replays
+    assert not bind(passes_of(model), kernels, new_kvs(model, 4), 4).replays
     with pytest.raises(KernelError):
         kernels.linear(torch.ones(1, 3), model.parts.lm_head.weight.packed)
 

@@ -44,7 +44,7 @@ def models() -> tuple[Model, Runner, list, list]:  # type: ignore[type-arg]
     kernels, model = mini.plain().kernels, mini.plain().loaded.model
     own = factory.new_kvs(model, 40, BLOCK_SIZE)
     recorded = factory.new_kvs(model, 40, BLOCK_SIZE)
-    return model, bind(passes_of(model, (0, 3)), kernels, recorded), own, recorded
+    return model, bind(passes_of(model, (0, 3)), kernels, recorded, BLOCK_SIZE), own, recorded
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_outputs_are_not_overwritten_by_the_next_run(models) -> None:  # type: i
 def test_the_reference_is_not_recorded() -> None:
     model = mini.plain().loaded.model
     kvs = factory.new_kvs(model, 4, BLOCK_SIZE)
-    assert not bind(passes_of(model), select_kernels("reference"), kvs).replays
+    assert not bind(passes_of(model), select_kernels("reference"), kvs, BLOCK_SIZE).replays
 
 
 def test_what_cannot_be_recorded_stays_as_it_is() -> None:
@@ -83,5 +83,5 @@ def test_what_cannot_be_recorded_stays_as_it_is() -> None:
         return PassOutput(model.forward(batch, kvs).logits * 2)
 
     passes = Passes(odd, odd, model.vocab_size)
-    assert not bind(passes, mini.plain().kernels, factory.new_kvs(model, 4, BLOCK_SIZE)).replays
+    assert not bind(passes, mini.plain().kernels, factory.new_kvs(model, 4, BLOCK_SIZE), BLOCK_SIZE).replays
     assert mini.plain().generate("A")[0].finished, "the kernels compute again"

@@ -28,7 +28,8 @@ from forerun.models.heads.mtp import read_mtp
 from forerun.models.heads.source import open_head
 from forerun.models.loader import load_model
 from forerun.runtime.bind import bind
-from forerun.runtime.recorded import MAX_RECORDED_ROWS, RecordedRunner
+from forerun.runtime.eager import EagerRunner
+from forerun.runtime.recorded import MAX_RECORDED_ROWS
 from forerun.speculation.draft import Draft
 from forerun.speculation.growth import TreeGrower
 from tests.drafters import test_eagle, test_mtp
@@ -95,7 +96,8 @@ def random_rows(num: int, width: int, seed: int = 0) -> Tensor:
 def test_a_replayed_pass_has_the_bits_of_the_heads_own(layout: str) -> None:
     made = case(layout)
     own_kvs, kvs = made.new_kvs(), made.new_kvs()
-    recorded = bind(made.head.passes, tiny.kernels(), kvs)
+    recorded = bind(made.head.passes, tiny.kernels(), kvs, BLOCK_SIZE)
+    assert isinstance(recorded, EagerRunner)
     assert recorded.replays
     batches = [(0, [-1, 0, 0, 1]), (5, [-1, 0, 0, 1, 2]), (9, []), (3, [-1]), (MAX_RECORDED_ROWS, [-1, 0])]
     for num_span, parents in batches:
@@ -115,7 +117,11 @@ def test_a_replayed_pass_has_the_bits_of_the_heads_own(layout: str) -> None:
 
 def test_rows_at_position_0_of_a_head_that_blanks_them_are_computed_by_the_head() -> None:
     made = case("deepseek")
-    runner, plain, states = bind(made.head.passes, tiny.kernels(), made.new_kvs()), made.new_kvs(), random_rows(4, 0)
+    runner, plain, states = (
+        bind(made.head.passes, tiny.kernels(), made.new_kvs(), BLOCK_SIZE),
+        made.new_kvs(),
+        random_rows(4, 0),
+    )
     states = random_rows(4, made.head.state_size)
     for start in (0, 1, 2):
         batch = tree_batch(3, [-1], start)
@@ -125,7 +131,7 @@ def test_rows_at_position_0_of_a_head_that_blanks_them_are_computed_by_the_head(
 
 def test_kernels_that_cannot_record_leave_the_head_as_it_is() -> None:
     made = case("mimo")
-    assert not bind(made.head.passes, select_kernels("reference"), made.new_kvs()).replays
+    assert not bind(made.head.passes, select_kernels("reference"), made.new_kvs(), BLOCK_SIZE).replays
 
 
 # -- chains --------------------------------------------------------------------------------------------------------
@@ -231,8 +237,10 @@ def test_trees_grown_with_a_recorded_head_are_the_same(temperature: float) -> No
 
 
 def test_chains_are_one_native_call_unless_the_path_shapes_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, chains = [], RecordedRunner.draw_chains
-    monkeypatch.setattr(RecordedRunner, "draw_chains", lambda *args: calls.append(1) or chains(*args))
+    from forerun.kernels.cpu.program import Program
+
+    calls, chains = [], Program.run_chains
+    monkeypatch.setattr(Program, "run_chains", lambda *args: calls.append(1) or chains(*args))
     for params, wanted in (({}, 1), ({"presence_penalty": 0.5}, 1)):
         side, known = Side(case("mimo"), True, True), requests(1.0, **params)
         side.start(known)

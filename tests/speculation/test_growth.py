@@ -12,9 +12,10 @@ from forerun.kernels import philox
 from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE
 from forerun.kernels.select import select_kernels
 from forerun.speculation.draft import Draft
-from forerun.speculation.growth import Leaf, TreeGrower
+from forerun.speculation.growth import TreeGrower
 from forerun.speculation.noise import Purpose, stream_id
 from forerun.speculation.tree import ROOT
+from tests.support.drafting import draw_children
 
 VOCAB = 60
 WIDTH = 3
@@ -23,7 +24,7 @@ WIDTH = 3
 def drawn(logits: torch.Tensor, temperature: float, coupled: bool = True, seed: int = 5) -> Draft:
     request = Request("r", (4, 5, 6), SamplingParams(temperature=temperature), seed=seed)
     draft = Draft(request, 1 + WIDTH)
-    TreeGrower(select_kernels("reference"), coupled).grow([Leaf(draft, ROOT)], logits[None], WIDTH, "test")
+    draw_children(TreeGrower(select_kernels("reference"), coupled), draft, logits, WIDTH, "test")
     return draft
 
 

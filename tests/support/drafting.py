@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from forerun.engine.engine import Engine
-from forerun.kernels.ops import ChainNoise
 from forerun.speculation.draft import Draft
-from forerun.speculation.growth import Children, Place, TreeGrower
+from forerun.speculation.growth import Children, Place, TreeGrower, TreeNoise
+from forerun.speculation.tree import ROOT
 from tests.support.heads import Reference, States
 
 
@@ -23,8 +24,9 @@ class Overheard(TreeGrower):
         self.heard: list[tuple[list[int], list[int], Tensor]] = []
         self._stride, self._count = stride, 0
 
-    def chain_noise(self, drafts: Sequence[Draft]) -> ChainNoise | None:
-        """None: chains are drawn level by level too, where they can be heard."""
+    def noise(self, drafts: Sequence[Draft]) -> TreeNoise:
+        """Chains are drawn level by level, too, where they can be heard."""
+        return replace(super().noise(drafts), by_depth=None)
 
     def draw(self, places: Sequence[Place], logits: Tensor, width: int) -> list[Children]:
         for place, row in zip(places, logits, strict=True):
@@ -32,6 +34,12 @@ class Overheard(TreeGrower):
             if self._count % self._stride == 0:
                 self.heard.append((list(place.request.token_ids), list(place.path), row.clone()))
         return super().draw(places, logits, width)
+
+
+def draw_children(grower: TreeGrower, draft: Draft, logits: Tensor, width: int, source: str) -> None:
+    """Draw children of the root from logits [V]."""
+    [(tokens, log_chances, q)] = grower.draw([Place(draft.request, ROOT, ())], logits[None], width)
+    draft.add_drawn(ROOT, tokens, log_chances, q, source)
 
 
 def unguarded(made: Engine) -> Any:

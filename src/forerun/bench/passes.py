@@ -32,7 +32,7 @@ class TimedPasses:
             layer.keys.normal_()
             layer.values.normal_()
         self.model = model
-        self.runner = bind(passes_of(model), kernels, self.cache.layers)
+        self.runner = bind(passes_of(model), kernels, self.cache.layers, BLOCK_SIZE)
         self._vocab_size = model.vocab_size
         self._windows = [layer.attention.shape.window for layer in model.parts.layers]
         self._mlps = [layer.mlp for layer in model.parts.layers]

@@ -84,7 +84,7 @@ class DraftModelDrafter:
         self.max_nodes = max_draft_tokens + 1
         self.weight_bytes = model.weight_bytes
         self._model = with_own_state(model)
-        self._drawer = TreeDrawer(grower, block_size, width, self.name)
+        self._drawer = TreeDrawer(grower, width, self.name)
         self._kernels = kernels
         self._block_size = block_size
         self._max_rows = max_rows
@@ -93,7 +93,7 @@ class DraftModelDrafter:
 
     def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
         """Where the pool keeps this drafter's layers."""
-        self._runner = bind(passes_of(self._model), self._kernels, own)
+        self._runner = bind(passes_of(self._model), self._kernels, own, self._block_size)
 
     def begin(self, request: Request) -> None:
         """Nothing is computed yet; the model catches up when it first drafts."""

@@ -51,7 +51,7 @@ class FeatureDrafter:
         self._head = head
         self._runner: Runner | None = None  # once attached
         self._kernels = context.kernels
-        self._drawer = TreeDrawer(context.grower, context.block_size, context.width, name, POSITION_SHIFT)
+        self._drawer = TreeDrawer(context.grower, context.width, name)
         self._block_size = context.block_size
         self._max_rows = context.max_rows
         self._max_position = context.model.max_position
@@ -62,7 +62,7 @@ class FeatureDrafter:
 
     def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
         """Where the pool keeps the head's layers."""
-        self._runner = bind(self._head.passes, self._kernels, own)
+        self._runner = bind(self._head.passes, self._kernels, own, self._block_size)
 
     @property
     def _bound(self) -> Runner:

@@ -43,7 +43,7 @@ def build(context: DrafterContext) -> Drafter:
             "layer_skip drafts with the target's own layers, which a model that runs through transformers does not "
             "give one by one; choose another drafter, or a target of a family that forerun implements"
         )
-    drawer = TreeDrawer(context.grower, context.block_size, context.width, LayerSkipDrafter.name)
+    drawer = TreeDrawer(context.grower, context.width, LayerSkipDrafter.name)
     return LayerSkipDrafter(
         model, context.kernels, drawer, context.block_size, options.max_draft_tokens, options.layers
     )
@@ -88,7 +88,8 @@ class LayerSkipDrafter(Stateless):
 
     def _use(self, layers: tuple[int, ...]) -> None:
         self.layers, self._part = layers, subset_decoder(self._target, layers)
-        self._runner = bind(passes_of(self._part), self._kernels, [self._target_kvs[index] for index in layers])
+        kvs = [self._target_kvs[index] for index in layers]
+        self._runner = bind(passes_of(self._part), self._kernels, kvs, self._block_size)
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Grow all trees with the layers in use, after a look for better ones where that is due."""

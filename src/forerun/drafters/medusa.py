@@ -19,17 +19,16 @@ from torch import Tensor
 
 from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Observed, Stateless
-from forerun.drafters.grown import hand_over, wants_enqueued
+from forerun.drafters.drawing import hand_over
 from forerun.errors import UnsupportedError
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.decoder import Decoder
 from forerun.models.medusa_files import holds_medusa
 from forerun.models.medusa_heads import MedusaHeads, load_medusa
 from forerun.runtime.bind import bind_rows
-from forerun.runtime.rows import RowRunner
+from forerun.runtime.runner import Drawer
 from forerun.speculation.draft import Draft
 from forerun.speculation.growth import TreeGrower
-from forerun.speculation.products import grow_products
 
 
 def build(context: DrafterContext) -> Drafter:
@@ -91,7 +90,7 @@ class MedusaDrafter(Stateless):
         self.weight_bytes = weight_bytes
         self._heads = heads
         self._kernels = kernels
-        self._runner: RowRunner | None = None  # once attached
+        self._runner: Drawer | None = None  # once attached
         self._grower = grower
         self._width = width
         self._states: dict[str, _State] = {}
@@ -118,27 +117,10 @@ class MedusaDrafter(Stateless):
         ready = [draft for draft in drafts if draft.num_free > 0 and self._knows(draft.request)]
         if not ready:
             return
-        if not self._enqueue(ready):
-            depths = min(self._heads.num_heads, max(draft.num_free for draft in ready))
-            logits = self._bound.run(self._states_of(ready), depths)  # [num_drafts, depths, V]
-            grow_products(self._grower, ready, logits, self._width, self.name)
-
-    @property
-    def _bound(self) -> RowRunner:
         assert self._runner is not None, "not attached"
-        return self._runner
-
-    def _enqueue(self, drafts: Sequence[Draft]) -> bool:
-        """Heads, draws and trees in one go, nothing read before the step does; False where that does not go."""
-        if not wants_enqueued(self._grower, drafts, self._width):
-            return False
-        largest_first = sorted(drafts, key=lambda draft: -draft.num_free)
-        noise = self._grower.chain_noise(largest_first)
-        assert noise is not None, "whoever can rank has plain parameters"
-        drawn = self._bound.enqueue(self._states_of(largest_first), noise, self._width)
-        if drawn is not None:
-            hand_over(largest_first, drawn, self.name)
-        return drawn is not None
+        largest_first = sorted(ready, key=lambda draft: -draft.num_free)
+        noise = self._grower.noise(largest_first)
+        hand_over(largest_first, self._runner.draw((), self._states_of(largest_first), noise, self._width), self.name)
 
     def _states_of(self, drafts: Sequence[Draft]) -> Tensor:
         """[num_drafts, H]."""

@@ -1,6 +1,7 @@
-"""How sure a head is that guesses a token without seeing those before it: the same on a host and on a device.
+"""How likely a drafted token is said to be: the two formulas, in torch, for a host and a device alike.
 
-Knows: logits of heads and the scores of their best tokens. Does not know: who draws, trees, requests.
+Knows: logits and the scores of their best tokens. Does not know: who draws, trees, requests. Both are estimates: they
+steer which nodes are tried, never what is emitted.
 """
 
 from __future__ import annotations
@@ -10,16 +11,29 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE
+
 LEAST_RANKS: Final = 16  # looked at to tell how sure a head is, also where fewer will be used
 
 
-def head_log_chances(logits: Tensor, scores: Tensor, is_greedy: Tensor) -> Tensor:
-    """Log q at temperature 0; above it the noise has spoken, and how far the best lead the others tells how sure it is.
+def rival_log_chances(scores: Tensor) -> Tensor:
+    """The log softmax of the NUM_RIVALS best scores over RIVALS_SCALE, continued beyond these (`speculation.growth`
+    says why).
 
-    logits [..., V], scores [..., ranks] as `Kernels.gumbel_topk` has them, is_greedy [..., 1] -> [..., ranks] float64.
+    scores [R, ranks], best first, as `Kernels.gumbel_topk` has them -> [R, ranks]. C++ (`chain.cpp`) and Triton
+    (`sampling.py`) compute the same where chances are drawn with the tokens.
+    """
+    scaled = scores / RIVALS_SCALE
+    return scaled - scaled[:, :NUM_RIVALS].logsumexp(1, keepdim=True)
+
+
+def head_log_chances(logits: Tensor, scores: Tensor, is_greedy: Tensor) -> Tensor:
+    """Of heads that do not see the tokens before theirs: log q at temperature 0, above it that of their best scores.
+
+    Above it the noise has spoken, and how far the best lead the others tells how sure a head is. logits [..., V],
+    scores [..., ranks] as `Kernels.gumbel_topk` has them, is_greedy [..., 1] -> [..., ranks] float64.
     Unlike those of drafters that see the whole prefix (`speculation.growth`), the distributions here are flat, and at
-    temperature 0 what they say of their own chances is right (`mini`: docs/log.md, "Trees"). Estimates only: they
-    steer which nodes are tried, never what is emitted.
+    temperature 0 what they say of their own chances is right (`mini`: docs/log.md, "Trees").
     """
     of_all, of_best = torch.logsumexp(logits, -1, keepdim=True), torch.logsumexp(scores, -1, keepdim=True)
     return (scores - torch.where(is_greedy, of_all.double(), of_best)).clamp(max=0.0)

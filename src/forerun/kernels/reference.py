@@ -19,12 +19,12 @@ from torch.nn import functional
 from forerun.errors import KernelError
 from forerun.kernels import philox
 from forerun.kernels.attention import Seen, attend, places, rotate, rotate_tail, stored
+from forerun.kernels.chances import rival_log_chances
 from forerun.kernels.experts import ReferenceExperts, check_routing, expert_sum, reference_experts, route_row
 from forerun.kernels.grouped import GroupedMatrix, ReferenceGrouped, multiply_grouped, pack_reference
 from forerun.kernels.ops import (
     ACTIVATIONS,
     NUM_RIVALS,
-    RIVALS_SCALE,
     WEIGHT_DTYPES,
     AttentionRows,
     HeadLayout,
@@ -287,8 +287,7 @@ class ReferenceKernels(Kernels):
         """See `Kernels.gumbel_chances`."""
         num_ranks = min(max(width, NUM_RIVALS), logits.shape[1])
         ids, scores = self.gumbel_topk(logits, temperatures, keys, num_ranks)
-        scaled = scores / RIVALS_SCALE
-        chances = scaled - scaled[:, :NUM_RIVALS].logsumexp(1, keepdim=True)
+        chances = rival_log_chances(scores)
         return ids[:, :width], chances.masked_fill(ids < 0, float("-inf"))[:, :width]
 
     grow_trees, keep_trees = staticmethod(grow_trees), staticmethod(keep_trees)

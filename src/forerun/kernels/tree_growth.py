@@ -3,11 +3,11 @@
 Knows: log chances of nodes, who is kept and expanded, the places of rows, how a tree that is done goes on idly. Does
 not know: passes, logits, requests. Nothing here asks a device anything, and shapes depend on sizes alone.
 
-The rules are `drafters.growing`'s, node by node (EAGLE-2, arXiv 2406.16858): of all nodes ever drawn the likeliest are
-kept, and of the new ones those are expanded that are kept and may have children worth keeping. A child is at most as
-likely as its parent and younger, so what was once not kept never will be, and what is kept has its ancestors: a tree is
-the nodes kept so far. They stay in the order in which they were drawn (by level, leaf and rank), so ties fall as on the
-host, which numbers them so.
+The rules are those of `speculation.best_first`, node by node (EAGLE-2, arXiv 2406.16858): of all nodes ever drawn the
+likeliest are kept, and of the new ones those are expanded that are kept and may have children worth keeping. A child is
+at most as likely as its parent and younger, so what was once not kept never will be, and what is kept has its
+ancestors: a tree is the nodes kept so far. They stay in the order in which they were drawn (by level, leaf and rank),
+so ties fall as on the host, which numbers them so.
 """
 
 from __future__ import annotations

@@ -18,18 +18,19 @@ from forerun.runtime.rows import RowRunner, record_rows
 from forerun.runtime.runner import Runner
 
 
-def bind(passes: Passes, kernels: Kernels, kvs: Sequence[LayerKV], capture: Capture | None = None) -> Runner:
+def bind(
+    passes: Passes, kernels: Kernels, kvs: Sequence[LayerKV], block_size: int, capture: Capture | None = None
+) -> Runner:
     """What executes these passes over the layers `kvs` of a pool; () for a network that keeps its state itself.
 
     On a GPU passes are captured as graphs, by `capture` if given; on a CPU they are recorded, where kernels and passes
     can be; else they run eagerly.
     """
-    if not kvs:
-        return EagerRunner(passes, kvs)
     capture = capture or capture_for(kernels)
-    if capture is not None:
-        return GraphRunner(passes, kernels, kvs, capture)
-    return record(passes, kernels, kvs) or EagerRunner(passes, kvs)
+    if kvs and capture is not None:
+        return GraphRunner(passes, kernels, kvs, block_size, capture)
+    recorded = record(passes, kernels, kvs, block_size) if kvs else None
+    return recorded or EagerRunner(passes, kvs, block_size)
 
 
 def bind_rows(passes: RowPasses, kernels: Kernels, capture: Capture | None = None) -> RowRunner:

@@ -1,18 +1,24 @@
-"""Passes executed as they come, op by op.
+"""Passes executed as they come, op by op, and drafts drawn level by level on the host.
 
-Knows: nothing but the passes. Where others cannot replay a batch it goes this way too; both give the same bits.
+Knows: which rows a level's pass computes, when another level is worth its pass. Does not know: what passes compute,
+which nodes are likely (`speculation.best_first`). Runners that replay passes do so where they cannot: the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from forerun.kernels.ops import ChainNoise, Chains, LayerKV
+from forerun.kernels.device import to_device
+from forerun.kernels.ops import LayerKV
 from forerun.models.base import Passes, PassOutput
-from forerun.models.batch import ForwardBatch
-from forerun.runtime.drawn import EnqueuedDrafts
+from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.speculation.best_first import Candidates
+from forerun.speculation.drawn import Drawn, DrawnTree
+from forerun.speculation.growth import Place, TreeNoise
+from forerun.speculation.tree import ROOT
 
 
 class EagerRunner:
@@ -20,26 +26,91 @@ class EagerRunner:
 
     replays = False
 
-    def __init__(self, passes: Passes, kvs: Sequence[LayerKV]) -> None:
+    def __init__(self, passes: Passes, kvs: Sequence[LayerKV], block_size: int) -> None:
         self._passes = passes
         self._kvs = kvs
+        self._block_size = block_size
 
     def run(self, batch: ForwardBatch, features: Tensor | None = None) -> PassOutput:
         """See `Runner`."""
         return self._passes.first(batch, features, self._kvs)
 
     def run_below(self, batch: ForwardBatch, features: Tensor | None) -> PassOutput:
-        """See `Runner`."""
+        """The pass over one level of drafts, fed with what the pass above gave [M, `Passes.fed_size`]."""
         return self._passes.below(batch, features, self._kvs)
 
-    def draw_chains(
-        self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, keep_logits: bool, judged: bool
-    ) -> tuple[Chains, Tensor | None] | None:
-        """See `Runner`: one pass a level."""
-        return None
+    def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
+        """See `Runner`: a level a pass, each node's logits shaped by its own path where that is asked for."""
+        return self._draw_levels(self._batch(roots), features, noise, width)
 
-    def enqueue(
-        self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, width: int
-    ) -> EnqueuedDrafts | None:
-        """See `Runner`: one pass a level."""
+    def _draw_levels(
+        self, batch: ForwardBatch, features: Tensor | None, noise: TreeNoise, width: int
+    ) -> list[DrawnTree]:
+        roots, out = batch.sequences, self.run(batch, features)
+        trees = [Candidates(size, width) for size in noise.sizes]
+        leaves = [[ROOT] for _ in trees]
+        while True:
+            new = _drawn(noise, trees, leaves, out.logits, width)
+            above, leaves = leaves, _next_leaves(trees, new, noise.least)
+            if not any(leaves):
+                return [tree.finish() for tree in trees]
+            fed = _gathered(out.features, _rows_above(trees, above, leaves))
+            levels = zip(roots, trees, leaves, strict=True)
+            out = self.run_below(self._batch([_level(*of_tree) for of_tree in levels if of_tree[2]]), fed)
+
+    def _batch(self, rows: Sequence[SequenceRows]) -> ForwardBatch:
+        return ForwardBatch.build(rows, self._block_size, self._passes.shift)
+
+
+def _drawn(
+    noise: TreeNoise, trees: Sequence[Candidates], leaves: Sequence[Sequence[int]], logits: Tensor, width: int
+) -> list[list[int]]:
+    """The children of every tree's leaves, drawn from logits [number of leaves, V] -> their nodes."""
+    of_trees = zip(noise.requests, trees, leaves, strict=True)
+    places = [Place(request, node, tree.path_tokens(node)) for request, tree, nodes in of_trees for node in nodes]
+    children = iter(noise.draw(places, logits, width))
+    hung = zip(trees, leaves, strict=True)
+    return [[child for node in nodes for child in tree.hang(node, next(children))] for tree, nodes in hung]
+
+
+def _next_leaves(trees: Sequence[Candidates], new: Sequence[Sequence[int]], least: float) -> list[list[int]]:
+    """Of the nodes just drawn: none where they promise too little for a level's pass."""
+    kept = [(tree, tree.kept()) for tree in trees]
+    leaves = [tree.useful(nodes, known) for (tree, known), nodes in zip(kept, new, strict=True)]
+    if sum(tree.chance(nodes) for tree, nodes in zip(trees, leaves, strict=True)) < least:
+        return [[] for _ in leaves]
+    return [tree.expand(nodes, known) for (tree, known), nodes in zip(kept, leaves, strict=True)]
+
+
+def _rows_above(
+    trees: Sequence[Candidates], above: Sequence[Sequence[int]], leaves: Sequence[Sequence[int]]
+) -> list[int]:
+    """The rows of the last pass's output that these leaves hang from."""
+    found, first = [], 0
+    for tree, old, new in zip(trees, above, leaves, strict=True):
+        rows = {node: first + index for index, node in enumerate(old)}
+        found += [rows[tree.parents[node]] for node in new]
+        first += len(old)
+    return found
+
+
+def _gathered(made: Tensor | None, rows: Sequence[int]) -> Tensor | None:
+    if made is None:
         return None
+    return made.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), made.device))  # [leaves, H]
+
+
+def _level(root: SequenceRows, tree: Candidates, nodes: Sequence[int]) -> SequenceRows:
+    """These nodes, behind all known tokens."""
+    paths = [tree.path(node) for node in nodes]
+    return SequenceRows(
+        request_id=root.request_id,
+        block_table=root.block_table,
+        start=root.tree_start,
+        span=(),
+        tree_start=root.tree_start,
+        tree_tokens=[tree.tokens[node] for node in nodes],
+        tree_rows=[tree.places[node] for node in nodes],
+        tree_masks=[1 | sum(1 << tree.places[above] for above in path) for path in paths],
+        tree_depths=[len(path) for path in paths],
+    )

@@ -17,15 +17,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from forerun.kernels.ops import ChainNoise, Chains, Kernels, LayerKV
+from forerun.kernels.ops import Kernels, LayerKV
 from forerun.kernels.triton.graphs import Capture, GraphSize, LastUsed, size_for
 from forerun.models.base import Pass, Passes, PassOutput
-from forerun.models.batch import ForwardBatch
-from forerun.runtime.chains import DeviceChains
-from forerun.runtime.drawn import EnqueuedDrafts
+from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.runtime.eager import EagerRunner
 from forerun.runtime.static import StaticBatch
 from forerun.runtime.trees import DeviceTrees
+from forerun.speculation.drawn import Drawn
+from forerun.speculation.growth import TreeNoise
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,14 @@ class GraphRunner(EagerRunner):
 
     replays = True
 
-    def __init__(self, passes: Passes, kernels: Kernels, kvs: Sequence[LayerKV], capture: Capture) -> None:
-        super().__init__(passes, kvs)
+    def __init__(
+        self, passes: Passes, kernels: Kernels, kvs: Sequence[LayerKV], block_size: int, capture: Capture
+    ) -> None:
+        super().__init__(passes, kvs, block_size)
         self._first = CapturedPass(passes.first, passes.feature_size, kvs, kernels.device, capture)
         self._below = self._first
         if passes.below is not passes.first:
             self._below = CapturedPass(passes.below, passes.fed_size, kvs, kernels.device, capture)
-        self._chains = DeviceChains(passes, kvs, kernels, capture)
         self._trees = DeviceTrees(passes, kvs, kernels, capture)
 
     def run(self, batch: ForwardBatch, features: Tensor | None = None) -> PassOutput:
@@ -97,26 +98,17 @@ class GraphRunner(EagerRunner):
         return self._first(batch, features)
 
     def run_below(self, batch: ForwardBatch, features: Tensor | None) -> PassOutput:
-        """See `Runner`."""
+        """See `EagerRunner`."""
         return self._below(batch, features)
 
-    def draw_chains(
-        self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, keep_logits: bool, judged: bool
-    ) -> tuple[Chains, Tensor | None] | None:
-        """See `Runner`; kept logits lie where the next call writes its own."""
-        if self._passes.hidden_layers:
-            return None
-        return self._chains.draw(batch, features, noise, keep_logits, judged)
-
-    def enqueue(
-        self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, width: int
-    ) -> EnqueuedDrafts | None:
-        """See `Runner`."""
-        if self._passes.hidden_layers:
-            return None
-        if width == 1:
-            return self._chains.enqueue(batch, features, noise)
-        return self._trees.enqueue(batch, features, noise, width)
+    def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
+        """See `Runner`: all levels as one graph where nothing but noise is put on logits; of trees no q is recorded."""
+        batch, records = self._batch(roots), any(noise.records)
+        if noise.by_depth is None or self._passes.hidden_layers or (records and width > 1):
+            return self._draw_levels(batch, features, noise, width)
+        if records:
+            return noise.recorded(*self._trees.draw_chains(batch, features, noise.by_depth))
+        return self._trees.enqueue(batch, features, noise.by_depth, width)
 
 
 class CapturedRows:

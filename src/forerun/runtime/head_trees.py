@@ -4,7 +4,7 @@ Knows: where a program's states and noise lie, which of all paths are kept, in p
 computes, how work is captured, requests.
 
 All heads read the same state, so every node of a level has the same candidates, and of all paths of ranks those with
-the largest sums of log chances are kept: the tree `speculation.products` finds on the host with a heap, node by node
+the largest sums of log chances are kept: the tree `speculation.best_first` finds on the host with a heap, node by node
 and in its order, ties alike. Here it is found level by level. A tree of n nodes keeps n of a level at most, and no
 child is likelier than its parent: the n likeliest of a level hang from the n likeliest above. Nothing here asks the
 device anything, and shapes depend on sizes alone.
@@ -23,9 +23,9 @@ from forerun.kernels.ops import ChainNoise, Kernels, NoiseKeys
 from forerun.kernels.tree_growth import ancestry
 from forerun.kernels.triton.graphs import Capture, size_for
 from forerun.models.base import RowPasses
-from forerun.runtime.drawn import EnqueuedDrafts, GrownTrees
 from forerun.runtime.programs import Programs, room_for
 from forerun.runtime.static import StaticColumns, padded
+from forerun.speculation.drawn import DrawnTree, PendingTrees, trees_of
 
 _NONE = -1  # a token that is not there
 _NEVER = float("-inf")
@@ -47,7 +47,7 @@ class HeadTrees:
         self._num_heads = passes.num_depths
         self._programs = Programs(partial(_Program, passes, kernels), capture)
 
-    def enqueue(self, x: Tensor, noise: ChainNoise, width: int) -> EnqueuedDrafts:
+    def enqueue(self, x: Tensor, noise: ChainNoise, width: int) -> PendingTrees:
         """A tree below the token chosen from each of the states x [R, H], the largest tree first.
 
         `noise`: of chains as long as the trees may have nodes, whose positions are those of the levels.
@@ -103,15 +103,15 @@ class _Program:
         ids, scores = self._kernels.gumbel_topk(logits, heat, keys, num_ranks)
         return ids, head_log_chances(logits, scores, heat[:, None] == 0.0)
 
-    def drafts(self, num_trees: int) -> EnqueuedDrafts:
+    def drafts(self, num_trees: int) -> PendingTrees:
         """What will have been kept of the first trees."""
         out, (depths, masks) = self._out[:, :num_trees], self._shape[:, :num_trees]
-        return EnqueuedDrafts(out, out[0], _read, depths, masks)
+        return PendingTrees(out, out[0], depths, masks, _read)
 
 
-def _read(out: Tensor) -> GrownTrees:
+def _read(out: Tensor) -> list[DrawnTree]:
     tokens, parents, chances = out  # each [R, nodes]
-    return GrownTrees(tokens, parents, chances.contiguous().view(torch.float64), torch.full_like(tokens, _NONE))
+    return trees_of(tokens, parents, chances, torch.full_like(tokens, _NONE))
 
 
 def best_products(tokens: Tensor, log_chances: Tensor, budgets: Tensor, num_nodes: int) -> Tensor:

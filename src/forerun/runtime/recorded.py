@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from forerun.errors import KernelError
-from forerun.kernels.ops import ChainNoise, Chains, Kernels, LayerKV
+from forerun.kernels.ops import Kernels, LayerKV
 from forerun.kernels.select import recording
 from forerun.models.base import Pass, Passes, PassOutput
-from forerun.models.batch import ForwardBatch
+from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.runtime.eager import EagerRunner
+from forerun.speculation.drawn import Drawn
+from forerun.speculation.growth import TreeNoise
 
 if TYPE_CHECKING:
     from forerun.kernels.cpu.program import Inputs, Program
@@ -32,9 +34,10 @@ class RecordedRunner(EagerRunner):
     replays = True
 
     def __init__(
-        self, passes: Passes, kvs: Sequence[LayerKV], first: Program, below: Program, make_inputs: type[Inputs]
-    ) -> None:
-        super().__init__(passes, kvs)
+        self, passes: Passes, kvs: Sequence[LayerKV], block_size: int, first: Program, below: Program,
+        make_inputs: type[Inputs],
+    ) -> None:  # fmt: skip
+        super().__init__(passes, kvs, block_size)
         self._first = first
         self._below = below
         self._make_inputs = make_inputs
@@ -44,17 +47,19 @@ class RecordedRunner(EagerRunner):
         return self._replay(self._first, batch, features) if self._serves(batch) else super().run(batch, features)
 
     def run_below(self, batch: ForwardBatch, features: Tensor | None) -> PassOutput:
-        """See `Runner`."""
+        """See `EagerRunner`."""
         return self._replay(self._below, batch, features) if self._serves(batch) else super().run_below(batch, features)
 
-    def draw_chains(
-        self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, keep_logits: bool, judged: bool
-    ) -> tuple[Chains, Tensor | None] | None:
-        """See `Runner`."""
-        if self._passes.hidden_layers or not self._serves(batch):
-            return None
-        inputs, block_size = self._inputs(batch, features), self._kvs[0].block_size
-        return self._first.run_chains(inputs, noise, block_size, keep_logits, self._below, self._passes.shift, judged)
+    def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
+        """See `Runner`: chains in one native call where nothing but noise is put on their logits."""
+        batch = self._batch(roots)
+        if width > 1 or noise.by_depth is None or self._passes.hidden_layers or not self._serves(batch):
+            return self._draw_levels(batch, features, noise, width)
+        inputs, judged = self._inputs(batch, features), not all(noise.records)
+        chains, log_chances = self._first.run_chains(
+            inputs, noise.by_depth, self._block_size, any(noise.records), self._below, self._passes.shift, judged
+        )
+        return noise.chains(chains, log_chances)
 
     def _serves(self, batch: ForwardBatch) -> bool:
         """Whether a batch is of a kind that was recorded."""
@@ -71,7 +76,7 @@ class RecordedRunner(EagerRunner):
         return self._make_inputs(batch.token_ids, batch.positions, batch.slots, batch.rows, batch.logit_rows, held)
 
 
-def record(passes: Passes, kernels: Kernels, kvs: Sequence[LayerKV]) -> RecordedRunner | None:
+def record(passes: Passes, kernels: Kernels, kvs: Sequence[LayerKV], block_size: int) -> RecordedRunner | None:
     """The passes recorded for `kvs`; None where kernels or passes cannot be."""
     plain = passes.past_start or passes
     try:
@@ -81,7 +86,7 @@ def record(passes: Passes, kernels: Kernels, kvs: Sequence[LayerKV]) -> Recorded
         return None
     if first is None or below is None:
         return None
-    return RecordedRunner(passes, kvs, first[0], below[0], first[1])
+    return RecordedRunner(passes, kvs, block_size, first[0], below[0], first[1])
 
 
 def _record(

@@ -1,12 +1,12 @@
-"""Trees of drafts grown on a card: all levels enqueued at once, nothing read before the last of them.
+"""Trees of drafts grown on a GPU: all levels enqueued at once, nothing read before the last of them.
 
 Knows: where the rows of every level lie, how drawn tokens become the next level's rows. Does not know: what a pass
 computes, which nodes are expanded (`kernels.tree_growth`), how work is captured, requests.
 
-As with chains (`runtime.chains`) the host copies the roots' rows and what is known of every tree over in one piece, and
-reads tokens, parents and chances once: at the end, or after a pass of the target that took them from the device. Trees
-are those of one pass a level that is read in between, cut after as many levels as were asked for: a host goes on while
-a level has leaves (and promises enough to be worth its pass), a graph has a fixed length and saves none.
+The host copies the roots' rows and what is known of every tree over in one piece, and reads tokens, parents and chances
+once: at the end, or after a pass of the target that took them from the device. Trees are those of one pass a level that
+is read in between, cut after as many levels as were asked for: a host goes on while a level has leaves (and promises
+enough to be worth its pass), a graph has a fixed length and saves none. A chain is a tree of width 1.
 
 **Filling up.** Sizes are fixed. A tree that is not there is the first tree once more, with the same noise, in the same
 places: it computes the very numbers of the first (row invariance). Leaves that are not there: `kernels.tree_growth`.
@@ -26,11 +26,11 @@ from forerun.kernels.tree_growth import TreeRoom, TreeRows, new_trees
 from forerun.kernels.triton.graphs import Capture, GraphSize
 from forerun.models.base import Passes
 from forerun.models.batch import ForwardBatch
-from forerun.runtime.drawn import EnqueuedDrafts, GrownTrees
 from forerun.runtime.programs import DraftProgram, Programs, batch_size, levels_for, room_for
 from forerun.runtime.static import padded_tables, repeated
+from forerun.speculation.drawn import DrawnTree, PendingTrees, trees_of
 
-MOST_LEVELS = 8  # as deep as EAGLE-2 and -3 draw their trees (depth 5 to 8 in their repository)
+MOST_LEVELS = 8  # of trees: as deep as EAGLE-2 and -3 draw theirs (depth 5 to 8 in their repository)
 
 
 class TreeSize(NamedTuple):
@@ -40,6 +40,7 @@ class TreeSize(NamedTuple):
     num_nodes: int  # of the largest there is room for
     num_levels: int  # a tree that has no more leaves goes on idly
     width: int
+    keeps_logits: bool
 
 
 class _Wide(NamedTuple):
@@ -56,17 +57,35 @@ class DeviceTrees:
         self._vocab_size = passes.vocab_size
         self._programs = Programs(partial(_Program, passes, kvs, kernels), capture)
 
-    def enqueue(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, width: int) -> EnqueuedDrafts:
+    def enqueue(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, width: int) -> PendingTrees:
         """A tree below each of the batch's logit rows, which are one root a sequence, the largest tree first.
 
         `noise`: of chains as long as the trees may have nodes, whose positions are those of the levels. `features`
         [M, width of the features] on the device.
         """
-        num_nodes, num = noise.positions.shape
+        return self._program(batch, features, noise, width, False).drafts(noise.positions.shape[1])
+
+    def draw_chains(
+        self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise
+    ) -> tuple[list[DrawnTree], Tensor]:
+        """Trees of width 1, and the logits they were drawn from [steps, R, V], which lie where the next call's will.
+
+        Here the host waits.
+        """
+        program = self._program(batch, features, noise, 1, True)
+        num_steps, num = noise.positions.shape
+        return program.drafts(num).read(), program.logits[:num_steps, :num]
+
+    def _program(
+        self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, width: int, keeps_logits: bool
+    ) -> _Program:
+        """That of the fitting size, which was given its work."""
+        num_nodes = noise.positions.shape[0]
         assert width <= self._vocab_size
         fixed, is_usual = batch_size(batch, noise)
-        size = TreeSize(fixed, room_for(num_nodes), min(levels_for(num_nodes), MOST_LEVELS), width)
-        return self._programs.run(size, lambda program: program.fill(batch, features, noise), is_usual).drafts(num)
+        num_levels = levels_for(num_nodes) if width == 1 else min(levels_for(num_nodes), MOST_LEVELS)
+        size = TreeSize(fixed, room_for(num_nodes), num_levels, width, keeps_logits)
+        return self._programs.run(size, lambda program: program.fill(batch, features, noise), is_usual)
 
 
 class _Program(DraftProgram):
@@ -78,6 +97,8 @@ class _Program(DraftProgram):
         self._size, self._of_levels = size, _Wide(*self._wide_below)
         self._every = torch.arange(trees * size.width, device=device)
         self._out = torch.zeros(6, trees, size.num_nodes, dtype=torch.int64, device=device)
+        kept = (size.num_levels, trees, passes.vocab_size) if size.keeps_logits else (0,)
+        self.logits = torch.empty(kept, device=device)  # of every level, if they are kept
 
     # -- before ------------------------------------------------------------------------------------------------
 
@@ -103,11 +124,12 @@ class _Program(DraftProgram):
         out = self._run_roots()
         noise, noise_below = self._noise()
         for level in range(size.num_levels - 1):
-            ids, chances = self._best(out.logits, noise_below[level] if level else noise[level])
+            ids, chances = self._draw(level, out.logits, noise_below[level] if level else noise[level])
             nodes, rows = kernels.grow_trees(nodes, budgets, ids, chances, room, rows)
             given = _gathered(given, out.features, rows)
             out = self._passes.below(self._below(rows), given, self._kvs)
-        ids, chances = self._best(out.logits, noise[-1] if rows is None else noise_below[-1])
+        last = size.num_levels - 1
+        ids, chances = self._draw(last, out.logits, noise_below[last] if last else noise[last])
         self._out.copy_(kernels.keep_trees(nodes, budgets, ids, chances, size.num_nodes))
 
     def _noise(self) -> tuple[Tensor, Tensor]:
@@ -119,10 +141,12 @@ class _Program(DraftProgram):
         positions = self._of_levels.noise_positions.view(-1, num_trees)  # [levels, R]
         columns = (wide.temperatures, wide.seeds, positions, wide.streams)
         noise = torch.stack([column.expand_as(positions) for column in columns], dim=1)
-        return noise, noise[:, :, :, None].expand(-1, -1, -1, self._size.width).flatten(2)
+        return noise, noise.repeat_interleave(self._size.width, dim=2)
 
-    def _best(self, logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw(self, level: int, logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """The best tokens after every leaf, from logits [R * leaves, V], and log chances: [R, leaves, width]."""
+        if self._size.keeps_logits:
+            self.logits[level].copy_(logits)
         heat, *keys = noise.unbind(0)
         width = self._size.width
         ids, chances = self._kernels.gumbel_chances(logits, heat.view(torch.float64), NoiseKeys(*keys), width)
@@ -143,15 +167,10 @@ class _Program(DraftProgram):
 
     # -- after -------------------------------------------------------------------------------------------------
 
-    def drafts(self, num_trees: int) -> EnqueuedDrafts:
+    def drafts(self, num_trees: int) -> PendingTrees:
         """What will have been kept of the first trees."""
         out = self._out[:, :num_trees]
-        return EnqueuedDrafts(out[:4], out[0], _read, depths=out[4], masks=out[5])
-
-
-def _read(out: Tensor) -> GrownTrees:
-    tokens, parents, chances, places = out  # each [R, nodes]
-    return GrownTrees(tokens, parents, chances.contiguous().view(torch.float64), places)
+        return PendingTrees(out[:4], out[0], out[4], out[5], lambda read: trees_of(*read))
 
 
 def _gathered(given: Tensor | None, made: Tensor | None, rows: TreeRows) -> Tensor | None:

@@ -11,12 +11,12 @@ one level never is again: its row is free.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
 
 from torch import Tensor
 
-from forerun.speculation.draft import Draft
+from forerun.speculation.drawn import DrawnTree
 from forerun.speculation.growth import Children
 from forerun.speculation.tree import ROOT
 
@@ -24,9 +24,9 @@ from forerun.speculation.tree import ROOT
 class Candidates:
     """All nodes drawn for one tree, in the order they were drawn; node 0 is the root."""
 
-    def __init__(self, root_token: int, num_kept: int, width: int) -> None:
+    def __init__(self, num_kept: int, width: int) -> None:
         """`num_kept`: nodes kept in the end, without the root. `width`: most nodes of a level that are expanded."""
-        self.tokens = [root_token]
+        self.tokens = [-1]
         self.parents = [-1]
         self.survival = [0.0]  # log chance of each node's whole path
         self.places = {ROOT: 0}  # node -> row behind the root where the drafter's KV of it lies
@@ -41,7 +41,7 @@ class Candidates:
         first, above = len(self.tokens), self.survival[parent]
         self.tokens += children.tokens
         self.parents += [parent] * len(children.tokens)
-        self.survival += [above + chance for chance in children.log_chances]
+        self.survival += [above + chance for _, chance in zip(children.tokens, children.log_chances, strict=False)]
         return list(range(first, len(self.tokens)))
 
     def path(self, node: int) -> list[int]:
@@ -51,6 +51,21 @@ class Candidates:
             path.append(node)
             node = self.parents[node]
         return path[::-1]
+
+    def path_tokens(self, node: int) -> list[int]:
+        """The tokens below the root on the way to this node, its own last."""
+        return [self.tokens[above] for above in self.path(node)]
+
+    def fill(self, leaves: Sequence[int], drawn: Iterator[Children]) -> list[int]:
+        """Add each leaf's children while there is room -> the new nodes to expand next, none once the tree is full."""
+        new = []
+        for leaf in leaves:
+            children, room = next(drawn), self._num_kept + 1 - len(self.tokens)
+            if room > 0:
+                new += self.hang(leaf, children._replace(tokens=children.tokens[:room]))
+        if len(self.tokens) > self._num_kept:
+            return []
+        return sorted(sorted(new, key=lambda node: -self.survival[node])[: self._width])
 
     def kept(self) -> set[int]:
         """The likeliest nodes; of equals those drawn first."""
@@ -76,12 +91,40 @@ class Candidates:
         self.places.update(zip(leaves, free, strict=False))
         return sorted(leaves, key=self.places.__getitem__)
 
-    def finish(self, draft: Draft, source: str) -> set[int]:
-        """Add the kept nodes to a draft -> those of its nodes, the root included, whose KV lies in their own row."""
-        here = {ROOT: ROOT}
-        for parent, siblings in groupby(sorted(self.kept()), key=self.parents.__getitem__):
-            nodes = list(siblings)  # in draw order, none left out before the last
-            tokens, survival = [self.tokens[n] for n in nodes], [self.survival[n] for n in nodes]
-            added = draft.add_drawn(here[parent], tokens, survival, self._drawn_from.get(parent), source)
-            here |= zip(nodes, added, strict=True)
-        return {number for node, number in here.items() if self.places.get(node) == number}
+    def finish(self) -> DrawnTree:
+        """The kept nodes, in the order they were drawn."""
+        nodes = sorted(self.kept())
+        numbers = {ROOT: ROOT, **{node: number for number, node in enumerate(nodes, 1)}}
+        return DrawnTree(
+            tokens=[self.tokens[node] for node in nodes],
+            parents=[numbers[self.parents[node]] for node in nodes],
+            log_chances=[self.survival[node] for node in nodes],
+            places=[self.places.get(node, -1) for node in nodes],
+            drawn_from={numbers[node]: q for node, q in self._drawn_from.items() if node in numbers},
+        )
+
+
+def best_products(tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], num_nodes: int) -> DrawnTree:
+    """The tree of heads that do not see the drafted prefix: of all paths of ranks the likeliest, the likeliest first.
+
+    tokens, -1 behind the last that is possible, and their log chances [depths][ranks], best first. Every node of a
+    depth has the same candidates, so the best tree of n nodes consists of the n paths with the largest sums of log
+    chances, found one by one with a heap (Medusa, arXiv 2401.10774, section 2.3.3, has such a tree fixed beforehand;
+    here it is new for every step). A path's prefixes and its siblings of better rank have no smaller sums, so they come
+    before it. Of equal sums the shorter path comes first, then the one whose parent does, then the better rank: an
+    order that can be found level by level as well (`runtime.head_trees`, on a device).
+    """
+    drawn, parents, survival = list[int](), list[int](), [0.0]
+    heap = [(-chances[0][0], 0, ROOT, 0)]  # (minus the path's log chance, depth, parent, rank)
+    while heap and len(drawn) < num_nodes:
+        cost, depth, parent, rank = heappop(heap)
+        if tokens[depth][rank] < 0:
+            continue
+        drawn.append(tokens[depth][rank])
+        parents.append(parent)
+        survival.append(-cost)
+        if rank + 1 < len(chances[depth]):
+            heappush(heap, (-(survival[parent] + chances[depth][rank + 1]), depth, parent, rank + 1))
+        if depth + 1 < len(chances):
+            heappush(heap, (-(-cost + chances[depth + 1][0]), depth + 1, len(drawn), 0))
+    return DrawnTree(drawn, parents, survival[1:], [-1] * len(drawn), {})

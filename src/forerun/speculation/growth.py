@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import takewhile
+from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -26,23 +27,17 @@ import torch
 from torch import Tensor
 
 from forerun.core import Request
+from forerun.kernels.chances import rival_log_chances
 from forerun.kernels.device import all_to_host
-from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, ChainNoise, Chains, Kernels, NoiseKeys
+from forerun.kernels.ops import NUM_RIVALS, ChainNoise, Chains, Kernels, NoiseKeys
 from forerun.speculation.draft import Draft
+from forerun.speculation.drawn import DrawnTree
 from forerun.speculation.noise import Purpose, step_position, stream_id
 from forerun.speculation.sampling import ShapedRow, give_up_at, is_plain, probabilities, shape_draft
-from forerun.speculation.tree import ROOT
 
 # A child's chance by its rank alone, for the rejection rule, which must not prune a node by its own value. Rough
 # figures: they steer cost, never correctness.
 _RANK_SURVIVAL = (0.6, 0.2, 0.1, 0.05)
-
-
-class Leaf(NamedTuple):
-    """A node of a draft whose children are to be drawn."""
-
-    draft: Draft
-    node: int
 
 
 class Place(NamedTuple):
@@ -73,23 +68,12 @@ class TreeGrower:
         """Trees are grown for the coupled rule."""
         return self._coupled
 
-    def grow(self, leaves: Sequence[Leaf], logits: Tensor, width: int, source: str) -> list[list[int]]:
-        """Draw up to `width` children for every leaf from logits [num_leaves, vocab_size] -> new nodes by leaf."""
-        places = [Place(draft.request, node, draft.tree.path_tokens(node)) for draft, node in leaves]
-        found = self.draw(places, logits, width)
-        return [self._hang(leaf, children, source) for leaf, children in zip(leaves, found, strict=True)]
-
-    def _hang(self, leaf: Leaf, children: Children, source: str) -> list[int]:
-        draft, node = leaf
-        above = draft.survival[node]
-        return draft.add_drawn(node, children.tokens, [above + c for c in children.log_chances], children.q, source)
-
     def draw(self, places: Sequence[Place], logits: Tensor, width: int) -> list[Children]:
         """Draw up to `width` children at every place from logits [num_places, vocab_size]."""
         shaped, temperatures = _shape(places, logits)
         num_ranks = min(max(width, NUM_RIVALS), shaped.shape[1])
         ids, scores = self._kernels.gumbel_topk(shaped, as_temperatures(temperatures), self._keys(places), num_ranks)
-        ids, chances = all_to_host(ids, _log_chances(scores))
+        ids, chances = all_to_host(ids, rival_log_chances(scores))
         columns = zip(ids.tolist(), chances.tolist(), shaped, temperatures, strict=True)
         return [self._children(tokens[:width], *of_place) for tokens, *of_place in columns]
 
@@ -119,15 +103,29 @@ class TreeGrower:
     def _stream(self, request: Request) -> int:
         return stream_id(request.sample_index, Purpose.TARGET if self._coupled else Purpose.DRAFT)
 
-    def can_rank(self, request: Request) -> bool:
-        """Whether a node's children are the same for all nodes with the same logits and depth."""
-        return is_plain(request.params) and not self._records(request.params.temperature)
+    def noise(self, drafts: Sequence[Draft]) -> TreeNoise:
+        """What the trees of these drafts are drawn with, the largest first."""
+        requests, sizes = [draft.request for draft in drafts], [draft.num_free for draft in drafts]
+        assert sizes == sorted(sizes, reverse=True)
+        records = [self._records(request.params.temperature) for request in requests]
+        least = min(draft.least for draft in drafts)
+        is_plain_ = all(is_plain(request.params) for request in requests)
+        by_depth = self._by_depth(requests, sizes, least) if is_plain_ else None
+        return TreeNoise(self, requests, sizes, records, least, by_depth)
+
+    def _by_depth(self, requests: Sequence[Request], sizes: Sequence[int], least: float) -> ChainNoise:
+        steps = range(sizes[0])
+        wide = [*(request.seed for request in requests), *(self._stream(request) for request in requests)]
+        wide += [self._noise_position(request, step, step) for step in steps for request in requests]  # node = depth
+        wide += [sum(size > step for size in sizes) for step in steps]
+        num = len(requests)
+        parts = _signed(wide).split_with_sizes([num, num, num * len(steps), len(steps)])
+        seeds, streams, positions, num_active = parts
+        heat = as_temperatures([request.params.temperature for request in requests])
+        return ChainNoise(heat, seeds, streams, positions.view(len(steps), num), num_active, least)
 
     def rank_depths(self, requests: Sequence[Request], logits: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
-        """The best tokens at every depth from logits [num_requests, depths, vocab_size], for requests that `can_rank`.
-
-        Their ids and scores, best first, as `Kernels.gumbel_topk` gives them -> each [num_requests, depths, num_ranks].
-        """
+        """See `TreeNoise.rank_depths`."""
         num_requests, depths, vocab_size = logits.shape
         places = [(request, depth) for request in requests for depth in range(depths)]
         keys = noise_keys(
@@ -140,69 +138,76 @@ class TreeGrower:
         ids, scores = self._kernels.gumbel_topk(logits.reshape(-1, vocab_size), heat, keys, num_ranks)
         return ids.view(num_requests, depths, num_ranks), scores.view(num_requests, depths, num_ranks)
 
-    def chain_noise(self, drafts: Sequence[Draft]) -> ChainNoise | None:
-        """The noise of chains that fill `drafts`, longest first; None if a drafter's logits must be shaped first."""
-        requests = [draft.request for draft in drafts]
-        if not all(is_plain(request.params) for request in requests):
-            return None
-        lengths = [draft.num_free for draft in drafts]
-        assert lengths == sorted(lengths, reverse=True)
-        steps = range(lengths[0])
-        wide = [*(request.seed for request in requests), *(self._stream(request) for request in requests)]
-        wide += [self._noise_position(request, step, step) for step in steps for request in requests]  # node = depth
-        wide += [sum(length > step for length in lengths) for step in steps]
-        num = len(drafts)
-        parts = _signed(wide).split_with_sizes([num, num, num * len(steps), len(steps)])
-        seeds, streams, positions, num_active = parts
-        heat = as_temperatures([request.params.temperature for request in requests])
-        return ChainNoise(heat, seeds, streams, positions.view(len(steps), num), num_active, least_of(drafts))
 
-    def must_keep_logits(self, drafts: Sequence[Draft]) -> bool:
-        """Whether q has to be recorded for one of these drafts."""
-        return any(self._records(draft.request.params.temperature) for draft in drafts)
+@dataclass(frozen=True, slots=True)
+class TreeNoise:
+    """What the trees of one call are drawn with, the largest first; whoever runs passes needs no more of requests."""
 
-    def add_chains(
-        self, drafts: Sequence[Draft], chains: Chains, log_chances: Tensor | None, source: str
-    ) -> list[list[int]]:
-        """Add chains drawn with `chain_noise`, ended by -1, below the roots -> the nodes of each, the root first.
+    _grower: TreeGrower
+    requests: Sequence[Request]
+    sizes: Sequence[int]  # nodes each tree may have below its root
+    records: Sequence[bool]  # whether q must be kept beside a tree's nodes
+    least: float  # chance that leaves are right, all trees' together, worth another level
+    by_depth: ChainNoise | None  # of chains of these sizes; None if logits must be shaped by each node's path
 
-        log_chances [steps, num_drafts]: of each token given those before it; None: not known. What is known is believed
-        only of chains that may be pruned by it.
+    def of(self, chosen: Sequence[int]) -> TreeNoise:
+        """That of some trees, ascending, to be drawn on the host."""
+        return TreeNoise(
+            self._grower,
+            [self.requests[index] for index in chosen],
+            [self.sizes[index] for index in chosen],
+            [self.records[index] for index in chosen],
+            self.least,
+            None,
+        )
+
+    def draw(self, places: Sequence[Place], logits: Tensor, width: int) -> list[Children]:
+        """See `TreeGrower`."""
+        return self._grower.draw(places, logits, width)
+
+    def can_rank(self, index: int) -> bool:
+        """Whether a node's children are the same for all nodes of a tree with the same logits and depth."""
+        return is_plain(self.requests[index].params) and not self.records[index]
+
+    def rank_depths(self, logits: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
+        """The best tokens at every depth from logits [R, depths, vocab_size], of trees that `can_rank`.
+
+        Their ids and scores, best first, as `Kernels.gumbel_topk` gives them -> each [R, depths, num_ranks].
         """
-        columns = chains.ids.T.tolist()
-        known = [None] * len(drafts) if log_chances is None else log_chances.T.tolist()
-        found = []
-        for index, (draft, column, chances) in enumerate(zip(drafts, columns, known, strict=True)):
+        return self._grower.rank_depths(self.requests, logits, num_ranks)
+
+    def chains(self, chains: Chains, log_chances: Tensor | None) -> list[DrawnTree]:
+        """Chains drawn with `by_depth`, ended by -1, as trees.
+
+        log_chances [steps, R]: of each token given those before it; None where all are told by rank. The last token of
+        the longest possible chain has not been through the network.
+        """
+        trees = []
+        for index, (column, size) in enumerate(zip(chains.ids.T.tolist(), self.sizes, strict=True)):
             tokens = list(takewhile(lambda token: token >= 0, column))
-            records = self._records(draft.request.params.temperature)
-            logits = chains.logits[:, index] if records and chains.logits is not None else None  # [steps, V]
-            is_believed = chances is not None and (self._coupled or draft.request.params.greedy)
-            steps = [min(chance, 0.0) for chance in chances] if is_believed else by_rank(1) * len(tokens)
-            found.append(_add_chain(draft, tokens, steps, logits, source))
+            nodes = range(1, len(tokens) + 1)
+            steps = [0.0] * len(tokens) if log_chances is None else log_chances[: len(tokens), index].tolist()
+            survival = list(accumulate(min(chance, 0.0) for chance in steps))
+            places = [node if node < size else -1 for node in nodes]
+            trees.append(DrawnTree(tokens, range(len(tokens)), survival, places, {}))
+        return trees if chains.logits is None else self.recorded(trees, chains.logits)
+
+    def recorded(self, chains: Sequence[DrawnTree], logits: Tensor) -> list[DrawnTree]:
+        """Chains and, where it must be kept, the q they were drawn from: of logits [steps, R, vocab_size]."""
+        found = []
+        for index, chain in enumerate(chains):
+            heat, steps = self.requests[index].params.temperature, range(len(chain.tokens))
+            if self.records[index]:
+                drawn_from = {step: probabilities(ShapedRow(logits[step, index], heat)) for step in steps}
+                survival = list(accumulate(by_rank(1) * len(steps)))
+                chain = chain._replace(log_chances=survival, drawn_from=drawn_from)
+            found.append(chain)
         return found
-
-
-def _add_chain(
-    draft: Draft, tokens: Sequence[int], log_chances: Sequence[float], logits: Tensor | None, source: str
-) -> list[int]:
-    """Tokens one below the other; logits [steps, V]: what they were drawn from, None without randomness."""
-    nodes, survival = [ROOT], 0.0
-    for step, (token, log_chance) in enumerate(zip(tokens, log_chances, strict=False)):
-        survival += log_chance
-        q = None if logits is None else probabilities(ShapedRow(logits[step], draft.request.params.temperature))
-        nodes += draft.add_drawn(nodes[-1], [token], [survival], q, source)
-    return nodes
 
 
 def by_rank(num: int) -> list[float]:
     """Log chances of the first children by their rank alone, where what was drawn may not decide what is pruned."""
     return [math.log(_RANK_SURVIVAL[min(rank, len(_RANK_SURVIVAL) - 1)]) for rank in range(num)]
-
-
-def _log_chances(scores: Tensor) -> Tensor:
-    """Of the best scores [R, ranks] of rows, best first; estimates only: they steer what is tried, never the text."""
-    scaled = scores / RIVALS_SCALE
-    return scaled - scaled[:, :NUM_RIVALS].logsumexp(1, keepdim=True)
 
 
 def _shape(places: Sequence[Place], logits: Tensor) -> tuple[Tensor, list[float]]:
@@ -212,11 +217,6 @@ def _shape(places: Sequence[Place], logits: Tensor) -> tuple[Tensor, list[float]
     give_up_s = give_up_at()
     rows = [shape_draft(logits[i], request, path, give_up_s) for i, (request, _, path) in enumerate(places)]
     return torch.stack([row.logits for row in rows]), [row.temperature for row in rows]  # [num_places, vocab_size]
-
-
-def least_of(drafts: Sequence[Draft]) -> float:
-    """The chance from which another level of these drafts is drawn."""
-    return min(draft.least for draft in drafts)
 
 
 def noise_keys(seeds: Sequence[int], positions: Sequence[int], streams: Sequence[int]) -> NoiseKeys:

@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.core import Request, SamplingParams
 from forerun.kernels.ops import Kernels
 from forerun.speculation.draft import Draft
-from forerun.speculation.growth import Leaf, TreeGrower
+from forerun.speculation.growth import Place, TreeGrower
 from forerun.speculation.tree import ROOT
 from forerun.speculation.verifier import Candidate, RejectionVerifier
 from forerun.speculation.verify import Choice
@@ -93,12 +93,13 @@ class _Toy:
         return [*(draft.tree.tokens[node] for node in choice.nodes[1:]), choice.token]
 
     def _draft(self, request: Request) -> Draft:
-        draft = Draft(request, max_nodes=16)
-        leaves = [Leaf(draft, ROOT)]
+        draft, leaves = Draft(request, max_nodes=16), [ROOT]
         for width in self._widths:
-            logits = self._drafter[torch.tensor([draft.tree.tokens[leaf.node] for leaf in leaves])]
-            grown = self._grower.grow(leaves, logits, width, "toy")
-            leaves = [Leaf(draft, node) for nodes in grown for node in nodes]
+            logits = self._drafter[torch.tensor([draft.tree.tokens[node] for node in leaves])]
+            places = [Place(request, node, draft.tree.path_tokens(node)) for node in leaves]
+            drawn = zip(leaves, self._grower.draw(places, logits, width), strict=True)
+            hung = [draft.add_drawn(node, tokens, chances, q, "toy") for node, (tokens, chances, q) in drawn]
+            leaves = [node for nodes in hung for node in nodes]
         return draft
 
     def probability(self, text: Sequence[int]) -> float:

@@ -45,9 +45,9 @@ def test_enqueued_drafts_are_the_levels(
         kvs = KVCache(kernels, model.kv_specs, BLOCKS_EACH * NUM, BLOCK_SIZE).layers
         drafter = DraftModelDrafter(model, TreeGrower(kernels, True), kernels, BLOCK_SIZE, 4, width, 64)
         capture: Any = CudaCapture(device) if device.type == "cuda" else Enqueued()
-        drafter._runner = (
-            bind(passes_of(model), kernels, kvs, capture) if enqueues else EagerRunner(passes_of(model), kvs)
-        )
+        passes = passes_of(model)
+        eager = EagerRunner(passes, kvs, BLOCK_SIZE)
+        drafter._runner = bind(passes, kernels, kvs, BLOCK_SIZE, capture) if enqueues else eager
         for request in (known := requests()):
             drafter.begin(request)
         drafts = [Draft(request, length + 1) for request, length in zip(known, lengths, strict=True)]

@@ -1,0 +1,51 @@
+"""Trees of drafts without requests, as whoever runs a drafter's passes hands them over: read, or still on a device.
+
+Knows: nodes, and where their KV lies. Does not know: who draws, `Draft`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.device import to_host
+
+
+class DrawnTree(NamedTuple):
+    """The nodes below one root, in the order they were drawn; nodes are numbered from 1, the root is 0."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    log_chances: Sequence[float]  # of whole paths, by the drafter's own estimate
+    places: Sequence[int]  # row behind the root's in which the node's KV lies; -1: it was not computed
+    drawn_from: Mapping[int, Tensor]  # node -> q [V] its children were drawn from; those of others without randomness
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTrees:
+    """Trees on their way: the device may not have drawn them yet. They lie where the next of their size will."""
+
+    unread: Tensor  # int64 on the device: all that `reading` takes
+    tokens: Tensor  # [R, most nodes] int64 on the device; -1 for none
+    depths: Tensor  # likewise, of the nodes
+    masks: Tensor  # likewise: ancestors and self by bits, node i of column i - 1
+    reading: Callable[[Tensor], list[DrawnTree]]  # of `unread` on the host
+
+    def read(self) -> list[DrawnTree]:
+        """Here the host waits."""
+        return self.reading(to_host(self.unread))
+
+
+Drawn = list[DrawnTree] | PendingTrees
+
+
+def trees_of(tokens: Tensor, parents: Tensor, log_chances: Tensor, places: Tensor) -> list[DrawnTree]:
+    """Columns [R, most nodes] on the host, tokens -1 behind a tree's last, log chances float64 by their bits."""
+    columns = (tokens, parents, log_chances.contiguous().view(torch.float64), places)
+    lengths = (tokens >= 0).sum(1).tolist()
+    told = zip(lengths, *(column.tolist() for column in columns), strict=True)
+    return [DrawnTree(ids[:n], above[:n], chances[:n], rows[:n], {}) for n, ids, above, chances, rows in told]
