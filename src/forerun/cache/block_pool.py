@@ -27,12 +27,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody owns and nobody would miss."""
+        """Free blocks whose contents are not cached."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks nobody owns, kept for who may come."""
+        """Free blocks whose contents are cached for later requests."""
         return len(self._cached)
 
     @property
@@ -42,7 +42,7 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody owns."""
+        """Blocks that requests own."""
         return self.num_blocks - self.num_available
 
     def is_cached(self, block: int) -> bool:

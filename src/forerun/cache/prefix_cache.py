@@ -1,4 +1,4 @@
-"""Which blocks already hold the KV of a prefix, so that nobody computes it twice.
+"""Which blocks already hold the KV of a prefix, so that it is not computed twice.
 
 Knows: the token ids behind every full block that was computed, what follows what, how far drafters' KV in a block is
 valid. Does not know: tensors, who is scheduled when.
@@ -164,7 +164,7 @@ class PrefixCache:
             self._mark(request, tail, kind, num_rows)
 
     def close(self, request_id: str) -> None:
-        """The request runs no more; its blocks are the pool's business."""
+        """The request has ended; its blocks are returned to the pool by the caller."""
         del self._tails[request_id]
 
     def _add(self, request: Request, tail: _Tail, num_ready: Sequence[int]) -> None:

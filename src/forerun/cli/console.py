@@ -40,7 +40,7 @@ def print_json(value: Any) -> None:
 
 
 def table(*columns: str, title: str | None = None) -> Table:
-    """A plain table: the first column to the left, figures to the right; too wide cells and headers go on below."""
+    """A plain table: the first column to the left, figures to the right; wide cells and headers wrap."""
     result = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, 1))
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index == 0 else "right", overflow="fold")

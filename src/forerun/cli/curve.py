@@ -35,7 +35,7 @@ def curve(
     repeats: Repeats = 15,
     json: opt.JsonOption = False,
 ) -> None:
-    """Measure one pass over several tokens, as verification computes it, beside the machine's read bandwidth."""
+    """Measure a pass over several tokens, as in verification, and compare it with the machine's read bandwidth."""
     numbers, contexts = whole_numbers(tokens, "--tokens"), whole_numbers(context, "--context")
     report = _curve(shape, weights, numbers, contexts, repeats, machine)
     print_json(report) if json else _show_curve(report)

@@ -1,4 +1,4 @@
-"""Shows who drafted which part of a text.
+"""Shows which drafter guessed which part of a text.
 
 Knows: colours, and how tokens become pieces of the visible text. Does not know: engines.
 """
@@ -89,7 +89,7 @@ def _runs(pieces: Sequence[DraftedPiece]) -> Iterable[DraftedPiece]:
 
 
 def has_colour(console: Console) -> bool:
-    """Whether colours would be seen; where not, accepted runs are put in brackets."""
+    """Whether the terminal shows colours; where it does not, accepted drafts are put in brackets."""
     return console.color_system is not None and not console.no_color
 
 

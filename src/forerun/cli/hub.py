@@ -44,7 +44,7 @@ def run(
 
 
 def pull(names: HubNames, json: opt.JsonOption = False) -> None:
-    """Download models of the hub, or their latest revision; a download that was interrupted goes on."""
+    """Download models of the hub, or their latest revision; an interrupted download is resumed."""
     from forerun.weights.hub_download import download
 
     asked = [_hub_name(name) for name in names]
@@ -93,7 +93,7 @@ def rm(names: HubNames, json: opt.JsonOption = False) -> None:
 
 
 def _hub_name(text: str) -> Any:
-    """A name of the hub. Raises ConfigError for what is none, and for what lies on this machine anyway."""
+    """A name of the hub. Raises ConfigError for an invalid name, and for a model that is on this machine already."""
     from forerun.weights.hub import HubName
     from forerun.weights.resolve import EMBEDDED
 

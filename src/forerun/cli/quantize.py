@@ -82,7 +82,7 @@ def quantize(
     threads: opt.Threads = None,
     json: opt.JsonOption = False,
 ) -> None:
-    """Write a model in fewer bits, as others load it too. A run of gptq or awq goes on where it was interrupted."""
+    """Write a model in fewer bits, as other engines load it too. An interrupted run of gptq or awq is resumed."""
     form = form or ("gguf" if target.suffix == GGUF_SUFFIX else "hf")
     _refuse_others(context, form)
     _check_target(target, form, mix)

@@ -200,7 +200,7 @@ def _read_keys(path: Path) -> list[str]:
 
 
 def _allowed_hosts(host: str, given: list[str] | None, has_keys: bool) -> tuple[str, ...]:
-    """The names given; on loopback its own besides.
+    """The given names; on a loopback address those of the loopback as well.
 
     A page of another site may have its name point to this machine, so that a browser takes a server without keys for a
     part of that site: unless names are given, such a server answers to its own only.
@@ -212,7 +212,7 @@ def _allowed_hosts(host: str, given: list[str] | None, has_keys: bool) -> tuple[
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raises ConfigError for a port that is none or is taken, and for a host this machine does not have."""
+    """Raises ConfigError for a port that is invalid or taken, and for an address this machine does not have."""
     if not 0 <= port <= LARGEST_PORT:
         raise ConfigError(f"--port must be from 0 (takes a free one) to {LARGEST_PORT}; got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -236,7 +236,7 @@ def _tls(certificate: Path | None, key: Path | None) -> dict[str, Any]:
 
 
 def _bound_memory() -> None:
-    """Before the engine has threads, which the application's own call would be too late for on many cores."""
+    """Limit glibc's arenas before the engine starts threads; the application's own call would come too late."""
     from forerun.server.memory import bound_arenas
 
     bound_arenas()

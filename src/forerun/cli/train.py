@@ -46,7 +46,7 @@ def lm(
     data: Annotated[Path | None, typer.Option(help="Folder of the training text; the recipe's unless given.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh/--resume", help="Delete the folder's run first, or go on.")] = False,
 ) -> None:
-    """Train a language model, or go on with it, and export it in Hugging Face layout."""
+    """Train a language model, or resume its training, and export it in Hugging Face layout."""
     from forerun.training.console import Console
     from forerun.training.lm import train_lm
     from forerun.training.recipe import load_recipe, with_data_dir
@@ -79,7 +79,7 @@ def answers(
     turns: Annotated[int, typer.Option(help="Answer so many turns of a conversation.")] = 2,
     seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 1,
 ) -> None:
-    """Let a target answer prompts, or go on with it; draft heads learn from the files by --data."""
+    """Let a target answer prompts, or resume that; draft heads learn from the resulting files (--data)."""
     from forerun.training.heads.console import HeadConsole
     from forerun.training.heads.conversations import AnswerOptions, answer_files, read_temperatures
 
@@ -101,7 +101,7 @@ def medusa(
     device: Device = "cpu",
     fresh: Fresh = False,
 ) -> None:
-    """Train Medusa heads for a target, or go on with it, and export them in vLLM's layout."""
+    """Train Medusa heads for a target, or resume the training, and export them in vLLM's layout."""
     sizes = (steps, tokens_per_step, data_tokens, capture_bytes)
     _train_head("medusa", target, data, out, recipe, sizes, device, fresh)
 
@@ -119,7 +119,7 @@ def eagle3(
     device: Device = "cpu",
     fresh: Fresh = False,
 ) -> None:
-    """Train an EAGLE-3 head for a target, or go on with it, and export it in SafeAILab's layout."""
+    """Train an EAGLE-3 head for a target, or resume the training, and export it in SafeAILab's layout."""
     sizes = (steps, tokens_per_step, data_tokens, capture_bytes)
     _train_head("eagle3", target, data, out, recipe, sizes, device, fresh)
 
@@ -137,7 +137,7 @@ def mtp(
     device: Device = "cpu",
     fresh: Fresh = False,
 ) -> None:
-    """Train an MTP module for a target, or go on with it, and export it in MiMo's layout."""
+    """Train an MTP module for a target, or resume the training, and export it in MiMo's layout."""
     sizes = (steps, tokens_per_step, data_tokens, capture_bytes)
     _train_head("mtp", target, data, out, recipe, sizes, device, fresh)
 
@@ -155,7 +155,7 @@ def draft(
     device: Device = "cpu",
     fresh: Fresh = False,
 ) -> None:
-    """Distil a small draft model from a target, or go on with it, and export it in Hugging Face layout."""
+    """Distil a small draft model from a target, or resume the training, and export it in Hugging Face layout."""
     sizes = (steps, tokens_per_step, data_tokens, capture_bytes)
     _train_head("draft", target, data, out, recipe, sizes, device, fresh)
 

@@ -1,4 +1,4 @@
-"""Linear layers: a stored matrix and a bias, or a matrix for every head.
+"""Linear layers: a weight and a bias, or a weight for every head.
 
 Knows: that a Weight multiplies, and that kernels pack matrices of heads. Does not know: how a matrix is stored.
 """

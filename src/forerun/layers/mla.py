@@ -25,7 +25,7 @@ class LatentShape:
     layout: LatentLayout
     scale: float
     norm_eps: float  # of the latent's norm
-    window: int = 0  # there are none: every visible position counts
+    window: int = 0  # no window: every visible position counts
 
     @property
     def heads(self) -> HeadLayout:

@@ -112,7 +112,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
         app.add_exception_handler(kind, _answer_error)
     paths = frozenset(path for path in (*app.openapi()["paths"], "/docs", "/openapi.json", *PLAYGROUND_PATHS))
     app.add_middleware(Gate, settings=settings, metrics=service.metrics, paths=paths)
-    if settings.allowed_origins:  # outermost: a page may read errors, too, and asks before it has shown its key
+    if settings.allowed_origins:  # outermost: pages may read errors, and preflights bring no key
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",), allow_private_network=True, expose_headers=(ID_HEADER, "Retry-After"),

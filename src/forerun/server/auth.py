@@ -13,7 +13,7 @@ from forerun.server.errors import ApiError
 
 
 class KeyCheck:
-    """Refuses requests without one of the keys; with no keys everyone may ask."""
+    """Refuses requests without one of the keys; without configured keys every request is allowed."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = [encoded for key in keys for encoded in _encodings(key)]

@@ -334,7 +334,7 @@ def _written(value: Any) -> str:
 
 
 def read_json(text: str) -> Any:
-    """The value of JSON text a model wrote. Raises ValueError if it is none, or none that an answer can hold."""
+    """The value of JSON text a model wrote. Raises ValueError if it is not JSON that an answer can hold."""
     value = from_json(text, allow_inf_nan=False)
     _written(value)
     return value

@@ -275,7 +275,7 @@ class ChatJob:
         return {"prompt_logprobs": prompt_logprobs(self._context.tokenizer, entries, as_ids)}
 
     def _usage_so_far(self, choice: _ChatChoice) -> dict[str, Any]:
-        """What a piece of a stream says of its own choice, if each was asked to."""
+        """Usage of one choice so far, for a stream piece, where `continuous_usage_stats` was asked for."""
         options = self._body.stream_options
         if options is None or not options.continuous_usage_stats:
             return {}

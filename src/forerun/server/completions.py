@@ -186,7 +186,7 @@ class CompletionJob:
         }
 
     def _ids(self, choice: _CompletionChoice) -> dict[str, Any]:
-        """What vLLM's `return_token_ids` asks for; an answer nobody wanted (`max_tokens` 0) has none."""
+        """What vLLM's `return_token_ids` asks for; with `max_tokens` 0 there are no answer tokens."""
         written = [] if self._writes_nothing else choice.token_ids
         return {"token_ids": written, "prompt_token_ids": self._prompts[choice.index // self._num_samples]}
 
@@ -247,7 +247,7 @@ class CompletionJob:
             yield {**first, "choices": [], "usage": self._account.usage(), "forerun": self._account.forerun()}
 
     def _usage_so_far(self, choice: _CompletionChoice) -> dict[str, Any]:
-        """What a piece of a stream says of its own choice, if each was asked to."""
+        """Usage of one choice so far, for a stream piece, where `continuous_usage_stats` was asked for."""
         options = self._body.stream_options
         if options is None or not options.continuous_usage_stats:
             return {}

@@ -17,7 +17,7 @@ from forerun.server.tools import describe_tools
 from forerun.weights.tokenizer import Tokenizer
 
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "self", "template", "chat_template")
-GAP = "<forerun-goes-on-here> "  # behind the message to be continued; its blank tells whether the template strips texts
+GAP = "<forerun-goes-on-here> "  # ends the message to be continued; its space shows if templates strip
 PART_KINDS = ("image_url", "input_audio", "video_url", "file")
 
 
@@ -54,7 +54,7 @@ def _apply(
 
 
 def continues(body: ChatBody) -> bool:
-    """Whether the answer goes on with the last message instead of beginning a new one."""
+    """Whether the answer continues the last message instead of starting a new one."""
     return bool(body.continue_final_message or (body.messages and body.messages[-1].prefix))
 
 

@@ -106,7 +106,7 @@ def validation_error(error: RequestValidationError | ValidationError) -> ApiErro
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"] if part != "body")
     field = str(next((part for part in first["loc"] if part != "body"), "")) or None
-    if not path:  # whose text is nobody's to repeat: it was not read as JSON, or is no object
+    if not path:  # do not echo the body: it was not read as JSON, or is not an object
         return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json",
                         code="invalid_type")  # fmt: skip
     return ApiError(400, f"{path}: {first['msg']}; got {shown(first.get('input'))}", param=field, code="invalid_type")

@@ -99,7 +99,7 @@ async def _pump(index: int, stream: TokenStream, arrived: asyncio.Queue[Event | 
 
 
 async def unless_gone(request: Request, generation: Generation, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work` on `generation`; both are ended if the client hangs up first."""
+    """The result of `work` on `generation`; both are cancelled if the client disconnects first."""
     try:
         with generation:
             return await _unless_gone(request, work)
@@ -149,7 +149,7 @@ async def sse_body(chunks: AsyncGenerator[dict[str, Any], None], named: bool) ->
 
 
 def broken_off(error: Exception) -> ApiError:
-    """What the client of a stream is told of an error; nobody else hears of it, so the log says what it cannot."""
+    """The error event for the client of a stream. The HTTP status was sent long before, so the log gets the details."""
     told = as_api_error(error)
     if told.code == "internal_error":
         log.error("an answer broke off", exc_info=error)
@@ -174,7 +174,7 @@ class EventStream(StreamingResponse):
         super().__init__(self._body, media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the end, or until the client hangs up. Raises ApiError 429 before anything is sent."""
+        """Send until the end, or until the client disconnects. Raises ApiError 429 before anything is sent."""
         with self._generation:
             await self._send_until_gone(receive, send)
 
@@ -191,7 +191,7 @@ class EventStream(StreamingResponse):
             await self._chunks.aclose()
 
     async def stream_response(self, send: Send) -> None:
-        """The events, and comments while there are none."""
+        """The events, with comments as keep-alive while there are none."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         filler = asyncio.create_task(self._fill_silence(send))
         try:

@@ -45,7 +45,7 @@ class KeptGrammar:
         self._control = control
 
     def __del__(self) -> None:
-        self._control.close()  # the process then ends; those that it forked for requests go on
+        self._control.close()  # the process then ends; the processes it forked for requests keep running
 
     def open(self) -> socket.socket | None:
         """A socket to a new process that computes the masks of one request; None if the grammar is gone."""
@@ -81,7 +81,7 @@ class GrammarCompiler:
         self._quick = Lock()  # for a look at what follows
         self._pending: dict[GrammarSpec, _Turn] = {}
         self._compiled: OrderedDict[GrammarSpec, KeptGrammar] = OrderedDict()
-        self._refused: OrderedDict[GrammarSpec, str] = OrderedDict()  # for ever: not those that took too long
+        self._refused: OrderedDict[GrammarSpec, str] = OrderedDict()  # not those for time or memory
         self._slots = BoundedSemaphore(MAX_AT_ONCE)
         self._starting = Lock()
         self._worker: _Worker | None = None
@@ -94,7 +94,7 @@ class GrammarCompiler:
         """End all processes, whatever they are doing."""
         self._closed = True
         if self._worker is not None:
-            self._worker.kill()  # whoever waits for an answer gets none
+            self._worker.kill()  # pending compilations are cancelled
 
     @property
     def num_waiting(self) -> int:
@@ -174,12 +174,12 @@ class GrammarCompiler:
         raise ApiError(400, text, param=spec.param, code="invalid_grammar")
 
     def _ask(self, spec: GrammarSpec, limit_s: float) -> tuple[KeptGrammar | None, str | None]:
-        """A grammar, or why there is none; neither if it took too long or too much."""
+        """A grammar, or the reason why it was refused; neither if it took too much time or memory."""
         worker = self._ready_worker()
         ours, theirs = socket.socketpair()
         held = KeptGrammar(ours)
         try:
-            with theirs:  # while it is open here, nobody hears that the other side has ended
+            with theirs:  # while this end is open, the end of the other process goes unnoticed
                 worker.compile(spec, limit_s, theirs)
         except OSError:  # the process has ended a moment ago
             return None, None
@@ -190,7 +190,7 @@ class GrammarCompiler:
         return (held, None) if refused is None else (None, refused)
 
     def _limit_s(self, deadline_s: float | None) -> float:
-        """Time to compile. Raises DeadlineError if there is none."""
+        """Seconds left to compile. Raises DeadlineError if there are none."""
         left_s = self._timeout_s if deadline_s is None else min(self._timeout_s, deadline_s - perf_counter())
         if left_s <= 0:
             raise DeadlineError(_NO_TIME)

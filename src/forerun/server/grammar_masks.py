@@ -19,7 +19,7 @@ from forerun.server.grammar_messages import ALL, ASK, common_prefix
 MAX_MASKS = 256  # prefixes whose masks are kept
 MAX_ASKED = 64  # prefixes asked for and not answered
 MAX_ASKED_BYTES = 64 << 10  # of theirs: fewer than a socket holds, so that asking never waits
-PATIENCE_S = 5.0  # for a mask that nothing can go on without
+PATIENCE_S = 5.0  # for a mask that the request needs before it can continue
 Prefix = tuple[int, ...]
 
 
@@ -51,7 +51,7 @@ class PrefixMask:
         return self._known[prefix]
 
     def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
-        """Whether `allowed` answers at once, perhaps after waiting; asks for the mask if nobody has.
+        """Whether `allowed` answers at once, after at most `wait_s`; asks for the mask if that has not been done.
 
         Raises GrammarError if it will never come.
         """

@@ -25,7 +25,7 @@ from forerun.server.json_strings import Longest
 MAX_CURSORS = 8  # places in texts of one request (its samples, its drafts) that are kept
 BURST_S = 1.0  # processor time a request may take for one mask, or for several that exceed what each one earns
 EARN_S = 0.02  # processor time each mask adds to that again
-LEAST_S = 0.001  # a timer of 0 would be none
+LEAST_S = 0.001  # a timer of 0 seconds would switch it off
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from forerun.server.json_strings import both_grammar, longest_strings
 from forerun.server.json_values import multiple_grammar, unique_grammar
 
 MEMORY_BYTES = 2 << 30  # beyond what the process has when it starts
-NICENESS = 5  # what everybody waits for comes first
+NICENESS = 5  # the engine, which every request waits for, has priority
 NUM_WALKS, WALK_TOKENS = 2, 48  # random texts tried against a grammar
 MAX_WALK_S = 4.0  # processor time of all of them: some tens of milliseconds a token
 
@@ -54,7 +54,7 @@ class GrammarVocabulary(NamedTuple):
 
 
 def main() -> None:
-    """Read a vocabulary, then grammars, each with a socket for whoever asked, until the input ends."""
+    """Read a vocabulary, then grammars, each with a socket to the asking process, until the input ends."""
     channel = socket.socket(fileno=os.dup(0))
     os.dup2(2, 1)  # standard output is the server's
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave nothing behind
@@ -80,7 +80,7 @@ def _end_after(work: Callable[..., None], *arguments: Any) -> NoReturn:
     """Do this in a fork, and nothing of the process it is a fork of."""
     try:
         work(*arguments)
-    except (OSError, MemoryError):  # whoever asked is gone, or hears of it by that the socket is closed
+    except (OSError, MemoryError):  # the asking process is gone, or notices that the socket is closed
         os._exit(1)
     except BaseException:
         traceback.print_exc()
@@ -116,7 +116,7 @@ def _limit_memory() -> None:
 def _compile_or_refuse(
     vocabulary: GrammarVocabulary, kind: str, text: str
 ) -> tuple[xgrammar.CompiledGrammar | None, str | None]:
-    """The grammar, or why there is none. Raises MemoryError."""
+    """The grammar, or the reason why it was refused. Raises MemoryError."""
     try:
         with _captured_stderr() as warnings:
             compiled = compile_grammar(vocabulary.compiler, kind, text)

@@ -44,7 +44,7 @@ def marked_value(text: str, kind: str) -> str:
 
 
 def other_than(names: Sequence[str]) -> str:
-    """An expression for every text but these."""
+    """A regular expression that matches every text except these."""
     heads = {name[0] for name in names if name}
     longer = [f"{_literal(head)}({other_than([name[1:] for name in names if name[:1] == head])})" for head in
               sorted(heads)]  # fmt: skip

@@ -24,7 +24,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _ONES = ("items", "additionalProperties", "propertyNames", "additionalItems")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _VALUES, _BRANCHES = ("enum", "const"), ("anyOf", "oneOf", "allOf")
-_ALTERNATIVES = ("$ref", *_BRANCHES, *_VALUES)  # each decides alone: the library reads no keyword beside them
+_ALTERNATIVES = ("$ref", *_BRANCHES, *_VALUES)  # the library ignores every other keyword next to one of these
 _OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -116,7 +116,7 @@ def schema_text(schema: Any) -> str:
 
 
 def _alone(schema: Schema) -> Schema:
-    """The schema with nothing beside a keyword that decides alone, and with a type where it decides nothing else."""
+    """The schema as the library reads it: one keyword of _ALTERNATIVES by itself, or keywords with an explicit type."""
     found = [name for name in _ALTERNATIVES if name in schema]
     if not found:
         return _typed(schema)
@@ -141,7 +141,7 @@ def _typed(schema: Schema) -> Schema:
 
 
 def _of_type(schema: Schema, head: str) -> Schema:
-    """Values of an enumeration that have the type given beside it."""
+    """Values of an enumeration that have the type the schema also gives."""
     made = dict(schema)
     kinds = made.pop("type", None)
     if kinds is None:
@@ -154,7 +154,7 @@ def _of_type(schema: Schema, head: str) -> Schema:
 
 
 def _type_into(schema: Schema, head: str) -> Schema:
-    """A type beside alternatives belongs to each of them."""
+    """A type next to alternatives applies to each of them."""
     made = dict(schema)
     kind = made.get("type")
     if kind is None or not isinstance(made[head], list):

@@ -114,7 +114,7 @@ class Longest(NamedTuple):
 
 
 def longest_strings(schema: Any) -> Longest | None:
-    """The longest lengths the schema gives, down to half of the longest, and where; None if there are none."""
+    """The longest lengths the schema gives, down to half of the longest, with their places; None if there are none."""
     found = list(_lengths(schema, None, 64))
     most = max((length for length, _ in found), default=0)
     taken = [(length, key) for length, key in found if 2 * length >= most]

@@ -12,7 +12,7 @@ import ctypes
 import sys
 
 _M_ARENA_MAX = -8  # malloc.h
-MAX_ARENAS = 4  # the engine, the event loop, and two for those who read requests
+MAX_ARENAS = 4  # the engine, the event loop, and two for the threads that read requests
 
 
 def bound_arenas() -> bool:

@@ -98,7 +98,7 @@ def _tool_choice(body: CountTokensBody) -> dict[str, Any]:
 
 
 def _thinking(body: CountTokensBody, template: str, thinks: bool) -> dict[str, Any]:
-    """How the template is told whether to think. Raises ApiError 400 for what the model cannot do."""
+    """The template option that switches thinking on or off. Raises ApiError 400 for what the model cannot do."""
     asked = body.thinking
     if asked is None:
         return {}

@@ -100,7 +100,7 @@ class Metrics:
 
 
 class _LoadCollector(Collector):
-    """Gauges that are read only when somebody asks."""
+    """Gauges that are read only when the metrics are scraped."""
 
     def __init__(self, read: Callable[[], EngineLoad]) -> None:
         self._read = read

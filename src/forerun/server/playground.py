@@ -76,7 +76,7 @@ def _add_file(router: APIRouter, path: str, name: str, media_type: str) -> None:
 
 
 class TracedChat:
-    """A chat of one sample that tells its steps: the events `start`, `step` for every pass of the target, `end`."""
+    """A chat of one sample that reports its steps: the events `start`, `step` for every pass of the target, `end`."""
 
     def __init__(self, context: ServerContext, body: PlaygroundBody) -> None:
         """Raises what ChatJob raises. Takes a while: not for event loops."""

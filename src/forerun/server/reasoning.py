@@ -91,7 +91,7 @@ def held_back(text: str, mark: str) -> int:
 
 
 def reasoning_style(parser: str, template: str | None) -> tuple[str, str] | None:
-    """The marks of a model's reasoning, by option or found in its chat template; None: it has none.
+    """The marks of a model's reasoning, by option or found in its chat template; None if the model does not reason.
 
     Raises ConfigError for an unknown parser.
     """

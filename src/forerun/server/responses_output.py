@@ -125,5 +125,5 @@ def _copy(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def new_id(prefix: str) -> str:
-    """An id that nobody guesses."""
+    """A random id that cannot be guessed."""
     return f"{prefix}_{uuid4().hex}"

@@ -32,7 +32,7 @@ class _Kept(NamedTuple):
 
 
 class ResponseStore:
-    """The last responses, by id. Safe from several threads. Ids are random: whoever knows one may read it."""
+    """The last responses, by id. Safe from several threads. Ids are random; knowing one is enough to read it."""
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses

@@ -62,7 +62,7 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more requests; let those that run end, and end them when the time is over."""
+        """Accept no more requests, let the running ones finish, and end them when the time is over."""
         num_left = len(self.server_state.tasks)
         if num_left:
             log.info("stopping", extra={"requests_left": num_left, "drain_s": self._drain_s})
@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
         until = clock() + self._drain_s
         while clock() < until and not self._hurried:
             await asyncio.sleep(0.05)
-        await asyncio.to_thread(self._app.state.stop)  # whoever still waits gets an error
+        await asyncio.to_thread(self._app.state.stop)  # requests that still wait get an error
         await asyncio.sleep(FLUSH_S)
         for connection in list(self.server_state.connections):
             connection.transport.abort()

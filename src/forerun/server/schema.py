@@ -166,7 +166,7 @@ class SamplingBody(SharedFields):
     detokenize: bool | None = None
     request_id: Annotated[str, Field(max_length=MAX_ID)] | None = None  # becomes part of the answer's id
     extra_body: dict[str, Any] | None = None
-    # Notes for whoever keeps, bills or routes requests. They have no effect on the text.
+    # Fields for storing, billing or routing requests. They have no effect on the text.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None

@@ -133,7 +133,7 @@ class EngineService:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more requests, end all with an error, and the thread; returns when it has ended."""
+        """Accept no more requests, end all with an error, and stop the thread; returns when it has stopped."""
         self._closing = True
         self._commands.put(self._stop)
         self._thread.join()
@@ -180,12 +180,12 @@ class EngineService:
         stream = TokenStream(group, asyncio.get_running_loop(), constrained, sent)
         self._num_open += len(group.samples)
         self._commands.put(lambda: self._begin(stream))
-        if self._ended:  # in this moment: nobody may have seen the command
+        if self._ended:  # the thread may have ended before it saw the command
             raise _shutting_down()
         return stream
 
     def abort(self, stream: TokenStream) -> None:
-        """End a request nobody waits for any more; its blocks are free before the next step. Ended ones are ignored."""
+        """End a request whose client is gone, if it still runs; its blocks are freed before the next step."""
         self._commands.put(lambda: self._drop(stream))
 
     # -- the engine's thread ------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class EngineService:
 
     def _stop(self) -> None:
         self._stopping = True
-        self._deliver_last()  # whoever has ended gets the answer
+        self._deliver_last()  # finished requests still get their answer
         self._fail(list(self._streams.values()), _shutting_down())
 
     def _refuse_late(self) -> None:
@@ -245,7 +245,7 @@ class EngineService:
         """End these with an error and free what they hold."""
         for stream in streams:
             del self._streams[stream.request_id]
-            self._send(stream, error, stream.num_open)  # first: whoever waits is told even if the engine is broken
+            self._send(stream, error, stream.num_open)  # first, so that clients are told even if the engine is broken
             reason = _REASONS.get(error.status_code, "error")
             for sample, sent in zip(stream.group.samples, stream.sent, strict=True):
                 if not sent.done:
@@ -253,7 +253,7 @@ class EngineService:
             self.llm.abort(stream.request_id)
 
     def _advance(self) -> None:
-        """One step for all, and what it brought to everyone."""
+        """One step of the engine; its results go to all streams."""
         if self._undelivered is not None and not self.llm.engine.has_work:  # all that went on was aborted meanwhile
             self._deliver_last()
             return
@@ -272,7 +272,7 @@ class EngineService:
             self._dispatch()
 
     def _recover(self, error: BaseException) -> None:
-        """A step broke, or something around it: all are told, what they held is freed, the next request starts anew."""
+        """A step failed: its requests get an error, their blocks are freed, and the engine is clean again."""
         self._failures += 1
         self.metrics.errors.inc()
         log.error("a step of the engine failed", exc_info=error)
@@ -329,7 +329,7 @@ class EngineService:
             own = [parcel for parcel in parcels if parcel.stream.loop is loop]
             try:
                 loop.call_soon_threadsafe(self._arrive, own)
-            except RuntimeError:  # the loop has ended, and with it whoever waited
+            except RuntimeError:  # the event loop has ended, and the waiting tasks with it
                 log.debug("clients' event loop is closed")
 
     def _arrive(self, parcels: Sequence[_Parcel]) -> None:

@@ -27,7 +27,7 @@ class ServerSettings:
     drain_s: float = 8.0  # for requests to end when the server is told to stop
     max_body_bytes: int = 8 << 20
     max_prompt_tokens: int | None = None  # None: what the context holds
-    max_queue: int = 256  # samples that may wait beside those that run
+    max_queue: int = 256  # samples that may wait in addition to the running ones
     max_samples: int = 64  # n times prompts of one request
     timeout_s: float | None = None  # for requests that bring no deadline
     body_timeout_s: float = 30.0  # for the whole body to arrive

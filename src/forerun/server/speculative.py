@@ -1,4 +1,4 @@
-"""vLLM's --speculative-config, for people who come from there.
+"""Reads vLLM's --speculative-config, for users who switch from vLLM.
 
 Knows: its options and ours; the methods stand in each DrafterSpec. Does not know: what a drafter does.
 Source of the names: vLLM, docs/features/speculative_decoding and config/speculative.py.

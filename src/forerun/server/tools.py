@@ -165,7 +165,7 @@ class ForcedCalls:
         return Parsed(calls=tuple(self._reader.feed(text)))
 
     def finish(self) -> Parsed:
-        """What was cut off before it was a call is none."""
+        """A call that was cut off before its name was complete is text."""
         return Parsed()
 
 
