@@ -82,7 +82,7 @@ def _fixed(name: str, num: int) -> Entrant:
 
 
 def _rules_for(name: str) -> Iterator[str]:
-    """The tree rule beside the chains' only where the drafter draws chains; trees of others always go by it."""
+    """The tree rule is compared with the chain rules only for drafters that draw chains; trees always use it."""
     return (rule for rule in RULES if rule != "tree" or read(name)[0].tree_width is not None)
 
 
@@ -143,9 +143,9 @@ def pass_costs_ms(engines: Mapping[str, LLM]) -> dict[int, float]:
 
 
 def against_fixed(result: Mapping[str, Any], wanted: Sequence[Entrant]) -> list[dict[str, Any]]:
-    """The policy beside the best fixed number of drafts: a row a category and drafter that has both.
+    """The policy compared with the best fixed number of drafts: a row per category and drafter that has both.
 
-    The portfolio stands beside the best of all fixed settings.
+    The portfolio is compared with the best of all fixed settings.
     """
     rows = []
     for category, figures in (("all", result["rows"]), *result["categories"].items()):

@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def describe_machine(kernels: Kernels | None = None) -> dict[str, Any]:
-    """Facts that belong beside every figure, as plain values."""
+    """Facts about the machine that go with every figure, as plain values."""
     facts: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),

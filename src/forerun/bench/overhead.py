@@ -1,4 +1,4 @@
-"""What a step costs beside the target's forward, at batch 1.
+"""What a step costs in addition to the target's forward, at batch 1.
 
 Knows: the engine's own timings, read before and after every step. Does not know: what a phase does.
 """

@@ -34,7 +34,7 @@ class RandomModel:
         return num_threads(self.kernels)
 
     def report(self) -> dict[str, Any]:
-        """What was measured, beside the figures."""
+        """What was measured and how, in addition to the figures."""
         return {
             "shape": self.shape.name,
             "weights": self.kind.name,

@@ -88,7 +88,7 @@ def _html_cell(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A PNG and the name of its file beside the Markdown."""
+    """A PNG and the name of its file next to the Markdown."""
 
     title: str
     file: str
@@ -245,7 +245,7 @@ def category_table(run: Mapping[str, Any]) -> Table:
 
 
 def fixed_table(run: Mapping[str, Any]) -> Table:
-    """The policy beside the best fixed number of drafts."""
+    """The policy compared with the best fixed number of drafts."""
     rows = [
         [row["category"], row["drafter"], f"{row['speedup']:.2f}x", row["best_fixed"], f"{row['fixed_speedup']:.2f}x",
          "-" if row["ratio"] is None else f"{row['ratio']:.2f}"]

@@ -21,7 +21,7 @@ TEXT_FIELDS: Final = ("content", "reasoning_content", "reasoning", "refusal")
 
 
 class AnswerError(ForerunError):
-    """A server's answer is an error, or is none at all; `kind` is what it is counted under."""
+    """A server answered with an error or not at all; `kind` is the category it is counted in."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")

@@ -47,7 +47,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Mean and percentiles of the values there are; None if there are none."""
+    """Mean and percentiles of the values; None without values."""
     there = [value for value in values if value is not None]
     if not there:
         return None

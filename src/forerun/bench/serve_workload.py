@@ -31,7 +31,7 @@ WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """What every request carries beside its prompt."""
+    """The fields every request has besides its prompt."""
 
     model: str
     max_tokens: int
@@ -135,7 +135,7 @@ class Lengths:
 def synthetic(
     count: int, lengths: Lengths, prefixes: Prefixes, scale: Scale, seed: int, endpoint: str = "auto"
 ) -> list[Conversation]:
-    """`count` conversations of one turn, with prompts of about the lengths beside their prefixes."""
+    """`count` conversations of one turn, with prompts of about the given lengths, their prefixes not counted."""
     shared, is_chat = prefixes.texts(scale, seed), endpoint != "completions"
     texts = [some_words(scale.num_words(n), seed, "text", i) for i, n in enumerate(lengths.draw(count, seed))]
     return [Conversation((text,), is_chat, shared[i % len(shared)]) for i, text in enumerate(texts)]

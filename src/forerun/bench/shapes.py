@@ -15,7 +15,7 @@ from forerun.models.family import Family
 from forerun.models.loader import find_family
 from forerun.weights.checkpoint import read_json
 
-# Sizes as in the published config.json of these models; `small` is nobody's, for a quick look.
+# Sizes as in the published config.json of these models; `small` is made up, for a quick look.
 SHAPES: dict[str, Mapping[str, Any]] = {
     "qwen2.5-0.5b": {
         "model_type": "qwen2",

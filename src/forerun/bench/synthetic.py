@@ -110,7 +110,7 @@ def bytes_needed(config: ModelConfig, kind: WeightKind, kernels: Kernels, max_po
     hidden, heads = config.hidden_size, config.heads
     table = config.vocab_size * hidden
     largest = max(table, 2 * config.ffn_size * hidden, heads.row_size * hidden)
-    embedding = 0 if config.tie_embeddings else table  # stored beside the output layer's matrix
+    embedding = 0 if config.tie_embeddings else table  # stored with the output layer's matrix
     matrices = (num_parameters(config) - embedding) * _bytes_per_weight(kind, kernels)
     stored = 2 if kind.dtype is torch.bfloat16 else 4
     rope = max_position * heads.rotary_dim * 4

@@ -35,7 +35,7 @@ def write_model(
     aside = out / "config.json.new"
     aside.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     for path in _write_shards(_tensors(checkpoint, layers), out, shard_bytes):
-        shutil.copymode(aside, path)  # the safetensors library makes files that nobody else may read
+        shutil.copymode(aside, path)  # the safetensors library writes files that only their owner may read
     for pattern in COPIED:
         for path in checkpoint.folder.glob(pattern):
             if path.name not in OWN:

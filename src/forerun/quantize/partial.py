@@ -1,4 +1,4 @@
-"""What a quantization run has finished, in OUT/.partial, so that an interrupted one goes on.
+"""What a quantization run has finished, in OUT/.partial, so that an interrupted one can be resumed.
 
 Knows: a file a finished layer, the calibration text's state behind the last one, what the run was asked to do. Does
 not know: layers, methods. Every file is written aside and renamed, so none is ever half there.
@@ -28,7 +28,7 @@ class Partial:
     """The finished part of a run."""
 
     def __init__(self, out: Path, asked: Mapping[str, Any]) -> None:
-        """Start, or go on where a run that was asked the same stopped.
+        """Start, or resume an interrupted run with the same settings.
 
         Raises ConfigError if `out` holds another run's work or a finished model.
         """
@@ -68,7 +68,7 @@ class Partial:
         return self._folder / f"layer-{index:05}.safetensors"
 
     def remove(self) -> None:
-        """The model is written: nothing is left to go on with."""
+        """The model is written: delete what was kept for resuming."""
         shutil.rmtree(self._folder)
 
     def _save(self, tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None) -> None:

@@ -1,4 +1,4 @@
-"""Calibration text for those who have none: what the model itself writes.
+"""Calibration text where the user gives none: written by the model itself.
 
 Knows: how to ask it. Does not know: what the text is for. (Liu et al., "LLM-QAT", arXiv 2305.17888, calibrate so.)
 """

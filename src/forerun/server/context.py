@@ -67,7 +67,7 @@ class ServerContext:
                            code="model_not_found")  # fmt: skip
 
     def check_body(self, body: Body) -> None:
-        """What is checked of every request first. Raises ApiError for another model, unknown fields, or its own template."""
+        """What is checked of every request first. Raises ApiError for unknown models, fields and templates."""
         self.check_model(getattr(body, "model", None))
         if getattr(body, "chat_template", None) is not None and not self.settings.trust_request_chat_template:
             raise unsupported(

@@ -37,10 +37,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def find_checkpoint(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """Finds the state to go on from, or None.
+    """Finds the state to resume from, or None.
 
-    A run in its decay phase goes on only under the schedule it decayed by. If the recipe has been given more steps
-    since, training goes on from the last state before the decay.
+    A run in its decay phase can only be resumed with that schedule. If the recipe has been given more steps
+    since, training resumes from the last state before the decay.
     """
     if not (folder / LAST).is_file():
         return None

@@ -47,7 +47,7 @@ def continue_text(net: Net, prompts: Tensor, num_tokens: int, greedy: Tensor, ge
 def draw_ids(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     """Draws one id from each row of `probabilities` [batch, vocab], as [batch, 1].
 
-    `torch.multinomial` draws a random number for every entry of the vocabulary; this draws one a row.
+    `torch.multinomial` draws a random number for every entry of the vocabulary; this draws one per row.
     """
     sums = probabilities.cumsum(-1)
     marks = torch.rand(len(sums), 1, generator=generator).to(sums.device) * sums[:, -1:]

@@ -1,4 +1,4 @@
-"""The folder of a training run: made for a run, and cleared for one that starts anew.
+"""The folder of a training run: made for a run, and cleared when the run is restarted from the beginning.
 
 Knows what a training leaves in its folder, so that nothing else is ever deleted. Knows nothing of training: whoever
 reads the data clears the folder once it is read, so that a mistyped path costs no earlier run.

@@ -92,7 +92,7 @@ def conversation(record: Record, _rng: random.Random) -> list[str]:
 
 
 def dialogue(record: Record, _rng: random.Random) -> list[str]:
-    """Reads a dialogue; whoever speaks first is the user."""
+    """Reads a dialogue; the first speaker is the user."""
     turns = record["turns"]
     first = turns[0][0]
     roles = [("user" if who == first else "assistant", clean(said)) for who, said in turns]

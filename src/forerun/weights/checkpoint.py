@@ -63,7 +63,7 @@ class Checkpoint:
 
     @property
     def unread(self) -> list[str]:
-        """Names of the tensors nobody asked for so far, sorted."""
+        """Names of the tensors that have not been read so far, sorted."""
         return sorted(self._unread)
 
     @property

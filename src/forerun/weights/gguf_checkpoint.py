@@ -65,7 +65,7 @@ class GgufCheckpoint:
 
     @property
     def unread(self) -> list[str]:
-        """Names of the tensors nobody asked for so far, sorted."""
+        """Names of the tensors that have not been read so far, sorted."""
         return sorted(map(hugging_face_name, self._unread))
 
     @property

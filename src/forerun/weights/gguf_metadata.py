@@ -25,7 +25,7 @@ class GGUFMetadata:
         return iter(self._values)
 
     def get(self, key: str) -> Any:
-        """The value as stored, None if there is none."""
+        """The value as stored, or None."""
         return self._values.get(key)
 
     def text(self, key: str, default: str | None = None) -> str:

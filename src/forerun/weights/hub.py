@@ -28,7 +28,7 @@ _NAME = re.compile(r"((?:\w(?:[\w.-]*\w)?/)?\w(?:[\w.-]*\w)?)(?::([\w./-]+))?", 
 _LONGEST = 96  # letters of a repository
 _QUANT = re.compile(r"(?<![A-Z0-9])((?:IQ|TQ|Q)\d\w*|MXFP4\w*|BF16|FP?16|FP?32)(?![A-Z0-9_])", re.IGNORECASE)
 _PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
-_NO_MODELS = ("mmproj", "imatrix")  # GGUF files that lie beside models
+_NO_MODELS = ("mmproj", "imatrix")  # GGUF files in model repositories that are not models
 
 
 class HubName(NamedTuple):
@@ -233,7 +233,7 @@ def _remove(repository: CachedRepoInfo, name: HubName) -> None:
             (revision.snapshot_path / file).unlink(missing_ok=True)
     storage = _storage(name.repository).resolve()
     for blob in {blob for file in gone for blob in blobs[file]} - kept:
-        if blob.is_relative_to(storage):  # else somebody has put a link to a file of their own there
+        if blob.is_relative_to(storage):  # otherwise it is a link to a file of the user's own
             blob.unlink(missing_ok=True)
 
 

@@ -2,7 +2,7 @@
 
 Knows: huggingface_hub, how it fails. Does not know: names on the command line, terminals.
 
-Weights are downloaded here, file by file, because huggingface_hub begins a file anew in every process; all else, and
+Weights are downloaded here, file by file, because huggingface_hub restarts a file in every process; all else, and
 what the cache looks like, is left to it.
 """
 

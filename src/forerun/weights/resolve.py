@@ -23,7 +23,7 @@ EMBEDDED = {
     "mini-eagle": "mini/eagle",
     "mini-medusa": "mini/medusa",
 }
-PATH = re.compile(r"(\.{0,2}|~)/\S*|\S+\.gguf", re.IGNORECASE)  # what nobody writes but to name a file
+PATH = re.compile(r"(\.{0,2}|~)/\S*|\S+\.gguf", re.IGNORECASE)  # certainly meant as a path
 CONFIGS = ("config.json", "medusa_lm_head.pt")  # one of them is in every folder of a model or of heads
 
 

@@ -219,7 +219,7 @@ def _varint(raw: bytes, position: int) -> tuple[int, int]:
 
 
 def _message(fields: Sequence[tuple[int, Content]], number: int) -> dict[int, Content]:
-    """The last submessage of that number, {} if there is none."""
+    """The last submessage of that number, or {}."""
     found = [content for own, content in fields if own == number and isinstance(content, bytes)]
     return dict(_fields(found[-1])) if found else {}
 

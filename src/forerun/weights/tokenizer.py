@@ -94,7 +94,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with a start token where the model has one unless told otherwise.
 
-        Raises PromptError for a text the tokenizer has no tokens for. Other threads run beside a long one.
+        Raises PromptError for a text the tokenizer has no tokens for. Long texts do not block other threads.
         """
         with _no_panic(PromptError, "the tokenizer fails on this text", Exception):
             if len(text) <= LONG_TEXT:
@@ -132,7 +132,7 @@ class Tokenizer:
         return name
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token called `text`, None if there is none."""
+        """The id of the token called `text`, or None."""
         found: int | None = self._backend.token_to_id(text)
         return found
 

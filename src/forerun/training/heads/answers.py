@@ -1,6 +1,6 @@
 """The target's own answers, written through the engine.
 
-Knows batches of prompts and where answers are kept, so that an interrupted run goes on. Knows nothing of heads.
+Knows batches of prompts and where answers are kept, so that an interrupted run can be resumed. Knows nothing of heads.
 """
 
 from __future__ import annotations

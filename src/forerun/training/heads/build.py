@@ -66,7 +66,7 @@ def read_start(recipe: HeadRecipe, target: TrainingTarget) -> Export | None:
 
 
 def read_export(folder: Path) -> Export:
-    """Reads an exported head; raises CheckpointError if there is none."""
+    """Reads an exported head; raises CheckpointError if the folder has none."""
     try:
         return Export(folder, load_file(folder / "model.safetensors"))
     except (OSError, SafetensorError) as error:

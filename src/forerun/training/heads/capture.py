@@ -65,7 +65,7 @@ def rows_within(rows: Rows, width: int, budget: int, report: Report) -> Rows:
 def capture(
     rows: Rows, target: TrainingTarget, layers: Sequence[int], folder: Path, about: dict[str, Any], report: Report
 ) -> CapturedFeed:
-    """Writes the states of all sequences into `folder`, or goes on, or takes what is there.
+    """Writes the states of all sequences into `folder`: resumes an interrupted run, keeps a complete one.
 
     about: what the states depend on. Raises TrainingError if the folder holds others and ResourceError if the disk is
     full; the unfinished file is removed then.

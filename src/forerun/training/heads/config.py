@@ -232,7 +232,7 @@ class HeadRecipe:
     name: str
     kind: str
     seed: int = 1
-    start_from: str = ""  # an exported head of the same shape whose weights the training begins with; "" begins anew
+    start_from: str = ""  # an exported head of the same shape to start from; "": random weights
     schedule: HeadSchedule = field(default_factory=HeadSchedule)
     optimizer: HeadOptimizer = field(default_factory=HeadOptimizer)
     data: HeadData = field(default_factory=HeadData)
@@ -252,7 +252,7 @@ class HeadRecipe:
 
 @dataclass(frozen=True)
 class HeadJob:
-    """What the command line names beside the recipe: the target, files of prompts or tokens, the run folder."""
+    """What the command line gives besides the recipe: the target, files of prompts or tokens, the run folder."""
 
     target: str
     data: tuple[Path, ...]

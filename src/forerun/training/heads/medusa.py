@@ -1,4 +1,4 @@
-"""Medusa: heads beside the output layer, each guessing one token further ahead (arXiv 2401.10774).
+"""Medusa: heads next to the output layer, each guessing one token further ahead (arXiv 2401.10774).
 
 Knows the residual blocks with the parameter names of vLLM's checkpoints and their config.json. Head k reads the
 target's state after the final norm and guesses the token k + 2 places on. Knows nothing of losses.

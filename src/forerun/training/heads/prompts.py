@@ -17,7 +17,7 @@ from forerun.errors import DataError
 from forerun.weights.tokenizer import Tokenizer
 
 ASKED = ("question", "instruction")  # fields a user's words are in; "turns" and "messages" hold several
-CONTINUED = ("prompt", "text")  # fields with a text to go on with
+CONTINUED = ("prompt", "text")  # fields with a text to continue
 USER = ("U", "user", "human")
 SUFFIXES = (".txt", ".json", ".jsonl", ".xz")
 

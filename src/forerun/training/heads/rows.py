@@ -150,7 +150,7 @@ def hold_out(num_rows: int, num_heldout: int) -> tuple[Numbers, Numbers]:
 
 
 class Order:
-    """Which sequences step after step takes: shuffled anew every epoch, a function of the seed and the place alone."""
+    """Which sequences step after step takes: reshuffled every epoch; a function of the seed and the place alone."""
 
     def __init__(self, num_rows: int, seed: int) -> None:
         self.num_rows, self.seed = num_rows, seed

@@ -92,7 +92,7 @@ def load_target(name: str, device: str) -> TrainingTarget:
 
 
 def torch_device(name: str) -> torch.device:
-    """The device of a name; raises ConfigError or ResourceError if there is none."""
+    """The device of a name; raises ConfigError or ResourceError if it does not exist."""
     if name not in DEVICES:
         raise ConfigError(f"--device {name} is unknown; allowed are {', '.join(DEVICES)}")
     if name == "cuda" and not torch.cuda.is_available():

@@ -52,7 +52,7 @@ class HeadWatcher(Protocol):
 
 
 def make_optimizers(head: nn.Module, config: HeadOptimizer, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
-    """One for everything, or Muon for the matrices inside the head and AdamW for what remains."""
+    """One optimizer for everything, or Muon for the matrices inside the head and AdamW for the rest."""
     matrices: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, weight in head.named_parameters():

@@ -42,7 +42,7 @@ class LearnedVocabulary:
         return self.token_ids - torch.arange(self.size)
 
     def draft_ids(self) -> Tensor:
-        """The draft id of every target token: int64 [target vocab], 0 where there is none."""
+        """The draft id of every target token: int64 [target vocab], 0 for tokens without one."""
         table = torch.zeros(self.target_size, dtype=torch.int64)
         table[self.token_ids] = torch.arange(self.size)
         return table
