@@ -13,6 +13,7 @@ from tests.support.shared import MISSING
 # Read when torch is imported, here and in child processes. OpenMP's threads spin while they wait: two test processes
 # with two threads each on two cores took twice the CPU time. The kernels' own threads are left as users have them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["FORERUN_CACHE"] = os.devnull  # nothing can be kept there: tests do not depend on those before them
 
 # Test -> why CI may do without its data. A reviewed list: empty, for CI has all of it.
 MAY_BE_SKIPPED: dict[str, str] = {}

@@ -51,6 +51,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "drafters.registry": ("drafters", "weights", "config"),
     "drafters.named": ("drafters", "weights", "config"),
     "drafters.portfolio": ("drafters", "speculation", "models", "cache", "kernels.ops", "core", "config"),
+    "learned": ("policy",),
     "policy": ("drafters.base", "speculation.draft", "core"),
     "engine": (
         "policy",
@@ -64,6 +65,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "config",
     ),
     "assemble": (
+        "learned",
         "policy",
         "engine",
         "drafters",
@@ -167,6 +169,7 @@ OPTIONS = {
         "max_num_batched_nodes",
         "max_num_waiting",
         "priority_s",
+        "keep_learned",
         "prefix_caching",
         "block_size",
         "kv_cache_dtype",

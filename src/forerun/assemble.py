@@ -5,8 +5,10 @@ Knows: every constructor and how much memory there is. Does not know: requests, 
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ import torch
 from forerun.cache.block_pool import BlockPool
 from forerun.cache.kv_cache import KVCache, bytes_per_block
 from forerun.cache.prefix_cache import PrefixCache
-from forerun.config import EngineConfig
+from forerun.config import EngineConfig, learned_folder
 from forerun.drafters.base import Drafter, DrafterContext
 from forerun.drafters.portfolio import Portfolio, build_portfolio
 from forerun.drafters.registry import build_drafter, spec_of
@@ -24,6 +26,7 @@ from forerun.engine.scheduler import Limits, Scheduler
 from forerun.errors import ConfigError, ResourceError
 from forerun.kernels.ops import Kernels
 from forerun.kernels.threads import single_torch_thread
+from forerun.learned import Kept
 from forerun.models.base import LayerSpec, Model, passes_of, with_own_state
 from forerun.models.memory import check_memory, memory_of
 from forerun.policy.costs import Costs, PassCosts, rows_to_measure
@@ -54,6 +57,7 @@ def assemble(
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
     policy = _policy(config, runner, drafter, kv_cache)
     model.release("")  # what was measured
+    keep = _recall(config, policy, drafter, model, kernels) if config.keep_learned else None
     return Engine(
         model=model,
         runner=runner,
@@ -63,6 +67,7 @@ def assemble(
         scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs)),
         kv_cache=kv_cache,
         torch_threads=single_torch_thread if computes_itself else nullcontext,
+        keep=keep,
     )
 
 
@@ -171,3 +176,21 @@ def _policy(config: EngineConfig, runner: Runner, drafter: Drafter, kv_cache: KV
         costs.calls[member.name] = measure_calls(member, runner, kv_cache)
     is_coupled, is_host = config.verification == "coupled", kv_cache.device.type == "cpu"
     return AdaptivePolicy(drafter.max_nodes, costs, may_prune=is_coupled, looks_at_drafts=is_host)
+
+
+def _recall(
+    config: EngineConfig, policy: Policy, drafter: Drafter, model: Model, kernels: Kernels
+) -> Callable[[], None] | None:
+    """Let the policy begin with what is kept for this model, drafter and machine -> what keeps what it learns."""
+    if not isinstance(policy, AdaptivePolicy):
+        return None
+    device = f"{kernels.device} {config.kernels} {torch.get_num_threads()}"
+    about = {
+        "model": f"{config.model} ({model.weight_bytes} bytes, {config.dtype})",
+        "drafter": f"{drafter.name} ({drafter.weight_bytes} bytes)",
+        "options": f"{config.drafter} {config.verification} {config.kv_cache_dtype}",
+        "machine": f"{platform.node()} {platform.machine()} {device}",
+    }
+    kept = Kept(learned_folder(), about)
+    kept.load(policy)
+    return partial(kept.save, policy)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Literal, get_args
 
 from forerun.errors import ConfigError, suggestion
@@ -75,6 +76,7 @@ class EngineConfig:
     max_num_batched_nodes: int | None = None  # of them for draft trees, roots included; None: all
     max_num_waiting: int | None = None  # requests that may wait for a seat; None: any number
     priority_s: int = 10  # seconds of waiting that make up for one level of priority
+    keep_learned: bool = True  # what the policy learns, between runs, in the user's cache folder
     prefix_caching: bool = True  # keep the KV of computed blocks for prompts that begin alike
     block_size: int = 16
     kv_cache_dtype: str = "auto"  # "auto": the model's own; "int8" halves bfloat16, at the price of other roundings
@@ -99,6 +101,7 @@ class EngineConfig:
         _range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 65536)
         _range("priority_s", self.priority_s, 0, 86400)
         _choice("prefix_caching", self.prefix_caching, (True, False))
+        _choice("keep_learned", self.keep_learned, (True, False))
         for name in _OPTIONAL_SIZES:
             if getattr(self, name) is not None:
                 _range(name, getattr(self, name), 1, 2**50)
@@ -119,6 +122,14 @@ def api_key_from_environment() -> str | None:
     if key is not None and not key.strip():
         raise ConfigError("FORERUN_API_KEY is set but empty: give it a key, or unset it")
     return key
+
+
+def learned_folder() -> Path:
+    """Where what policies learned is kept: FORERUN_CACHE/learned, else the user's cache folder."""
+    own, common = os.environ.get("FORERUN_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own) / "learned"
+    return Path(common or os.path.expanduser("~/.cache")) / "forerun" / "learned"
 
 
 def option_names() -> dict[str, tuple[str, ...]]:

@@ -18,6 +18,7 @@ COMMANDS = (
     "pull",
     "list",
     "rm",
+    "learned",
     "generate",
     "chat",
     "bench",

@@ -24,6 +24,7 @@ from forerun.cli import (
     generate,
     hub,
     inspect,
+    learned,
     perplexity,
     quantize,
     serve,
@@ -88,6 +89,7 @@ app.command("run")(ungrouped(hub.run))
 app.command("pull")(ungrouped(hub.pull))
 app.command("list")(ungrouped(hub.list_models))
 app.command("rm")(ungrouped(hub.rm))
+app.command("learned")(ungrouped(learned.learned))
 app.command("generate")(ungrouped(generate.generate))
 app.command("chat")(ungrouped(chat.chat))
 app.command("serve")(ungrouped(serve.serve))

@@ -111,6 +111,7 @@ class ServedEngine(opt.Loading):
     max_num_seqs: Annotated[int, _engine("Requests computed at the same time.")] = 32
     max_num_batched_tokens: Annotated[int, _engine("Rows a step may compute.")] = 512
     prefix_caching: Annotated[bool, _engine("Keep computed prompts for others alike.")] = True
+    keep_learned: Annotated[bool, _engine("Keep what the policy learns for the next start.")] = True
     seed: Annotated[int, _engine("Where the seeds of requests that bring none come from.")] = 0
     generation_config: opt.GenerationConfig = "auto"
 

@@ -76,6 +76,7 @@ class Engine:
     timings: Timings = field(default_factory=Timings)
     masks: MaskWaits = field(default_factory=MaskWaits)
     torch_threads: Callable[[], AbstractContextManager[None]] = nullcontext  # around a step
+    keep: Callable[[], None] | None = None  # when requests have ended: keep what the policy learned
     meanwhile: Callable[[], None] | None = None  # once a step, while a card computes; may not touch requests
     boundaries: BoundaryStates = field(init=False)
 
@@ -343,6 +344,8 @@ class Engine:
             self.masks.end(request)
             if request.parent_id in self.groups and self.groups[request.parent_id].finished:
                 del self.groups[request.parent_id]
+        if requests and self.keep is not None:
+            self.keep()
 
 
 def _too_late(request: Request) -> DeadlineError:

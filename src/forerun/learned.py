@@ -1,0 +1,143 @@
+"""What policies have learned, kept in the user's cache folder, so that the first request of a new process starts well.
+
+Knows: files, and which of a policy's tables are worth keeping. Does not know: what they mean, engines.
+
+One small JSON file for each model, drafter and machine. It changes speed, never tokens under the coupled rule. A file
+that is damaged or of another version counts as none; where nothing can be written nothing is kept. Of several processes
+the last one to write wins: a file is replaced whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Final, TypeVar
+
+from forerun.policy.acceptance import Tally
+from forerun.policy.costs import CallCosts, Mean
+from forerun.policy.policy import AdaptivePolicy
+
+VERSION: Final = 1  # of the files
+EVERY_S: Final = 2.0  # at least between two writes, each of which takes a millisecond
+_TALLIES: Final = ("ranks", "bands", "depths", "calls", "newcomers")
+_Entry = TypeVar("_Entry")
+
+
+@dataclass(slots=True)
+class Kept:
+    """The file of one policy. `about`: what it holds for; files are told apart by it."""
+
+    folder: Path
+    about: Mapping[str, str]
+    _written_s: float = field(default=-math.inf)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        key = hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()
+        return self.folder / f"{key[:16]}.json"
+
+    def load(self, policy: AdaptivePolicy) -> bool:
+        """Let a new policy begin where another one ended; False, and nothing changed, where there is no such file."""
+        try:
+            kept = json.loads(self.path.read_text("utf-8"))
+            if kept["version"] != VERSION:
+                return False
+            _restore(policy, kept["learned"])
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+            return False
+        return True
+
+    def save(self, policy: AdaptivePolicy) -> None:
+        """Write what the policy knows, unless that was done just now or cannot be done."""
+        now = perf_counter()
+        if now - self._written_s < EVERY_S:
+            return
+        self._written_s = now
+        text = json.dumps({"version": VERSION, "about": self.about, "learned": _plain(policy)})
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.folder, suffix=".new")
+            try:
+                with open(handle, "w", encoding="utf-8") as file:
+                    file.write(text)
+                os.replace(name, self.path)
+            except OSError:
+                os.unlink(name)
+        except OSError:
+            return
+
+
+def kept_files(folder: Path) -> list[tuple[Path, dict[str, str]]]:
+    """Every file, and what it holds for; {} where that cannot be read."""
+    return [(path, _about(path)) for path in sorted(folder.glob("*.json"))]
+
+
+def _about(path: Path) -> dict[str, str]:
+    try:
+        return {str(name): str(value) for name, value in json.loads(path.read_text("utf-8"))["about"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _plain(policy: AdaptivePolicy) -> dict[str, Any]:
+    """Tables as lists of rows: key, then what is known. Steps in seconds, since passes are measured anew each time."""
+    costs = policy.costs
+    return {
+        "steps": [[*key, mean.value * costs.passes(key[1]), mean.num] for key, mean in costs.slowness.items()],
+        "by_size": {name: _rows(call.by_size) for name, call in costs.calls.items()},
+        "by_depth": {name: _rows(call.by_depth) for name, call in costs.calls.items()},
+        "reading": {name: astuple(call.reading) for name, call in costs.calls.items() if call.reading is not None},
+        "usual_output": policy.usual_output,
+        **{name: _rows(getattr(policy.acceptance, name)) for name in _TALLIES},
+    }
+
+
+def _rows(table: Mapping[Any, Mean | Tally]) -> list[list[Any]]:
+    return [[*(key if isinstance(key, tuple) else (key,)), *astuple(entry)] for key, entry in table.items()]
+
+
+def _restore(policy: AdaptivePolicy, kept: Mapping[str, Any]) -> None:
+    """Read all of it, then take it over: what is damaged changes nothing. Raises whatever is wrong with it."""
+    passes = policy.costs.passes
+    slowness = {(drafts, rows): mean for (drafts, rows), mean in _table(kept["steps"], Mean).items()}
+    calls = {name: _call(call, kept, name) for name, call in policy.costs.calls.items() if name in kept["by_size"]}
+    tallies = {name: _table(kept[name], Tally) for name in _TALLIES}
+    usual_output = _number(kept["usual_output"])
+    policy.costs.slowness = {
+        (bool(drafts), int(rows)): Mean(mean.value / passes(rows), int(mean.num))
+        for (drafts, rows), mean in slowness.items()
+        if rows in passes.points
+    }
+    policy.costs.calls.update(calls)
+    for name, table in tallies.items():
+        setattr(policy.acceptance, name, {key[0] if len(key) == 1 else key: entry for key, entry in table.items()})
+    policy.usual_output = usual_output
+
+
+def _call(now: CallCosts, kept: Mapping[str, Any], name: str) -> CallCosts:
+    """What is known of a drafter's calls, over what was measured of it just now."""
+    reading = kept["reading"].get(name)
+    return CallCosts(
+        now.by_size | {(key[0], key[1]): mean for key, mean in _table(kept["by_size"][name], Mean).items()},
+        now.by_depth | {key[0]: mean for key, mean in _table(kept["by_depth"][name], Mean).items()},
+        now.reading if reading is None else Mean(*map(_number, reading)),
+        now.draws_levels,
+    )
+
+
+def _table(rows: Any, make: Callable[[Any, Any], _Entry]) -> dict[tuple[Any, ...], _Entry]:
+    return {tuple(key): make(_number(first), _number(second)) for *key, first, second in rows}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
+        raise ValueError(f"no number that could have been learned: {value!r}")
+    return value

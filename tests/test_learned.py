@@ -1,0 +1,122 @@
+"""What a policy learned is there in the next process, and nothing that is wrong with a file matters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.learned import Kept, kept_files
+from forerun.policy.costs import CallCosts, Costs, PassCosts
+from forerun.policy.policy import AdaptivePolicy
+from tests.support.hopeful import show_right
+
+ABOUT = {"model": "m", "drafter": "d", "machine": "here"}
+
+
+def policy(pass_s: float = 1.0) -> AdaptivePolicy:
+    costs = Costs(PassCosts({1: pass_s, 8: 2 * pass_s}))
+    costs.calls["m"] = CallCosts(draws_levels=True)
+    return AdaptivePolicy(9, costs, may_prune=True)
+
+
+def taught() -> AdaptivePolicy:
+    made = policy()
+    for _ in range(5):
+        made.costs.learn_step(1, drafts=False, seconds=1.5)
+        made.costs.learn_step(8, drafts=True, seconds=3.0)
+        made.costs.learn_call("m", 1, 4, 4, 0, 0.25)
+        made.costs.learn_call("m", 1, 4, 4, 100, 1.25)
+    show_right(made, "m", 4, 3)
+    made.usual_output = 30.0
+    return made
+
+
+def test_a_new_policy_knows_what_the_last_one_learned(tmp_path: Path) -> None:
+    known, new = taught(), policy(pass_s=2.0)
+    Kept(tmp_path / "deep", ABOUT).save(known)
+    assert Kept(tmp_path / "deep", ABOUT).load(new)
+    assert new.costs.knows_plain and new.usual_output == 30.0
+    for rows, drafts in ((1, False), (8, True)):
+        assert new.costs.step_s(rows, drafts) == pytest.approx(known.costs.step_s(rows, drafts)), "in seconds"
+    assert new.costs.call_s("m", 4, 1) == 0.25 and new.costs.reading_s("m", 100) == pytest.approx(1.0)
+    assert new.costs.draws_levels("m")
+    assert new.acceptance == known.acceptance or new.acceptance.ranks == known.acceptance.ranks
+    assert new.acceptance.bands == known.acceptance.bands and new.acceptance.newcomers == known.acceptance.newcomers
+
+
+def test_others_have_files_of_their_own(tmp_path: Path) -> None:
+    Kept(tmp_path, ABOUT).save(taught())
+    assert not Kept(tmp_path, {**ABOUT, "machine": "there"}).load(policy())
+    assert [about for _, about in kept_files(tmp_path)] == [ABOUT]
+
+
+def damaged() -> dict[str, Any]:
+    text = json.dumps({"version": 1, "about": ABOUT, "learned": {}})
+    return {"empty": "", "cut": text[:-9], "no JSON": "\x00\xff", "old": '{"version": 0}', "a list": "[]", "bare": text}
+
+
+@pytest.mark.parametrize("kind", damaged())
+def test_damaged_files_change_nothing(tmp_path: Path, kind: str) -> None:
+    kept, made = Kept(tmp_path, ABOUT), policy()
+    kept.path.write_text(damaged()[kind], "utf-8")
+    assert not kept.load(made)
+    assert not made.costs.slowness and not made.acceptance.ranks
+    kept.save(taught())
+    assert Kept(tmp_path, ABOUT).load(made)
+
+
+@pytest.mark.parametrize("value", [-1.0, "NaN", None, "1", [], True])
+def test_numbers_nobody_can_have_learned_change_nothing(tmp_path: Path, value: Any) -> None:
+    kept, made = Kept(tmp_path, ABOUT), policy()
+    kept.save(taught())
+    content = json.loads(kept.path.read_text("utf-8"))
+    content["learned"]["ranks"][0][-1] = float("nan") if value == "NaN" else value
+    kept.path.write_text(json.dumps(content), "utf-8")
+    assert not kept.load(made) and not made.costs.slowness and not made.acceptance.bands
+
+
+def test_where_nothing_can_be_written_nothing_is(tmp_path: Path) -> None:
+    file = tmp_path / "a file"
+    file.touch()
+    Kept(file, ABOUT).save(taught())
+    assert not Kept(file, ABOUT).load(policy()) and not kept_files(file)
+
+
+def test_writes_are_apart_and_leave_no_other_file(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, ABOUT)
+    kept.save(taught())
+    written = kept.path.read_text("utf-8")
+    kept.save(policy())
+    assert kept.path.read_text("utf-8") == written and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_engines_keep_what_they_learn_unless_told_not_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    llm = LLM("mini", drafter="suffix", keep_learned=keeps, max_model_len=256)
+    before = llm.generate("One two one two", SamplingParams(max_tokens=12, seed=1))[0].outputs[0].token_ids
+    assert len(kept_files(tmp_path / "learned")) == keeps
+    again = llm.with_drafter("suffix")
+    policy = again.engine.policy
+    assert isinstance(policy, AdaptivePolicy) and policy.costs.knows_plain == keeps
+    assert again.generate("One two one two", SamplingParams(max_tokens=12, seed=1))[0].outputs[0].token_ids == before
+
+
+def test_the_command_lists_and_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from forerun.cli.app import app
+
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    Kept(tmp_path / "learned", ABOUT).save(taught())
+    (tmp_path / "learned" / "other.json").write_text("{")
+    [damaged, known] = sorted(json.loads(CliRunner().invoke(app, ["learned", "--json"]).stdout), key=len)
+    assert known["model"] == "m" and "model" not in damaged
+    assert CliRunner().invoke(app, ["learned", "--delete"]).exit_code == 0
+    assert kept_files(tmp_path / "learned") == []
