@@ -18,14 +18,13 @@ def kernels() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
 
 
 def rowwise() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
-    from forerun.kernels.triton.norms import _gate_kernel, _layer_kernel, _rms_kernel
+    from forerun.kernels.triton.norms import _gate_kernel, _rms_kernel
 
     row = {"x": "*fp32", "residual": "*fp32", "weight": "*fp32"}
     sizes = {"out": "*fp32", "eps": "fp32", "SIZE": 4096, "BLOCK": 4096}
     gate = {"gate_up": "*fp32", "out": "*fp32", "SIZE": 14336, "SILU": True, "BLOCK": 1024}
     return [
         (_rms_kernel, row | sizes, {"num_warps": 4, **EXACT}),
-        (_layer_kernel, {**row, "residual": None, "bias": "*fp32", **sizes}, {"num_warps": 4, **EXACT}),
         (_gate_kernel, gate, EXACT),
         (_gate_kernel, {**gate, "SILU": False}, EXACT),
     ]
