@@ -64,10 +64,10 @@ def grow_trees(
     (num_trees, _, width), level = ids.shape, Level.of(ids)
     grown = TreeNodes(torch.empty_like(nodes.columns), nodes.leaves.new_empty(num_trees, width))
     rows = _new_rows(num_trees * width, ids.device)
-    place = (room.starts, room.tables, room.tables.shape[1])
     _grow_kernel[(num_trees,)](
-        nodes, budgets, ids.contiguous(), log_chances.contiguous(), place, last or rows, grown, rows,
-        level, room.block_size, room.shift, last is not None, num_warps=level.num_warps, **EXACT,
+        nodes, budgets, ids.contiguous(), log_chances.contiguous(), room.starts, room.tables, room.tables.shape[1],
+        last or rows, grown, rows, level, room.block_size, room.shift, last is not None,
+        num_warps=level.num_warps, **EXACT,
     )  # fmt: skip
     return grown, rows
 
@@ -237,6 +237,7 @@ def _store_rows(
     LEVEL: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHIFT: tl.constexpr, HAS_LAST: tl.constexpr,
 ):  # fmt: skip
     """The rows of a tree's leaves, the first for those that are not there, as the rows of tree `into`."""
+    starts, tables, num_blocks = room
     _, _, order, is_leaf = chosen
     row, child = tl.arange(0, LEVEL.ranks), tl.arange(0, LEVEL.children)
     nth = tl.where(row < tl.sum(is_leaf.to(tl.int32), 0), row, 0)
@@ -247,9 +248,9 @@ def _store_rows(
     at, _ = _drawn_at(tree, mine, LEVEL)
     mask = tl.load(_column(nodes.columns, tree, MASKS) + parent) | (tl.full([LEVEL.ranks], 1, tl.int64) << place)
     depth = tl.load(_column(nodes.columns, tree, DEPTHS) + parent) + 1
-    start = tl.load(room[0] + tree)
+    start = tl.load(starts + tree)
     logical = start + place.to(tl.int32)
-    block = tl.load(room[1] + tree * room[2] + logical // BLOCK_SIZE)
+    block = tl.load(tables + tree * num_blocks + logical // BLOCK_SIZE)
     to, inside = into * LEVEL.width + row, row < LEVEL.width
     none = tl.zeros([LEVEL.ranks], tl.int32)
     fed = tree * LEVEL.leaves + mine // LEVEL.ranks
@@ -277,13 +278,12 @@ def _repeat_rows(last, rows, tree, into, LEVEL: tl.constexpr):
 # -- programs --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["room"], do_not_specialize_on_alignment=["budgets", "room"])
+@triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["budgets", "starts", "tables"])
 def _grow_kernel(
-    nodes, budgets, ids, log_chances, room, last, grown, rows,
+    nodes, budgets, ids, log_chances, starts, tables, num_blocks, last, grown, rows,
     LEVEL: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHIFT: tl.constexpr, HAS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """`room`: where rows lie by tree, tables of blocks, and these' width."""
-    tree = tl.program_id(0)
+    tree, room = tl.program_id(0), (starts, tables, num_blocks)  # apart: Triton specializes what comes in a tuple
     chosen = _kept(nodes, budgets, ids, log_chances, tree, LEVEL)
     free = _free_places(nodes, tree, chosen[0])
     _store_nodes(nodes, ids, log_chances, grown, tree, chosen, free, LEVEL)
