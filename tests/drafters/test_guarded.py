@@ -240,7 +240,7 @@ def test_a_drafter_that_fails_after_it_promised_trees_owes_nothing() -> None:
         for draft in drafts:
             draft.take_back()
         unread = torch.zeros(len(drafts), 4, dtype=torch.int64)
-        PendingDrafts(drafts, unread, lambda _: None, unread)
+        PendingDrafts(drafts, unread, lambda _: None, unread, unread, unread)
         raise RuntimeError
 
     draft = Draft(Request("r", (1, 2), SamplingParams(), seed=3), 5, may_be_pending=True)

@@ -137,7 +137,7 @@ def test_requests_whose_logits_are_shaped_are_read_first(num_late: list[int]) ->
 def test_tokens_of_a_longer_vocabulary_are_fed_as_the_last_of_the_targets() -> None:
     draft = Draft(Request("r", (1, 2), SamplingParams(), seed=3), 4, may_be_pending=True)
     tokens = torch.tensor([[6, 9, -1]])
-    late = PendingDrafts([draft], tokens, lambda _: None, tokens)
+    late = PendingDrafts([draft], tokens, lambda _: None, tokens, tokens, tokens)
     rows = late.rows([(draft, 5)], vocab_size=8)
     assert rows.rows.tolist() == [6, 7, 8] and rows.token_ids.tolist() == [6, 7, 0]
 

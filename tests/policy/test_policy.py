@@ -145,7 +145,8 @@ def test_kept_nodes_follow_the_price_of_rows() -> None:
 def test_what_may_not_be_chosen_among_or_was_not_read_is_not_pruned(why: str) -> None:
     draft = Draft(request(), 5)
     if why == "pending":
-        PendingDrafts([draft], torch.zeros(0), lambda _: None, torch.zeros(1, 4, dtype=torch.int64))
+        nodes = torch.zeros(1, 4, dtype=torch.int64)
+        PendingDrafts([draft], torch.zeros(0), lambda _: None, nodes, nodes, nodes)
     else:
         draft.add_chain([2, 3, 4, 5], "m")
         draft.believe(draft.proposal_of("m"), [0.0, -9.0, -9.5, -9.9, -10.0])

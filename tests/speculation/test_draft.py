@@ -101,7 +101,9 @@ def test_what_is_believed_of_a_shared_node_is_the_best_that_was_said() -> None:
 def test_a_pending_draft_has_no_tree_but_rows() -> None:
     draft, told = new_draft(4), list[int]()
     unread = torch.tensor([[8, 9, -1]])
-    pending = PendingDrafts([draft], unread, lambda host: draft.add_chain(host[0, :2].tolist(), "m"), unread)
+    pending = PendingDrafts(
+        [draft], unread, lambda host: draft.add_chain(host[0, :2].tolist(), "m"), unread, unread, unread
+    )
     pending.when_read(lambda: told.append(len(draft.tree)))
     assert draft.num_nodes == 4 and [len(column) for column in draft.rows()] == [4] * 4
     with pytest.raises(AssertionError, match="before it was read"):

@@ -94,10 +94,9 @@ class ForwardBatch:
         """
         rows = pending.rows
         self.token_ids.index_copy_(0, rows, pending.token_ids)
-        if pending.depths is not None and pending.tree_masks is not None:
-            starts = self.rows.tree_starts.index_select(0, self.rows.seq_ids.index_select(0, rows))
-            self.positions.index_copy_(0, rows, (starts + pending.depths).int())
-            self.rows.tree_masks.index_copy_(0, rows, pending.tree_masks)
+        starts = self.rows.tree_starts.index_select(0, self.rows.seq_ids.index_select(0, rows))
+        self.positions.index_copy_(0, rows, (starts + pending.depths).int())
+        self.rows.tree_masks.index_copy_(0, rows, pending.tree_masks)
 
     @staticmethod
     def build(sequences: Sequence[SequenceRows], block_size: int, shift: int = 0) -> ForwardBatch:

@@ -1,4 +1,4 @@
-"""Trees of what heads beside the output layer guess, grown on a card: heads, draws and choice of nodes in one go.
+"""Trees of what heads beside the output layer guess, grown on a GPU: heads, draws and choice of nodes in one go.
 
 Knows: where a program's states and noise lie, which of all paths are kept, in plain tensors. Does not know: what a head
 computes, how work is captured, requests.

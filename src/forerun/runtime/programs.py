@@ -1,7 +1,7 @@
-"""What chains and trees drawn on a card have in common: a program a size, whose first pass is the roots'.
+"""Drawing on a GPU: a program a size, whose first pass is that of the roots.
 
 Knows: where the roots' rows lie, which tensors stay where they are, how programs are kept. Does not know: what is drawn
-below the roots (`chains`, `trees`), what a pass computes, how work is captured (`kernels.triton.graphs`), requests.
+below the roots (`trees`), what a pass computes, how work is captured (`kernels.triton.graphs`), requests.
 """
 
 from __future__ import annotations

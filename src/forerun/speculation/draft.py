@@ -253,8 +253,8 @@ class PendingRows(NamedTuple):
 
     rows: Tensor  # [n] int64
     token_ids: Tensor  # [n] int64
-    depths: Tensor | None  # [n] int64, below the roots; None: the host knows it, since all drafts are chains
-    tree_masks: Tensor | None  # [n] int64; likewise
+    depths: Tensor  # [n] int64, below the roots
+    tree_masks: Tensor  # [n] int64: ancestors and self by bits
 
 
 class PendingDrafts:
@@ -262,10 +262,9 @@ class PendingDrafts:
 
     def __init__(
         self, drafts: Sequence[Draft], unread: Tensor, finish: Callable[[Tensor], None], tokens: Tensor,
-        depths: Tensor | None = None, masks: Tensor | None = None,
+        depths: Tensor, masks: Tensor,
     ) -> None:  # fmt: skip
-        """`finish` adds the nodes to the drafts, given `unread` on the host. tokens: -1 for none; without `depths` and
-        `masks` all are chains."""
+        """`finish` adds the nodes to the drafts, given `unread` on the host. tokens: -1 for none."""
         self.unread = unread
         self._drafts = list(drafts)
         self._finish = finish
@@ -293,9 +292,8 @@ class PendingDrafts:
             rows += range(first + 1, first + 1 + num)
             places += range(index * width, index * width + num)
         both = to_device(torch.tensor([rows, places], dtype=torch.int64), self.unread.device)  # [2, n]
-        picked = [None if c is None else c.flatten().index_select(0, both[1]) for c in self._columns]
-        assert picked[0] is not None
-        return PendingRows(both[0], picked[0].clamp(max=vocab_size - 1), picked[1], picked[2])
+        tokens, depths, masks = (column.flatten().index_select(0, both[1]) for column in self._columns)
+        return PendingRows(both[0], tokens.clamp(max=vocab_size - 1), depths, masks)
 
     def finish(self, host: Tensor) -> None:
         """`unread` has been copied to the host: the drafts get their trees."""

@@ -112,8 +112,7 @@ class CoupledVerifier:
         ])  # fmt: skip
         seeds, roots, streams, depths, rows, heat = to_device(columns, logits.device)  # each [nodes]
         drawn = pending.rows(_placed(candidates), logits.shape[1])
-        if drawn.depths is not None:
-            depths.index_copy_(0, drawn.rows, drawn.depths)
+        depths.index_copy_(0, drawn.rows, drawn.depths)
         keys = NoiseKeys(seeds, roots + depths, streams)
         return self._kernels.gumbel_argmax(logits.index_select(0, rows), heat.view(torch.float64), keys)
 
