@@ -243,7 +243,7 @@ def test_rejection_rule_runs_everywhere(subject: Subject) -> None:
     wanted = groups(5, top_k=6)
     first = harness.run(subject.engine(**options), [harness.fresh(g) for g in wanted])
     again = harness.run(subject.engine(**options), [harness.fresh(g) for g in wanted])
-    if subject.name != "draft-adaptive":  # its budgets follow measured times
+    if subject.name not in ("draft-adaptive", "portfolio"):  # their budgets follow measured times
         assert first == again
     assert all(len(sample) == 20 for group in first for sample in group)
 
