@@ -17,7 +17,7 @@ from forerun.policy.costs import MAX_JUMP
 SHARE: Final = 0.01  # of the time that may be lost
 FIRST: Final = 8.0  # plain steps that may be lost at the beginning: 14 cost random tokens 1 % more (docs/log.md)
 MOST: Final = 32.0  # and later at once, after any gain
-TRIALS: Final = 0.03
+TRIALS: Final = 0.03  # of the time since the last trial that the next may cost: 2 and 5 % did no better on the traces
 SPREAD: Final = 32  # steps over which reading a prompt for drafts is paid: it serves all that follow
 
 
