@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from forerun.models.gguf_export import export_gguf
 from forerun.models.loader import load_model
 from forerun.quantize.run import quantize_model
 from forerun.quantize.settings import QuantizeSettings
+from forerun.speculation import selfcheck
 from tests.models.factory import make_checkpoint, make_kernels, random_hf_model, save_checkpoint
 
 ROW = {
@@ -94,6 +96,7 @@ def test_the_precision_of_the_cache_reaches_the_engines(
     run: Any, command: list[str], prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
+    monkeypatch.setattr("forerun.cli.verify._check_rejection", lambda llm: {"passed": True, "cases": []})
     monkeypatch.setattr(forerun.llm, "assemble", lambda *given: made.append(assemble(*given)) or made[-1])
     options = ("--prompts", prompts, "--limit", "1", "--max-tokens", "3", "--drafters", "ngram", "--json")
     run(*command, *options, "--kv-cache-dtype", "int8")
@@ -120,7 +123,9 @@ def test_an_unknown_drafter_is_refused(run: Any, command: list[str]) -> None:
     assert "there is no drafter magic" in run(*command, "--drafters", "ngram,magic", status=2).stderr
 
 
-def test_verify_finds_no_difference(run_json: Any, prompts: str) -> None:
+def test_verify_finds_no_difference(run_json: Any, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = partial(selfcheck.check_rejection, num_samples=300)  # tests/exactness/test_rejection_law.py draws more
+    monkeypatch.setattr(selfcheck, "check_rejection", few)
     options = ("--prompts", prompts, "--max-tokens", "12", "--temperature", "0,1")
     report = run_json("verify", "mini", "--drafters", "ngram,draft", *options)
     assert report["identical"] and report["passed"] and report["rejection"]["passed"]

@@ -51,10 +51,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.shallow_mini(tmp_path_factory.mktemp("trained") / "mini")
 
 
-@pytest.mark.parametrize(
-    ("method", "bits", "share"), [("gptq", 4, 0.6), ("gptq", 2, 0.6), ("awq", 4, 0.9), ("awq", 2, 0.9)]
-)
-def test_methods_are_nearer_than_rounding(method: str, bits: int, share: float, trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [4, 2])
+def test_methods_are_nearer_than_rounding(bits: int, trained: Path, tmp_path: Path) -> None:
     truth, text = load_model(trained, factory.make_kernels()), models.prose()
     errors = {
         name: models.logit_error(
@@ -62,9 +60,9 @@ def test_methods_are_nearer_than_rounding(method: str, bits: int, share: float, 
             truth,
             text[1::2][:6],
         )
-        for name in ("rtn", method)
+        for name in ("rtn", "gptq", "awq")
     }
-    assert errors[method] < share * errors["rtn"], errors
+    assert errors["gptq"] < 0.6 * errors["rtn"] and errors["awq"] < 0.9 * errors["rtn"], errors
 
 
 def test_folded_scales_change_nothing_but_rounding(tmp_path: Path) -> None:
