@@ -6,6 +6,7 @@ The tables below are the rules. `docs/decisions` says why; a change here is a de
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -347,3 +348,14 @@ def test_options_are_frozen() -> None:
     from forerun.config import option_names
 
     assert option_names() == OPTIONS
+
+
+def test_no_two_classes_share_a_name() -> None:
+    names = Counter(
+        node.name
+        for folder in (SOURCE, ROOT / "lab")
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []

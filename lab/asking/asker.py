@@ -34,7 +34,7 @@ LOWERED = 0.5  # of the questions, as people type them
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedPrompt:
     """What a user says, turn after turn; the turns after the first follow on the model's answers."""
 
     kind: str
@@ -215,10 +215,10 @@ class Asker:
         """An instruction or a programming task that people wrote."""
         return self.rng.choice(self.rng.choice((self.material.tasks, self.material.programs)))
 
-    def conversation(self, kind: str) -> Asked:
+    def conversation(self, kind: str) -> AskedPrompt:
         """A prompt of a kind, with a second turn where that is usual."""
         if kind == "dialogue":
-            return Asked(kind, self.rng.choice(self.material.dialogues)[:2])
+            return AskedPrompt(kind, self.rng.choice(self.material.dialogues)[:2])
         first: dict[str, Callable[[], str]] = {
             "summary": self.summary,
             "passages": self.from_passages,
@@ -229,7 +229,7 @@ class Asker:
             "task": self.written_task,
         }
         follow = kind == "open" and self.rng.random() < FOLLOWED_UP
-        return Asked(kind, (first[kind](), self.fill(wordings.FOLLOW_UPS)) if follow else (first[kind](),))
+        return AskedPrompt(kind, (first[kind](), self.fill(wordings.FOLLOW_UPS)) if follow else (first[kind](),))
 
 
 SHARES: Mapping[str, float] = {  # of the prompts
@@ -244,10 +244,10 @@ SHARES: Mapping[str, float] = {  # of the prompts
 }
 
 
-def make_prompts(material: PromptMaterial, leaks: frozenset[int], count: int, seed: int) -> list[Asked]:
+def make_prompts(material: PromptMaterial, leaks: frozenset[int], count: int, seed: int) -> list[AskedPrompt]:
     """Makes `count` different prompts, none with a 13-gram in `leaks`; raises DataError if there are not so many."""
     rng = random.Random(seed)
-    asker, found = Asker(material, rng), dict[tuple[str, ...], Asked]()
+    asker, found = Asker(material, rng), dict[tuple[str, ...], AskedPrompt]()
     for _ in range(4 * count):
         if len(found) == count:
             return list(found.values())

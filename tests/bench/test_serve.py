@@ -20,7 +20,7 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from forerun.bench.prompts import PromptCase
-from forerun.bench.serve_client import Outcome, api_root, open_client
+from forerun.bench.serve_client import RequestOutcome, api_root, open_client
 from forerun.bench.serve_events import AnswerError, EventParser, StreamPiece, read_piece
 from forerun.bench.serve_load import LoadRun, OfferedLoad, arrival_times, measure_scale, warm_up
 from forerun.bench.serve_report import Objective, percentile, spread, summary
@@ -191,9 +191,9 @@ class FakeServer:
         self._first_s, self._next_s, self._num_pieces = first_s, next_s, num_pieces
         self.asked: list[Ask] = []
 
-    async def __call__(self, ask: Ask, arrived_s: float) -> Outcome:
+    async def __call__(self, ask: Ask, arrived_s: float) -> RequestOutcome:
         clock = asyncio.get_running_loop().time
-        outcome, number = Outcome(arrived_s, clock()), len(self.asked)
+        outcome, number = RequestOutcome(arrived_s, clock()), len(self.asked)
         self.asked.append(ask)
         for i in range(self._num_pieces):
             await asyncio.sleep(self._next_s if i else self._first_s[number % len(self._first_s)])
@@ -252,7 +252,7 @@ def test_arrivals_are_poisson() -> None:
 def test_turns_follow_each_other_and_stop_at_a_failure() -> None:
     server = FakeServer()
 
-    async def failing(ask: Ask, arrived_s: float) -> Outcome:
+    async def failing(ask: Ask, arrived_s: float) -> RequestOutcome:
         outcome = await server(ask, arrived_s)
         outcome.error = AnswerError("HTTP 500", "broken") if len(server.asked) == 2 else None
         return outcome
@@ -269,9 +269,9 @@ def test_turns_follow_each_other_and_stop_at_a_failure() -> None:
 
 
 def test_the_length_of_words_is_measured() -> None:
-    async def counting(ask: Ask, arrived_s: float) -> Outcome:
+    async def counting(ask: Ask, arrived_s: float) -> RequestOutcome:
         words = sum(len(m["content"].split()) for m in ask.body["messages"])
-        return Outcome(arrived_s, arrived_s, arrived_s, usage={"prompt_tokens": 12 + round(1.5 * words)})
+        return RequestOutcome(arrived_s, arrived_s, arrived_s, usage={"prompt_tokens": 12 + round(1.5 * words)})
 
     scale = in_fake_time(measure_scale(counting, FIELDS, "auto"))
     assert scale == Scale(1.5, 12.0, measured=True)
@@ -279,15 +279,15 @@ def test_the_length_of_words_is_measured() -> None:
 
 
 def test_without_counts_a_word_is_taken_for_a_token() -> None:
-    async def silent(ask: Ask, arrived_s: float) -> Outcome:
-        return Outcome(arrived_s, arrived_s, arrived_s)
+    async def silent(ask: Ask, arrived_s: float) -> RequestOutcome:
+        return RequestOutcome(arrived_s, arrived_s, arrived_s)
 
     assert in_fake_time(measure_scale(silent, FIELDS, "auto")) == Scale()
 
 
 def test_warming_up_must_work() -> None:
-    async def refusing(ask: Ask, arrived_s: float) -> Outcome:
-        return Outcome(arrived_s, arrived_s, arrived_s, error=AnswerError("HTTP 401", "no key"))
+    async def refusing(ask: Ask, arrived_s: float) -> RequestOutcome:
+        return RequestOutcome(arrived_s, arrived_s, arrived_s, error=AnswerError("HTTP 401", "no key"))
 
     with pytest.raises(ConfigError, match="HTTP 401: no key"):
         in_fake_time(warm_up(refusing, FIELDS, 1, 1, "chat"))
@@ -316,7 +316,7 @@ def test_a_spread_leaves_out_what_is_unknown() -> None:
 
 
 def test_tokens_are_counted_by_pieces_without_usage() -> None:
-    outcome = Outcome(0.0, 0.0, 3.0, [1.0, 2.0, 3.0], "abc")
+    outcome = RequestOutcome(0.0, 0.0, 3.0, [1.0, 2.0, 3.0], "abc")
     assert outcome.num_tokens == 3 and outcome.tpot_s == pytest.approx(1.0)
     report = summary([outcome], Objective())
     assert report["tokens_counted_by"] == {"usage": 0, "pieces": 1} and report["prompt_tokens"] is None
@@ -324,11 +324,11 @@ def test_tokens_are_counted_by_pieces_without_usage() -> None:
 
 def test_goodput_needs_every_objective_and_an_answer() -> None:
     both = Objective(ttft_s=1.0, tpot_s=0.5)
-    assert both.met(Outcome(0.0, 0.0, 2.0, [1.0, 1.5]))
-    assert not both.met(Outcome(0.0, 0.0, 2.0, [1.0, 1.6]))
-    assert not both.met(Outcome(0.0, 0.0, 2.0, [1.1, 1.2]))
-    assert both.met(Outcome(0.0, 0.0, 2.0, [1.0]))
-    assert not both.met(Outcome(0.0, 0.0, 2.0, [1.0, 1.1], error=AnswerError("cut off", "")))
+    assert both.met(RequestOutcome(0.0, 0.0, 2.0, [1.0, 1.5]))
+    assert not both.met(RequestOutcome(0.0, 0.0, 2.0, [1.0, 1.6]))
+    assert not both.met(RequestOutcome(0.0, 0.0, 2.0, [1.1, 1.2]))
+    assert both.met(RequestOutcome(0.0, 0.0, 2.0, [1.0]))
+    assert not both.met(RequestOutcome(0.0, 0.0, 2.0, [1.0, 1.1], error=AnswerError("cut off", "")))
 
 
 # -- the whole command ------------------------------------------------------------------------------------------
@@ -460,7 +460,7 @@ def test_nobody_there() -> None:
     result = bench(url)
     assert result.exit_code == 2 and "is a server there?" in result.output
 
-    async def ask() -> Outcome:
+    async def ask() -> RequestOutcome:
         async with open_client(api_root(url), None, 5.0) as client:
             return await client(Ask("/completions", {}), 0.0)
 

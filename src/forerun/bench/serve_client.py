@@ -25,7 +25,7 @@ KEEP_ALIVE_S: Final = 2.0  # shorter than servers', or they hang up just when a 
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """What became of one request; `error` is None if it was answered in full."""
 
     arrived_s: float  # when it was due
@@ -114,10 +114,10 @@ class Client:
             why = f"{type(error).__name__}: {error}".rstrip(": ")
             raise ConfigError(f"{self._root}/models names no model ({why}): is a server there? give --model") from error
 
-    async def __call__(self, ask: Ask, arrived_s: float) -> Outcome:
+    async def __call__(self, ask: Ask, arrived_s: float) -> RequestOutcome:
         """Send a request and follow its stream to the end; what goes wrong is in the outcome."""
         clock = asyncio.get_running_loop().time
-        outcome = Outcome(arrived_s, clock())
+        outcome = RequestOutcome(arrived_s, clock())
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._follow(ask, outcome)
@@ -126,7 +126,7 @@ class Client:
         outcome.ended_s = clock()
         return outcome
 
-    async def _follow(self, ask: Ask, outcome: Outcome) -> None:
+    async def _follow(self, ask: Ask, outcome: RequestOutcome) -> None:
         clock, parser, done = asyncio.get_running_loop().time, EventParser(), False
         async with self._session.post(self._root + ask.path, json=ask.body, allow_redirects=False) as answer:
             await _check_status(answer)

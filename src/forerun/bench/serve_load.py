@@ -17,7 +17,7 @@ from itertools import accumulate
 from random import Random
 from typing import Protocol
 
-from forerun.bench.serve_client import Outcome
+from forerun.bench.serve_client import RequestOutcome
 from forerun.bench.serve_events import AnswerError
 from forerun.bench.serve_workload import Ask, Conversation, Lengths, Prefixes, RequestFields, Scale, synthetic
 from forerun.errors import ConfigError
@@ -29,7 +29,7 @@ Advance = Callable[[int], None]
 class Sender(Protocol):
     """Whoever answers requests; `Client`, or a test."""
 
-    async def __call__(self, ask: Ask, arrived_s: float) -> Outcome:
+    async def __call__(self, ask: Ask, arrived_s: float) -> RequestOutcome:
         """The outcome of a request that was due at `arrived_s`."""
 
 
@@ -64,7 +64,7 @@ class LoadRun:
         self._fields = fields
         self._advance = advance
 
-    async def __call__(self, conversations: Sequence[Conversation], load: OfferedLoad) -> list[Outcome]:
+    async def __call__(self, conversations: Sequence[Conversation], load: OfferedLoad) -> list[RequestOutcome]:
         """All requests' outcomes, in the order of the conversations and their turns."""
         if load.rate is None:
             answered = await self._closed(conversations, load.concurrency or 1)
@@ -72,10 +72,10 @@ class LoadRun:
             answered = await self._open(conversations, load)
         return [outcome for outcomes in answered for outcome in outcomes]
 
-    async def _closed(self, conversations: Sequence[Conversation], concurrency: int) -> list[list[Outcome]]:
+    async def _closed(self, conversations: Sequence[Conversation], concurrency: int) -> list[list[RequestOutcome]]:
         """A fixed number of users, each asking again as soon as it is answered."""
         clock, todo = asyncio.get_running_loop().time, iter(enumerate(conversations))
-        answered: list[list[Outcome]] = [[] for _ in conversations]
+        answered: list[list[RequestOutcome]] = [[] for _ in conversations]
 
         async def user() -> None:
             for index, conversation in todo:
@@ -86,7 +86,7 @@ class LoadRun:
                 users.create_task(user())
         return answered
 
-    async def _open(self, conversations: Sequence[Conversation], load: OfferedLoad) -> list[list[Outcome]]:
+    async def _open(self, conversations: Sequence[Conversation], load: OfferedLoad) -> list[list[RequestOutcome]]:
         """Users that come whether or not others have been answered."""
         clock = asyncio.get_running_loop().time
         assert load.rate is not None
@@ -94,7 +94,7 @@ class LoadRun:
             nullcontext() if load.concurrency is None else asyncio.Semaphore(load.concurrency)
         )
 
-        async def user(index: int, conversation: Conversation, due_s: float) -> list[Outcome]:
+        async def user(index: int, conversation: Conversation, due_s: float) -> list[RequestOutcome]:
             await asyncio.sleep(due_s - clock())
             async with room:
                 return await self._converse(index, conversation, due_s)
@@ -103,9 +103,9 @@ class LoadRun:
         pairs = enumerate(zip(conversations, times, strict=True))
         return list(await asyncio.gather(*(user(i, talk, start_s + time_s) for i, (talk, time_s) in pairs)))
 
-    async def _converse(self, index: int, conversation: Conversation, due_s: float) -> list[Outcome]:
+    async def _converse(self, index: int, conversation: Conversation, due_s: float) -> list[RequestOutcome]:
         """Turn after turn; what follows a failed one is not asked."""
-        outcomes: list[Outcome] = []
+        outcomes: list[RequestOutcome] = []
         for _ in conversation.turns:
             if outcomes and outcomes[-1].error is not None:
                 outcomes.append(_not_asked(outcomes[-1].ended_s))
@@ -116,9 +116,9 @@ class LoadRun:
         return outcomes
 
 
-def _not_asked(now_s: float) -> Outcome:
+def _not_asked(now_s: float) -> RequestOutcome:
     error = AnswerError("not asked", "an earlier turn of the conversation failed")
-    return Outcome(now_s, now_s, now_s, error=error)
+    return RequestOutcome(now_s, now_s, now_s, error=error)
 
 
 async def warm_up(send: Sender, fields: RequestFields, count: int, concurrency: int, endpoint: str) -> None:
@@ -147,6 +147,6 @@ async def measure_scale(send: Sender, fields: RequestFields, endpoint: str) -> S
     return Scale.through((short_words, short_tokens), (long_words, long_tokens))
 
 
-def _check(outcome: Outcome, what: str) -> None:
+def _check(outcome: RequestOutcome, what: str) -> None:
     if outcome.error is not None:
         raise ConfigError(f"{what} failed, so nothing was measured: {outcome.error}")

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from forerun.bench.serve_client import Outcome
+from forerun.bench.serve_client import RequestOutcome
 from forerun.bench.serve_report import Objective, flights, gaps
 from forerun.errors import ConfigError
 
@@ -32,7 +32,7 @@ def check_picture(path: Path) -> None:
         raise ConfigError("--picture needs matplotlib: pip install 'forerun[bench]'")
 
 
-def draw(outcomes: Sequence[Outcome], objective: Objective, title: str, path: Path) -> None:
+def draw(outcomes: Sequence[RequestOutcome], objective: Objective, title: str, path: Path) -> None:
     """Write the picture of all requests."""
     from matplotlib.figure import Figure  # an optional dependency
 
@@ -69,7 +69,7 @@ def _limit(axes: Axes, value: float | None, unit: float) -> None:
         axes.axvline(value * unit, color="black", linestyle="--", linewidth=0.8)
 
 
-def _busy(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+def _busy(axes: Axes, outcomes: Sequence[RequestOutcome]) -> None:
     start_s = min(outcome.arrived_s for outcome in outcomes)
     changes = flights(outcomes)
     axes.step([time_s - start_s for time_s, _ in changes], [number for _, number in changes], where="post")
@@ -80,7 +80,7 @@ def _busy(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     axes.set(title="Requests under way", xlabel="seconds", ylim=(0.0, None))
 
 
-def _pace(axes: Axes, answered: Sequence[Outcome], start_s: float) -> None:
+def _pace(axes: Axes, answered: Sequence[RequestOutcome], start_s: float) -> None:
     """Tokens a second over time; the tokens of an answer are spread evenly over its pieces."""
     times = [time_s - start_s for o in answered for time_s in o.piece_s]
     weights = [o.num_tokens / len(o.piece_s) for o in answered for _ in o.piece_s]

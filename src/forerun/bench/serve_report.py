@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from forerun.bench.serve_client import Outcome
+from forerun.bench.serve_client import RequestOutcome
 
 PERCENTILES: Final = (50, 90, 99)
 DIGITS: Final = 6
@@ -28,7 +28,7 @@ class Objective:
     def __bool__(self) -> bool:
         return self.ttft_s is not None or self.tpot_s is not None
 
-    def met(self, outcome: Outcome) -> bool:
+    def met(self, outcome: RequestOutcome) -> bool:
         """The request was answered, and in time. An answer of one token has no TPOT to miss."""
         if outcome.error is not None:
             return False
@@ -55,7 +55,7 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
     return {name: round(value, DIGITS) for name, value in figures.items()}
 
 
-def summary(outcomes: Sequence[Outcome], objective: Objective) -> dict[str, Any]:
+def summary(outcomes: Sequence[RequestOutcome], objective: Objective) -> dict[str, Any]:
     """All figures, as plain values; times in seconds.
 
     Times and tokens are those of requests that were answered in full; rates are over the time from the first arrival to
@@ -82,7 +82,7 @@ def summary(outcomes: Sequence[Outcome], objective: Objective) -> dict[str, Any]
     }
 
 
-def errors(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+def errors(outcomes: Sequence[RequestOutcome]) -> dict[str, dict[str, Any]]:
     """How often each kind of error came, and the first one's message."""
     found: dict[str, dict[str, Any]] = {}
     for error in (outcome.error for outcome in outcomes if outcome.error is not None):
@@ -90,12 +90,12 @@ def errors(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def gaps(outcome: Outcome) -> list[float]:
+def gaps(outcome: RequestOutcome) -> list[float]:
     """Seconds between pieces of text; with speculation a piece holds several tokens."""
     return [later - earlier for earlier, later in pairwise(outcome.piece_s)]
 
 
-def _tokens(answered: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
+def _tokens(answered: Sequence[RequestOutcome], duration_s: float) -> dict[str, Any]:
     written = sum(o.num_tokens for o in answered)
     prompts = _sum(o.num_prompt_tokens for o in answered)
     steps = _sum(o.num_steps for o in answered)
@@ -118,7 +118,7 @@ def _sum(values: Iterable[int | None]) -> int | None:
     return sum(known) if known and len(known) == len(there) else None
 
 
-def _goodput(outcomes: Sequence[Outcome], objective: Objective, duration_s: float) -> dict[str, Any]:
+def _goodput(outcomes: Sequence[RequestOutcome], objective: Objective, duration_s: float) -> dict[str, Any]:
     good = sum(objective.met(outcome) for outcome in outcomes)
     return {
         "slo_ttft_s": objective.ttft_s,
@@ -128,7 +128,7 @@ def _goodput(outcomes: Sequence[Outcome], objective: Objective, duration_s: floa
     }
 
 
-def flights(outcomes: Sequence[Outcome]) -> list[tuple[float, int]]:
+def flights(outcomes: Sequence[RequestOutcome]) -> list[tuple[float, int]]:
     """When how many requests were under way: (time, number) after each change, in order."""
     changes = sorted([(o.sent_s, 1) for o in outcomes] + [(o.ended_s, -1) for o in outcomes])
     result, number = list[tuple[float, int]](), 0
@@ -138,12 +138,12 @@ def flights(outcomes: Sequence[Outcome]) -> list[tuple[float, int]]:
     return result
 
 
-def max_in_flight(outcomes: Sequence[Outcome]) -> int:
+def max_in_flight(outcomes: Sequence[RequestOutcome]) -> int:
     """The most requests under way at one time."""
     return max((number for _, number in flights(outcomes)), default=0)
 
 
-def text_digest(outcomes: Sequence[Outcome]) -> str | None:
+def text_digest(outcomes: Sequence[RequestOutcome]) -> str | None:
     """A hash of all answers in order, to compare runs with; None if one is missing."""
     if any(outcome.error is not None for outcome in outcomes):
         return None

@@ -20,7 +20,7 @@ from forerun.cli.console import err, out, print_json, print_note, table
 from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
-    from forerun.bench.serve_client import Client, Outcome
+    from forerun.bench.serve_client import Client, RequestOutcome
     from forerun.bench.serve_load import OfferedLoad
     from forerun.bench.serve_report import Objective
     from forerun.bench.serve_workload import Conversation, RequestFields, Scale
@@ -154,7 +154,7 @@ def _extra(given: Options) -> dict[str, Any]:
     return {**fields, **({"ignore_eos": True} if given.ignore_eos else {})}
 
 
-async def _measure(request: _Request) -> tuple[list[Outcome], dict[str, Any]]:
+async def _measure(request: _Request) -> tuple[list[RequestOutcome], dict[str, Any]]:
     """All outcomes, and what was found out before: the model's name, how many tokens a word is."""
     from forerun.bench.serve_client import open_client
     from forerun.bench.serve_load import LoadRun, warm_up
@@ -195,7 +195,7 @@ async def _conversations(given: Options, client: Client, fields: RequestFields) 
     return work.synthetic(count, lengths, prefixes, scale, seed, endpoint), scale
 
 
-def _report(request: _Request, outcomes: list[Outcome], facts: dict[str, Any]) -> dict[str, Any]:
+def _report(request: _Request, outcomes: list[RequestOutcome], facts: dict[str, Any]) -> dict[str, Any]:
     from forerun import __version__
     from forerun.bench.serve_report import summary
 
@@ -208,7 +208,7 @@ def _report(request: _Request, outcomes: list[Outcome], facts: dict[str, Any]) -
     return {**own, **summary(outcomes, request.objective), "forerun": __version__}
 
 
-def _draw(request: _Request, outcomes: list[Outcome], report: dict[str, Any], path: Path) -> None:
+def _draw(request: _Request, outcomes: list[RequestOutcome], report: dict[str, Any], path: Path) -> None:
     from forerun.bench.serve_pictures import draw
 
     draw(outcomes, request.objective, _title(report), path)

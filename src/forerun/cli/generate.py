@@ -28,7 +28,7 @@ def _sampling(help_text: str, *names: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AskedText:
     """The model, the prompt, and how the answer is shown."""
 
     arguments: Annotated[
@@ -76,7 +76,7 @@ class FullSampling(opt.Sampling):
         return {**{name: v for name, v in given.items() if v != ()}, "logit_bias": opt.biases(self.logit_bias)}
 
 
-def generate(asked: Asked, sampling: FullSampling, drafting: opt.Drafting, loading: opt.Loading) -> None:
+def generate(asked: AskedText, sampling: FullSampling, drafting: opt.Drafting, loading: opt.Loading) -> None:
     """Complete a prompt, given as an argument, with --file or on standard input."""
     name, prompt = model_and_prompt(asked.arguments or [], asked.model, asked.file)
     sampling.params({})  # says what is wrong with the options before anything is loaded
@@ -92,7 +92,7 @@ def as_prompt(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
     return llm.render_chat([{"role": "user", "content": prompt}])
 
 
-def _answer(llm: LLM, prompt: list[int], params: SamplingParams, asked: Asked) -> None:
+def _answer(llm: LLM, prompt: list[int], params: SamplingParams, asked: AskedText) -> None:
     if asked.json:
         print_json(_as_json(_checked(llm.generate([prompt], params)[0]), asked.explain))
         return

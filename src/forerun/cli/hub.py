@@ -39,7 +39,7 @@ def run(
         return
     if system is not None:
         raise ConfigError("--system begins a conversation, but a prompt was given: leave one of them out")
-    asked = generating.Asked(arguments=None if prompt is None else [model, prompt], model=model)
+    asked = generating.AskedText(arguments=None if prompt is None else [model, prompt], model=model)
     generating.generate(asked, generating.FullSampling(**values(sampling)), drafting, loading)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from forerun.errors import KernelError
 from forerun.kernels.grouped import GroupedMatrix
-from forerun.kernels.tree_growth import TreeNodes, TreeRoom, TreeRows
+from forerun.kernels.tree_growth import NodeRows, TreeNodes, TreeRoom
 
 
 class HeadLayout(NamedTuple):
@@ -376,8 +376,8 @@ class Kernels(Protocol):
         """
 
     def grow_trees(
-        self, nodes: TreeNodes, budgets: Tensor, ids: Tensor, log_chances: Tensor, room: TreeRoom, last: TreeRows | None
-    ) -> tuple[TreeNodes, TreeRows]:
+        self, nodes: TreeNodes, budgets: Tensor, ids: Tensor, log_chances: Tensor, room: TreeRoom, last: NodeRows | None
+    ) -> tuple[TreeNodes, NodeRows]:
         """Hang children below the leaves of R trees, keep the likeliest `budgets` [R] nodes, choose the next leaves.
 
         ids, -1 for none, and log_chances (float64, above 0 as 0) [R, leaves, width], best first. The rows are those of

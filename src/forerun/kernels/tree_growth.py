@@ -41,7 +41,7 @@ class TreeRoom(NamedTuple):
     shift: int  # added to positions
 
 
-class TreeRows(NamedTuple):
+class NodeRows(NamedTuple):
     """What a pass over leaves computes, each [R * width]; a leaf that is not there repeats another row."""
 
     token_ids: Tensor  # int64
@@ -62,8 +62,8 @@ def new_trees(num_trees: int, device: torch.device) -> TreeNodes:
 
 
 def grow_trees(
-    nodes: TreeNodes, budgets: Tensor, ids: Tensor, log_chances: Tensor, room: TreeRoom, last: TreeRows | None
-) -> tuple[TreeNodes, TreeRows]:
+    nodes: TreeNodes, budgets: Tensor, ids: Tensor, log_chances: Tensor, room: TreeRoom, last: NodeRows | None
+) -> tuple[TreeNodes, NodeRows]:
     """See `Kernels.grow_trees`."""
     width = ids.shape[2]
     drawn = _with_children(nodes, ids, log_chances)  # [R, 6, 64 + C]
@@ -178,7 +178,7 @@ def _free_places(places: Tensor, kept: Tensor, is_leaf: Tensor) -> Tensor:
     return is_mine.long().argmax(2)
 
 
-def _laid_out(columns: tuple[Tensor, ...], is_leaf: Tensor, room: TreeRoom) -> TreeRows:
+def _laid_out(columns: tuple[Tensor, ...], is_leaf: Tensor, room: TreeRoom) -> NodeRows:
     """Rows of leaves, whose columns are each [R, width]; the tree's first where there is no leaf."""
     leaf = torch.arange(is_leaf.shape[1], device=is_leaf.device)
     first = torch.where(is_leaf, leaf, 0)
@@ -188,10 +188,10 @@ def _laid_out(columns: tuple[Tensor, ...], is_leaf: Tensor, room: TreeRoom) -> T
     slots = room.tables[trees, logical // room.block_size] * room.block_size + logical % room.block_size
     narrow = (starts + depths + room.shift, slots, trees, starts)
     positions, slots, trees, starts = (column.int() for column in narrow)
-    return TreeRows(tokens.clamp(min=0), positions, slots, trees, starts, masks, sources)
+    return NodeRows(tokens.clamp(min=0), positions, slots, trees, starts, masks, sources)
 
 
-def _idle_filled(own: TreeRows, is_leaf: Tensor, last: TreeRows | None) -> TreeRows:
+def _idle_filled(own: NodeRows, is_leaf: Tensor, last: NodeRows | None) -> NodeRows:
     """Rows for trees without leaves: each computes what another does, into the same place, so nothing changes.
 
     That is what the last pass computed in the row's stead, fed as then; in a tree that never had a leaf it is what the
@@ -201,11 +201,11 @@ def _idle_filled(own: TreeRows, is_leaf: Tensor, last: TreeRows | None) -> TreeR
     row = torch.arange(is_leaf.numel(), device=is_leaf.device)
     has_leaf = is_leaf[:, 0].repeat_interleave(width)  # [R * width]
     if last is not None:
-        own = _chosen(has_leaf, own, TreeRows(*last[:-1], row))
+        own = _chosen(has_leaf, own, NodeRows(*last[:-1], row))
         has_leaf = has_leaf | (last.seq_ids == row // width)
-    return _chosen(has_leaf, own, TreeRows(*(column[:width].repeat(num_trees) for column in own)))
+    return _chosen(has_leaf, own, NodeRows(*(column[:width].repeat(num_trees) for column in own)))
 
 
-def _chosen(condition: Tensor, these: TreeRows, others: TreeRows) -> TreeRows:
+def _chosen(condition: Tensor, these: NodeRows, others: NodeRows) -> NodeRows:
     """Column by column."""
-    return TreeRows(*(torch.where(condition, one, other) for one, other in zip(these, others, strict=True)))
+    return NodeRows(*(torch.where(condition, one, other) for one, other in zip(these, others, strict=True)))

@@ -31,7 +31,7 @@ UNBOUNDED_POSITIONS = 1 << 20  # for models that state no limit (recurrent ones)
 
 
 @dataclass(slots=True)
-class _State:
+class _SequenceState:
     """What transformers needs to go on with one request."""
 
     cache: Any = None  # after `tokens`; None before the first
@@ -64,7 +64,7 @@ class HFModel:
         self._cache_name = _cache_name(module)
         self._ropes = _changing_ropes(module)
         self._one_caller: AbstractContextManager[Any] = Lock() if self._ropes else nullcontext()
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, _SequenceState] = {}
         config = module.config.get_text_config()
         head = module.get_output_embeddings()
         self.num_layers: int = getattr(config, "num_hidden_layers", 0)
@@ -122,24 +122,24 @@ class HFModel:
         for node, token_id, mask in zip(rows.tree_rows, rows.tree_tokens, rows.tree_masks, strict=True):
             yield self._node(state, node, token_id, mask, hidden)
 
-    def _state_at(self, rows: SequenceRows) -> _State:
+    def _state_at(self, rows: SequenceRows) -> _SequenceState:
         """The request's state after `start` tokens; recomputed if it has gone further (after a preemption)."""
-        state = self._states.setdefault(rows.request_id, _State())
+        state = self._states.setdefault(rows.request_id, _SequenceState())
         start = rows.start if rows.span else rows.tree_start
         assert start <= len(state.tokens), f"{rows.request_id}: row {start} comes, {len(state.tokens)} are committed"
         if start < len(state.tokens):
             known = state.tokens[:start]
-            state = self._states[rows.request_id] = _State()
+            state = self._states[rows.request_id] = _SequenceState()
             for token_id in known:
                 self._extend(state, token_id, hidden=False)
         return state
 
-    def _extend(self, state: _State, token_id: int, hidden: bool) -> _Row:
+    def _extend(self, state: _SequenceState, token_id: int, hidden: bool) -> _Row:
         row, state.cache = self._call(token_id, state.cache, hidden)
         state.tokens.append(token_id)
         return row
 
-    def _node(self, state: _State, node: int, token_id: int, mask: int, hidden: bool) -> _Row:
+    def _node(self, state: _SequenceState, node: int, token_id: int, mask: int, hidden: bool) -> _Row:
         ancestors = [state.nodes[i] for i in range(mask.bit_length()) if mask >> i & 1 and i != node]
         nearest = max(ancestors, key=lambda ancestor: ancestor.depth, default=None)  # rows may lie in any order
         row, cache = self._call(token_id, copy.deepcopy(state.cache if nearest is None else nearest.cache), hidden)

@@ -52,7 +52,7 @@ FASTER_DECODING = Layout(
 SHARED_OUTPUT = "lm_head"
 
 
-class Target(NamedTuple):
+class MedusaTarget(NamedTuple):
     """What heads must fit: widths, and the output layer they may share."""
 
     hidden_size: int
@@ -124,7 +124,7 @@ def load_medusa(
         raise UnsupportedError(
             f"{source.path} holds quantized Medusa heads; only float32, bfloat16 and float16 are read"
         )
-    fits = Target(model.hidden_size, model.vocab_size, model.parts.lm_head)
+    fits = MedusaTarget(model.hidden_size, model.vocab_size, model.parts.lm_head)
     reader = _Reader(source, _layout(source), fits, kernels, pack_as(weights))
     heads = reader.heads()
     if source.unread:
@@ -149,7 +149,7 @@ def _layout(source: HeadTensors) -> Layout:
 class _Reader:
     """Reads the heads of one checkpoint."""
 
-    def __init__(self, source: HeadTensors, layout: Layout, target: Target, kernels: Kernels, pack: Pack) -> None:
+    def __init__(self, source: HeadTensors, layout: Layout, target: MedusaTarget, kernels: Kernels, pack: Pack) -> None:
         self._source = source
         self._layout = layout
         self._target = target

@@ -45,7 +45,7 @@ class HeadTrees:
 
     def __init__(self, passes: RowPasses, kernels: Kernels, capture: Capture) -> None:
         self._num_heads = passes.num_depths
-        self._programs = Programs(partial(_Program, passes, kernels), capture)
+        self._programs = Programs(partial(_HeadTreeProgram, passes, kernels), capture)
 
     def enqueue(self, x: Tensor, noise: ChainNoise, width: int) -> PendingTrees:
         """A tree below the token chosen from each of the states x [R, H], the largest tree first.
@@ -59,7 +59,7 @@ class HeadTrees:
         return self._programs.run(size, lambda program: program.fill(x, noise), usual is not None).drafts(num)
 
 
-class _Program:
+class _HeadTreeProgram:
     """The tensors of one size, and the work between them."""
 
     def __init__(self, passes: RowPasses, kernels: Kernels, size: HeadTreeSize) -> None:

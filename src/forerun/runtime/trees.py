@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import ChainNoise, Kernels, LayerKV, NoiseKeys
-from forerun.kernels.tree_growth import TreeRoom, TreeRows, new_trees
+from forerun.kernels.tree_growth import NodeRows, TreeRoom, new_trees
 from forerun.kernels.triton.graphs import Capture, GraphSize
 from forerun.models.base import Passes
 from forerun.models.batch import ForwardBatch
@@ -55,7 +55,7 @@ class DeviceTrees:
 
     def __init__(self, passes: Passes, kvs: Sequence[LayerKV], kernels: Kernels, capture: Capture) -> None:
         self._vocab_size = passes.vocab_size
-        self._programs = Programs(partial(_Program, passes, kvs, kernels), capture)
+        self._programs = Programs(partial(_TreeProgram, passes, kvs, kernels), capture)
 
     def enqueue(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, width: int) -> PendingTrees:
         """A tree below each of the batch's logit rows, which are one root a sequence, the largest tree first.
@@ -78,7 +78,7 @@ class DeviceTrees:
 
     def _program(
         self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, width: int, keeps_logits: bool
-    ) -> _Program:
+    ) -> _TreeProgram:
         """That of the fitting size, which was given its work."""
         num_nodes = noise.positions.shape[0]
         assert width <= self._vocab_size
@@ -88,7 +88,7 @@ class DeviceTrees:
         return self._programs.run(size, lambda program: program.fill(batch, features, noise), is_usual)
 
 
-class _Program(DraftProgram):
+class _TreeProgram(DraftProgram):
     """All levels of trees of one size."""
 
     def __init__(self, passes: Passes, kvs: Sequence[LayerKV], kernels: Kernels, size: TreeSize) -> None:
@@ -153,7 +153,7 @@ class _Program(DraftProgram):
         shape = (self._size.batch.num_sequences, -1, width)
         return ids.reshape(shape), chances.reshape(shape)
 
-    def _below(self, rows: TreeRows) -> ForwardBatch:
+    def _below(self, rows: NodeRows) -> ForwardBatch:
         """One level's leaves, one row each."""
         return ForwardBatch(
             token_ids=rows.token_ids,
@@ -173,7 +173,7 @@ class _Program(DraftProgram):
         return PendingTrees(out[:4], out[0], out[4], out[5], lambda read: trees_of(*read))
 
 
-def _gathered(given: Tensor | None, made: Tensor | None, rows: TreeRows) -> Tensor | None:
+def _gathered(given: Tensor | None, made: Tensor | None, rows: NodeRows) -> Tensor | None:
     """The features a level's rows are fed: of those the last level was fed, then those it made."""
     if made is None:
         return None

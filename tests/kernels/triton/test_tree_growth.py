@@ -12,7 +12,7 @@ from tests.kernels.triton.support import moved
 from torch import Tensor
 
 from forerun.kernels import tree_growth as plain
-from forerun.kernels.tree_growth import MOST_NODES, TreeNodes, TreeRoom, TreeRows
+from forerun.kernels.tree_growth import MOST_NODES, NodeRows, TreeNodes, TreeRoom
 
 BLOCK_SIZE = 4
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,7 +77,7 @@ def grown_alike(triton: Any, budgets: Tensor, width: int, num_levels: int, seed:
     return num_idle
 
 
-def assert_same(found: TreeNodes | TreeRows, expected: TreeNodes | TreeRows) -> None:
+def assert_same(found: TreeNodes | NodeRows, expected: TreeNodes | NodeRows) -> None:
     """Column by column, types too."""
     for name, own, other in zip(expected._fields, found, expected, strict=True):
         assert own.dtype is other.dtype and torch.equal(own.cpu(), other), name

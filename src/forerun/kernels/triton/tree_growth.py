@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.kernels import tree_growth as trees
-from forerun.kernels.tree_growth import TreeNodes, TreeRoom, TreeRows
+from forerun.kernels.tree_growth import NodeRows, TreeNodes, TreeRoom
 from forerun.kernels.triton.common import EXACT, power_of_two
 
 NODES, COLUMNS = tl.constexpr(trees.MOST_NODES), tl.constexpr(6)
@@ -58,8 +58,8 @@ class Level(NamedTuple):
 
 
 def grow_trees(
-    nodes: TreeNodes, budgets: Tensor, ids: Tensor, log_chances: Tensor, room: TreeRoom, last: TreeRows | None
-) -> tuple[TreeNodes, TreeRows]:
+    nodes: TreeNodes, budgets: Tensor, ids: Tensor, log_chances: Tensor, room: TreeRoom, last: NodeRows | None
+) -> tuple[TreeNodes, NodeRows]:
     """See `Kernels.grow_trees`."""
     (num_trees, _, width), level = ids.shape, Level.of(ids)
     grown = TreeNodes(torch.empty_like(nodes.columns), nodes.leaves.new_empty(num_trees, width))
@@ -83,10 +83,10 @@ def keep_trees(nodes: TreeNodes, budgets: Tensor, ids: Tensor, log_chances: Tens
     return out
 
 
-def _new_rows(num: int, device: torch.device) -> TreeRows:
+def _new_rows(num: int, device: torch.device) -> NodeRows:
     wide, narrow = torch.int64, torch.int32
     types = (wide, narrow, narrow, narrow, narrow, wide, wide)
-    return TreeRows(*(torch.empty(num, dtype=dtype, device=device) for dtype in types))
+    return NodeRows(*(torch.empty(num, dtype=dtype, device=device) for dtype in types))
 
 
 # -- a level of one tree ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from forerun.training.heads.base import Head, States
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class HeldoutAcceptance:
     """length: tokens emitted a pass of the target; by_depth[j]: how often guess j is right if all before it were."""
 
     length: float
@@ -44,11 +44,11 @@ class AcceptanceTally:
             self.num_tokens += tokens
             self.num_passes += passes
 
-    def result(self) -> Acceptance:
+    def result(self) -> HeldoutAcceptance:
         """The figures of all answers."""
         assert self.right is not None and self.tried is not None  # at least one batch was added
         rates = (self.right / self.tried.clamp(min=1)).tolist()
-        return Acceptance(self.num_tokens / max(self.num_passes, 1), tuple(rates))
+        return HeldoutAcceptance(self.num_tokens / max(self.num_passes, 1), tuple(rates))
 
 
 def walk(accepted: Sequence[int], start: int, end: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def read_temperatures(listed: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Talk:
+class TrainingTalk:
     """A conversation under way: everything said so far, what the user will say next, its temperature."""
 
     messages: tuple[dict[str, str], ...]
@@ -84,22 +84,22 @@ def answer_files(model: str, files: Sequence[Path], folder: Path, options: Answe
     return paths
 
 
-def read_talks(files: Sequence[Path], options: AnswerOptions) -> list[Talk]:
+def read_talks(files: Sequence[Path], options: AnswerOptions) -> list[TrainingTalk]:
     """The conversations of prompt files, nothing said yet; records without words are left out."""
     temperatures = options.temperatures
     said = [tuple(turn for turn in turns if turn.strip()) for path in files for turns, _ in read_file(path)]
-    talks = [Talk((), turns, temperatures[i % len(temperatures)]) for i, turns in enumerate(filter(None, said))]
+    talks = [TrainingTalk((), turns, temperatures[i % len(temperatures)]) for i, turns in enumerate(filter(None, said))]
     if not talks:
         raise DataError(f"no prompt in {', '.join(map(str, files))}: {len(said)} records, all of them empty")
     return talks
 
 
-def spoken(talk: Talk) -> list[dict[str, str]]:
+def spoken(talk: TrainingTalk) -> list[dict[str, str]]:
     """The messages of a conversation with the next thing the user says."""
     return [*talk.messages, {"role": "user", "content": talk.to_say[0]}]
 
 
-def heard(talk: Talk, answer: Sequence[int], tokenizer: Tokenizer) -> Talk:
+def heard(talk: TrainingTalk, answer: Sequence[int], tokenizer: Tokenizer) -> TrainingTalk:
     """The conversation after an answer, given as token ids."""
     said = {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
-    return Talk((*spoken(talk), said), talk.to_say[1:], talk.temperature)
+    return TrainingTalk((*spoken(talk), said), talk.to_say[1:], talk.temperature)

@@ -17,7 +17,7 @@ from torch import nn
 
 from forerun.errors import TrainingError
 from forerun.training.checkpoint import LAST, read_checkpoint, write_atomically
-from forerun.training.heads.acceptance import Acceptance, AcceptanceTally, guess, matches_of
+from forerun.training.heads.acceptance import AcceptanceTally, HeldoutAcceptance, guess, matches_of
 from forerun.training.heads.config import HeadOptimizer, HeadRecipe
 from forerun.training.heads.feed import Batch, Feed
 from forerun.training.heads.loss import HeadLoss
@@ -178,7 +178,7 @@ class HeadTrainer:
 
 
 @torch.no_grad()
-def measure(loss: HeadLoss, heldout: Feed) -> Acceptance:
+def measure(loss: HeadLoss, heldout: Feed) -> HeldoutAcceptance:
     """Simulates drafting the held-out answers, in float32."""
     tally, rows = AcceptanceTally(), heldout.rows
     for first in range(0, len(rows), EVAL_BATCH):
