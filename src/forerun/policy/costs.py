@@ -21,6 +21,8 @@ from typing import Final
 MAX_JUMP: Final = 4.0
 SETTLING: Final = 4
 RISE, FALL = 0.1, 0.3
+# Steps of a kind for which costs stay as worked out: that took 0.3 ms of a step of 6, and they hardly change.
+WORKED_OUT_EVERY: Final = 8
 LONG_LAG: Final = 32  # missed tokens from which a call measures reading rather than drafting: 32 cost mini-draft 1 ms
 
 
@@ -122,13 +124,16 @@ class CallCosts:
         """What reading took when it was tried alone."""
         self.reading = Mean(max(seconds, 0.0) / num_tokens)
 
-    def learn(self, num_requests: int, num_drafts: int, depth: int, seconds: float) -> None:
-        """A call drew at most so many drafts and levels for each of so many requests."""
-        if num_drafts > 0:
-            key = _power_of_2(num_requests), _power_of_2(num_drafts)
-            self.by_size.setdefault(key, Mean(seconds)).learn(seconds)
-            if num_requests == 1:
-                self.by_depth.setdefault(depth, Mean(seconds)).learn(seconds)
+    def learn(self, num_requests: int, num_drafts: int, depth: int, seconds: float) -> bool:
+        """A call drew at most so many drafts and levels for each of so many requests -> whether such calls are new."""
+        if num_drafts == 0:
+            return False
+        key = _power_of_2(num_requests), _power_of_2(num_drafts)
+        mean = self.by_size.setdefault(key, Mean(seconds))
+        mean.learn(seconds)
+        if num_requests == 1:
+            self.by_depth.setdefault(depth, Mean(seconds)).learn(seconds)
+        return mean.num <= SETTLING
 
     def learn_reading(self, num_tokens: int, seconds: float) -> None:
         """Reading so many tokens took this long."""
@@ -144,6 +149,9 @@ class Costs:
     passes: PassCosts
     slowness: dict[tuple[bool, int], Mean] = field(default_factory=dict)  # by (drafts, rows): step over pass alone
     calls: dict[str, CallCosts] = field(default_factory=dict)  # by drafter
+    _worked_out: dict[tuple[object, ...], float] = field(
+        default_factory=dict, compare=False
+    )  # lately, see WORKED_OUT_EVERY
 
     # -- queries ------------------------------------------------------------------------------------------------
 
@@ -162,7 +170,10 @@ class Costs:
 
     def step_s(self, num_rows: int, drafts: bool) -> float:
         """A step around a pass over so many rows, calls of drafters apart."""
-        return self._slowness(num_rows, drafts) * self.passes(num_rows)
+        known = self._worked_out.get((num_rows, drafts))
+        if known is None:
+            known = self._worked_out[num_rows, drafts] = self._slowness(num_rows, drafts) * self.passes(num_rows)
+        return known
 
     def _slowness(self, num_rows: int, drafts: bool) -> float:
         """As at the nearest number of rows known; of plain steps where none with drafts is known, and likewise."""
@@ -175,7 +186,11 @@ class Costs:
 
     def call_s(self, member: str, num_drafts: int, num_requests: int) -> float:
         """A call of a drafter for so many drafts each."""
-        return self.calls[member].call_s(num_drafts, num_requests) if member in self.calls else 0.0
+        known = self._worked_out.get((member, num_drafts, num_requests))
+        if known is None:
+            known = self.calls[member].call_s(num_drafts, num_requests) if member in self.calls else 0.0
+            self._worked_out[member, num_drafts, num_requests] = known
+        return known
 
     def reading_s(self, member: str, num_tokens: int) -> float:
         """What a drafter needs for tokens it has missed. The few every step leaves are a part of its calls."""
@@ -188,7 +203,10 @@ class Costs:
         """A step that read no prompt took this long, calls of drafters apart."""
         if num_rows <= self.passes.max_rows:
             ratio = seconds / self.passes(num_rows)
-            self.slowness.setdefault((drafts, self.passes.nearest(num_rows)), Mean(ratio)).learn(ratio)
+            mean = self.slowness.setdefault((drafts, self.passes.nearest(num_rows)), Mean(ratio))
+            mean.learn(ratio)
+            if mean.num % WORKED_OUT_EVERY == 0 or mean.num <= SETTLING:
+                self._worked_out.clear()
 
     def learn_call(
         self, member: str, num_requests: int, num_drafts: int, depth: int, num_read: int, seconds: float
@@ -199,7 +217,8 @@ class Costs:
             reading_s = max(seconds - self.call_s(member, max(num_drafts, 1), num_requests), seconds / 2)
             costs.learn_reading(num_read, reading_s)
             return reading_s
-        costs.learn(num_requests, num_drafts, depth, seconds)
+        if costs.learn(num_requests, num_drafts, depth, seconds):
+            self._worked_out.clear()
         return 0.0
 
 
