@@ -187,11 +187,8 @@ def test_the_kernels_own_read_is_used_where_there_is_one(monkeypatch: pytest.Mon
         def stream_read(self, address: int, num_bytes: int) -> None:
             calls.append(num_bytes)
 
-    class Backend:
-        engine = Engine()
-
     class Table:
-        backend, device = Backend(), torch.device("cpu")
+        engine, device = Engine(), torch.device("cpu")
 
     monkeypatch.setattr(bandwidth, "buffer_bytes", lambda: 1 << 20)
     with bandwidth.reader(Table(), 1) as read_speed:  # type: ignore[arg-type]
