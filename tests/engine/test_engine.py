@@ -22,7 +22,7 @@ class Scripted(ToyModel):
         super().__init__()
         self._poison = poison
 
-    def _logits(self, tokens: list[int]) -> torch.Tensor:
+    def logits(self, tokens: list[int]) -> torch.Tensor:
         row = torch.zeros(self.vocab_size)
         row[(tokens[-1] + 1) % self.vocab_size] = 9.0
         if tokens[-1] == self._poison:

@@ -15,9 +15,10 @@ from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.stopping import OutputText
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
-from forerun.models.base import Model
+from forerun.models.base import Model, passes_of
 from forerun.policy.costs import Costs, PassCosts
 from forerun.policy.policy import AdaptivePolicy, FixedPolicy
+from forerun.runtime.bind import bind
 from tests.support.toy import LetterDetokenizer, NoisyToy, ToyModel
 
 DRAFTERS = {
@@ -81,6 +82,8 @@ def with_drafter(made: Engine, drafter: Drafter) -> Engine:
     """The same engine with a drafter of the test's own, always at its full size."""
     made.drafter = drafter
     made.policy = FixedPolicy(drafter.max_nodes)
+    kvs = made.kv_cache.layers[: len(made.model.kv_specs)]
+    made.runner = bind(passes_of(made.model, drafter.hidden_layers), kernels(), kvs, made.kv_cache.block_size)
     return made
 
 
