@@ -72,7 +72,7 @@ def assemble(
 
 
 def _verifier(config: EngineConfig, kernels: Kernels) -> Verifier:
-    """Of the coupled rule, on a card one that brings all nodes' choices to the host at once."""
+    """Of the coupled rule, on a GPU one that brings all nodes' choices to the host at once."""
     if config.verification == "coupled":
         return CoupledVerifier(kernels, at_once=kernels.device.type != "cpu")
     return RejectionVerifier(config.chain_rule)
@@ -158,7 +158,7 @@ def _stored_specs(config: EngineConfig, model: Model, drafter: Drafter) -> tuple
 
 
 def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int, device: torch.device) -> int:
-    """Blocks for every sequence at full length, as far as the memory for KV goes: most of what a card has free."""
+    """Blocks for every sequence at full length, as far as the memory for KV goes: most of what a GPU has free."""
     wanted = config.max_num_seqs * -(-longest // config.block_size)
     share = _SHARE_OF_HOST if device.type == "cpu" else _SHARE_OF_CARD
     budget = config.kv_cache_bytes or int((memory_of(device) or _ASSUMED_BYTES) * share)

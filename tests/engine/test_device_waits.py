@@ -56,7 +56,7 @@ def engine(
     folder: Path, kernels: Any, name: str = "none", head: str | None = None, width: int | None = None,
     adaptive: bool = False, members: tuple[DrafterConfig, ...] = (), **options: Any,
 ) -> Engine:  # fmt: skip
-    """Everything as on a card, but for what writes work down."""
+    """Everything as on a GPU, but for what writes work down."""
     model: Any = load_model(folder, kernels).model
     drafter = DrafterConfig(
         name=name, model=head, max_draft_tokens=NUM_DRAFTS, tree_width=width, adaptive=adaptive, members=members
@@ -179,7 +179,7 @@ ADAPTIVE: dict[str, Callable[..., Engine]] = {
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_the_adaptive_policy_waits_once(folder: Path, tmp_path: Path, waits: list[Any], name: str, width: int) -> None:
     made = ADAPTIVE[name](folder, tmp_path / "head", width)
-    assert isinstance(made.policy, AdaptivePolicy) and not made.policy.looks_at_drafts, "where passes run on a card"
+    assert isinstance(made.policy, AdaptivePolicy) and not made.policy.looks_at_drafts, "where passes run on a GPU"
     expect_much(made)
     assert run(made, waits) == [1, 1, 1, 1]
     assert waits == [(OF_MEDUSA if name == "medusa" else IN_ALL,)], "all drafts there is room for"

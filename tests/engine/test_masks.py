@@ -30,7 +30,7 @@ class Late(Parity):
     def __init__(self, seed: int, most: int = 4, never: int | None = None) -> None:
         self._rng, self._most, self._never = random.Random(seed), most, never
         self._missing: dict[tuple[int, ...], int] = {}
-        self.num_late = 0
+        self.num_pending = 0
 
     def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
         prefix = tuple(output_token_ids)
@@ -38,7 +38,7 @@ class Late(Parity):
             raise GrammarError("this mask never comes")
         missing = self._missing.setdefault(prefix, self._rng.randint(0, self._most))
         self._missing[prefix] = max(0, missing - 1)
-        self.num_late += missing > 0
+        self.num_pending += missing > 0
         return missing == 0
 
     def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int]:
@@ -63,7 +63,7 @@ def test_tokens_do_not_depend_on_when_masks_come(drafter: str, temperature: floa
         harness.run(harness.engine(drafter, model=ToyModel(), max_num_batched_tokens=16), late)
         for ours, theirs in zip(late, expected, strict=True):
             assert ours.output().outputs[0].token_ids == theirs.output().outputs[0].token_ids
-        assert all(mask.num_late > 10 for mask in masks)
+        assert all(mask.num_pending > 10 for mask in masks)
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
@@ -137,7 +137,7 @@ def test_many_slow_masks_take_no_more_of_a_step_than_one(drafter: str, monkeypat
 
 
 def test_what_waits_for_a_pass_does_not_wait_for_a_mask() -> None:
-    """A card's results are delivered while the next pass computes, and where there is none, all the same."""
+    """A GPU's results are delivered while the next pass computes, and where there is none, all the same."""
     slow = request(0, Late(0, most=0))
     slow.samples[0].request.params.grammar._missing[()] = 50  # type: ignore[union-attr]
     made, delivered = harness.engine("none", model=ToyModel()), []

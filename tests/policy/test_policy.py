@@ -18,6 +18,7 @@ from forerun.speculation.tree import ROOT
 from tests.support.hopeful import show_right
 
 FLAT, STEEP = PassCosts({1: 1.0, 64: 1.05}), PassCosts({1: 1.0, 64: 64.0})
+ENQUEUED_S = 0.02  # what the host takes to give a device its work
 
 
 def request(known: int = 1, max_tokens: int = 9999, **options: object) -> Request:
@@ -196,3 +197,35 @@ def test_the_policy_explains_exactly_when_nobody_is_asked() -> None:
     assert str(bad.explain(request())).startswith("drafts of m are right ")
     assert "would cost more than they gain here, were they always right" in str(dear.explain(request()))
     assert FixedPolicy(1).explain(request()) == "there is no drafter" and FixedPolicy(4).explain(request()) is None
+
+
+def learn_call(made: AdaptivePolicy, is_pending: bool, drawn_s: float, num_span: int = 0) -> None:
+    """A step in which a device drew four drafts: before the pass, which the host saw, or in the time of the pass."""
+    one = request()
+    draft = Draft(one, 5)
+    draft.add_chain([2, 3, 4, 5], "m")
+    call_s = ENQUEUED_S if is_pending else ENQUEUED_S + drawn_s
+    seconds = FLAT(5) + ENQUEUED_S + drawn_s + 0.5 * (num_span > 0)
+    calls = [DraftCall("m", call_s, is_pending, [Asked(one, 1, 0, 4, 4)])]
+    outcomes = [Outcome(one, draft, [2, 9])]
+    made.learn(StepResult(outcomes, calls, 5, num_span, StepSeconds(call_s, seconds - call_s, seconds)))
+
+
+@pytest.mark.parametrize("is_pending", [True, False])
+def test_a_pending_call_costs_what_it_would_have_if_it_had_been_waited_for(is_pending: bool) -> None:
+    made = policy(looks_at_drafts=False)
+    plain_s = made.plain_step_s(1)
+    for _ in range(40):
+        learn_call(made, is_pending, drawn_s=0.3)
+    assert made.costs.call_s("m", 4, 1) == pytest.approx(ENQUEUED_S + 0.3, rel=0.02)
+    assert made.plain_step_s(1) == plain_s, "plain steps do not look dearer for what drafts took"
+
+
+def test_a_pending_call_beside_a_prompt_teaches_no_time() -> None:
+    made = policy(looks_at_drafts=False)
+    for _ in range(10):
+        learn_call(made, True, drawn_s=0.3)
+    known, slowness = made.costs.call_s("m", 4, 1), deepcopy(made.costs.slowness)
+    for _ in range(10):
+        learn_call(made, True, drawn_s=0.3, num_span=50)
+    assert made.costs.call_s("m", 4, 1) == pytest.approx(known) and made.costs.slowness == slowness

@@ -77,7 +77,7 @@ class Engine:
     masks: MaskWaits = field(default_factory=MaskWaits)
     torch_threads: Callable[[], AbstractContextManager[None]] = nullcontext  # around a step
     keep: Callable[[], None] | None = None  # when requests have ended: keep what the policy learned
-    meanwhile: Callable[[], None] | None = None  # once a step, while a card computes; may not touch requests
+    meanwhile: Callable[[], None] | None = None  # once a step, while a GPU computes; may not touch requests
     boundaries: BoundaryStates = field(init=False)
 
     def __post_init__(self) -> None:

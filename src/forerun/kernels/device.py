@@ -2,7 +2,7 @@
 
 Knows: torch's names for devices. Does not know: kernels, models.
 
-What the host uploads goes through pinned memory, and the host goes on at once. Where it needs numbers of a card it
+What the host uploads goes through pinned memory, and the host goes on at once. Where it needs numbers of a GPU it
 must wait for all work before them: `to_host` is the one place where a step does that, so that waits can be counted.
 """
 
@@ -20,23 +20,23 @@ CPU = torch.device("cpu")
 
 
 def has_cuda() -> bool:
-    """Whether torch sees a card."""
+    """Whether torch sees a GPU."""
     return torch.cuda.is_available()
 
 
 def cuda_device() -> torch.device:
-    """The first card; raises ResourceError where torch sees none."""
+    """The first GPU; raises ResourceError where torch sees none."""
     if has_cuda():
         return torch.device("cuda", 0)
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     raise ResourceError(
         f"device 'cuda' was asked for, but torch {torch.__version__} ({built}) sees no CUDA device: install a build of "
-        "torch for CUDA and NVIDIA's driver, make the card visible (CUDA_VISIBLE_DEVICES), or choose device 'cpu'"
+        "torch for CUDA and NVIDIA's driver, make the GPU visible (CUDA_VISIBLE_DEVICES), or choose device 'cpu'"
     )
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that is free on a card; None for the host, which `models.memory` knows about."""
+    """Memory that is free on a GPU; None for the host, which `models.memory` knows about."""
     if device.type != "cuda":
         return None
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -44,7 +44,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a card has done what it was given; the host's work is done when a call returns."""
+    """Wait until a GPU has done what it was given; the host's work is done when a call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -76,5 +76,5 @@ def upload(host: Tensor, target: Tensor) -> None:
 
 
 def indices_on(indices: Sequence[int], device: torch.device) -> Tensor:
-    """Indices as a tensor [len(indices)] int64 on `device`; indexing with a list would wait for a card."""
+    """Indices as a tensor [len(indices)] int64 on `device`; indexing with a list would wait for a GPU."""
     return to_device(torch.tensor(list(indices), dtype=torch.int64), device)

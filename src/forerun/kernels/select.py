@@ -29,8 +29,8 @@ def select_kernels(
 ) -> Kernels:
     """The kernels to use: "cpu" (C++), "triton" (a GPU), "reference" (torch), or "auto" for the best on `device`.
 
-    device: "cpu", "cuda", or "auto" for a card where there is one and kernels for it. Raises KernelError for what is
-    not installed or does not run there, ResourceError where there is no card.
+    device: "cpu", "cuda", or "auto" for a GPU where there is one and kernels for it. Raises KernelError for what is
+    not installed or does not run there, ResourceError where there is no GPU.
     """
     if name not in BACKENDS:
         raise KernelError(f"kernels {name!r} is not one of {', '.join(BACKENDS)}")
@@ -48,7 +48,7 @@ def _can_use_card() -> bool:
 
 
 def _triton_kernels(device: str) -> Kernels:
-    """The Triton kernels on a card; on the CPU only where Triton interprets them, as tests have it."""
+    """The Triton kernels on a GPU; on the CPU only where Triton interprets them, as tests have it."""
     if find_spec("triton") is None:
         raise KernelError("triton is not installed, which the kernels for CUDA need: pip install 'forerun[gpu]'")
     from forerun.kernels.triton.backend import TritonKernels, is_interpreted
@@ -77,7 +77,7 @@ def _host_kernels(name: str, threads: int | None, isa: str | None) -> Kernels:
     backend = CpuKernels(threads, isa)
     reason = f"{backend.engine.isa} on {backend.num_threads} thread(s)"
     if has_cuda() and find_spec("triton") is None:
-        reason += "; for the card that is there install triton (pip install 'forerun[gpu]')"
+        reason += "; for the GPU that is there install triton (pip install 'forerun[gpu]')"
     return _because(reason, backend)
 
 

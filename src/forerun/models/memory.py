@@ -1,6 +1,6 @@
-"""Whether the machine, or its card, has the memory for what is about to be loaded.
+"""Whether the machine, or its GPU, has the memory for what is about to be loaded.
 
-Knows: /proc/meminfo, the limits of a container, sysconf; of a card what `kernels.device` says. Does not know: models.
+Knows: /proc/meminfo, the limits of a container, sysconf; of a GPU what `kernels.device` says. Does not know: models.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Memory that is free on a card, or available on the host; None where nobody says."""
+    """Memory that is free on a GPU, or available on the host; None where nobody says."""
     return available_bytes() if device.type == "cpu" else free_bytes(device)
 
 

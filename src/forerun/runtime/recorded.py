@@ -55,9 +55,10 @@ class RecordedRunner(EagerRunner):
         batch = self._batch(roots)
         if width > 1 or noise.by_depth is None or self._passes.hidden_layers or not self._serves(batch):
             return self._draw_levels(batch, features, noise, width)
-        inputs, judged = self._inputs(batch, features), not all(noise.records)
+        inputs, keep_logits = self._inputs(batch, features), any(noise.records)
+        with_log_probs = not all(noise.records)
         chains, log_chances = self._first.run_chains(
-            inputs, noise.by_depth, self._block_size, any(noise.records), self._below, self._passes.shift, judged
+            inputs, noise.by_depth, self._block_size, keep_logits, self._below, self._passes.shift, with_log_probs
         )
         return noise.chains(chains, log_chances)
 

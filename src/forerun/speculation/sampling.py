@@ -214,7 +214,7 @@ def _filter(row: Tensor, params: SamplingParams) -> Tensor:
     order = torch.argsort(row, descending=True, stable=True)
     num_kept = min(params.top_k, row.shape[0]) if params.top_k > 0 else row.shape[0]
     if params.top_p < 1.0:
-        best = row[order[:num_kept]].cpu()  # cumulative sums of a card have no fixed order
+        best = row[order[:num_kept]].cpu()  # cumulative sums of a GPU have no fixed order
         num_kept = min(num_kept, _nucleus_size(best, params.top_p))
     filtered = torch.full_like(row, NEG_INF)
     filtered[order[:num_kept]] = row[order[:num_kept]]

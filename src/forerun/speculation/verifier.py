@@ -51,7 +51,7 @@ class CoupledVerifier:
 
     All requests walk down together, a level at a time, and only rows on accepted paths are ever looked at. With
     `at_once` the tokens of all nodes are chosen in one call before the walk, where nothing but the temperature matters:
-    on a card that is cheaper than waiting for it at every level. Both choose the same tokens.
+    on a GPU that is cheaper than waiting for it at every level. Both choose the same tokens.
     """
 
     coupled = True

@@ -157,14 +157,14 @@ class Program:
         keep_logits: bool,
         next_levels: Program | None = None,
         shift: int = 0,
-        judged: bool = False,
+        with_log_probs: bool = False,
     ) -> tuple[Chains, Tensor | None]:
         """Draft chains below the roots of all sequences of the batch: one root a sequence, the only logit rows.
 
         The forward must return logits alone, or logits and the features of the rows below, which `next_levels` (None:
         this program again) is fed. Rows stand at their positions plus `shift`, whatever `inputs` say of the first.
-        Bits are those of `run` and `gumbel_argmax` level by level. With `judged` the second result is the log chance of
-        each drawn token, the log softmax of its score among the NUM_RIVALS best, all over RIVALS_SCALE
+        Bits are those of `run` and `gumbel_argmax` level by level. `with_log_probs`: the second result is the log
+        chance of each drawn token, the log softmax of its score among the NUM_RIVALS best, all over RIVALS_SCALE
         -> [steps, R] float64, unset behind a chain's end; all chains end where they promise less than `noise.least`.
         """
         num_rows, (steps, num_chains) = inputs.token_ids.shape[0], noise.positions.shape
@@ -173,7 +173,7 @@ class Program:
         logits = torch.empty(steps if keep_logits else 1, num_chains, width)
         features = torch.empty(2, num_chains, more[0]) if more else None
         ids = torch.empty(steps, num_chains, dtype=_INT64)
-        log_chances = torch.empty(steps, num_chains, dtype=torch.float64) if judged else None
+        log_chances = torch.empty(steps, num_chains, dtype=torch.float64) if with_log_probs else None
         chains = ChainArgs(
             temperatures=noise.temperatures.data_ptr(),
             seeds=noise.seeds.data_ptr(),

@@ -1,6 +1,6 @@
 """How attention is cut into programs, and the work space they leave their results in.
 
-Knows: sizes the host knows, the card's appetite for programs. Does not know: what a program computes, pools. Nothing
+Knows: sizes the host knows, the GPU's appetite for programs. Does not know: what a program computes, pools. Nothing
 here may change a row's bits: rows are independent, and a row's splits are always the same.
 """
 
@@ -77,7 +77,7 @@ def run_in_turns(launch: Launch, out: Tensor, rows: AttentionRows, tiling: Tilin
 
 
 def slice_of(first_row: int, last_row: int, num_splits: int, tiling: Tiling) -> Slice:
-    """These rows, by as many programs as keep the card busy."""
+    """These rows, by as many programs as keep the GPU busy."""
     stride = 1 if last_row - first_row <= FEW_ROWS else tiling.rows
     busy = triton.cdiv(last_row - first_row, tiling.rows) * tiling.num_tiles * num_splits  # programs with work to do
     splits = max(1, min(MAX_SPLITS, busy // WANTED_PROGRAMS))

@@ -1,4 +1,4 @@
-"""CUDA graphs: work on a card that is written down once and done again by one launch.
+"""CUDA graphs: work on a GPU that is written down once and done again by one launch.
 
 Knows: torch's capture of a stream, which sizes share a graph. Does not know: what the work is, models, batches.
 
@@ -55,7 +55,7 @@ def _doubled(size: int, wanted: int) -> int:
 class LastUsed(Generic[Key, Kept]):
     """What was captured for the sizes met last.
 
-    Each holds the numbers it makes on the card, logits of up to 256 rows among them, beside a KV pool that was given
+    Each holds the numbers it makes on the GPU, logits of up to 256 rows among them, beside a KV pool that was given
     nearly all the memory: there cannot be one for every size that ever comes.
     """
 
@@ -77,14 +77,14 @@ class LastUsed(Generic[Key, Kept]):
 
 
 class CudaCapture:
-    """Captures on one card; all graphs share the memory of what they make on the way, since they run in turns."""
+    """Captures on one GPU; all graphs share the memory of what they make on the way, since they run in turns."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
-        """See `Capture`. The host must not wait for the card inside `run`, nor copy to it."""
+        """See `Capture`. The host must not wait for the GPU inside `run`, nor copy to it."""
         stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):

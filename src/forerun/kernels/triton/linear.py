@@ -4,7 +4,7 @@ Knows: layouts of packed matrices, how a product is cut into programs. Does not 
 a tile is multiplied (`products`).
 
 A program multiplies up to 64 rows with 64 outputs, so that the matrix is read once for as many rows. Where the outputs
-are too few to occupy the card, the inputs are split as well, into a number of parts that depends on the matrix alone,
+are too few to occupy the GPU, the inputs are split as well, into a number of parts that depends on the matrix alone,
 and the parts' sums are added in their order: a row's bits are the same in every batch.
 """
 
@@ -133,7 +133,7 @@ def embedding(token_ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
 
 
 def num_splits(num_outputs: int, num_inputs: int) -> int:
-    """Parts the inputs of a matrix are split into: enough programs for the card, none too short."""
+    """Parts the inputs of a matrix are split into: enough programs for the GPU, none too short."""
     programs: int = triton.cdiv(num_outputs, BLOCK_N)
     most = max(1, -(-num_inputs // BLOCK_K) // LEAST_TILES_OF_INPUTS)
     return min(most, -(-WANTED_PROGRAMS // programs))

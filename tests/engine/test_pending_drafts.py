@@ -28,8 +28,8 @@ LAYERS = 2
 
 
 @pytest.fixture
-def num_late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many trees were late in every step that had some, and grew."""
+def num_pending(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many trees were pending in every step that had some, and grew."""
     found: list[int] = []
     finish = PendingDrafts.finish
 
@@ -42,7 +42,7 @@ def num_late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def engine(drafter: DrafterConfig, **options: Any) -> Engine:
-    """Everything as on a card, but for what writes work down."""
+    """Everything as on a GPU, but for what writes work down."""
     model, kernels = tiny.target(LAYERS), tiny.kernels()
     options = {"block_size": 4, "max_model_len": tiny.MAX_LEN, **options}
     with as_on_a_gpu():
@@ -99,46 +99,46 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("width", [1, 3])
-def test_late_drafts_of_a_model_change_no_token(width: int, temperature: float, num_late: list[int]) -> None:
+def test_pending_drafts_of_a_model_change_no_token(width: int, temperature: float, num_pending: list[int]) -> None:
     groups = tiny.groups(4, temperature=temperature, max_tokens=14)
     made = with_draft(width, max_num_batched_tokens=40, max_num_prefill_tokens=5)  # prompts are read beside drafts
     found, stats = tiny.run(made, groups)
     assert found == tiny.plain(tiny.target(LAYERS), groups)
-    assert max(num_late) >= 2 and tiny.num_accepted(stats) > 30
+    assert max(num_pending) >= 2 and tiny.num_accepted(stats) > 30
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("width", [1, 3])
-def test_late_drafts_of_a_head_change_no_token(
-    width: int, temperature: float, tmp_path: Path, num_late: list[int]
+def test_pending_drafts_of_a_head_change_no_token(
+    width: int, temperature: float, tmp_path: Path, num_pending: list[int]
 ) -> None:
     groups = tiny.groups(3, temperature=temperature, max_tokens=10)
     found, _ = tiny.run(with_head(width, tmp_path), groups)
-    assert found == tiny.plain(tiny.target(LAYERS), groups) and max(num_late) == 3
+    assert found == tiny.plain(tiny.target(LAYERS), groups) and max(num_pending) == 3
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_late_tree_is_the_one_that_is_read_at_once(width: int, num_late: list[int]) -> None:
+def test_a_pending_tree_is_the_one_that_is_read_at_once(width: int, num_pending: list[int]) -> None:
     groups = tiny.groups(3, temperature=1.0, max_tokens=12)
-    late, early = with_draft(width), with_draft(width)
+    pending, early = with_draft(width), with_draft(width)
     early.verifier = ReadFirst(tiny.kernels(), at_once=True)
-    (tokens, stats), (expected, expected_stats) = tiny.run(late, groups), tiny.run(early, groups)
-    assert tokens == expected and num_late
+    (tokens, stats), (expected, expected_stats) = tiny.run(pending, groups), tiny.run(early, groups)
+    assert tokens == expected and num_pending
     for own, other in zip(stats, expected_stats, strict=True):
         assert (own.num_steps, own.trees, own.drafters) == (other.num_steps, other.trees, other.drafters)
 
 
-def test_requests_whose_logits_are_shaped_are_read_first(num_late: list[int]) -> None:
+def test_requests_whose_logits_are_shaped_are_read_first(num_pending: list[int]) -> None:
     groups = tiny.groups(2, temperature=1.0, max_tokens=6, top_k=5)
     assert tiny.run(with_draft(3), groups)[0] == tiny.plain(tiny.target(LAYERS), groups)
-    assert num_late == []
+    assert num_pending == []
 
 
 def test_tokens_of_a_longer_vocabulary_are_fed_as_the_last_of_the_targets() -> None:
     draft = Draft(Request("r", (1, 2), SamplingParams(), seed=3), 4, may_be_pending=True)
     tokens = torch.tensor([[6, 9, -1]])
-    late = PendingDrafts([draft], tokens, lambda _: None, tokens, tokens, tokens)
-    rows = late.rows([(draft, 5)], vocab_size=8)
+    pending = PendingDrafts([draft], tokens, lambda _: None, tokens, tokens, tokens)
+    rows = pending.rows([(draft, 5)], vocab_size=8)
     assert rows.rows.tolist() == [6, 7, 8] and rows.token_ids.tolist() == [6, 7, 0]
 
 
@@ -148,41 +148,41 @@ LIMITS: list[dict[str, int]] = [{}, {"max_num_batched_tokens": 19, "max_num_pref
 @pytest.mark.parametrize("limits", LIMITS, ids=["free", "chunks", "preempted"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("width", [1, 3])
-def test_late_drafts_under_the_adaptive_policy_change_no_token(
-    width: int, temperature: float, limits: dict[str, int], num_late: list[int]
+def test_pending_drafts_under_the_adaptive_policy_change_no_token(
+    width: int, temperature: float, limits: dict[str, int], num_pending: list[int]
 ) -> None:
     groups = tiny.groups(5, temperature=temperature, max_tokens=13)
     found, stats = tiny.run(with_draft(width, adaptive=True, **limits), groups)
     assert found == tiny.expected(LAYERS, 5, temperature=temperature, max_tokens=13)
-    assert max(num_late) >= 2 and tiny.num_accepted(stats) > 10
+    assert max(num_pending) >= 2 and tiny.num_accepted(stats) > 10
     assert any(stat.num_preemptions for stat in stats) or "num_kv_blocks" not in limits
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("width", [1, 4, 16])
-def test_late_drafts_of_medusa_change_no_token(
-    width: int, temperature: float, adaptive: bool, fitted: Path, num_late: list[int]
+def test_pending_drafts_of_medusa_change_no_token(
+    width: int, temperature: float, adaptive: bool, fitted: Path, num_pending: list[int]
 ) -> None:
     groups = tiny.groups(6, temperature=temperature)
     found, stats = tiny.run(with_medusa(width, fitted, adaptive), groups)
     assert found == tiny.expected(LAYERS, 6, temperature=temperature)
-    assert max(num_late) >= 3 and tiny.num_accepted(stats) > 5
+    assert max(num_pending) >= 3 and tiny.num_accepted(stats) > 5
 
 
 @pytest.mark.parametrize("limits", LIMITS[1:], ids=["chunks", "preempted"])
-def test_late_drafts_of_heads_under_the_adaptive_policy_change_no_token(
-    limits: dict[str, int], fitted: Path, tmp_path: Path, num_late: list[int]
+def test_pending_drafts_of_heads_under_the_adaptive_policy_change_no_token(
+    limits: dict[str, int], fitted: Path, tmp_path: Path, num_pending: list[int]
 ) -> None:
     groups = tiny.groups(5, temperature=0.7, max_tokens=11)
     for made in (with_medusa(4, fitted, True, **limits), with_head(3, tmp_path, True, **limits)):
-        num_late.clear()
+        num_pending.clear()
         found, stats = tiny.run(made, groups)
-        assert found == tiny.expected(LAYERS, 5, temperature=0.7, max_tokens=11) and num_late
+        assert found == tiny.expected(LAYERS, 5, temperature=0.7, max_tokens=11) and num_pending
         assert any(stat.num_preemptions for stat in stats) or "num_kv_blocks" not in limits
 
 
-def test_requests_with_less_room_or_a_drafter_of_their_own_beside_others(num_late: list[int]) -> None:
+def test_requests_with_less_room_or_a_drafter_of_their_own_beside_others(num_pending: list[int]) -> None:
     """Some speculate with one or two drafts, one not at all, and one asks for the drafter by its name."""
     groups = tiny.groups(5, temperature=0.7, max_tokens=12)
     expected = tiny.plain(tiny.target(LAYERS), groups)
@@ -191,20 +191,20 @@ def test_requests_with_less_room_or_a_drafter_of_their_own_beside_others(num_lat
         request.max_nodes, request.speculate = (index + 1, True) if index else (None, False)
     groups[4].samples[0].request.drafter = "draft"
     found, stats = tiny.run(with_draft(3, adaptive=True), groups)
-    assert found == expected and num_late
+    assert found == expected and num_pending
     assert stats[0].trees.drafted == 0 < stats[4].trees.drafted
     for index in (1, 2, 3):
         assert 0 < stats[index].trees.drafted <= index * stats[index].num_steps
 
 
-def test_medusas_late_tree_is_the_one_that_is_read_at_once(fitted: Path, num_late: list[int]) -> None:
+def test_medusas_pending_tree_is_the_one_that_is_read_at_once(fitted: Path, num_pending: list[int]) -> None:
     groups = tiny.groups(4, temperature=0.7, max_tokens=15)
-    late, early, on_host = (with_medusa(5, fitted) for _ in range(3))
+    pending, early, on_host = (with_medusa(5, fitted) for _ in range(3))
     early.verifier = ReadFirst(tiny.kernels(), at_once=True)
     inner = tiny.inner(on_host)
     inner._runner = RowRunner(inner._heads.passes, inner._heads.compute)  # logits are read, the host finds the tree
-    told = [tiny.run(made, groups) for made in (late, early, on_host)]
-    assert num_late and told[0][0] == told[1][0] == told[2][0]
+    told = [tiny.run(made, groups) for made in (pending, early, on_host)]
+    assert num_pending and told[0][0] == told[1][0] == told[2][0]
     for stats in zip(*(stats for _, stats in told), strict=True):
         assert len({(of.num_steps, str(of.trees), str(of.drafters)) for of in stats}) == 1
 
@@ -212,32 +212,32 @@ def test_medusas_late_tree_is_the_one_that_is_read_at_once(fitted: Path, num_lat
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_portfolio_passes_the_last_members_lateness_on_and_joins_the_others(
-    order: int, temperature: float, adaptive: bool, num_late: list[int]
+def test_a_portfolio_leaves_the_last_members_drafts_pending_and_joins_the_others(
+    order: int, temperature: float, adaptive: bool, num_pending: list[int]
 ) -> None:
     members = [DrafterConfig(name="ngram", max_draft_tokens=3, ngram_min=1, ngram_max=2), draft_config(3)][::order]
     groups = tiny.groups(4, temperature=temperature, max_tokens=16)
     found, stats = tiny.run(of_members(members, adaptive), groups)
     assert found == tiny.expected(LAYERS, 4, temperature=temperature, max_tokens=16)
-    assert bool(num_late) == (order == 1), "nobody is asked behind a draft model that comes last"
+    assert bool(num_pending) == (order == 1), "nobody is asked behind a draft model that comes last"
     assert {name for stat in stats for name, count in stat.drafters.items() if count.accepted} >= {"draft"}
 
 
-def test_two_models_in_a_portfolio_are_read_one_after_the_other(fitted: Path, num_late: list[int]) -> None:
+def test_two_models_in_a_portfolio_are_read_one_after_the_other(fitted: Path, num_pending: list[int]) -> None:
     """Each is asked for requests of its own, and for one they share: a step waits for the drafts of one at most."""
     groups = tiny.groups(6, temperature=0.7, max_tokens=14)
     for index, group in enumerate(groups[:5]):
         group.samples[0].request.drafter = "medusa" if index % 2 else "draft"
     members = [draft_config(2), DrafterConfig(name="medusa", model=str(fitted), tree_width=3)]
     for adaptive in (False, True):
-        num_late.clear()
+        num_pending.clear()
         found, stats = tiny.run(of_members(members, adaptive), groups)
-        assert found == tiny.plain(tiny.target(LAYERS), groups) and num_late
+        assert found == tiny.plain(tiny.target(LAYERS), groups) and num_pending
         for index, stat in enumerate(stats[:5]):
             assert set(stat.drafters) <= {"medusa" if index % 2 else "draft"}
 
 
-def test_a_portfolios_late_trees_are_those_read_at_once_to_its_members_too(num_late: list[int]) -> None:
+def test_a_portfolios_pending_trees_are_those_read_at_once_to_its_members_too(num_pending: list[int]) -> None:
     """Chances, counts, and how much of what was accepted a draft model knows to have computed."""
     groups, told = tiny.groups(4, temperature=0.7, max_tokens=16), []
     for verifier in (CoupledVerifier, ReadFirst):
@@ -247,7 +247,7 @@ def test_a_portfolios_late_trees_are_those_read_at_once_to_its_members_too(num_l
         listen(tiny.unwrapped(made.drafter.members[1])._runner, rows)
         tokens, stats = tiny.run(made, groups)
         told.append((tokens, [(of.num_steps, of.trees, of.drafters) for of in stats], rows))
-    assert told[0] == told[1] and num_late and len(told[0][2]) > 4
+    assert told[0] == told[1] and num_pending and len(told[0][2]) > 4
 
 
 def listen(runner: Any, rows: list[int]) -> None:
@@ -261,7 +261,9 @@ def listen(runner: Any, rows: list[int]) -> None:
     runner.draw = counted
 
 
-def test_late_trees_are_judged_as_those_read_at_once(num_late: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_trees_are_judged_as_those_read_at_once(
+    num_pending: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the policy is shown of a first tree: all of it, with the drafter's chances."""
     judged, log_chances = list[Any](), Acceptance.log_chances
 
@@ -277,4 +279,4 @@ def test_late_trees_are_judged_as_those_read_at_once(num_late: list[int], monkey
         judged.clear()
         tiny.run(made, tiny.groups(1, temperature=0.7, max_tokens=10))
         first.append(judged[0])
-    assert first[0] == first[1] and len(first[0][0]) > 4 and num_late
+    assert first[0] == first[1] and len(first[0][0]) > 4 and num_pending
