@@ -363,13 +363,14 @@ def test_whatever_breaks_around_a_step_nobody_waits_for_ever(
 
 
 def test_a_request_that_comes_while_the_engine_ends_is_refused(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, may_go_on = small.step, Event()
-    monkeypatch.setattr(small, "step", lambda: (may_go_on.wait(60), step())[1], raising=False)
+    step, has_begun, may_go_on = small.step, Event(), Event()
+    monkeypatch.setattr(small, "step", lambda: (has_begun.set(), may_go_on.wait(60), step())[2], raising=False)
 
     async def scenario() -> None:
         service = EngineService(small, settings())
         service.start()
         held = service.submit(small.prepare("Once", SamplingParams(max_tokens=400, ignore_eos=True)))
+        assert await asyncio.to_thread(has_begun.wait, 60)
         stopping = asyncio.create_task(asyncio.to_thread(service.stop))
         while not is_closing(service):
             await asyncio.sleep(0.01)
