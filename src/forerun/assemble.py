@@ -37,7 +37,7 @@ from forerun.speculation.growth import TreeGrower
 from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
 
 _KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-_SHARE_OF_HOST, _SHARE_OF_CARD = 0.25, 0.85  # of the free memory; the rest is for work space and other programs
+_SHARE_OF_HOST, _SHARE_OF_GPU = 0.25, 0.85  # of the free memory; the rest is for work space and other programs
 _ASSUMED_BYTES = 4 << 30  # memory of a machine that does not say
 
 LoadDraft = Callable[[str], Model]
@@ -160,7 +160,7 @@ def _stored_specs(config: EngineConfig, model: Model, drafter: Drafter) -> tuple
 def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int, device: torch.device) -> int:
     """Blocks for every sequence at full length, as far as the memory for KV goes: most of what a GPU has free."""
     wanted = config.max_num_seqs * -(-longest // config.block_size)
-    share = _SHARE_OF_HOST if device.type == "cpu" else _SHARE_OF_CARD
+    share = _SHARE_OF_HOST if device.type == "cpu" else _SHARE_OF_GPU
     budget = config.kv_cache_bytes or int((memory_of(device) or _ASSUMED_BYTES) * share)
     per_block = bytes_per_block(specs, config.block_size)
     return min(wanted, budget // per_block) if per_block else wanted

@@ -55,6 +55,7 @@ def test_what_a_member_proposed_can_be_taken_back(first: list[tuple[int, int]], 
     draft.take_back()
     assert list(draft.tree.tokens) == list(expected.tree.tokens) and draft.survival == expected.survival
     assert draft.proposal_of("first") == expected.proposal_of("first") and draft.num_free == draft.num_wanted
+    assert draft.proposal_of("second") == expected.proposal_of("second"), "nor of the nodes it shared"
     for node in range(len(draft.tree)):
         assert list(draft.tree.children(node)) == list(expected.tree.children(node))
 

@@ -16,13 +16,13 @@ def ungrouped(command: Callable[..., None]) -> Callable[..., None]:
     kinds = get_type_hints(command, include_extras=True)
     own = inspect.signature(command).parameters.values()
 
-    def run(**given: Any) -> None:
+    def flat(**given: Any) -> None:
         command(**{p.name: _take(kinds[p.name], given) if is_dataclass(kinds[p.name]) else given[p.name] for p in own})
 
-    flat = [each for p in own for each in _parameters(p, kinds[p.name])]
-    run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
+    run: Any = flat
+    run.__signature__ = inspect.Signature([each for p in own for each in _parameters(p, kinds[p.name])])
     run.__doc__ = command.__doc__
-    return run
+    return flat
 
 
 def values(group: Any) -> dict[str, Any]:

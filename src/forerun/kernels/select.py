@@ -38,12 +38,12 @@ def select_kernels(
         raise KernelError(f"device {device!r} is not one of {', '.join(DEVICES)}")
     if device == "cuda" and name in ("cpu", "reference"):
         raise KernelError(f"kernels {name!r} run on the CPU, but device 'cuda' was asked for: choose kernels 'triton'")
-    if name == "triton" or device == "cuda" or (device == "auto" and name == "auto" and _can_use_card()):
+    if name == "triton" or device == "cuda" or (device == "auto" and name == "auto" and _can_use_gpu()):
         return _triton_kernels(device)
     return _host_kernels(name, threads, isa)
 
 
-def _can_use_card() -> bool:
+def _can_use_gpu() -> bool:
     return has_cuda() and find_spec("triton") is not None
 
 

@@ -58,7 +58,7 @@ class RecordedRunner(EagerRunner):
         inputs, keep_logits = self._inputs(batch, features), any(noise.records)
         with_log_probs = not all(noise.records)
         chains, log_chances = self._first.run_chains(
-            inputs, noise.by_depth, self._block_size, keep_logits, self._below, self._passes.shift, with_log_probs
+            inputs, noise.by_depth(), self._block_size, keep_logits, self._below, self._passes.shift, with_log_probs
         )
         return noise.chains(chains, log_chances)
 

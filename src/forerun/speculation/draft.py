@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -102,6 +103,7 @@ class Draft:
     _own: dict[str, dict[int, float]] = field(default_factory=dict)  # node -> log chance, by drafter, as proposed
     _kept: Sequence[int] | None = None
     _num_before: int = 1  # nodes there were when the drafter was asked
+    _num_members: int = 0  # drafters that had proposed any by then
 
     def __post_init__(self) -> None:
         self._tree = DraftTree(self.request.token_ids[-1])
@@ -125,7 +127,8 @@ class Draft:
     def ask(self, num_wanted: int, least: float, may_be_pending: bool) -> None:
         """The next drafter may propose `num_wanted` nodes, if there is room: a plan may be older than the tree."""
         self.num_wanted, self.least, self.may_be_pending = min(num_wanted, self.room), least, may_be_pending
-        self.num_caught_up, self.num_own, self._num_before = 0, 0, len(self._tree)
+        self.num_caught_up, self.num_own = 0, 0
+        self._num_before, self._num_members = len(self._tree), len(self._own)
 
     @property
     def room(self) -> int:
@@ -178,10 +181,7 @@ class Draft:
         self.pending = None
         self._tree.truncate(self._num_before)
         self.survival = self.survival[: self._num_before]
-        self._own = {
-            member: {node: chance for node, chance in own.items() if node < self._num_before}
-            for member, own in self._own.items()
-        }
+        self._own = dict(islice(self._own.items(), self._num_members))
         self.num_own = 0
 
     # -- what was proposed --------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ temperature 0 there is no noise, and the same softmax is of q, sharpened, among 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, takewhile
 from typing import NamedTuple
 
@@ -110,7 +111,7 @@ class TreeGrower:
         records = [self._records(request.params.temperature) for request in requests]
         least = min(draft.least for draft in drafts)
         is_plain_ = all(is_plain(request.params) for request in requests)
-        by_depth = self._by_depth(requests, sizes, least) if is_plain_ else None
+        by_depth = partial(self._by_depth, requests, sizes, least) if is_plain_ else None
         return TreeNoise(self, requests, sizes, records, least, by_depth)
 
     def _by_depth(self, requests: Sequence[Request], sizes: Sequence[int], least: float) -> ChainNoise:
@@ -148,7 +149,8 @@ class TreeNoise:
     sizes: Sequence[int]  # nodes each tree may have below its root
     records: Sequence[bool]  # whether q must be kept beside a tree's nodes
     least: float  # chance that leaves are right, all trees' together, worth another level
-    by_depth: ChainNoise | None  # of chains of these sizes; None if logits must be shaped by each node's path
+    # Makes the noise of chains of these sizes; None if logits must be shaped by each node's path.
+    by_depth: Callable[[], ChainNoise] | None
 
     def of(self, chosen: Sequence[int]) -> TreeNoise:
         """That of some trees, ascending, to be drawn on the host."""
