@@ -21,10 +21,10 @@ from forerun.runtime.runner import Runner
 def bind(
     passes: Passes, kernels: Kernels, kvs: Sequence[LayerKV], block_size: int, capture: Capture | None = None
 ) -> Runner:
-    """What executes these passes over the layers `kvs` of a pool; () for a network that keeps its state itself.
+    """The runner for these passes over the layers `kvs` of a pool; () for a network that keeps its state itself.
 
-    On a GPU passes are captured as graphs, by `capture` if given; on a CPU they are recorded, where kernels and passes
-    can be; else they run eagerly.
+    On a GPU passes are captured as graphs (tests pass their own `capture`); on a CPU they are recorded, if kernels and
+    passes can be; otherwise they run eagerly.
     """
     capture = capture or capture_for(kernels)
     if kvs and capture is not None:
@@ -34,7 +34,11 @@ def bind(
 
 
 def bind_rows(passes: RowPasses, kernels: Kernels, capture: Capture | None = None) -> RowRunner:
-    """The same for passes over rows of states, which write no KV."""
+    """The same choice for passes over rows of states.
+
+    A second function because such passes have neither a batch nor KV: of the arguments of `bind` they need only the
+    kernels, and what executes them can draw drafts but cannot run a batch.
+    """
     capture = capture or capture_for(kernels)
     if capture is not None:
         return RowRunner(passes, CapturedRows(passes.run, capture), HeadTrees(passes, kernels, capture))
@@ -42,5 +46,5 @@ def bind_rows(passes: RowPasses, kernels: Kernels, capture: Capture | None = Non
 
 
 def capture_for(kernels: Kernels) -> Capture | None:
-    """What captures on the device of these kernels; None where nothing does."""
+    """How graphs are captured on the device of these kernels; None on a CPU."""
     return CudaCapture(kernels.device) if kernels.device.type == "cuda" else None

@@ -21,13 +21,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forerun.kernels.ops import ChainNoise, Kernels, LayerKV, NoiseKeys
+from forerun.kernels.ops import AttentionRows, ChainNoise, Kernels, LayerKV, NoiseKeys
 from forerun.kernels.tree_growth import NodeRows, TreeRoom, new_trees
 from forerun.kernels.triton.graphs import Capture, GraphSize
-from forerun.models.base import Passes
+from forerun.models.base import Passes, PassOutput
 from forerun.models.batch import ForwardBatch
-from forerun.runtime.programs import DraftProgram, Programs, batch_size, levels_for, room_for
-from forerun.runtime.static import padded_tables, repeated
+from forerun.runtime.programs import Programs, batch_size, levels_for, room_for
+from forerun.runtime.static import StaticColumns, fill_features, padded_tables, repeated, table_width
 from forerun.speculation.drawn import DrawnTree, PendingTrees, trees_of
 
 MOST_LEVELS = 8  # of trees: as deep as EAGLE-2 and -3 draw theirs (depth 5 to 8 in their repository)
@@ -44,10 +44,27 @@ class TreeSize(NamedTuple):
 
 
 class _Wide(NamedTuple):
-    """Columns of 64 bits behind those of the roots."""
+    """Columns of 64 bits, of M rows of the roots' pass and R trees."""
 
+    token_ids: Tensor  # [M]
+    tree_masks: Tensor  # [M]
+    logit_rows: Tensor  # [R]: the roots among the M rows
+    temperatures: Tensor  # [R], float64 by their bits
+    seeds: Tensor  # [R]
+    streams: Tensor  # [R]
     noise_positions: Tensor  # [levels * R]
     budgets: Tensor  # [R]
+
+
+class _Narrow(NamedTuple):
+    """Columns of 32 bits."""
+
+    positions: Tensor  # [M]
+    slots: Tensor  # [M]
+    seq_ids: Tensor  # [M]
+    prefix_lens: Tensor  # [M]
+    tree_starts: Tensor  # [R], for every level
+    tables: Tensor  # [R * blocks], for every level
 
 
 class DeviceTrees:
@@ -88,13 +105,18 @@ class DeviceTrees:
         return self._programs.run(size, lambda program: program.fill(batch, features, noise), is_usual)
 
 
-class _TreeProgram(DraftProgram):
-    """All levels of trees of one size."""
+class _TreeProgram:
+    """The tensors of one size of trees, which stay where they are, and the work of all levels between them."""
 
     def __init__(self, passes: Passes, kvs: Sequence[LayerKV], kernels: Kernels, size: TreeSize) -> None:
-        trees, device = size.batch.num_sequences, kernels.device
-        super().__init__(passes, kvs, kernels, size.batch, [size.num_levels * trees, trees], [])
-        self._size, self._of_levels = size, _Wide(*self._wide_below)
+        self._passes, self._kvs, self._kernels, self._size = passes, kvs, kernels, size
+        (rows, trees, visible), device = size.batch, kernels.device
+        self._block_size = kvs[0].block_size
+        self._table_width = table_width(visible, self._block_size)
+        wide = [rows] * 2 + [trees] * 4 + [size.num_levels * trees, trees]
+        self._columns = StaticColumns(wide, [rows] * 4 + [trees, trees * self._table_width], device)
+        self._wide, self._narrow = _Wide(*self._columns.wide), _Narrow(*self._columns.narrow)
+        self._features = torch.zeros(rows, passes.feature_size, device=device) if passes.feature_size else None
         self._every = torch.arange(trees * size.width, device=device)
         self._out = torch.zeros(6, trees, size.num_nodes, dtype=torch.int64, device=device)
         kept = (size.num_levels, trees, passes.vocab_size) if size.keeps_logits else (0,)
@@ -104,21 +126,32 @@ class _TreeProgram(DraftProgram):
 
     def fill(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise) -> None:
         """Copy a batch and what is known of its trees over; the host does not wait."""
-        rows, num_trees = batch.rows, self._size.batch.num_sequences
+        rows, (num_rows, num_trees, _) = batch.rows, self._size.batch
         budgets = (noise.num_active[:, None] > torch.arange(noise.positions.shape[1])).sum(0)  # [R]
         of_trees = (batch.logit_rows, noise.temperatures.view(torch.int64), *noise[1:3])
         levels = repeated(noise.positions, max(self._size.num_levels, len(noise.positions)))[: self._size.num_levels]
-        positions = [_with_first(level, num_trees) for level in levels]
-        wide = [*(_with_first(column, num_trees) for column in of_trees), torch.cat(positions)]
+        positions = torch.cat([_with_first(level, num_trees) for level in levels])  # [levels * R]
         tables = padded_tables(rows.block_tables, len(rows.block_tables), self._table_width)
-        narrow = [_with_first(column, num_trees) for column in (rows.tree_starts, tables)]
-        self._fill(batch, features, [*wide, _with_first(budgets, num_trees)], narrow)
+        narrow = (batch.positions, batch.slots, rows.seq_ids, rows.prefix_lens)
+        self._columns.fill(
+            [
+                *(repeated(column, num_rows) for column in (batch.token_ids, rows.tree_masks)),
+                *(_with_first(column, num_trees) for column in of_trees),
+                positions,
+                _with_first(budgets, num_trees),
+            ],
+            [
+                *(repeated(column, num_rows) for column in narrow),
+                *(_with_first(column, num_trees) for column in (rows.tree_starts, tables)),
+            ],
+        )
+        fill_features(self._features, features)
 
     # -- on the device -----------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Every pass and every draw; asks the device nothing."""
-        kernels, size, budgets = self._kernels, self._size, self._of_levels.budgets
+        kernels, size, budgets = self._kernels, self._size, self._wide.budgets
         room = TreeRoom(self._narrow.tree_starts, self._tables, self._block_size, self._passes.shift)
         nodes, rows, given = new_trees(size.batch.num_sequences, kernels.device), None, None
         out = self._run_roots()
@@ -132,13 +165,22 @@ class _TreeProgram(DraftProgram):
         ids, chances = self._draw(last, out.logits, noise_below[last] if last else noise[last])
         self._out.copy_(kernels.keep_trees(nodes, budgets, ids, chances, size.num_nodes))
 
+    def _run_roots(self) -> PassOutput:
+        """The pass over known tokens that are still to be read, and the roots."""
+        wide, narrow = self._wide, self._narrow
+        rows = self._attention(narrow.seq_ids, narrow.prefix_lens, wide.tree_masks)
+        batch = ForwardBatch(
+            wide.token_ids, narrow.positions, narrow.slots, rows, wide.logit_rows, sequences=(), all_logits=False
+        )
+        return self._passes.first(batch, self._features, self._kvs)
+
     def _noise(self) -> tuple[Tensor, Tensor]:
         """What the draws of every level are keyed by: temperatures by their bits, seeds, positions, streams.
 
         Those of roots [levels, 4, R], and of `width` leaves a tree [levels, 4, R * width].
         """
         wide, (_, num_trees, _) = self._wide, self._size.batch
-        positions = self._of_levels.noise_positions.view(-1, num_trees)  # [levels, R]
+        positions = wide.noise_positions.view(-1, num_trees)  # [levels, R]
         columns = (wide.temperatures, wide.seeds, positions, wide.streams)
         noise = torch.stack([column.expand_as(positions) for column in columns], dim=1)
         return noise, noise.repeat_interleave(self._size.width, dim=2)
@@ -164,6 +206,15 @@ class _TreeProgram(DraftProgram):
             sequences=(),
             all_logits=True,
         )
+
+    @property
+    def _tables(self) -> Tensor:
+        """[R, blocks]."""
+        return self._narrow.tables.view(-1, self._table_width)
+
+    def _attention(self, seq_ids: Tensor, prefix_lens: Tensor, tree_masks: Tensor) -> AttentionRows:
+        visible = self._size.batch.max_visible
+        return AttentionRows(seq_ids, prefix_lens, tree_masks, self._narrow.tree_starts, self._tables, visible)
 
     # -- after -------------------------------------------------------------------------------------------------
 
