@@ -202,7 +202,7 @@ class DearMisses(Misses):
 def make_busy(llm: LLM, plain_s: float) -> None:
     """Let the drafter inside take its share of a plain step for a call."""
     member = getattr(llm.engine.drafter, "members")[0]  # noqa: B009
-    member.inner.busy_s = BUSY_SHARE * plain_s
+    member.drafter.busy_s = BUSY_SHARE * plain_s
 
 
 def plain_step_s(plain: LLM, given: argparse.Namespace) -> float:

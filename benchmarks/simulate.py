@@ -32,7 +32,7 @@ from forerun import LLM, SamplingParams
 from forerun.bench.prompts import read_prompts, spread
 from forerun.core import Request
 from forerun.drafters.base import Stateless
-from forerun.drafters.portfolio import Portfolio
+from forerun.drafters.portfolio import Member, Portfolio
 from forerun.policy.costs import CallCosts, Costs, PassCosts
 from forerun.policy.policy import AdaptivePolicy, FixedPolicy, Outcome, Policy, StepResult, StepSeconds
 from forerun.speculation.draft import Draft
@@ -43,6 +43,7 @@ MEMBERS = {"draft": ("draft",), "eagle": ("eagle",), "suffix": ("suffix",), "por
 MOST = {"draft": 8, "eagle": 8, "suffix": 12, "portfolio": 16}  # drafts, as by default
 FIXED = (1, 2, 3, 4, 6, 8)
 NOISE, HICCUP = 0.03, 0.01  # of times: standard deviation, and share of them that is half as long again
+VOCAB_SIZE = 1 << 16  # more than any token of the traces
 SCALE = 20  # log chances are kept as whole numbers, times this
 
 
@@ -150,7 +151,8 @@ def decode(policy: Policy, members: Sequence[str], texts: Sequence[Mapping[str, 
     by_id = {request.request_id: text for request, text in zip(requests, texts, strict=True)}
     trace = {"draft": machine.costs["draft_trace"]}
     drafters = [Replay(member, trace.get(member, member), machine, by_id) for member in members]
-    portfolio = Portfolio(drafters, "portfolio", 64, coupled=True, clock=lambda: machine.now_s)
+    guarded = [Member(drafter, VOCAB_SIZE) for drafter in drafters]
+    portfolio = Portfolio(guarded, "portfolio", 64, coupled=True, clock=lambda: machine.now_s)
     began = machine.now_s
     for group in [requests] if batch else [[request] for request in requests]:
         while group:

@@ -43,7 +43,7 @@ struct ChainArgs {
     double rivals_scale;
     double least;  // with `log_chances`: of all chains being right so far, added up; below it nothing more is drawn
 
-    // In the order of ChainArgs in src/forerun/kernels/cpu/program.py.
+    // In the order of ChainArgs in src/forerun/runtime/recorded.py.
     template <class F>
     auto given(F call) {
         return call(temperatures, seeds, streams, noise_positions, num_active, steps, r, vocab, block_size, logits_step,

@@ -19,7 +19,7 @@ from forerun.cache.prefix_cache import PrefixCache
 from forerun.config import EngineConfig, learned_folder
 from forerun.drafters.base import Drafter, DrafterContext
 from forerun.drafters.portfolio import Portfolio, build_portfolio
-from forerun.drafters.registry import build_drafter, spec_of
+from forerun.drafters.registry import spec_of
 from forerun.engine.engine import Engine, Verifier
 from forerun.engine.measuring import measure_calls, measure_passes
 from forerun.engine.scheduler import Limits, Scheduler
@@ -96,8 +96,7 @@ def _scheduler(config: EngineConfig, kv_cache: KVCache, max_model_len: int, is_p
 
 def _drafter(
     config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None
-) -> Drafter:
-    """The drafter; a portfolio where a policy is to decide how much it drafts."""
+) -> Portfolio:
     context = DrafterContext(
         spec=spec_of(config.drafter.name),
         options=config.drafter,
@@ -109,8 +108,7 @@ def _drafter(
         max_rows=config.max_num_batched_tokens,
         load_draft=load_draft,
     )
-    is_planned = bool(config.drafter.members) or (config.drafter.adaptive and context.spec.max_draft_tokens > 0)
-    return build_portfolio(context) if is_planned else build_drafter(context)
+    return build_portfolio(context)
 
 
 def _longest(config: EngineConfig, model: Model) -> int:
@@ -166,15 +164,16 @@ def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int, 
     return min(wanted, budget // per_block) if per_block else wanted
 
 
-def _policy(config: EngineConfig, runner: Runner, drafter: Drafter, kv_cache: KVCache) -> Policy:
-    if drafter.max_nodes <= 1 or not isinstance(drafter, Portfolio) or not config.drafter.adaptive:
+def _policy(config: EngineConfig, runner: Runner, drafter: Portfolio, kv_cache: KVCache) -> Policy:
+    if drafter.max_nodes <= 1 or not config.drafter.adaptive:
         return FixedPolicy(drafter.max_nodes)
     max_rows = min(config.max_num_batched_tokens, kv_cache.num_rows)
     rows = rows_to_measure(drafter.max_nodes * config.max_num_seqs, max_rows)
     costs = Costs(PassCosts(measure_passes(rows, runner, kv_cache)))
-    for member in drafter.members:
-        costs.calls[member.name] = measure_calls(member, runner, kv_cache)
     is_coupled, is_host = config.verification == "coupled", kv_cache.device.type == "cpu"
+    for member in drafter.members:
+        alone = Portfolio([member], member.name, drafter.max_nodes, is_coupled)
+        costs.calls[member.name] = measure_calls(alone, runner, kv_cache)
     return AdaptivePolicy(drafter.max_nodes, costs, may_prune=is_coupled, looks_at_drafts=is_host)
 
 

@@ -16,6 +16,7 @@ from forerun.speculation.draft import Draft
 from forerun.speculation.growth import TreeGrower
 from tests.models import factory
 from tests.support import mini
+from tests.support.drafting import watch_chains
 
 pytest.importorskip("forerun.kernels.cpu._native")
 
@@ -109,11 +110,7 @@ def test_chains_end_together_where_they_promise_too_little(temperature: float, l
 
 
 def test_native_chains_are_really_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.kernels.cpu.program import Program
-
-    side, calls = Side(True, True), []
-    chains = Program.run_chains
-    monkeypatch.setattr(Program, "run_chains", lambda *args: calls.append(1) or chains(*args))
+    side, calls = Side(True, True), watch_chains(monkeypatch)
     side.propose(requests(0.0, 6), LENGTHS)
     assert len(calls) == 1
     side.propose(requests(0.0, 6, presence_penalty=0.5), LENGTHS)  # shaped by the path: drawn in Python

@@ -19,7 +19,7 @@ from forerun.models.heads.eagle import read_eagle
 from forerun.models.heads.source import open_head
 from tests.drafters import test_mtp
 from tests.support import harness, heads, tiny
-from tests.support.drafting import assert_as_computed, overhear, unguarded
+from tests.support.drafting import assert_as_computed, overhear
 from tests.support.heads import CONFIG, DRAFT_VOCAB, HIDDEN, VOCAB, Draw, Reference, Truth, layer_of, rms
 from tests.support.shared import shared_data
 
@@ -210,7 +210,7 @@ LIMITS = [{}, {"max_num_batched_tokens": 7}, {"num_kv_blocks": 26}, {"max_num_se
 def test_nothing_changes_but_speed(width: int, temperature: float, limits: dict[str, int], tmp_path: Path) -> None:
     folder, _ = make("eagle3.1", tmp_path)
     made = tiny.engine(heads.target(LAYERS), options(folder, width), **limits)
-    drafter = unguarded(made)
+    drafter = tiny.inner(made)
     tokens, stats = tiny.run(made, requests(4, temperature))
     assert tokens == plain(4, temperature)
     assert sum(count.drafted for stat in stats for count in stat.drafters.values()) > 0
@@ -222,7 +222,6 @@ def test_nothing_changes_but_speed(width: int, temperature: float, limits: dict[
 def test_rejection_without_temperature_is_greedy(width: int, tmp_path: Path) -> None:
     folder, _ = make("eagle1", tmp_path)
     made = tiny.engine(heads.target(LAYERS), options(folder, width), verification="rejection")
-    unguarded(made)
     assert tiny.run(made, requests(4, 0.0))[0] == plain(4, 0.0)
 
 
@@ -233,7 +232,6 @@ def test_rejection_with_temperature_is_repeatable(width: int, tmp_path: Path) ->
     runs = []
     for _ in range(2):
         made = tiny.engine(heads.target(LAYERS), options(folder, width), verification="rejection")
-        unguarded(made)
         runs.append(tiny.run(made, wanted)[0])
     assert runs[0] == runs[1]
     assert all(len(sample) == 10 for group in runs[0] for sample in group)
@@ -243,7 +241,7 @@ def test_drawn_trees_have_one_shape(tmp_path: Path) -> None:
     """Under the rejection rule what was drawn decides about no node: every tree of a size is the same, with its q."""
     folder, _ = make("safeailab", tmp_path)
     made = tiny.engine(heads.target(LAYERS), options(folder, 3), verification="rejection")
-    propose, shapes = unguarded(made).propose, set()
+    propose, shapes = made.drafter.propose, set()
 
     def watch(drafts: Any) -> None:
         propose(drafts)
@@ -313,7 +311,7 @@ def test_a_tree_keeps_the_likeliest_nodes(tmp_path: Path) -> None:
     folder, _ = make("whole-vocabulary", tmp_path)
     made = tiny.engine(heads.target(LAYERS), options(folder, 3))
     depths: set[int] = set()
-    propose = unguarded(made).propose
+    propose = made.drafter.propose
 
     def watch(drafts: Any) -> None:
         propose(drafts)

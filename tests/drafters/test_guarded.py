@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from forerun.core import Request, SamplingParams
-from forerun.drafters.base import DrafterHealth, Observed, Stateless
-from forerun.drafters.guarded import FIRST_REST_S, GOOD_S, LONGEST_REST_S, MAX_ERRORS, GuardedDrafter
+from forerun.drafters.base import Drafter, DrafterHealth, Observed, Stateless, drafter_health
 from forerun.drafters.ngram import NgramDrafter, select_index
-from forerun.drafters.portfolio import Portfolio
+from forerun.drafters.portfolio import FIRST_REST_S, GOOD_S, LONGEST_REST_S, MAX_ERRORS, Member, Portfolio
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import ConfigError
@@ -87,10 +86,16 @@ def groups(num: int, temperature: float) -> list[RequestGroup]:
 
 def guarded_engine(failing: Failing, in_portfolio: bool, **options: str) -> Engine:
     made = harness.engine("none", **options)
-    guarded = GuardedDrafter(failing, VOCAB)
-    ngram = GuardedDrafter(NgramDrafter(4, 1, 3, select_index()), VOCAB)
-    coupled = options.get("verification") != "rejection"
-    return harness.with_drafter(made, Portfolio([guarded, ngram], "portfolio", 9, coupled) if in_portfolio else guarded)
+    others = [NgramDrafter(4, 1, 3, select_index())] if in_portfolio else []
+    return harness.with_drafter(made, guarded(failing, *others, coupled=options.get("verification") != "rejection"))
+
+
+def guarded(*drafters: Drafter, coupled: bool = True) -> Portfolio:
+    return Portfolio([Member(drafter, VOCAB) for drafter in drafters], "portfolio", 9, coupled)
+
+
+def health(portfolio: Portfolio) -> DrafterHealth:
+    return drafter_health(portfolio)["failing"]
 
 
 @pytest.mark.parametrize("fail", NONSENSE)
@@ -143,7 +148,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("forerun.drafters.guarded.time", clock)
+    monkeypatch.setattr("forerun.drafters.portfolio.time", clock)
     return clock
 
 
@@ -162,8 +167,8 @@ def test_after_some_errors_it_rests(caplog: pytest.LogCaptureFixture, clock: Clo
 def test_after_a_rest_it_is_tried_again_with_new_requests(clock: Clock) -> None:
     """The text is the same all along; a request that ran during the rest goes on without it."""
     failing = Failing(raising, fail_at=1)
-    guarded = GuardedDrafter(failing, VOCAB)
-    made = harness.with_drafter(harness.engine("none"), guarded)
+    drafter = guarded(failing)
+    made = harness.with_drafter(harness.engine("none"), drafter)
 
     def run(index: int) -> RequestGroup:
         [wanted] = groups(index + 1, 0.0)[index:]
@@ -173,38 +178,38 @@ def test_after_a_rest_it_is_tried_again_with_new_requests(clock: Clock) -> None:
 
     for index in range(MAX_ERRORS):
         run(index)
-    assert guarded.health == DrafterHealth(MAX_ERRORS, FIRST_REST_S)
+    assert health(drafter) == DrafterHealth(MAX_ERRORS, FIRST_REST_S)
     during = run(3)
     assert during.samples[0].request.failed_drafters == ("failing",) and failing.num_calls == MAX_ERRORS
     old = Request("old", (1, 2), SamplingParams(), seed=3)
-    guarded.begin(old)
+    drafter.begin(old)
     clock.now += FIRST_REST_S
-    assert not guarded.is_off and guarded.health.rest_s == 0.0
-    guarded.propose([Draft(old, 5)])
+    assert health(drafter).rest_s == 0.0
+    drafter.propose([Draft(old, 5)])
     assert failing.num_calls == MAX_ERRORS  # of the old request it saw only a part
     run(4)
-    assert failing.num_calls == MAX_ERRORS + 1 and guarded.health.rest_s == 2 * FIRST_REST_S  # one error is enough
+    assert failing.num_calls == MAX_ERRORS + 1 and health(drafter).rest_s == 2 * FIRST_REST_S  # one error is enough
     clock.now += 2 * FIRST_REST_S
     failing.fail = lambda drafts: None
     works = run(5)
     assert works.samples[0].request.failed_drafters == () and works.output().outputs[0].stats.drafters
-    assert guarded.health == DrafterHealth(MAX_ERRORS + 1, 0.0)
+    assert health(drafter) == DrafterHealth(MAX_ERRORS + 1, 0.0)
 
 
 def test_errors_that_are_far_apart_do_not_add_up(clock: Clock) -> None:
-    guarded = GuardedDrafter(Failing(raising, fail_at=1), VOCAB)
+    drafter = guarded(Failing(raising, fail_at=1))
     for index in range(3 * MAX_ERRORS):
-        guarded.propose([Draft(Request(str(index), (1, 2), SamplingParams(), seed=3), 5)])
-        assert not guarded.is_off
+        drafter.propose([Draft(Request(str(index), (1, 2), SamplingParams(), seed=3), 5)])
+        assert health(drafter).rest_s == 0.0
         clock.now += GOOD_S / (MAX_ERRORS - 1) if index % (MAX_ERRORS - 1) == 0 else GOOD_S + 1
 
 
 def test_rests_do_not_grow_for_ever(clock: Clock) -> None:
-    guarded = GuardedDrafter(Failing(raising, fail_at=1), VOCAB)
+    drafter = guarded(Failing(raising, fail_at=1))
     rests = []
     for index in range(30):
-        guarded.propose([Draft(Request(str(index), (1, 2), SamplingParams(), seed=3), 5)])
-        rests.append(guarded.health.rest_s)
+        drafter.propose([Draft(Request(str(index), (1, 2), SamplingParams(), seed=3), 5)])
+        rests.append(health(drafter).rest_s)
         clock.now += rests[-1]
     assert rests[MAX_ERRORS - 1 :][:3] == [60.0, 120.0, 240.0] and rests[-1] == LONGEST_REST_S
 
@@ -230,7 +235,7 @@ def test_only_what_was_drawn_outlives_an_error(coupled: bool) -> None:
 
     request = Request("r", (1, 2), SamplingParams(temperature=1.0), seed=3)
     draft = Draft(request, 5)
-    GuardedDrafter(Failing(draw, fail_at=1), VOCAB).propose([draft])
+    guarded(Failing(draw, fail_at=1), coupled=coupled).propose([draft])
     assert len(draft.tree) == len(draft.survival) == (1 if coupled else 3)
     assert request.failed_drafters == ("failing",)
 
@@ -244,13 +249,13 @@ def test_a_drafter_that_fails_after_it_promised_trees_owes_nothing() -> None:
         raise RuntimeError
 
     draft = Draft(Request("r", (1, 2), SamplingParams(), seed=3), 5, may_be_pending=True)
-    GuardedDrafter(Failing(promise, fail_at=1), VOCAB).propose([draft])
+    guarded(Failing(promise, fail_at=1)).propose([draft])
     assert len(draft.tree) == 1 and draft.pending is None
 
 
 def test_something_else_than_a_drafter_is_refused() -> None:
     with pytest.raises(ConfigError, match="ToyModel is no drafter: it lacks name, max_nodes, "):
-        GuardedDrafter(ToyModel(), VOCAB)  # type: ignore[arg-type]
+        Member(ToyModel(), VOCAB)  # type: ignore[arg-type]
 
 
 def test_a_failed_request_claims_no_rows() -> None:
@@ -258,11 +263,11 @@ def test_a_failed_request_claims_no_rows() -> None:
         def num_ready(self, request: Request) -> tuple[int, ...]:
             return (3, 4)
 
-    guarded = GuardedDrafter(Claiming(raising, fail_at=1), VOCAB)
+    drafter = guarded(Claiming(raising, fail_at=1))
     request = Request("r", (1, 2, 3, 4, 5), SamplingParams(), seed=3)
-    assert guarded.num_ready(request) == (3, 4)
-    guarded.propose([Draft(request, 5)])
-    assert guarded.num_ready(request) == (0, 0)
+    assert drafter.num_ready(request) == (3, 4)
+    drafter.propose([Draft(request, 5)])
+    assert drafter.num_ready(request) == (0, 0)
 
 
 def test_a_call_counts_once_however_many_trees_it_spoils() -> None:
@@ -270,8 +275,8 @@ def test_a_call_counts_once_however_many_trees_it_spoils() -> None:
         for draft in drafts[:2]:
             draft.add(0, -1, 0.0, "failing")
 
-    guarded = GuardedDrafter(Failing(spoil, fail_at=1), VOCAB)
+    drafter = guarded(Failing(spoil, fail_at=1))
     drafts = [Draft(Request(name, (1, 2), SamplingParams(), seed=3), 5) for name in "abc"]
-    guarded.propose(drafts)
-    assert guarded.num_errors == 1 and [len(draft.tree) for draft in drafts] == [1, 1, 3]
+    drafter.propose(drafts)
+    assert health(drafter).num_errors == 1 and [len(draft.tree) for draft in drafts] == [1, 1, 3]
     assert [draft.request.failed_drafters for draft in drafts] == [("failing",), ("failing",), ()]

@@ -23,7 +23,7 @@ from forerun.models.heads.source import open_head
 from forerun.models.loader import load_model
 from tests.models import factory
 from tests.support import heads, tiny
-from tests.support.drafting import assert_as_computed, overhear, unguarded
+from tests.support.drafting import assert_as_computed, overhear
 from tests.support.heads import CONFIG, HIDDEN, VOCAB, Draw, Reference, Truth, layer_of, rms
 
 LAYERS = 2
@@ -106,7 +106,7 @@ LIMITS = [{}, {"max_num_batched_tokens": 7}, {"num_kv_blocks": 26}, {"max_num_se
 def test_nothing_changes_but_speed(width: int, temperature: float, limits: dict[str, int], tmp_path: Path) -> None:
     folder = heads.write(tmp_path, mimo_tensors(), mimo_config())
     made = engine(heads.target(LAYERS), None, folder, width, **limits)
-    drafter = unguarded(made)
+    drafter = tiny.inner(made)
     tokens, stats = tiny.run(made, requests(4, temperature))
     assert tokens == plain(4, temperature)
     assert sum(count.drafted for stat in stats for count in stat.drafters.values()) > 0
@@ -120,7 +120,6 @@ def test_the_targets_own_folder_is_read_without_a_name(tmp_path: Path) -> None:
     save_file({**load_file(folder / WEIGHTS), **mimo_tensors()}, folder / WEIGHTS)
     loaded = load_model(folder, tiny.kernels())
     made = engine(loaded.model, folder, None, 1)
-    unguarded(made)
     wanted = requests(3)
     tokens, stats = tiny.run(made, wanted)
     assert tokens == tiny.run(tiny.engine(loaded.model), wanted)[0]  # type: ignore[arg-type]

@@ -244,7 +244,7 @@ def test_a_portfolios_pending_trees_are_those_read_at_once_to_its_members_too(nu
         made, rows = of_members([DrafterConfig(name="suffix"), draft_config(3)], adaptive=False), list[int]()
         made.verifier = verifier(tiny.kernels(), at_once=True)
         assert isinstance(made.drafter, Portfolio)
-        listen(tiny.unwrapped(made.drafter.members[1])._runner, rows)
+        listen(made.drafter.members[1].drafter._runner, rows)
         tokens, stats = tiny.run(made, groups)
         told.append((tokens, [(of.num_steps, of.trees, of.drafters) for of in stats], rows))
     assert told[0] == told[1] and num_pending and len(told[0][2]) > 4

@@ -35,6 +35,7 @@ from forerun.speculation.growth import TreeGrower
 from tests.drafters import test_eagle, test_mtp
 from tests.models import factory
 from tests.support import heads, tiny
+from tests.support.drafting import watch_chains
 
 pytest.importorskip("forerun.kernels.cpu._native")
 
@@ -237,10 +238,7 @@ def test_trees_grown_with_a_recorded_head_are_the_same(temperature: float) -> No
 
 
 def test_chains_are_one_native_call_unless_the_path_shapes_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.kernels.cpu.program import Program
-
-    calls, chains = [], Program.run_chains
-    monkeypatch.setattr(Program, "run_chains", lambda *args: calls.append(1) or chains(*args))
+    calls = watch_chains(monkeypatch)
     for params, wanted in (({}, 1), ({"presence_penalty": 0.5}, 1)):
         side, known = Side(case("mimo"), True, True), requests(1.0, **params)
         side.start(known)

@@ -242,12 +242,12 @@ def test_metrics_add_up(small: LLM) -> None:
 
 def test_a_drafter_that_rests_is_said_to(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     made = small.with_drafter("ngram", adaptive=False, ngram_min=1)
-    member: Any = made.engine.drafter
+    [member] = made.engine.drafter.members  # type: ignore[attr-defined]
     with client_of(made) as client:
         expected = client.post("/v1/completions", json=body(1)).json()["choices"]
         assert client.get("/health").json()["drafters"] == {"ngram": {"errors": 0, "rest_s": 0.0}}
         with monkeypatch.context() as patch:
-            patch.setattr(member.inner, "propose", lambda drafts: 1 / 0)
+            patch.setattr(member.drafter, "propose", lambda drafts: 1 / 0)
             for _ in range(4):
                 assert client.post("/v1/completions", json=body(1)).json()["choices"] == expected
         health = client.get("/health")
@@ -257,7 +257,8 @@ def test_a_drafter_that_rests_is_said_to(small: LLM, monkeypatch: pytest.MonkeyP
         values = values_of(client.get("/metrics").text)
         assert values['forerun_drafter_errors_total{drafter="ngram"}'] == 3
         assert values['forerun_drafter_resting{drafter="ngram"}'] == 1
-        monkeypatch.setattr("forerun.drafters.guarded.time", SimpleNamespace(monotonic=lambda: inf))  # its rest is over
+        over = SimpleNamespace(monotonic=lambda: inf)  # its rest
+        monkeypatch.setattr("forerun.drafters.portfolio.time", over)
         again = client.post("/v1/completions", json=body(1)).json()
         assert again["choices"] == expected and again["forerun"]["drafted_tokens"] > 0
         assert values_of(client.get("/metrics").text)['forerun_drafter_resting{drafter="ngram"}'] == 0

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import groupby
+from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
+import forerun
 from forerun.engine.engine import Engine
 from forerun.speculation.draft import Draft
 from forerun.speculation.growth import Children, Place, TreeGrower, TreeNoise
 from forerun.speculation.tree import ROOT
+from tests.support import tiny
 from tests.support.heads import Reference, States
+
+PACKAGE = Path(forerun.__file__).parent
 
 
 class Overheard(TreeGrower):
@@ -42,20 +49,9 @@ def draw_children(grower: TreeGrower, draft: Draft, logits: Tensor, width: int, 
     draft.add_drawn(ROOT, tokens, log_chances, q, source)
 
 
-def unguarded(made: Engine) -> Any:
-    """The engine's single drafter without what keeps its errors from the engine: a test wants to see them."""
-    drafter: Any = made.drafter
-    made.drafter = getattr(drafter, "inner", drafter)
-    return made.drafter
-
-
 def overhear(made: Engine, stride: int = 7) -> Overheard:
     """Stand between the engine's drafter, of several the first, and its grower."""
-    drafter = unguarded(made)
-    if hasattr(drafter, "members"):
-        drafter.members = tuple(getattr(member, "inner", member) for member in drafter.members)
-        drafter = drafter.members[0]
-    drawer = drafter._drawer
+    drawer = tiny.inner(made)._drawer
     ear = drawer._grower = Overheard(drawer._grower, stride)
     return ear
 
@@ -71,3 +67,20 @@ def assert_as_computed(ear: Overheard, reference: Reference, states: States) -> 
         assert error < 1e-3, (error, len(known), drafted)  # rounding grows from draft to draft
     assert len({len(drafted) for _, drafted, _ in ear.heard}) > 1
     assert len({len(known) for known, _, _ in ear.heard}) > 3
+
+
+def watch_chains(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Note every native call that drafts chains: the files of ours on its call stack, outermost first."""
+    from forerun.kernels.cpu import _native
+
+    stacks: list[list[str]] = []
+    native = _native.CpuEngine.draft_chains
+
+    def noted(*args: object) -> None:
+        named = [Path(frame.filename) for frame in reversed(inspect.stack(context=0)[1:])]
+        ours = [path.relative_to(PACKAGE).as_posix() for path in named if path.is_relative_to(PACKAGE)]
+        stacks.append([file for file, _ in groupby(ours)])
+        native(*args)
+
+    monkeypatch.setattr(_native.CpuEngine, "draft_chains", noted)
+    return stacks

@@ -20,8 +20,8 @@ def expect_much(made: Engine, looks_at_drafts: bool = False) -> AdaptivePolicy:
     costs = Costs(PassCosts({1: 1.0, 256: 1.0001}))
     policy = AdaptivePolicy(made.drafter.max_nodes, costs, may_prune=True, looks_at_drafts=looks_at_drafts)
     for member in made.drafter.members:
-        costs.calls[member.name] = CallCosts(draws_levels=member.weight_bytes > 0)
-        if member.weight_bytes:
+        costs.calls[member.name] = CallCosts(draws_levels=member.drafter.weight_bytes > 0)
+        if member.drafter.weight_bytes:
             for size in (1, 2, 4, 8, 16):
                 costs.calls[member.name].expect(size, size, 1e-6)
         show_right(policy, member.name, made.drafter.max_nodes - 1)

@@ -17,6 +17,7 @@ from torch import Tensor
 from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import RequestStats, SamplingParams
+from forerun.drafters.base import drafter_health
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.kernels.ops import Kernels
@@ -100,7 +101,7 @@ def run(made: Engine, wanted: Sequence[RequestGroup]) -> tuple[list[list[list[in
     """Run fresh copies of the requests -> tokens by group and sample, stats of the first samples."""
     again = [harness.fresh(group) for group in wanted]
     tokens = harness.run(made, again)
-    assert getattr(made.drafter, "num_errors", 0) == 0, "the drafter raised"
+    assert not any(health.num_errors for health in drafter_health(made.drafter).values()), "a drafter raised"
     return tokens, [group.output().outputs[0].stats for group in again]
 
 
@@ -124,13 +125,5 @@ def num_accepted(stats: Sequence[RequestStats]) -> int:
 
 
 def inner(made: Engine) -> Any:
-    """The one drafter itself, below whatever the engine wraps it in; the first of several."""
-    return unwrapped(made.drafter)
-
-
-def unwrapped(drafter: Any) -> Any:
-    """Below guards and portfolios."""
-    found = drafter
-    while hasattr(found, "inner") or hasattr(found, "members"):
-        found = found.inner if hasattr(found, "inner") else found.members[0]
-    return found
+    """The drafter that a portfolio holds; the first of several."""
+    return made.drafter.members[0].drafter  # type: ignore[attr-defined]

@@ -152,9 +152,8 @@ class Drafter(Protocol):
 
 
 def drafter_health(drafter: Drafter) -> dict[str, DrafterHealth]:
-    """How a drafter, or each member of a portfolio, fares; nothing of one that is not guarded."""
-    members: Sequence[Drafter] = getattr(drafter, "members", (drafter,))
-    return {member.name: member.health for member in members if hasattr(member, "health")}
+    """How each member of a portfolio fares; nothing of other drafters."""
+    return {member.name: member.health for member in getattr(drafter, "members", ())}
 
 
 class Asked(NamedTuple):

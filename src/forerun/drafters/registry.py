@@ -17,8 +17,7 @@ from types import ModuleType
 
 from forerun import drafters
 from forerun.config import DrafterConfig
-from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
-from forerun.drafters.guarded import GuardedDrafter
+from forerun.drafters.base import DrafterSpec
 from forerun.errors import ConfigError, ModelError, suggestion
 from forerun.weights.resolve import resolve_model
 
@@ -68,11 +67,6 @@ def _check_members(options: DrafterConfig) -> None:
         raise ConfigError(f"a {options.name}'s members are single drafters, at least one: neither none nor another")
     for member in options.members:
         check(member)
-
-
-def build_drafter(context: DrafterContext) -> Drafter:
-    """The drafter of `context.spec`, under guard. Raises whatever the drafter raises."""
-    return GuardedDrafter(context.spec.build(context), context.model.vocab_size)
 
 
 def drafter_of(name_or_folder: str | Path) -> str | None:

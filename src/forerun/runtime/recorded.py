@@ -1,31 +1,54 @@
-"""Passes that were written down once and are replayed by one native call, without Python.
+"""Passes that were written down once and are replayed by one native call, without Python; chains are one call in all.
 
-Knows: that kernels can record, which batches a recording serves. Does not know: what the passes compute. Batches with
-more rows than were recorded for (prefill chunks) are executed eagerly, and so are rows at position 0 where the network
-treats them differently, of which a request has one; both give the same bits.
+Knows: that kernels can record, which batches a recording serves, what csrc/chain.cpp is told of chains. Does not know:
+what the passes compute, whose drafts they are. Batches with more rows than were recorded for (prefill chunks) are
+executed eagerly, and so are rows at position 0 where the network treats them differently, of which a request has one;
+both give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from forerun.errors import KernelError
-from forerun.kernels.ops import Kernels, LayerKV
+from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, ChainNoise, Chains, Kernels, LayerKV
 from forerun.kernels.select import recording
 from forerun.models.base import Pass, Passes, PassOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.runtime.eager import EagerRunner
-from forerun.speculation.drawn import Drawn
+from forerun.speculation.drawn import Drawn, DrawnTree
 from forerun.speculation.growth import TreeNoise
 
 if TYPE_CHECKING:
     from forerun.kernels.cpu.program import Inputs, Program
 
 MAX_RECORDED_ROWS = 64
+
+
+class ChainArgs(NamedTuple):
+    """What C++ is told of chains to draft, in the order of ChainArgs in csrc/chain.h."""
+
+    temperatures: int  # address, as are the next four
+    seeds: int
+    streams: int
+    positions: int
+    num_active: int
+    num_steps: int
+    num_chains: int
+    vocab_size: int
+    block_size: int
+    logits_stride: int  # floats between two steps' logits; 0: each step overwrites the last
+    ids: int  # address
+    log_chances: int  # address, 0 if they are not wanted
+    shift: int
+    features_stride: int  # floats between two steps' features; 0: there are none
+    num_rivals: int
+    rivals_scale: float
+    least: float
 
 
 class RecordedRunner(EagerRunner):
@@ -55,12 +78,47 @@ class RecordedRunner(EagerRunner):
         batch = self._batch(roots)
         if width > 1 or noise.by_depth is None or self._passes.hidden_layers or not self._serves(batch):
             return self._draw_levels(batch, features, noise, width)
-        inputs, keep_logits = self._inputs(batch, features), any(noise.records)
-        with_log_probs = not all(noise.records)
-        chains, log_chances = self._first.run_chains(
-            inputs, noise.by_depth(), self._block_size, keep_logits, self._below, self._passes.shift, with_log_probs
+        return self._draw_chains(batch, features, noise, noise.by_depth())
+
+    def _draw_chains(
+        self, batch: ForwardBatch, features: Tensor | None, noise: TreeNoise, by_depth: ChainNoise
+    ) -> list[DrawnTree]:
+        """Every pass and every draw in one native call; the bits are those of the levels.
+
+        C++ gives the log chance of each token, the log softmax of its score among the NUM_RIVALS best, all over
+        RIVALS_SCALE; what lies behind a chain's end is unset. All chains end where they promise less than `least`.
+        """
+        steps, num_chains = by_depth.positions.shape
+        keeps_logits, says_chances = any(noise.records), not all(noise.records)
+        vocab_size, *fed_size = self._first.widths
+        logits = torch.empty(steps if keeps_logits else 1, num_chains, vocab_size)
+        fed = torch.empty(2, num_chains, *fed_size) if fed_size else None  # two levels take turns
+        ids = torch.empty(steps, num_chains, dtype=torch.int64)
+        log_chances = torch.empty(steps, num_chains, dtype=torch.float64) if says_chances else None
+        chains = ChainArgs(
+            temperatures=by_depth.temperatures.data_ptr(),
+            seeds=by_depth.seeds.data_ptr(),
+            streams=by_depth.streams.data_ptr(),
+            positions=by_depth.positions.data_ptr(),
+            num_active=by_depth.num_active.data_ptr(),
+            num_steps=steps,
+            num_chains=num_chains,
+            vocab_size=vocab_size,
+            block_size=self._block_size,
+            logits_stride=logits.stride(0) if keeps_logits else 0,
+            ids=ids.data_ptr(),
+            log_chances=0 if log_chances is None else log_chances.data_ptr(),
+            shift=self._passes.shift,
+            features_stride=0 if fed is None else fed.stride(0),
+            num_rivals=NUM_RIVALS,
+            rivals_scale=RIVALS_SCALE,
+            least=by_depth.least,
         )
-        return noise.chains(chains, log_chances)
+        first, rows = self._first, batch.rows
+        addresses = first.addresses(self._inputs(batch, features), [logits] if fed is None else [logits, fed])
+        sizes = batch.num_rows, rows.block_tables.shape[1], rows.max_visible
+        first.engine.draft_chains(first.native, self._below.native, addresses, *sizes, chains)
+        return noise.chains(Chains(ids, logits if keeps_logits else None), log_chances)
 
     def _serves(self, batch: ForwardBatch) -> bool:
         """Whether a batch is of a kind that was recorded."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.activation import Activation
-from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, AttentionRows, ChainNoise, Chains
+from forerun.kernels.ops import AttentionRows
 
 _INT32, _INT64 = torch.int32, torch.int64
 _INPUT_DTYPES = (_INT64, _INT32, _INT32, _INT64, _INT32, _INT32, _INT64, _INT32, _INT32)
@@ -62,28 +62,6 @@ class Inputs:
         )
 
 
-class ChainArgs(NamedTuple):
-    """What C++ is told of chains to draft, in the order of ChainArgs in csrc/chain.h."""
-
-    temperatures: int  # address, as are the next four
-    seeds: int
-    streams: int
-    positions: int
-    num_active: int
-    num_steps: int
-    num_chains: int
-    vocab_size: int
-    block_size: int
-    logits_stride: int  # floats between two steps' logits; 0: each step overwrites the last
-    ids: int  # address
-    log_chances: int  # address, 0 if they are not wanted
-    shift: int
-    features_stride: int  # floats between two steps' features; 0: there are none
-    num_rivals: int
-    rivals_scale: float
-    least: float
-
-
 class Program:
     """A recorded forward, to be run on batches of up to `max_rows` rows."""
 
@@ -98,8 +76,9 @@ class Program:
     ) -> None:
         """`outputs`: for each whether it has a row per logit row (else per batch row), and its width."""
         self.max_rows = max_rows
-        self._engine = engine
-        self._native = native
+        self.engine = engine
+        self.native = native
+        self.widths = tuple(width for _, width in outputs)
         self._outputs = tuple(outputs)
         self._keep = tuple(keep)  # what recorded addresses point to
         self._feature_size = feature_size
@@ -107,7 +86,7 @@ class Program:
     @property
     def num_steps(self) -> int:
         """Ops a run executes."""
-        return self._native.num_steps
+        return self.native.num_steps
 
     def run(self, inputs: Inputs) -> list[Tensor]:
         """Execute the ops -> the recorded outputs, in fresh tensors."""
@@ -118,8 +97,8 @@ class Program:
             )
         outputs = [torch.empty(num_logit_rows if per_logit else num_rows, width) for per_logit, width in self._outputs]
         rows = inputs.rows
-        addresses = self._addresses(inputs, outputs)
-        self._native.run(addresses, num_rows, num_logit_rows, rows.block_tables.shape[1], rows.max_visible)
+        addresses = self.addresses(inputs, outputs)
+        self.native.run(addresses, num_rows, num_logit_rows, rows.block_tables.shape[1], rows.max_visible)
         return outputs
 
     def run_on(self, features: Tensor, num_logit_rows: int) -> list[Tensor]:
@@ -130,10 +109,11 @@ class Program:
         outputs = [torch.empty(num_logit_rows if per_logit else num_rows, width) for per_logit, width in self._outputs]
         unread = [0] * len(_INPUT_DTYPES)
         addresses = [*unread, *(output.data_ptr() for output in outputs), self._features_address(features)]
-        self._native.run(addresses, num_rows, num_logit_rows, 1, 1)
+        self.native.run(addresses, num_rows, num_logit_rows, 1, 1)
         return outputs
 
-    def _addresses(self, inputs: Inputs, outputs: Sequence[Tensor]) -> list[int]:
+    def addresses(self, inputs: Inputs, outputs: Sequence[Tensor]) -> list[int]:
+        """Where a run finds its inputs and puts its outputs, in the order of the program's address slots."""
         addresses = [tensor.data_ptr() for tensor in (*_checked(inputs), *outputs)]
         if self._feature_size:
             assert inputs.features is not None and inputs.features.shape[0] == inputs.token_ids.shape[0]
@@ -148,57 +128,6 @@ class Program:
                 f"float32 of {self._feature_size} columns"
             )
         return features.data_ptr()
-
-    def run_chains(
-        self,
-        inputs: Inputs,
-        noise: ChainNoise,
-        block_size: int,
-        keep_logits: bool,
-        next_levels: Program | None = None,
-        shift: int = 0,
-        with_log_probs: bool = False,
-    ) -> tuple[Chains, Tensor | None]:
-        """Draft chains below the roots of all sequences of the batch: one root a sequence, the only logit rows.
-
-        The forward must return logits alone, or logits and the features of the rows below, which `next_levels` (None:
-        this program again) is fed. Rows stand at their positions plus `shift`, whatever `inputs` say of the first.
-        Bits are those of `run` and `gumbel_argmax` level by level. `with_log_probs`: the second result is the log
-        chance of each drawn token, the log softmax of its score among the NUM_RIVALS best, all over RIVALS_SCALE
-        -> [steps, R] float64, unset behind a chain's end; all chains end where they promise less than `noise.least`.
-        """
-        num_rows, (steps, num_chains) = inputs.token_ids.shape[0], noise.positions.shape
-        assert num_chains == inputs.logit_rows.shape[0] and num_rows <= self.max_rows
-        width, *more = (width for _, width in self._outputs)
-        logits = torch.empty(steps if keep_logits else 1, num_chains, width)
-        features = torch.empty(2, num_chains, more[0]) if more else None
-        ids = torch.empty(steps, num_chains, dtype=_INT64)
-        log_chances = torch.empty(steps, num_chains, dtype=torch.float64) if with_log_probs else None
-        chains = ChainArgs(
-            temperatures=noise.temperatures.data_ptr(),
-            seeds=noise.seeds.data_ptr(),
-            streams=noise.streams.data_ptr(),
-            positions=noise.positions.data_ptr(),
-            num_active=noise.num_active.data_ptr(),
-            num_steps=steps,
-            num_chains=num_chains,
-            vocab_size=width,
-            block_size=block_size,
-            logits_stride=logits.stride(0) if keep_logits else 0,
-            ids=ids.data_ptr(),
-            log_chances=0 if log_chances is None else log_chances.data_ptr(),
-            shift=shift,
-            features_stride=0 if features is None else features.stride(0),
-            num_rivals=NUM_RIVALS,
-            rivals_scale=RIVALS_SCALE,
-            least=noise.least,
-        )
-        addresses = self._addresses(inputs, [logits] if features is None else [logits, features])
-        rows, following = inputs.rows, next_levels or self
-        self._engine.draft_chains(
-            self._native, following._native, addresses, num_rows, rows.block_tables.shape[1], rows.max_visible, chains
-        )
-        return Chains(ids, logits if keep_logits else None), log_chances
 
 
 class Recorder(TorchFunctionMode):
