@@ -44,6 +44,7 @@ MOST = {"draft": 8, "eagle": 8, "suffix": 12, "portfolio": 16}  # drafts, as by 
 FIXED = (1, 2, 3, 4, 6, 8)
 NOISE, HICCUP = 0.03, 0.01  # of times: standard deviation, and share of them that is half as long again
 VOCAB_SIZE = 1 << 16  # more than any token of the traces
+HALVES = {"all": slice(None), "choose": slice(0, None, 2), "report": slice(1, None, 2)}
 SCALE = 20  # log chances are kept as whole numbers, times this
 
 
@@ -216,7 +217,7 @@ def measure(machine_costs: Mapping[str, Any], drafter: str, texts: Sequence[Any]
     return fixed, new, known
 
 
-def compare(machines: Sequence[str], works: Sequence[str], seeds: int) -> None:
+def compare(machines: Sequence[str], works: Sequence[str], seeds: int, half: str) -> None:
     """Print a line a case, then what they come to."""
     traces, costs = json.loads(lzma.decompress(TRACES.read_bytes())), json.loads(COSTS.read_text("utf-8"))
     for name in machines:
@@ -226,7 +227,7 @@ def compare(machines: Sequence[str], works: Sequence[str], seeds: int) -> None:
         for work, drafter, temperature in product(works, MEMBERS, TEMPERATURES):
             kind = "short" if work == "short" else "spec"
             texts = [text for text in traces if (text["work"], text["temperature"]) == (kind, temperature)]
-            fixed, new, known = measure(costs[name], drafter, texts, work == "batch", seeds)
+            fixed, new, known = measure(costs[name], drafter, texts[HALVES[half]], work == "batch", seeds)
             best = max(fixed, key=fixed.__getitem__)
             reference = max(fixed[best], 1.0)
             over_best["new"].append(new / reference)
@@ -305,6 +306,8 @@ def main() -> None:
     parser.add_argument("--machine", action="append", choices=["mini", "1b-int4"], help="all unless given")
     parser.add_argument("--work", action="append", choices=WORKS, help="all unless given")
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--half", choices=HALVES, default="all", help="choose rules and constants by one half of the "
+                        "texts, report by the other")  # fmt: skip
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--prompts", type=Path, help="Spec-Bench's question.jsonl, to record")
     parser.add_argument("--num-prompts", type=int, default=16, help="of spec, to record")
@@ -312,7 +315,7 @@ def main() -> None:
     if given.record:
         record(given.prompts, given.num_prompts)
     else:
-        compare(given.machine or ["mini", "1b-int4"], given.work or WORKS, given.seeds)
+        compare(given.machine or ["mini", "1b-int4"], given.work or WORKS, given.seeds, given.half)
 
 
 if __name__ == "__main__":

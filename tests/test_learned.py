@@ -45,7 +45,7 @@ def test_a_new_policy_knows_what_the_last_one_learned(tmp_path: Path) -> None:
     assert new.costs.call_s("m", 4, 1) == 0.25 and new.costs.reading_s("m", 100) == pytest.approx(1.0)
     assert new.costs.draws_levels("m")
     assert new.acceptance == known.acceptance or new.acceptance.ranks == known.acceptance.ranks
-    assert new.acceptance.bands == known.acceptance.bands and new.acceptance.newcomers == known.acceptance.newcomers
+    assert new.acceptance.bands == known.acceptance.bands
 
 
 def test_others_have_files_of_their_own(tmp_path: Path) -> None:

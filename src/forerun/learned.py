@@ -21,12 +21,12 @@ from time import perf_counter
 from typing import Any, Final, TypeVar
 
 from forerun.policy.acceptance import Tally
-from forerun.policy.costs import CallCosts, Mean
+from forerun.policy.costs import CallCosts, Costs, Mean
 from forerun.policy.policy import AdaptivePolicy
 
 VERSION: Final = 1  # of the files
 EVERY_S: Final = 2.0  # at least between two writes, each of which takes a millisecond
-_TALLIES: Final = ("ranks", "bands", "depths", "calls", "newcomers")
+_TALLIES: Final = ("ranks", "bands", "depths", "calls")
 _Entry = TypeVar("_Entry")
 
 
@@ -111,12 +111,12 @@ def _restore(policy: AdaptivePolicy, kept: Mapping[str, Any]) -> None:
     calls = {name: _call(call, kept, name) for name, call in policy.costs.calls.items() if name in kept["by_size"]}
     tallies = {name: _table(kept[name], Tally) for name in _TALLIES}
     usual_output = _number(kept["usual_output"])
-    policy.costs.slowness = {
+    steps = {
         (bool(drafts), int(rows)): Mean(mean.value / passes(rows), int(mean.num))
         for (drafts, rows), mean in slowness.items()
         if rows in passes.points
     }
-    policy.costs.calls.update(calls)
+    policy.costs = Costs(passes, steps, policy.costs.calls | calls)
     for name, table in tallies.items():
         setattr(policy.acceptance, name, {key[0] if len(key) == 1 else key: entry for key, entry in table.items()})
     policy.usual_output = usual_output

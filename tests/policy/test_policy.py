@@ -76,7 +76,7 @@ def test_a_good_member_is_asked_for_much_and_a_bad_one_hardly_ever() -> None:
     for _ in range(300):
         for made, right in ((good, 15), (bad, 0)):
             drafted[id(made)] += step(made, [ones[id(made)]], right)[1] > 0
-    assert drafted[id(good)] > 270 and 0 < drafted[id(bad)] < 40
+    assert drafted[id(good)] > 270 and 0 < drafted[id(bad)] < 60
     assert sizes(good, Draft(request(), 16))[0] > 4
 
 
@@ -129,7 +129,7 @@ def test_a_prompt_that_must_be_read_first_has_to_pay() -> None:
     assert sizes(made, Draft(request(known=900), 16)) != [0]
     assert sizes(made, Draft(request(known=900, max_tokens=20), 16)) == [0]
     assert sizes(made, Draft(request(known=30, max_tokens=20), 16)) != [0]
-    assert "reading the text m has missed" in str(made.explain(request(known=900, max_tokens=20)))
+    assert "what m has to read first takes" in str(made.explain(request(known=900, max_tokens=20)))
 
 
 def test_kept_nodes_follow_the_price_of_rows() -> None:
@@ -195,7 +195,7 @@ def test_the_policy_explains_exactly_when_nobody_is_asked() -> None:
         is_asked = any(sizes(made, Draft(request(), 16)))
         assert is_asked == (made is good) and (made.explain(request()) is None) == is_asked
     assert str(bad.explain(request())).startswith("drafts of m are right ")
-    assert "would cost more than they gain here, were they always right" in str(dear.explain(request()))
+    assert "too seldom for what they cost here" in str(dear.explain(request()))
     assert FixedPolicy(1).explain(request()) == "there is no drafter" and FixedPolicy(4).explain(request()) is None
 
 

@@ -56,17 +56,14 @@ class Acceptance:
     bands: dict[tuple[str, int, int], Tally] = field(default_factory=dict)  # by drafter, depth and band of estimates
     depths: dict[tuple[str, int], Tally] = field(default_factory=dict)  # right nodes with a right child
     calls: dict[str, Tally] = field(default_factory=dict)  # requests a drafter was asked for, and proposed anything
-    newcomers: dict[str, Tally] = field(default_factory=dict)  # first steps of requests: right ones over those expected
-    requests: WeakKeyDictionary[Request, dict[str, Tally]] = field(default_factory=WeakKeyDictionary)  # likewise
-
-    found_by_request: WeakKeyDictionary[Request, dict[str, Tally]] = field(default_factory=WeakKeyDictionary)
+    # steps of a request that found a right node beside those that were expected to
+    requests: WeakKeyDictionary[Request, dict[str, Tally]] = field(default_factory=WeakKeyDictionary)
 
     # -- queries ------------------------------------------------------------------------------------------------
 
-    def found(self, request: Request, member: str) -> float:
+    def found(self, member: str) -> float:
         """The chance that a drafter proposes anything when asked."""
-        usual = self.calls.get(member)
-        tally = self.found_by_request.get(request, {}).get(member, usual)
+        tally = self.calls.get(member)
         return tally.rate if tally is not None else 1.0
 
     def rates(self, request: Request, member: str) -> list[float]:
@@ -75,20 +72,12 @@ class Acceptance:
         The product of the first n is the chance of the n-th node, whatever the shape of the tree. The last one holds
         for all ranks behind it.
         """
-        factor = self._factor(request, member)
+        factor, own = 1.0, self.requests.get(request, {}).get(member)
+        if own is not None:
+            prior = PRIOR * _believed(_rate(self.ranks.get((member, 1))))
+            factor = (own.right + prior) / (own.tested + prior)
         rates = (_rate(self.ranks.get((member, rank))) for rank in range(1, NUM_KINDS + 1))
         return [_believed(rate * factor) for rate in rates]
-
-    def _factor(self, request: Request, member: str) -> float:
-        """How a request fares beside what is usual: like newcomers until more is known.
-
-        Not like all others: most nodes are of requests in which drafts are right, since those are drafted for.
-        """
-        newcomers = self.newcomers.get(member)
-        usual = newcomers.rate if newcomers is not None else 1.0
-        prior = PRIOR * _rate(self.ranks.get((member, 1))) + LEAST
-        own = self.requests.get(request, {}).get(member)
-        return usual if own is None else (own.right + prior * usual) / (own.tested + prior)
 
     def log_chances(self, proposal: Proposal) -> list[float]:
         """Log chance of the whole path to every node of a proposal, the root's being 0."""
@@ -122,11 +111,9 @@ class Acceptance:
             self._learn_request(request, proposal.member, num_tested, expected, len(path) - 1)
         self._learn_ranks(proposal, set(path[1:]), path[-1] if len(path) > len(tokens) else None)
 
-    def learn_call(self, request: Request, member: str, found: bool) -> None:
+    def learn_call(self, member: str, found: bool) -> None:
         """The drafter was asked, and proposed anything or not."""
         _tally(self.calls, member, 1.0).add(1.0, found, MEMORY)
-        of_request = self.found_by_request.setdefault(request, {})
-        of_request.setdefault(member, Tally(PRIOR, PRIOR * self.calls[member].rate)).add(1.0, found, MEMORY)
 
     def _learn_children(self, proposal: Proposal, places: Sequence[int], right: int | None) -> float:
         """Count the children of a right node -> the chance that one of them was expected to have at this depth."""
@@ -142,9 +129,6 @@ class Acceptance:
         of_request = self.requests.setdefault(request, {})
         if member not in of_request:
             of_request[member] = Tally(0.0, 0.0)
-        if of_request[member].tested < NUM_KINDS:
-            newcomers = self.newcomers.setdefault(member, Tally(PRIOR, PRIOR))
-            newcomers.add(expected, right, MEMORY**num)
         of_request[member].add(expected, right, MEMORY**num)
 
     def _learn_ranks(self, proposal: Proposal, right: Set[int], end: int | None) -> None:
@@ -154,11 +138,12 @@ class Acceptance:
         """
         chances = proposal.log_chances
         order = sorted(range(1, len(chances)), key=lambda place: (-chances[place], place))
-        before = True
+        before, num_left = True, len(right)
         for rank, place in enumerate(order, 1):
-            if proposal.parents[place] == end:
+            if proposal.parents[place] == end or not (before or num_left):
                 break
             is_right = place in right
+            num_left -= is_right
             if before or is_right:
                 kind = (proposal.member, min(rank, NUM_KINDS))
                 _tally(self.ranks, kind, USUAL_CHANCE).add(before, is_right, MEMORY)

@@ -21,8 +21,6 @@ from typing import Final
 MAX_JUMP: Final = 4.0
 SETTLING: Final = 4
 RISE, FALL = 0.1, 0.3
-# Steps of a kind for which costs stay as worked out: that took 0.3 ms of a step of 6, and they hardly change.
-WORKED_OUT_EVERY: Final = 8
 LONG_LAG: Final = 32  # missed tokens from which a call measures reading rather than drafting: 32 cost mini-draft 1 ms
 
 
@@ -70,7 +68,7 @@ class PassCosts:
         """The measured number of rows next to this one."""
         high = bisect_left(self._rows, num_rows)
         around = self._rows[max(high - 1, 0) : high + 1]
-        return min(around, key=lambda rows: abs(rows - num_rows))
+        return around[0] if num_rows - around[0] <= around[-1] - num_rows else around[-1]
 
     def __call__(self, num_rows: int) -> float:
         """Linear between measured points and beyond the last."""
@@ -90,6 +88,7 @@ class CallCosts:
     by_depth: dict[int, Mean] = field(default_factory=dict)  # of calls for one request, by the levels they drew
     reading: Mean | None = None  # a token
     draws_levels: bool = False  # by a network, one level at a time
+    _most_like: dict[tuple[int, int], tuple[Mean, float]] = field(default_factory=dict, compare=False)
 
     def call_s(self, num_drafts: int, num_requests: int) -> float:
         """A call for so many drafts each; 0 until one was measured. More drafts cost in proportion.
@@ -98,13 +97,20 @@ class CallCosts:
         """
         if not self.by_size:
             return 0.0
+        known = self._most_like.get((num_drafts, num_requests))
+        if known is None:
+            known = self._most_like[num_drafts, num_requests] = self._find_most_like(num_drafts, num_requests)
+        return known[0].value * known[1]
+
+    def _find_most_like(self, num_drafts: int, num_requests: int) -> tuple[Mean, float]:
+        """What is known of the calls most like these, and how many times as long these should take."""
 
         def distance(known: tuple[int, int]) -> float:
             return abs(math.log(known[0] / num_requests)) + abs(math.log(known[1] / num_drafts))
 
         requests, size = min(self.by_size, key=distance)
         more = max(1.0, num_drafts / size) * max(1.0, math.sqrt(num_requests / requests))
-        return self.by_size[requests, size].value * more
+        return self.by_size[requests, size], more
 
     @property
     def level_s(self) -> float:
@@ -119,21 +125,23 @@ class CallCosts:
         if num_drafts > 0:
             self.by_size[1, _power_of_2(num_drafts)] = Mean(seconds)
             self.by_depth[depth] = Mean(seconds)
+            self._most_like.clear()
 
     def expect_reading(self, num_tokens: int, seconds: float) -> None:
         """What reading took when it was tried alone."""
         self.reading = Mean(max(seconds, 0.0) / num_tokens)
 
-    def learn(self, num_requests: int, num_drafts: int, depth: int, seconds: float) -> bool:
-        """A call drew at most so many drafts and levels for each of so many requests -> whether such calls are new."""
+    def learn(self, num_requests: int, num_drafts: int, depth: int, seconds: float) -> None:
+        """A call drew at most so many drafts and levels for each of so many requests."""
         if num_drafts == 0:
-            return False
+            return
         key = _power_of_2(num_requests), _power_of_2(num_drafts)
-        mean = self.by_size.setdefault(key, Mean(seconds))
-        mean.learn(seconds)
+        if key not in self.by_size:
+            self.by_size[key] = Mean(seconds)
+            self._most_like.clear()
+        self.by_size[key].learn(seconds)
         if num_requests == 1:
             self.by_depth.setdefault(depth, Mean(seconds)).learn(seconds)
-        return mean.num <= SETTLING
 
     def learn_reading(self, num_tokens: int, seconds: float) -> None:
         """Reading so many tokens took this long."""
@@ -149,9 +157,7 @@ class Costs:
     passes: PassCosts
     slowness: dict[tuple[bool, int], Mean] = field(default_factory=dict)  # by (drafts, rows): step over pass alone
     calls: dict[str, CallCosts] = field(default_factory=dict)  # by drafter
-    _worked_out: dict[tuple[object, ...], float] = field(
-        default_factory=dict, compare=False
-    )  # lately, see WORKED_OUT_EVERY
+    _most_like: dict[tuple[bool, int], tuple[Mean, float]] = field(default_factory=dict, compare=False)
 
     # -- queries ------------------------------------------------------------------------------------------------
 
@@ -168,29 +174,23 @@ class Costs:
         """One level more of a drafter."""
         return self.calls[member].level_s if member in self.calls else 0.0
 
-    def step_s(self, num_rows: int, drafts: bool) -> float:
+    def step_s(self, num_rows: int, drafts: bool = True) -> float:
         """A step around a pass over so many rows, calls of drafters apart."""
-        known = self._worked_out.get((num_rows, drafts))
+        known = self._most_like.get((drafts, num_rows))
         if known is None:
-            known = self._worked_out[num_rows, drafts] = self._slowness(num_rows, drafts) * self.passes(num_rows)
-        return known
+            known = self._most_like[drafts, num_rows] = self._find_most_like(drafts, num_rows), self.passes(num_rows)
+        return known[0].value * known[1]
 
-    def _slowness(self, num_rows: int, drafts: bool) -> float:
-        """As at the nearest number of rows known; of plain steps where none with drafts is known, and likewise."""
+    def _find_most_like(self, drafts: bool, num_rows: int) -> Mean:
+        """At the nearest number of rows known; of plain steps where none with drafts is known, and likewise."""
         point = self.passes.nearest(num_rows)
-        known = self.slowness.get((drafts, point))
-        if known is None and self.slowness:
-            nearest = min(self.slowness, key=lambda key: (key[0] != drafts, abs(math.log(key[1] / point))))
-            known = self.slowness[nearest]
-        return known.value if known is not None else 1.0
+        kinds = sorted(self.slowness, key=lambda kind: (kind[0] != drafts, abs(math.log(kind[1] / point))))
+        return self.slowness[kinds[0]] if kinds else Mean(1.0)
 
     def call_s(self, member: str, num_drafts: int, num_requests: int) -> float:
         """A call of a drafter for so many drafts each."""
-        known = self._worked_out.get((member, num_drafts, num_requests))
-        if known is None:
-            known = self.calls[member].call_s(num_drafts, num_requests) if member in self.calls else 0.0
-            self._worked_out[member, num_drafts, num_requests] = known
-        return known
+        calls = self.calls.get(member)
+        return calls.call_s(num_drafts, num_requests) if calls is not None else 0.0
 
     def reading_s(self, member: str, num_tokens: int) -> float:
         """What a drafter needs for tokens it has missed. The few every step leaves are a part of its calls."""
@@ -201,12 +201,13 @@ class Costs:
 
     def learn_step(self, num_rows: int, drafts: bool, seconds: float) -> None:
         """A step that read no prompt took this long, calls of drafters apart."""
-        if num_rows <= self.passes.max_rows:
-            ratio = seconds / self.passes(num_rows)
-            mean = self.slowness.setdefault((drafts, self.passes.nearest(num_rows)), Mean(ratio))
-            mean.learn(ratio)
-            if mean.num % WORKED_OUT_EVERY == 0 or mean.num <= SETTLING:
-                self._worked_out.clear()
+        if num_rows > self.passes.max_rows:
+            return
+        kind = drafts, self.passes.nearest(num_rows)
+        if kind not in self.slowness:
+            self.slowness[kind] = Mean(1.0)
+            self._most_like.clear()
+        self.slowness[kind].learn(seconds / self.passes(num_rows))
 
     def learn_call(
         self, member: str, num_requests: int, num_drafts: int, depth: int, num_read: int, seconds: float
@@ -217,8 +218,7 @@ class Costs:
             reading_s = max(seconds - self.call_s(member, max(num_drafts, 1), num_requests), seconds / 2)
             costs.learn_reading(num_read, reading_s)
             return reading_s
-        if costs.learn(num_requests, num_drafts, depth, seconds):
-            self._worked_out.clear()
+        costs.learn(num_requests, num_drafts, depth, seconds)
         return 0.0
 
 

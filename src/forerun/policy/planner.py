@@ -11,10 +11,8 @@ are taken in the order of what they bring (greedy choice is optimal for a given 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
-
-PAST_BEST: Final = 5  # more nodes a request past the best number so far end the search: costs have steps of 4 rows
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 
 class Outlook(NamedTuple):
@@ -33,7 +31,7 @@ class Outlook(NamedTuple):
 class CallPlan(NamedTuple):
     """How many nodes each request gets of one call, and what that makes of the step."""
 
-    sizes: tuple[int, ...]
+    sizes: list[int]
     after: Outlook
 
 
@@ -47,23 +45,24 @@ def plan_call(
 
     `step_s` gives the seconds of a step by its rows, `call_s` those of a call by drafts and requests.
     """
-    best, sizes = without, [0] * len(gains)
-    num_asked, tokens, most = 0, without.tokens, 0
-    taken: list[int] = []
-    num_best = 0
-    for count, (_, place, index) in enumerate(_best_first(gains), 1):
-        taken.append(index)
+    tokens, best_tokens, best_s = without.tokens, without.tokens, without.seconds
+    num_asked = most = num_best = 0
+    order, most_tokens = _best_first(gains), tokens + sum(map(sum, gains))
+    for count, (_, place, index) in enumerate(order, 1):
         tokens += gains[index][place]
-        num_asked, most = num_asked + (place == 0), max(most, place + 1)
-        rows = without.num_rows + count
-        step = Outlook(tokens, rows, step_s(rows) + call_s(most, num_asked))
-        if step.speed > best.speed:
-            best, num_best = step, count
-        elif count > num_best + PAST_BEST * len(gains):
-            break
-    for index in taken[:num_best]:
+        if place == 0:
+            num_asked += 1
+        if place >= most:
+            most = place + 1
+        seconds = step_s(without.num_rows + count) + call_s(most, num_asked)
+        if tokens * best_s > best_tokens * seconds:
+            best_tokens, best_s, num_best = tokens, seconds, count
+        elif most_tokens * best_s < best_tokens * seconds:
+            break  # nor would it pay if all that is left came for nothing
+    sizes = [0] * len(gains)
+    for _, _, index in order[:num_best]:
         sizes[index] += 1
-    return CallPlan(tuple(sizes), best)
+    return CallPlan(sizes, Outlook(best_tokens, without.num_rows + num_best, best_s))
 
 
 def _best_first(gains: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
@@ -119,28 +118,3 @@ def worth_verifying(
     for _, node, index in ranked[:best]:
         kept[index].append(node)
     return [sorted(nodes) for nodes in kept]
-
-
-# -- in words -----------------------------------------------------------------------------------------------------
-
-
-def shortfall(who: str, rate: float, needed: float | None) -> str | None:
-    """Why drafts that are right so often are not worth it; None if they are."""
-    if needed is None:
-        return f"drafts of {who} would cost more than they gain here, were they always right"
-    return None if rate >= needed else f"drafts of {who} are right {rate:.0%} of the time; it takes {needed:.0%}"
-
-
-def needed_rate(step_s: Mapping[int, float], plain_speed: float) -> float | None:
-    """The least chance of a draft to be right at which chains reach a speed in tokens a second; None if none does.
-
-    A chain of k drafts emits 1 + a + ... + a^k tokens (Leviathan et al., arXiv 2211.17192, eq. 1).
-    """
-    if not step_s or best_speed(1.0, step_s) < plain_speed:
-        return None
-    return next(percent / 100 for percent in range(101) if best_speed(percent / 100, step_s) >= plain_speed)
-
-
-def best_speed(rate: float, step_s: Mapping[int, float]) -> float:
-    """Most tokens a second with drafts that are right so often."""
-    return max(sum(rate**k for k in range(num + 1)) / seconds for num, seconds in step_s.items())

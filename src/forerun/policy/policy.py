@@ -27,16 +27,7 @@ from forerun.drafters.base import DraftCall
 from forerun.policy.acceptance import LEAST, Acceptance
 from forerun.policy.costs import RISE, Costs
 from forerun.policy.exploration import SPREAD, Exploration
-from forerun.policy.planner import (
-    Outlook,
-    best_speed,
-    expected_gains,
-    found_by_depth,
-    needed_rate,
-    plan_call,
-    shortfall,
-    worth_verifying,
-)
+from forerun.policy.planner import Outlook, expected_gains, found_by_depth, plan_call, worth_verifying
 from forerun.speculation.draft import Draft, DraftPlan, Proposal, Unlimited
 
 # What a level must promise: tokens a plain pass would give in its time (1.3 with the drafts there are), less what the
@@ -44,7 +35,6 @@ from forerun.speculation.draft import Draft, DraftPlan, Proposal, Unlimited
 LEVEL_VALUE: Final = 1.3 / 0.75
 TRIAL_STEPS, TRIAL_DRAFTS = 2, 3  # the first step of a trial is slow, drafts being out of the caches and behind
 USUAL_OUTPUT: Final = 128.0  # tokens an answer is expected to have until some were seen
-LEAST_ROOM: Final = 4  # nodes a request may have at any load
 
 
 class Outcome(NamedTuple):
@@ -176,36 +166,33 @@ class AdaptivePolicy:
         """No member's drafts are right often enough for what it costs; what is missing, member by member."""
         if not self.exploration.may_draft:
             return "drafts have cost more than they gained lately; they are tried again now and then"
+        plan, draft = AdaptivePlan(self, 1, True), Draft(request, self.max_nodes)
+        if any(plan.wanted(member, [draft])[0] for member in self.costs.calls):
+            return None
         said = [self._missing(request, member) for member in sorted(self.costs.calls)]
-        return "; ".join(filter(None, said)) if all(said) and said else None
+        return "; ".join(said) or None
 
-    def _missing(self, request: Request, member: str) -> str | None:
-        """Why it is not worth asking a member; None if it is."""
-        sizes = range(1, self.max_nodes)
-        step_s = {size: self.costs.step_s(size + 1, True) + self.costs.call_s(member, size, 1) for size in sizes}
-        plain_s, rate = self.plain_step_s(1), self.acceptance.rates(request, member)[0]
-        said = shortfall(member, rate, needed_rate(step_s, 1.0 / plain_s))
-        saved_s = self.num_left(request) * (plain_s - 1.0 / best_speed(rate, step_s))
-        if said is None and saved_s < self.reading_s(member, request):
-            return f"reading the text {member} has missed would cost more than its drafts would gain"
-        return said
+    def _missing(self, request: Request, member: str) -> str:
+        rate, reading_s = self.acceptance.rates(request, member)[0], self.reading_s(member, request)
+        reads = f", and what {member} has to read first takes {1e3 * reading_s:.0f} ms" if reading_s > 0.0 else ""
+        return f"drafts of {member} are right {rate:.0%} of the time, too seldom for what they cost here{reads}"
 
     # -- learning -----------------------------------------------------------------------------------------------
 
     def learn(self, result: StepResult) -> None:
         """Costs, chances, and whether it paid."""
-        emitted = [outcome for outcome in result.outcomes if outcome.tokens]
-        if not emitted:
+        num_tokens = sum(len(outcome.tokens) for outcome in result.outcomes)
+        if num_tokens == 0:
             return
         num, plain_s = len(result.outcomes), self.plain_step_s(len(result.outcomes))
         rest_s, calls_s = self._learn_step(result)
-        reading_s = sum(self._learn_call(call, seconds) for call, seconds in zip(result.calls, calls_s, strict=True))
-        num_tokens = sum(len(outcome.tokens) for outcome in emitted) / num
+        reading_s = sum(map(self._learn_call, result.calls, calls_s))
         spent_s = rest_s + sum(calls_s) - reading_s
-        self.exploration.book(spent_s, reading_s, plain_s, num_tokens, bool(result.calls))
-        for request, draft, tokens in emitted:
-            for proposal in draft.proposals:
-                self.acceptance.learn(request, proposal, tokens)
+        self.exploration.book(spent_s, reading_s, plain_s, num_tokens / num, bool(result.calls))
+        for request, draft, tokens in result.outcomes:
+            if result.calls and tokens:
+                for proposal in draft.proposals:
+                    self.acceptance.learn(request, proposal, tokens)
             if request.finish_reason is not None:
                 self.usual_output += RISE * (request.num_output - self.usual_output)
         self._settle(result)
@@ -234,7 +221,7 @@ class AdaptivePolicy:
     def _learn_call(self, call: DraftCall, seconds: float) -> float:
         for asked in call.asked:
             self.read.setdefault(asked.request, {})[call.member] = asked.num_known
-            self.acceptance.learn_call(asked.request, call.member, asked.num_drafts > 0)
+            self.acceptance.learn_call(call.member, asked.num_drafts > 0)
         num_drafts, depth = max(a.num_drafts for a in call.asked), max(a.depth for a in call.asked)
         num_read = sum(asked.num_read for asked in call.asked)
         return self.costs.learn_call(call.member, len(call.asked), num_drafts, depth, num_read, seconds)
@@ -264,17 +251,17 @@ class AdaptivePolicy:
     def _might_pay(self, member: str, num_requests: int, plain_s: float) -> bool:
         """Whether drafts that are as often right as is ever believed would gain anything at this load."""
         gains = expected_gains((1.0 - LEAST,), (), self.max_nodes - 1)
-        prices = partial(self.costs.step_s, drafts=True), partial(self.costs.call_s, member)
+        prices = self.costs.step_s, partial(self.costs.call_s, member)
         plain = Outlook(num_requests, num_requests, plain_s)
         return plan_call([gains] * num_requests, plain, *prices).after.speed > plain.speed
 
     def _price_s(self, member: str, num_requests: int) -> float:
         """Seconds by which a few drafts for one request make a plain step longer."""
-        step_s = self.costs.step_s(num_requests + TRIAL_DRAFTS, True) + self.costs.call_s(member, TRIAL_DRAFTS, 1)
+        step_s = self.costs.step_s(num_requests + TRIAL_DRAFTS) + self.costs.call_s(member, TRIAL_DRAFTS, 1)
         return max(step_s - self.plain_step_s(num_requests), 0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AdaptivePlan:
     """One step of an adaptive policy: pure queries of what it knows."""
 
@@ -292,14 +279,12 @@ class AdaptivePlan:
         most = self.policy.max_nodes
         if not self.is_open or not request.speculate or most <= 1:
             return 1
-        share = max(LEAST_ROOM, self.policy.costs.passes.max_rows // self.num_requests)
+        share = max(1 + TRIAL_DRAFTS, self.policy.costs.passes.max_rows // self.num_requests)
         return max(1, min(most, share, request.max_nodes or most))
 
     def sizes(self, member: str, drafts: Sequence[Draft]) -> Sequence[int]:
         """Drafts the member is asked for, request by request; 0: it is not asked."""
-        policy = self.policy
-        gains = [self._gains(member, draft) for draft in drafts]
-        sizes = self._paying(member, drafts, gains)
+        policy, sizes = self.policy, self.wanted(member, drafts)
         if policy.trial == member and not any(sizes):
             best = max(range(len(drafts)), key=partial(self._promise, member, drafts))
             return [min(TRIAL_DRAFTS, drafts[best].room) if index == best else 0 for index in range(len(drafts))]
@@ -322,25 +307,31 @@ class AdaptivePlan:
         found = found_by_depth(draft.tree.depths, draft.survival) if len(draft.tree) > 1 else []
         return expected_gains(self.policy.acceptance.rates(draft.request, member), found, draft.room)
 
-    def _paying(self, member: str, drafts: Sequence[Draft], gains: list[list[float]]) -> Sequence[int]:
-        """The best sizes; planned once more without the requests it is not worth it for."""
-        without, costs = self._outlook(drafts), self.policy.costs
-        prices = partial(costs.step_s, drafts=True), partial(costs.call_s, member)
-        plan = plan_call(gains, without, *prices)
-        saved_s = plan.after.tokens / without.speed - plan.after.seconds  # a step
-        brought = [sum(of_request[:size]) for of_request, size in zip(gains, plan.sizes, strict=True)]
-        call_s = costs.call_s(member, max(plan.sizes), 1) if any(plan.sizes) else 0.0
+    def wanted(self, member: str, drafts: Sequence[Draft]) -> list[int]:
+        """Drafts of the member that pay, request by request: planned again without requests it is not worth it for."""
+        gains, without, costs = (
+            [self._gains(member, draft) for draft in drafts],
+            self._outlook(drafts),
+            self.policy.costs,
+        )
+        prices = costs.step_s, partial(costs.call_s, member)
+        sizes, after = plan_call(gains, without, *prices)
+        if not any(sizes):
+            return sizes
+        saved_s = after.tokens / without.speed - after.seconds  # a step
+        brought = [sum(of_request[:size]) for of_request, size in zip(gains, sizes, strict=True)]
+        token_s, call_s = saved_s / sum(brought), costs.call_s(member, max(sizes), 1)
         worth = [
-            size > 0 and self._is_worth(member, draft.request, tokens, saved_s * tokens / sum(brought), call_s)
-            for size, tokens, draft in zip(plan.sizes, brought, drafts, strict=True)
+            size == 0 or self._is_worth(member, draft.request, tokens, token_s * tokens, call_s)
+            for size, tokens, draft in zip(sizes, brought, drafts, strict=True)
         ]
-        if sum(worth) == sum(size > 0 for size in plan.sizes):
-            return plan.sizes
+        if all(worth):
+            return sizes
         return plan_call([g if w else [] for g, w in zip(gains, worth, strict=True)], without, *prices).sizes
 
     def _is_worth(self, member: str, request: Request, tokens: float, saved_s: float, call_s: float) -> bool:
         """Whether what drafts save pays for calls that find nothing, and over the rest of the answer for reading."""
-        found, num_steps = self.policy.acceptance.found(request, member), self.policy.num_left(request) / (1.0 + tokens)
+        found, num_steps = self.policy.acceptance.found(member), self.policy.num_left(request) / (1.0 + tokens)
         saved_s = found * saved_s - (1.0 - found) * call_s
         return saved_s > 0.0 and num_steps * saved_s >= self.policy.reading_s(member, request)
 
@@ -351,7 +342,7 @@ class AdaptivePlan:
         if num_nodes == 0:
             return Outlook(n, n, costs.step_s(n, False))
         found = sum(sum(found_by_depth(d.tree.depths, d.survival)) for d in drafts if len(d.tree) > 1)
-        return Outlook(n + found, n + num_nodes, costs.step_s(n + num_nodes, True))
+        return Outlook(n + found, n + num_nodes, costs.step_s(n + num_nodes))
 
     def least_chance(self, member: str) -> float:
         """What a level must promise: what it and a row cost, in tokens of plain passes."""
@@ -359,7 +350,7 @@ class AdaptivePlan:
             return 0.0
         n, costs = self.num_requests, self.policy.costs
         most = self.policy.max_nodes
-        row_s = max(costs.step_s(n + most, True) - costs.step_s(n + 1, True), 0.0) / max(most - 1, 1)
+        row_s = max(costs.step_s(n + most) - costs.step_s(n + 1), 0.0) / max(most - 1, 1)
         price = (costs.level_s(member) + row_s) / costs.step_s(n, False)
         return min(LEVEL_VALUE * price, 1.0)
 
@@ -372,10 +363,9 @@ class AdaptivePlan:
         if not self.policy.may_prune or any(draft.pending is not None for draft in drafts):
             return
         n, costs = self.num_requests, self.policy.costs
-        step_s = partial(costs.step_s, drafts=True)
         # Without nodes the step would still not be as quick as a plain one: caches hold what drafted.
-        without = Outlook(n, n, max(2 * step_s(n + 1) - step_s(n + 2), costs.step_s(n, False)))
-        kept = worth_verifying([draft.survival for draft in drafts], without, step_s)
+        without = Outlook(n, n, max(2 * costs.step_s(n + 1) - costs.step_s(n + 2), costs.step_s(n, False)))
+        kept = worth_verifying([draft.survival for draft in drafts], without, costs.step_s)
         for draft, nodes in zip(drafts, kept, strict=True):
             if len(nodes) < len(draft.tree):
                 draft.keep(nodes)

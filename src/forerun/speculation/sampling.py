@@ -63,7 +63,7 @@ def mask_ready(request: Request, path: Sequence[int] = (), give_up_s: float = 0.
     Has it computed if nobody has. Where it will never come this is false too, and `allowed` says why.
     """
     grammar = request.params.grammar
-    if not isinstance(grammar, AsyncGrammarMask):
+    if grammar is None or not isinstance(grammar, AsyncGrammarMask):
         return True
     try:
         return grammar.ready([*request.output_token_ids, *path], max(0.0, give_up_s - perf_counter()))
