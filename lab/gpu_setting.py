@@ -60,7 +60,7 @@ CARD = BenchSizes(("llama-3.2-1b", "llama-3.1-8b"), (1024, 8192, 32768, 131072 -
 def rehearsal(tiny: Path) -> BenchSizes:
     """Everything once, on a model of one narrow layer."""
     return BenchSizes(
-        (str(tiny),), (8, 300), rows=(1, 3), compiled_rows=(3,), tree_widths=(), repeats=1, cold_bytes=1,
+        (str(tiny),), (300,), rows=(1, 3), compiled_rows=(3,), tree_widths=(), repeats=1, cold_bytes=1,
         copy_bytes=1 << 16, matmul_size=32,
         tests=("tests/kernels/triton/test_rowwise.py", "-k", "edges"), batches=(2,), temperatures=(0.0,),
         prompts=1, peer_prompts=1, runs=1, passes=1, passes_a_turn=1, max_tokens=2, max_model_len=64,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ import gpu_report
 from gpu_watch import Noted, read_state, supervise
 
 LAB = Path(__file__).resolve().parents[2] / "lab"
-# Engines take minutes under the interpreter: "speed" is rehearsed below, on the CPU's kernels.
-PARTS = ["compiling", "card", "curve", "attention", "check", "products", "peers"]
+# Two parts are tried out elsewhere: "speed" below, on the CPU's kernels, for engines take minutes under the interpreter;
+# "compiling" below and in test_gpu_compile.py.
+PARTS = ["card", "curve", "attention", "check", "products", "peers"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -206,6 +208,28 @@ def test_what_was_not_widened_is_named_and_what_was_is_kept(tmp_path: Path) -> N
     silent = WideningProcess(tmp_path / "none")
     with pytest.raises(RuntimeError, match="not widened: its process said nothing"):
         silent.result()
+
+
+def test_what_a_gpu_would_refuse_is_an_error_of_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    import gpu_kernels
+    from gpu_setting import CARD, Due
+
+    fine = {"kernel": "a", "registers": 64, "stack": 0, "shared": 512, "problems": []}
+    asked: list[Any] = []
+
+    def ahead(shapes: Any, *others: Any) -> list[dict[str, Any]]:
+        asked.extend(shapes)
+        return [fine, {"kernel": "b", "error": "ptxas", "stack": 8, "problems": ["error: ptxas", "too much"]}]
+
+    monkeypatch.setattr(gpu_kernels, "ahead", ahead)
+    bench: Any = SimpleNamespace(small="mini", draft="mini-draft", sizes=CARD, device=torch.device("cpu"),
+                                 widening=SimpleNamespace(shape=tmp_path))  # fmt: skip
+    found: dict[str, Any] = {}
+    gpu_kernels.compiling(bench, Due(9.0), noted(found))
+    assert asked[:2] == list(CARD.shapes) and len(asked) == 5  # two models, and the widened one
+    assert found["rows"] == [{"kernels": 2, "spilling": 1, "registers": 64, "shared": 512}]
+    assert found["errors"] == {"b": "error: ptxas; too much"}
 
 
 def test_what_pytest_says_is_counted() -> None:
