@@ -1,14 +1,14 @@
 """forerun on an NVIDIA GPU: checks every kernel, measures kernels, passes and drafters; one JSON and pictures.
 
-    python lab/gpu.py [--parts card,curve,...] [--out FOLDER]
+    python lab/gpu.py [--parts roofline,curve,...] [--out FOLDER]
 
 Takes less than 8 minutes, no network and no compiler: a part stops asking for more cases when its time is up and names
-what it left out. Writes benchmarks/results/DATE-gpu-CARD.json and .md after every case and pictures after every part,
+what it left out. Writes benchmarks/results/DATE-gpu-NAME.json and .md after every case and pictures after every part,
 so a run that is stopped keeps what it had; a part that crashes or hangs is named, and the others go on. The parts, what
 matters most first:
 
 * compiling: these models' kernels, on all cores; what a GPU would refuse is named (`gpu_compile.py` needs none);
-* card: copy bandwidth and matmul rate, what everything else is compared with;
+* roofline: copy bandwidth and matmul rate, what everything else is compared with;
 * curve: whole passes at the 1B and 8B shapes, bf16 and 4 bits, as `forerun bench curve` has them;
 * attention: one sequence, 1k to 128k tokens, splits side by side and one after the other;
 * speed: every drafter against plain decoding on mini widened to the 8B shape (a process of its own writes that model
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 SECONDS = {
-    "compiling": 40, "card": 5, "curve": 95, "attention": 25, "speed": 140, "check": 70, "products": 40, "peers": 35
+    "compiling": 40, "roofline": 5, "curve": 95, "attention": 25, "speed": 140, "check": 70, "products": 40, "peers": 35
 }  # fmt: skip
 GRACE_S = 60  # beyond its time a part is given so long for the case it is at, then it is stopped
 VERSIONS = ("torch", "triton", "transformers", "numpy")
@@ -115,11 +115,11 @@ def work(given: argparse.Namespace) -> int:
 def prepared(kernels: Any, folder: Path, rehearses: bool) -> Bench:
     """The setting of a run; the bandwidth is measured first, everything is compared with it."""
     from gpu_kernels import bandwidth
-    from gpu_setting import CARD, Bench, rehearsal, timer, tiny_model
+    from gpu_setting import ON_GPU, Bench, rehearsal, timer, tiny_model
     from gpu_widen import WideningProcess
 
     small = str(tiny_model(folder / "tiny")) if rehearses else "mini"
-    sizes = rehearsal(Path(small)) if rehearses else CARD
+    sizes = rehearsal(Path(small)) if rehearses else ON_GPU
     seconds = timer(kernels.device)
     draft = small if rehearses else "mini-draft"
     speed = bandwidth(kernels.device, sizes, seconds)
@@ -144,7 +144,7 @@ class GpuRun:
         from forerun.bench.machine import describe_machine
 
         self._bench, self._given = bench, given
-        self._state = read_state(given.state) or {"parts": {}, "began": time.time(), "card_at_start": card_says()}
+        self._state = read_state(given.state) or {"parts": {}, "began": time.time(), "gpu_at_start": nvidia_smi()}
         self._machine = {**describe_machine(bench.kernels), **versions()}
 
     def all_parts(self) -> int:
@@ -157,7 +157,7 @@ class GpuRun:
             due_s += 3600 if self._bench.rehearses else SECONDS[part]
             if part not in parts:
                 self._one(part, self._state["began"] + due_s - time.time())
-        self._state |= {"running": None, "card_at_end": card_says()}
+        self._state |= {"running": None, "gpu_at_end": nvidia_smi()}
         self._keep(pictures=True)
         print(markdown(self._result()))
         print(f"\nkept in {self._path}", file=sys.stderr)
@@ -197,7 +197,7 @@ class GpuRun:
             torch.ones(1, device=self._bench.device).sum().item()
         except Exception as error:
             self._state["running"] = {"part": part, "until": 0}
-            found["errors"]["card"] = f"{type(error).__name__}: {error}"[:2000]
+            found["errors"]["gpu"] = f"{type(error).__name__}: {error}"[:2000]
             self._keep()
             os._exit(3)
 
@@ -230,12 +230,12 @@ class GpuRun:
         command = ["python lab/gpu.py", *(["--rehearse"] if self._bench.rehearses else [])]
         return {
             "command": " ".join([*command, "--parts", ",".join(self._given.parts)]),
-            "card": self._name,
+            "gpu": self._name,
             "rehearsal": self._bench.rehearses,
             "parts": parts,
             "lines": lines(parts),
             "machine": self._machine,
-            **{name: self._state.get(name) for name in ("card_at_start", "card_at_end")},
+            **{name: self._state.get(name) for name in ("gpu_at_start", "gpu_at_end")},
         }
 
 
@@ -245,7 +245,7 @@ def actions() -> dict[str, Callable[..., None]]:
     import gpu_models
 
     return {action.__name__: action for action in (
-        gpu_kernels.compiling, gpu_kernels.card, gpu_models.curve, gpu_kernels.attention, gpu_models.speed,
+        gpu_kernels.compiling, gpu_kernels.roofline, gpu_models.curve, gpu_kernels.attention, gpu_models.speed,
         gpu_kernels.check, gpu_kernels.products, gpu_models.peers,
     )}  # fmt: skip
 
@@ -264,7 +264,7 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def card_says() -> str | None:
+def nvidia_smi() -> str | None:
     """What nvidia-smi prints: driver, clocks, temperature, who else is on the GPU; None where there is none."""
     try:
         done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20, check=False)

@@ -111,7 +111,7 @@ def bandwidth(device: torch.device, sizes: BenchSizes, seconds: Seconds) -> floa
     return 2 * source.nbytes / seconds([lambda: target.copy_(source)], sizes.repeats)
 
 
-def card(bench: Bench, due: Due, noted: Noted) -> None:
+def roofline(bench: Bench, due: Due, noted: Noted) -> None:
     """What the GPU can do without us: copying, and multiplying bfloat16 matrices by cuBLAS."""
     size = bench.sizes.matmul_size
     a, b = (torch.randn(size, size, device=bench.device).bfloat16() for _ in range(2))

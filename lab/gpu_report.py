@@ -117,7 +117,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     left = [f"* left out of {part}: {', '.join(map(str, found['left_out']))}"
             for part, found in result["parts"].items() if found["left_out"]]  # fmt: skip
     machine = result["machine"]
-    place = f"{result['card']}, torch {machine['torch']}, commit {machine['commit']}, {machine['date']}"
+    place = f"{result['gpu']}, torch {machine['torch']}, commit {machine['commit']}, {machine['date']}"
     place += f", kernels of the host: {machine['host_kernels']}"
     return "\n\n".join(filter(None, ["\n".join(rows), "\n".join(left), f"{place}:", f"```\n{result['command']}\n```"]))
 

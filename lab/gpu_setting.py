@@ -54,7 +54,7 @@ class BenchSizes:
     long_model_len: int = 2048  # of the small model; 0: no long prompts
 
 
-CARD = BenchSizes(("llama-3.2-1b", "llama-3.1-8b"), (1024, 8192, 32768, 131072 - 64))  # 64: room for the pass itself
+ON_GPU = BenchSizes(("llama-3.2-1b", "llama-3.1-8b"), (1024, 8192, 32768, 131072 - 64))  # 64: room for the pass itself
 
 
 def rehearsal(tiny: Path) -> BenchSizes:
@@ -120,10 +120,10 @@ def in_time(
 
 def timer(device: torch.device) -> Seconds:
     """Median seconds of one of several calls, done together: by events around a graph of them on a GPU."""
-    return _card_timer(device) if device.type == "cuda" else _host_seconds
+    return _gpu_timer(device) if device.type == "cuda" else _host_seconds
 
 
-def _card_timer(device: torch.device) -> Seconds:
+def _gpu_timer(device: torch.device) -> Seconds:
     def seconds(calls: Sequence[Callable[[], object]], repeats: int) -> float:
         _, replay = CudaCapture(device)(lambda: [call() for call in calls])
         spans = [_between_events(replay) for _ in range(repeats + 1)]

@@ -25,7 +25,7 @@ def test_with_a_fixture_that_needs_data(data):
     pass
 
 def test_with_another_reason():
-    pytest.skip("no card")
+    pytest.skip("no GPU")
 """
 
 

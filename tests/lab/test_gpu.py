@@ -21,9 +21,9 @@ import gpu_report
 from gpu_watch import Noted, read_state, supervise
 
 LAB = Path(__file__).resolve().parents[2] / "lab"
-# Two parts are tried out elsewhere: "speed" below, on the CPU's kernels, for engines take minutes under the interpreter;
+# Two parts are tested elsewhere: "speed" below, on the CPU's kernels, as engines take minutes under the interpreter;
 # "compiling" below and in test_gpu_compile.py.
-PARTS = ["card", "curve", "attention", "check", "products", "peers"]
+PARTS = ["roofline", "curve", "attention", "check", "products", "peers"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -51,13 +51,13 @@ def test_the_rehearsal_runs_and_finds_nothing_wrong(tmp_path: Path) -> None:
     assert [line["found"] for line in result["lines"] if line["what"].startswith(("bf16", "4-bit", "EAGLE"))] == [
         None
     ] * 7
-    assert result["machine"]["triton"] and "card_at_end" in result
+    assert result["machine"]["triton"] and "gpu_at_end" in result
     assert "not measured" in next(tmp_path.glob("*.md")).read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_card_it_refuses_and_names_the_rehearsal() -> None:
-    done = run("--parts", "card")
+def test_without_a_gpu_it_refuses_and_names_the_rehearsal() -> None:
+    done = run("--parts", "roofline")
     assert done.returncode == 1 and "sees no CUDA device" in done.stderr and "--rehearse" in done.stderr
 
 
@@ -71,7 +71,7 @@ def test_all_parts_and_one_that_is_late_take_less_than_ten_minutes() -> None:
 
 
 def test_unknown_parts_and_a_rehearsal_among_the_results_are_refused() -> None:
-    assert "there is no curves; choose from compiling" in run("--parts", "card,curves").stderr
+    assert "there is no curves; choose from compiling" in run("--parts", "roofline,curves").stderr
     assert "give --out" in run("--rehearse").stderr
 
 
@@ -183,11 +183,11 @@ def test_passes_in_a_row_are_told_one_by_one() -> None:
 def test_cases_that_something_must_be_shown_for_come_first() -> None:
     pytest.importorskip("triton")
     from gpu_models import peer_cases, speed_cases
-    from gpu_setting import CARD
+    from gpu_setting import ON_GPU
 
-    cases = speed_cases(CARD)
+    cases = speed_cases(ON_GPU)
     assert cases[:2] == [("widened", 0.0, 1, False), ("widened", 0.0, 32, False)] and len(set(cases)) == 14
-    methods = peer_cases(CARD)
+    methods = peer_cases(ON_GPU)
     assert [case[0] for case in methods[:4]] == ["widened", "widened", "mini", "mini"] and len(set(methods)) == 8
 
 
@@ -213,7 +213,7 @@ def test_what_was_not_widened_is_named_and_what_was_is_kept(tmp_path: Path) -> N
 def test_what_a_gpu_would_refuse_is_an_error_of_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     import gpu_kernels
-    from gpu_setting import CARD, Due
+    from gpu_setting import ON_GPU, Due
 
     fine = {"kernel": "a", "registers": 64, "stack": 0, "shared": 512, "problems": []}
     asked: list[Any] = []
@@ -223,11 +223,11 @@ def test_what_a_gpu_would_refuse_is_an_error_of_compiling(tmp_path: Path, monkey
         return [fine, {"kernel": "b", "error": "ptxas", "stack": 8, "problems": ["error: ptxas", "too much"]}]
 
     monkeypatch.setattr(gpu_kernels, "ahead", ahead)
-    bench: Any = SimpleNamespace(small="mini", draft="mini-draft", sizes=CARD, device=torch.device("cpu"),
+    bench: Any = SimpleNamespace(small="mini", draft="mini-draft", sizes=ON_GPU, device=torch.device("cpu"),
                                  widening=SimpleNamespace(shape=tmp_path))  # fmt: skip
     found: dict[str, Any] = {}
     gpu_kernels.compiling(bench, Due(9.0), noted(found))
-    assert asked[:2] == list(CARD.shapes) and len(asked) == 5  # two models, and the widened one
+    assert asked[:2] == list(ON_GPU.shapes) and len(asked) == 5  # two models, and the widened one
     assert found["rows"] == [{"kernels": 2, "spilling": 1, "registers": 64, "shared": 512}]
     assert found["errors"] == {"b": "error: ptxas; too much"}
 

@@ -61,7 +61,7 @@ def test_latents_and_experts_compile_and_fit(tmp_path: Path) -> None:
     assert status == 0 and {row["kernel"] for row in rows} >= wanted and not any(row["problems"] for row in rows)
 
 
-def test_what_a_card_would_refuse_is_named() -> None:
+def test_what_a_gpu_would_refuse_is_named() -> None:
     pytest.importorskip("triton")
     from gpu_compile import problems
 

@@ -72,7 +72,7 @@ def test_trees_of_a_draft_model_change_nothing(folder: Path, plain: LLM, expecte
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_card_that_is_not_there_is_one_clear_error(folder: Path) -> None:
+def test_a_gpu_that_is_not_there_is_one_clear_error(folder: Path) -> None:
     with pytest.raises(ResourceError, match="sees no CUDA device.*device 'cpu'"):
         LLM(str(folder), device="cuda")
     assert select_kernels(device="auto").device.type == "cpu"
