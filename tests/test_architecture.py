@@ -36,8 +36,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "speculation": ("core", "kernels"),
     "drafters": (
         "drafters.base",
-        "drafters.drawing",
-        "drafters.features",
+        "drafters.autoregressive",
         "drafters.following",
         "speculation",
         "runtime",

@@ -6,12 +6,10 @@ one that needs a decoder's layers or hidden states to ON_DECODERS.
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from forerun.engine.outputs import RequestGroup
 from forerun.speculation.draft import Draft
 from tests.drafters import test_eagle, test_medusa, test_mtp
 from tests.support import harness, heads, tiny
+from tests.support.drafting import reachable_strings
 from tests.support.toy import ToyModel
 
 CHAIN: dict[str, Any] = {"max_draft_tokens": 4, "tree_width": 1, "adaptive": False}
@@ -163,21 +162,6 @@ def watched(made: Engine, subject: Subject) -> Watched:
     seen = Watched(made.drafter, subject.vocab_size)
     made.drafter = seen
     return seen
-
-
-def reachable_strings(root: object) -> set[str]:
-    """All that can be reached from an object without passing through code, however its state is laid out."""
-    found, seen, open_ = set(), {id(root)}, [root]
-    while open_:
-        one = open_.pop()
-        if isinstance(one, str):
-            found.add(one)
-        elif not isinstance(one, type | ModuleType | FunctionType):
-            keys = list(one) if isinstance(one, dict) else []  # which the collector leaves out where all are strings
-            news = [other for other in (*gc.get_referents(one), *keys) if id(other) not in seen]
-            seen.update(map(id, news))
-            open_ += news
-    return found
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, {"num_kv_blocks": 26}, {"max_num_seqs": 2}])

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from forerun.core import Request, SamplingParams
+from forerun.drafters import draft_model
 from forerun.drafters.base import Observed
-from forerun.drafters.draft_model import DraftModelDrafter
 from forerun.kernels.select import select_kernels
 from forerun.runtime.recorded import MAX_RECORDED_ROWS
 from forerun.speculation.draft import Draft
 from forerun.speculation.growth import TreeGrower
 from tests.models import factory
 from tests.support import mini
-from tests.support.drafting import watch_chains
+from tests.support.drafting import context_of, watch_chains
 
 pytest.importorskip("forerun.kernels.cpu._native")
 
@@ -34,9 +34,11 @@ class Side:
         grower = TreeGrower(kernels, coupled)
         # Kernels that cannot record leave the model's own forward in place, and with it the levels.
         recording = kernels if native else select_kernels("reference")
-        self.drafter = DraftModelDrafter(model, grower, recording, BLOCK_SIZE, 16, 1, 64)
+        self.drafter = draft_model.build(
+            context_of(draft_model.SPEC, model, recording, grower, BLOCK_SIZE, max_draft_tokens=16, tree_width=1)
+        )
         self.drafter.attach((), self.kvs)
-        assert self.drafter._runner is not None and self.drafter._runner.replays == native
+        assert self.drafter.runner.replays == native
 
     def propose(self, requests: list[Request], lengths: tuple[int, ...], least: float = 0.0) -> list[Draft]:
         drafts = [Draft(request, length + 1, least=least) for request, length in zip(requests, lengths, strict=True)]
@@ -122,8 +124,7 @@ def test_a_row_without_an_answer_ends_its_chain_only(monkeypatch: pytest.MonkeyP
     healthy = Side(True, True).propose(requests(0.0, 6), LENGTHS)
     for layer in side.kvs:  # the third request attends to poisoned values
         layer.values[known[2].block_ids[0]] = torch.nan
-    side.drafter.begin(known[2])
-    side.drafter._progress["2"].num_computed = BLOCK_SIZE
+    side.drafter.resume(known[2], (BLOCK_SIZE,), None)
     drafts = side.propose(known, LENGTHS)
     assert len(drafts[2].tree) == 1
     for index in (0, 1, 3):

@@ -19,7 +19,7 @@ from forerun.models.decoder import Decoder
 from forerun.speculation.growth import TreeGrower
 from tests.models import factory
 from tests.support import tiny
-from tests.support.drafting import Overheard
+from tests.support.drafting import overhear
 
 LAYERS = 2
 NUM_BLOCKS, BLOCK_SIZE = 40, 4
@@ -33,8 +33,7 @@ def test_drafts_are_drawn_from_the_models_own_logits(width: int, temperature: fl
     model, wanted = tiny.target(LAYERS), tiny.groups(4, temperature=temperature)
     options = DrafterConfig(name="draft", model="itself", max_draft_tokens=9, tree_width=width, adaptive=False)
     made = tiny.engine(model, options, **limits)
-    drawer = tiny.inner(made)._drawer
-    ear = drawer._grower = Overheard(drawer._grower, stride=7)
+    ear = overhear(made)
     tokens, stats = tiny.run(made, wanted)
     assert tokens == tiny.plain(model, wanted)
     assert sum(stat.num_steps for stat in stats) < sum(stat.num_tokens for stat in stats) / 2

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.following import Follow, Piece, Thrift
+from forerun.drafters.following import Follow, Thrift, side_by_side
 
 WIDTH = 3
 
@@ -17,34 +20,34 @@ def states(start: int, num: int) -> Tensor:
     return torch.cat([rows.expand(-1, WIDTH), rows.expand(-1, WIDTH) + 1000], dim=1)
 
 
-def piece(start: int, num: int, gaps: bool = False) -> Piece:
+def piece(start: int, num: int, gaps: bool = False) -> Callable[[], Tensor]:
     """The states among others of their step, which are rubbish."""
     places = [2 + i * (2 if gaps else 1) for i in range(num)]
     whole = torch.full((places[-1] + 3, 2 * WIDTH), -1.0)
     whole[places] = states(start, num)
-    return Piece(whole.split(WIDTH, dim=1), places)
+    return partial(side_by_side, whole.split(WIDTH, dim=1), places)
 
 
 def test_states_in_pieces_are_the_states() -> None:
     follow = Follow(1, 0, torch.zeros(0, 2 * WIDTH))
     for start, num, gaps in ((0, 4, False), (4, 1, False), (5, 3, True), (8, 1, False)):
-        follow.add(start, piece(start, num, gaps))
+        follow.add(start, num, piece(start, num, gaps))
     assert follow.reaches(10) and not follow.reaches(11)
     assert torch.equal(follow.take(1, 10), states(0, 9))
     follow.advance(10)
     assert follow.first == 8 and torch.equal(follow.take(9, 10), states(8, 1)), "the last may be read once more"
-    follow.add(9, piece(9, 4, True))
-    follow.add(11, piece(11, 1))  # known again from there on
+    follow.add(9, 4, piece(9, 4, True))
+    follow.add(11, 1, piece(11, 1))  # known again from there on
     assert follow.reaches(13) and not follow.reaches(14)
     assert torch.equal(follow.take(10, 13), states(9, 3))
 
 
 def test_what_others_computed_without_leaving_states_is_lost() -> None:
     follow = Follow(4, 8, torch.zeros(0, 0))
-    follow.add(8, piece(8, 2))
+    follow.add(8, 2, piece(8, 2))
     assert follow.is_broken(10) and not follow.reaches(10)
     sound = Follow(8, 7, states(7, 1))
-    sound.add(8, piece(8, 2))
+    sound.add(8, 2, piece(8, 2))
     assert not sound.is_broken(10) and torch.equal(sound.take(8, 11), states(7, 3))
 
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from forerun.core import Request, SamplingParams
-from forerun.drafters.drawing import TreeDrawer, tree_rows
 from forerun.kernels.ops import RIVALS_SCALE, LayerKV
 from forerun.kernels.reference import ReferenceKernels
 from forerun.models.base import Passes, PassOutput
 from forerun.models.batch import ForwardBatch
 from forerun.runtime.eager import EagerRunner
 from forerun.speculation.best_first import Candidates
-from forerun.speculation.draft import Draft
+from forerun.speculation.draft import Draft, hand_over
 from forerun.speculation.growth import Children, TreeGrower
 from forerun.speculation.tree import ROOT
+from tests.support.drafting import root_rows
 
 
 class Flat:
@@ -39,9 +39,9 @@ def grown(flat: Flat, least: float, num_requests: int) -> tuple[list[Draft], lis
     params = SamplingParams(temperature=0.0)
     requests = [Request(f"{i}", (1, 2), params, seed=0, block_ids=[0, 1]) for i in range(num_requests)]
     drafts = [Draft(request, 7, least=least) for request in requests]
-    runner = EagerRunner(Passes(flat.run, flat.run, 4), (), 8)
-    drawer = TreeDrawer(TreeGrower(ReferenceKernels(), True), 2, "x")
-    return drafts, drawer.draw(runner, drafts, lambda draft: tree_rows(draft, 1, 1, (ROOT,)))
+    grower, runner = TreeGrower(ReferenceKernels(), True), EagerRunner(Passes(flat.run, flat.run, 4), (), 8)
+    drawn = runner.draw([root_rows(request) for request in requests], None, grower.noise(drafts), 2)
+    return drafts, hand_over(drafts, drawn, "x")
 
 
 def test_the_likeliest_are_expanded() -> None:

@@ -10,8 +10,8 @@ import torch
 
 from forerun.config import DrafterConfig
 from forerun.core import Request, SamplingParams
-from forerun.drafters.drawing import TreeDrawer
-from forerun.drafters.layer_skip import LayerSkipDrafter, spread_layers
+from forerun.drafters import layer_skip
+from forerun.drafters.layer_skip import LayerRunner, spread_layers
 from forerun.engine.engine import Engine
 from forerun.errors import ConfigError, UnsupportedError
 from forerun.kernels.select import select_kernels
@@ -26,6 +26,7 @@ from forerun.speculation.draft import Draft
 from forerun.speculation.growth import TreeGrower
 from tests.models import factory
 from tests.support import harness, tiny
+from tests.support.drafting import context_of
 from tests.support.toy import ToyModel
 
 NUM_LAYERS = 6
@@ -204,17 +205,16 @@ def test_all_layers_of_the_model_draft_its_own_tokens() -> None:
     """The engine's model itself over the shared rows: what the drafter computes is not changed by where it writes."""
     model, [group] = tiny.target(NUM_LAYERS), tiny.groups(1, temperature=0.0)
     made = tiny.engine(model, config((0, 1, 2)))
-    drafter = own(made)
-    drafter._runner = bind(passes_of(model), tiny.kernels(), drafter._target_kvs, made.kv_cache.block_size)
+    tiny.inner(made).runner = bind(passes_of(model), tiny.kernels(), made.kv_cache.layers, made.kv_cache.block_size)
     tokens, [stat] = tiny.run(made, [group])
     assert tokens == tiny.plain(model, [group])
     assert stat.num_steps == 5 and tiny.num_accepted([stat]) == 16 - 1  # the last step has room for 4 tokens in all
 
 
-def own(made: Engine) -> LayerSkipDrafter:
-    drafter = tiny.inner(made)
-    assert isinstance(drafter, LayerSkipDrafter)
-    return drafter
+def own(made: Engine) -> LayerRunner:
+    runner = tiny.inner(made).runner
+    assert isinstance(runner, LayerRunner)
+    return runner
 
 
 # -- the search -------------------------------------------------------------------------------------------------------
@@ -222,12 +222,12 @@ def own(made: Engine) -> LayerSkipDrafter:
 
 def test_the_search_finds_the_layers_that_matter(sparse: Decoder) -> None:
     made = tiny.engine(sparse, config(None))
-    drafter = own(made)
-    assert drafter.layers == (0, 2, 5) and not set(USEFUL) <= set(drafter.layers)
+    runner = own(made)
+    assert runner.layers == (0, 2, 5) and not set(USEFUL) <= set(runner.layers)
     wanted = tiny.groups(3, temperature=0.0)
     tokens, stats = tiny.run(made, wanted)
     assert tokens == tiny.plain(sparse, wanted)
-    assert set(USEFUL) < set(drafter.layers) and len(drafter.layers) == 3
+    assert set(USEFUL) < set(runner.layers) and len(runner.layers) == 3
     assert sum(stat.num_tokens for stat in stats) > 2.5 * sum(stat.num_steps for stat in stats)
 
 
@@ -312,13 +312,12 @@ def test_native_chains_are_the_levels(coupled: bool, temperature: float) -> None
 
 
 def drafts_of(model: Decoder, native: bool, coupled: bool, temperature: float) -> list[Draft]:
-    drawer = TreeDrawer(TreeGrower(tiny.kernels(), coupled), 1, "layer_skip")
-    drafter = LayerSkipDrafter(
-        model, tiny.kernels() if native else select_kernels("reference"), drawer, 4, 6, (0, 1, 4)
-    )
+    kernels = tiny.kernels() if native else select_kernels("reference")
+    grower, options = TreeGrower(tiny.kernels(), coupled), {"max_draft_tokens": 6, "layers": (0, 1, 4)}
+    drafter: Any = layer_skip.build(context_of(layer_skip.SPEC, model, kernels, grower, 4, **options))
     kvs = factory.new_kvs(model, 40)
     drafter.attach(kvs, ())
-    assert drafter._runner is not None and drafter._runner.replays == native
+    assert drafter.runner.replays == native
     drafts = []
     for index in range(3):
         prompt = tuple((37 * index + 11 * i) % 90 + 3 for i in range(9 + index))

@@ -15,6 +15,7 @@ from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import Request, SamplingParams
 from forerun.drafters.portfolio import Portfolio
 from forerun.engine.engine import Engine
+from forerun.models.medusa_heads import load_medusa
 from forerun.policy.acceptance import Acceptance
 from forerun.runtime.rows import RowRunner
 from forerun.speculation.draft import Draft, PendingDrafts, Proposal
@@ -35,7 +36,7 @@ def num_pending(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(pending: PendingDrafts, host: Any) -> None:
         finish(pending, host)
-        found.append(sum(len(draft.tree) > 1 for draft in pending._drafts))
+        found.append(sum(len(draft.tree) > 1 for draft in pending.drafts))
 
     monkeypatch.setattr(PendingDrafts, "finish", counted)
     return found
@@ -201,8 +202,8 @@ def test_medusas_pending_tree_is_the_one_that_is_read_at_once(fitted: Path, num_
     groups = tiny.groups(4, temperature=0.7, max_tokens=15)
     pending, early, on_host = (with_medusa(5, fitted) for _ in range(3))
     early.verifier = ReadFirst(tiny.kernels(), at_once=True)
-    inner = tiny.inner(on_host)
-    inner._runner = RowRunner(inner._heads.passes, inner._heads.compute)  # logits are read, the host finds the tree
+    heads_alone = load_medusa(fitted, tiny.target(LAYERS), tiny.kernels())
+    tiny.inner(on_host).runner = RowRunner(heads_alone.passes, heads_alone.compute)  # the host finds the tree
     told = [tiny.run(made, groups) for made in (pending, early, on_host)]
     assert num_pending and told[0][0] == told[1][0] == told[2][0]
     for stats in zip(*(stats for _, stats in told), strict=True):
@@ -244,7 +245,7 @@ def test_a_portfolios_pending_trees_are_those_read_at_once_to_its_members_too(nu
         made, rows = of_members([DrafterConfig(name="suffix"), draft_config(3)], adaptive=False), list[int]()
         made.verifier = verifier(tiny.kernels(), at_once=True)
         assert isinstance(made.drafter, Portfolio)
-        listen(made.drafter.members[1].drafter._runner, rows)
+        listen(made.drafter.members[1].drafter.runner, rows)
         tokens, stats = tiny.run(made, groups)
         told.append((tokens, [(of.num_steps, of.trees, of.drafters) for of in stats], rows))
     assert told[0] == told[1] and num_pending and len(told[0][2]) > 4

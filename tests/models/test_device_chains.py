@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.draft_model import DraftModelDrafter
+from forerun.drafters import draft_model
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.kernels.select import select_kernels
 from forerun.kernels.triton.graphs import ROW_SIZES, Capture
@@ -27,6 +27,7 @@ from tests.drafters import test_medusa
 from tests.models import factory, test_device
 from tests.models import test_recorded_heads as of_heads
 from tests.support import mini, tiny
+from tests.support.drafting import context_of
 from tests.support.enqueued import Enqueued, as_on_a_gpu
 
 
@@ -38,7 +39,8 @@ class ModelSide(of_models.Side):
         self.kvs = factory.new_kvs(model, of_models.BLOCKS_EACH * len(of_models.LENGTHS), of_models.BLOCK_SIZE)
         grower, size = TreeGrower(kernels, coupled), of_models.BLOCK_SIZE
         bound = kernels if capture is not None else select_kernels("reference")  # which cannot record
-        drafter = DraftModelDrafter(model, grower, bound, size, 16, 1, max_rows=128)
+        context = context_of(draft_model.SPEC, model, bound, grower, size, 1024, max_draft_tokens=16, tree_width=1)
+        drafter = draft_model.build(context)
         with nullcontext() if capture is None else as_on_a_gpu(capture):
             drafter.attach((), self.kvs)
         self.drafter = drafter
@@ -110,7 +112,6 @@ def test_chains_of_several_lengths_share_a_program(kind: str) -> None:
 def test_trees_of_a_captured_head_are_the_same(temperature: float) -> None:
     made, capture = of_heads.case("eagle3.1"), Enqueued()
     sides = [HeadSide(made, capture, True, width=3), HeadSide(made, None, True, width=3)]
-    sides[1].drafter._least = 0.0  # the host saves levels that promise little; a graph has them all
     known = [of_heads.requests(temperature) for _ in sides]
     for side, mine in zip(sides, known, strict=True):
         side.start(mine)
@@ -123,8 +124,7 @@ def test_a_row_without_an_answer_ends_its_chain_only() -> None:
     healthy = ModelSide(None, True).propose(of_models.requests(0.0, 6), of_models.LENGTHS)
     for layer in side.kvs:  # the third request, which has the longest chain, attends to poisoned values
         layer.values[known[2].block_ids[0]] = torch.nan
-    side.drafter.begin(known[2])
-    side.drafter._progress["2"].num_computed = of_models.BLOCK_SIZE
+    side.drafter.resume(known[2], (of_models.BLOCK_SIZE,), None)
     drafts = side.propose(known, of_models.LENGTHS)
     assert len(drafts[2].tree) == 1
     for index in (0, 1, 3):
@@ -175,7 +175,10 @@ def test_a_chain_is_one_wait_for_the_device(coupled: bool, tmp_path: Path, monke
         return told
 
     monkeypatch.setattr(drawn, "to_host", answer)
-    drafter = DraftModelDrafter(model, TreeGrower(kernels, coupled), kernels, 4, 16, 1, 64)
+    grower = TreeGrower(kernels, coupled)
+    drafter = draft_model.build(
+        context_of(draft_model.SPEC, model, kernels, grower, 4, max_draft_tokens=16, tree_width=1)
+    )
     with as_on_a_gpu():
         drafter.attach((), kvs)
     drafts = [Draft(request, 6) for request in of_models.requests(0.0, 6)]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forerun.core import Request, SamplingParams
-from forerun.drafters.drawing import hand_over, tree_rows
 from forerun.kernels.ops import LayerKV
 from forerun.kernels.select import select_kernels
 from forerun.models.base import Passes, PassOutput
@@ -19,9 +18,9 @@ from forerun.models.batch import ForwardBatch
 from forerun.runtime.bind import bind
 from forerun.runtime.runner import Runner
 from forerun.runtime.trees import MOST_LEVELS
-from forerun.speculation.draft import Draft
+from forerun.speculation.draft import Draft, hand_over
 from forerun.speculation.growth import TreeGrower
-from forerun.speculation.tree import ROOT
+from tests.support.drafting import root_rows
 from tests.support.enqueued import Enqueued
 
 VOCAB, BLOCK = 11, 4
@@ -80,7 +79,7 @@ def start(drafts: Sequence[Draft]) -> Tensor:
 
 def draw(runner: Runner, drafts: Sequence[Draft], width: int) -> list[set[int]]:
     """Grow them -> of each, the nodes whose rows were computed in their own places."""
-    roots = [tree_rows(draft, draft.request.root_position, draft.request.root_position, (ROOT,)) for draft in drafts]
+    roots = [root_rows(draft.request) for draft in drafts]
     noise = TreeGrower(KERNELS, True).noise(drafts)
     return hand_over(drafts, runner.draw(roots, start(drafts), noise, width), "x")
 

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forerun.drafters.drawing import hand_over
 from forerun.kernels.select import select_kernels
 from forerun.models.base import RowPasses
 from forerun.runtime.bind import bind_rows
 from forerun.runtime.runner import Drawer
-from forerun.speculation.draft import Draft
+from forerun.speculation.draft import Draft, hand_over
 from forerun.speculation.drawn import Drawn, PendingTrees
 from forerun.speculation.growth import TreeGrower
 from tests.models.test_device_trees import drafts_of, told

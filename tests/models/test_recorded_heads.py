@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.config import DrafterConfig
 from forerun.core import Request, SamplingParams
 from forerun.drafters import mtp
-from forerun.drafters.base import DrafterContext, Observed
-from forerun.drafters.features import FeatureDrafter
+from forerun.drafters.autoregressive import head_drafter
+from forerun.drafters.base import Observed
 from forerun.kernels.ops import LayerKV
 from forerun.kernels.select import select_kernels
 from forerun.models.base import Model
@@ -35,7 +34,7 @@ from forerun.speculation.growth import TreeGrower
 from tests.drafters import test_eagle, test_mtp
 from tests.models import factory
 from tests.support import heads, tiny
-from tests.support.drafting import watch_chains
+from tests.support.drafting import context_of, watch_chains
 
 pytest.importorskip("forerun.kernels.cpu._native")
 
@@ -145,14 +144,11 @@ class Side:
         self.kvs, self.made = made.new_kvs(), made
         # Kernels that cannot record leave the head's own pass in place, and with it the levels.
         kernels = tiny.kernels() if native else select_kernels("reference")
-        options = DrafterConfig(name="mtp", max_draft_tokens=16, tree_width=width)
-        grower = TreeGrower(tiny.kernels(), coupled)
-        context = DrafterContext(
-            mtp.SPEC, options, made.target, None, kernels, grower, BLOCK_SIZE, 64, lambda name: made.target
-        )
-        self.drafter = FeatureDrafter(made.head, "mtp", context)
+        grower, size = TreeGrower(tiny.kernels(), coupled), BLOCK_SIZE
+        context = context_of(mtp.SPEC, made.target, kernels, grower, size, max_draft_tokens=16, tree_width=width)
+        self.drafter = head_drafter(made.head, context)
         self.drafter.attach((), self.kvs)
-        assert self.drafter._bound.replays == native
+        assert self.drafter.runner.replays == native
 
     def observe(self, seen: list[Observed], num_rows: int) -> None:
         layers = self.drafter.hidden_layers

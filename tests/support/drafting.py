@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import forerun
+from forerun.config import DrafterConfig
+from forerun.core import Request
+from forerun.drafters.base import DrafterContext, DrafterSpec
 from forerun.engine.engine import Engine
+from forerun.kernels.ops import Kernels
+from forerun.models.base import Model
+from forerun.models.batch import SequenceRows
 from forerun.speculation.draft import Draft
 from forerun.speculation.growth import Children, Place, TreeGrower, TreeNoise
 from forerun.speculation.tree import ROOT
@@ -49,10 +58,19 @@ def draw_children(grower: TreeGrower, draft: Draft, logits: Tensor, width: int, 
     draft.add_drawn(ROOT, tokens, log_chances, q, source)
 
 
+def context_of(
+    spec: DrafterSpec, model: Model, kernels: Kernels, grower: TreeGrower, block_size: int, max_rows: int = 64,
+    **options: Any,
+) -> DrafterContext:  # fmt: skip
+    """What a drafter is built from in a test; a draft model is the target itself."""
+    config = DrafterConfig(name=spec.name, model="itself" if spec.model else None, **options)
+    return DrafterContext(spec, config, model, None, kernels, grower, block_size, max_rows, lambda _: model)
+
+
 def overhear(made: Engine, stride: int = 7) -> Overheard:
     """Stand between the engine's drafter, of several the first, and its grower."""
-    drawer = tiny.inner(made)._drawer
-    ear = drawer._grower = Overheard(drawer._grower, stride)
+    drafter = tiny.inner(made)
+    ear = drafter.grower = Overheard(drafter.grower, stride)
     return ear
 
 
@@ -84,3 +102,34 @@ def watch_chains(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(_native.CpuEngine, "draft_chains", noted)
     return stacks
+
+
+def root_rows(request: Request) -> SequenceRows:
+    """The root alone, whose tokens before it were read."""
+    root = request.root_position
+    return SequenceRows(
+        request_id=request.request_id,
+        block_table=request.block_ids,
+        start=root,
+        span=(),
+        tree_start=root,
+        tree_tokens=request.token_ids[root:],
+        tree_rows=(ROOT,),
+        tree_masks=(1,),
+        tree_depths=(0,),
+    )
+
+
+def reachable_strings(root: object) -> set[str]:
+    """All that can be reached from an object without passing through code, however its state is laid out."""
+    found, seen, open_ = set(), {id(root)}, [root]
+    while open_:
+        one = open_.pop()
+        if isinstance(one, str):
+            found.add(one)
+        elif not isinstance(one, type | ModuleType | FunctionType):
+            keys = list(one) if isinstance(one, dict) else []  # which the collector leaves out where all are strings
+            news = [other for other in (*gc.get_referents(one), *keys) if id(other) not in seen]
+            seen.update(map(id, news))
+            open_ += news
+    return found

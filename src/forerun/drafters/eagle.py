@@ -1,12 +1,12 @@
 """EAGLE heads, versions 1 to 3.1: a layer or two that guess from the target's hidden states.
 
-Knows: where the head is. Does not know: its layout (`models.heads.eagle`), how it drafts (`drafters.features`).
+Knows: where the head is. Does not know: its layout (`models.heads.eagle`), how it drafts (`drafters.autoregressive`).
 """
 
 from __future__ import annotations
 
+from forerun.drafters.autoregressive import head_drafter
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
-from forerun.drafters.features import FeatureDrafter
 from forerun.models.heads.eagle import holds_eagle, read_eagle
 from forerun.models.heads.reading import native_target
 from forerun.models.heads.source import open_head
@@ -18,7 +18,7 @@ def build(context: DrafterContext) -> Drafter:
     target = native_target(context.model)
     source = open_head(context.options.model)
     head = read_eagle(source, target, context.kernels, context.options.head_weights)
-    return FeatureDrafter(head, SPEC.name, context)
+    return head_drafter(head, context)
 
 
 SPEC = DrafterSpec(

@@ -1,34 +1,248 @@
-"""How far a head follows a request, the target's states it has still to read, and whether that is worth its time.
+"""How far a network that drafts has read each request, and what it is fed beside tokens.
 
-Knows: positions, states, seconds. Does not know: heads, batches, requests.
+Knows: which rows are computed, positions, the target's states, whether following is worth its time. Does not know:
+networks, batches, how drafts are drawn.
+
+**Which row of a head lies where.** The row of position j reads the token there and the target's state of the token
+before: it depends on tokens up to j, so blocks of its KV can be shared by their prefix. It was trained to stand at
+position j - 1, that of the state. Position 0 has no row.
+
+**When heads read.** Rows of known tokens are computed from the target's true states: those that complete a block at
+once, so that what is published of a block is valid, the others when drafts are next wanted. While drafting the head is
+fed its own output; those rows are computed again once the tokens are known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import takewhile
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from forerun.core import Request
+from forerun.drafters.base import DrafterContext, Observed
 from forerun.kernels.device import indices_on
+from forerun.models.base import CommittedPath, Model
+from forerun.models.heads.head import DraftHead
+from forerun.speculation.draft import Draft
+
+EAGER_LAG = 16  # known rows that are computed at once even where no block is complete
 
 
-class Piece(NamedTuple):
-    """States as a step left them: some rows of several tensors [M, H], one for each layer that is read."""
+Span = tuple[Request, int, int]  # rows start .. end-1 of a request's known tokens
+Read = Callable[[Iterable[tuple[Request, int]]], None]  # computes the known rows below each request's end
 
-    layers: Sequence[Tensor]
-    rows: Sequence[int]  # ascending
 
-    def joined(self) -> Tensor:
-        """Layers side by side -> [len(rows), sum of the widths]; a view where it can be one."""
-        first, num = self.rows[0], len(self.rows)
-        if self.rows[-1] - first == num - 1:
-            parts = [states[first : first + num] for states in self.layers]
-        else:
-            rows = indices_on(self.rows, self.layers[0].device)
-            parts = [states.index_select(0, rows) for states in self.layers]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+class Follower:
+    """Of a network that writes into the target's own layers, whose rows it need not compute; others build on it."""
+
+    hidden_layers: tuple[int, ...] = ()  # of the target, whose states it feeds the network
+
+    def start(self, request: Request) -> int:
+        """The first row that is not computed."""
+        return request.root_position
+
+    def can_draft(self, request: Request) -> bool:
+        """Whether all rows below the root are computed, or can be."""
+        return request.num_computed == request.root_position
+
+    def features(self, spans: Sequence[Span]) -> Tensor | None:
+        """What the network is fed beside these tokens -> [M, W]."""
+
+    def read(self, request: Request, end: int) -> None:
+        """The rows below `end` are computed."""
+
+    def drew(self, request: Request, nodes: set[int]) -> None:
+        """All rows below the root are computed, and those of tree nodes that were drawn, each in its own row."""
+
+    def wanted(self, drafts: Sequence[Draft]) -> None:
+        """Drafts are asked for."""
+
+    def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor], read: Read) -> None:
+        """A step is over; rows that should not wait are `read`."""
+
+    def num_ready(self, request: Request) -> tuple[int, ...]:
+        """See `Drafter`."""
+        return ()
+
+    def resume(self, request: Request, num_ready: int, boundary: Tensor | None) -> None:
+        """See `Drafter`; `num_ready` rows were computed by others."""
+
+    def end(self, request_id: str) -> None:
+        """Forget the request."""
+
+
+class TokenFollower(Follower):
+    """Of a draft model, which reads tokens alone, when drafts are wanted: counts what it has computed."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._num_read: dict[str, int] = {}  # known tokens
+        self._nodes: dict[str, set[int]] = {}  # tree nodes of the step, beyond those
+
+    def start(self, request: Request) -> int:
+        """Behind the known tokens it has read."""
+        return self._num_read.get(request.request_id, 0)
+
+    def can_draft(self, request: Request) -> bool:
+        """All tokens are known."""
+        return True
+
+    def read(self, request: Request, end: int) -> None:
+        """Count them."""
+        self._num_read[request.request_id] = end
+
+    def drew(self, request: Request, nodes: set[int]) -> None:
+        """Those of the nodes that are accepted will count."""
+        self._num_read[request.request_id] = request.root_position
+        self._nodes[request.request_id] = nodes
+
+    def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor], read: Read) -> None:
+        """Accepted nodes this model had computed are known tokens now; the rest is forgotten."""
+        paths = []
+        for request_id, accepted in ((seen.request.request_id, seen.nodes) for seen in observed):
+            if request_id in self._nodes:
+                nodes = tuple(takewhile(self._nodes.pop(request_id).__contains__, accepted))
+                self._num_read[request_id] += len(nodes)
+                paths.append(CommittedPath(request_id, nodes))
+        self._model.commit(paths)
+
+    def num_ready(self, request: Request) -> tuple[int, ...]:
+        """What is known; nothing of a model that keeps a state of its own outside the pool."""
+        return (self.start(request),) if self._model.kv_specs else ()
+
+    def resume(self, request: Request, num_ready: int, boundary: Tensor | None) -> None:
+        """Go on behind the rows in the pool; the root is always computed again."""
+        self._num_read[request.request_id] = min(num_ready, request.root_position)
+
+    def end(self, request_id: str) -> None:
+        """Forget the request."""
+        self._num_read.pop(request_id, None)
+        self._nodes.pop(request_id, None)
+        self._model.release(request_id)
+
+
+class FeatureFollower(Follower):
+    """Of a head: keeps the target's states until the rows that need them are computed."""
+
+    def __init__(self, head: DraftHead, context: DrafterContext) -> None:
+        self.hidden_layers = head.hidden_layers
+        self._first_row = 0 if head.sees_slot_zero else 1
+        # before the first token: a row at position 0, where there is one, is fed zeros
+        self._before = torch.zeros(1 - self._first_row, head.state_size, device=context.kernels.device)  # [1 or 0, W]
+        self._block_size = context.block_size
+        self._follows: dict[str, Follow] = {}
+        self._left: set[str] = set()  # requests that are not followed
+        self._thrift = Thrift() if context.options.adaptive else None
+        self._was_wanted = False
+
+    def start(self, request: Request) -> int:
+        """Behind the rows that are computed from true states."""
+        return self._follows[request.request_id].num_ready
+
+    def can_draft(self, request: Request) -> bool:
+        """The state of the token before the root is known: not in a request's very first step."""
+        follow = self._follows.get(request.request_id)
+        return request.root_position > 0 and follow is not None and follow.reaches(request.root_position + 1)
+
+    def features(self, spans: Sequence[Span]) -> Tensor:
+        """The states of the tokens before these."""
+        taken = [self._follows[request.request_id].take(start, end) for request, start, end in spans]
+        return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+    def read(self, request: Request, end: int) -> None:
+        """Their states are not needed any more."""
+        self._follows[request.request_id].advance(end)
+
+    def drew(self, request: Request, nodes: set[int]) -> None:
+        """The root's row was computed from a true state, those of other nodes were not."""
+        self.read(request, request.root_position + 1)
+
+    def wanted(self, drafts: Sequence[Draft]) -> None:
+        """Following pays."""
+        self._was_wanted = True
+        for draft in drafts:
+            if (follow := self._follows.get(draft.request.request_id)) is not None:
+                follow.num_idle = 0
+
+    def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor], read: Read) -> None:
+        """Keep the states of what became known; compute rows that complete a block, or have become many."""
+        began = perf_counter()
+        layers = [hidden[layer] for layer in self.hidden_layers]
+        late = [seen.request for seen in observed if self._add(seen, layers)]
+        if late:
+            read((request, request.num_computed) for request in late)
+        if self._thrift is not None:
+            self._thrift.learn(self._was_wanted, began, perf_counter() - began)
+        self._was_wanted = False
+
+    def _add(self, seen: Observed, layers: Sequence[Tensor]) -> bool:
+        """Keep a request's states; whether there are rows to compute now."""
+        request, start = seen.request, seen.request.num_computed - len(seen.rows)
+        follow = self._following(request, start) if seen.rows else None
+        if follow is None:
+            return False
+        follow.add(start, len(seen.rows), partial(side_by_side, layers, seen.rows))
+        follow.num_idle += 1
+        if follow.is_broken(request.num_computed) or (self._thrift is not None and self._thrift.leaves(follow)):
+            self._left.add(request.request_id)
+            del self._follows[request.request_id]
+            return False
+        return self._is_late(follow, request.num_computed)
+
+    def _following(self, request: Request, start: int) -> Follow | None:
+        """How a request is followed, if it is."""
+        if request.request_id in self._left:
+            return None
+        follow = self._follows.get(request.request_id)
+        if follow is None or start == 0:
+            if not self._may_follow(request):
+                return None
+            follow = Follow(self._first_row, self._first_row - 1, self._before)
+            self._follows[request.request_id] = follow
+        return follow
+
+    def _may_follow(self, request: Request) -> bool:
+        """Else it is left for good."""
+        if self._thrift is None or self._thrift.allows:
+            return True
+        self._left.add(request.request_id)
+        return False
+
+    def _is_late(self, follow: Follow, num_computed: int) -> bool:
+        completes = num_computed - num_computed % self._block_size > follow.num_ready
+        return (completes or num_computed - follow.num_ready > EAGER_LAG) and follow.reaches(num_computed)
+
+    def num_ready(self, request: Request) -> tuple[int, ...]:
+        """What is computed of known tokens."""
+        follow = self._follows.get(request.request_id)
+        return (min(follow.num_ready, request.num_computed) if follow is not None else 0,)
+
+    def resume(self, request: Request, num_ready: int, boundary: Tensor | None) -> None:
+        """Go on from the state of the token before the first that the target computes."""
+        if self._may_follow(request):
+            states = torch.empty(0, 0) if boundary is None else boundary[None].clone()  # [0 or 1, W]
+            first = request.num_computed - len(states)
+            self._follows[request.request_id] = Follow(max(num_ready, self._first_row), first, states)
+
+    def end(self, request_id: str) -> None:
+        """Forget the request."""
+        self._follows.pop(request_id, None)
+        self._left.discard(request_id)
+
+
+def side_by_side(layers: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """Ascending rows of the layers' states [M, H] as a step left them -> [num_rows, W]; a view where it can be one."""
+    first, num = rows[0], len(rows)
+    if rows[-1] - first == num - 1:
+        parts = [states[first : first + num] for states in layers]
+    else:
+        chosen = indices_on(rows, layers[0].device)
+        parts = [states.index_select(0, chosen) for states in layers]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 class Follow:
@@ -46,18 +260,18 @@ class Follow:
         self.num_ready = num_ready
         self.first, self.end = first, first + len(states)
         self._states = states  # the first of them, joined
-        self._pieces: list[Piece] = []
+        self._pieces: list[Callable[[], Tensor]] = []  # those of later steps, when they are read
         self.num_idle = 0  # steps since drafts were wanted
 
-    def add(self, start: int, piece: Piece) -> None:
-        """States of the tokens from position `start` on; what was known from there on is replaced."""
+    def add(self, start: int, num: int, piece: Callable[[], Tensor]) -> None:
+        """`num` states [num, W] of the tokens from position `start` on; what was known from there on is replaced."""
         if not self.first <= start <= self.end or self.first == self.end:
-            self.first, self._states, self._pieces = start, piece.joined(), []
+            self.first, self._states, self._pieces = start, piece(), []
         elif start < self.end:
             self._states, self._pieces = self._joined()[: start - self.first], [piece]
         else:
             self._pieces.append(piece)
-        self.end = start + len(piece.rows)
+        self.end = start + num
 
     def reaches(self, end: int) -> bool:
         """Whether all rows from `num_ready`, or from the last, up to `end` can be computed."""
@@ -81,7 +295,7 @@ class Follow:
 
     def _joined(self) -> Tensor:
         if self._pieces:
-            self._states = torch.cat([self._states, *(piece.joined() for piece in self._pieces)])
+            self._states = torch.cat([self._states, *(piece() for piece in self._pieces)])
             self._pieces = []
         return self._states
 

@@ -16,20 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from forerun.core import Request
-from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Stateless
-from forerun.drafters.drawing import TreeDrawer, tree_rows
+from forerun.drafters.autoregressive import AutoregressiveDrafter
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
+from forerun.drafters.following import Follower
 from forerun.errors import UnsupportedError
 from forerun.kernels.ops import Kernels, LayerKV
-from forerun.models.base import passes_of
-from forerun.models.batch import SequenceRows
+from forerun.models.base import PassOutput, passes_of
+from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.decoder import Decoder
 from forerun.models.layer_search import Sample, find_layers
 from forerun.models.subset import subset_decoder
 from forerun.runtime.bind import bind
 from forerun.runtime.runner import Runner
-from forerun.speculation.draft import Draft
-from forerun.speculation.tree import ROOT
+from forerun.speculation.drawn import Drawn
+from forerun.speculation.growth import TreeNoise
 
 _SEARCH_EVERY = 64
 _SAMPLE_TOKENS = 4
@@ -37,16 +40,17 @@ _SAMPLE_TOKENS = 4
 
 def build(context: DrafterContext) -> Drafter:
     """The layers the options name, or a search for them."""
-    options, model = context.options, context.model
+    model, layers = context.model, context.options.layers
     if not isinstance(model, Decoder):
         raise UnsupportedError(
             "layer_skip drafts with the target's own layers, which a model that runs through transformers does not "
             "give one by one; choose another drafter, or a target of a family that forerun implements"
         )
-    drawer = TreeDrawer(context.grower, context.width, LayerSkipDrafter.name)
-    return LayerSkipDrafter(
-        model, context.kernels, drawer, context.block_size, options.max_draft_tokens, options.layers
-    )
+
+    def bind_layers(target: Sequence[LayerKV], own: Sequence[LayerKV]) -> Runner:
+        return LayerRunner(model, context.kernels, target, context.block_size, layers)
+
+    return AutoregressiveDrafter(context, Follower(), bind_layers, model.max_position)
 
 
 SPEC = DrafterSpec(
@@ -59,71 +63,50 @@ SPEC = DrafterSpec(
 )
 
 
-class LayerSkipDrafter(Stateless):
-    """Drafts with `layers` of the target; None: with half of them, found on the fly."""
-
-    name = SPEC.name
+class LayerRunner:
+    """Executes `layers` of the target; None: half of them, found on the fly. Implements `runtime.runner.Runner`."""
 
     def __init__(
-        self, model: Decoder, kernels: Kernels, drawer: TreeDrawer, block_size: int, max_draft_tokens: int,
-        layers: Sequence[int] | None,
-    ) -> None:  # fmt: skip
-        """Raises ConfigError for layers the model does not have, and for a model with too few of them."""
-        self.max_nodes = max_draft_tokens + 1
-        self.layers = tuple(layers) if layers is not None else spread_layers(len(model.parts.layers))
-        self._searching = layers is None
-        self._until_search = 0
-        self._target = model
-        self._kernels = kernels
-        self._drawer = drawer
-        self._block_size = block_size
-        self._target_kvs: Sequence[LayerKV] = ()
-        self._part = subset_decoder(model, self.layers)
-        self._runner: Runner | None = None  # once attached
-
-    def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
-        """Draft into the target's own layers."""
-        self._target_kvs = target
-        self._use(self.layers)
+        self, model: Decoder, kernels: Kernels, kvs: Sequence[LayerKV], block_size: int, layers: Sequence[int] | None
+    ) -> None:
+        """`kvs`: of all the target's layers. Raises ConfigError for layers it does not have, or too few of them."""
+        self._target, self._kernels, self._kvs, self._block_size = model, kernels, kvs, block_size
+        self._is_searching, self._until_search = layers is None, 0
+        self._use(spread_layers(len(model.parts.layers)) if layers is None else tuple(layers))
 
     def _use(self, layers: tuple[int, ...]) -> None:
-        self.layers, self._part = layers, subset_decoder(self._target, layers)
-        kvs = [self._target_kvs[index] for index in layers]
-        self._runner = bind(passes_of(self._part), self._kernels, kvs, self._block_size)
+        self.layers = layers
+        part, kvs = subset_decoder(self._target, layers), [self._kvs[index] for index in layers]
+        self._runner = bind(passes_of(part), self._kernels, kvs, self._block_size)
+        self.replays = self._runner.replays
 
-    def propose(self, drafts: Sequence[Draft]) -> None:
-        """Grow all trees with the layers in use, after a look for better ones where that is due."""
-        ready = [draft for draft in drafts if self._can_draft(draft)]
-        if not ready:
-            return
-        if self._searching:
-            self._search(ready)
-        assert self._runner is not None
-        self._drawer.draw(self._runner, ready, _root)
+    def run(self, batch: ForwardBatch, features: Tensor | None = None) -> PassOutput:
+        """See `Runner`."""
+        return self._runner.run(batch, features)
 
-    def _can_draft(self, draft: Draft) -> bool:
-        """There is room, and the target has computed all that is known before the root."""
-        request = draft.request
-        fits = request.root_position + draft.num_wanted < self._target.max_position
-        return draft.num_free > 0 and fits and request.num_computed == request.root_position
+    def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
+        """See `Runner`; after a look for better layers where that is due."""
+        if self._is_searching:
+            self._search(noise)
+        return self._runner.draw(roots, features, noise, width)
 
-    def _search(self, drafts: Sequence[Draft]) -> None:
+    def _search(self, noise: TreeNoise) -> None:
         """On the request with the longest text, so that its rows see most."""
         self._until_search -= 1
-        longest = max(drafts, key=lambda draft: draft.request.root_position)
-        if self._until_search > 0 or longest.request.root_position == 0:
+        longest = max(range(len(noise.requests)), key=lambda index: noise.requests[index].root_position)
+        if self._until_search > 0 or noise.requests[longest].root_position == 0:
             return
         self._until_search = _SEARCH_EVERY
-        layers = find_layers(self._target, self._target_kvs, self._sample(longest), len(self.layers))
+        sample = self._sample(noise.requests[longest], noise.sizes[longest])
+        layers = find_layers(self._target, self._kvs, sample, len(self.layers))
         if layers != self.layers:
             self._use(layers)
 
-    def _sample(self, draft: Draft) -> Sample:
+    def _sample(self, request: Request, num_nodes: int) -> Sample:
         """The last tokens before the root, and the rows the tree will take."""
-        request: Request = draft.request
         first = max(request.root_position - _SAMPLE_TOKENS, 0)
         tokens = request.token_ids[first : request.root_position]
-        return Sample(tokens, first, request.block_ids, request.root_position, draft.num_wanted + 1, self._block_size)
+        return Sample(tokens, first, request.block_ids, request.root_position, num_nodes + 1, self._block_size)
 
 
 def spread_layers(num_layers: int) -> tuple[int, ...]:
@@ -132,7 +115,3 @@ def spread_layers(num_layers: int) -> tuple[int, ...]:
     if num_kept <= 1:
         return tuple(range(num_kept))
     return tuple(round(place * (num_layers - 1) / (num_kept - 1)) for place in range(num_kept))
-
-
-def _root(draft: Draft) -> SequenceRows:
-    return tree_rows(draft, draft.request.root_position, draft.request.root_position, (ROOT,))

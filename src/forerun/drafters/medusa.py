@@ -19,7 +19,6 @@ from torch import Tensor
 
 from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Observed, Stateless
-from forerun.drafters.drawing import hand_over
 from forerun.errors import UnsupportedError
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.decoder import Decoder
@@ -27,7 +26,7 @@ from forerun.models.medusa_files import holds_medusa
 from forerun.models.medusa_heads import MedusaHeads, load_medusa
 from forerun.runtime.bind import bind_rows
 from forerun.runtime.runner import Drawer
-from forerun.speculation.draft import Draft
+from forerun.speculation.draft import Draft, hand_over
 from forerun.speculation.growth import TreeGrower
 
 
@@ -79,6 +78,7 @@ class MedusaDrafter(Stateless):
     """Drafts with heads; `width` children a node (1: a chain of as many tokens as there are heads)."""
 
     name = SPEC.name
+    runner: Drawer  # once attached
 
     def __init__(
         self, heads: MedusaHeads, kernels: Kernels, grower: TreeGrower, state_layer: int, max_draft_tokens: int,
@@ -90,14 +90,13 @@ class MedusaDrafter(Stateless):
         self.weight_bytes = weight_bytes
         self._heads = heads
         self._kernels = kernels
-        self._runner: Drawer | None = None  # once attached
         self._grower = grower
         self._width = width
         self._states: dict[str, _State] = {}
 
     def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
         """Nothing of it is in the pool."""
-        self._runner = bind_rows(self._heads.passes, self._kernels)
+        self.runner = bind_rows(self._heads.passes, self._kernels)
 
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
         """Keep the state of each request's last known row, which the token after it was chosen from."""
@@ -117,10 +116,9 @@ class MedusaDrafter(Stateless):
         ready = [draft for draft in drafts if draft.num_free > 0 and self._knows(draft.request)]
         if not ready:
             return
-        assert self._runner is not None, "not attached"
         largest_first = sorted(ready, key=lambda draft: -draft.num_free)
         noise = self._grower.noise(largest_first)
-        hand_over(largest_first, self._runner.draw((), self._states_of(largest_first), noise, self._width), self.name)
+        hand_over(largest_first, self.runner.draw((), self._states_of(largest_first), noise, self._width), self.name)
 
     def _states_of(self, drafts: Sequence[Draft]) -> Tensor:
         """[num_drafts, H]."""

@@ -1,14 +1,14 @@
 """Multi-token prediction: a module trained with the target, or later for it, that drafts several tokens in a row.
 
-Knows: where the module is. Does not know: its layout (`models.heads.mtp`), how it drafts (`drafters.features`).
+Knows: where the module is. Does not know: its layout (`models.heads.mtp`), how it drafts (`drafters.autoregressive`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from forerun.drafters.autoregressive import head_drafter
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
-from forerun.drafters.features import FeatureDrafter
 from forerun.errors import ConfigError
 from forerun.models.heads.mtp import brings_mtp, holds_mtp, read_mtp
 from forerun.models.heads.reading import native_target
@@ -19,7 +19,7 @@ def build(context: DrafterContext) -> Drafter:
     """The module the options name, else the target's own; raises ModelErrors where there is none that fits."""
     target = native_target(context.model)
     head = read_mtp(open_head(_folder(context)), target, context.kernels, context.options.head_weights)
-    return FeatureDrafter(head, SPEC.name, context)
+    return head_drafter(head, context)
 
 
 def _folder(context: DrafterContext) -> str | Path:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from forerun.core import Request
 from forerun.kernels.device import to_device
+from forerun.speculation.drawn import DrawnTree, PendingTrees
 from forerun.speculation.tree import MAX_NODES, ROOT, DraftTree
 
 
@@ -166,6 +167,16 @@ class Draft:
         nodes = self.tree.draw_children(parent, kept, q, source)
         return [self._note(node, chance, source) for node, chance in zip(nodes, log_survival, strict=False)]
 
+    def add_tree(self, tree: DrawnTree, source: str) -> set[int]:
+        """Add a tree below the root, as far as it fits -> the new nodes whose KV lies in their own row."""
+        nodes, first = [ROOT], 0
+        for parent, siblings in groupby(tree.parents):
+            last = first + len(list(siblings))
+            tokens, survival = tree.tokens[first:last], tree.log_chances[first:last]
+            nodes += self.add_drawn(nodes[parent], tokens, survival, tree.drawn_from.get(parent), source)
+            first = last
+        return {node for node, place in zip(nodes[1:], tree.places, strict=True) if node == place}
+
     def _note(self, node: int, log_survival: float, source: str) -> int:
         """A drafter proposed a node, which may be another one's already."""
         own = self._own.setdefault(source, {ROOT: 0.0})
@@ -266,7 +277,7 @@ class PendingDrafts:
     ) -> None:  # fmt: skip
         """`finish` adds the nodes to the drafts, given `unread` on the host. tokens: -1 for none."""
         self.unread = unread
-        self._drafts = list(drafts)
+        self.drafts = list(drafts)
         self._finish = finish
         self._columns = (tokens.clamp(min=0), depths, masks)
         self._then: list[Callable[[], None]] = []
@@ -286,7 +297,7 @@ class PendingDrafts:
         would reach other rows through attention weights of zero.
         """
         width, rows, places = self._columns[0].shape[1], list[int](), list[int]()
-        index_of = {id(draft): index for index, draft in enumerate(self._drafts)}
+        index_of = {id(draft): index for index, draft in enumerate(self.drafts)}
         for draft, first in firsts:
             num, index = draft.num_nodes - 1, index_of[id(draft)]
             rows += range(first + 1, first + 1 + num)
@@ -297,7 +308,7 @@ class PendingDrafts:
 
     def finish(self, host: Tensor) -> None:
         """`unread` has been copied to the host: the drafts get their trees."""
-        for draft in self._drafts:
+        for draft in self.drafts:
             draft.pending = None
         self._finish(host)
         for then in self._then:
@@ -307,3 +318,33 @@ class PendingDrafts:
 def pending_of(drafts: Sequence[Draft]) -> PendingDrafts | None:
     """What some of these drafts wait for; one drafter leaves all of a step in one piece."""
     return next((draft.pending for draft in drafts if draft.pending is not None), None)
+
+
+def hand_over(drafts: Sequence[Draft], drawn: Sequence[DrawnTree] | PendingTrees, source: str) -> list[set[int]]:
+    """Add what was drawn for these drafts, now or when it is read.
+
+    -> of each draft the nodes whose KV lies in their own row, the root among them; filled in when they are read.
+    """
+    computed = [{ROOT} for _ in drafts]
+
+    def add(trees: Sequence[DrawnTree]) -> None:
+        for nodes, draft, tree in zip(computed, drafts, trees, strict=True):
+            nodes |= draft.add_tree(tree, source)
+
+    if not isinstance(drawn, PendingTrees):
+        add(drawn)
+    elif _may_be_pending(drafts):
+        reading = drawn.reading
+        PendingDrafts(drafts, drawn.unread, lambda host: add(reading(host)), drawn.tokens, drawn.depths, drawn.masks)
+    else:
+        add(drawn.read())
+    return computed
+
+
+def _may_be_pending(drafts: Sequence[Draft]) -> bool:
+    """Whether these drafts may be read with the target's choices.
+
+    Not after reading what a drafter had missed, a prompt most often: what that takes decides whether drafting pays, and
+    in the time of the pass it could not be told from it. It happens once a request.
+    """
+    return all(draft.may_be_pending and draft.num_caught_up == 0 for draft in drafts)

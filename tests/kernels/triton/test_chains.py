@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tests.support import tiny
+from tests.support.drafting import context_of
 from tests.support.enqueued import Enqueued
 
 from forerun.cache.kv_cache import KVCache
 from forerun.core import Request, SamplingParams
-from forerun.drafters.draft_model import DraftModelDrafter
+from forerun.drafters import draft_model
 from forerun.kernels.triton.graphs import CudaCapture
 from forerun.models.base import passes_of
 from forerun.models.loader import load_model
@@ -43,11 +44,14 @@ def test_enqueued_drafts_are_the_levels(
     drafted, pools = [], []
     for enqueues in (True, False):
         kvs = KVCache(kernels, model.kv_specs, BLOCKS_EACH * NUM, BLOCK_SIZE).layers
-        drafter = DraftModelDrafter(model, TreeGrower(kernels, True), kernels, BLOCK_SIZE, 4, width, 64)
+        grower = TreeGrower(kernels, True)
+        drafter: Any = draft_model.build(
+            context_of(draft_model.SPEC, model, kernels, grower, BLOCK_SIZE, max_draft_tokens=4, tree_width=width)
+        )
         capture: Any = CudaCapture(device) if device.type == "cuda" else Enqueued()
         passes = passes_of(model)
         eager = EagerRunner(passes, kvs, BLOCK_SIZE)
-        drafter._runner = bind(passes, kernels, kvs, BLOCK_SIZE, capture) if enqueues else eager
+        drafter.runner = bind(passes, kernels, kvs, BLOCK_SIZE, capture) if enqueues else eager
         for request in (known := requests()):
             drafter.begin(request)
         drafts = [Draft(request, length + 1) for request, length in zip(known, lengths, strict=True)]
