@@ -12,11 +12,11 @@ import pytest
 import forerun.llm
 from forerun.assemble import assemble
 from forerun.models.gguf_export import export_gguf
-from forerun.models.loader import load_model
-from forerun.quantize.run import quantize_model
+from forerun.quantize.run import open_source, round_model
 from forerun.quantize.settings import QuantizeSettings
 from forerun.speculation import selfcheck
-from tests.models.factory import make_checkpoint, make_kernels, random_hf_model, save_checkpoint
+from forerun.weights.resolve import resolve_model
+from tests.models.factory import make_checkpoint, random_hf_model, save_checkpoint
 
 ROW = {
     "drafter", "tokens_per_s", "speedup", "speedup_interval", "within_noise", "acceptance_length", "identical",
@@ -194,9 +194,8 @@ def test_inspect_says_how_weights_are_stored(run: Any, run_json: Any, tmp_path: 
 
 def test_inspect_names_a_quantization(run: Any, run_json: Any, tmp_path: Path) -> None:
     folder = tmp_path / "q4"
-    loaded = load_model("mini", make_kernels())
     settings = QuantizeSettings(method="rtn", bits=4, group_size=128)
-    quantize_model(loaded, folder, settings, [[1, 2, 3, 4]], lambda _: None)
+    round_model(open_source(resolve_model("mini"), settings), folder, settings, lambda _: None)
     stored = run_json("inspect", str(folder))["storage"]
     assert (stored["method"], stored["bits"], stored["group_size"]) == ("gptq", 4, 128)
     assert {"int4", "F16"} <= set(stored["bytes"]["attention"]) and set(stored["bytes"]["embedding"]) == {"BF16"}

@@ -50,9 +50,29 @@ def test_awq_in_words(run: Any, model: str, text: str, tmp_path: Path) -> None:
 
 
 def test_the_model_writes_its_own_text(run_json: Any, model: str, tmp_path: Path) -> None:
-    options = ["--method", "rtn", "--group-size", "32", "--length", "16", "--sequences", "3"]
+    options = ["--method", "gptq", "--group-size", "32", "--length", "16", "--sequences", "3"]
     report = run_json("quantize", model, str(tmp_path / "out"), *options)
     assert report["num_sequences"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("out", ["--method", "rtn", "--group-size", "32"]), ("out.gguf", ["--type", "Q8_0"])],
+    ids=["rtn", "gguf"],
+)
+def test_rounding_loads_no_model(
+    run_json: Any, model: str, tmp_path: Path, name: str, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.models.loader.load_model", None)
+    report = run_json("quantize", model, str(tmp_path / name), *options)
+    assert set(report["before"]) == set(report["after"]) == {"file_bytes"}
+    assert report["after"]["file_bytes"] < report["before"]["file_bytes"]
+
+
+@pytest.mark.parametrize(("name", "options"), [("out", ["--method", "rtn"]), ("out.gguf", [])], ids=["rtn", "gguf"])
+def test_rounding_calibrates_nothing(run: Any, text: str, tmp_path: Path, name: str, options: list[str]) -> None:
+    said = run("quantize", "mini", str(tmp_path / name), *options, "--calibration", text, status=2).stderr
+    assert "--calibration is of methods gptq and awq" in " ".join(said.split())
 
 
 def test_gguf(run_json: Any, text: str, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from forerun.models.families import FAMILIES
 from forerun.models.loader import load_model, read_config
 from forerun.quant.dense import DenseWeight
 from forerun.quant.joined import JoinedWeight
-from forerun.quantize.run import quantizable_parts
+from forerun.quantize.run import open_source
 from forerun.quantize.settings import QuantizeSettings
 from forerun.runtime.bind import bind
 from forerun.weights.checkpoint import Checkpoint
@@ -155,7 +155,7 @@ def test_latents_are_not_kept_in_8_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["mixtral", "deepseek"])
 def test_quantizing_is_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="mixtures of experts or latent attention"):
-        quantizable_parts(load(factory.make_checkpoint(case, tmp_path)), QuantizeSettings())
+        open_source(factory.make_checkpoint(case, tmp_path), QuantizeSettings())
 
 
 def test_the_recorder_refuses_what_it_cannot_write_down(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.models.loader import LoadedModel, load_model
-from forerun.quantize.run import quantize_model
+from forerun.quantize.run import open_source, quantize_model, round_model
 from forerun.quantize.settings import QuantizeSettings
 from forerun.quantize.text import cut
 from forerun.weights.resolve import resolve_model
@@ -73,7 +73,11 @@ def quantized(folder: Path, out: Path, text: list[list[int]] | None = None, **op
     """Quantize a folder into `out`, then load that."""
     kernels = factory.make_kernels()
     settings = QuantizeSettings(**options)
-    quantize_model(load_model(folder, kernels), out, settings, text or sequences(), lambda num: None)
+    source = open_source(folder, settings)
+    if settings.method == "rtn":
+        round_model(source, out, settings, lambda num: None)
+    else:
+        quantize_model(source, load_model(folder, kernels), out, settings, text or sequences(), lambda num: None)
     return load_model(out, kernels)
 
 

@@ -5,6 +5,7 @@ Knows: options, what is printed before and after. Does not know: how matrices ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from forerun.kernels.ops import Kernels
     from forerun.models.loader import LoadedModel
     from forerun.quantize.perplexity import Perplexity
+    from forerun.quantize.run import Quantizable
     from forerun.quantize.settings import QuantizeSettings
     from forerun.quantize.text import CalibrationText
 
@@ -36,6 +38,7 @@ FOREIGN_OPTIONS = {  # format -> parameters of the other one, by the option's na
         "act_order": "--act-order", "clip": "--clip", "damp": "--damp",
     },
 }  # fmt: skip
+CALIBRATING = {"calibration": "--calibration", "sequences": "--sequences", "seed": "--seed"}  # gptq and awq alone
 
 
 def quantize(
@@ -66,33 +69,36 @@ def quantize(
     ] = 0.01,
     mix: Annotated[str, typer.Option("--type", help="Q4_K_M, Q8_0, Q4_0, ...", rich_help_panel=GGUF)] = "Q4_K_M",
     calibration: Annotated[
-        Path | None, typer.Option(help=".txt or .jsonl of texts or prompts.", show_default="the model's own text")
+        Path | None,
+        typer.Option(help="gptq, awq: .txt or .jsonl to calibrate with.", show_default="the model's own text"),
     ] = None,
     sequences: Annotated[
-        int | None, typer.Option(help="Sequences to calibrate with.", min=1, show_default="128; 32 of own text")
+        int | None, typer.Option(help="gptq, awq: sequences of it.", min=1, show_default="128; 32 of own text")
     ] = None,
     length: Annotated[
         int | None, typer.Option(help="Tokens of a sequence.", min=2, show_default="512, or all the model can use")
     ] = None,
     perplexity: Annotated[
-        Path | None, typer.Option(help="Text to measure perplexity on.", show_default="a held-out part")
+        Path | None, typer.Option(help="Measure on this text.", show_default="what calibration holds out, if anything")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the text the model writes itself.")] = 0,
+    seed: Annotated[int, typer.Option(help="gptq, awq: of the text the model writes itself.")] = 0,
     kernels: opt.KernelsName = "auto",
     threads: opt.Threads = None,
     json: opt.JsonOption = False,
 ) -> None:
     """Write a model in fewer bits, as other engines load it too. An interrupted run of gptq or awq is resumed."""
     form = form or ("gguf" if target.suffix == GGUF_SUFFIX else "hf")
-    _refuse_others(context, form)
+    _refuse_others(context, form, method)
     _check_target(target, form, mix)
     _check_source(model)
     text = _TextOptions(calibration, sequences, length, perplexity, seed, kernels, threads)
     if form == "gguf":
-        report = _quantize_gguf(model, target, mix, text)
+        report = {"format": "gguf", "type": mix, **_quantize_gguf(model, target, mix, text)}
     else:
         options = {"method": method, "bits": bits, "group_size": group_size, "sym": sym}
-        report = _quantize_hf(model, target, {**options, "act_order": act_order, "clip": clip, "damp": damp}, text)
+        options |= {"act_order": act_order, "clip": clip, "damp": damp}
+        report = {"format": "hf", **options, **_quantize_hf(model, target, options, text)}
+    report = {"model": model, "out": str(target), **report}
     print_json(report) if json else _show(report)
 
 
@@ -109,36 +115,41 @@ class _TextOptions:
     threads: int | None
 
 
-PERPLEXITY = "to measure perplexity on"
-
-
-def _refuse_others(context: typer.Context, form: str) -> None:
-    """Raise ConfigError for a format there is not, and for options of the other one."""
+def _refuse_others(context: typer.Context, form: str, method: str) -> None:
+    """Raise ConfigError for a format there is not, and for options that do nothing with this format or method."""
     if form not in FOREIGN_OPTIONS:
         raise ConfigError(f"--format must be one of {', '.join(FOREIGN_OPTIONS)}; got {form!r}")
     for name, option in FOREIGN_OPTIONS[form].items():
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if _is_given(context, name):
             raise ConfigError(f"{option} is no option of --format {form}: leave it out, or choose the other format")
+    for name, option in CALIBRATING.items():
+        if (form == "gguf" or method == "rtn") and _is_given(context, name):
+            raise ConfigError(
+                f"{option} is of methods gptq and awq, which calibrate: leave it out, or choose one of these; "
+                "--perplexity gives a text to measure on"
+            )
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _quantize_hf(model: str, folder: Path, options: dict[str, Any], given: _TextOptions) -> dict[str, Any]:
-    from forerun.quantize.run import quantizable_parts
+    from forerun.progress import progress_bar
+    from forerun.quantize.run import open_source, round_model
     from forerun.quantize.settings import QuantizeSettings
 
     settings = QuantizeSettings(**options)
-    ops = _kernels(given)
-    loaded = load(model, ops)
-    quantizable_parts(loaded, settings)
-    length = sequence_length(loaded, given.length)
-    purpose = PERPLEXITY if options["method"] == "rtn" else f"to calibrate with and {PERPLEXITY}"
-    text = _text(loaded, model, given, length, purpose)
-    measured = text.held_out if given.perplexity is None else _read(given.perplexity, loaded, length)
-    before = _figures(loaded, measured, loaded.folder)
-    _run(loaded, folder, settings, text)
-    after = _figures(load(str(folder), ops), measured, folder)
-    sizes = {"num_sequences": len(text.sequences), "length": length}
-    return {"model": model, "out": str(folder), "format": "hf", **options, **sizes, "before": before, "after": after}
+    source = open_source(fetch(model), settings)
+    if settings.method != "rtn":
+        return _calibrated(model, source, folder, settings, given)
+
+    def write() -> None:
+        with progress_bar("matrices", len(source.modules), shown=err().is_terminal) as advance:
+            round_model(source, folder, settings, advance)
+
+    return _written(model, folder, given, write)
 
 
 def _quantize_gguf(model: str, file: Path, mix: str, given: _TextOptions) -> dict[str, Any]:
@@ -146,19 +157,49 @@ def _quantize_gguf(model: str, file: Path, mix: str, given: _TextOptions) -> dic
     from forerun.progress import progress_bar
     from forerun.weights.checkpoint import Checkpoint
 
+    source = fetch(model)
+
+    def write() -> None:
+        num_tensors = sum(1 for _ in Checkpoint.open(source))
+        with progress_bar("tensors", num_tensors, shown=err().is_terminal) as advance:
+            export_gguf(source, file, mix, Path(model).name, lambda done, total: advance(1))
+
+    return _written(model, file, given, write)
+
+
+def _written(model: str, target: Path, given: _TextOptions, write: Callable[[], None]) -> dict[str, Any]:
+    """Write what needs no text; models are loaded only where there is one to measure perplexity on."""
+    from forerun.quantize.output import weight_bytes
+
+    if given.perplexity is None:
+        write()
+        return {
+            "before": {"file_bytes": weight_bytes(fetch(model))},
+            "after": {"file_bytes": weight_bytes(target)},
+        }
     ops = _kernels(given)
     loaded = load(model, ops)
     length = sequence_length(loaded, given.length)
-    num_tensors = sum(1 for _ in Checkpoint.open(loaded.folder))
-    with progress_bar("tensors", num_tensors, shown=err().is_terminal) as advance:
-        export_gguf(loaded.folder, file, mix, Path(model).name, lambda done, total: advance(1))
-    measured = (
-        _text(loaded, model, given, length, PERPLEXITY).held_out
-        if given.perplexity is None
-        else _read(given.perplexity, loaded, length)
-    )
-    before, after = _figures(loaded, measured, loaded.folder), _figures(load(str(file), ops), measured, file)
-    return {"model": model, "out": str(file), "format": "gguf", "type": mix, "before": before, "after": after}
+    measured = _read(given.perplexity, loaded, length)
+    before = _figures(loaded, measured, loaded.folder)
+    del loaded
+    write()
+    return {"length": length, "before": before, "after": _figures(load(str(target), ops), measured, target)}
+
+
+def _calibrated(
+    model: str, source: Quantizable, folder: Path, settings: QuantizeSettings, given: _TextOptions
+) -> dict[str, Any]:
+    """By a method that reads text."""
+    ops = _kernels(given)
+    loaded = load(model, ops)
+    length = sequence_length(loaded, given.length)
+    text = _text(loaded, model, given, length)
+    measured = text.held_out if given.perplexity is None else _read(given.perplexity, loaded, length)
+    before = _figures(loaded, measured, loaded.folder)
+    _run(source, loaded, folder, settings, text)
+    after = _figures(load(str(folder), ops), measured, folder)
+    return {"num_sequences": len(text.sequences), "length": length, "before": before, "after": after}
 
 
 def _check_source(model: str) -> None:
@@ -225,8 +266,8 @@ def _read(path: Path, loaded: LoadedModel, length: int, limit: int | None = None
     return cut(read_texts(path), loaded.tokenizer, length, limit)
 
 
-def _text(loaded: LoadedModel, model: str, given: _TextOptions, length: int, purpose: str) -> CalibrationText:
-    """From the file, or else written by the model; a part of it held out. `purpose`: what the user is told of it."""
+def _text(loaded: LoadedModel, model: str, given: _TextOptions, length: int) -> CalibrationText:
+    """From the file, or else written by the model; a part of it held out."""
     from forerun.quantize.text import split, with_held_out
 
     wanted = given.sequences or (OWN_SEQUENCES if given.calibration is None else SEQUENCES)
@@ -235,18 +276,19 @@ def _text(loaded: LoadedModel, model: str, given: _TextOptions, length: int, pur
     from forerun.llm import LLM
     from forerun.quantize.selftext import sample_sequences
 
-    print_note(f"the model writes a text of its own {purpose}; --calibration and --perplexity give others")
+    print_note("the model writes a text of its own to calibrate with; --calibration gives another")
     llm = LLM(model, drafter="none", kernels=given.kernels, threads=given.threads)
     return split(sample_sequences(llm, with_held_out(wanted), length, given.seed, err().is_terminal), wanted)
 
 
-def _run(loaded: LoadedModel, folder: Path, settings: QuantizeSettings, text: CalibrationText) -> None:
+def _run(
+    source: Quantizable, loaded: LoadedModel, folder: Path, settings: QuantizeSettings, text: CalibrationText
+) -> None:
     from forerun.progress import progress_bar
     from forerun.quantize.run import quantize_model
 
-    total = loaded.config.num_layers if loaded.config is not None else 1  # None: quantize_model refuses it
-    with progress_bar("layers", total, shown=err().is_terminal) as advance:
-        quantize_model(loaded, folder, settings, text.sequences, advance)
+    with progress_bar("layers", source.config.num_layers, shown=err().is_terminal) as advance:
+        quantize_model(source, loaded, folder, settings, text.sequences, advance)
 
 
 def _figures(loaded: LoadedModel, measured: list[list[int]], path: Path) -> dict[str, Any]:
@@ -261,11 +303,17 @@ def _figures(loaded: LoadedModel, measured: list[list[int]], path: Path) -> dict
     }
 
 
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # figure -> its column
+    "perplexity": ("perplexity", "{:.3f}".format),
+    "bits_per_byte": ("bits per byte", "{:.4f}".format),
+    "weight_bytes": ("in memory", lambda num: f"{num / 1e6:.1f} MB"),
+    "file_bytes": ("on disk", lambda num: f"{num / 1e6:.1f} MB"),
+}
+
+
 def _show(report: dict[str, Any]) -> None:
-    result = table("", "perplexity", "bits per byte", "in memory", "on disk")
+    result = table("", *(COLUMNS[figure][0] for figure in report["before"]))
     for name in ("before", "after"):
-        row = report[name]
-        sizes = (f"{row[key] / 1e6:.1f} MB" for key in ("weight_bytes", "file_bytes"))
-        result.add_row(name, f"{row['perplexity']:.3f}", f"{row['bits_per_byte']:.4f}", *sizes)
+        result.add_row(name, *(COLUMNS[figure][1](value) for figure, value in report[name].items()))
     out().print(result)
     out().print(f"written to {report['out']}", soft_wrap=True)

@@ -28,7 +28,8 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     if 8 % bits == 0:
         chunks = stream
     else:  # eight integers fill `bits` bytes
-        chunks = _joined_bytes(torch.nn.functional.pad(stream, (0, -stream.shape[1] % bits)), bits)
+        whole = torch.nn.functional.pad(stream, (0, -stream.shape[1] % bits))
+        chunks = _joined_fields(whole.to(torch.int32 if bits < 4 else torch.int64), bits, 8)
     per_chunk, mask = 8 // bits if 8 % bits == 0 else 8, (1 << bits) - 1
     fields = torch.empty(*chunks.shape, per_chunk, dtype=torch.uint8)  # [R, chunks, per_chunk]
     for index in range(per_chunk):
@@ -36,20 +37,23 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     return fields.flatten(1)[:, :count].contiguous()
 
 
-def _joined_bytes(stream: Tensor, count: int) -> Tensor:
-    """Every `count` neighbouring bytes of [R, B] as one integer -> [R, B / count]."""
-    parts = stream.view(len(stream), -1, count).to(torch.int32 if count < 4 else torch.int64)
-    joined = parts[..., 0].clone()
-    for index in range(1, count):
-        joined |= parts[..., index] << (8 * index)
-    return joined
-
-
 def pack(codes: Tensor, bits: int) -> Tensor:
     """The inverse: codes [R, C] of values below 2 ** bits -> [R, words_for(C)] int32, the last word filled with 0."""
     rows, count = codes.shape
-    fields = torch.nn.functional.pad(codes.long(), (0, -count % WORD_BITS)).view(rows, -1, 8)  # [R, chunks, 8]
-    joined = (fields << torch.arange(0, 8 * bits, bits)).sum(-1, keepdim=True)  # [R, chunks, 1]
-    stream = ((joined >> torch.arange(0, 8 * bits, 8)) & 255).to(torch.uint8)  # [R, chunks, bits]
+    whole = torch.nn.functional.pad(codes.to(torch.uint8).contiguous(), (0, -count % WORD_BITS))
+    if 8 % bits == 0:
+        stream = _joined_fields(whole, 8 // bits, bits)
+    else:  # eight integers fill `bits` bytes
+        chunks = _joined_fields(whole.to(torch.int32 if bits < 4 else torch.int64), 8, bits)  # [R, chunks]
+        stream = ((chunks[..., None] >> torch.arange(0, 8 * bits, 8)) & 255).to(torch.uint8)  # [R, chunks, bits]
     words = stream.reshape(rows, -1).view(torch.int32)  # [R, W]
     return words[:, : words_for(count, bits)].contiguous()
+
+
+def _joined_fields(fields: Tensor, count: int, bits: int) -> Tensor:
+    """Every `count` neighbours of [R, C] as one integer of the same type, `bits` bits each -> [R, C / count]."""
+    parts = fields.view(len(fields), -1, count)
+    joined = parts[..., 0].clone()
+    for index in range(1, count):
+        joined |= parts[..., index] << (bits * index)
+    return joined

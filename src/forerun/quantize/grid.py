@@ -18,21 +18,22 @@ from torch import Tensor
 from forerun.quantize.settings import QuantizeSettings
 
 SMALLEST_SCALE = 2.0**-20
+_CHUNK = 1 << 17  # weights rounded at a time: what is computed of them stays in the L2 cache
 CLIP_RATIOS = tuple(1 - 0.025 * step for step in range(29))  # 1 down to 0.3
 
 
 class Grid(NamedTuple):
     """A scale and a zero point a row, in a shape that broadcasts over the weights."""
 
-    scale: Tensor  # [N, 1] float32
-    zero: Tensor  # [N, 1] float32, whole
+    scale: Tensor  # [..., 1] float32
+    zero: Tensor  # [..., 1] float32, whole
 
     def codes(self, weights: Tensor, bits: int) -> Tensor:
-        """The nearest codes of weights [N, k] -> float32, whole."""
-        return (weights / self.scale + self.zero).round().clamp(0, (1 << bits) - 1)
+        """The nearest codes of weights [..., k] -> float32, whole."""
+        return (weights / self.scale).add_(self.zero).round_().clamp_(0, (1 << bits) - 1)
 
     def values(self, codes: Tensor) -> Tensor:
-        """What codes [N, k] stand for."""
+        """What codes [..., k] stand for."""
         return self.scale * (codes - self.zero)
 
     def rounded(self, weights: Tensor, bits: int) -> Tensor:
@@ -66,8 +67,8 @@ class QuantizedMatrix:
 
 
 def fit(weights: Tensor, settings: QuantizeSettings, dtype: torch.dtype, ratio: float = 1.0) -> Grid:
-    """The grid over the range of weights [N, k], times `ratio`; `dtype` is the checkpoint's own precision."""
-    low, high = weights.amin(1, keepdim=True).clamp(max=0) * ratio, weights.amax(1, keepdim=True).clamp(min=0) * ratio
+    """The grid over the range of weights [..., k], times `ratio`; `dtype` is the checkpoint's own precision."""
+    low, high = weights.amin(-1, keepdim=True).clamp(max=0) * ratio, weights.amax(-1, keepdim=True).clamp(min=0) * ratio
     top = (1 << settings.bits) - 1
     if settings.sym:
         scale = _storable(2 * torch.maximum(-low, high) / top, dtype)
@@ -88,7 +89,7 @@ def fit_clipped(weights: Tensor, settings: QuantizeSettings, dtype: torch.dtype,
     for ratio in CLIP_RATIOS[1:]:
         grid = fit(weights, settings, dtype, ratio)
         loss = _loss(grid.rounded(weights, settings.bits) - weights, importance)
-        better = loss < least  # [N, 1]
+        better = loss < least  # [..., 1]
         least = torch.where(better, loss, least)
         best = Grid(torch.where(better, grid.scale, best.scale), torch.where(better, grid.zero, best.zero))
     return best
@@ -100,14 +101,26 @@ def round_to_nearest(
     """Every weight of [N, K] to the nearest value of its group's grid; `moments` [K, K] weigh the search of ranges."""
     columns = weights.shape[1]
     size = settings.group_of(columns)
-    codes, grids = torch.empty_like(weights, dtype=torch.uint8), list[Grid]()
-    for start in range(0, columns, size):
-        part = slice(start, start + size)
-        block = weights[:, part]
-        importance = None if moments is None else moments[part, part]
-        grids.append(fit_clipped(block, settings, dtype, importance) if settings.clips else fit(block, settings, dtype))
-        codes[:, part] = grids[-1].codes(block, settings.bits).to(torch.uint8)
-    return assembled(codes, grids, torch.arange(columns) // size)
+    group_ids = torch.arange(columns) // size
+    if moments is not None and settings.clips:
+        groups = [slice(start, start + size) for start in range(0, columns, size)]
+        grids = [fit_clipped(weights[:, group], settings, dtype, moments[group, group]) for group in groups]
+        found = [grid.codes(weights[:, group], settings.bits) for grid, group in zip(grids, groups, strict=True)]
+        return assembled(torch.cat(found, 1).to(torch.uint8), grids, group_ids)
+    rows = torch.split(weights, max(_CHUNK // columns, 1))
+    parts = [_rounded_rows(part, size, settings, dtype) for part in rows]
+    codes, scales, zeros = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return QuantizedMatrix(codes, scales, zeros, group_ids)
+
+
+def _rounded_rows(
+    weights: Tensor, size: int, settings: QuantizeSettings, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [N, K] of a few rows, scales and zero points [N, groups]."""
+    groups = weights.float().reshape(len(weights), -1, size)  # [N, groups, size]
+    grid = fit_clipped(groups, settings, dtype, None) if settings.clips else fit(groups, settings, dtype)
+    codes = grid.codes(groups, settings.bits).to(torch.uint8)
+    return codes.flatten(1), grid.scale[..., 0], grid.zero[..., 0]
 
 
 def assembled(codes: Tensor, grids: list[Grid], group_ids: Tensor) -> QuantizedMatrix:
@@ -117,9 +130,9 @@ def assembled(codes: Tensor, grids: list[Grid], group_ids: Tensor) -> QuantizedM
 
 
 def _loss(error: Tensor, importance: Tensor | None) -> Tensor:
-    """[N, k] -> [N, 1]."""
+    """[..., k] -> [..., 1]."""
     weighted = error if importance is None else error @ importance
-    return (weighted * error).sum(1, keepdim=True)
+    return (weighted * error).sum(-1, keepdim=True)
 
 
 def _storable(scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""How each method quantizes one decoder layer.
+"""How gptq and awq quantize one decoder layer.
 
 Knows: the order of work inside a layer. Does not know: text, files, other layers.
 """
@@ -19,14 +19,9 @@ from forerun.quantize.stream import LayerInputs, LayerStream
 
 
 def quantize_layer(
-    work: LayerWork, index: int, stream: LayerStream | None, config: ModelConfig, settings: QuantizeSettings
+    work: LayerWork, index: int, stream: LayerStream, config: ModelConfig, settings: QuantizeSettings
 ) -> None:
-    """Quantize every matrix of layer `index`; `stream` stands in front of it (methods other than rtn need one)."""
-    if settings.method == "rtn":
-        for stage in work.stages:
-            stage.replace(round_to_nearest(stage.matrix, settings, work.dtype))
-        return
-    assert stream is not None, settings.method
+    """Quantize every matrix of layer `index` by gptq or awq; `stream` stands in front of it."""
     if settings.method == "gptq":
         _gptq_layer(work, index, stream, settings)
     else:

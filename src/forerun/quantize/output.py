@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.weights.checkpoint import INDEX_FILE, INDEX_FILES, SINGLE_FILE, Checkpoint
@@ -24,17 +23,17 @@ SHARD_BYTES = 4 << 30
 
 
 def write_model(
-    checkpoint: Checkpoint, layers: Mapping[str, Path], section: Mapping[str, Any], out: Path,
+    checkpoint: Checkpoint, tensors: Iterable[tuple[str, Tensor]], section: Mapping[str, Any], out: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:  # fmt: skip
-    """Write the folder `out`: the tensors of `layers` (prefix -> file) and of the checkpoint outside of them.
+    """Write the folder `out`: `tensors` by name, a shard of them in memory at a time, and what else is in `checkpoint`.
 
     config.json comes last: a folder without it is not a model.
     """
     config = {**checkpoint.config, "quantization_config": section}
     aside = out / "config.json.new"
     aside.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    for path in _write_shards(_tensors(checkpoint, layers), out, shard_bytes):
+    for path in _write_shards(tensors, out, shard_bytes):
         shutil.copymode(aside, path)  # the safetensors library writes files that only their owner may read
     for pattern in COPIED:
         for path in checkpoint.folder.glob(pattern):
@@ -50,16 +49,7 @@ def weight_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in Checkpoint.open(path).files)
 
 
-def _tensors(checkpoint: Checkpoint, layers: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
-    prefixes = tuple(layers)
-    for name in checkpoint:
-        if not name.startswith(prefixes):
-            yield name, checkpoint.tensor(name)
-    for path in layers.values():
-        yield from load_file(path).items()
-
-
-def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, shard_bytes: int) -> list[Path]:
+def _write_shards(tensors: Iterable[tuple[str, Tensor]], out: Path, shard_bytes: int) -> list[Path]:
     """One file, or several with an index; their number is known only at the end."""
     shards: list[tuple[Path, list[str]]] = []
     batch: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""A quantization run: every layer of a model in turn, then the folder.
+"""A quantization run: every matrix of a model in turn, then the folder.
 
 Knows: the order of things, and what makes two runs the same. Does not know: commands, terminals, where text is from.
 """
@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from safetensors.torch import load_file
+from torch import Tensor
 
 from forerun.errors import ConfigError, UnsupportedError
+from forerun.kernels.threads import single_torch_thread
+from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.family import Family
 from forerun.models.loader import LoadedModel, find_family
+from forerun.quantize.grid import round_to_nearest
 from forerun.quantize.layers import LayerWork
 from forerun.quantize.layout import check_fits, quantization_config, tensors_of
 from forerun.quantize.methods import quantize_layer
@@ -23,46 +29,106 @@ from forerun.quantize.output import write_model
 from forerun.quantize.partial import Partial
 from forerun.quantize.settings import QuantizeSettings
 from forerun.quantize.stream import LayerStream
-from forerun.weights.checkpoint import Checkpoint
+from forerun.weights.checkpoint import Checkpoint, read_json
 
-Advance = Callable[[int], None]  # told how many more layers are done
+Advance = Callable[[int], None]  # told how many more layers (or, when rounding, matrices) are done
+
+
+class Quantizable(NamedTuple):
+    """A folder whose matrices can be quantized."""
+
+    checkpoint: Checkpoint
+    family: Family
+    config: ModelConfig
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the matrices, layer by layer."""
+        names = self.family.names
+        own = (*names.qkv, names.out, *names.gate_up, names.down)
+        prefixes = [names.layer.format(index=index) for index in range(self.config.num_layers)]
+        return [f"{prefix}.{name}" for prefix in prefixes for name in own]
+
+
+def open_source(folder: Path, settings: QuantizeSettings) -> Quantizable:
+    """A folder to quantize with these settings; no weights are read.
+
+    Raises UnsupportedError and ConfigError for one that cannot be quantized so.
+    """
+    if not folder.is_dir():  # a GGUF file
+        raise UnsupportedError(f"{folder} is quantized already; start from the unquantized checkpoint")
+    raw = read_json(folder / "config.json")
+    family = find_family(raw)
+    if family is None:
+        raise UnsupportedError(
+            f"{folder} runs through transformers; quantizing is implemented for the families forerun runs itself"
+        )
+    if raw.get("quantization_config"):
+        raise UnsupportedError(f"{folder} is quantized already; start from the unquantized checkpoint")
+    source = Quantizable(Checkpoint.open(folder), family, ModelConfig.read(raw, family))
+    if source.config.experts is not None or source.config.latents is not None:
+        raise UnsupportedError(
+            f"{folder} is a {source.config.model_type} model; quantizing is implemented for dense feed-forward layers "
+            "behind attention with keys and values, not for mixtures of experts or latent attention"
+        )
+    for module in source.modules:
+        rows, columns = source.checkpoint.shape(f"{module}.weight")
+        check_fits(module, (rows, columns), settings)
+    return source
+
+
+def round_model(source: Quantizable, out: Path, settings: QuantizeSettings, advance: Advance) -> None:
+    """Write the folder `out`, every matrix rounded to the nearest ("rtn"): each is read once, no model is loaded."""
+    partial = Partial(out, _asked(source, settings, ()))
+    with single_torch_thread():  # many short operations: its threads would wait for each other longer than they compute
+        write_model(source.checkpoint, _rounded(source, settings, advance), quantization_config(settings), out)
+    partial.remove()
+
+
+def _rounded(source: Quantizable, settings: QuantizeSettings, advance: Advance) -> Iterator[tuple[str, Tensor]]:
+    matrices = {f"{module}.weight": module for module in source.modules}
+    for name in source.checkpoint:
+        tensor = source.checkpoint.tensor(name)
+        if name not in matrices:
+            yield name, tensor
+            continue
+        packed = tensors_of(round_to_nearest(tensor, settings, tensor.dtype), settings)
+        yield from ((f"{matrices[name]}.{part}", values) for part, values in packed.items())
+        advance(1)
 
 
 def quantize_model(
-    loaded: LoadedModel, out: Path, settings: QuantizeSettings, sequences: Sequence[Sequence[int]], advance: Advance
-) -> None:
-    """Quantize a freshly loaded model into the folder `out`, calibrated with `sequences` of token ids.
+    source: Quantizable, loaded: LoadedModel, out: Path, settings: QuantizeSettings,
+    sequences: Sequence[Sequence[int]], advance: Advance,
+) -> None:  # fmt: skip
+    """Quantize `source`, freshly loaded as `loaded`, into the folder `out` by gptq or awq, calibrated with `sequences`.
 
     The loaded model's matrices are replaced on the way: it cannot be used afterwards. A run that was interrupted goes
-    on when it is asked the same again. Raises UnsupportedError and ConfigError for what cannot be quantized so.
+    on when it is asked the same again. Raises ConfigError for sequences longer than the model's positions.
     """
-    decoder, family, checkpoint = quantizable_parts(loaded, settings)
+    decoder = loaded.model
+    assert isinstance(decoder, Decoder)  # of every family in FAMILIES
     if any(len(ids) > decoder.max_position for ids in sequences):
         raise ConfigError(f"calibration sequences may have at most {decoder.max_position} tokens in this model")
-    partial = Partial(out, _asked(loaded, checkpoint, settings, sequences))
-    _quantize_layers(decoder, family, checkpoint, loaded, settings, sequences, partial, advance)
-    prefixes = [family.names.layer.format(index=index) + "." for index in range(len(decoder.parts.layers))]
-    layers = {prefix: partial.layer_file(index) for index, prefix in enumerate(prefixes)}
-    write_model(checkpoint, layers, quantization_config(settings), out)
+    partial = Partial(out, _asked(source, settings, sequences))
+    _quantize_layers(source, decoder, settings, sequences, partial, advance)
+    write_model(source.checkpoint, _finished(source, partial), quantization_config(settings), out)
     partial.remove()
 
 
 def _quantize_layers(
-    decoder: Decoder, family: Family, checkpoint: Checkpoint, loaded: LoadedModel, settings: QuantizeSettings,
-    sequences: Sequence[Sequence[int]], partial: Partial, advance: Advance,
+    source: Quantizable, decoder: Decoder, settings: QuantizeSettings, sequences: Sequence[Sequence[int]],
+    partial: Partial, advance: Advance,
 ) -> None:  # fmt: skip
-    assert loaded.config is not None
-    stream = None if settings.method == "rtn" else LayerStream(decoder, sequences)
-    first = partial.next_layer
-    if stream is not None and first:
+    stream, first = LayerStream(decoder, sequences), partial.next_layer
+    if first:
         stream.residuals = partial.residuals()
     advance(first)
     for index in range(first, len(decoder.parts.layers)):
-        work = LayerWork(decoder, checkpoint, family, index)
-        quantize_layer(work, index, stream, loaded.config, settings)
-        if stream is not None:
-            stream.advance(index)
-        partial.save_layer(index, _tensors(work, settings), [] if stream is None else stream.residuals)
+        work = LayerWork(decoder, source.checkpoint, source.family, index)
+        quantize_layer(work, index, stream, source.config, settings)
+        stream.advance(index)
+        partial.save_layer(index, _tensors(work, settings), stream.residuals)
         work.release()
         advance(1)
 
@@ -78,36 +144,16 @@ def _tensors(work: LayerWork, settings: QuantizeSettings) -> dict[str, Any]:
     return tensors
 
 
-def quantizable_parts(loaded: LoadedModel, settings: QuantizeSettings) -> tuple[Decoder, Family, Checkpoint]:
-    """The pieces of a model that can be quantized with these settings.
-
-    Raises UnsupportedError and ConfigError for one that cannot.
-    """
-    family = find_family(loaded.raw_config)
-    if not isinstance(loaded.model, Decoder) or family is None or loaded.config is None:
-        raise UnsupportedError(
-            f"{loaded.folder} runs through transformers; quantizing is implemented for the families forerun runs itself"
-        )
-    if loaded.config.experts is not None or loaded.config.latents is not None:
-        raise UnsupportedError(
-            f"{loaded.folder} is a {loaded.config.model_type} model; quantizing is implemented for dense feed-forward "
-            "layers behind attention with keys and values, not for mixtures of experts or latent attention"
-        )
-    if loaded.raw_config.get("quantization_config") or not loaded.folder.is_dir():  # a GGUF file is no folder
-        raise UnsupportedError(f"{loaded.folder} is quantized already; start from the unquantized checkpoint")
-    checkpoint = Checkpoint.open(loaded.folder)
-    names = family.names
-    for index in range(loaded.config.num_layers):
-        prefix = names.layer.format(index=index)
-        for name in (*names.qkv, names.out, *names.gate_up, names.down):
-            rows, columns = checkpoint.shape(f"{prefix}.{name}.weight")
-            check_fits(f"{prefix}.{name}", (rows, columns), settings)
-    return loaded.model, family, checkpoint
+def _finished(source: Quantizable, partial: Partial) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's tensors outside of the layers, then those of the finished layers."""
+    num_layers = source.config.num_layers
+    prefixes = tuple(source.family.names.layer.format(index=index) + "." for index in range(num_layers))
+    yield from ((name, source.checkpoint.tensor(name)) for name in source.checkpoint if not name.startswith(prefixes))
+    for index in range(num_layers):
+        yield from load_file(partial.layer_file(index)).items()
 
 
-def _asked(
-    loaded: LoadedModel, checkpoint: Checkpoint, settings: QuantizeSettings, sequences: Sequence[Sequence[int]]
-) -> dict[str, Any]:
+def _asked(source: Quantizable, settings: QuantizeSettings, sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
     text = hashlib.sha256(json.dumps([list(ids) for ids in sequences]).encode()).hexdigest()
-    folder = str(loaded.folder.resolve())
-    return {"model": folder, "bytes": checkpoint.nbytes, "text": text, "settings": asdict(settings)}
+    folder = str(source.checkpoint.folder.resolve())
+    return {"model": folder, "bytes": source.checkpoint.nbytes, "text": text, "settings": asdict(settings)}
