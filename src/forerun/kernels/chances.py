@@ -1,7 +1,7 @@
-"""How likely a drafted token is said to be: the two formulas, in torch, for a host and a device alike.
+"""Estimates of how likely a drafted token is to be accepted: the two formulas, in torch, on any device.
 
-Knows: logits and the scores of their best tokens. Does not know: who draws, trees, requests. Both are estimates: they
-steer which nodes are tried, never what is emitted.
+Knows: logits and the scores of their best tokens. Does not know: who draws, trees, requests. Estimates only
+steer which nodes are tried, never which tokens are emitted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ def rival_log_chances(scores: Tensor) -> Tensor:
 
 
 def head_log_chances(logits: Tensor, scores: Tensor, is_greedy: Tensor) -> Tensor:
-    """Of heads that do not see the tokens before theirs: log q at temperature 0, above it that of their best scores.
+    """Log chances of heads that do not see the drafted tokens before theirs (Medusa).
 
-    Above it the noise has spoken, and how far the best lead the others tells how sure a head is. logits [..., V],
-    scores [..., ranks] as `Kernels.gumbel_topk` has them, is_greedy [..., 1] -> [..., ranks] float64.
-    Unlike those of drafters that see the whole prefix (`speculation.growth`), the distributions here are flat, and at
-    temperature 0 what they say of their own chances is right (`mini`: docs/log.md, "Trees").
+    At temperature 0 that is log q; above, the log softmax of the best scores, noise included: how far the best leads
+    the others tells how sure a head is. logits [..., V], scores [..., ranks] as `Kernels.gumbel_topk` has them,
+    is_greedy [..., 1] -> [..., ranks] float64.
+    These heads' distributions are flat and, unlike those of drafters that see the whole prefix
+    (`speculation.growth`), well calibrated at temperature 0 (`mini`: docs/log.md, "Trees").
     """
     of_all, of_best = torch.logsumexp(logits, -1, keepdim=True), torch.logsumexp(scores, -1, keepdim=True)
     return (scores - torch.where(is_greedy, of_all.double(), of_best)).clamp(max=0.0)

@@ -64,14 +64,14 @@ def all_to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host where kernels run, itself if that is the host; nobody waits."""
+    """A host tensor copied to `device`, or the tensor itself if that is the host; the host does not wait."""
     if host.device == device:
         return host
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def upload(host: Tensor, target: Tensor) -> None:
-    """Overwrite `target` with a tensor of the host; nobody waits."""
+    """Overwrite `target` with a host tensor; the host does not wait."""
     target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
 
 

@@ -176,12 +176,12 @@ class ChainNoise(NamedTuple):
     seeds: Tensor  # [R] int64
     streams: Tensor  # [R] int64
     positions: Tensor  # [steps, R] int64: what `NoiseKeys.positions` is at each step
-    num_active: Tensor  # [steps] int64: rows, from the first, whose chain has that many tokens
-    least: float = 0.0  # where chances are wanted: of all chains being right so far, added up, to draw on; see `Draft`
+    num_active: Tensor  # [steps] int64: how many chains, from the first, have a token at that step
+    least: float = 0.0  # drawing ends where the chains' chances to be right so far add up to less; see `Draft`
 
 
-NUM_RIVALS = 8  # best scores of a row, of logits / T + noise, that tell how sure the first of them is
-RIVALS_SCALE = 0.85  # what they are divided by before their softmax is taken for chances
+NUM_RIVALS = 8  # how many of a row's best scores (logits / T + noise) tell how sure the best is
+RIVALS_SCALE = 0.85  # what these scores are divided by before their softmax
 
 
 class Chains(NamedTuple):
@@ -369,10 +369,10 @@ class Kernels(Protocol):
     def gumbel_chances(
         self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys, width: int
     ) -> tuple[Tensor, Tensor]:
-        """The same ids, and the log chance of each: how far its score leads its rivals' -> each [R, width].
+        """The ids of `gumbel_topk` and each one's estimated log chance of being accepted -> each [R, width].
 
-        That is the log softmax of the NUM_RIVALS best scores over RIVALS_SCALE (`forerun.speculation.growth` says why),
-        continued beyond these; -inf beside id -1.
+        The log softmax of the NUM_RIVALS best scores over RIVALS_SCALE (`forerun.speculation.growth` says why), with
+        the same denominator for further scores; -inf beside id -1.
         """
 
     def grow_trees(
@@ -380,15 +380,17 @@ class Kernels(Protocol):
     ) -> tuple[TreeNodes, NodeRows]:
         """Hang children below the leaves of R trees, keep the likeliest `budgets` [R] nodes, choose the next leaves.
 
-        ids, -1 for none, and log_chances (float64, above 0 as 0) [R, leaves, width], best first. The rows are those of
-        the pass over the next leaves, at most `width`; last: those of the pass that drew, None if that was the roots'.
+        ids (-1 for none) and log_chances (float64; above 0 counts as 0) [R, leaves, width], best first. Returns the
+        trees, and the rows of the pass over the next leaves, at most `width` a tree. `last`: the rows of the pass that
+        gave these ids; None if it was the roots'.
         """
 
     def keep_trees(self, nodes: TreeNodes, budgets: Tensor, ids: Tensor, log_chances: Tensor, num_nodes: int) -> Tensor:
         """Hang the last children -> the nodes kept below the root, in the order drawn, [6, R, num_nodes] int64.
 
-        Tokens; parents, 0 for the root, else their column plus 1; log chances, float64 by their bits; places; depths;
-        ancestors and self by bits, bit i for column i - 1. Behind the last: -1 four times, then a child of the root.
+        The 6: token; parent (0 for the root, else its column plus 1); log chance (the bits of a float64); place; depth;
+        mask of ancestors and self, bit i for column i - 1. Unused columns: -1 four times, depth and mask as of a child
+        of the root.
         """
 
 

@@ -23,10 +23,10 @@ from forerun.kernels.suffix import Guess
 BOUNDARY: Final = -1  # ends each text of a corpus; no request holds it
 MAX_EDGES: Final = 64  # continuations of a state that are looked at, first seen first
 MAX_LEVELS: Final = 6  # match lengths that are blended
-FAINT: Final = 0.25  # a token counts from this part of the least chance wanted; lengths below may add to it
+FAINT: Final = 0.25  # of the least chance wanted: tokens below that are dropped; shorter matches may add to the others
 # Fitted on text and on models' answers, so that guesses of chance c come true about c of the time.
 ESCAPE: Final = 2.5
-RECENT: Final = 1.0  # occurrences by which the latest continuation counts for more than it was seen
+RECENT: Final = 1.0  # extra occurrences that the latest continuation counts for
 ROOT: Final = 0
 
 
@@ -137,7 +137,7 @@ Context = list[Place]  # where each automaton stands, the request's own first
 
 
 def predict(context: Context, least: float) -> dict[int, float]:
-    """Chances of the next token, from the longest matches first until less than `least` is left to be told."""
+    """Chances of the next token, from the longest matches first until less than `least` is left for shorter ones."""
     chances: dict[int, float] = {}
     left = 1.0
     for automaton, (state, length) in islice(_shorter_and_shorter(context), MAX_LEVELS):

@@ -1,6 +1,6 @@
 """Draft trees that grow level by level where their logits lie: the form of a tree, and growth in plain torch.
 
-Knows: log chances of nodes, who is kept and expanded, the places of rows, how a tree that is done goes on idly. Does
+Knows: log chances of nodes, which nodes are kept and expanded, the places of rows, what a finished tree computes. Does
 not know: passes, logits, requests. Nothing here asks a device anything, and shapes depend on sizes alone.
 
 The rules are those of `speculation.best_first`, node by node (EAGLE-2, arXiv 2406.16858): of all nodes ever drawn the
@@ -119,7 +119,7 @@ def _with_children(nodes: TreeNodes, ids: Tensor, log_chances: Tensor) -> Tensor
     parents = parents.clamp(min=0)
     above = nodes.columns[:, CHANCES].view(torch.float64).gather(1, parents)
     chances = above + log_chances.flatten(1).clamp(max=0.0)
-    is_there = is_leaf & (tokens >= 0) & (chances > _NEVER)  # not where a chance is no number
+    is_there = is_leaf & (tokens >= 0) & (chances > _NEVER)  # False for NaN
     chances = chances.masked_fill(~is_there, _NEVER).view(torch.int64)
     depths = nodes.columns[:, DEPTHS].gather(1, parents) + 1
     fresh = (tokens, parents, depths, chances, torch.full_like(tokens, NONE), torch.zeros_like(tokens))
@@ -127,7 +127,7 @@ def _with_children(nodes: TreeNodes, ids: Tensor, log_chances: Tensor) -> Tensor
 
 
 def _is_kept(drawn: Tensor, budgets: Tensor) -> Tensor:
-    """Whether a node is among the likeliest, the older of equals first; the root is, beside the others -> [R, n]."""
+    """Whether a node is kept: the root, and the likeliest others, of equals the older -> [R, n]."""
     chances = drawn[:, CHANCES].view(torch.float64)
     order = chances.sort(dim=1, descending=True, stable=True).indices
     every = torch.arange(order.shape[1], device=order.device).expand_as(order)
@@ -157,7 +157,7 @@ def _absent(num_trees: int, num_nodes: int, like: Tensor) -> Tensor:
 
 
 def _likeliest(drawn: Tensor, kept: Tensor, budgets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The likeliest of the children whose own may be kept, and whether there are so many -> each [R, width]."""
+    """The likeliest children whose own children may be kept, and which of these entries are used -> each [R, width]."""
     chances = drawn[:, CHANCES].view(torch.float64)
     worst = chances.masked_fill(~kept, -_NEVER).amin(1, keepdim=True)
     is_full = kept.sum(1, keepdim=True) == budgets[:, None] + 1
@@ -168,7 +168,7 @@ def _likeliest(drawn: Tensor, kept: Tensor, budgets: Tensor, width: int) -> tupl
 
 
 def _free_places(places: Tensor, kept: Tensor, is_leaf: Tensor) -> Tensor:
-    """The first places that no kept node has, the likeliest leaf the first of them -> [R, width]."""
+    """The first places that no kept node has; the likeliest leaf gets the first -> [R, width]."""
     is_used = kept & (places >= 0)
     bits = (1 << places.clamp(min=0)).masked_fill(~is_used, 0).sum(1, keepdim=True)  # [R, 1]
     place = torch.arange(MOST_NODES, device=bits.device)
@@ -179,7 +179,7 @@ def _free_places(places: Tensor, kept: Tensor, is_leaf: Tensor) -> Tensor:
 
 
 def _laid_out(columns: tuple[Tensor, ...], is_leaf: Tensor, room: TreeRoom) -> NodeRows:
-    """Rows of leaves, whose columns are each [R, width]; the tree's first where there is no leaf."""
+    """Rows of leaves from columns [R, width] each; where there is no leaf, the tree's first leaf again."""
     leaf = torch.arange(is_leaf.shape[1], device=is_leaf.device)
     first = torch.where(is_leaf, leaf, 0)
     tokens, depths, places, masks, trees, sources = (column.gather(1, first).flatten() for column in columns)
@@ -192,10 +192,10 @@ def _laid_out(columns: tuple[Tensor, ...], is_leaf: Tensor, room: TreeRoom) -> N
 
 
 def _idle_filled(own: NodeRows, is_leaf: Tensor, last: NodeRows | None) -> NodeRows:
-    """Rows for trees without leaves: each computes what another does, into the same place, so nothing changes.
+    """Rows for trees without leaves: each repeats another row, into the same slot, so nothing changes.
 
-    That is what the last pass computed in the row's stead, fed as then; in a tree that never had a leaf it is what the
-    first tree, the largest, does now: the places of that tree's earlier rows may be others' by now.
+    A tree that had leaves repeats its row of the last pass, with the same feature. A tree that never had one repeats
+    what the first tree, the largest, computes in this pass: that tree's earlier slots may hold other nodes by now.
     """
     num_trees, width = is_leaf.shape
     row = torch.arange(is_leaf.numel(), device=is_leaf.device)

@@ -19,7 +19,7 @@ _PLAIN_ACCESS = frozenset({"__get__", "data_ptr", "is_contiguous", "size", "dim"
 
 
 class Scribe(Protocol):
-    """Who takes ops down and lends memory for their results."""
+    """The recorder as an activation sees it: it writes ops down and lends memory for their results."""
 
     engine: _native.CpuEngine
 
@@ -27,7 +27,7 @@ class Scribe(Protocol):
         """A fresh activation [num_rows, width]."""
 
     def keep(self, held: Any) -> None:
-        """Hold on to something whose address was taken down."""
+        """Keep something alive whose address was written down."""
 
 
 class Activation(Tensor):
@@ -103,7 +103,7 @@ def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Activation:
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Activation:
-    """Rows of several activations of one shape, a row's own ones side by side: [M, n, width]."""
+    """Several activations [M, width] of one shape, stacked row by row: [M, n, width]."""
     joined = _concatenate(tensors, dim)
     return joined.as_view(joined.shape[0], len(tensors), joined.shape[1] // len(tensors))
 
@@ -146,7 +146,7 @@ def _ones_like(x: Activation) -> Activation:
 
 
 def _scatter(x: Activation, dim: int, ids: Tensor, source: Tensor) -> Activation:
-    """Columns of `source` become those of x that `ids`, known beforehand, say."""
+    """Copy the columns of `source` into the columns `ids` of x; `ids` are known while recording."""
     known = ids.dtype is torch.int64 and ids.is_contiguous() and not isinstance(ids, Activation)
     _only(dim == 1 and known and _is_rows(source), "only columns can be put into known places")
     x.scribe.keep(ids)

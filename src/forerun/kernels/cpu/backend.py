@@ -40,7 +40,7 @@ from forerun.kernels.reference import (
     check_weight,
 )
 
-_WIDEST_HEAD = 256  # scores are one chain of sums, which for wider heads rounds more than torch's blocks do
+_WIDEST_HEAD = 256  # C++ adds a score's products one by one, which for wider heads rounds more than torch does
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 _POOL_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}

@@ -1,6 +1,6 @@
 """How attention is cut into programs, and the work space they leave their results in.
 
-Knows: sizes the host knows, the GPU's appetite for programs. Does not know: what a program computes, pools. Nothing
+Knows: sizes the host knows, how many programs keep a GPU busy. Does not know: what a program computes, pools. Nothing
 here may change a row's bits: rows are independent, and a row's splits are always the same.
 """
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts on the device: who is chosen, which rows an expert gets, and what they add up to.
+"""Mixtures of experts on the device: which experts are chosen, which rows each gets, and what they add up to.
 
 Knows: `Kernels.route` and `Kernels.experts`. Does not know: how matrices are stored (`banks`), layers.
 

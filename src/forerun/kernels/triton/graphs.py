@@ -1,8 +1,8 @@
-"""CUDA graphs: work on a GPU that is written down once and done again by one launch.
+"""CUDA graphs: work on a GPU that is captured once and replayed by one launch.
 
 Knows: torch's capture of a stream, which sizes share a graph. Does not know: what the work is, models, batches.
 
-A graph has fixed sizes, so what comes is filled up to the next of a few: rows, sequences, and how far rows see. Up to
+A graph has fixed sizes, so batches are padded to the next of a few: rows, sequences, and how far rows see. Up to
 64 rows a tile of 16 costs the same however full it is; above, sizes follow the tiles in larger steps.
 """
 
@@ -32,10 +32,10 @@ class GraphSize(NamedTuple):
 
 
 class Capture(Protocol):
-    """Writes work down."""
+    """Captures work."""
 
     def __call__(self, run: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
-        """Run it, and return what it made and how to make that again, in the same tensors."""
+        """Run it; return its result, and a function that computes it again into the same tensors."""
 
 
 def size_for(num_rows: int, num_sequences: int, max_visible: int) -> GraphSize | None:
@@ -53,10 +53,10 @@ def _doubled(size: int, wanted: int) -> int:
 
 
 class LastUsed(Generic[Key, Kept]):
-    """What was captured for the sizes met last.
+    """The graphs of the sizes used last (LRU).
 
-    Each holds the numbers it makes on the GPU, logits of up to 256 rows among them, beside a KV pool that was given
-    nearly all the memory: there cannot be one for every size that ever comes.
+    Each keeps its outputs on the GPU, logits of up to 256 rows among them, and the KV pool was given nearly all the
+    memory: there is no room for a graph of every size ever met.
     """
 
     def __init__(self, most: int = MOST_KEPT) -> None:
@@ -94,5 +94,5 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             made = run()
-        graph.replay()  # a capture writes down and computes nothing
+        graph.replay()  # a capture records and computes nothing
         return made, graph.replay

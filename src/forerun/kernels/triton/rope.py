@@ -2,8 +2,8 @@
 
 Knows: how vectors are rotated and stored. Does not know: who reads them, nor how rows move (`moves`). A program
 handles one head of one row.
-Positions and slots are not checked, since that would make the host wait for the device; who builds a batch answers
-for them.
+Positions and slots are not checked, since that would make the host wait for the device: whoever builds a batch
+guarantees them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keyed Gumbel sampling on the device: argmax, the k best of log p + G and their chances, without a word to the host.
+"""Keyed Gumbel sampling on the device: argmax, the k best of log p + G and their chances, without asking the host.
 
 Knows: the definition of the noise (`forerun.kernels.philox`), ties, rows without an answer. Does not know: who draws.
 

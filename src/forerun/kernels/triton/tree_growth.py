@@ -28,8 +28,8 @@ CHANCES, PLACES, MASKS = tl.constexpr(trees.CHANCES), tl.constexpr(trees.PLACES)
 NEVER = tl.constexpr(float("-inf"))
 NEVER_BITS = tl.constexpr(-(1 << 52))  # of -inf as float64
 ABSENT = tl.constexpr((-1, 0, 0, -(1 << 52), -1, 0))  # columns of a node that is not there
-CHUNK = 16  # of more children so many at a time are compared with the others
-ONE_TILE = 64  # children that are compared at once
+CHUNK = 16  # children of a larger level that are compared with the others at once
+ONE_TILE = 64  # up to here all children of a level are compared at once
 TOLD = tl.constexpr((trees.TOKENS, trees.PARENTS, trees.CHANCES, trees.PLACES))  # of a node, as they are
 DOUBLINGS = tl.constexpr(6)  # 2^6 levels
 
@@ -134,7 +134,7 @@ def _child_chances(nodes, ids, log_chances, tree, child, LEVEL: tl.constexpr):
 
 @triton.jit
 def _goes_before(chance, index, other, other_index):
-    """Whether the others [1, n] go before [m, 1]: they are likelier, or as likely and older -> [m, n] int32."""
+    """Whether the others [1, n] rank before [m, 1]: they are likelier, or as likely and older -> [m, n] int32."""
     return ((other > chance) | ((other == chance) & (other_index < index))).to(tl.int32)
 
 
@@ -267,7 +267,7 @@ def _store_rows(
 
 @triton.jit
 def _repeat_rows(last, rows, tree, into, LEVEL: tl.constexpr):
-    """What the last pass computed in a tree's rows once more, fed as then, as the rows of tree `into`."""
+    """A tree's rows of the last pass once more, with the same features, as the rows of tree `into`."""
     row = tl.arange(0, LEVEL.ranks)
     own, to, inside = tree * LEVEL.width + row, into * LEVEL.width + row, row < LEVEL.width
     for column in tl.static_range(6):
