@@ -380,17 +380,15 @@ class Kernels(Protocol):
     ) -> tuple[TreeNodes, NodeRows]:
         """Hang children below the leaves of R trees, keep the likeliest `budgets` [R] nodes, choose the next leaves.
 
-        ids (-1 for none) and log_chances (float64; above 0 counts as 0) [R, leaves, width], best first. Returns the
-        trees, and the rows of the pass over the next leaves, at most `width` a tree. `last`: the rows of the pass that
-        gave these ids; None if it was the roots'.
+        ids (-1 for none) and log_chances (float64; above 0 counts as 0) [R, leaves, width], best first. Also returns
+        the rows of the pass over the next leaves, `width` a tree. `last`: those of the last such pass, if any.
         """
 
     def keep_trees(self, nodes: TreeNodes, budgets: Tensor, ids: Tensor, log_chances: Tensor, num_nodes: int) -> Tensor:
         """Hang the last children -> the nodes kept below the root, in the order drawn, [6, R, num_nodes] int64.
 
-        The 6: token; parent (0 for the root, else its column plus 1); log chance (the bits of a float64); place; depth;
-        mask of ancestors and self, bit i for column i - 1. Unused columns: -1 four times, depth and mask as of a child
-        of the root.
+        Six each: token; parent (0: root, else its column plus 1); log chance (bits of a float64); place; depth; mask
+        of ancestors and self, bit i for column i - 1. Unused columns: -1 four times, then as a child of the root.
         """
 
 

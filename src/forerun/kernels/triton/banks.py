@@ -1,6 +1,6 @@
 """Banks: the matrices of all experts of a layer, multiplied with lists of rows by one launch.
 
-Knows: addresses of matrices that were packed one by one, the kernels that multiply. Does not know: who chose the matrices.
+Knows: addresses of matrices that were packed one by one, the kernels that multiply. Does not know: who chose them.
 
 A *slot* is one pair of a row and a matrix. Slots of one matrix follow each other, in the order of the rows, so that a
 program takes neighbouring slots; how many there are of each only the device knows, and programs with nothing to do end
