@@ -210,8 +210,11 @@ def measure(machine_costs: Mapping[str, Any], drafter: str, texts: Sequence[Any]
         made = policy(machine)
         return [decode(made, members, texts, machine, batch) for _ in range(times)]
 
-    [plain_s] = run(lambda _: FixedPolicy(1))
-    fixed = {num: plain_s / run(lambda _, num=num: FixedPolicy(num + 1))[0] for num in FIXED}  # type: ignore[misc]
+    def fixed_s(num_drafts: int) -> float:
+        return run(lambda _: FixedPolicy(1 + num_drafts))[0]
+
+    plain_s = fixed_s(0)
+    fixed = {num: plain_s / fixed_s(num) for num in FIXED}
     took = [run(lambda machine: policy_for(members, MOST[drafter], machine), seed, 2) for seed in range(seeds)]
     new, known = (plain_s / (sum(seconds) / seeds) for seconds in zip(*took, strict=True))
     return fixed, new, known

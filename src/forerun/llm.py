@@ -6,7 +6,7 @@ Knows: text, chat, loading, and how user requests become engine requests. Does n
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Any
@@ -147,8 +147,8 @@ class LLM:
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
-        """Complete one prompt or conversation -> an output whenever there is more of it. Closing the iterator aborts.
+    ) -> Generator[RequestOutput]:
+        """Complete one prompt or conversation -> an output whenever there is more of it. Closing the generator aborts.
 
         The request is queued at once. Streams may be read in turns, and beside calls of `generate`: whoever steps
         steps for all, and what a stream was given meanwhile comes with its next output.
@@ -162,7 +162,7 @@ class LLM:
         next(outputs)  # only what has begun is told when it is closed
         return outputs
 
-    def _stream(self, group: RequestGroup) -> Iterator[RequestOutput]:
+    def _stream(self, group: RequestGroup) -> Generator[RequestOutput]:
         """What the request is before its first step, then each change of it."""
         num_seen = group.num_events
         try:

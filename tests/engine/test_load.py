@@ -47,7 +47,7 @@ def test_a_deadline_ends_a_request_with_the_step(drafter: str) -> None:
     """Running or waiting: it ends with the step in which its time is over, and its blocks are free."""
     made = harness.engine(drafter, max_num_seqs=2)
     clock = [0.0]
-    made.scheduler._clock = lambda: clock[0]
+    made.scheduler.clock = lambda: clock[0]
     wanted = [group(index, max_tokens=40) for index in range(3)]
     for index in (1, 2):
         wanted[index].samples[0].request.deadline_s = 5.0
@@ -71,7 +71,7 @@ def test_a_deadline_ends_a_request_with_the_step(drafter: str) -> None:
 def test_a_request_that_ends_in_time_is_not_late() -> None:
     made = harness.engine("none")
     clock = [0.0]
-    made.scheduler._clock = lambda: clock[0]
+    made.scheduler.clock = lambda: clock[0]
     last = group(0, max_tokens=1)
     last.samples[0].request.deadline_s = 1.0
     made.add(last)

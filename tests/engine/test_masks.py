@@ -25,11 +25,14 @@ class Parity:
 
 
 class Late(Parity):
-    """The same mask, but each prefix is there only after it was asked for some random number of times."""
+    """The same mask, but each prefix is there only after it was asked for some random number of times.
 
-    def __init__(self, seed: int, most: int = 4, never: int | None = None) -> None:
+    `first`: the number for the empty prefix; None: random, too. From `never` tokens on the mask never comes.
+    """
+
+    def __init__(self, seed: int, most: int = 4, never: int | None = None, first: int | None = None) -> None:
         self._rng, self._most, self._never = random.Random(seed), most, never
-        self._missing: dict[tuple[int, ...], int] = {}
+        self._missing: dict[tuple[int, ...], int] = {} if first is None else {(): first}
         self.num_pending = 0
 
     def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
@@ -47,9 +50,10 @@ class Late(Parity):
         return super().allowed(output_token_ids)
 
 
-def request(index: int, grammar: Parity | None, **options: float) -> RequestGroup:
+def request(index: int, grammar: Parity | None, temperature: float = 1.0) -> RequestGroup:
     prompt = [(7 * index + i * i) % VOCAB for i in range(3 + 9 * index)]
-    return harness.request(index, prompt, SamplingParams(max_tokens=24, seed=index, grammar=grammar, **options))  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=24, seed=index, grammar=grammar, temperature=temperature)
+    return harness.request(index, prompt, params)
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "draft", "draft-tree"])
@@ -89,8 +93,7 @@ def test_who_gets_no_mask_fails_alone(drafter: str, verification: str) -> None:
 
 
 def test_nobody_waits_for_anothers_mask() -> None:
-    slow, quick = request(0, Late(0, most=0)), request(1, None)
-    slow.samples[0].request.params.grammar._missing[()] = 500  # type: ignore[union-attr]
+    slow, quick = request(0, Late(0, most=0, first=500)), request(1, None)
     made = harness.engine("ngram", model=ToyModel())
     made.add(slow)
     made.add(quick)
@@ -138,8 +141,7 @@ def test_many_slow_masks_take_no_more_of_a_step_than_one(drafter: str, monkeypat
 
 def test_what_waits_for_a_pass_does_not_wait_for_a_mask() -> None:
     """A GPU's results are delivered while the next pass computes, and where there is none, all the same."""
-    slow = request(0, Late(0, most=0))
-    slow.samples[0].request.params.grammar._missing[()] = 50  # type: ignore[union-attr]
+    slow = request(0, Late(0, most=0, first=50))
     made, delivered = harness.engine("none", model=ToyModel()), []
     made.meanwhile = lambda: delivered.append(len(slow.samples[0].request.output_token_ids))
     made.add(slow)

@@ -123,7 +123,7 @@ class Player:
 
     def _new_engine(self) -> LLM:
         llm = self._dice.engine()
-        llm.engine.scheduler._clock = self._clock
+        llm.engine.scheduler.clock = self._clock
         return llm
 
     def _start(self, llm: LLM, asked: Asked) -> None:

@@ -113,7 +113,7 @@ class ChatSession:
             for output in steps:
                 self._write(text, output.outputs[0])
         except KeyboardInterrupt:
-            steps.close()  # type: ignore[attr-defined]  # a generator; closing it aborts the request
+            steps.close()  # aborts the request
         out().print()
         return self._finished(prompt, output.outputs[0]) if output is not None else None
 

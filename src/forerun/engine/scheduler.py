@@ -109,8 +109,8 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self.waiting: list[Request] = []  # first in turn first
         self.running: list[Request] = []  # first in turn first
+        self.clock = clock  # what deadlines are compared with
         self._block_size = block_size
-        self._clock = clock
         self._arrivals = count()
         self._shared = SharedPrefixes(prefix_cache) if prefix_cache else None
         self._timed: dict[str, Request] = {}  # requests with a deadline
@@ -138,7 +138,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request in its turn."""
         if request.arrival_s is None:
-            request.arrival_s = self._clock()
+            request.arrival_s = self.clock()
         request.turn = (request.arrival_s + request.priority * self.limits.priority_s, next(self._arrivals))
         insort(self.waiting, request, key=_turn)
         if request.deadline_s is not None:
@@ -147,7 +147,7 @@ class Scheduler:
 
     def overdue(self) -> list[Request]:
         """Unfinished requests whose deadline has passed."""
-        now = self._clock()
+        now = self.clock()
         if now < self._next_deadline_s:
             return []
         late, deadlines = [], [math.inf]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -18,7 +18,10 @@ from forerun.errors import ConfigError
 from forerun.training.net import NetConfig
 from forerun.training.sources import SOURCES
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ def build(kind: type[T], table: Mapping[str, Any], prefix: str) -> T:
     for name in table:
         if name not in hints:
             raise ConfigError(f"unknown recipe field {prefix}{name}; allowed are {', '.join(hints)}")
-    for item in fields(kind):  # type: ignore[arg-type]
+    for item in fields(kind):
         if item.name not in table and item.default is MISSING and item.default_factory is MISSING:
             raise ConfigError(f"recipe field {prefix}{item.name} is missing")
     return kind(**{name: convert(hints[name], value, f"{prefix}{name}") for name, value in table.items()})
