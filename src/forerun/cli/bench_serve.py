@@ -6,7 +6,6 @@ Knows: options, what is printed. Does not know: requests (`forerun.bench.serve_c
 
 from __future__ import annotations
 
-import asyncio
 import json as jsonlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,6 +99,8 @@ class Options:
 def bench_serve(given: Options) -> None:
     """Put a load on any OpenAI-compatible server: latencies, throughput, goodput, errors."""
     request = _request(given)
+    import asyncio
+
     outcomes, facts = asyncio.run(_measure(request))
     report = _report(request, outcomes, facts)
     if given.picture is not None:

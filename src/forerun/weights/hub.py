@@ -125,11 +125,10 @@ def find_cached(name: HubName, complete: bool = True) -> Path | None:
 
 
 def _storage(repository: str) -> Path:
-    """Where the cache keeps a repository."""
+    """Where the cache keeps a repository, without importing the library's downloads and what they need."""
     from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
 
-    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+    return Path(constants.HF_HUB_CACHE) / "--".join(("models", *repository.split("/")))
 
 
 def _snapshot(repository: str) -> Path | None:
