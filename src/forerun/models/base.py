@@ -26,7 +26,7 @@ class LayerSpec(NamedTuple):
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes the key and the value of one position take over all heads; a scale each where they are int8."""
+        """Bytes of one position's keys and values over all heads, with a scale for each vector in an int8 pool."""
         if self.latent:
             return self.num_kv_heads * self.head_dim * self.dtype.itemsize
         scale = 4 if self.dtype is torch.int8 else 0
@@ -39,7 +39,7 @@ class PassOutput:
 
     logits: Tensor  # [R, vocab_size] float32, one row per batch.logit_rows entry; -inf for tokens a head does not know
     hidden: dict[int, Tensor] = field(default_factory=dict)  # layer index -> [M, hidden_size] float32, if asked for
-    features: Tensor | None = None  # [R, fed_size] float32: what the rows below are fed, of a head
+    features: Tensor | None = None  # [R, fed_size] float32: what a head feeds to the rows below
 
 
 # rows, and their features [M, width] if the pass reads any beside the tokens
@@ -51,18 +51,18 @@ class Passes:
     """What a network computes: the pass over known tokens and roots, and that over a level of drafts below them."""
 
     first: Pass
-    below: Pass  # `first` itself where both read tokens alone
+    below: Pass  # `first` itself if both read tokens alone
     vocab_size: int
     feature_size: int = 0  # columns that `first` reads beside tokens; 0: none
     fed_size: int = 0  # columns that `below` reads, which are those of `PassOutput.features`
     shift: int = 0  # added to every row's position
     hidden_layers: tuple[int, ...] = ()  # whose states `first` gives
-    past_start: Passes | None = None  # the same as a straight line of ops, for batches without rows at position 0
+    past_start: Passes | None = None  # the same passes without branches, for batches without rows at position 0
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedPath:
-    """Where a sequence stands after a step: `nodes` of its tree are known now, the rest is forgotten."""
+    """Where a sequence stands after a step: `nodes` of its tree were accepted, the others are dropped."""
 
     request_id: str
     nodes: tuple[int, ...]  # accepted tree nodes from the root on; () if only a span was computed
@@ -70,10 +70,10 @@ class CommittedPath:
 
 @dataclass(frozen=True, slots=True)
 class RowPasses:
-    """Heads beside the output layer: what they say of every depth of drafts depends on one state of the target's."""
+    """Heads beside the output layer (Medusa): one state of the target gives the logits of every draft depth."""
 
-    run: Callable[[Tensor, int], Tensor]  # states [R, feature_size], depths -> [R * depths, V], a state's side by side
-    num_depths: int  # most
+    run: Callable[[Tensor, int], Tensor]  # states [R, feature_size], depths -> [R * depths, V], state by state
+    num_depths: int  # at most
     vocab_size: int
     feature_size: int
 
@@ -96,7 +96,7 @@ class Model(Protocol):
         """
 
     def commit(self, paths: Sequence[CommittedPath]) -> None:
-        """Told after every step what became known. A model whose state is all in the pool has nothing to do."""
+        """Called after every step with what became known. A model whose state is all in the pool has nothing to do."""
 
     def release(self, request_id: str) -> None:
         """The request ended or was preempted: forget its state."""
@@ -104,14 +104,14 @@ class Model(Protocol):
 
 @runtime_checkable
 class KeepsState(Protocol):
-    """What a model has besides whose state is its own instead of in the pool: engines must not share it."""
+    """A model that keeps its state itself instead of in the pool, so that engines must not share it."""
 
     def with_own_state(self) -> Model:
-        """The same weights, and a state that knows no request yet; every engine and every drafter takes one."""
+        """The same weights with an empty state; every engine and every drafter takes its own."""
 
 
 def passes_of(model: Model, hidden_layers: Sequence[int] = ()) -> Passes:
-    """Those of a model, which reads tokens alone: all levels of drafts are one and the same pass."""
+    """The passes of a model. It reads tokens alone, so the pass is the same for every level of drafts."""
 
     def run(batch: ForwardBatch, _: Tensor | None, kvs: Sequence[LayerKV]) -> PassOutput:
         return model.forward(batch, kvs, hidden_layers)
@@ -120,5 +120,5 @@ def passes_of(model: Model, hidden_layers: Sequence[int] = ()) -> Passes:
 
 
 def with_own_state(model: Model) -> Model:
-    """The model for one engine or drafter alone."""
+    """The model for use by a single engine or drafter."""
     return model.with_own_state() if isinstance(model, KeepsState) else model

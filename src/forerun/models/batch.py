@@ -52,7 +52,7 @@ class ForwardBatch:
     logit_rows: Tensor  # [R] int64, ascending indices into the rows
     sequences: tuple[SequenceRows, ...]
     all_logits: bool  # every row wants logits: logit_rows is 0 .. M-1
-    pending: PendingRows | None = None  # rows whose contents are on the device alone
+    pending: PendingRows | None = None  # rows whose contents are on the device only
 
     @property
     def num_rows(self) -> int:
@@ -60,7 +60,7 @@ class ForwardBatch:
         return self.token_ids.shape[0]
 
     def on(self, device: torch.device) -> ForwardBatch:
-        """The batch where a model's kernels run, itself if it is there: it is built on the host and goes over whole."""
+        """The batch on the device of a model's kernels (itself if it is there); a batch is built on the host."""
         if self.token_ids.device == device and self.pending is None:
             return self
         rows = self.rows
@@ -90,7 +90,7 @@ class ForwardBatch:
     def fill_in(self, pending: PendingRows) -> None:
         """Put the contents of pending rows into a batch on the device.
 
-        Padding rows behind them, which repeat the last row, are the caller's to repeat again.
+        Padding rows repeat the last row: the caller must copy it to them again.
         """
         rows = pending.rows
         self.token_ids.index_copy_(0, rows, pending.token_ids)
@@ -111,7 +111,7 @@ class ForwardBatch:
 
 
 class _Columns:
-    """Plain lists, one a column of the batch."""
+    """The columns of the batch as plain lists."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -176,7 +176,7 @@ class _Columns:
 
 
 def _moved(columns: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Columns of one type in one copy that the host does not wait for."""
+    """Columns of one type, moved by one copy that the host does not wait for."""
     joined = torch.cat(columns)
     joined = joined.pin_memory() if device.type == "cuda" else joined
     return list(joined.to(device, non_blocking=True).split_with_sizes([len(column) for column in columns]))

@@ -25,7 +25,7 @@ class ExpertsShape:
     dense: frozenset[int] = frozenset()  # further dense layers
 
     def has(self, layer: int) -> bool:
-        """Whether the layer of that index is a mixture; layers behind the last one follow the same rule."""
+        """Whether the layer of that index is a mixture; layers after the last one follow the same rule."""
         return layer >= self.first and (layer + 1) % self.step == 0 and layer not in self.dense
 
     def num_parameters(self, hidden_size: int) -> int:
@@ -47,11 +47,11 @@ class LatentDims:
     interleaved: bool  # rotated pairs are neighbours
 
     def heads(self, num_heads: int) -> HeadLayout:
-        """The heads as attention sees them: queries of every head, one key that is the value too."""
+        """The heads as attention sees them: a query per head, and one key that is also the value."""
         return HeadLayout(num_heads, 1, self.rank + self.rope_dim, self.rope_dim)
 
     def layout(self, num_heads: int) -> LatentLayout:
-        """What the kernels are told."""
+        """The layout the kernels are given."""
         return LatentLayout(num_heads, self.rank, self.rope_dim, self.interleaved)
 
     def num_parameters(self, hidden_size: int, num_heads: int) -> int:

@@ -59,7 +59,7 @@ class Builder:
         return Decoder(parts, self.max_position, self._kv_dtype(parts))
 
     def layer(self, index: int, rope: Tensor | None = None) -> DecoderLayer:
-        """Read one layer, which may be one behind the last: a checkpoint's modules for drafting are there.
+        """Read one layer. It may be one after the last: that is where checkpoints keep their MTP modules.
 
         rope: the table [P, rotary_dim] of another layer to share; None makes one. Raises CheckpointError.
         """
@@ -148,7 +148,7 @@ class Builder:
         return aligned(self.source.tensor(name, (size,)).float()).to(self.kernels.device)  # [size]
 
     def _embedding(self, head: Linear) -> Embedding:
-        """The table; rows of the output layer's matrix where the two are one and its format can read rows."""
+        """The table; if it is tied to the output layer and that format can read single rows, those rows."""
         if self.config.tie_embeddings and isinstance(head.weight, DenseWeight):
             return TiedEmbedding(head.weight)
         table = self._stored_table()
@@ -171,12 +171,12 @@ class Builder:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """A copy in memory of torch's own: a mapped file lies at any address, and sums may depend on it."""
+    """A copy in torch's own memory: a mapped file's tensors may lie at any address, which can change how sums round."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def module_parts(prefix: str, names: tuple[str, ...], rows: tuple[int, ...]) -> list[RowPart]:
-    """The modules below `prefix`; a single name holds the rows of all."""
+    """The modules below `prefix`; a single name is a module that holds the rows of all."""
     if len(names) == 1:
         rows = (sum(rows),)
     return [RowPart(f"{prefix}.{name}", count) for name, count in zip(names, rows, strict=True)]

@@ -106,7 +106,7 @@ def _query(builder: Builder, dims: LatentDims, prefix: str) -> Linear | LowRank:
 
 
 def _head_matrices(builder: Builder, dims: LatentDims, prefix: str) -> tuple[Tensor, Tensor]:
-    """What brings queries into the latent space [Q, rank, nope], and mixtures out of it [Q, value, rank]."""
+    """The matrices into the latent space, for queries [Q, rank, nope], and out of it [Q, value, rank]."""
     names, num_heads, rank = builder.family.names.latents, builder.config.heads.num_q, dims.rank
     apart = f"{prefix}.{names.up_keys}", f"{prefix}.{names.up_values}"
     if builder.choose_format(builder.source, apart[0]) is not None:
@@ -122,7 +122,7 @@ def _head_matrices(builder: Builder, dims: LatentDims, prefix: str) -> tuple[Ten
 def _floats(builder: Builder, part: RowPart, columns: int) -> Tensor:
     """The matrix a module stands for -> [rows, columns], as stored or, from integers, float32.
 
-    One of its factors is used transposed, so that integers with scales along rows cannot stay what they are.
+    One of its parts is used transposed, where integers with scales along the rows cannot be kept as they are.
     """
     form = builder.format_of(part)
     if isinstance(form, DenseFormat | GgufFormat):

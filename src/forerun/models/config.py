@@ -109,7 +109,7 @@ class ModelConfig:
         return float((self.latents.nope_dim + self.latents.rope_dim) ** -0.5) * score_factor(self.rope)
 
     def window(self, layer: int) -> int:
-        """The window of a layer; layers behind the last one are as that."""
+        """The window of a layer; layers after the last one have that of the last."""
         return self.windows[min(layer, len(self.windows) - 1)]
 
     def has_experts(self, layer: int) -> bool:
@@ -126,7 +126,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Those of `num_parameters` that one token's pass reads: of experts only the ones it gets."""
+    """How many of `num_parameters` the pass of one token reads: of all experts only the chosen ones."""
     shape, mixtures = config.experts, sum(config.has_experts(layer) for layer in range(config.num_layers))
     if shape is None:
         return num_parameters(config)

@@ -2,7 +2,7 @@
 
 Knows: the order of ops in a forward pass. Does not know: families, storage formats, files, who called.
 
-The pass is a straight line of kernel calls that looks at no row count (but for a chunk nobody wants logits of), so
+The pass is a straight line of kernel calls that looks at no row count (except for a prefill chunk without logits), so
 that a backend may record it once and replay it.
 """
 
@@ -42,7 +42,7 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer. Its norms include the residual addition before them."""
+    """One layer. Each norm also does the residual addition before it."""
 
     attention_norm: RMSNorm
     attention: Attention | LatentAttention
@@ -115,7 +115,7 @@ class Decoder:
 
 
 def _keep(hidden: dict[int, Tensor], wanted: Sequence[int], index: int, state: Tensor) -> None:
-    """Copy a state if it is asked for (the next layer adds to the residual stream in place)."""
+    """Copy a state if it is asked for, as the next layer adds to the residual stream in place."""
     if index in wanted:
         hidden[index] = state.clone()  # [M, H]
 

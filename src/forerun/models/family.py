@@ -24,7 +24,7 @@ class Biases(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Where the tensors of a mixture of experts are, below those of a layer, `gate_up` and `down` below an expert."""
+    """Names of a mixture of experts' tensors within a layer; `gate_up` and `down` are names within an expert."""
 
     expert: str = "mlp.experts.{index}"
     gate_up: tuple[str, str] = ("gate_proj", "up_proj")
@@ -38,7 +38,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class LatentNames:
-    """Where the tensors of attention over latents are, below those of a layer."""
+    """Names of latent attention's tensors within a layer."""
 
     query: str = "self_attn.q_proj"
     query_down: str = "self_attn.q_a_proj"

@@ -1,6 +1,6 @@
 """Reading config.json strictly: typed access with errors that name the field.
 
-Knows: JSON values and how to complain about them. Does not know: which fields a model has.
+Knows: JSON values and what is said when one is wrong. Does not know: which fields a model has.
 """
 
 from __future__ import annotations

@@ -162,9 +162,9 @@ class HFModel:
 
 
 class _Rope:
-    """A rotary embedding that follows the longest text seen, and so makes a row depend on the calls before it.
+    """A rotary embedding that adapts to the longest text seen, so that a row would depend on earlier calls.
 
-    Put back before every call its frequencies are those of the row's own length, whoever ran before.
+    It is restored before every call, so that its frequencies follow from the row's own length alone.
     """
 
     def __init__(self, module: Any) -> None:
@@ -197,7 +197,7 @@ def _cache_name(module: Any) -> str:
 
 
 def _max_position(config: Any) -> int:
-    """What config.json says; of a long-rope model the original context, beyond which all its keys would change."""
+    """What config.json says; for longrope the original context, beyond which all keys would change."""
     sizes = [getattr(config, name, None) for name in POSITION_FIELDS]
     stated = next((size for size in sizes if isinstance(size, int) and size > 0), UNBOUNDED_POSITIONS)
     rope = getattr(config, "rope_parameters", None) or {}

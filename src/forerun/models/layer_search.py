@@ -39,7 +39,7 @@ class Sample:
 
 
 class _Path(NamedTuple):
-    """One way to have left out so many layers so far."""
+    """The best choice so far for one number of layers left out."""
 
     state: Tensor  # [num_tokens, H]
     left_out: tuple[int, ...]
@@ -57,7 +57,7 @@ def find_layers(model: Decoder, kvs: Sequence[LayerKV], sample: Sample, num_kept
     token_ids = torch.tensor(sample.token_ids, device=model.device)  # [num_tokens]
     paths = {0: _Path(model.parts.embedding(token_ids), ())}
     for index, layer in enumerate(model.parts.layers):
-        fewest = max(0, num_left_out - (num_layers - index - 1))  # fewer could not be made up for
+        fewest = max(0, num_left_out - (num_layers - index - 1))  # else num_left_out is out of reach
         paths = _extend(paths, index, _apply(layer, kvs[index], paths, sample), fewest, num_left_out)
     left_out = paths[num_left_out].left_out
     return tuple(index for index in range(num_layers) if index not in left_out)
@@ -66,7 +66,7 @@ def find_layers(model: Decoder, kvs: Sequence[LayerKV], sample: Sample, num_kept
 def _extend(
     paths: dict[int, _Path], index: int, applied: dict[int, Tensor], fewest: int, most: int
 ) -> dict[int, _Path]:
-    """The best path with each number of layers left out, layer `index` included; 0 stays: it is the truth."""
+    """The best path for each number of layers left out, after layer `index`; path 0 leaves none out: the truth."""
     truth = applied[0]
     found = {0: _Path(truth, ())}
     for count in range(max(1, fewest), min(index + 1, most) + 1):

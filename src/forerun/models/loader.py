@@ -49,7 +49,7 @@ class LoadedModel:
     raw_config: Mapping[str, Any]  # config.json, or what it would be for a GGUF file
     config: ModelConfig | None  # None for a model that runs through transformers
     implementation: str  # "forerun" or "transformers"
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # what generation_config.json says for whoever does not
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # sampling defaults of generation_config.json
 
 
 def load_model(

@@ -21,7 +21,7 @@ class HeadTensors:
     """The tensors of Medusa heads by their names without prefix, and which of them were asked for."""
 
     def __init__(self, path: Path, stored: Checkpoint) -> None:
-        """Where some names stand behind a prefix the others belong to another model."""
+        """If some names have a known prefix, tensors without it belong to another model."""
         self.path = path
         self.config = stored.config
         self._stored = stored
@@ -35,7 +35,7 @@ class HeadTensors:
 
     @property
     def unread(self) -> list[str]:
-        """Names nobody asked for, sorted."""
+        """Names of tensors that were not read, sorted."""
         return sorted(self._unread)
 
     def has(self, name: str) -> bool:
@@ -51,7 +51,7 @@ class HeadTensors:
         return self._stored.integers(self._found(name))
 
     def leave(self, name: str) -> None:
-        """Count a tensor as read that the layout has and nobody needs."""
+        """Count a tensor as read that is part of the layout but not needed."""
         self._unread.discard(name)
 
     def _found(self, name: str) -> str:

@@ -29,7 +29,7 @@ from forerun.models.medusa_files import HeadTensors, open_heads
 from forerun.quant.rounded import Pack, pack_as
 from forerun.weights.resolve import resolve_model
 
-_SAME = 1e-4  # relative difference up to which an output layer counts as the target's own, read once more
+_SAME = 1e-4  # relative difference up to which an output layer counts as a copy of the target's
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class MedusaHeads:
         return RowPasses(self.compute, self.num_heads, self.vocab_size, self._blocks[0][0].weight.shape[1])
 
     def compute(self, x: Tensor, num_heads: int) -> Tensor:
-        """States x [R, H] -> logits of the first heads [R * num_heads, V], a state's side by side: a line of ops."""
+        """States x [R, H] -> logits of the first heads [R * num_heads, V], state by state; a straight line of ops."""
         states = [self._state(layers, x) for layers in self._blocks[:num_heads]]  # each [R, H]
         logits = self._read_out(states)  # [R * heads, outputs' rows]
         if self._logit_scale != 1.0:
@@ -99,13 +99,13 @@ class MedusaHeads:
         return whole.index_copy_(1, self._token_ids, logits)
 
     def _state(self, layers: Sequence[Linear], x: Tensor) -> Tensor:
-        ones = torch.ones_like(x)  # [R, H]: an up-projection that changes nothing
+        ones = torch.ones_like(x)  # [R, H]: gated_act(x, 1) is silu(x)
         for layer in layers:
             x = x + self._kernels.gated_act(torch.cat([layer(x), ones], dim=1), "silu")  # [R, H]
         return x
 
     def _read_out(self, states: Sequence[Tensor]) -> Tensor:
-        """One product for all heads where they share the matrix, whose reading is what it costs."""
+        """One product for all heads if they share the matrix, since reading it is what costs time."""
         if len(self._outputs) == 1:
             return self._outputs[0](torch.stack(list(states), dim=1).flatten(0, 1))  # [R * heads, V]
         return torch.stack([out(x) for out, x in zip(self._outputs, states, strict=False)], dim=1).flatten(0, 1)

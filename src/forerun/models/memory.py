@@ -18,7 +18,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Memory that is free on a GPU, or available on the host; None where nobody says."""
+    """Memory that is free on a GPU, or available on the host; None where the system does not say."""
     return available_bytes() if device.type == "cpu" else free_bytes(device)
 
 

@@ -15,7 +15,7 @@ from forerun.models.family import Family
 from forerun.models.fields import Fields, words
 
 ROPE_FIELDS = words("rope_theta rope_scaling rope_parameters original_max_position_embeddings partial_rotary_factor")
-MAX_FACTOR = 10_000.0  # of a context; beyond it float32 frequencies lose their meaning
+MAX_FACTOR = 10_000.0  # by which a context is stretched; beyond, float32 frequencies are too coarse
 _ALWAYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _YARN = "factor original_max_position_embeddings attention_factor mscale mscale_all_dim beta_fast beta_slow truncate"
 _LLAMA3 = "factor original_max_position_embeddings low_freq_factor high_freq_factor"

@@ -4,7 +4,7 @@ Knows: the order of ops, of which only the entrance differs between EAGLE-1, EAG
 layouts, requests, or which positions its rows stand for.
 
 A row is a token and a *feature*: the target's hidden state of the token before, or, while drafting, what the head
-itself put out there. It gives logits for the token after and the feature that a child's row is fed.
+itself gave there. It gives logits for the next token, and the feature that a child's row is fed.
 Formulas: EAGLE-1 (arXiv 2401.15077), EAGLE-3 (2503.01840), DeepSeek-V3 section 2.2 (2412.19437).
 """
 
@@ -47,7 +47,7 @@ class Fusion(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeadLayer:
-    """One decoder layer. The first layer has no norm of its own: the entrance stands in its place."""
+    """One decoder layer. The first has no attention norm of its own: the entrance takes its place."""
 
     norm: RMSNorm | None
     attention: Attention | LatentAttention
@@ -65,7 +65,7 @@ class HeadLayer:
 class Exit:
     """From the residual stream to logits and the next feature."""
 
-    norm: RMSNorm | None  # before the output layer; None: the feature itself is what it reads
+    norm: RMSNorm | None  # before the output layer; None: that reads the feature itself
     lm_head: Linear
     vocabulary: DraftVocabulary | None  # None: the output layer's rows are the target's tokens
     feeds_normed: bool  # the next feature is the normed state
@@ -125,7 +125,7 @@ class DraftHead:
 
     @torch.no_grad()
     def read(self, batch: ForwardBatch, states: Tensor, kvs: Sequence[LayerKV]) -> PassOutput:
-        """`forward` on features made of the target's hidden states [M, sum of the widths]."""
+        """`forward`, with features made from the target's hidden states [M, sum of their widths]."""
         return self.forward(batch, self.parts.fuse(states), kvs)
 
     @torch.no_grad()
@@ -146,7 +146,7 @@ class DraftHead:
 
     @property
     def passes(self) -> Passes:
-        """The first level reads the target's states, those below what the head put out."""
+        """The roots' pass reads the target's states, the passes below read the head's own features."""
 
         def first(batch: ForwardBatch, states: Tensor | None, kvs: Sequence[LayerKV]) -> PassOutput:
             assert states is not None

@@ -81,15 +81,15 @@ def holds_mtp(folder: Path) -> bool:
 
 
 def brings_mtp(name_or_folder: str | Path) -> bool:
-    """Whether a model's own checkpoint holds a module that `read_mtp` reads; False also where there is no such model.
+    """Whether a model's own checkpoint holds a module that `read_mtp` reads; False if there is no such model.
 
     Tensors are not read, only their names.
     """
     try:
         source = open_head(name_or_folder)
-    except ModelError:  # whoever loads the model says what is wrong with it
+    except ModelError:  # loading the model reports what is wrong
         return False
-    if source.config.get("model_type") not in FAMILIES:  # through transformers states come without the last norm's
+    if source.config.get("model_type") not in FAMILIES:  # transformers gives no state after the final norm
         return False
     num = source.config.get("num_hidden_layers") or 0
     deepseek = source.has(f"model.layers.{num}.eh_proj.weight")
@@ -136,7 +136,7 @@ def _read_mimo(source: Checkpoint, target: Decoder, kernels: Kernels, choose_for
 
 
 def _refuse_several(source: Checkpoint, prefix: str) -> None:
-    """One module drafts all tokens; a checkpoint with several was trained to use each for one."""
+    """Refuse several modules: one drafts all tokens here, but each of several was trained for one depth."""
     if any(name.startswith(prefix) for name in source):
         raise UnsupportedError(
             f"{source.folder} has several MTP modules ({prefix}*); supported is one, which drafts several tokens"

@@ -112,7 +112,7 @@ class HeadReader:
         return HeadNorms(read(f"{prefix}.self_attn.q_norm.weight"), read(f"{prefix}.self_attn.k_norm.weight"))
 
     def layer(self, prefix: str, columns: int, rope: Tensor, norm: str | None) -> HeadLayer:
-        """A Llama-like layer below `prefix`; `norm` names the one before its attention, None: the entrance has it."""
+        """A Llama-like layer below `prefix`; `norm` names the norm before attention; None if the entrance has it."""
         builder, size = self.builder, self.hidden_size
         return HeadLayer(
             norm=None if norm is None else builder.norm(f"{prefix}.{norm}", size),

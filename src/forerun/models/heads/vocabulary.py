@@ -2,8 +2,8 @@
 
 Knows: which token of the target each row of the output layer is. Does not know: the head.
 
-`d2t` of a checkpoint holds *offsets*: the target's token is the draft's index plus d2t at that index. `t2d`, whether a
-token of the target is known at all, says the same once more and is not read.
+`d2t` of a checkpoint holds *offsets*: the target's token is the draft's index plus d2t at that index. `t2d` (whether
+the draft knows a token of the target) adds nothing and is not read.
 Source: SafeAILab/EAGLE eagle/model/cnets.py.
 """
 
