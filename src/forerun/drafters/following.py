@@ -31,13 +31,15 @@ from forerun.speculation.draft import Draft
 
 EAGER_LAG = 16  # known rows that are computed at once even where no block is complete
 
-
 Span = tuple[Request, int, int]  # rows start .. end-1 of a request's known tokens
 Read = Callable[[Iterable[tuple[Request, int]]], None]  # computes the known rows below each request's end
 
 
 class Follower:
-    """Of a network that writes into the target's own layers, whose rows it need not compute; others build on it."""
+    """How far a network has read: here one that runs on the target's own KV, and so has no rows to compute itself.
+
+    Networks with KV of their own have followers that build on this one.
+    """
 
     hidden_layers: tuple[int, ...] = ()  # of the target, whose states it feeds the network
 
@@ -76,7 +78,7 @@ class Follower:
 
 
 class TokenFollower(Follower):
-    """Of a draft model, which reads tokens alone, when drafts are wanted: counts what it has computed."""
+    """Follows for a draft model, which is fed tokens alone and reads when drafts are wanted: counts computed rows."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -126,7 +128,7 @@ class TokenFollower(Follower):
 
 
 class FeatureFollower(Follower):
-    """Of a head: keeps the target's states until the rows that need them are computed."""
+    """Follows for a head: keeps the target's states until the rows that need them are computed."""
 
     def __init__(self, head: DraftHead, context: DrafterContext) -> None:
         self.hidden_layers = head.hidden_layers
