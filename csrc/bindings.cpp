@@ -118,11 +118,11 @@ void pack(CpuEngine& engine, Address weight, Address packed, int64_t n, int64_t 
     call(n * k, [&] { engine.pack({at<void>(weight), at<void>(packed), n, k, Dtype{dtype}}); });
 }
 
-void pack_grouped(CpuEngine& engine, Address codes, Address scales, Address offsets, Address packed, int64_t n,
-                  int64_t k, const GroupedLayout& layout) {
+void pack_grouped(CpuEngine& engine, Address codes, Address scales, Address offsets, Address units,
+                  Address offset_units, Address packed, int64_t n, int64_t k, const GroupedLayout& layout) {
     Program::refuse("packing");
-    const PackGroupedArgs args{at<uint8_t>(codes), at<void>(scales), at<void>(offsets), at<uint8_t>(packed), n, k,
-                               layout};
+    const PackGroupedArgs args{at<uint8_t>(codes), at<void>(scales),    at<void>(offsets), at<void>(units),
+                               at<void>(offset_units), at<uint8_t>(packed), n, k, layout};
     call(n * k, [&] { engine.pack_grouped(args); });
 }
 
@@ -218,8 +218,10 @@ NB_MODULE(_native, module) {
         .def("finish", &Program::finish)
         .def("run", &run_program);
     nb::class_<GroupedLayout>(module, "GroupedLayout")
-        .def("__init__", [](GroupedLayout* self, int64_t k, int64_t group_size, int storage, bool half, bool offsets) {
-            new (self) GroupedLayout(grouped_layout(k, group_size, storage, half, offsets));
+        .def("__init__", [](GroupedLayout* self, int64_t k, int64_t group_size, int storage, int scales, bool offsets,
+                            int64_t groups_a_unit, Address table) {
+            new (self) GroupedLayout(grouped_layout(k, group_size, storage, ScaleKind{scales}, offsets, groups_a_unit,
+                                                    at<uint8_t>(table)));
         })
         .def_ro("panel_bytes", &GroupedLayout::panel_bytes);
     nb::class_<ExpertBank>(module, "ExpertBank")

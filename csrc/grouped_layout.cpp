@@ -12,7 +12,7 @@ constexpr int64_t kMaxStep = 128;
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t lines(int64_t bytes) { return divide_up(bytes, kLine) * kLine; }
 
-int low_bits(int storage) { return storage < 4 ? 2 : storage < 8 ? 4 : 8; }
+int low_bits(int bits) { return bits < 4 ? 2 : bits < 8 ? 4 : 8; }
 
 int64_t plane_bytes(int64_t k_padded, int bits) { return lines(k_padded * kLanes * bits / 8); }
 
@@ -30,7 +30,7 @@ void put_high(uint8_t* plane, int64_t block, int line, int place, int bits, uint
 }
 
 void pack_row(const PackGroupedArgs& args, int64_t row, int lane, uint8_t* panel) {
-    const int low = low_bits(args.layout.storage), high = args.layout.storage - low;
+    const int bits = code_bits(args.layout.storage), low = low_bits(bits), high = bits - low;
     const uint8_t* codes = args.codes + row * args.k;
     for (int64_t i = 0; i < args.k; ++i) {
         const int64_t block = i / kGroupedBlock;
@@ -45,31 +45,54 @@ void pack_row(const PackGroupedArgs& args, int64_t row, int lane, uint8_t* panel
     }
 }
 
-void pack_scales(const void* scales, int64_t row, int lane, const GroupedLayout& layout, uint8_t* to) {
-    const int64_t size = layout.half ? 2 : 4;
-    const uint8_t* from = static_cast<const uint8_t*>(scales) + row * layout.num_groups * size;
-    for (int64_t group = 0; group < layout.num_groups; ++group) {
-        std::memcpy(to + (group * kLanes + lane) * size, from + group * size, static_cast<size_t>(size));
-    }
+int64_t scale_size(ScaleKind kind) { return kind == ScaleKind::kFloat32 ? 4 : kind == ScaleKind::kFloat16 ? 2 : 1; }
+
+// One row's numbers for groups or units, `size` bytes each: number i goes to to + place(i).
+template <class Place>
+void pack_numbers(const void* numbers, int64_t row, int64_t count, int64_t size, uint8_t* to, Place place) {
+    if (!numbers) return;
+    const uint8_t* from = static_cast<const uint8_t*>(numbers) + row * count * size;
+    for (int64_t i = 0; i < count; ++i) std::memcpy(to + place(i), from + i * size, static_cast<size_t>(size));
+}
+
+void pack_scales(const PackGroupedArgs& args, int64_t row, int lane, uint8_t* to) {
+    const GroupedLayout& layout = args.layout;
+    const int64_t size = scale_size(layout.scales), num_units = layout.num_groups / layout.groups_a_unit;
+    const auto of_group = [&](int64_t i) {
+        const int64_t unit = i / layout.groups_a_unit * layout.unit_bytes;
+        return unit + layout.head_bytes + i % layout.groups_a_unit * layout.group_bytes + lane * size;
+    };
+    const auto of_unit = [&](int64_t i) { return i * layout.unit_bytes + lane * 2; };
+    pack_numbers(args.scales, row, layout.num_groups, size, to, of_group);
+    pack_numbers(args.offsets, row, layout.num_groups, size, to + size * kLanes, of_group);
+    pack_numbers(args.units, row, num_units, 2, to, of_unit);
+    pack_numbers(args.offset_units, row, num_units, 2, to + 2 * kLanes, of_unit);
 }
 
 }  // namespace
 
-GroupedLayout grouped_layout(int64_t k, int64_t group_size, int storage, bool half, bool has_offsets) {
+GroupedLayout grouped_layout(int64_t k, int64_t group_size, int storage, ScaleKind scales, bool has_offsets,
+                             int64_t groups_a_unit, const uint8_t* table) {
     GroupedLayout layout{};
-    layout.storage = storage;
-    layout.half = half;
+    layout.storage = table ? kTabled : storage;
+    layout.scales = scales;
+    layout.has_offsets = has_offsets;
+    if (table) std::copy_n(table, sizeof layout.table, layout.table);
     layout.group_size = group_size = std::min(group_size, k);
     layout.k_padded = divide_up(k, kGroupedBlock) * kGroupedBlock;
     layout.num_groups = divide_up(k, group_size);
     const int64_t last = k - (layout.num_groups - 1) * group_size;
     layout.num_steps = (layout.num_groups - 1) * divide_up(group_size, kMaxStep) + divide_up(last, kMaxStep);
-    const int64_t scale_bytes = lines(layout.num_groups * kLanes * (half ? 2 : 4));
     const int low = low_bits(storage);
     layout.high_at = plane_bytes(layout.k_padded, low);
     layout.scales_at = layout.high_at + plane_bytes(layout.k_padded, storage - low);
-    layout.offsets_at = has_offsets ? layout.scales_at + scale_bytes : 0;
-    layout.panel_bytes = layout.scales_at + scale_bytes * (has_offsets ? 2 : 1);
+    layout.groups_a_unit = groups_a_unit;
+    const bool counted = scales == ScaleKind::kBytes || scales == ScaleKind::kNibbles;
+    const int numbers = has_offsets ? 2 : 1;
+    layout.head_bytes = counted ? 2 * kLanes * numbers : 0;
+    layout.group_bytes = scales == ScaleKind::kNibbles ? kLanes : scale_size(scales) * kLanes * numbers;
+    layout.unit_bytes = layout.head_bytes + layout.group_bytes * groups_a_unit;
+    layout.panel_bytes = layout.scales_at + lines(layout.num_groups / groups_a_unit * layout.unit_bytes);
     return layout;
 }
 
@@ -81,8 +104,7 @@ void pack_grouped_panels(const PackGroupedArgs& args, int64_t begin, int64_t end
         for (int lane = 0; lane < kLanes && index * kLanes + lane < args.n; ++lane) {
             const int64_t row = index * kLanes + lane;
             pack_row(args, row, lane, panel);
-            pack_scales(args.scales, row, lane, layout, panel + layout.scales_at);
-            if (args.offsets) pack_scales(args.offsets, row, lane, layout, panel + layout.offsets_at);
+            pack_scales(args, row, lane, panel + layout.scales_at);
         }
     }
 }

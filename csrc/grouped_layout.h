@@ -2,13 +2,22 @@
 // Knows: planes, panels, sizes. Does not know: arithmetic (grouped.inc), threads, Python.
 //
 // A matrix is cut into panels of 16 outputs, one after the other. A panel holds a low plane, maybe a high plane, then
-// scales [num_groups, 16], then maybe offsets, each from a multiple of 64 bytes on. Inputs go in blocks of 16, the last
-// one filled up with zeros. A block's codes are four lines of 64 bytes: 4 inputs of 16 outputs each, output by output.
+// scales, each from a multiple of 64 bytes on. Inputs go in blocks of 16, the last one filled up with zeros. A block's
+// codes are four lines of 64 bytes: 4 inputs of 16 outputs each, output by output.
 //
 //   storage  low plane                                high plane
 //   8        the four lines
 //   4, 5, 6  two lines of nibbles: lines 0|1, 2|3     5: a bit a byte of the four lines; 6: as the low plane of 2
 //   2, 3     one line of bit pairs: lines 0|1|2|3     3: a bit a byte of the four lines
+//   kTabled  as 4
+//
+// Scales lie unit by unit: first what they count (float16 [16], and likewise for offsets), where they count something,
+// then group by group the scales [16] and the offsets [16].
+//
+//   scales   a group's scale and offset                                    groups of a unit
+//   0, 1     float32, float16                                              1, nothing to count
+//   2        signed bytes                                                  any number
+//   3        one byte for both, the scale below 16 in its low half         likewise
 #pragma once
 
 #include <cstdint>
@@ -17,14 +26,18 @@
 
 namespace forerun {
 
-// storage: bits a code occupies, one of 2, 3, 4, 5, 6, 8. half: scales and offsets are float16.
-GroupedLayout grouped_layout(int64_t k, int64_t group_size, int storage, bool half, bool has_offsets);
+// storage: bits a code occupies, one of 2, 3, 4, 5, 6, 8. groups_a_unit: 1 where scales count nothing. table: 16 bytes
+// that codes of 4 bits stand for, or null.
+GroupedLayout grouped_layout(int64_t k, int64_t group_size, int storage, ScaleKind scales, bool has_offsets,
+                             int64_t groups_a_unit, const uint8_t* table);
 
 struct PackGroupedArgs {
     const uint8_t* codes;  // [n, k], each below 2^storage
-    const void* scales;    // [n, num_groups], float16 or float32 as the layout says
+    const void* scales;    // [n, num_groups] as the layout says; nibbles: scale and offset in a byte
     const void* offsets;   // likewise, or null
-    uint8_t* packed;       // [panels, panel_bytes]
+    const void* units;     // [n, num_units] float16, or null: what scales count
+    const void* offset_units;
+    uint8_t* packed;  // [panels, panel_bytes]
     int64_t n, k;
     GroupedLayout layout;
 };

@@ -49,15 +49,26 @@ struct PackArgs {
     Dtype dtype;
 };
 
+// How scales and offsets are stored: as they are, or as whole numbers that count a float16 of their unit.
+enum class ScaleKind : int32_t { kFloat32 = 0, kFloat16 = 1, kBytes = 2, kNibbles = 3 };
+constexpr int kTabled = 9;  // a storage besides numbers of bits: 4 bits, which stand for a byte of `table`
+
 // See grouped_layout.h.
 struct GroupedLayout {
     int64_t group_size, num_groups, num_steps;
     int64_t k_padded;
-    int64_t high_at, scales_at, offsets_at;  // bytes from a panel's start; offsets_at is 0 where there are none
+    int64_t high_at, scales_at;  // bytes from a panel's start
+    int64_t groups_a_unit;
+    int64_t unit_bytes, head_bytes, group_bytes;  // of scales: of a unit, of what they count, of a group
     int64_t panel_bytes;
-    int storage;  // bits a code occupies
-    bool half;    // scales and offsets are float16, else float32
+    int storage;  // bits a code occupies, or kTabled
+    ScaleKind scales;
+    bool has_offsets;
+    uint8_t table[16];
 };
+
+constexpr int code_bits(int storage) { return storage == kTabled ? 4 : storage; }
+constexpr int dot_bits(int storage) { return storage == kTabled ? 8 : storage; }  // of what is multiplied
 
 struct GroupedArgs {
     const float* x;         // [m, k]

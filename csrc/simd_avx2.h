@@ -119,6 +119,10 @@ inline I load_words(const uint32_t* p) {
     return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
 }
+inline I load_bytes(const uint8_t* p) {  // 16 of them, unsigned
+    return {_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))),
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8)))};
+}
 inline I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I isub(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 inline I ixor(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
@@ -198,6 +202,11 @@ template <int N, int MASK>
 inline Bytes bits_up(Bytes x) {
     const __m256i mask = _mm256_set1_epi8(MASK);
     return {_mm256_and_si256(_mm256_slli_epi16(x.a, N), mask), _mm256_and_si256(_mm256_slli_epi16(x.b, N), mask)};
+}
+// Byte i of the table, of 16, for every byte i.
+inline Bytes look_up(Bytes x, const uint8_t* table) {
+    const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return {_mm256_shuffle_epi8(bytes, x.a), _mm256_shuffle_epi8(bytes, x.b)};
 }
 inline Bytes either(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 template <int BIT>

@@ -86,6 +86,9 @@ inline float maximum(F v) {
 inline I iset1(uint32_t v) { return {_mm512_set1_epi32(static_cast<int>(v))}; }
 inline I iota() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
 inline I load_words(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline I load_bytes(const uint8_t* p) {  // 16 of them, unsigned
+    return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
 inline I iadd(I x, I y) { return {_mm512_add_epi32(x.v, y.v)}; }
 inline I isub(I x, I y) { return {_mm512_sub_epi32(x.v, y.v)}; }
 inline I ixor(I x, I y) { return {_mm512_xor_si512(x.v, y.v)}; }
@@ -150,6 +153,11 @@ inline Bytes bits_down(Bytes x) {
 template <int N, int MASK>
 inline Bytes bits_up(Bytes x) {
     return {_mm512_and_si512(_mm512_slli_epi16(x.v, N), _mm512_set1_epi8(MASK))};
+}
+// Byte i of the table, of 16, for every byte i.
+inline Bytes look_up(Bytes x, const uint8_t* table) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), x.v)};
 }
 inline Bytes either(Bytes x, Bytes y) { return {_mm512_or_si512(x.v, y.v)}; }
 // Sets BIT, which is clear, in every byte whose bit among the 64 at p is set.

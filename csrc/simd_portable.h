@@ -136,6 +136,9 @@ inline I load_words(const uint32_t* p) {
     std::memcpy(r.v, p, sizeof r.v);
     return r;
 }
+inline I load_bytes(const uint8_t* p) {  // 16 of them, unsigned
+    return imap([=](int i) { return uint32_t{p[i]}; });
+}
 inline I iadd(const I& x, const I& y) {
     return imap([&](int i) { return x.v[i] + y.v[i]; });
 }
@@ -217,6 +220,10 @@ inline Bytes bits_down(const Bytes& x) {
 template <int N, int MASK>
 inline Bytes bits_up(const Bytes& x) {
     return bmap([&](int i) { return x.v[i] << N & MASK; });
+}
+// Byte i of the table, of 16, for every byte i.
+inline Bytes look_up(const Bytes& x, const uint8_t* table) {
+    return bmap([&](int i) { return table[x.v[i]]; });
 }
 inline Bytes either(const Bytes& x, const Bytes& y) {
     return bmap([&](int i) { return x.v[i] | y.v[i]; });

@@ -38,7 +38,6 @@ from forerun.bench.synthetic import RandomGroupedFormat, RandomSource
 from forerun.bench.weight_kinds import Grouped, read_kind
 from forerun.config import MAX_TREE_NODES
 from forerun.drafters.eagle import SPEC as EAGLE
-from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import LayerKV, NoiseKeys
 from forerun.kernels.tree_growth import TreeRoom, new_trees
 from forerun.kernels.triton import moves
@@ -176,13 +175,8 @@ class PaperKernels(TritonKernels):
 
 @cache
 def packed_small(layout: Grouped, num_inputs: int) -> TritonGrouped:
-    """16 outputs, the largest codes there are, scales that float16 holds where the layout says so."""
-    group_size = min(layout.group_size, num_inputs)
-    codes = torch.full((TILE_N, num_inputs), (1 << layout.bits) - 1, dtype=torch.uint8)
-    scales = torch.full((TILE_N, -(-num_inputs // group_size)), 1.0 if layout.half_scales else 1e-9)
-    offsets = scales if layout.offsets else None
-    matrix = GroupedMatrix(codes, scales, layout.bits, layout.zero, group_size, offsets)
-    return pack_grouped(matrix, torch.device("cpu"))
+    """16 outputs with codes of every size."""
+    return pack_grouped(RandomGroupedFormat(layout).matrix(TILE_N, num_inputs), torch.device("cpu"))
 
 
 class PaperSource(RandomSource):

@@ -30,6 +30,9 @@ class Case:
     offsets: bool = False
     order: bool = False
     half: bool = True
+    groups_a_unit: int = 1  # more: scales are whole numbers below `most`
+    most: int = 64
+    tabled: bool = False  # codes of 4 bits
 
     def matrix(self, seed: int = 0) -> GroupedMatrix:
         """Codes of every value, scales that float16 can hold or not."""
@@ -46,7 +49,35 @@ class Case:
         zero = int(torch.randint(0, 1 << self.bits, (), generator=generator))
         offsets = numbers(0.05) if self.offsets else None
         order = torch.randperm(k, generator=generator) if self.order else None
-        return GroupedMatrix(codes, numbers(0.01), self.bits, zero, self.group_size, offsets, order)
+        table = torch.randint(0, 256, (16,), generator=generator, dtype=torch.uint8) if self.tabled else None
+        plain = GroupedMatrix(codes, numbers(0.01), self.bits, zero, self.group_size, offsets, order, table=table)
+        return plain if self.groups_a_unit == 1 else self._counting(plain, generator)
+
+    def _counting(self, matrix: GroupedMatrix, generator: torch.Generator) -> GroupedMatrix:
+        """The same codes with scales and offsets that count units; scales below 0 too, unless a byte holds both."""
+        shape, small = matrix.scales.shape, self.offsets and self.most <= 16
+
+        def counts() -> Tensor:
+            return torch.randint(0 if small else -self.most, self.most, shape, generator=generator, dtype=torch.int8)
+
+        def units() -> Tensor:
+            return (torch.randn(shape[0], shape[1] // self.groups_a_unit, generator=generator) / 500).half()
+
+        offsets, offset_units = (counts(), units()) if self.offsets else (None, None)
+        return replace(matrix, scales=counts(), offsets=offsets, units=units(), offset_units=offset_units)
+
+
+COUNTING_CASES = [
+    Case(bits=4, group_size=32, num_inputs=512, offsets=True, groups_a_unit=8),
+    Case(bits=5, group_size=32, num_inputs=512, offsets=True, groups_a_unit=8),
+    Case(bits=6, group_size=16, num_inputs=768, groups_a_unit=16, most=127),
+    Case(bits=3, group_size=16, num_inputs=256, groups_a_unit=16, most=32),
+    Case(bits=2, group_size=16, num_inputs=512, offsets=True, groups_a_unit=16, most=16),
+    Case(bits=4, group_size=32, num_inputs=512, groups_a_unit=8, tabled=True),
+    Case(bits=4, group_size=32, num_inputs=480, tabled=True),
+    Case(bits=7, group_size=48, num_inputs=288, offsets=True, groups_a_unit=3, order=True),
+    Case(bits=6, group_size=192, num_inputs=768, offsets=True, groups_a_unit=2),
+]
 
 
 # Sizes that the kernels for tiles of bytes take, given rows enough.
@@ -64,7 +95,8 @@ def _cases() -> list[Case]:
     """Every width with every group size, half of them with offsets, a permutation, float32 scales."""
     cases = [Case(bits=bits, group_size=size) for bits in BITS for size in GROUP_SIZES]
     cases += [Case(bits=bits, group_size=size, num_inputs=size) for bits in (3, 4, 8) for size in (1, 7, 100, 200, 272)]
-    return [replace(case, offsets=i % 2 == 0, order=i % 3 == 0, half=i % 5 != 0) for i, case in enumerate(cases)]
+    cases = [replace(case, offsets=i % 2 == 0, order=i % 3 == 0, half=i % 5 != 0) for i, case in enumerate(cases)]
+    return cases + COUNTING_CASES
 
 
 @pytest.mark.parametrize("isa", BYTE_ISAS)
@@ -77,6 +109,17 @@ def test_agrees_with_the_reference(isa: str) -> None:
         expected = _run(reference, matrix, x, bias)
         allowed = 1e-6 * float(expected.abs().max() + matrix.dequantize().abs().max())
         assert float((_run(kernels, matrix, x, bias) - expected).abs().max()) <= allowed, case
+
+
+@pytest.mark.parametrize("isa", BYTE_ISAS)
+def test_counted_scales_and_looked_up_codes_have_the_bits_of_plain_ones(isa: str) -> None:
+    kernels = cpu_kernels(isa)
+    for case in COUNTING_CASES:
+        matrix = case.matrix()
+        assert torch.equal(matrix.dequantize(), matrix.plain().dequantize())
+        for num_rows in (1, 5, 14, 33):
+            x = torch.randn(num_rows, case.num_inputs)
+            assert torch.equal(_run(kernels, matrix, x), _run(kernels, matrix.plain(), x)), case
 
 
 @pytest.mark.parametrize("isa", BYTE_ISAS)
@@ -127,7 +170,7 @@ def test_differs_from_the_dense_product_only_by_rounding_activations() -> None:
 
 @pytest.mark.parametrize("isa", BYTE_ISAS)
 def test_every_instruction_set_and_thread_count_gives_the_same_bits(isa: str) -> None:
-    for case in (*_cases()[::3], *TILE_CASES):
+    for case in (*_cases()[::3], *COUNTING_CASES, *TILE_CASES):
         case = replace(case, num_outputs=333)
         matrix = case.matrix()
         for num_rows in (1, 5, 14) if case not in TILE_CASES else (5, 9, 14, 33, 101):
@@ -154,7 +197,7 @@ def test_rows_cut_into_sections_have_the_same_bits(isa: str) -> None:
 def test_a_row_has_the_same_bits_in_every_batch(isa: str) -> None:
     kernels = kernels_named(isa)
     cases = (Case(bits=4), Case(bits=8, group_size=128, offsets=True), Case(bits=6, group_size=16, order=True))
-    for case in (*cases, *TILE_CASES[:2]):
+    for case in (*cases, *TILE_CASES[:2], *COUNTING_CASES[::2]):
         packed = kernels.pack_grouped(replace(case, num_outputs=100).matrix())
         x, bias = torch.randn(52, case.num_inputs), torch.randn(100)
         alone = torch.cat([kernels.linear(row[None].clone(), packed, bias) for row in x])

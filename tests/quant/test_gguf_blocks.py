@@ -11,6 +11,7 @@ from forerun.errors import CheckpointError, ConfigError, UnsupportedError
 from forerun.quant.gguf_decode import BLOCK_TYPES, decode_rows, join_matrices
 from forerun.quant.gguf_encode import choose_type, encode_rows
 from forerun.weights.gguf_types import TENSOR_TYPES, TYPE_CODES
+from tests.kernels.cases import cpu_kernels
 
 gguf = pytest.importorskip("gguf")
 ROWS, COLUMNS = 6, 512
@@ -22,17 +23,18 @@ def reference(name: str, rows: Tensor) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(found))
 
 
-def valid_blocks(name: str, seed: int = 0) -> Tensor:
+def valid_blocks(name: str, seed: int = 0, shape: tuple[int, int] = (ROWS, COLUMNS)) -> Tensor:
     """Random bytes, but for the float16 scales, which are finite."""
     kind = BLOCK_TYPES[name]
     generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (ROWS * COLUMNS // kind.size, kind.nbytes), dtype=torch.uint8, generator=generator)
+    num_blocks = shape[0] * shape[1] // kind.size
+    blocks = torch.randint(0, 256, (num_blocks, kind.nbytes), dtype=torch.uint8, generator=generator)
     halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(name, (0, 2) if "_1" in name else (0,))
     halves = (0, 2) if name in ("Q4_K", "Q5_K") else halves
     for at in halves:
         scales = torch.randn(len(blocks), 1, generator=generator).half()
         blocks[:, at : at + 2] = scales.view(torch.uint8)
-    return blocks.reshape(ROWS, -1)
+    return blocks.reshape(shape[0], -1)
 
 
 def matrix(seed: int = 0) -> Tensor:
@@ -120,6 +122,20 @@ def test_joining_different_types_keeps_every_value(pair: tuple[str, ...]) -> Non
     expected = torch.cat([reference(name, part) for name, part in zip(pair, rows, strict=True)])
     assert joined.shape == (len(pair) * ROWS, COLUMNS) and int(joined.codes.max()) < 1 << joined.bits <= 256
     assert torch.equal(joined.dequantize(), expected)
+
+
+def test_types_that_count_units_for_as_many_inputs_are_joined_with_their_units() -> None:
+    joined = join_matrices([decode_rows(name, valid_blocks(name)) for name in ("Q4_K", "Q6_K")])
+    assert joined.units is not None and joined.groups_a_unit * joined.group_size == 256
+    assert join_matrices([decode_rows("IQ4_NL", valid_blocks("IQ4_NL", seed)) for seed in (0, 1)]).table is not None
+    assert join_matrices([decode_rows(name, valid_blocks(name)) for name in ("IQ4_XS", "Q8_0")]).table is None
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_packed_matrices_take_no_more_than_their_blocks(name: str) -> None:
+    rows = valid_blocks(name, shape=(64, 2048))
+    packed = cpu_kernels().pack_grouped(decode_rows(name, rows))
+    assert packed.nbytes <= 1.05 * rows.nbytes
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)

@@ -27,6 +27,7 @@ from forerun.quant.grouped import GroupedWeight
 
 PERIOD = 1_000_003  # a prime, so that no two rows of a matrix begin alike
 SEED = 0
+_TABLE = torch.arange(8, 256, 16, dtype=torch.uint8)
 
 
 class RandomSource:
@@ -68,6 +69,8 @@ class RandomGroupedFormat:
         self._layout = layout
         self._codes = torch.randint(0, 1 << layout.bits, (PERIOD,), generator=generator, dtype=torch.uint8)
         self._scales = torch.rand(PERIOD, generator=generator) + 0.5  # [PERIOD]
+        most = 16 if layout.bits == 2 else 64  # as files have it
+        self._counts = torch.randint(1, most, (PERIOD,), generator=generator, dtype=torch.int8)  # of units
 
     def matches(self, source: TensorSource, prefix: str) -> bool:
         """Whatever the module."""
@@ -77,18 +80,25 @@ class RandomGroupedFormat:
         self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels, dtype: torch.dtype | None
     ) -> GroupedWeight:
         """A random matrix for all parts together."""
-        return GroupedWeight(kernels, self._matrix(sum(part.rows for part in parts), columns))
+        return GroupedWeight(kernels, self.matrix(sum(part.rows for part in parts), columns))
 
-    def _matrix(self, rows: int, columns: int) -> GroupedMatrix:
+    def matrix(self, rows: int, columns: int) -> GroupedMatrix:
+        """One of so many rows and columns."""
         layout = self._layout
-        spread = (1 << layout.bits) / math.sqrt(12)  # of evenly drawn codes
+        spread = (1 << 8 if layout.tabled else 1 << layout.bits) / math.sqrt(12)  # of evenly drawn codes
         group_size = min(layout.group_size, columns)
-        drawn = self._scales / (spread * math.sqrt(columns))
-        drawn = drawn.half().float() if layout.half_scales else drawn
-        scales = tiled(drawn, (rows, -(-columns // group_size)))
-        offsets = scales * ((1 << layout.bits) / 2) if layout.offsets else None
-        codes = tiled(self._codes, (rows, columns))
-        return GroupedMatrix(codes, scales, layout.bits, layout.zero, group_size, offsets)
+        groups, middle = -(-columns // group_size), (1 << layout.bits) / 2  # offsets are so many scales
+        codes, table = tiled(self._codes, (rows, columns)), _TABLE if layout.tabled else None
+        together = math.gcd(groups, layout.groups_a_unit)  # fewer at shapes no file of this type has
+        scales = tiled((self._scales / (spread * math.sqrt(columns))).half(), (rows, groups // together))
+        if layout.groups_a_unit == 1:
+            offsets = scales.float() * middle if layout.offsets else None
+            return GroupedMatrix(codes, scales.float(), layout.bits, layout.zero, group_size, offsets, table=table)
+        units, counts = (scales / 32).half(), tiled(self._counts, (rows, groups))
+        moved = (counts, (units * middle).half()) if layout.offsets else (None, None)
+        return GroupedMatrix(
+            codes, counts, layout.bits, layout.zero, group_size, moved[0], None, units, moved[1], table
+        )
 
 
 def tiled(values: Tensor, shape: Sequence[int]) -> Tensor:
@@ -131,5 +141,5 @@ def _bytes_per_weight(kind: WeightKind, kernels: Kernels) -> float:
     if kind.grouped is None:
         return 2 if kind.dtype is torch.bfloat16 and not slow else 4
     per_scale = 8 if kind.grouped.offsets else 4
-    code = 5 if slow else 0.5 if kind.grouped.bits <= 4 else 1
+    code = 5 if slow else 0.5 if kind.grouped.bits <= 4 and not kind.grouped.tabled else 1
     return code + per_scale / kind.grouped.group_size

@@ -26,24 +26,24 @@ class Grouped:
     group_size: int
     zero: int
     offsets: bool
-    half_scales: bool = True  # scales are float16 numbers, which a backend may store in two bytes
+    groups_a_unit: int = 1  # more: scales are small integers that count a float16 of so many groups
+    tabled: bool = False  # codes are indices of a table of 8-bit integers
 
 
-# The blocks of ggml-common.h as integers and scales. Scales of scales are multiplied out, which changes no value but
-# gives float32 numbers. The non-linear types look their 16 values up in a table of 8-bit integers around 0.
+# The blocks of ggml-common.h as integers and scales.
 GGUF_TYPES: dict[str, Grouped] = {
     "q8_0": Grouped(8, 32, 128, False),
     "q4_0": Grouped(4, 32, 8, False),
     "q4_1": Grouped(4, 32, 0, True),
     "q5_0": Grouped(5, 32, 16, False),
     "q5_1": Grouped(5, 32, 0, True),
-    "q2_k": Grouped(2, 16, 0, True, False),
-    "q3_k": Grouped(3, 16, 4, False, False),
-    "q4_k": Grouped(4, 32, 0, True, False),
-    "q5_k": Grouped(5, 32, 0, True, False),
-    "q6_k": Grouped(6, 16, 32, False, False),
-    "iq4_nl": Grouped(8, 32, 128, False),
-    "iq4_xs": Grouped(8, 32, 128, False, False),
+    "q2_k": Grouped(2, 16, 0, True, 16),
+    "q3_k": Grouped(3, 16, 4, False, 16),
+    "q4_k": Grouped(4, 32, 0, True, 8),
+    "q5_k": Grouped(5, 32, 0, True, 8),
+    "q6_k": Grouped(6, 16, 32, False, 16),
+    "iq4_nl": Grouped(4, 32, 128, False, tabled=True),
+    "iq4_xs": Grouped(4, 32, 128, False, 8, tabled=True),
 }
 GGUF_DENSE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 

@@ -18,7 +18,7 @@ The product of a row is defined step by step, so that every backend can give the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -34,46 +34,91 @@ MAX_STEP = 128
 class GroupedMatrix:
     """w[n, k] = scales[n, g] * (codes[n, k] - zero) - offsets[n, g], where g = k // group_size.
 
-    `codes` hold at most 2 ** bits different values. Column k multiplies input `input_order[k]`. The last group may be
-    shorter than the others.
+    `codes` hold at most 2 ** bits different values; with a `table` they are indices into it. Column k multiplies input
+    `input_order[k]`. The last group may be shorter than the others. With `units`, which neighbouring groups share,
+    scales and offsets are whole numbers that count them: unit * count in float32 is what they stand for.
     """
 
     codes: Tensor  # [N, K] uint8
-    scales: Tensor  # [N, num_groups] float32
-    bits: int  # 2 .. 8
-    zero: int  # what stands for the integer 0, 0 .. 2 ** bits - 1
+    scales: Tensor  # [N, num_groups] float32, or int8 with units
+    bits: int  # 2 .. 8; 4 with a table
+    zero: int  # what stands for the integer 0, 0 .. 2 ** bits - 1, or a byte with a table
     group_size: int  # a multiple of 16, or K
-    offsets: Tensor | None = None  # [N, num_groups] float32
+    offsets: Tensor | None = None  # [N, num_groups], like scales
     input_order: Tensor | None = None  # [K] int64, a permutation
+    units: Tensor | None = None  # [N, num_units] float16; as many groups share each
+    offset_units: Tensor | None = None  # [N, num_units] float16, where there are units and offsets
+    table: Tensor | None = None  # [16] uint8
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
         if self.group_size % SMALLEST_GROUP and self.group_size != columns:
             raise KernelError(f"group size {self.group_size} is neither a multiple of {SMALLEST_GROUP} nor all inputs")
-        if not 2 <= self.bits <= 8 or not 0 <= self.zero < 1 << self.bits:
+        if not 2 <= self.bits <= 8 or not 0 <= self.zero < (256 if self.table is not None else 1 << self.bits):
             raise KernelError(f"{self.bits} bits around zero point {self.zero} are not supported; 2 to 8 bits are")
-        wanted = (rows, -(-columns // self.group_size))
-        for name, tensor in (("scales", self.scales), ("offsets", self.offsets)):
-            if tensor is not None and (tensor.shape != wanted or tensor.dtype is not torch.float32):
-                raise KernelError(f"{name} are {tensor.dtype} {list(tensor.shape)}, not float32 {list(wanted)}")
+        groups, kind = -(-columns // self.group_size), torch.float32 if self.units is None else torch.int8
+        _check_numbers("scales", self.scales, kind, (rows, groups))
+        _check_numbers("offsets", self.offsets, kind, (rows, groups))
+        if self.units is None:
+            return
+        if groups % self.units.shape[-1]:
+            raise KernelError(f"{groups} groups cannot share {self.units.shape[-1]} units evenly")
+        if (self.offset_units is None) != (self.offsets is None):
+            raise KernelError("where scales count units, offsets need units of their own")
+        _check_numbers("units", self.units, torch.float16, (rows, groups // self.groups_a_unit))
+        _check_numbers("offset units", self.offset_units, torch.float16, (rows, groups // self.groups_a_unit))
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         return self.codes.shape[0], self.codes.shape[1]
 
+    @property
+    def groups_a_unit(self) -> int:
+        """Groups that share a unit, 1 without units."""
+        return 1 if self.units is None else self.scales.shape[1] // self.units.shape[1]
+
+    def multiplied_out(self) -> GroupedMatrix:
+        """The same matrix without units: scales and offsets are float32."""
+        if self.units is None:
+            return self
+        span = self.groups_a_unit
+        offsets = None if self.offset_units is None else _counted(self.offset_units, self.offsets, span)
+        return replace(
+            self, scales=_counted(self.units, self.scales, span), offsets=offsets, units=None, offset_units=None
+        )
+
+    def looked_up(self) -> GroupedMatrix:
+        """The same matrix without a table: codes are bytes."""
+        return self if self.table is None else replace(self, codes=self.table[self.codes.int()], bits=8, table=None)
+
+    def plain(self) -> GroupedMatrix:
+        """The same matrix without units and table."""
+        return self.multiplied_out().looked_up()
+
     def dequantize(self) -> Tensor:
         """The matrix it stands for, inputs in their own order -> [N, K] float32."""
-        columns = self.codes.shape[1]
+        plain, columns = self.plain(), self.codes.shape[1]
         group_ids = torch.arange(columns) // self.group_size  # [K]
-        dense = (self.codes.float() - self.zero) * self.scales[:, group_ids]
-        if self.offsets is not None:
-            dense -= self.offsets[:, group_ids]
+        dense = (plain.codes.float() - self.zero) * plain.scales[:, group_ids]
+        if plain.offsets is not None:
+            dense -= plain.offsets[:, group_ids]
         if self.input_order is None:
             return dense
         own = torch.empty_like(dense)
         own[:, self.input_order] = dense
         return own
+
+
+def _check_numbers(name: str, numbers: Tensor | None, kind: torch.dtype, shape: tuple[int, int]) -> None:
+    if numbers is not None and (numbers.shape != shape or numbers.dtype is not kind):
+        raise KernelError(f"{name} are {numbers.dtype} {list(numbers.shape)}, not {kind} {list(shape)}")
+
+
+def _counted(units: Tensor, counts: Tensor | None, span: int) -> Tensor:
+    """units [N, U] float16 times counts [N, U * span] int8 -> [N, U * span] float32, exact."""
+    assert counts is not None
+    return units.float().repeat_interleave(span, dim=1) * counts.float()
 
 
 class Step(NamedTuple):
@@ -133,6 +178,7 @@ class ReferenceGrouped:
 
 def pack_reference(matrix: GroupedMatrix) -> ReferenceGrouped:
     """Lay a grouped matrix out for `multiply_grouped`."""
+    matrix = matrix.plain()
     return ReferenceGrouped(matrix, matrix.codes.float() - matrix.zero, steps_of(matrix.shape[1], matrix.group_size))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.cases import kernels_named
-from tests.kernels.test_grouped import Case
+from tests.kernels.test_grouped import COUNTING_CASES, Case
 from torch import Tensor
 
 from forerun.errors import KernelError
@@ -23,6 +23,7 @@ CASES = [
     Case(bits=8, num_outputs=5, num_inputs=7, group_size=7, offsets=True),
     Case(bits=5, num_inputs=256, group_size=64),
     Case(bits=7, num_inputs=100, group_size=100, half=False),
+    *COUNTING_CASES[3:6],  # multiplied out and looked up when they are packed
 ]
 
 

@@ -32,7 +32,9 @@ class Program:
 
 class GroupedLayout:
     panel_bytes: int
-    def __init__(self, k: int, group_size: int, storage: int, half: bool, has_offsets: bool, /) -> None: ...
+    def __init__(
+        self, k: int, group_size: int, storage: int, scales: int, has_offsets: bool, groups_a_unit: int, table: int, /
+    ) -> None: ...
 
 class ExpertBank:
     def __init__(self, h: int, f: int, activation: int, /) -> None: ...

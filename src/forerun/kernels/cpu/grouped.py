@@ -16,6 +16,7 @@ from forerun.kernels.cpu.arena import WeightArena
 from forerun.kernels.grouped import GroupedMatrix, check_matrix, scales_fit_half
 
 STORAGES = (2, 3, 4, 5, 6, 8)  # bits a packed code may occupy
+FLOAT32, FLOAT16, BYTES, NIBBLES = range(4)  # csrc: ScaleKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +40,34 @@ class CpuGrouped:
 def pack_matrix(matrix: GroupedMatrix, engine: _native.CpuEngine, arena: WeightArena) -> CpuGrouped:
     """Lay `matrix` out for the C++ kernels; raises KernelError where its tensors are not what C++ would read."""
     check_matrix(matrix)
-    (num_outputs, num_inputs), half = matrix.shape, scales_fit_half(matrix)
-    has_offsets = matrix.offsets is not None
-    layout = _native.GroupedLayout(num_inputs, matrix.group_size, _storage(matrix.codes), half, has_offsets)
+    (num_outputs, num_inputs), kind = matrix.shape, _scale_kind(matrix)
+    scales, offsets = _stored_scales(matrix, kind)
+    table, storage, has_offsets = _whole(matrix.table), _storage(matrix.codes), matrix.offsets is not None
+    sizes = (num_inputs, matrix.group_size, storage, kind, has_offsets, matrix.groups_a_unit)
+    layout = _native.GroupedLayout(*sizes, _address(table))
     panels = arena.take(-(-num_outputs // _native.LANES) * layout.panel_bytes, torch.uint8)
-    codes, scales = matrix.codes.contiguous(), _stored(matrix.scales, half)
-    offsets = None if matrix.offsets is None else _stored(matrix.offsets, half)
-    addresses = (codes.data_ptr(), scales.data_ptr(), _address(offsets), panels.data_ptr())
-    engine.pack_grouped(*addresses, num_outputs, num_inputs, layout)
-    order = None if matrix.input_order is None else matrix.input_order.contiguous()
+    numbers = (_whole(matrix.codes), scales, offsets, _whole(matrix.units), _whole(matrix.offset_units), panels)
+    engine.pack_grouped(*map(_address, numbers), num_outputs, num_inputs, layout)
+    order = _whole(matrix.input_order)
     return CpuGrouped(panels, panels.data_ptr(), order, _address(order), matrix.shape, matrix.zero, layout)
+
+
+def _scale_kind(matrix: GroupedMatrix) -> int:
+    if matrix.units is None:
+        return FLOAT16 if scales_fit_half(matrix) else FLOAT32
+    both = () if matrix.offsets is None else (matrix.scales, matrix.offsets)
+    small = all(int(counts.min()) >= 0 and int(counts.max()) < 16 for counts in both)
+    return NIBBLES if both and small else BYTES
+
+
+def _stored_scales(matrix: GroupedMatrix, kind: int) -> tuple[Tensor, Tensor | None]:
+    """Scales and offsets as C++ reads them: one tensor where a byte holds both."""
+    if kind == NIBBLES:
+        assert matrix.offsets is not None
+        return (matrix.scales | matrix.offsets << 4).contiguous(), None
+    if kind == FLOAT16:
+        return matrix.scales.half().contiguous(), None if matrix.offsets is None else matrix.offsets.half().contiguous()
+    return matrix.scales.contiguous(), _whole(matrix.offsets)
 
 
 def _storage(codes: Tensor) -> int:
@@ -57,8 +76,8 @@ def _storage(codes: Tensor) -> int:
     return next(bits for bits in STORAGES if bits >= wanted)
 
 
-def _stored(values: Tensor, half: bool) -> Tensor:
-    return (values.half() if half else values).contiguous()
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _address(tensor: Tensor | None) -> int:
