@@ -46,7 +46,7 @@ struct Level {
             const auto row = static_cast<size_t>(i);
             const int64_t position = roots[i] + depth;
             if (position / block_size >= max_blocks) throw std::out_of_range("a chain outgrew its block table");
-            token_ids[row] = std::max<int64_t>(drawn[i], 0);  // a row without an answer goes on idly
+            token_ids[row] = std::max<int64_t>(drawn[i], 0);  // a chain that ended computes token 0, which nobody reads
             positions[row] = static_cast<int32_t>(position + shift);
             slots[row] = tables[i * max_blocks + position / block_size] * static_cast<int32_t>(block_size) +
                          static_cast<int32_t>(position % block_size);
@@ -65,8 +65,8 @@ struct Level {
     }
 };
 
-// Log chances of the best of `k` scores a row: its softmax among them, over a scale.
-void judge(const ChainArgs& args, const std::vector<double>& scores, int64_t k, int64_t step) {
+// The log chance of each drawn token: log softmax of the row's `k` best scores, divided by a scale.
+void write_log_chances(const ChainArgs& args, const std::vector<double>& scores, int64_t k, int64_t step) {
     for (int64_t i = 0; i < args.num_active[step]; ++i) {
         const double* best = scores.data() + i * k;
         double sum = 0.0;
@@ -76,7 +76,7 @@ void judge(const ChainArgs& args, const std::vector<double>& scores, int64_t k, 
 }
 
 void draw(CpuEngine& engine, const ChainArgs& args, const float* logits, int64_t step) {
-    const bool judged = args.log_chances != nullptr;
+    const bool with_log_chances = args.log_chances != nullptr;
     GumbelArgs gumbel{};
     gumbel.logits = logits;
     gumbel.temperatures = args.temperatures;
@@ -85,20 +85,20 @@ void draw(CpuEngine& engine, const ChainArgs& args, const float* logits, int64_t
     gumbel.streams = args.streams;
     gumbel.r = args.num_active[step];
     gumbel.v = args.vocab;
-    gumbel.k = judged ? std::min(args.num_rivals, args.vocab) : 1;
+    gumbel.k = with_log_chances ? std::min(args.num_rivals, args.vocab) : 1;
     std::vector<int64_t> best(static_cast<size_t>(gumbel.r * gumbel.k));
     std::vector<double> scores(best.size());
     engine.gumbel(gumbel, best.data(), scores.data());
     int64_t* ids = args.ids + step * args.r;
     for (int64_t i = 0; i < args.r; ++i) {
-        // below a row without an answer there is none either
+        // a chain that has ended stays ended
         const bool goes_on = i < gumbel.r && (step == 0 || ids[i - args.r] >= 0);
         ids[i] = goes_on ? best[static_cast<size_t>(i * gumbel.k)] : -1;
     }
-    if (judged) judge(args, scores, gumbel.k, step);
+    if (with_log_chances) write_log_chances(args, scores, gumbel.k, step);
 }
 
-// Chances that all of a chain is right, added up over the chains that are to go on.
+// The chances that a chain is right so far, summed over the chains that go on.
 class Ends {
 public:
     explicit Ends(int64_t r) : log_chances_(static_cast<size_t>(r)) {}
@@ -118,7 +118,7 @@ private:
     std::vector<double> log_chances_;
 };
 
-// What the last step put out is what the next is fed; that writes to the other of two places.
+// The next step is fed what the last one put out, and writes its own output to the other of two places.
 void hand_on_features(std::vector<uintptr_t>& addresses, const ChainArgs& args, int64_t step) {
     const auto size = static_cast<uintptr_t>(args.features_step) * sizeof(float);
     addresses[kFeatures] = addresses[kNextFeatures];

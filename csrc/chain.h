@@ -35,13 +35,13 @@ struct ChainArgs {
     int64_t steps, r, vocab, block_size;
     int64_t logits_step;  // floats between the logits of two steps; 0: each step overwrites the last
     int64_t* ids;         // [steps, r]: the drawn tokens, -1 where none was
-    double* log_chances;  // [steps, r]: of the drawn tokens, or null: log softmax, over `rivals_scale`, of their scores
-                          // among those of the `num_rivals` best
+    double* log_chances;  // [steps, r], or null: of the drawn tokens, log softmax of their scores / rivals_scale among
+                          // the `num_rivals` best scores
     int64_t shift;        // added to the positions rows stand at, not to the slots
     int64_t features_step;  // floats a step puts out for the next; 0: the program is fed tokens alone
     int64_t num_rivals;
     double rivals_scale;
-    double least;  // with `log_chances`: of all chains being right so far, added up; below it nothing more is drawn
+    double least;  // with `log_chances`: drawing ends where the chances of all chains to be right so far sum to less
 
     // In the order of ChainArgs in src/forerun/runtime/recorded.py.
     template <class F>

@@ -26,7 +26,7 @@ class SuffixAutomaton {
     int32_t window() const { return window_; }
     int32_t length_of(int32_t state) const { return states_[state].length; }
     int32_t link_of(int32_t state) const { return states_[state].link; }
-    // Where the substrings of a state ended the last time but one.
+    // Where the second-to-last occurrence of a state's substrings ends.
     int32_t earlier_end(int32_t state) const { return states_[state].earlier; }
     // Occurrences of a state's substrings that something follows.
     int32_t num_continued(int32_t state) const { return states_[state].count - (states_[state].end == size_); }

@@ -62,7 +62,7 @@ class Grower {
         return context;
     }
 
-    // Fills chances_ from the longest matches first until less than `least` is left to be told.
+    // Fills chances_ from the longest matches first until less than `least` is left for shorter ones.
     void predict(Context context, double least) {
         chances_.clear();
         double left = 1.0;

@@ -1,5 +1,5 @@
 // What a request's text and the texts before it suggest as its continuation.
-// Knows automata (suffix.h). Does not know requests, budgets' origin, or Python. What it means, and where it comes
+// Knows automata (suffix.h). Does not know requests, who sets budgets, or Python. What it means, and where it comes
 // from: src/forerun/kernels/suffix_reference.py.
 #pragma once
 

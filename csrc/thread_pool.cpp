@@ -93,7 +93,7 @@ void ThreadPool::run(Function function, const void* context, int64_t num_chunks)
     if (looks > kLooksBeforeYield) judge_wait(start, waiting_since, Clock::now());
 }
 
-// Chunks are small parts of a call: waiting longer than one has worked is no matter of uneven chunks.
+// Chunks are small parts of a call: who waits longer than it has worked does not wait because chunks are uneven.
 void ThreadPool::judge_wait(Clock::time_point start, Clock::time_point waiting_since, Clock::time_point now) {
     const auto waited = now - waiting_since;
     if (waited < kPatience || waited < waiting_since - start) return;
