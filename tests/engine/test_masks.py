@@ -50,6 +50,16 @@ class Late(Parity):
         return super().allowed(output_token_ids)
 
 
+class Waited(Parity):
+    """A mask that is never there, and how long it was waited for."""
+
+    waited_s = 0.0
+
+    def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
+        self.waited_s += wait_s
+        return False
+
+
 def request(index: int, grammar: Parity | None, temperature: float = 1.0) -> RequestGroup:
     prompt = [(7 * index + i * i) % VOCAB for i in range(3 + 9 * index)]
     params = SamplingParams(max_tokens=24, seed=index, grammar=grammar, temperature=temperature)
@@ -89,7 +99,10 @@ def test_who_gets_no_mask_fails_alone(drafter: str, verification: str) -> None:
     assert [out.finish_reason for out in outs] == ["length", "error", "length"]
     assert isinstance(outs[1].error, GrammarError) and len(outs[1].token_ids) <= 9
     made.scheduler.check_integrity()
-    assert not made.records and not made.masks._late
+    assert not made.records
+    same_name = Waited()
+    made.masks.begin_step([request(1, same_name).samples[0].request])
+    assert same_name.waited_s > 0.0, "who failed is forgotten: another request of its name is waited for"
 
 
 def test_nobody_waits_for_anothers_mask() -> None:
