@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from forerun.policy.exploration import FIRST, MOST, SHARE, TRIALS, Exploration
+from forerun.policy.exploration import FIRST, MOST, SHARE, Exploration
 
 
 def lose(budget: Exploration, num_steps: int, step_s: float = 2.0) -> tuple[float, int]:
@@ -42,11 +44,18 @@ def test_reading_is_paid_over_the_steps_that_follow() -> None:
     assert budget.balance_s == pytest.approx(FIRST - 5.0, abs=0.1)
 
 
-def test_a_trial_waits_until_its_share_of_the_time_covers_it() -> None:
+def test_a_trial_waits_until_the_balance_covers_it() -> None:
     budget = Exploration()
-    assert not budget.covers(0.1)
-    num_steps = 0
-    while not budget.covers(3 * TRIALS):
+    assert not budget.covers(0.1, 1.0)
+    budget.book(1.0, 0.0, 1.0, 1.0, False)
+    assert budget.covers(FIRST, 1.0) and not budget.covers(FIRST + 1.0, 1.0)
+    for _ in range(200):
         budget.book(1.0, 0.0, 1.0, 1.0, False)
-        num_steps += 1
-    assert 3 <= num_steps <= 4
+    assert budget.covers(FIRST + 1.0, 1.0)
+
+
+def test_any_trial_is_covered_some_day() -> None:
+    budget = Exploration()
+    for _ in range(round(MOST / SHARE)):
+        budget.book(1.0, 0.0, 1.0, 1.0, False)
+    assert budget.covers(math.inf, 1.0)

@@ -84,7 +84,7 @@ class PassCosts:
 class CallCosts:
     """Seconds one drafter takes for a call, and for reading a token it has missed."""
 
-    by_size: dict[tuple[int, int], Mean] = field(default_factory=dict)  # (requests, most drafts of one), powers of 2
+    by_size: dict[tuple[int, int], Mean] = field(default_factory=dict)  # (requests, a power of 2; most drafts of one)
     by_depth: dict[int, Mean] = field(default_factory=dict)  # of calls for one request, by the levels they drew
     reading: Mean | None = None  # a token
     draws_levels: bool = False  # by a network, one level at a time
@@ -123,7 +123,7 @@ class CallCosts:
     def expect(self, num_drafts: int, depth: int, seconds: float) -> None:
         """What a call for one request took when it was tried alone; forgotten with the first in the running engine."""
         if num_drafts > 0:
-            self.by_size[1, _power_of_2(num_drafts)] = Mean(seconds)
+            self.by_size[1, num_drafts] = Mean(seconds)
             self.by_depth[depth] = Mean(seconds)
             self._most_like.clear()
 
@@ -135,7 +135,7 @@ class CallCosts:
         """A call drew at most so many drafts and levels for each of so many requests."""
         if num_drafts == 0:
             return
-        key = _power_of_2(num_requests), _power_of_2(num_drafts)
+        key = _power_of_2(num_requests), num_drafts
         if key not in self.by_size:
             self.by_size[key] = Mean(seconds)
             self._most_like.clear()
