@@ -31,20 +31,12 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t element_size(Dtype dtype) { return dtype == Dtype::kBFloat16 ? 2 : 4; }
 
-const KernelTable* find_table(const std::string& isa) {
-    if (isa == "portable") return &portable_kernels();
-    if (isa == "avx2") return avx2_kernels();
-    if (isa == "avx2vnni") return avx2vnni_kernels();
-    if (isa == "avx512") return avx512_kernels();
-    if (isa == "avx512vnni") return avx512vnni_kernels();
-    if (isa == "avx512amx") return amx_kernels();
-    return nullptr;
-}
-
 const KernelTable* pick_table(const std::string& isa) {
-    const KernelTable* table = find_table(isa.empty() ? CpuEngine::available().front() : isa);
-    if (table == nullptr) throw std::invalid_argument("instruction set '" + isa + "' is not available on this CPU");
-    return table;
+    for (const auto find : kKernelTables) {
+        const KernelTable* table = find();
+        if (table && (isa.empty() || isa == table->name)) return table;
+    }
+    throw std::invalid_argument("instruction set '" + isa + "' is not available on this CPU");
 }
 
 template <class Args>
@@ -65,8 +57,8 @@ CpuEngine::CpuEngine(int num_threads, const std::string& isa) : table_(pick_tabl
 
 std::vector<std::string> CpuEngine::available() {
     std::vector<std::string> names;
-    for (const char* name : {"avx512amx", "avx512vnni", "avx512", "avx2vnni", "avx2", "portable"}) {
-        if (find_table(name) != nullptr) names.emplace_back(name);
+    for (const auto find : kKernelTables) {
+        if (const KernelTable* table = find()) names.emplace_back(table->name);
     }
     return names;
 }

@@ -34,19 +34,30 @@ struct KernelTable {
     void (*split_activations)(const LinearArgs&, int64_t begin, int64_t end);  // unit: a row; null where not wanted
 };
 
-const KernelTable& portable_kernels();
+// Null if this CPU has none.
+const KernelTable* portable_kernels();  // never null
 #ifdef FORERUN_X86
-const KernelTable* avx2_kernels();    // null if this CPU has none
-const KernelTable* avx2vnni_kernels();    // likewise, as are the others; differs from avx2 in grouped kernels only
+const KernelTable* avx2_kernels();
+const KernelTable* avx2vnni_kernels();  // differs from avx2 in grouped kernels only
 const KernelTable* avx512_kernels();
 const KernelTable* avx512vnni_kernels();  // differs from avx512 in grouped kernels only
 const KernelTable* amx_kernels();         // differs from avx512vnni in grouped and dense kernels and attention
-#else
-inline const KernelTable* avx2_kernels() { return nullptr; }
-inline const KernelTable* avx2vnni_kernels() { return nullptr; }
-inline const KernelTable* avx512_kernels() { return nullptr; }
-inline const KernelTable* avx512vnni_kernels() { return nullptr; }
-inline const KernelTable* amx_kernels() { return nullptr; }
 #endif
+#ifdef FORERUN_ARM
+const KernelTable* neon_kernels();
+const KernelTable* neondot_kernels();   // differs from neon in grouped kernels only
+const KernelTable* neoni8mm_kernels();  // likewise
+#endif
+
+// Best first.
+constexpr const KernelTable* (*kKernelTables[])() = {
+#ifdef FORERUN_X86
+    amx_kernels,      avx512vnni_kernels, avx512_kernels, avx2vnni_kernels, avx2_kernels,
+#endif
+#ifdef FORERUN_ARM
+    neoni8mm_kernels, neondot_kernels,    neon_kernels,
+#endif
+    portable_kernels,
+};
 
 }  // namespace forerun

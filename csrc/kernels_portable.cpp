@@ -7,6 +7,6 @@
 
 namespace forerun {
 
-const KernelTable& portable_kernels() { return portable::kTable; }
+const KernelTable* portable_kernels() { return &portable::kTable; }
 
 }  // namespace forerun

@@ -26,7 +26,7 @@ struct Index {
 };
 
 template <class Body, int... I>
-FORERUN_INLINE void repeat_each(Body body, Ints<I...>) {
+FORERUN_INLINE void repeat_each([[maybe_unused]] Body body, Ints<I...>) {
     (body(Index<I>{}), ...);
 }
 

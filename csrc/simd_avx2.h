@@ -176,6 +176,7 @@ FORERUN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const cha
 
 // Grouped weights (grouped.inc). A line is 64 bytes: unsigned weights of 16 outputs times 4 inputs, output by output.
 constexpr int kMaxGroupedRows = 4;
+constexpr int kGroupedWordRun = 1;
 constexpr int grouped_panels(int, int rows) { return rows == 1 ? 2 : 1; }
 
 // The lanes, which fit, as bytes.

@@ -136,6 +136,7 @@ FORERUN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const cha
 
 // Grouped weights (grouped.inc). A line is 64 bytes: unsigned weights of 16 outputs times 4 inputs, output by output.
 constexpr int kMaxGroupedRows = 12;
+constexpr int kGroupedWordRun = 1;
 constexpr int grouped_panels(int bits, int rows) { return rows <= (bits == 8 ? 8 : 4) ? 2 : 1; }
 
 // The lanes, which fit, as bytes.

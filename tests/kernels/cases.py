@@ -13,7 +13,7 @@ from forerun.kernels.attention import quantize_vectors
 from forerun.kernels.ops import AttentionRows, HeadLayout, Kernels, LayerKV
 from forerun.kernels.reference import ReferenceKernels
 
-ISAS = ("avx512", "avx2", "portable")
+ISAS = ("avx512", "avx2", "neon", "portable")
 
 
 @cache

@@ -14,7 +14,7 @@ from forerun.kernels.grouped import GroupedMatrix, quantize_row, steps_of
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import recording, select_kernels
 
-BYTE_ISAS = ("avx512amx", "avx512vnni", "avx512", "avx2vnni", "avx2", "portable")
+BYTE_ISAS = ("avx512amx", "avx512vnni", "avx512", "avx2vnni", "avx2", "neoni8mm", "neondot", "neon", "portable")
 BITS = (2, 3, 4, 5, 6, 7, 8)
 GROUP_SIZES = (16, 32, 48, 64, 128, 192, 256)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,20 @@ def test_too_little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_available_memory_is_known() -> None:
     assert (memory.available_bytes() or 0) > 1 << 20
+
+
+def test_without_a_count_of_free_pages_all_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    known = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+
+    def sysconf(name: str) -> int:  # macOS's
+        if name not in known:
+            raise ValueError("unrecognized configuration name")
+        return known[name]
+
+    monkeypatch.setattr(os, "sysconf", sysconf)
+    assert memory.available_bytes() == 4096000
 
 
 def test_a_container_has_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

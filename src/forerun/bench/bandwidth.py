@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -101,7 +101,8 @@ def _buffer(num_bytes: int) -> Tensor:
     """Memory of its own pages, huge ones where there are such -> [num_bytes / 4] float32, every page touched."""
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from forerun import __version__
+from forerun.kernels.device import usable_cores
 from forerun.kernels.ops import Kernels
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -24,7 +25,7 @@ def describe_machine(kernels: Kernels | None = None) -> dict[str, Any]:
     """Facts about the machine that go with every figure, as plain values."""
     facts: dict[str, Any] = {
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -43,7 +44,7 @@ def cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
+        return _said("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()  # macOS
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
@@ -51,17 +52,19 @@ def cpu_model() -> str:
 def commit() -> str | None:
     """The commit of the checkout forerun was installed from or runs in; None outside one."""
     for folder in (PACKAGE, Path.cwd()):
-        root = _git(folder, "rev-parse", "--show-toplevel")
+        git = ("git", "-C", str(folder))
+        root = _said(*git, "rev-parse", "--show-toplevel")
         if root and (Path(root) / "src" / "forerun" / "core.py").exists():
-            head = _git(folder, "rev-parse", "--short", "HEAD")
-            dirty = _git(folder, "status", "--porcelain", "--untracked-files=no")
+            head = _said(*git, "rev-parse", "--short", "HEAD")
+            dirty = _said(*git, "status", "--porcelain", "--untracked-files=no")
             return f"{head}+changes" if head and dirty else head
     return None
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _said(*command: str) -> str | None:
+    """What a program printed; None where it failed or is not there."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

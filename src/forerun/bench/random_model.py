@@ -5,7 +5,6 @@ Knows: the order of these steps. Does not know: what is then measured, terminals
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from forerun.bench.passes import TimedPasses, kv_bytes, kv_specs
 from forerun.bench.shapes import Shape
 from forerun.bench.synthetic import bytes_needed, random_decoder
 from forerun.bench.weight_kinds import WeightKind
+from forerun.kernels.device import usable_cores
 from forerun.kernels.ops import Kernels
 from forerun.models.memory import check_memory
 
@@ -57,4 +57,4 @@ def random_model(shape: Shape, kind: WeightKind, kernels: Kernels, max_rows: int
 
 def num_threads(kernels: Kernels) -> int:
     """The threads of the C++ kernels; every core for the reference, as torch has it."""
-    return int(getattr(kernels, "num_threads", len(os.sched_getaffinity(0))))
+    return int(getattr(kernels, "num_threads", usable_cores()))

@@ -6,6 +6,7 @@ Knows: /proc/meminfo, the limits of a container, sysconf; of a GPU what `kernels
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -50,10 +51,11 @@ def _of_container() -> int | None:
 
 
 def _from_sysconf() -> int | None:
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
+    """The free pages, or all of them where nobody counts those (macOS)."""
+    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
+        with suppress(ValueError, OSError, AttributeError):
+            return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    return None
 
 
 def check_memory(needed: int, purpose: str, device: torch.device = CPU) -> None:

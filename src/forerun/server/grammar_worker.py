@@ -17,7 +17,7 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import process_time
 from typing import Any, NamedTuple, NoReturn
 
@@ -107,10 +107,10 @@ def _hold(channel: socket.socket, vocabulary: GrammarVocabulary, asked: dict[str
 
 
 def _limit_memory() -> None:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError, ValueError), open("/proc/self/statm", encoding="ascii") as file:  # Linux
+        most = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _compile_or_refuse(

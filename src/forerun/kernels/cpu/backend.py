@@ -7,7 +7,6 @@ know: arithmetic, models. Kept thin on purpose: a small model's forward is some 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +17,7 @@ from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.arena import WeightArena
 from forerun.kernels.cpu.grouped import CpuGrouped, pack_matrix
 from forerun.kernels.cpu.packed import CpuExperts, CpuHeads, CpuLinear, head_rows, own_experts, own_heads, pack_bank
+from forerun.kernels.device import usable_cores
 from forerun.kernels.experts import check_routing
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import (
@@ -53,7 +53,7 @@ class CpuKernels(ReferenceKernels):
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
         """`threads`: None for every core this process may use. `isa`: None for the best this CPU has."""
-        num_threads = len(os.sched_getaffinity(0)) if threads is None else threads
+        num_threads = usable_cores() if threads is None else threads
         if num_threads < 1:
             raise KernelError(f"threads must be at least 1, not {threads}")
         if isa is not None and isa not in _native.available_isas():

@@ -1,0 +1,74 @@
+"""Every instruction set gives the same bits, ARM's too: csrc/tests/kernel_hashes.cpp hashes what kernels write.
+
+The program is linked from the object files of the installed extension, and built once more for 64-bit ARM, where it
+runs under qemu.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from tests.support.programs import NOT_INSTALLED, program
+
+ROOT = Path(__file__).resolve().parents[2]
+ARM_BUILD = ROOT / "build" / "aarch64"
+ARM_COMPILER = "aarch64-linux-gnu-g++"
+ARM_CPUS = {"max": {"neoni8mm", "neondot", "neon", "portable"}, "cortex-a53": {"neon", "portable"}}
+
+Hashes = dict[str, dict[str, str]]  # instruction set -> case -> hash
+
+
+def _build(folder: Path) -> Path:
+    subprocess.run([program("cmake"), "--build", folder, "--target", "kernel_hashes", "-j1"], check=True)
+    return folder / "kernel_hashes"
+
+
+def _hashes(*command: str | Path) -> Hashes:
+    """What the program prints; it fails where a kernel is without a case."""
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    found: Hashes = defaultdict(dict)
+    for isa, case, hashed in map(str.split, printed.splitlines()):
+        found[isa][case] = hashed
+    return found
+
+
+def _assert_same(found: Hashes, expected: dict[str, str]) -> None:
+    for isa, hashes in found.items():
+        assert hashes.keys() == expected.keys()
+        assert not [case for case in expected if hashes[case] != expected[case]], isa
+
+
+@pytest.fixture(scope="module")
+def own_hashes() -> Hashes:
+    """Of the instruction sets that this machine has."""
+    builds = sorted(ROOT.glob("build/cp*/build.ninja"), key=lambda path: path.stat().st_mtime)
+    if not builds:
+        pytest.skip(f"{NOT_INSTALLED} forerun from this checkout (make install)")
+    return _hashes(_build(builds[-1].parent))
+
+
+@pytest.mark.slow
+def test_this_machines_instruction_sets_give_the_same_bits(own_hashes: Hashes) -> None:
+    from forerun.kernels.cpu import _native
+
+    assert list(own_hashes) == _native.available_isas()
+    _assert_same(own_hashes, own_hashes["portable"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # compiling takes a minute on an idle core
+@pytest.mark.skipif(platform.machine() in ("aarch64", "arm64"), reason="its own instruction sets are ARM's")
+def test_arm_gives_the_same_bits(own_hashes: Hashes) -> None:
+    emulator, compiler = program("qemu-aarch64"), program(ARM_COMPILER)
+    system = ("-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", "-DCMAKE_EXE_LINKER_FLAGS=-static")
+    configure = [program("cmake"), "-S", ROOT, "-B", ARM_BUILD, f"-DCMAKE_CXX_COMPILER={compiler}", *system]
+    subprocess.run(configure, check=True)
+    arm_program = _build(ARM_BUILD)
+    for cpu, isas in ARM_CPUS.items():
+        found = _hashes(emulator, "-cpu", cpu, arm_program)
+        assert set(found) == isas
+        _assert_same(found, own_hashes["portable"])
