@@ -144,6 +144,12 @@ inline I iota() {
     static constexpr uint32_t kNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return load_words(kNumbers);
 }
+inline I load_bytes(const uint8_t* p) {  // 16 of them, unsigned
+    const uint8x16_t bytes = vld1q_u8(p);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
+    return {vmovl_u16(vget_low_u16(low)), vmovl_u16(vget_high_u16(low)), vmovl_u16(vget_low_u16(high)),
+            vmovl_u16(vget_high_u16(high))};
+}
 inline I iadd(I x, I y) {
     return each<I>([](auto p, auto q) { return vaddq_u32(p, q); }, x, y);
 }
@@ -224,6 +230,11 @@ inline Bytes bits_down(Bytes x) {
 template <int N, int MASK>
 inline Bytes bits_up(Bytes x) {
     return each<Bytes>([](auto p) { return vandq_u8(vshlq_n_u8(p, N), vdupq_n_u8(MASK)); }, x);
+}
+// Byte i of the table, of 16, for every byte i.
+inline Bytes look_up(Bytes x, const uint8_t* table) {
+    const uint8x16_t bytes = vld1q_u8(table);
+    return each<Bytes>([=](auto p) { return vqtbl1q_u8(bytes, p); }, x);
 }
 inline Bytes either(Bytes x, Bytes y) {
     return each<Bytes>([](auto p, auto q) { return vorrq_u8(p, q); }, x, y);

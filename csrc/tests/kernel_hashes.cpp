@@ -217,11 +217,16 @@ void run_gumbel(Run& run, int64_t v, int64_t k, double temperature) {
 struct GroupedCase {
     int64_t m, n, k, group_size;
     int storage;
-    bool half, offsets, order;
+    ScaleKind scales;
+    bool offsets, order;
+    bool tabled = false;
 };
 
 void run_grouped(Run& run, const GroupedCase& c) {
-    const GroupedLayout layout = grouped_layout(c.k, c.group_size, c.storage, c.half, c.offsets);
+    constexpr uint8_t kTable[16] = {3, 250, 128, 127, 0, 255, 1, 77, 200, 90, 31, 164, 140, 111, 12, 222};
+    const bool counted = c.scales == ScaleKind::kBytes || c.scales == ScaleKind::kNibbles;
+    const GroupedLayout layout = grouped_layout(c.k, c.group_size, c.storage, c.scales, c.offsets, counted ? 8 : 1,
+                                                c.tabled ? kTable : nullptr);
     Generator from{static_cast<uint64_t>(c.m * c.k + c.storage)};
     const int64_t panels = divide_up(c.n, kLanes), rows_per_unit = 48, groups = c.n * layout.num_groups;
     Array<uint8_t> codes(c.n * c.k, [&](int64_t) { return from.below(1 << c.storage); });
@@ -230,9 +235,13 @@ void run_grouped(Run& run, const GroupedCase& c) {
     auto floats = numbers<float>(from, groups), x = numbers<float>(from, c.m * c.k), bias = numbers<float>(from, c.n);
     if (c.m == 5) put_oddities(x);
     Array<int64_t> order(c.k, [&](int64_t i) { return (i * 7 + 3) % c.k; });
-    const void* scales = c.half ? static_cast<const void*>(halves.begin()) : floats.begin();
-    const void* offsets = c.offsets ? scales : nullptr;
-    pack_grouped_panels({codes.begin(), scales, offsets, weight.begin(), c.n, c.k, layout}, 0, panels);
+    Array<uint8_t> counts(groups, [&](int64_t) { return from.below(256); });
+    const void* all[] = {floats.begin(), halves.begin(), counts.begin(), counts.begin()};
+    const void* scales = all[static_cast<int>(c.scales)];
+    const void* units = counted ? halves.begin() : nullptr;
+    const void* offsets = c.offsets && c.scales != ScaleKind::kNibbles ? scales : nullptr;
+    pack_grouped_panels({codes.begin(), scales, offsets, units, c.offsets ? units : nullptr, weight.begin(), c.n, c.k,
+                         layout}, 0, panels);
     const int64_t row_words = divide_up(layout.k_padded, 64) * 16;
     const int64_t section = c.m < 4 ? divide_up(c.k, layout.group_size) * layout.group_size : 2 * layout.group_size;
     Array<int32_t> words(c.m * row_words);
@@ -242,16 +251,20 @@ void run_grouped(Run& run, const GroupedCase& c) {
                            words.begin(), steps.begin()};
     FORERUN_CALL(run, grouped_quantize, args, divide_up(c.k, section));
     FORERUN_CALL(run, grouped, args, divide_up(panels, 2) * divide_up(c.m, rows_per_unit));
-    run.print(join("grouped", {c.m, c.k, c.group_size, c.storage, c.half, c.offsets, c.order}), y);
+    run.print(join("grouped", {c.m, c.k, c.group_size, c.storage, static_cast<int64_t>(c.scales), c.offsets, c.order, c.tabled}), y);
 }
 
 void run_all_grouped(Run& run) {
+    constexpr ScaleKind kFloat = ScaleKind::kFloat32, kHalf = ScaleKind::kFloat16;
     for (int storage : {2, 3, 4, 5, 6, 8}) {
-        for (int64_t m = 1; m <= 6; ++m) run_grouped(run, {m, 50, 288, 32, storage, true, m % 2 == 0, false});
-        run_grouped(run, {3, 37, 271, 16, storage, false, true, true});
-        run_grouped(run, {13, 40, 512, 256, storage, true, false, false});
-        run_grouped(run, {17, 16, 128, 128, storage, false, storage == 4, false});
+        for (int64_t m = 1; m <= 6; ++m) run_grouped(run, {m, 50, 288, 32, storage, kHalf, m % 2 == 0, false});
+        run_grouped(run, {3, 37, 271, 16, storage, kFloat, true, true});
+        run_grouped(run, {13, 40, 512, 256, storage, kHalf, false, false});
+        run_grouped(run, {17, 16, 128, 128, storage, kFloat, storage == 4, false});
+        for (int64_t m : {1, 5, 9}) run_grouped(run, {m, 50, 512, 32, storage, ScaleKind::kBytes, m == 5, false});
+        run_grouped(run, {4, 50, 512, 16, storage, ScaleKind::kNibbles, true, false});
     }
+    for (ScaleKind scales : {kHalf, ScaleKind::kBytes}) run_grouped(run, {6, 50, 512, 32, 4, scales, false, false, true});
 }
 
 bool run_all(const KernelTable& table) {
