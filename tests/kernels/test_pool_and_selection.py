@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -15,7 +14,6 @@ import torch
 from tests.kernels.cases import ISAS, cpu_kernels
 
 from forerun.errors import KernelError
-from forerun.kernels.device import usable_cores
 from forerun.kernels.ops import OPS
 from forerun.kernels.select import select_kernels
 
@@ -91,12 +89,6 @@ def test_auto_takes_the_best_instruction_set_for_every_op() -> None:
     kernels = select_kernels("auto", threads=1)
     assert kernels.describe()["linear"] == best
     assert (kernels.name, kernels.reason) == (f"cpu-{best}", f"{best} on 1 thread(s)")
-
-
-def test_every_core_is_used_where_the_system_cannot_keep_it_from_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert usable_cores() == len(os.sched_getaffinity(0))
-    monkeypatch.delattr(os, "sched_getaffinity")  # macOS has none
-    assert usable_cores() == os.cpu_count()
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from forerun import __version__
-from forerun.kernels.device import usable_cores
+from forerun.kernels.cores import usable_cores
 from forerun.kernels.ops import Kernels
 
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -14,7 +14,7 @@ from forerun.bench.passes import TimedPasses, kv_bytes, kv_specs
 from forerun.bench.shapes import Shape
 from forerun.bench.synthetic import bytes_needed, random_decoder
 from forerun.bench.weight_kinds import WeightKind
-from forerun.kernels.device import usable_cores
+from forerun.kernels.cores import usable_cores
 from forerun.kernels.ops import Kernels
 from forerun.models.memory import check_memory
 

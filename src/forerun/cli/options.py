@@ -31,7 +31,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for progra
 
 Dtype = Annotated[str, _option("auto (as stored), float32, bfloat16, or float16 for a checkpoint that is.", ENGINE)]
 KernelsName = Annotated[str, _option("auto, cpu, triton or reference.", ENGINE)]
-Threads = Annotated[int | None, _option("Threads to compute with; all cores unless given.", ENGINE)]
+Threads = Annotated[
+    int | None, _option("Threads to compute with; all physical cores this process may use unless given.", ENGINE)
+]
 Verification = Annotated[str, _option("coupled (same seed, same text) or rejection (same distribution).", DRAFTING)]
 DrafterName = Annotated[
     str | None,

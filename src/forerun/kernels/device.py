@@ -8,7 +8,6 @@ must wait for all work before them: `to_host` is the one place where a step does
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -18,11 +17,6 @@ from forerun.errors import ResourceError
 
 DEVICES = ("auto", "cpu", "cuda")
 CPU = torch.device("cpu")
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: all of them where the system cannot keep it from some."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def has_cuda() -> bool:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, empty
 
 from forerun.errors import KernelError
+from forerun.kernels.cores import usable_cores
 from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.arena import WeightArena
 from forerun.kernels.cpu.grouped import CpuGrouped, pack_matrix
 from forerun.kernels.cpu.packed import CpuExperts, CpuHeads, CpuLinear, head_rows, own_experts, own_heads, pack_bank
-from forerun.kernels.device import usable_cores
 from forerun.kernels.experts import check_routing
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import (
@@ -52,7 +52,7 @@ class CpuKernels(ReferenceKernels):
     device = torch.device("cpu")
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
-        """`threads`: None for every core this process may use. `isa`: None for the best this CPU has."""
+        """`threads`: None for every physical core this process may use. `isa`: None for the best this CPU has."""
         num_threads = usable_cores() if threads is None else threads
         if num_threads < 1:
             raise KernelError(f"threads must be at least 1, not {threads}")
