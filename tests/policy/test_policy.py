@@ -97,6 +97,15 @@ def test_a_member_that_has_become_good_is_found_again() -> None:
     assert sum(drafted[-50:]) > 40
 
 
+def test_a_member_is_tried_though_another_drafts() -> None:
+    made, one = policy(members=("m", "n")), request()
+    tried = []
+    for _ in range(100):
+        step(made, [one], right=3)  # by m
+        tried.append(made.trial)
+    assert "n" in tried and "m" not in tried
+
+
 def test_planning_changes_nothing() -> None:
     made, one = policy(), request()
     for _ in range(30):

@@ -17,7 +17,7 @@ rest of the answer pays for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Final, NamedTuple, Protocol
@@ -140,6 +140,8 @@ class AdaptivePolicy:
     read: WeakKeyDictionary[Request, dict[str, int]] = field(default_factory=WeakKeyDictionary)  # tokens known
     trial: str | None = None  # the member that is tried
     _trial_left: int = 0  # steps
+    _num_trials: dict[str, int] = field(default_factory=dict)  # by member
+    _until_trial: int = 0  # steps until one is considered while others draft
     _rest: int = 0  # steps the current rest has
     _rest_left: int = 0
 
@@ -165,9 +167,9 @@ class AdaptivePolicy:
         return self.costs.reading_s(member, len(request.token_ids) - self.read.get(request, {}).get(member, 0))
 
     def explain(self, request: Request) -> str | None:
-        """No member's drafts are right often enough for what it costs; what is missing, member by member."""
+        """No member's drafts are right often enough for what they cost: how often they are, member by member."""
         if not self.exploration.may_draft:
-            return "drafts have cost more than they gained lately; they are tried again now and then"
+            return "drafts have cost more than they gained lately; they go on once 1% of the time has paid for that"
         plan, draft = AdaptivePlan(self, 1, True), Draft(request, self.max_nodes)
         if any(plan.wanted(member, [draft])[0] for member in self.costs.calls):
             return None
@@ -229,7 +231,8 @@ class AdaptivePolicy:
         return self.costs.learn_call(call.member, len(call.asked), num_drafts, depth, num_read, seconds)
 
     def _settle(self, result: StepResult) -> None:
-        """Rests grow while nobody is worth asking; what is not worth it is tried when the budget covers it."""
+        """Rests grow while nobody is worth asking. Now and then, who was not asked is considered for a trial."""
+        self._until_trial -= 1
         if result.calls:
             self._rest = self._rest_left = 0
             self._trial_left -= self.trial is not None
@@ -237,19 +240,26 @@ class AdaptivePolicy:
                 self.trial = None
         elif self._rest_left > 0:
             self._rest_left -= 1
+            return
         else:
             self._rest = self._rest_left = min(max(2 * self._rest, 1), SPREAD)
-            self._begin_trial([outcome.request for outcome in result.outcomes])
+            self._until_trial = 0
+        if self._until_trial <= 0 and self.trial is None:
+            self._until_trial = SPREAD
+            self._begin_trial([outcome.request for outcome in result.outcomes], {call.member for call in result.calls})
 
-    def _begin_trial(self, requests: Sequence[Request]) -> None:
+    def _begin_trial(self, requests: Sequence[Request], asked: Set[str]) -> None:
+        """Try the member that was tried least, of those that were not asked and whose price is covered."""
         plain_s = self.plain_step_s(len(requests))
-        for member in self.costs.calls:
+        for member in sorted(self.costs.calls.keys() - asked, key=lambda name: (self._num_trials.get(name, 0), name)):
             price_s = TRIAL_STEPS * self._price_s(member, len(requests))
             price_s += min(self.reading_s(member, request) for request in requests)
             if not self._might_pay(member, len(requests), plain_s):
                 price_s = math.inf  # tried all the same, but rarely: costs may be other than they seem
             if self.exploration.covers(price_s, plain_s):
+                self._num_trials[member] = self._num_trials.get(member, 0) + 1
                 self.trial, self._trial_left, self._rest_left = member, TRIAL_STEPS, 0
+                return
 
     def _might_pay(self, member: str, num_requests: int, plain_s: float) -> bool:
         """Whether drafts that are as often right as is ever believed would gain anything at this load."""
