@@ -141,6 +141,15 @@ def test_a_prompt_that_must_be_read_first_has_to_pay() -> None:
     assert "what m has to read first takes" in str(made.explain(request(known=900, max_tokens=20)))
 
 
+def test_what_lay_in_the_prefix_cache_need_not_be_read_unless_it_was_lost() -> None:
+    made, one = policy(), request(known=500)
+    assert made.reading_s("m", one) == pytest.approx(500 * 0.01 / 100)
+    one.num_cached_tokens = 480
+    assert made.reading_s("m", one) == 0.0
+    one.num_preemptions = 1
+    assert made.reading_s("m", one) > 0.0
+
+
 def test_kept_nodes_follow_the_price_of_rows() -> None:
     for passes, fewest, most in ((FLAT, 5, 5), (STEEP, 1, 3)):
         draft = Draft(request(), 16)

@@ -137,7 +137,8 @@ class AdaptivePolicy:
     acceptance: Acceptance = field(default_factory=Acceptance)
     exploration: Exploration = field(default_factory=Exploration)
     usual_output: float = USUAL_OUTPUT
-    read: WeakKeyDictionary[Request, dict[str, int]] = field(default_factory=WeakKeyDictionary)  # tokens known
+    # of each request and member: tokens known when it was last asked, and preemptions by then
+    read: WeakKeyDictionary[Request, dict[str, tuple[int, int]]] = field(default_factory=WeakKeyDictionary)
     trial: str | None = None  # the member that is tried
     _trial_left: int = 0  # steps
     _num_trials: dict[str, int] = field(default_factory=dict)  # by member
@@ -163,8 +164,12 @@ class AdaptivePolicy:
         return min(max(self.usual_output - request.num_output, self.usual_output / 4), request.num_remaining)
 
     def reading_s(self, member: str, request: Request) -> float:
-        """Seconds the member needs for what it has missed of a request since it was asked last."""
-        return self.costs.reading_s(member, len(request.token_ids) - self.read.get(request, {}).get(member, 0))
+        """Seconds the member needs for what it has missed of a request: nothing that lay in the prefix cache."""
+        never_asked = request.num_cached_tokens, 0
+        num_read, num_preemptions = self.read.get(request, {}).get(member, never_asked)
+        if request.num_preemptions > num_preemptions:
+            num_read = 0
+        return self.costs.reading_s(member, len(request.token_ids) - num_read)
 
     def explain(self, request: Request) -> str | None:
         """No member's drafts are right often enough for what they cost: how often they are, member by member."""
@@ -224,7 +229,7 @@ class AdaptivePolicy:
 
     def _learn_call(self, call: DraftCall, seconds: float) -> float:
         for asked in call.asked:
-            self.read.setdefault(asked.request, {})[call.member] = asked.num_known
+            self.read.setdefault(asked.request, {})[call.member] = asked.num_known, asked.request.num_preemptions
             self.acceptance.learn_call(call.member, asked.num_drafts > 0)
         num_drafts, depth = max(a.num_drafts for a in call.asked), max(a.depth for a in call.asked)
         num_read = sum(asked.num_read for asked in call.asked)
