@@ -64,7 +64,7 @@ class Misses(Stateless):
         until = perf_counter() + self.busy_s
         for draft in drafts:
             last = draft.request.token_ids[-1]
-            draft.add_chain([(last + step) % self._vocab_size for step in range(1, self.max_nodes)], self.name)
+            draft.add_chain([(last + step) % self._vocab_size for step in range(1, self.max_nodes)])
         while perf_counter() < until:
             pass
 

@@ -124,7 +124,7 @@ class Replay(Stateless):
                 kept.append(index + 1)
         for index in sorted(kept):
             token, parent, chance = nodes[index - 1]
-            places[index] = draft.add(places[parent], token, -chance / SCALE, self.name)
+            places[index] = draft.add(places[parent], token, -chance / SCALE)
         return max((depths[index] for index in kept), default=0)
 
 

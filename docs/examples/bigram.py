@@ -49,7 +49,7 @@ class Bigram(Stateless):
             chance *= count / (counts.total() + 1)
             if chance < LEAST_CHANCE:
                 return
-            node = draft.add(node, token, math.log(chance), self.name)
+            node = draft.add(node, token, math.log(chance))
 
     def end(self, request_id: str) -> None:
         """The request is over or starts again: forget how far it was read, keep what was learned."""

@@ -15,6 +15,7 @@ ForerunError
 │   └── LogitsError        the model produced NaN or infinity, or no token is allowed
 │       └── GrammarError   a grammar cannot say in time which tokens are allowed
 ├── ResourceError          the machine has too little memory (or no such device)
+├── DrafterError           a drafter proposed what cannot be verified; its requests go on without it
 ├── KernelError            a kernel backend was asked for that is not available here
 └── TrainingError          a training run cannot start or go on
     └── DataError          a data or prompt file is missing or malformed
@@ -87,6 +88,10 @@ class GrammarError(LogitsError):
 
 class ResourceError(ForerunError):
     """The machine has too little memory for what was asked, or lacks the device."""
+
+
+class DrafterError(ForerunError):
+    """A drafter proposed what cannot be verified; its requests go on without it."""
 
 
 class KernelError(ForerunError):

@@ -41,7 +41,7 @@ def grown(flat: Flat, least: float, num_requests: int) -> tuple[list[Draft], lis
     drafts = [Draft(request, 7, least=least) for request in requests]
     grower, runner = TreeGrower(ReferenceKernels(), True), EagerRunner(Passes(flat.run, flat.run, 4), (), 8)
     drawn = runner.draw([root_rows(request) for request in requests], None, grower.noise(drafts), 2)
-    return drafts, hand_over(drafts, drawn, "x")
+    return drafts, hand_over(drafts, drawn)
 
 
 def test_the_likeliest_are_expanded() -> None:

@@ -43,7 +43,7 @@ class Failing(Stateless):
         self.num_calls += 1
         self.asked += [draft.request.request_id for draft in drafts]
         for draft in drafts:
-            draft.add_chain([1, 2], self.name)
+            draft.add_chain([1, 2])
         if self.num_calls >= self._fail_at:
             self.fail(drafts)
 
@@ -57,11 +57,11 @@ def raising(drafts: Sequence[Draft]) -> None:
 
 
 def outside_the_vocabulary(drafts: Sequence[Draft]) -> None:
-    drafts[0].add(0, VOCAB, 0.0, "failing")
+    drafts[0].add(0, VOCAB, 0.0)
 
 
 def no_token(drafts: Sequence[Draft]) -> None:
-    drafts[-1].add(0, 1.5, 0.0, "failing")  # type: ignore[arg-type]
+    drafts[-1].add(0, 1.5, 0.0)  # type: ignore[arg-type]
 
 
 def too_many(drafts: Sequence[Draft]) -> None:
@@ -69,14 +69,37 @@ def too_many(drafts: Sequence[Draft]) -> None:
 
 
 def no_chance(drafts: Sequence[Draft]) -> None:
-    drafts[0].survival[-1] = float("nan")
+    drafts[0].add(0, 3, float("nan"))
+
+
+def a_probability(drafts: Sequence[Draft]) -> None:
+    drafts[0].add(0, 3, 800.0)
+
+
+def more_than_asked_for(drafts: Sequence[Draft]) -> None:
+    for token in range(3, 20):
+        drafts[0].add(0, token, 0.0)
+
+
+def below_nothing(drafts: Sequence[Draft]) -> None:
+    drafts[0].add(-1, 3, 0.0)
 
 
 def another_root(drafts: Sequence[Draft]) -> None:
     drafts[0].tree = Draft(Request("x", (23,), SamplingParams(), 0), 3).tree
 
 
-NONSENSE = [raising, outside_the_vocabulary, no_token, too_many, no_chance, another_root]
+NONSENSE = [
+    raising,
+    outside_the_vocabulary,
+    no_token,
+    too_many,
+    no_chance,
+    a_probability,
+    more_than_asked_for,
+    below_nothing,
+    another_root,
+]
 
 
 def groups(num: int, temperature: float) -> list[RequestGroup]:
@@ -230,7 +253,7 @@ def test_only_what_was_drawn_outlives_an_error(coupled: bool) -> None:
     def draw(drafts: Sequence[Draft]) -> None:
         for draft in drafts:
             draft.take_back()
-            draw_children(grower, draft, torch.zeros(VOCAB), 2, "failing")
+            draw_children(grower, draft, torch.zeros(VOCAB), 2)
         raise RuntimeError
 
     request = Request("r", (1, 2), SamplingParams(temperature=1.0), seed=3)
@@ -258,6 +281,20 @@ def test_something_else_than_a_drafter_is_refused() -> None:
         Member(ToyModel(), VOCAB)  # type: ignore[arg-type]
 
 
+def test_members_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a portfolio has 2 members named failing: name each drafter once"):
+        guarded(Failing(raising), Failing(raising))
+
+
+def test_drafts_count_for_the_member_by_whatever_name_it_goes() -> None:
+    """A call that found drafts is told as one that did, and they are calibrated."""
+    drafter, draft = guarded(Failing(raising)), Draft(Request("r", (1, 2), SamplingParams(), seed=3), 5)
+    drafter.propose([draft])
+    [call] = drafter.take_calls()
+    assert call.member == "failing" and call.asked[0].num_drafts == 2
+    assert draft.tree.sources == ["", "failing", "failing"] and [each.member for each in draft.proposals] == ["failing"]
+
+
 def test_a_failed_request_claims_no_rows() -> None:
     class Claiming(Failing):
         def num_ready(self, request: Request) -> tuple[int, ...]:
@@ -273,7 +310,7 @@ def test_a_failed_request_claims_no_rows() -> None:
 def test_a_call_counts_once_however_many_trees_it_spoils() -> None:
     def spoil(drafts: Sequence[Draft]) -> None:
         for draft in drafts[:2]:
-            draft.add(0, -1, 0.0, "failing")
+            draft.add(0, -1, 0.0)
 
     drafter = guarded(Failing(spoil, fail_at=1))
     drafts = [Draft(Request(name, (1, 2), SamplingParams(), seed=3), 5) for name in "abc"]

@@ -86,6 +86,10 @@ def test_a_file_of_the_users_may_state_its_own_spec(tmp_path: Path) -> None:
         (DrafterConfig(name="portfolio"), "at least one"),
         (DrafterConfig(name="portfolio", members=(DrafterConfig(),)), "members are single drafters"),
         (DrafterConfig(name="portfolio", members=(DrafterConfig(name="draft"),)), "needs a small model"),
+        (
+            DrafterConfig(name="portfolio", members=(DrafterConfig(name="suffix"), DrafterConfig(name="suffix"))),
+            "2 members named suffix: name each drafter once",
+        ),
     ],
 )
 def test_options_that_do_not_fit_the_drafter(options: DrafterConfig, said: str) -> None:

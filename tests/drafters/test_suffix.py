@@ -114,7 +114,6 @@ def test_survival_is_the_log_chance_of_the_path() -> None:
     assert len(draft.survival) == len(draft.tree) > 3
     for node in range(1, len(draft.tree)):
         assert math.log(0.03) <= draft.survival[node] <= draft.survival[draft.tree.parents[node]] <= 0.0
-    assert set(draft.tree.sources[1:]) == {"suffix"}
 
 
 def test_budgets_are_kept() -> None:
@@ -190,11 +189,11 @@ def test_texts_are_plain_decodings_on_either_implementation(temperature: float) 
 def deterministic_draft() -> Draft:
     """An uneven tree over tokens 0 .. 2 with several children a node, not added in their parents' order."""
     draft = Draft(request("a", [0]), 9)
-    one = draft.add(ROOT, 1, -0.1, "t")
-    two = draft.add(one, 2, -0.2, "t")
-    zero = draft.add(ROOT, 0, -0.3, "t")
+    one = draft.add(ROOT, 1, -0.1)
+    two = draft.add(one, 2, -0.2)
+    zero = draft.add(ROOT, 0, -0.3)
     for parent, token in ((two, 0), (one, 0), (zero, 2), (zero, 1), (ROOT, 2)):
-        draft.add(parent, token, -1.0, "t")
+        draft.add(parent, token, -1.0)
     assert len(draft.survival) == len(draft.tree) == 9
     return draft
 

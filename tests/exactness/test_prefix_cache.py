@@ -201,7 +201,7 @@ class Reader(Stateless):
             name, before = draft.request.request_id, self.before[draft.request.request_id]
             if before is not None and self.num_known[name] == draft.request.root_position:
                 assert before == float(draft.request.token_ids[-2])
-            draft.add_chain([(draft.request.token_ids[-1] + 1) % 24] * 2, self.name)
+            draft.add_chain([(draft.request.token_ids[-1] + 1) % 24] * 2)
 
     def end(self, request_id: str) -> None:
         self.num_known[request_id] = 0

@@ -81,7 +81,7 @@ def draw(runner: Runner, drafts: Sequence[Draft], width: int) -> list[set[int]]:
     """Grow them -> of each, the nodes whose rows were computed in their own places."""
     roots = [root_rows(draft.request) for draft in drafts]
     noise = TreeGrower(KERNELS, True).noise(drafts)
-    return hand_over(drafts, runner.draw(roots, start(drafts), noise, width), "x")
+    return hand_over(drafts, runner.draw(roots, start(drafts), noise, width))
 
 
 def runner(fake: Fake, capture: Enqueued | None = None) -> Runner:
@@ -91,7 +91,7 @@ def runner(fake: Fake, capture: Enqueued | None = None) -> Runner:
 
 
 def told(drafts: Sequence[Draft]) -> list[object]:
-    return [(list(d.tree.tokens), list(d.tree.parents), list(d.survival), list(d.tree.sources)) for d in drafts]
+    return [(list(d.tree.tokens), list(d.tree.parents), list(d.survival)) for d in drafts]
 
 
 @settings(max_examples=60, deadline=None)

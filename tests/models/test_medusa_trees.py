@@ -53,7 +53,7 @@ def states(num: int, seed: int) -> Tensor:
 
 def draw(trees: Drawer, drafts: Sequence[Draft], x: Tensor, width: int) -> Drawn:
     drawn = trees.draw((), x, TreeGrower(KERNELS, True).noise(drafts), width)
-    hand_over(drafts, drawn, "x")
+    hand_over(drafts, drawn)
     return drawn
 
 

@@ -18,10 +18,10 @@ def request() -> Request:
 
 
 def chain(tokens: Sequence[int], chance: float = 1.0) -> Proposal:
-    draft = Draft(request(), 64)
+    draft = Draft(request(), 64, member="m")
     node = ROOT
     for depth, token in enumerate(tokens, 1):
-        node = draft.add(node, token, depth * math.log(chance), "m")
+        node = draft.add(node, token, depth * math.log(chance))
     return draft.proposal_of("m")
 
 
@@ -44,9 +44,9 @@ def test_estimates_are_scored_by_what_they_came_to() -> None:
 
 
 def test_siblings_share_what_can_be_right() -> None:
-    draft, known = Draft(request(), 9), Acceptance()
+    draft, known = Draft(request(), 9, member="m"), Acceptance()
     for token, chance in ((2, 0.8), (3, 0.1)):
-        draft.add(ROOT, token, math.log(chance), "m")
+        draft.add(ROOT, token, math.log(chance))
     for _ in range(80):
         known.learn(request(), draft.proposal_of("m"), [3])
     likely, unlikely = (math.exp(chance) for chance in known.log_chances(draft.proposal_of("m"))[1:])

@@ -47,11 +47,11 @@ def sizes(made: AdaptivePolicy, *drafts: Draft, member: str = "m") -> list[int]:
 def step(made: AdaptivePolicy, requests: Sequence[Request], right: int, draft_s: float = 0.05) -> tuple[float, int]:
     """One step of a drafter whose first drafts are right, on the machine of FLAT -> seconds, drafts."""
     plan, calls_s, asked, num_rows = made.plan(requests), 0.0, [], 0
-    drafts = [Draft(each, plan.max_nodes(each)) for each in requests]
+    drafts = [Draft(each, plan.max_nodes(each), member="m") for each in requests]
     growing = [draft for draft in drafts if draft.max_nodes > 1]
     for draft, size in zip(growing, plan.sizes("m", growing) if growing else [], strict=True):
         if size:
-            draft.add_chain(range(2, 2 + size), "m")
+            draft.add_chain(range(2, 2 + size))
             proposal = draft.proposal_of("m")
             draft.believe(proposal, plan.log_chances(proposal))
             asked.append(Asked(draft.request, len(draft.request.token_ids), 0, size, size))
@@ -125,8 +125,8 @@ def test_what_earlier_members_found_makes_a_costly_one_needless() -> None:
     made = policy(members=("dear", "cheap"), call_s=0.9)
     show_right(made, "dear", 4, 3)
     show_right(made, "cheap", 4)
-    empty, full = Draft(request(), 16), Draft(request(), 16)
-    full.add_chain([2, 3, 4, 5], "cheap")
+    empty, full = Draft(request(), 16), Draft(request(), 16, member="cheap")
+    full.add_chain([2, 3, 4, 5])
     full.believe(full.proposal_of("cheap"), made.acceptance.log_chances(full.proposal_of("cheap")))
     assert sizes(made, empty, member="dear")[0] > 0 and sizes(made, full, member="dear") == [0]
 
@@ -152,22 +152,22 @@ def test_what_lay_in_the_prefix_cache_need_not_be_read_unless_it_was_lost() -> N
 
 def test_kept_nodes_follow_the_price_of_rows() -> None:
     for passes, fewest, most in ((FLAT, 5, 5), (STEEP, 1, 3)):
-        draft = Draft(request(), 16)
+        draft = Draft(request(), 16, member="m")
         node = ROOT
         for token, chance in ((2, 0.99), (3, 0.98), (4, 0.3), (5, 0.1)):
-            node = draft.add(node, token, math.log(chance), "m")
+            node = draft.add(node, token, math.log(chance))
         policy(passes).plan([draft.request]).prune([draft])
         assert fewest <= draft.num_nodes <= most
 
 
 @pytest.mark.parametrize("why", ["drawn", "pending"])
 def test_what_may_not_be_chosen_among_or_was_not_read_is_not_pruned(why: str) -> None:
-    draft = Draft(request(), 5)
+    draft = Draft(request(), 5, member="m")
     if why == "pending":
         nodes = torch.zeros(1, 4, dtype=torch.int64)
         PendingDrafts([draft], torch.zeros(0), lambda _: None, nodes, nodes, nodes)
     else:
-        draft.add_chain([2, 3, 4, 5], "m")
+        draft.add_chain([2, 3, 4, 5])
         draft.believe(draft.proposal_of("m"), [0.0, -9.0, -9.5, -9.9, -10.0])
     policy(STEEP, may_prune=why == "pending").plan([draft.request]).prune([draft])
     assert draft.num_nodes == 5
@@ -197,8 +197,8 @@ def test_drafts_drawn_in_the_time_of_the_pass_are_told_from_it(num_span: int) ->
     """A GPU draws and verifies in one wait: what the pass takes beyond the usual is the drafts'."""
     made, one = policy(looks_at_drafts=False), request()
     for _ in range(40):
-        draft = Draft(one, 5)
-        draft.add_chain([2, 3, 4, 5], "m")
+        draft = Draft(one, 5, member="m")
+        draft.add_chain([2, 3, 4, 5])
         call = DraftCall("m", 0.01, True, [Asked(one, 1, 0, 4, 4)])
         seconds = StepSeconds(0.01, FLAT(5) + 0.5 + num_span, FLAT(5) + 0.51 + num_span)
         made.learn(StepResult([Outcome(one, draft, [2, 1])], [call], 5, num_span, seconds))
@@ -220,8 +220,8 @@ def test_the_policy_explains_exactly_when_nobody_is_asked() -> None:
 def learn_call(made: AdaptivePolicy, is_pending: bool, drawn_s: float, num_span: int = 0) -> None:
     """A step in which a device drew four drafts: before the pass, which the host saw, or in the time of the pass."""
     one = request()
-    draft = Draft(one, 5)
-    draft.add_chain([2, 3, 4, 5], "m")
+    draft = Draft(one, 5, member="m")
+    draft.add_chain([2, 3, 4, 5])
     call_s = ENQUEUED_S if is_pending else ENQUEUED_S + drawn_s
     seconds = FLAT(5) + ENQUEUED_S + drawn_s + 0.5 * (num_span > 0)
     calls = [DraftCall("m", call_s, is_pending, [Asked(one, 1, 0, 4, 4)])]

@@ -39,7 +39,7 @@ def random_draft(request: Request, dice: random.Random) -> Draft:
     """A tree, of which in half the cases a part is verified."""
     draft = Draft(request, MAX_NODES)
     for _ in range(dice.randrange(12)):
-        draft.add(dice.randrange(len(draft.tree)), dice.randrange(VOCAB), 0.0, "")
+        draft.add(dice.randrange(len(draft.tree)), dice.randrange(VOCAB), 0.0)
     if dice.random() < 0.5:
         kept = [ROOT]
         for node in range(1, len(draft.tree)):
@@ -67,7 +67,7 @@ def test_both_ways_decide_alike(seed: int) -> None:
 
 def test_plain_requests_ask_once_however_deep_the_walk_is() -> None:
     draft = Draft(Request("a", (0,), PARAMS[0], 0), MAX_NODES)
-    draft.add_chain([1, 1, 1], "")
+    draft.add_chain([1, 1, 1])
     logits = torch.nn.functional.one_hot(torch.ones(4, dtype=torch.int64), VOCAB).float()
     for at_once, calls in ((True, 1), (False, 4)):
         kernels = Counting()

@@ -24,7 +24,7 @@ WIDTH = 3
 def drawn(logits: torch.Tensor, temperature: float, coupled: bool = True, seed: int = 5) -> Draft:
     request = Request("r", (4, 5, 6), SamplingParams(temperature=temperature), seed=seed)
     draft = Draft(request, 1 + WIDTH)
-    draw_children(TreeGrower(select_kernels("reference"), coupled), draft, logits, WIDTH, "test")
+    draw_children(TreeGrower(select_kernels("reference"), coupled), draft, logits, WIDTH)
     return draft
 
 

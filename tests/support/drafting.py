@@ -52,10 +52,10 @@ class Overheard(TreeGrower):
         return super().draw(places, logits, width)
 
 
-def draw_children(grower: TreeGrower, draft: Draft, logits: Tensor, width: int, source: str) -> None:
+def draw_children(grower: TreeGrower, draft: Draft, logits: Tensor, width: int) -> None:
     """Draw children of the root from logits [V]."""
     [(tokens, log_chances, q)] = grower.draw([Place(draft.request, ROOT, ())], logits[None], width)
-    draft.add_drawn(ROOT, tokens, log_chances, q, source)
+    draft.add_drawn(ROOT, tokens, log_chances, q)
 
 
 def context_of(

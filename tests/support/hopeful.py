@@ -35,6 +35,6 @@ def show_right(policy: AdaptivePolicy, member: str, num_drafts: int, right: int 
     tokens = list(range(2, 2 + num_drafts))
     request = Request("before", (1,), SamplingParams(), seed=0)
     for _ in range(200):
-        draft = Draft(request, num_drafts + 1)
-        draft.add_chain(tokens, member)
+        draft = Draft(request, num_drafts + 1, member=member)
+        draft.add_chain(tokens)
         policy.acceptance.learn(request, draft.proposal_of(member), [*tokens[:right], 1])

@@ -123,7 +123,7 @@ class AutoregressiveDrafter:
         noise = self.grower.noise(drafts)
         is_small = drafts[0].num_free < LEAST_TREE and (noise.by_depth is not None or features is not None)
         drawn = self.runner.draw(rows, features, noise, 1 if is_small else self._width)
-        for draft, computed in zip(drafts, hand_over(drafts, drawn, self.name), strict=True):
+        for draft, computed in zip(drafts, hand_over(drafts, drawn), strict=True):
             self._follower.drew(draft.request, computed)
 
 

@@ -118,7 +118,7 @@ class MedusaDrafter(Stateless):
             return
         largest_first = sorted(ready, key=lambda draft: -draft.num_free)
         noise = self._grower.noise(largest_first)
-        hand_over(largest_first, self.runner.draw((), self._states_of(largest_first), noise, self._width), self.name)
+        hand_over(largest_first, self.runner.draw((), self._states_of(largest_first), noise, self._width))
 
     def _states_of(self, drafts: Sequence[Draft]) -> Tensor:
         """[num_drafts, H]."""

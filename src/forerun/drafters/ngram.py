@@ -88,7 +88,7 @@ class NgramDrafter(Stateless):
         node, log_survival = ROOT, 0.0
         for token in tokens:
             log_survival -= math.log1p(DOUBT / length**1.5)
-            node = draft.add(node, token, log_survival, self.name)
+            node = draft.add(node, token, log_survival)
             length += 1
 
     def _restart(self, request: Request) -> Index:

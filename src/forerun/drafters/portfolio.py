@@ -40,8 +40,8 @@ from forerun.drafters.base import (
     Observed,
     logits_reader,
 )
-from forerun.drafters.registry import spec_of
-from forerun.errors import ConfigError
+from forerun.drafters.registry import check_names, spec_of
+from forerun.errors import ConfigError, DrafterError
 from forerun.kernels.ops import LayerKV
 from forerun.speculation.draft import Draft, pending_of
 from forerun.speculation.tree import ROOT
@@ -124,7 +124,7 @@ class Member:
         found = [(draft, find_nonsense(draft, self._vocab_size)) for draft in drafts]
         nonsense = [(draft, what) for draft, what in found if what is not None]
         if nonsense and worked:
-            self._fail("propose", [draft.request for draft, _ in nonsense], ValueError(nonsense[0][1]))
+            self._fail("propose", [draft.request for draft, _ in nonsense], DrafterError(nonsense[0][1]))
         for draft, what in found:
             if what is not None or not (worked or _was_drawn(draft)):
                 draft.take_back()
@@ -171,6 +171,7 @@ class Portfolio:
     ) -> None:  # fmt: skip
         """`max_nodes`: of a tree, if the members can use so many. `coupled`: their trees may share a root."""
         assert members
+        check_names([member.name for member in members])
         self.name = name
         self.members = tuple(members)
         drafters = [member.drafter for member in members]
@@ -233,7 +234,7 @@ class Portfolio:
         least = plan.least_chance(member.name)
         for draft, size in wanted:
             if size > 0:
-                draft.ask(size, least, may_be_pending)
+                draft.ask(member.name, size, least, may_be_pending)
         member.propose(asked)
         pending = pending_of(asked)
         if pending is None:
@@ -310,8 +311,8 @@ def find_nonsense(draft: Draft, vocab_size: int) -> str | None:
     strange = next((t for t in tree.tokens if not isinstance(t, int) or not 0 <= t < vocab_size), None)
     if strange is not None:
         return f"the tree holds token {strange!r}; the vocabulary is 0 to {vocab_size - 1}, as int"
-    if len(draft.survival) != len(tree) or any(map(math.isnan, draft.survival)):
-        return f"{len(draft.survival)} chances for {len(tree)} nodes, or one that is no number: add nodes by Draft.add"
+    if len(draft.survival) != len(tree):
+        return f"{len(draft.survival)} chances for {len(tree)} nodes: add nodes by draft.add"
     return None
 
 

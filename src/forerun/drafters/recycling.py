@@ -115,7 +115,7 @@ class RecyclingDrafter(Stateless):
             if node is None or token == UNKNOWN:
                 nodes.append(None)
             else:
-                nodes.append(draft.add(node, token, log_survival, self.name))
+                nodes.append(draft.add(node, token, log_survival))
 
     def _successor(self, token: int, rank: int) -> int:
         return int(self._table[token, rank]) if rank < self._num_successors else UNKNOWN

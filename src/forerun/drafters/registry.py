@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -65,8 +66,16 @@ def _check_members(options: DrafterConfig) -> None:
     specs = [spec_of(member.name) for member in options.members]
     if not specs or not all(spec.is_single for spec in specs):
         raise ConfigError(f"a {options.name}'s members are single drafters, at least one: neither none nor another")
+    check_names([spec.name for spec in specs])
     for member in options.members:
         check(member)
+
+
+def check_names(members: Sequence[str]) -> None:
+    """Raise ConfigError where two members of a portfolio have one name, under which their drafts are counted."""
+    for name, num in Counter(members).items():
+        if num > 1:
+            raise ConfigError(f"a portfolio has {num} members named {name}: name each drafter once")
 
 
 def drafter_of(name_or_folder: str | Path) -> str | None:

@@ -84,7 +84,7 @@ class SuffixDrafter(Stateless):
             text = self._caught_up(draft)
             nodes = [ROOT]  # of the root, then of every guess
             for parent, token, chance in text.grow(draft.num_free, self._least_chance):
-                nodes.append(draft.add(nodes[parent + 1], token, math.log(chance), self.name))
+                nodes.append(draft.add(nodes[parent + 1], token, math.log(chance)))
 
     def _caught_up(self, draft: Draft) -> SuffixText:
         """The request's text with all known tokens."""

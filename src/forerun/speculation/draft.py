@@ -19,13 +19,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from forerun.core import Request
+from forerun.errors import DrafterError
 from forerun.kernels.device import to_device
 from forerun.speculation.drawn import DrawnTree, PendingTrees
 from forerun.speculation.tree import MAX_NODES, ROOT, DraftTree
@@ -72,6 +73,7 @@ class Unlimited:
 
 
 _UNLIMITED = Unlimited()
+_ROOT_ALONE = {ROOT: 0.0}  # what a drafter has proposed that has proposed nothing
 
 
 class TreeRows(NamedTuple):
@@ -83,6 +85,7 @@ class TreeRows(NamedTuple):
     depths: Sequence[int]
 
 
+_ROUNDING = 1e-3  # by which a log chance may be above 0
 _CHAIN_MASKS = tuple((2 << node) - 1 for node in range(MAX_NODES))
 
 
@@ -95,16 +98,15 @@ class Draft:
     may_be_pending: bool = False  # nobody looks at the tree before it is verified, see above
     plan: DraftPlan = _UNLIMITED  # of the step: how much each member of a portfolio should add
     least: float = 0.0  # chance that nodes at the ends are right, of a call's drafts together, worth another level
+    member: str = ""  # the drafter that was asked last, in whose name nodes are added
     num_caught_up: int = 0  # known tokens the drafter had to compute before it could draft
     num_wanted: int = field(init=False)  # nodes the drafter was asked for
-    num_own: int = 0  # nodes it has proposed since
     pending: PendingDrafts | None = None  # where the tree still lies on a device; it has no tree until it is read
     survival: list[float] = field(init=False)  # log chance of each node's whole path
     _tree: DraftTree = field(init=False)
     _own: dict[str, dict[int, float]] = field(default_factory=dict)  # node -> log chance, by drafter, as proposed
     _kept: Sequence[int] | None = None
     _num_before: int = 1  # nodes there were when the drafter was asked
-    _num_members: int = 0  # drafters that had proposed any by then
 
     def __post_init__(self) -> None:
         self._tree = DraftTree(self.request.token_ids[-1])
@@ -125,11 +127,10 @@ class Draft:
 
     # -- proposing ----------------------------------------------------------------------------------------------
 
-    def ask(self, num_wanted: int, least: float, may_be_pending: bool) -> None:
+    def ask(self, member: str, num_wanted: int, least: float, may_be_pending: bool) -> None:
         """The next drafter may propose `num_wanted` nodes, if there is room: a plan may be older than the tree."""
         self.num_wanted, self.least, self.may_be_pending = min(num_wanted, self.room), least, may_be_pending
-        self.num_caught_up, self.num_own = 0, 0
-        self._num_before, self._num_members = len(self._tree), len(self._own)
+        self.member, self.num_caught_up, self._num_before = member, 0, len(self._tree)
 
     @property
     def room(self) -> int:
@@ -139,61 +140,68 @@ class Draft:
     @property
     def num_free(self) -> int:
         """Nodes the drafter may still propose."""
-        return self.num_wanted - self.num_own
+        return self.num_wanted - (len(self._own.get(self.member, _ROOT_ALONE)) - 1)
 
-    def add(self, parent: int, token: int, log_survival: float, source: str) -> int:
-        """Guess `token` below `parent`, chosen without randomness -> its node; there must be room for it.
+    def add(self, parent: int, token: int, log_survival: float) -> int:
+        """Guess `token` below `parent`, chosen without randomness -> its node.
 
-        `log_survival`: the log chance of its whole path, by the drafter's own estimate.
+        `parent`: the root, or a node of this drafter's. `log_survival`: the log chance of its whole path, at most 0, by
+        the drafter's own estimate. Raises DrafterError for others, and where `num_free` is 0.
         """
-        return self._note(self.tree.add(parent, token, source), log_survival, source)
+        if self.num_free == 0:
+            raise DrafterError(f"more than the {self.num_wanted} nodes asked for: add while draft.num_free is above 0")
+        return self.add_drawn(parent, [token], [log_survival], None)[0]
 
-    def add_chain(self, tokens: Sequence[int], source: str) -> None:
+    def add_chain(self, tokens: Sequence[int]) -> None:
         """Guess `tokens` one after the other below the root, as many as fit, chosen without randomness."""
         node = ROOT
         for token in tokens[: self.num_free]:
-            node = self.add(node, token, 0.0, source)
+            node = self.add(node, token, 0.0)
 
     def add_drawn(
-        self, parent: int, tokens: Sequence[int], log_survival: Sequence[float], q: Tensor | None, source: str
+        self, parent: int, tokens: Sequence[int], log_survival: Sequence[float], q: Tensor | None
     ) -> list[int]:
         """Add children in the order they were drawn from q [vocab_size], as many as fit -> their nodes.
 
-        q None: they were chosen without randomness.
+        `parent`, `log_survival`: as for `add`. q None: they were chosen without randomness.
         """
-        kept = tokens[: self.num_free]
-        if not kept:
-            return []
-        nodes = self.tree.draw_children(parent, kept, q, source)
-        return [self._note(node, chance, source) for node, chance in zip(nodes, log_survival, strict=False)]
+        if parent not in self._own.get(self.member, _ROOT_ALONE):
+            raise DrafterError(f"node {parent} is not this drafter's: a parent is the root, or what draft.add returned")
+        nodes = self._hang(parent, tokens, log_survival, q)
+        if strange := [chance for chance in log_survival if not chance <= _ROUNDING]:
+            raise DrafterError(f"{strange[0]} is no log chance: give the logarithm of a path's chance, at most 0")
+        return nodes
 
-    def add_tree(self, tree: DrawnTree, source: str) -> set[int]:
+    def add_tree(self, tree: DrawnTree) -> set[int]:
         """Add a tree below the root, as far as it fits -> the new nodes whose KV lies in their own row."""
         nodes, first = [ROOT], 0
         for parent, siblings in groupby(tree.parents):
             last = first + len(list(siblings))
             tokens, survival = tree.tokens[first:last], tree.log_chances[first:last]
-            nodes += self.add_drawn(nodes[parent], tokens, survival, tree.drawn_from.get(parent), source)
+            nodes += self._hang(nodes[parent], tokens, survival, tree.drawn_from.get(parent))
             first = last
         return {node for node, place in zip(nodes[1:], tree.places, strict=True) if node == place}
 
-    def _note(self, node: int, log_survival: float, source: str) -> int:
-        """A drafter proposed a node, which may be another one's already."""
-        own = self._own.setdefault(source, {ROOT: 0.0})
-        if node not in own:
-            own[node] = log_survival
-            self.num_own += 1
-        if node == len(self.survival):
-            self.survival.append(log_survival)
-        return node
+    def _hang(self, parent: int, tokens: Sequence[int], log_survival: Sequence[float], q: Tensor | None) -> list[int]:
+        """Add children, as many as fit, some of which may be another drafter's already -> their nodes."""
+        kept = tokens[: self.num_free]
+        if not kept:
+            return []
+        own = self._own.setdefault(self.member, {ROOT: 0.0})
+        nodes = self.tree.draw_children(parent, kept, q, self.member)
+        for node, said in zip(nodes, log_survival, strict=False):
+            chance = said if said <= 0.0 else 0.0  # NaN, too
+            own.setdefault(node, chance)
+            if node == len(self.survival):
+                self.survival.append(chance)
+        return nodes
 
     def take_back(self) -> None:
         """Undo what was proposed since the drafter was asked; the root stays."""
         self.pending = None
         self._tree.truncate(self._num_before)
         self.survival = self.survival[: self._num_before]
-        self._own = dict(islice(self._own.items(), self._num_members))
-        self.num_own = 0
+        self._own.pop(self.member, None)
 
     # -- what was proposed --------------------------------------------------------------------------------------
 
@@ -204,7 +212,7 @@ class Draft:
 
     def proposal_of(self, member: str) -> Proposal:
         """What one drafter proposed; the root alone where that is nothing."""
-        own, tree = self._own.get(member, {ROOT: 0.0}), self.tree
+        own, tree = self._own.get(member, _ROOT_ALONE), self.tree
         nodes = tuple(own)
         places = {node: place for place, node in enumerate(nodes)}
         return Proposal(
@@ -320,7 +328,7 @@ def pending_of(drafts: Sequence[Draft]) -> PendingDrafts | None:
     return next((draft.pending for draft in drafts if draft.pending is not None), None)
 
 
-def hand_over(drafts: Sequence[Draft], drawn: Sequence[DrawnTree] | PendingTrees, source: str) -> list[set[int]]:
+def hand_over(drafts: Sequence[Draft], drawn: Sequence[DrawnTree] | PendingTrees) -> list[set[int]]:
     """Add what was drawn for these drafts, now or when it is read.
 
     -> of each draft the nodes whose KV lies in their own row, the root among them; filled in when they are read.
@@ -329,7 +337,7 @@ def hand_over(drafts: Sequence[Draft], drawn: Sequence[DrawnTree] | PendingTrees
 
     def add(trees: Sequence[DrawnTree]) -> None:
         for nodes, draft, tree in zip(computed, drafts, trees, strict=True):
-            nodes |= draft.add_tree(tree, source)
+            nodes |= draft.add_tree(tree)
 
     if not isinstance(drawn, PendingTrees):
         add(drawn)

@@ -98,7 +98,7 @@ class _Toy:
             logits = self._drafter[torch.tensor([draft.tree.tokens[node] for node in leaves])]
             places = [Place(request, node, draft.tree.path_tokens(node)) for node in leaves]
             drawn = zip(leaves, self._grower.draw(places, logits, width), strict=True)
-            hung = [draft.add_drawn(node, tokens, chances, q, "toy") for node, (tokens, chances, q) in drawn]
+            hung = [draft.add_drawn(node, tokens, chances, q) for node, (tokens, chances, q) in drawn]
             leaves = [node for nodes in hung for node in nodes]
         return draft
 
