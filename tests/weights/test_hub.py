@@ -1,4 +1,4 @@
-"""Models of a hub: which files a name picks, downloading that goes on, refusals, the cache."""
+"""Models of a hub: which files a name selects, resumed downloads, refusals, the cache."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_disk_that_is_full_meanwhile(hub: FakeHub, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
-    with pytest.raises(ResourceError, match="the disk is full: .* then `forerun pull org/gguf:Q8_0` goes on"):
+    with pytest.raises(ResourceError, match="the disk is full: .* `forerun pull org/gguf:Q8_0` then resumes"):
         resolve_model("org/gguf:Q8_0")
 
 

@@ -63,7 +63,7 @@ def unpack_outputs(words: Tensor) -> Tensor:
 
 
 def pack_outputs(codes: Tensor) -> Tensor:
-    """The inverse, its codes the other way round: [R, N] -> [R, N / 8] int32."""
+    """The inverse of `unpack_outputs` for transposed codes: [R, N] -> [R, N / 8] int32."""
     return pack(codes.reshape(len(codes), -1, 8)[..., list(OUTPUTS_OF_FIELDS)].flatten(1), BITS)
 
 

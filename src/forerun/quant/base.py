@@ -28,7 +28,7 @@ class Weight(Protocol):
 
     @property
     def packed(self) -> PackedLinear | None:
-        """The matrix as its kernels packed it, None where it is not one of theirs (several pieces, plain torch)."""
+        """The matrix as its kernels packed it; None unless it is one packed matrix (several pieces, or plain torch)."""
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [M, K] times the matrix transposed, plus bias [N] float32 -> [M, N] float32."""
@@ -51,7 +51,7 @@ class TensorSource(Protocol):
         """Read one floating tensor; raises CheckpointError if it is missing or not of `shape`."""
 
     def integers(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
-        """Read one tensor of whole numbers, likewise."""
+        """Read one integer tensor; raises CheckpointError if it is missing or not of `shape`."""
 
 
 class RowPart(NamedTuple):

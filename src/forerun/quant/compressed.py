@@ -1,11 +1,11 @@
 """compressed-tensors checkpoints of integers: W4A16 and W8A16 packed, W8A8 as bytes.
 
 Knows: the formats "pack-quantized" (`weight_packed`, `weight_scale`, `weight_zero_point`, `weight_g_idx`) and
-"int-quantized" (`weight` int8, `weight_scale`, `weight_zero_point`), their schemes and which module has which. Does not
+"int-quantized" (`weight` int8, `weight_scale`, `weight_zero_point`), their schemes and which scheme a module has. Does not
 know: floating formats (fp8, fp4), sparsity, quantized caches, which it refuses.
 
-Only the weights are taken from the file. Activations become 8-bit integers a row and group at a time as with every
-quantized matrix here, which is finer than the dynamic scale a token of W8A8; static activation scales are refused.
+Only the weights are taken from the file. Activations are quantized to 8-bit integers by row and group, as for every
+quantized matrix here; W8A8's dynamic scale per token is coarser. Static activation scales are refused.
 A weight is scale * (value - zero point) with signed values; they are kept as value + 2 ** (bits - 1).
 """
 
@@ -165,7 +165,7 @@ class _Module:
         return self._spread(stored, "weight_zero_point").long()
 
     def _spread(self, tensor: Tensor, name: str) -> Tensor:
-        """A scalar, one a row or one a group, as [1 or N, 1 or groups]."""
+        """A scalar, or one value per row, or one per row and group, as [1 or N, 1 or groups]."""
         allowed = ((1, 1), (self.part.rows, 1), (self.part.rows, self.groups))
         shaped = tensor.reshape(-1, 1) if tensor.dim() < 2 else tensor
         if tuple(shaped.shape) not in allowed or (self.groups > 1 and tuple(shaped.shape) != allowed[2]):
@@ -177,7 +177,7 @@ class _Module:
 
 
 def _scheme_of(prefix: str, settings: Settings) -> Settings:
-    """The first scheme whose targets name the module, a name before a pattern before its class."""
+    """The first scheme that targets the module: by name, else by pattern, else by class."""
     groups = settings.section("config_groups")
     schemes = [groups.section(name) for name in groups.names()]
     for hits in (_is_named, _is_matched, _is_linear):

@@ -27,7 +27,7 @@ CHECKS: Mapping[str, Callable[[Settings], None]] = {
 
 
 def find_format(source: TensorSource, prefix: str) -> WeightFormat | None:
-    """The format in which the module `prefix` is stored, None if no tensors of it are there.
+    """The format in which the module `prefix` is stored, None if the module has no tensors.
 
     Raises UnsupportedError for packed integers whose format config.json does not name.
     """

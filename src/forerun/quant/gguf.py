@@ -37,7 +37,7 @@ class BlockSource(Protocol):
         """A tensor of plain floats."""
 
     def describe(self, name: str) -> str:
-        """What messages call the tensor: its file and its name there."""
+        """How messages name the tensor: its file, and its name in that file."""
 
 
 class GgufFormat:
@@ -56,7 +56,7 @@ class GgufFormat:
     def read(
         self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels, dtype: torch.dtype | None
     ) -> Weight:
-        """See `WeightFormat`; raises UnsupportedError for block types that are not known. dtype is for plain ones."""
+        """See `WeightFormat`; raises UnsupportedError for block types that are not known. dtype applies to floats."""
         assert isinstance(source, BlockSource)
         kinds = {source.block_type(f"{part.prefix}.weight") for part in parts}
         if kinds == {None}:
@@ -68,7 +68,7 @@ class GgufFormat:
 
 
 def read_floats(source: TensorSource, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
-    """A matrix [N, K] as floats: float32 from blocks, which is exact, else `dtype`, or if None as stored.
+    """A matrix [N, K] as floats: float32 if stored in blocks (exact), else `dtype`, or as stored if that is None.
 
     Raises what `tensor` and `decode_rows` raise.
     """

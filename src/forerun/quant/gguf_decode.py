@@ -1,9 +1,9 @@
 """What the blocks of GGUF's quantized tensor types stand for, as grouped matrices.
 
 Knows: the layout of every block type it lists, byte by byte. Does not know: files, names of tensors, kernels.
-Nothing is rounded: codes are the stored integers, scales their float16 or the small integers that count one. The work
-is numpy's on a few threads: torch's own threads wait for each other after every small step, which on a busy machine
-takes far longer than the steps.
+Nothing is rounded: codes are the stored integers, scales their float16, or small integers that multiply one. numpy
+does the work on a few threads: torch's own threads wait for each other after every small operation, which on a busy
+machine takes far longer than the operations.
 Source: ggml-quants.c (dequantize_row_*) and ggml-common.h (the structs).
 """
 
@@ -33,14 +33,14 @@ class Decoded(NamedTuple):
     """Blocks taken apart; b counts all blocks."""
 
     codes: Array  # [b, block size] uint8
-    scales: Array  # [b, groups of a block] float32, or int8 where they count a unit
-    offsets: Array | None = None  # the same, what is subtracted
+    scales: Array  # [b, groups of a block] float32, or int8 multiples of a unit
+    offsets: Array | None = None  # like scales; subtracted
     units: Array | None = None  # [b, 1] float16
     offset_units: Array | None = None  # [b, 1] float16
 
 
 class BlockType(NamedTuple):
-    """One block type: how it is taken apart, and the numbers that hold for all its blocks."""
+    """One block type: how to decode a block, and the constants of all its blocks."""
 
     decode: Callable[[Array], Decoded]  # from [b, nbytes] uint8
     size: int  # entries of a block
@@ -83,7 +83,7 @@ def decode_rows(name: str, rows: Tensor) -> GroupedMatrix:
 
 
 def _decode(kind: BlockType, blocks: Array) -> Decoded:
-    """Blocks in portions, so that what is in between stays small."""
+    """Decode blocks in portions, so that intermediate arrays stay small."""
     step, count = _PORTION // kind.size, len(blocks)
     starts = range(0, count, step)
     codes = np.empty((count, kind.size), np.uint8)
@@ -112,7 +112,7 @@ def join_matrices(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix:
     """One matrix with the rows of all, which may be of different block types; every value stays as it is.
 
     The result has the smallest group size, the largest zero point and as many bits as its codes then need. It keeps
-    units if all count some for as many inputs, and a table if it is the table of all.
+    units if all matrices have units for the same number of inputs, and a table if all have the same one.
     """
     if len(matrices) == 1:
         return matrices[0]
@@ -148,7 +148,7 @@ def _offset_units(matrix: GroupedMatrix) -> Tensor | None:
 
 
 def _regrouped(table: Tensor, factor: int) -> Tensor:
-    """Every group cut into `factor` of them."""
+    """The table after every group is split into `factor` groups."""
     return table.repeat_interleave(factor, dim=1) if factor > 1 else table
 
 
@@ -166,12 +166,12 @@ def _unit(blocks: Array, at: int) -> Array:
 
 
 def _half(blocks: Array, at: int) -> Array:
-    """The same as float32."""
+    """The float16 at byte `at` of every block, as float32."""
     return _unit(blocks, at).astype(np.float32)
 
 
 def _spread(packed: Array, width: int, bits: int) -> Array:
-    """Runs of `width` bytes hold 8 / bits planes: first the lowest bits of all of them, then the next -> [b, n]."""
+    """Unpack runs of `width` bytes, 8 / bits planes each: the lowest bits of all bytes first -> [b, n]."""
     runs = packed.reshape(len(packed), -1, width)  # [b, runs, width]
     planes = np.empty((len(packed), runs.shape[1], 8 // bits, width), np.uint8)
     mask = np.uint8((1 << bits) - 1)

@@ -89,7 +89,7 @@ def _q5_0(x: Tensor) -> Tensor:
 
 
 def _signed_maximum(x: Tensor, zero: int) -> tuple[Tensor, Tensor]:
-    """Codes [b, 32] and scale [b, 1] such that the entry of largest size becomes -zero."""
+    """Codes [b, 32] and scale [b, 1] such that the entry of largest magnitude becomes -zero."""
     largest = x.gather(1, x.abs().argmax(dim=1, keepdim=True))
     scale = largest / -zero
     shifted = x * _inverse(scale) + (zero + 0.5)
@@ -150,7 +150,7 @@ def _fit_symmetric(x: Tensor, most: int) -> Tensor:
 def _fit_affine(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """scale and minimum (>= 0, to be subtracted) [...] for x [..., n]: least squares over 22 roundings.
 
-    Entries weigh their size plus the group's root mean square (make_qkx2_quants).
+    An entry's weight is its magnitude plus the group's root mean square (make_qkx2_quants).
     """
     weights = x.abs() + x.square().mean(dim=-1, keepdim=True).sqrt()
     low = x.amin(dim=-1).clamp(max=0)  # [...]

@@ -73,7 +73,7 @@ def _read_part(source: TensorSource, part: RowPart, columns: int) -> GroupedMatr
 
 
 def _bits(packed: Tensor, part: RowPart, columns: int, settings: Settings) -> int:
-    """The width that fits the tensor: of config.json, or of GPTQModel's `dynamic` exceptions to it."""
+    """The bit width that fits the tensor: config.json's, or another if GPTQModel's `dynamic` allows exceptions."""
     wanted = settings.whole("bits")
     others: tuple[int, ...] = BITS if settings.get("dynamic") else ()
     for bits in (wanted, *others):
@@ -130,8 +130,8 @@ def _zero_points(
     if second:
         return unpack(packed, bits, rows).long()
     if 32 % bits == 0:
-        # GPTQModel subtracts the ones from whole words, so that the zero point 0 borrows from its neighbour: adding
-        # them to whole words gives every zero point back, and the same as adding field by field where none is 0.
+        # GPTQModel subtracts the ones from whole words, so that a zero point of 0 borrows from its neighbour. Adding
+        # them to whole words restores every zero point; where none is 0, it equals adding field by field.
         ones = sum(1 << shift for shift in range(0, 32, bits))
         words = (packed.long() + ones) & 0xFFFFFFFF
         return unpack(torch.where(words < 1 << 31, words, words - (1 << 32)).int(), bits, rows).long()

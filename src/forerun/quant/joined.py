@@ -32,8 +32,8 @@ def affine_matrix(
 ) -> GroupedMatrix:
     """scales * (codes - zeros) with codes [N, K] uint8 (columns by `order`), scales and whole zeros [N, groups].
 
-    One zero point for all becomes the matrix's own. Others become offsets scale * (zero - middle), which float32
-    holds exactly for 16-bit scales.
+    One zero point for all becomes the matrix's own. Differing ones become offsets scale * (zero - middle), which
+    float32 holds exactly for 16-bit scales.
     """
     scales, lowest, highest = scales.float().contiguous(), int(zeros.min()), int(zeros.max())
     if lowest == highest and 0 <= lowest < 1 << bits:
@@ -50,7 +50,7 @@ def join_rows(kernels: Kernels, matrices: Sequence[GroupedMatrix]) -> Weight:
 
 
 class JoinedWeight:
-    """Several weights over the same inputs; a row of outputs is theirs one after the other."""
+    """Several weights over the same inputs, their outputs concatenated."""
 
     def __init__(self, parts: Sequence[Weight]) -> None:
         """`parts` in the order of their rows, all with the same number of inputs."""
@@ -68,7 +68,7 @@ class JoinedWeight:
 
     @property
     def packed(self) -> None:
-        """There are several."""
+        """None: there are several packed matrices."""
         return None
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -108,6 +108,6 @@ def _concatenated(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix:
 
 
 def _offsets_around(matrix: GroupedMatrix, zero: int) -> Tensor:
-    """The matrix's offsets if its codes are counted from `zero` instead of its own."""
+    """The matrix's offsets if its codes are counted from `zero` instead of its own zero point."""
     moved = matrix.scales * (matrix.zero - zero)
     return moved if matrix.offsets is None else matrix.offsets + moved

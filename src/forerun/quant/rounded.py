@@ -20,7 +20,7 @@ from forerun.quant.grouped import GroupedWeight
 
 ROUNDED_BITS = {"int8": 8, "int4": 4}
 GROUP_SIZES = {8: (128, 64, 32, 16), 4: (64, 32, 16)}  # by bits; the first that divides a row
-SMALLEST_SCALE = 1e-30  # of a group of zeros
+SMALLEST_SCALE = 1e-30  # for groups of zeros
 
 ChooseFormat = Callable[[TensorSource, str], WeightFormat | None]
 Pack = Callable[[Kernels, Tensor], Weight]  # of a float matrix [N, K]
@@ -40,7 +40,7 @@ def choose_for(weights: str) -> ChooseFormat:
 
 
 def pack_as(weights: str) -> Pack:
-    """The same for a matrix at hand."""
+    """`choose_for` for a matrix that is already in memory."""
     return DenseWeight if weights == "stored" else RoundedFormat(ROUNDED_BITS[weights]).pack
 
 
@@ -64,7 +64,7 @@ class RoundedFormat:
         return self.pack(kernels, read_joined(source, parts, columns, dtype))
 
     def pack(self, kernels: Kernels, matrix: Tensor) -> Weight:
-        """Round `matrix` [N, K]; one whose rows no group divides stays as it is."""
+        """Round `matrix` [N, K]; it stays dense if no group size divides its rows."""
         size = next((size for size in GROUP_SIZES[self.bits] if matrix.shape[1] % size == 0), None)
         if size is None:
             return DenseWeight(kernels, matrix)
@@ -72,7 +72,7 @@ class RoundedFormat:
 
 
 def rounded(matrix: Tensor, bits: int, group_size: int) -> GroupedMatrix:
-    """The nearest matrix of integers of so many bits around zero, a scale for every group of a row."""
+    """Round to the nearest integers of `bits` bits around zero, with a scale for every group of a row."""
     rows, columns = matrix.shape
     groups = matrix.float().view(rows, columns // group_size, group_size)  # [N, groups, size]
     zero = 1 << (bits - 1)

@@ -15,7 +15,7 @@ REMEDY = "take another checkpoint of the model"
 
 
 class Settings:
-    """The entries of one JSON object, with their place for messages."""
+    """The entries of one JSON object, with its path for messages."""
 
     def __init__(self, values: object, place: str = SECTION) -> None:
         """Raises CheckpointError if `values` is no object."""
@@ -48,7 +48,7 @@ class Settings:
         return found if isinstance(found, str) else None
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number; raises CheckpointError if it is another thing, or absent without default."""
+        """A whole number; raises CheckpointError if it is something else, or absent without default."""
         value = self.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int):
@@ -58,7 +58,7 @@ class Settings:
         return value
 
     def texts(self, name: str) -> list[str]:
-        """A list of strings, empty if absent; raises CheckpointError if it is another thing."""
+        """A list of strings, empty if absent; raises CheckpointError if it is something else."""
         value = self.get(name) or []
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
             raise CheckpointError(

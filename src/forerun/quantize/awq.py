@@ -1,7 +1,7 @@
 """AWQ: inputs that matter more get a finer grid, their scale folded into what computes them.
 
-Knows: the grid search of Lin et al., "AWQ" (arXiv 2306.00978), on second moments. Does not know: models: who divides
-the inputs by the scales found here.
+Knows: the grid search of Lin et al., "AWQ" (arXiv 2306.00978), on second moments. Does not know: models,
+and which of their parts divide the inputs by the scales found here.
 
 The loss of a quantized matrix Q for W is tr((Q - W) H (Q - W)^T), the mean squared error of its outputs.
 """
@@ -21,7 +21,7 @@ SMALLEST_SCALE = 1e-4
 
 
 def find_scales(weights: Tensor, moments: Tensor, magnitudes: Tensor, settings: QuantizeSettings) -> Tensor:
-    """What the inputs should be divided by and the columns of [N, K] multiplied with -> [K] float32.
+    """The scales to divide the inputs by and multiply the columns of [N, K] with -> [K] float32.
 
     magnitudes [K]: mean absolute inputs; inputs of equal magnitude get equal scales.
     """

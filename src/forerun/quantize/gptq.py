@@ -3,8 +3,8 @@
 Knows: the algorithm of Frantar et al., "GPTQ" (arXiv 2210.17323), in its Cholesky form, with act-order. Does not
 know: models, text, files.
 
-With H the inputs' second moments and U the upper Cholesky factor of its inverse, column i's error divided by U[i, i],
-times U[i, j], is what the best change of column j undoes.
+With H the inputs' second moments and U the upper Cholesky factor of its inverse, the best correction of column j
+for an error in column i is to subtract the error divided by U[i, i], times U[i, j].
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _round_columns(
 
 def _round_block(block: Tensor, factor: Tensor, grid: Grid, bits: int) -> tuple[Tensor, Tensor]:
     """Codes and scaled errors of neighbouring columns [N, b]; errors also move within the block."""
-    rest = block.T.contiguous()  # [b, N]: a column at a time lies together
+    rest = block.T.contiguous()  # [b, N]: each column is contiguous
     codes, errors, grid = torch.empty_like(rest), torch.empty_like(rest), Grid(grid.scale[:, 0], grid.zero[:, 0])
     for column, weights in enumerate(rest):
         codes[column] = grid.codes(weights, bits)

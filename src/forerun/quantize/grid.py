@@ -4,7 +4,7 @@ Knows: symmetric and asymmetric ranges, searching a smaller range, what a quanti
 which order weights are rounded, nor files.
 
 The value of a code is scale * (code - zero). Zero points are at least 1, so that the common layout, which stores them
-minus one, holds each; scales are rounded to the precision they are stored in before anything is rounded to them.
+minus one, can hold them; scales are rounded to their stored precision before weights are rounded with them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from forerun.quantize.settings import QuantizeSettings
 
 SMALLEST_SCALE = 2.0**-20
-_CHUNK = 1 << 17  # weights rounded at a time: what is computed of them stays in the L2 cache
+_CHUNK = 1 << 17  # weights rounded at a time, so that intermediate results stay in the L2 cache
 CLIP_RATIOS = tuple(1 - 0.025 * step for step in range(29))  # 1 down to 0.3
 
 
 class Grid(NamedTuple):
-    """A scale and a zero point a row, in a shape that broadcasts over the weights."""
+    """A scale and a zero point per row, in a shape that broadcasts over the weights."""
 
     scale: Tensor  # [..., 1] float32
     zero: Tensor  # [..., 1] float32, whole
@@ -79,10 +79,10 @@ def fit(weights: Tensor, settings: QuantizeSettings, dtype: torch.dtype, ratio: 
 
 
 def fit_clipped(weights: Tensor, settings: QuantizeSettings, dtype: torch.dtype, importance: Tensor | None) -> Grid:
-    """The grid over the share of the range that loses least, row by row.
+    """The grid over the share of the range with the smallest loss, row by row.
 
     The loss of a row's rounding error e is e importance e^T, with the inputs' second moments [k, k] as importance;
-    without, its square.
+    without importance, the sum of its squares.
     """
     best = fit(weights, settings, dtype)
     least = _loss(best.rounded(weights, settings.bits) - weights, importance)

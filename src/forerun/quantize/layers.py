@@ -1,6 +1,6 @@
-"""One decoder layer being quantized: its matrices by what they read, and the tensors that replace its own.
+"""One decoder layer being quantized: its matrices by the inputs they share, and the tensors that replace its own.
 
-Knows: which modules share inputs, and which tensors may absorb a scale of those. Does not know: rounding, files.
+Knows: which modules share inputs, and which tensors may absorb a scale of those inputs. Does not know: rounding, files.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class LayerWork:
         return self._checkpoint.dtype(f"{self.stages[0].modules[0]}.weight")
 
     def fold_into_norm(self, stage: int, scales: Tensor) -> Tensor:
-        """Divide what a stage reads by about `scales` [K], in the norm in front of it -> the scales really divided by.
+        """Divide a stage's inputs by about `scales` [K], in the norm before it -> the scales really used.
 
-        The norm's weights are rounded to the checkpoint's precision; what that changes goes back into the scales.
+        The norm's weights are rounded to the checkpoint's precision; the returned scales account for that.
         """
         norm = self.layer.attention_norm if stage == QKV else self.layer.mlp_norm
         name = f"{self.prefix}{self.norms[stage]}.weight"
@@ -117,6 +117,6 @@ class LayerWork:
         return {name: self._changed[name] if name in self._changed else self._checkpoint.tensor(name) for name in names}
 
     def release(self) -> None:
-        """Give the matrices' memory back; the layer cannot compute any more."""
+        """Free the matrices' memory; the layer cannot compute any more."""
         for stage in self.stages:
             stage.linear.weight = PlainWeight(torch.empty(stage.matrix.shape, device="meta"))

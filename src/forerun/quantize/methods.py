@@ -21,7 +21,7 @@ from forerun.quantize.stream import LayerInputs, LayerStream
 def quantize_layer(
     work: LayerWork, index: int, stream: LayerStream, config: ModelConfig, settings: QuantizeSettings
 ) -> None:
-    """Quantize every matrix of layer `index` by gptq or awq; `stream` stands in front of it."""
+    """Quantize every matrix of layer `index` by gptq or awq; `stream` holds its inputs."""
     if settings.method == "gptq":
         _gptq_layer(work, index, stream, settings)
     else:
@@ -29,7 +29,7 @@ def quantize_layer(
 
 
 def _gptq_layer(work: LayerWork, index: int, stream: LayerStream, settings: QuantizeSettings) -> None:
-    """Stage by stage, each on what it reads behind the quantized ones ("true sequential")."""
+    """Stage by stage, each calibrated on inputs from the stages already quantized ("true sequential")."""
     for stage in work.stages:
         (inputs,) = stream.watch(index, [stage.linear])
         stage.replace(gptq(stage.matrix, inputs.moments, settings, work.dtype))
@@ -38,7 +38,7 @@ def _gptq_layer(work: LayerWork, index: int, stream: LayerStream, settings: Quan
 def _awq_layer(
     work: LayerWork, index: int, stream: LayerStream, config: ModelConfig, settings: QuantizeSettings
 ) -> None:  # fmt: skip
-    """Scales for all stages on the float layer, then rounding with searched ranges."""
+    """Find scales for all stages with the layer in float, then round with searched ranges."""
     watched = stream.watch(index, [stage.linear for stage in work.stages])
     for number, inputs in enumerate(watched):
         watched[number] = _rescale(work, number, inputs, config, settings)
@@ -49,7 +49,7 @@ def _awq_layer(
 def _rescale(
     work: LayerWork, number: int, inputs: LayerInputs, config: ModelConfig, settings: QuantizeSettings
 ) -> LayerInputs:
-    """Fold a stage's best scales into what computes its inputs -> the inputs as they are then."""
+    """Fold a stage's best scales into what computes its inputs -> the scaled inputs."""
     stage, magnitudes = work.stages[number], inputs.magnitudes
     if number == OUT:
         magnitudes = _shared_by_heads(magnitudes, config)
@@ -60,19 +60,19 @@ def _rescale(
 
 
 def _fold(work: LayerWork, number: int, scales: Tensor, config: ModelConfig) -> Tensor:
-    """Divide the inputs of a stage by `scales`, as nearly as may be -> the scales they are really divided by."""
+    """Divide the inputs of a stage by `scales`, as exactly as precision allows -> the scales really used."""
     if number in work.norms:
         return work.fold_into_norm(number, scales)
-    if number == DOWN:  # what it reads is linear in the outputs of `up`, the last ones in front
+    if number == DOWN:  # its inputs are linear in the outputs of `up`, the last rows of GATE_UP
         work.divide_last_rows(GATE_UP, scales)
-    else:  # what it reads are means of values, the last outputs in front; query heads share them
+    else:  # its inputs are means of values, the last rows of QKV; query heads share them
         heads = config.heads
         work.divide_last_rows(QKV, scales.view(heads.num_kv, -1, heads.head_dim)[:, 0].reshape(-1))
     return scales
 
 
 def _shared_by_heads(magnitudes: Tensor, config: ModelConfig) -> Tensor:
-    """[Q * D], averaged over the query heads that mix the same values."""
+    """[Q * D], averaged over the query heads that share the same values."""
     heads = config.heads
     grouped = magnitudes.view(heads.num_kv, -1, heads.head_dim)
     return grouped.mean(1, keepdim=True).expand_as(grouped).reshape(-1)
@@ -81,7 +81,7 @@ def _shared_by_heads(magnitudes: Tensor, config: ModelConfig) -> Tensor:
 def _clipped(
     stage: Stage, number: int, inputs: LayerInputs, work: LayerWork, config: ModelConfig, settings: QuantizeSettings
 ) -> QuantizedMatrix:  # fmt: skip
-    """Ranges are searched but for queries and keys: a smaller one disturbs their products (AWQ's reference code)."""
+    """Search ranges except for queries and keys: a smaller one disturbs their products (AWQ's reference code)."""
     if number != QKV:
         return round_to_nearest(stage.matrix, settings, work.dtype, inputs.moments)
     values = config.heads.num_kv * config.heads.head_dim  # the last rows

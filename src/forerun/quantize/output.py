@@ -26,7 +26,7 @@ def write_model(
     checkpoint: Checkpoint, tensors: Iterable[tuple[str, Tensor]], section: Mapping[str, Any], out: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:  # fmt: skip
-    """Write the folder `out`: `tensors` by name, a shard of them in memory at a time, and what else is in `checkpoint`.
+    """Write the folder `out`: `tensors` by name, one shard in memory at a time, and the other files of `checkpoint`.
 
     config.json comes last: a folder without it is not a model.
     """

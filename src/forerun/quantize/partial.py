@@ -1,7 +1,7 @@
 """What a quantization run has finished, in OUT/.partial, so that an interrupted one can be resumed.
 
-Knows: a file a finished layer, the calibration text's state behind the last one, what the run was asked to do. Does
-not know: layers, methods. Every file is written aside and renamed, so none is ever half there.
+Knows: a file per finished layer, the calibration text's state after the last one, the run's request. Does
+not know: layers, methods. Every file is written under another name and renamed, so none is ever incomplete.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Partial:
             return int(file.metadata()[NEXT_LAYER])
 
     def residuals(self) -> list[Tensor]:
-        """The stream behind the last finished layer."""
+        """The residual stream after the last finished layer."""
         tensors = load_file(self._folder / STATE)
         return [tensors[name] for name in sorted(tensors)]
 
     def save_layer(self, index: int, tensors: Mapping[str, Tensor], residuals: Sequence[Tensor]) -> None:
-        """Layer `index` is finished: its tensors, and the stream behind it."""
+        """Record layer `index` as finished: its tensors, and the residual stream after it."""
         self._save(dict(tensors), self.layer_file(index), None)
         state = {f"{number:06}": tensor for number, tensor in enumerate(residuals)}
         self._save(state, self._folder / STATE, {NEXT_LAYER: str(index + 1)})

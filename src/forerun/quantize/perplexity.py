@@ -25,18 +25,18 @@ REQUEST = "perplexity"
 class Perplexity:
     """The log-likelihood of a text."""
 
-    nats: float  # lost over all predicted tokens
+    nats: float  # negative log-likelihood of all predicted tokens
     num_tokens: int
     num_bytes: int
 
     @property
     def perplexity(self) -> float:
-        """exp of the loss a token."""
+        """exp of the loss per token."""
         return math.exp(self.nats / self.num_tokens)
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits lost a byte of text, which does not depend on the tokenizer."""
+        """Loss in bits per byte of text, which does not depend on the tokenizer."""
         return self.nats / math.log(2) / max(self.num_bytes, 1)
 
 
@@ -48,7 +48,7 @@ def measure_perplexity(
 ) -> Perplexity:
     """Predict every token of every sequence but its first from those before it in the sequence.
 
-    num_bytes: the bytes of text behind a token id. advance: told of every sequence done. Raises DataError if there is
+    num_bytes: the bytes of text behind a token id. advance: called after every sequence. Raises DataError if there is
     nothing to predict.
     """
     predicted = [token for ids in sequences for token in ids[1:]]
@@ -63,7 +63,7 @@ def measure_perplexity(
 
 @torch.no_grad()
 def _lost(model: Model, ids: Sequence[int]) -> float:
-    """Nats lost over the tokens of one sequence but its first."""
+    """The loss, in nats, of all tokens of one sequence but the first."""
     table, lost = block_table(len(ids)), 0.0
     kvs = [empty_kv(spec, len(table), model.device) for spec in model.kv_specs]
     for start in range(0, len(ids) - 1, CHUNK):

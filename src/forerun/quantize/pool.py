@@ -1,6 +1,6 @@
-"""The cache of one layer for one sequence, its blocks in order.
+"""The KV cache of one layer for one sequence, its blocks in order.
 
-Knows: sizes. Does not know: the engine's pool, which quantizing does without.
+Knows: sizes. Does not know: the engine's pool, which quantizing does not need.
 """
 
 from __future__ import annotations

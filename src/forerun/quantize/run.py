@@ -1,6 +1,6 @@
 """A quantization run: every matrix of a model in turn, then the folder.
 
-Knows: the order of things, and what makes two runs the same. Does not know: commands, terminals, where text is from.
+Knows: the order of things, and what makes two runs the same. Does not know: commands, terminals, where text comes from.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Quantizable(NamedTuple):
 
 
 def open_source(folder: Path, settings: QuantizeSettings) -> Quantizable:
-    """A folder to quantize with these settings; no weights are read.
+    """Open a folder to quantize; no weights are read.
 
-    Raises UnsupportedError and ConfigError for one that cannot be quantized so.
+    Raises UnsupportedError or ConfigError if it cannot be quantized with these settings.
     """
     if not folder.is_dir():  # a GGUF file
         raise UnsupportedError(f"{folder} is quantized already; start from the unquantized checkpoint")
@@ -103,8 +103,8 @@ def quantize_model(
 ) -> None:  # fmt: skip
     """Quantize `source`, freshly loaded as `loaded`, into the folder `out` by gptq or awq, calibrated with `sequences`.
 
-    The loaded model's matrices are replaced on the way: it cannot be used afterwards. A run that was interrupted goes
-    on when it is asked the same again. Raises ConfigError for sequences longer than the model's positions.
+    The loaded model's matrices are replaced on the way: it cannot be used afterwards. An interrupted run is
+    resumed by the same call. Raises ConfigError for sequences longer than the model's positions.
     """
     decoder = loaded.model
     assert isinstance(decoder, Decoder)  # of every family in FAMILIES

@@ -1,6 +1,6 @@
 """Calibration text where the user gives none: written by the model itself.
 
-Knows: how to ask it. Does not know: what the text is for. (Liu et al., "LLM-QAT", arXiv 2305.17888, calibrate so.)
+Knows: how to ask it. Does not know: what the text is for. (Liu et al., "LLM-QAT", arXiv 2305.17888, do the same.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def sample_sequences(llm: LLM, num: int, length: int, seed: int = 0, progress: b
 
 
 def _start_token(llm: LLM) -> int:
-    """What stands in front of a text: the start token, else the end of the text before it."""
+    """The token that texts begin after: the start token, else an end token, as if another text had ended."""
     tokenizer = llm.tokenizer
     if tokenizer.bos_token_id is not None:
         return tokenizer.bos_token_id

@@ -16,15 +16,15 @@ SMALLEST_GROUP = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeSettings:
-    """How to quantize. Raises ConfigError for what is out of range or contradicts itself."""
+    """How to quantize. Raises ConfigError for options out of range or in contradiction."""
 
     method: str = "gptq"
     bits: int = 4
     group_size: int = 128  # inputs that share a scale; -1: all of a row
     sym: bool = True  # the zero point is the middle of the range
     act_order: bool = False  # gptq: inputs of large magnitude first
-    clip: bool | None = None  # search a range smaller than the weights' own; None: where the method does
-    damp: float = 0.01  # gptq: added to the Hessian's diagonal, a share of its mean
+    clip: bool | None = None  # search a range smaller than the weights' own; None: for awq only
+    damp: float = 0.01  # gptq: added to the Hessian's diagonal, as a share of its mean
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -45,9 +45,9 @@ class QuantizeSettings:
 
     @property
     def layout(self) -> str:
-        """The checkpoint layout written: "awq" for its method at the width it has, else "gptq"."""
+        """The checkpoint layout written: "awq" for method awq at 4 bits, else "gptq"."""
         return "awq" if (self.method, self.bits) == ("awq", 4) else "gptq"
 
     def group_of(self, columns: int) -> int:
-        """The group size in a matrix of so many inputs."""
+        """The group size in a matrix with `columns` inputs."""
         return columns if self.group_size == -1 else self.group_size

@@ -31,7 +31,7 @@ class LayerInputs:
 
 
 class PlainWeight:
-    """A float matrix multiplied by torch, given back to memory with this object. Implements `quant.base.Weight`."""
+    """A float matrix multiplied by torch, freed with this object. Implements `quant.base.Weight`."""
 
     def __init__(self, matrix: Tensor) -> None:
         """`matrix` [N, K] float32."""
@@ -49,7 +49,7 @@ class PlainWeight:
 
     @property
     def packed(self) -> None:
-        """Whoever multiplies has to ask this object."""
+        """None: callers must use `matmul`."""
         return None
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -92,7 +92,7 @@ class LayerStream:
 
 
 class _Meter:
-    """Stands in for a weight, sums up what is multiplied with it."""
+    """Wraps a weight and sums up statistics of its inputs."""
 
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
@@ -110,7 +110,7 @@ class _Meter:
 
     @property
     def packed(self) -> None:
-        """Whoever multiplies has to ask this object."""
+        """None: callers must use `matmul`."""
         return None
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -139,6 +139,6 @@ def _watched(linears: Sequence[Linear]) -> Iterator[list[_Meter]]:
 
 
 def _run(layer: DecoderLayer, residual: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-    """residual [T, H] in front of the layer -> behind it."""
+    """residual [T, H] before the layer -> after it."""
     x = layer.attention_norm(residual)
     return residual + layer(x, residual, batch, kv)  # the call itself adds to residual in place, before the sum

@@ -20,7 +20,7 @@ WANTED = 'each line must be a JSON object with "text", "prompt" or "turns"'
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """Sequences of token ids: to calibrate with, and never calibrated with."""
+    """Sequences of token ids: to calibrate with, and held out for measuring perplexity."""
 
     sequences: list[list[int]]
     held_out: list[list[int]]

@@ -23,7 +23,7 @@ from forerun.weights.checkpoint import read_optional_json
 
 TEMPLATE_FILE = "chat_template.jinja"
 NUM_RENDERERS = 4  # conversations rendered at the same time
-MAX_WAIT_S = 60.0  # for a process on a busy machine; it ends by itself after MAX_CPU_S of the processor's time
+MAX_WAIT_S = 60.0  # wall time, generous for a busy machine; the process itself stops after MAX_CPU_S of CPU time
 
 
 def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
@@ -75,7 +75,7 @@ class _Renderers:
         atexit.register(self._close)
 
     def answer(self, asked: bytes) -> bytes:
-        """What came of it; TOO_MUCH where the process did not survive it."""
+        """The worker's answer; TOO_MUCH if its process died or did not answer in time."""
         with self._seats:
             renderer = self._take()
             answer = renderer.answer(asked)
@@ -101,7 +101,7 @@ class _Renderers:
 
 
 class _Renderer:
-    """One such process."""
+    """One process that renders templates."""
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
@@ -110,7 +110,7 @@ class _Renderer:
         theirs.close()
 
     def answer(self, asked: bytes) -> bytes | None:
-        """What the process says; None if it ended, or did nothing for long."""
+        """The process's answer; None if it ended, or took longer than MAX_WAIT_S."""
         try:
             self._connection.send_bytes(asked)
             return self._connection.recv_bytes() if self._connection.poll(MAX_WAIT_S) else None
@@ -119,7 +119,7 @@ class _Renderer:
 
     @property
     def alive(self) -> bool:
-        """Nobody has ended the process meanwhile."""
+        """Whether the process is still running."""
         return self._process.poll() is None
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """A model folder: its configuration and its tensors, read lazily.
 
 Knows: the files of a Hugging Face folder (safetensors, or the older .bin files of torch.save) and how they can be
-missing or damaged. Does not know: architectures, formats of quantization, or devices.
+missing or damaged. Does not know: architectures, quantization formats, or devices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INDEX_FILE = "model.safetensors.index.json"
 TORCH_FILE = "pytorch_model.bin"
 TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
 INDEX_FILES = (INDEX_FILE, TORCH_INDEX_FILE)
-_LAYOUTS = ((INDEX_FILE, SINGLE_FILE), (TORCH_INDEX_FILE, TORCH_FILE))  # the first that is there counts
+_LAYOUTS = ((INDEX_FILE, SINGLE_FILE), (TORCH_INDEX_FILE, TORCH_FILE))  # the first one present is used
 WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, TORCH_FILE, TORCH_INDEX_FILE)
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INTEGER_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
@@ -39,14 +39,14 @@ class StoredTensor(NamedTuple):
     dtype: str  # safetensors' name, e.g. "BF16"
     shape: tuple[int, ...]
     nbytes: int
-    read: Callable[[], Tensor]  # into memory of its own, flat
+    read: Callable[[], Tensor]  # into newly allocated memory, flattened
 
 
 class Checkpoint:
     """The tensors of a model folder by name. `open` checks every header; tensor data is read when asked for."""
 
     def __init__(self, folder: Path, config: dict[str, Any], tensors: Mapping[str, StoredTensor]):
-        """Use `Checkpoint.open`; this is for tensors from a file of another name (`read_file`)."""
+        """Use `Checkpoint.open`; call this only with tensors that `read_file` found in a file of another name."""
         self.folder = folder
         self.config = config
         self._tensors = tensors
@@ -104,7 +104,7 @@ class Checkpoint:
         return self._read_shaped(name, shape)
 
     def integers(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
-        """Read a tensor of whole numbers in their stored width; raises CheckpointError likewise."""
+        """Read an integer tensor in its stored width; raises CheckpointError if missing, or not of `shape`."""
         stored = self._entry(name)
         if stored.dtype not in INTEGER_DTYPES:
             raise CheckpointError(
@@ -136,7 +136,7 @@ class Checkpoint:
 
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a .safetensors file, or else of a file of torch.save; raises CheckpointError naming the file."""
+    """The tensors of a .safetensors file, or of a torch.save file; raises CheckpointError naming the file."""
     if path.suffix == ".safetensors":
         return {
             name: StoredTensor(path, entry.dtype, entry.shape, entry.nbytes, partial(_read_entry, path, entry))
@@ -160,7 +160,7 @@ def _copied(mapped: Tensor) -> Tensor:
 
 
 def read_bytes(path: Path, entry: TensorEntry) -> Tensor:
-    """A tensor's bytes in memory of their own -> [nbytes] uint8.
+    """Copy a tensor's bytes into new memory -> [nbytes] uint8.
 
     Read, not mapped: a mapped file counts as memory of the process for as long as any tensor of it lives.
     """
@@ -192,7 +192,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """The same, {} if there is no such file."""
+    """`read_json`, or {} if there is no such file."""
     return read_json(path) if path.exists() else {}
 
 

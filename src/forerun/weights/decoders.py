@@ -1,4 +1,4 @@
-"""How single tokens become bytes: byte-level BPE, sentencepiece with byte fallback, and anything else by windows.
+"""How single tokens become bytes: byte-level BPE, and sentencepiece with byte fallback.
 
 Knows: the decoders written in tokenizer.json. Does not know: streams or special tokens (see `detokenizer`).
 

@@ -44,7 +44,7 @@ class IncrementalDetokenizer:
         self._stream.skip(context)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now and was not before."""
+        """Add tokens; returns the text that has become certain."""
         return self._stream.feed(token_ids)
 
     def finish(self) -> str:

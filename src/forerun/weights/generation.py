@@ -1,6 +1,6 @@
-"""generation_config.json: how a model's makers would have it sampled, and which tokens end its texts.
+"""generation_config.json: the sampling defaults of a model's makers, and the tokens that end a text.
 
-Knows: the file's fields, as transformers writes them. Does not know: requests, which may say otherwise.
+Knows: the file's fields, as transformers writes them. Does not know: requests, which may override the defaults.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from forerun.errors import ConfigError
 from forerun.weights.checkpoint import read_json, read_optional_json
 
 NAME = "generation_config.json"
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # those vLLM takes, too
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # vLLM reads the same ones
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """What such a file says."""
+    """The content of a generation_config.json."""
 
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that do not say themselves
-    end_ids: tuple[int, ...] | None = None  # None: it names none
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults for what a request leaves out
+    end_ids: tuple[int, ...] | None = None  # None: the file names none
     path: Path | None = None  # None: there is no such file
 
     @staticmethod
     def named(choice: str) -> GenerationConfig | None:
-        """By option: None for "auto", an empty one for "none", else that of a file or folder; raises ConfigError."""
+        """From the option: None for "auto", an empty one for "none", else read from a path; raises ConfigError."""
         if choice == "auto":
             return None
         if choice == "none":
@@ -39,7 +39,7 @@ class GenerationConfig:
 
     @staticmethod
     def beside(model: Path) -> GenerationConfig:
-        """A model folder's own; an empty one if it has none. Raises CheckpointError for a damaged file."""
+        """Read from a model folder; empty if the folder has none. Raises CheckpointError for a damaged file."""
         path = model / NAME
         return _parse(path) if path.is_file() else GenerationConfig()
 

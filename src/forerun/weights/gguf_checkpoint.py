@@ -1,7 +1,7 @@
 """A GGUF model as a checkpoint: tensors by Hugging Face's names and in its order of rows, a config, a tokenizer.
 
-Knows: how a model is spread over one or several files, and undoes llama.cpp's reordering of rows. Does not know: what
-is in the blocks of quantized tensors; those leave here as bytes.
+Knows: how a model is spread over one or several files, and how to undo llama.cpp's reordering of rows. Does not
+know: what is in the blocks of quantized tensors, which it returns as bytes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GgufCheckpoint:
 
     @property
     def file_type(self) -> str:
-        """The mix of types the file says it is, such as "Q4_K_M"; where it says none the type most bytes are of."""
+        """The mix of types the file declares, such as "Q4_K_M"; if none, the type that takes the most bytes."""
         said = self._metadata.get("general.file_type")
         return FILE_TYPES.get(said if isinstance(said, int) else -1) or str(self.config["dtype"])
 
@@ -89,7 +89,7 @@ class GgufCheckpoint:
         return None if stored in FLOAT_TYPES else stored
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype `tensor` gives; float32 for quantized tensors, which others decode."""
+        """The dtype `tensor` gives; float32 for quantized tensors, which the caller decodes."""
         return FLOAT_TYPES.get(self._entry(name).layout.name, torch.float32)
 
     def tensor(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
@@ -124,11 +124,11 @@ class GgufCheckpoint:
             rows = rows.view(-1, entry.shape[0], rows.shape[1])[place.expert * place.parts + place.part]
         if kind is None or not self._reorders:
             return rows
-        rows = rows.view(entry.shape[0], -1)  # the entries of a bias are rows of one
+        rows = rows.view(entry.shape[0], -1)  # a bias has rows of one entry
         return rows[halves_from_pairs(entry.shape[0], self._heads(own, kind, entry.shape[0]))]
 
     def describe(self, name: str) -> str:
-        """What messages call the tensor: its file and its name there."""
+        """How messages name the tensor: its file, and its name in that file."""
         return f"{self.folder}: tensor {self._place(name).name}"
 
     def tokenizer(self) -> Tokenizer:
@@ -142,12 +142,12 @@ class GgufCheckpoint:
         return heads
 
     def _place(self, name: str) -> ExpertPlace:
-        """Where the tensor is: by itself, or within one that stacks those of all experts."""
+        """Where the tensor is: by itself, or inside a tensor that stacks all experts."""
         places = expert_places(name) or [ExpertPlace(gguf_name(name))]
         return next((place for place in places if place.name in self._model.tensors), places[-1])
 
     def _entry(self, name: str) -> GgufTensor:
-        """The tensor, or the part of one that is meant."""
+        """The tensor; for an expert inside a stacked tensor, with the shape of that expert's part."""
         place = self._place(name)
         if not self.has(name):
             raise CheckpointError(
@@ -162,18 +162,18 @@ class GgufCheckpoint:
 
 
 def _same_rows(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether both are the same rows: matrices of heads may be stacked there, and a matrix of one row is a vector."""
+    """Whether both shapes hold the same rows: files may stack matrices by head, or store one row as a vector."""
     flat = (math.prod(stored[:-1]), stored[-1])
     return stored == wanted or (len(wanted) == 2 and flat == wanted)
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file."""
+    """Whether the path is a GGUF file."""
     return path.suffix.lower() == SUFFIX and path.is_file()
 
 
 def _open_all(path: Path, count: int) -> list[GgufFile]:
-    """The files of a model in several, the first one with the metadata first."""
+    """All files of a model that is split over several; the first one holds the metadata."""
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None or int(match[3]) != count or count > MAX_FILES:
         raise CheckpointError(

@@ -1,8 +1,8 @@
 """GGUF metadata as the config.json that the same model would have.
 
 Knows: the keys that decoders share, and what they mean in Hugging Face's terms; those of mixtures of experts are in
-`gguf_mixtures`. Does not know: how a config is used. Keys that may change what a model computes and that are not known
-are refused.
+`gguf_mixtures`. Does not know: how a config is used. Unknown keys that may change what a
+model computes are refused.
 Source: llama.cpp gguf-py/gguf/constants.py, convert_hf_to_gguf.py and llama-model.cpp.
 """
 
@@ -33,7 +33,7 @@ ARCHITECTURES = {
     "deepseek2": LATENT_KEYS,
 }  # fmt: skip
 LIMITED_BY = "_max_position_limited_by"  # in the config: why fewer positions can be used than the file says
-PHI3_WINDOWS = {4096: 2047, 131072: None}  # context -> window; that of the long one is longer than its context
+PHI3_WINDOWS = {4096: 2047, 131072: None}  # context -> window; None: longer than the context
 MISTRAL_WINDOW = 4096
 MISTRAL_REASON = (
     "a GGUF file with 32768 positions on a rope of base 10000 is Mistral 7B v0.1 or made from it, whose sliding window "
@@ -46,7 +46,7 @@ _READ = (
     "rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.factor rope.scaling.attn_factor "
     "rope.scaling.original_context_length rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow"
 )
-# vocab_size is what the embedding table has; the others say how files were made or split the same arithmetic.
+# Keys without effect: vocab_size comes from the embedding table; the others do not change the arithmetic.
 _INERT = "vocab_size tensor_data_layout rope.scaling.finetuned attention.causal"
 
 
@@ -117,7 +117,7 @@ def _table_shape(file: GgufModel) -> tuple[int, int]:
 def _head_dim(metadata: GGUFMetadata, arch: str, hidden: int, heads: int) -> int:
     if heads < 1:
         raise metadata.wrong(f"{arch}.attention.head_count", "at least 1")
-    if arch == "deepseek2":  # what is rotated of a head
+    if arch == "deepseek2":  # the rotated part of a head
         return metadata.integer(f"{arch}.rope.dimension_count")
     head_dim = metadata.integer(f"{arch}.attention.key_length", hidden // heads)
     if head_dim < 1 or metadata.integer(f"{arch}.attention.value_length", head_dim) != head_dim:
@@ -128,7 +128,7 @@ def _head_dim(metadata: GGUFMetadata, arch: str, hidden: int, heads: int) -> int
 
 
 def _main_type(file: GgufModel) -> str:
-    """The tensor type most bytes are of."""
+    """The tensor type that takes the most bytes."""
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         sizes[tensor.layout.name] = sizes.get(tensor.layout.name, 0) + tensor.nbytes
@@ -164,7 +164,7 @@ def _of_qwen(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str, An
 
 
 def _phi3_window(metadata: GGUFMetadata) -> int | None:
-    """The window of a file that names none; those from before the key are told by their context, as in llama.cpp."""
+    """The window of a file without one; files older than the key are recognised by context, as in llama.cpp."""
     if "phi3.attention.sliding_window" in metadata:
         return None
     context = metadata.integer("phi3.context_length")
@@ -177,9 +177,9 @@ def _phi3_window(metadata: GGUFMetadata) -> int | None:
 
 
 def _unrecorded_window(metadata: GGUFMetadata) -> dict[str, Any]:
-    """The limit of files like those of Mistral 7B v0.1, whose window of 4096 llama.cpp's converter leaves out.
+    """A limit for files like Mistral 7B v0.1, whose sliding window of 4096 llama.cpp's converter leaves out.
 
-    32,768 positions on a rope of base 10,000 are its mark. Up to 4096 the window changes nothing.
+    They are recognised by 32,768 positions and a rope base of 10,000. Up to 4096 positions the window has no effect.
     """
     context, theta = metadata.integer("llama.context_length"), metadata.number("llama.rope.freq_base", 10000.0)
     if (context, theta) != (32768, 10000.0) or metadata.get("llama.rope.scaling.type"):
@@ -216,7 +216,7 @@ def _share(part: int, whole: int) -> float:
 
 
 def _scaling(metadata: GGUFMetadata, arch: str, kind: str, positions: int) -> dict[str, Any]:
-    """rope_scaling for the scalings that are a formula."""
+    """rope_scaling for the kinds that a formula defines."""
     prefix = f"{arch}.rope.scaling"
     factor = _positive(metadata, f"{prefix}.factor", 1.0)
     if kind == "none" or (kind == "linear" and factor == 1.0):
@@ -238,7 +238,7 @@ def _scaling(metadata: GGUFMetadata, arch: str, kind: str, positions: int) -> di
     if arch == "deepseek2":
         return {**scaling, **latent_yarn(metadata)}
     extra = metadata.number(f"{prefix}.attn_factor", 1.0)
-    if extra != 1.0:  # ggml multiplies it with yarn's own
+    if extra != 1.0:  # ggml multiplies it by yarn's own factor
         scaling["attention_factor"] = extra * (1.0 + 0.1 * math.log(factor))
     return scaling
 

@@ -1,9 +1,9 @@
-"""One GGUF file: its metadata and where its tensors lie, read and checked before anything believes them.
+"""One GGUF file: its metadata and where its tensors lie, read and checked before anything relies on them.
 
 Knows: the container (header, key-value pairs, tensor table, aligned data) and every way it can be damaged. Does not
 know: what keys mean, nor what a block of a tensor holds. Source: ggml docs/gguf.md.
 
-Nothing is allocated because a file claims a size: every length is compared with the bytes that are left first.
+No allocation trusts a size in the file: every length is first compared with the bytes that are left.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GgufTensor:
     """Where one tensor lies in a file."""
 
     layout: BlockLayout
-    shape: tuple[int, ...]  # the longest-striding dimension first, as torch has it
+    shape: tuple[int, ...]  # largest stride first, as in torch
     begin: int  # bytes from the start of the file
 
     @property
@@ -60,7 +60,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A checked file. Metadata arrays of numbers are numpy arrays, those of texts lists."""
+    """A checked file. Metadata arrays of numbers are numpy arrays, arrays of strings are lists."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -145,7 +145,7 @@ class _FileCursor:
 def _read_header(cursor: _FileCursor, size: int) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     _check_start(cursor)
     num_tensors, num_pairs = cursor.number("Q"), cursor.number("Q")
-    cursor.need(num_tensors * 24 + num_pairs * 13)  # what the shortest of each take
+    cursor.need(num_tensors * 24 + num_pairs * 13)  # the least that one of each takes
     metadata: dict[str, Any] = {}
     for _ in range(num_pairs):
         key = cursor.text()

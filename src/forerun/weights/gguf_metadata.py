@@ -29,7 +29,7 @@ class GGUFMetadata:
         return self._values.get(key)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A text."""
+        """A string."""
         value = self._need(key, default)
         if not isinstance(value, str):
             raise self.wrong(key, "a text")
@@ -64,14 +64,14 @@ class GGUFMetadata:
         return value
 
     def texts(self, key: str) -> list[str]:
-        """A list of texts."""
+        """A list of strings."""
         value = self._need(key, None)
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
             raise self.wrong(key, "a list of texts")
         return value
 
     def numbers(self, key: str, length: int, default: float | None = None) -> list[Any]:
-        """A list of `length` numbers; if absent and there is a default, that many of it."""
+        """A list of `length` numbers; if absent, `length` times the default if there is one."""
         value = self.get(key)
         if value is None and default is not None:
             return [default] * length

@@ -1,7 +1,7 @@
 """GGUF metadata of mixtures of experts and of DeepSeek's attention over latents, in config.json's terms.
 
 Knows: the keys of Mixtral (architecture llama with experts), qwen2moe, qwen3moe and deepseek2, and what llama.cpp
-takes for granted of each. Does not know: the fields all decoders share (`gguf_config`).
+assumes about each. Does not know: the fields all decoders share (`gguf_config`).
 Source: llama.cpp convert_hf_to_gguf.py and llama-model.cpp.
 """
 
@@ -21,19 +21,20 @@ LATENT_KEYS = (
     "expert_gating_func expert_group_count expert_group_used_count leading_dense_block_count attention.q_lora_rank "
     "attention.kv_lora_rank attention.key_length_mla attention.value_length_mla rope.scaling.yarn_log_multiplier"
 )
-_SIGMOID = 2  # of expert_gating_func
-# (blocks, experts) -> (groups, groups used), of models published before files said so: DeepSeek-V3, Moonlight, Kimi K2
+_SIGMOID = 2  # a value of expert_gating_func
+# (blocks, experts) -> (groups, groups used), for models published before files stored it: DeepSeek-V3, Moonlight, Kimi
+# K2
 _GROUPS = {(61, 256): (8, 4), (27, 64): (1, 1), (61, 384): (1, 1)}
 
 
 def mixtral_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
-    """Of a file of the architecture llama that has experts."""
+    """Fields of a file of the architecture llama with experts (Mixtral)."""
     experts, used = _counts(file, metadata, "llama")
     return {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used}
 
 
 def qwen_fields(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
-    """Of qwen2moe and qwen3moe. Whether chosen weights are normalised is not stored: Qwen3 does, Qwen2 does not."""
+    """Fields of qwen2moe and qwen3moe. Files do not store norm_topk_prob: it is true for Qwen3, false for Qwen2."""
     experts, used = _counts(file, metadata, arch)
     fields: dict[str, Any] = {
         "model_type": "qwen2_moe" if arch == "qwen2moe" else "qwen3_moe",
@@ -50,7 +51,7 @@ def qwen_fields(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str,
 
 
 def deepseek_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
-    """Of deepseek2 files of DeepSeek-V3 and its like, heads with keys and values of their own or all in one latent."""
+    """Fields of deepseek2 files like DeepSeek-V3, which store keys and values by head or as one latent for all."""
     _refuse_softmax(metadata)
     number = partial(_integer, metadata)
     is_joined = "deepseek2.attention.key_length_mla" in metadata  # key_length is then that of the latent
@@ -79,7 +80,7 @@ def deepseek_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
 
 
 def latent_yarn(metadata: GGUFMetadata) -> dict[str, Any]:
-    """What yarn scales scores and cosines by in deepseek2; llama.cpp knows only models in which both are equal."""
+    """yarn's mscale and mscale_all_dim in deepseek2; llama.cpp supports only models in which both are equal."""
     key = "deepseek2.rope.scaling.yarn_log_multiplier"
     if key not in metadata:
         raise UnsupportedError(
@@ -95,7 +96,7 @@ def _integer(metadata: GGUFMetadata, key: str, default: int | None = None) -> in
 
 
 def _counts(file: GgufModel, metadata: GGUFMetadata, arch: str) -> tuple[int, int]:
-    """How many experts there are and how many a row gets."""
+    """The number of experts, and how many a row uses."""
     experts = metadata.integer(f"{arch}.expert_count")
     for name, tensor in file.tensors.items():
         if "_exps." in name and (len(tensor.shape) != 3 or tensor.shape[0] != experts):
@@ -107,7 +108,7 @@ def _counts(file: GgufModel, metadata: GGUFMetadata, arch: str) -> tuple[int, in
 
 
 def _inner_size(file: GgufModel, metadata: GGUFMetadata, key: str, down: str) -> int:
-    """An expert's inner size: the key's, else that of its matrices, since early files lack the key."""
+    """An expert's intermediate size: from the key, else from its matrices, since early files lack the key."""
     found = next((tensor.shape[-1] for name, tensor in file.tensors.items() if f".{down}." in name), None)
     return metadata.integer(key, found)
 
@@ -121,7 +122,7 @@ def _refuse_softmax(metadata: GGUFMetadata) -> None:
 
 
 def _groups(metadata: GGUFMetadata, experts: int) -> tuple[int, int]:
-    """In how many groups the experts are and how many groups a row's may come from."""
+    """The number of groups of experts, and how many of them a row may use."""
     if "deepseek2.expert_group_count" in metadata:
         keys = ("deepseek2.expert_group_count", "deepseek2.expert_group_used_count")
         groups, used = (metadata.integer(key) for key in keys)

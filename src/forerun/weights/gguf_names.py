@@ -37,7 +37,7 @@ _INNER = {
     "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",  # in newer files two tensors, of a name llama.cpp's converter gives them
+    "self_attn.kv_b_proj": "attn_kv_b",  # newer files have the next two instead, names of llama.cpp's converter
     "self_attn.k_b_proj": "attn_k_b",
     "self_attn.v_b_proj": "attn_v_b",
 }
@@ -50,16 +50,16 @@ _REORDERED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 
 
 class ExpertPlace(NamedTuple):
-    """A tensor of a file, or what one expert has in one that stacks those of all."""
+    """A tensor of a file, or one expert's part of a tensor that stacks all experts."""
 
     name: str
     expert: int | None = None
-    parts: int = 1  # matrices of an expert that lie one after the other there
+    parts: int = 1  # matrices of one expert, one after the other in that tensor
     part: int = 0
 
 
 def gguf_name(name: str) -> str:
-    """GGUF's name of a tensor named as Hugging Face does; names it has no other word for stay as they are."""
+    """GGUF's name for a tensor, from Hugging Face's name; a name without an equivalent stays as it is."""
     match = _LAYER.fullmatch(name)
     if match:
         return f"blk.{match[1]}.{_INNER.get(match[2], match[2])}.{match[3]}"
@@ -68,9 +68,9 @@ def gguf_name(name: str) -> str:
 
 
 def expert_places(name: str) -> list[ExpertPlace]:
-    """Where a file may keep an expert's tensor that is named as Hugging Face does; [] for all other tensors.
+    """Where a file may keep an expert's tensor, from Hugging Face's name; [] for any other tensor.
 
-    With those of all experts, also with gate and up in one, or (early files) by itself.
+    Stacked with all experts, stacked with gate and up in one tensor, or (early files) by itself.
     """
     match = _LAYER.fullmatch(name)
     expert = _EXPERT.fullmatch(match[2]) if match else None
@@ -84,7 +84,7 @@ def expert_places(name: str) -> list[ExpertPlace]:
 
 
 def has_gguf_name(name: str) -> bool:
-    """Whether a tensor named as Hugging Face does is one that GGUF has a word for."""
+    """Whether GGUF has a name for a tensor, from Hugging Face's name."""
     match = _LAYER.fullmatch(name)
     return match[2] in _INNER if match else name.rpartition(".")[0] in _OUTER
 
@@ -114,6 +114,6 @@ def halves_from_pairs(num_rows: int, num_heads: int) -> Tensor:
 
 
 def pairs_from_halves(num_rows: int, num_heads: int) -> Tensor:
-    """The other way round, for writing -> [num_rows] int64."""
+    """The inverse of `halves_from_pairs`, for writing -> [num_rows] int64."""
     halves = torch.arange(num_rows).reshape(num_heads, 2, -1)  # [heads, 2, D / 2]
     return halves.transpose(1, 2).reshape(-1)

@@ -46,7 +46,7 @@ _DEEPSEEK3 = (
 
 
 class PreTokenizer(NamedTuple):
-    """One way of cutting."""
+    """One way to cut a text."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a piece that is a token as a whole is never built by merges
@@ -89,7 +89,7 @@ PRE_TOKENIZERS = {
 
 
 def build_pre_tokenizer(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
-    """The library's object: every pattern in turn, then bytes as visible characters."""
+    """A pre-tokenizer of the `tokenizers` library: every pattern in turn, then bytes as visible characters."""
     steps: list[pre_tokenizers.PreTokenizer] = [
         pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns
     ]

@@ -1,6 +1,6 @@
 """Tokenizers from GGUF metadata: byte-level BPE (`gpt2`) and sentencepiece (`llama`), with special tokens.
 
-Knows: the keys below `tokenizer.` and what llama.cpp does where they are silent. Does not know: tensors or models.
+Knows: the keys below `tokenizer.` and what llama.cpp does where they are absent. Does not know: tensors or models.
 Source: llama.cpp src/llama-vocab.cpp (llama_vocab::impl::load).
 """
 
@@ -21,7 +21,7 @@ from forerun.weights.tokenizer import Tokenizer
 END_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>")
 _END_KEYS = ("eos", "eot", "eom")
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # the other special tokens of Phi-3 swallow spaces behind them
+_KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other special tokens remove the spaces after them
 
 
 def read_tokenizer(metadata: GGUFMetadata) -> Tokenizer:
@@ -36,7 +36,7 @@ def read_tokenizer(metadata: GGUFMetadata) -> Tokenizer:
     backend, add_bos = _BUILDERS[model](metadata, names)
     _set_frame(backend, metadata, names, add_bos)
     settings = {role: _role_name(metadata, key, names) for role, key in _ROLES.items()}
-    # llama.cpp's converter stores such tokens as text, not as the bytes' visible characters.
+    # llama.cpp's converter stores user-defined tokens as text, not as the bytes' visible characters.
     users = [i for i, kind in enumerate(_types(metadata, names)) if kind == PieceType.USER_DEFINED]
     plain_ids = users if model == "gpt2" else ()
     return Tokenizer(backend, settings, end_token_ids(metadata), _chat_template(metadata), plain_ids)
@@ -53,7 +53,7 @@ def end_token_ids(metadata: GGUFMetadata) -> tuple[int, ...]:
 
 
 def special_token_id(metadata: GGUFMetadata, key: str, num_tokens: int) -> int | None:
-    """A token id the file names; None if it names none, or one beyond the vocabulary (as -1 written unsigned)."""
+    """A token id the file names; None if it names none, or one beyond the vocabulary (-1 written as unsigned)."""
     value = metadata.get(f"tokenizer.ggml.{key}_token_id")
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise metadata.wrong(f"tokenizer.ggml.{key}_token_id", "a token id")
@@ -148,7 +148,7 @@ def _sentencepiece(metadata: GGUFMetadata, names: list[str]) -> tuple[tokenizers
 
 
 def _with_swallowed_spaces(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same tokenizer with special tokens that take the spaces behind them (GGUF does not store that)."""
+    """The same tokenizer whose special tokens remove the spaces after them (GGUF does not store that)."""
     content = json.loads(backend.to_str())
     for token in content["added_tokens"]:
         token["rstrip"] = token["special"] and token["content"] not in _KEPT_SPACES

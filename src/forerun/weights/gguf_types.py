@@ -1,4 +1,4 @@
-"""The numbers GGUF writes for kinds of metadata values, of tensors and of files.
+"""GGUF's numbers for types of metadata values, of tensors and of files.
 
 Knows: the tables, and how many bytes a block of each tensor type has. Does not know: what is in a block, or files.
 Source: ggml docs/gguf.md and ggml.h (names and sizes), llama.h (types of files).
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # version 1 had 32-bit lengths and was in use for weeks only
+VERSIONS = (2, 3)  # version 1 had 32-bit lengths and was used for a few weeks only
 DEFAULT_ALIGNMENT = 32
 BOOL, STRING, ARRAY = 7, 8, 9
 SCALARS = {

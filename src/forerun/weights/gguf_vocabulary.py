@@ -1,7 +1,7 @@
 """A folder's tokenizer as GGUF metadata.
 
-Knows: tokenizer.json of byte-level and sentencepiece-like BPE, and which way of cutting has which name. Does not know:
-models. What GGUF cannot say is refused: a tokenizer that cuts differently would give the model other tokens.
+Knows: tokenizer.json of byte-level and sentencepiece-like BPE, and llama.cpp's names of pre-tokenizers. Does not know:
+models. What GGUF cannot express is refused: a tokenizer that cuts differently would give the model other tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
 
 
 def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """The start token, the first end token, and another end token as the end of a turn."""
+    """The start token, and up to three end tokens as eos, eot and eom."""
     ids = {} if tokenizer.bos_token_id is None else {"bos": tokenizer.bos_token_id}
     ends = tokenizer.eos_token_ids
     return ids | dict(zip(("eos", "eot", "eom"), ends, strict=False))
@@ -119,6 +119,6 @@ def _adds_space(content: Mapping[str, Any]) -> bool:
 
 
 def _spelled(names: list[str], types: list[int]) -> list[str]:
-    """Pieces with sentencepiece's visible space, which llama.cpp looks for, instead of a plain one (llama2.c)."""
+    """Spell spaces in pieces as sentencepiece's visible one, which llama.cpp expects (llama2.c has plain ones)."""
     normal = int(PieceType.NORMAL)
     return [name.replace(" ", META) if kind == normal else name for name, kind in zip(names, types, strict=True)]

@@ -1,7 +1,7 @@
 """Writing GGUF files, version 3: metadata, a tensor table, and tensors one after the other.
 
 Knows: the container. Does not know: which keys or tensors a model needs, nor how blocks are made: tensors come as
-bytes, each only when its turn has come, so that a model never has to be in memory as a whole.
+bytes, each read only when it is written, so that the whole model never has to be in memory.
 Source: ggml docs/gguf.md.
 """
 
@@ -53,7 +53,7 @@ class TensorToWrite:
 
     @property
     def nbytes(self) -> int:
-        """Bytes the type and shape ask for."""
+        """Bytes of a tensor of this type and shape."""
         return GgufTensor(TENSOR_TYPES[TYPE_CODES[self.type]], self.shape, 0).nbytes
 
 
@@ -63,10 +63,10 @@ def write_gguf(
     tensors: Sequence[TensorToWrite],
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write a file; it appears under its name only when complete. progress(done, total) is called as tensors go out.
+    """Write a file; it appears under its name only when complete. progress(done, total) is called after every tensor.
 
-    int values become uint32 (int64 if they do not fit), float float32, lists arrays; `Typed` says otherwise. Raises
-    CheckpointError if the file cannot be written or a tensor has not the bytes that its type and shape ask for.
+    ints become uint32 (int64 if they do not fit), floats float32, lists arrays; `Typed` sets another type. Raises
+    CheckpointError if the file cannot be written or a tensor's bytes do not match its type and shape.
     """
     partial = path.with_name(path.name + ".partial")
     try:

@@ -1,4 +1,4 @@
-"""Models of a Hugging Face hub: what their names pick from a repository, and what is in the cache of this machine.
+"""Models of a Hugging Face hub: which files of a repository a name selects, and what this machine's cache holds.
 
 Knows: huggingface_hub's cache, how GGUF files are named. Does not know: downloading (`weights.hub_download`), what is
 in a file.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
 
 SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
-WEIGHTS = ("*.safetensors", "*.bin", "medusa_lm_head.pt")  # a repository's model is in the first kind it has
+WEIGHTS = ("*.safetensors", "*.bin", "medusa_lm_head.pt")  # a repository's model is of the first kind it has
 COPIES = ("original/*", "consolidated*", "onnx/*", "training_args.bin")  # other layouts of the same weights
 TOKENIZERS = ("tokenizer", "vocab", "spiece")  # how the names of their files begin
 USUAL_QUANT = "Q4_K_M"
@@ -39,7 +39,7 @@ class HubName(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> HubName | None:
-        """The name a text may be, None if it cannot be one."""
+        """Read a text as a hub name; None if it cannot be one."""
         match = _NAME.fullmatch(text)
         if match is None or len(match[1]) > _LONGEST or "--" in match[1] or ".." in match[1]:
             return None
@@ -50,7 +50,7 @@ class HubName(NamedTuple):
 
 
 class CachedModel(NamedTuple):
-    """A model in the cache; of a repository with several GGUF models one of them."""
+    """A model in the cache: a repository, or one of its GGUF models."""
 
     name: str
     kind: str  # "safetensors", "pytorch", "gguf", or "incomplete"
@@ -59,7 +59,7 @@ class CachedModel(NamedTuple):
 
 
 def choose_files(name: HubName, files: Iterable[str]) -> list[str]:
-    """Which of a repository's files are the model; of a GGUF model its parts in order.
+    """Which of a repository's files make up the model; for a GGUF model, its parts in order.
 
     Raises ModelNotFoundError, which lists what there is.
     """
@@ -82,9 +82,9 @@ def choose_files(name: HubName, files: Iterable[str]) -> list[str]:
 
 
 def gguf_models(files: Iterable[str]) -> dict[str, list[str]]:
-    """The GGUF models among a repository's files: what stands for one behind the colon -> its parts in order.
+    """The GGUF models among a repository's files: the label after the colon of a hub name -> the parts in order.
 
-    That is its quantization, such as Q4_K_M, or the file's name where it says none or two say the same.
+    The label is the quantization, such as Q4_K_M, or the file's name if it names none or two files name the same.
     """
     parts: dict[str, list[str]] = {}
     for file in sorted(files):
@@ -109,7 +109,7 @@ def _folder_files(files: Sequence[str]) -> list[str]:
 def find_cached(name: HubName, complete: bool = True) -> Path | None:
     """A model's folder or GGUF file in the cache, None if it is not there.
 
-    complete: with all that belongs to a model. Without it configuration and weights are enough, as of a draft head.
+    complete: a tokenizer must be there, too; else configuration and weights are enough, as for a draft head.
     """
     folder = _snapshot(name.repository)
     if folder is None:
@@ -125,14 +125,14 @@ def find_cached(name: HubName, complete: bool = True) -> Path | None:
 
 
 def _storage(repository: str) -> Path:
-    """Where the cache keeps a repository, without importing the library's downloads and what they need."""
+    """Where the cache keeps a repository, without importing the library's download code and its dependencies."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE) / "--".join(("models", *repository.split("/")))
 
 
 def _snapshot(repository: str) -> Path | None:
-    """The folder of a repository's latest revision that was downloaded."""
+    """The folder of a repository's latest downloaded revision."""
     storage = _storage(repository)
     try:
         folder = storage / "snapshots" / (storage / "refs" / "main").read_text("utf-8").strip()
@@ -147,7 +147,7 @@ def _has_all_parts(files: Sequence[str]) -> bool:
 
 
 def _has_all_shards(folder: Path, files: Sequence[str]) -> bool:
-    """Whether the files an index of the weights names are there."""
+    """Whether all files named in a weight index are there."""
     indices = [file for file in files if file.endswith((".safetensors.index.json", ".bin.index.json"))]
     try:
         maps = [json.loads((folder / file).read_text("utf-8"))["weight_map"] for file in indices]
@@ -159,12 +159,12 @@ def _has_all_shards(folder: Path, files: Sequence[str]) -> bool:
 
 
 def cached_models() -> list[CachedModel]:
-    """The models in the cache by name, those of which a part is missing too."""
+    """The models in the cache, sorted by name, incomplete ones included."""
     return sorted(model for repository in _cached_repositories() for model in _models_of(repository))
 
 
 def remove_cached(name: HubName) -> int:
-    """Delete a model from the cache -> bytes that are free now. Raises ModelNotFoundError if it is not there."""
+    """Delete a model from the cache -> bytes freed. Raises ModelNotFoundError if it is not there."""
     repository = next((found for found in _cached_repositories() if found.repo_id == name.repository), None)
     storage = _storage(name.repository)
     if repository is None and not storage.is_dir():
@@ -178,7 +178,7 @@ def remove_cached(name: HubName) -> int:
     return before - _bytes_below(storage)
 
 
-Blobs = Mapping[str, Mapping[Path, int]]  # a repository's file -> where its contents lie, of all revisions: their bytes
+Blobs = Mapping[str, Mapping[Path, int]]  # file of a repository -> path of its contents (all revisions) -> bytes
 
 
 def _cached_repositories() -> list[CachedRepoInfo]:
@@ -217,7 +217,7 @@ def _cached(repository: CachedRepoInfo, name: str, kind: str, blobs: Blobs, file
 
 
 def _remove(repository: CachedRepoInfo, name: HubName) -> None:
-    """All of a repository; of several GGUF models in it only the one that is named."""
+    """Delete a repository, or only the named one of its GGUF models."""
     from huggingface_hub import scan_cache_dir
 
     blobs = _blobs(repository)
@@ -232,7 +232,7 @@ def _remove(repository: CachedRepoInfo, name: HubName) -> None:
             (revision.snapshot_path / file).unlink(missing_ok=True)
     storage = _storage(name.repository).resolve()
     for blob in {blob for file in gone for blob in blobs[file]} - kept:
-        if blob.is_relative_to(storage):  # otherwise it is a link to a file of the user's own
+        if blob.is_relative_to(storage):  # otherwise it links to one of the user's own files
             blob.unlink(missing_ok=True)
 
 

@@ -1,9 +1,9 @@
-"""Downloading a model of a Hugging Face hub into the cache, going on where an earlier download was interrupted.
+"""Downloading a model of a Hugging Face hub into the cache; interrupted downloads are resumed.
 
 Knows: huggingface_hub, how it fails. Does not know: names on the command line, terminals.
 
-Weights are downloaded here, file by file, because huggingface_hub restarts a file in every process; all else, and
-what the cache looks like, is left to it.
+Weights are downloaded here, file by file, because huggingface_hub restarts a file in every process; all else,
+including the layout of the cache, is left to it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from filelock import FileLock
 from forerun.errors import ForerunError, ModelError, ModelNotFoundError, ResourceError
 from forerun.weights.hub import HubName, choose_files, find_cached
 
-Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (what, bytes) -> adds bytes done
+Progress = Callable[
+    [str, int], AbstractContextManager[Callable[[int], None]]
+]  # (what, bytes) -> a function that is told bytes done
 
-RESUMED_BYTES = 8 << 20  # files from this size on are continued; smaller ones are there at once
-LARGEST_BYTES = 50 * 10**9  # the hub gives larger files by another protocol only, which huggingface_hub speaks
+RESUMED_BYTES = 8 << 20  # files of at least this size are resumed; smaller ones take a moment
+LARGEST_BYTES = 50 * 10**9  # the hub serves larger files only by a protocol that huggingface_hub implements
 NUM_CONNECTIONS = 4
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
@@ -38,15 +40,15 @@ class NoRepositoryError(ModelNotFoundError):
 
 
 class _Interrupted(Exception):
-    """Ends the threads of a download that failed elsewhere."""
+    """Ends the other threads of a download once one has failed."""
 
 
 def download(name: HubName, progress: Progress | None = None) -> Path:
     """Bring the hub's latest revision of a model into the cache -> its folder, or its GGUF file.
 
-    progress(what, bytes) is entered once and told of bytes as they come; without it huggingface_hub shows its own bars.
-    Where the hub cannot be reached, what the cache has will do. Raises NoRepositoryError, ModelNotFoundError for a
-    repository without such a model, ModelError where it is refused, ResourceError for a full disk.
+    progress(what, bytes) is entered once and told of bytes as they arrive; without it huggingface_hub shows its own
+    bars. If the hub cannot be reached, a cached copy is used. Raises NoRepositoryError, ModelNotFoundError for a
+    repository without such a model, ModelError if the hub refuses access, ResourceError for a full disk.
     """
     try:
         with _explained(name):
@@ -86,7 +88,7 @@ class _Weights:
         self._stopped = threading.Event()
 
     def fetch(self, progress: Progress | None) -> None:
-        """Download what is missing. Raises ResourceError before it begins if it does not fit on the disk."""
+        """Download what is missing. Raises ResourceError beforehand if it does not fit on the disk."""
         total = sum(self._sizes.values())
         self._check_room(total)
         if not total:
@@ -105,7 +107,7 @@ class _Weights:
                 self._stopped.set()
 
     def _work(self, files: Iterator[str], bar: Any, results: SimpleQueue[BaseException | None]) -> None:
-        """What a thread does; daemons, as one that waits for a silent server must not keep a process from ending."""
+        """The loop of a download thread: a daemon, since waiting for a silent server must not keep a process alive."""
         for file in files:
             try:
                 self._fetch(file, bar)
@@ -124,7 +126,7 @@ class _Weights:
             )
 
     def _told(self, advance: Callable[[int], None]) -> Callable[[int], None]:
-        """What a file's thread calls with the bytes that came; ends the thread once another failed."""
+        """What a download thread calls with the bytes received; it ends the thread once another one has failed."""
 
         def told(num: int) -> None:
             if self._stopped.is_set():
@@ -134,13 +136,13 @@ class _Weights:
         return told
 
     def _fetch(self, file: str, bar: Any) -> None:
-        """One file into the cache's blobs, under the lock huggingface_hub takes for it."""
+        """Download one file into the cache's blobs, under huggingface_hub's own lock for it."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         url = hf_hub_url(self._name.repository, file, revision=self._revision)
         about = get_hf_file_metadata(url)
         if about.etag is None or about.size is None:
-            return  # huggingface_hub says what is wrong
+            return  # huggingface_hub will report what is wrong
         if Path(about.etag).name != about.etag:  # it becomes the name of a file
             raise ModelError(
                 f"the hub {url} calls its contents {about.etag[:80]!r}, which is no digest: nothing is written"
@@ -155,7 +157,7 @@ class _Weights:
 
 
 def _complete(url: str, blob: Path, size: int, file: str, bar: Any) -> None:
-    """Download the rest of a file of `size` bytes; one that was continued is checked against its SHA-256."""
+    """Download the rest of a file of `size` bytes; a resumed one is checked against its SHA-256."""
     from huggingface_hub.file_download import http_get
 
     headers = import_module("huggingface_hub.utils").build_hf_headers()
@@ -179,7 +181,7 @@ def _sha256(path: Path) -> str:
 
 
 def _bar(advance: Callable[[int], None], is_shown: bool) -> Any:
-    """A kind of progress bar for huggingface_hub that tells `advance` of what comes, on the terminal or not."""
+    """A progress bar class for huggingface_hub that reports bytes to `advance`, shown on the terminal or not."""
     base: Any = import_module("huggingface_hub.utils").tqdm
 
     def begin(self: Any, *args: Any, **options: Any) -> None:
@@ -195,7 +197,7 @@ def _bar(advance: Callable[[int], None], is_shown: bool) -> Any:
 
 @contextmanager
 def _explained(name: HubName) -> Iterator[None]:
-    """Raise what the hub's library raises as errors that say what to do."""
+    """Turn the hub library's exceptions into errors that say what to do."""
     try:
         yield
     except (ForerunError, _Interrupted):
@@ -203,7 +205,7 @@ def _explained(name: HubName) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ResourceError(
-                f"the disk is full: make room, such as with `forerun rm`, then `forerun pull {name}` goes on"
+                f"the disk is full: make room, for example with `forerun rm`; `forerun pull {name}` then resumes"
             ) from error
         raise _as_ours(name, error) from error
     except Exception as error:  # the library raises dozens of kinds
@@ -222,7 +224,7 @@ def _as_ours(name: HubName, error: Exception) -> ModelError:
     if isinstance(error, errors.RepositoryNotFoundError):
         return NoRepositoryError(f"the hub {hub} (it has no {repository}, or it is private: then {LOGIN})")
     if status in (401, 403):
-        return ModelError(f"the hub {hub} refuses {repository} ({status}): {LOGIN}; a token may have ended")
+        return ModelError(f"the hub {hub} refuses {repository} ({status}): {LOGIN}; a token may have expired")
     if status is not None:
         return NoRepositoryError(f"the hub {hub} (it answered {status} for {repository}: try again later)")
     lines = str(error).strip().splitlines() or [""]

@@ -1,7 +1,7 @@
 """From what a user typed to a model folder, or to a GGUF file, which is a model by itself.
 
-Knows: embedded names, local folders and files, names of a hub, in this order. Does not know: what is in them, nor how a
-hub is asked (`weights.hub_download`).
+Knows: embedded names, local folders and files, hub names, in this order. Does not know: what is in them, nor how to
+download (`weights.hub_download`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def resolve_model(name_or_path: str | Path, progress: Progress | None = None) ->
 
 
 def find_local(name: str) -> Path | None:
-    """Where a model lies on this machine; None if it does not, or not all of it. Raises ModelNotFoundError."""
+    """A model's path on this machine; None if it is not here, or incomplete. Raises ModelNotFoundError."""
     if name in EMBEDDED:
         return _embedded(name)
     path = Path(os.path.expanduser(name))
@@ -63,7 +63,7 @@ def find_local(name: str) -> Path | None:
 
 
 def is_model(text: str) -> bool:
-    """Whether a text names a model: an embedded one, a path, a folder or file of one, or a hub's in the cache.
+    """Whether a text names a model: an embedded one, a path, a folder or file of one, or a hub model in the cache.
 
     Raises ModelNotFoundError for ORGANISATION/NAME that is not in the cache: it may be a model or a text.
     """
@@ -83,7 +83,7 @@ def is_model(text: str) -> bool:
 
 
 def _known(folder: Path) -> Iterator[str]:
-    """Names that may have been meant: embedded and cached models, and what lies beside the folder."""
+    """Names that may have been meant: embedded and cached models, and models beside the folder."""
     yield from EMBEDDED
     yield from (model.name for model in cached_models())
     for beside in folder.parent.glob("*") if os.path.isdir(folder.parent) else ():

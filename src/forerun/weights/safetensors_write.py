@@ -1,6 +1,6 @@
-"""Writing a safetensors file that others may read as far as the umask says.
+"""Writing safetensors files with the permissions that the umask allows.
 
-Knows: that the library writes files only their owner may read. Does not know: what the tensors are.
+Knows: that the library by itself writes files only their owner may read. Does not know: what the tensors are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write contiguous tensors by name as the file `path`, its rights those of any new file (or of the one it was)."""
+    """Write contiguous tensors by name to `path`, with the permissions of a new file (or of the file it replaces)."""
     path.touch()
     rights = path.stat().st_mode
     save_file(dict(tensors), path, metadata={"format": "pt"})

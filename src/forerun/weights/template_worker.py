@@ -1,8 +1,8 @@
-"""Renders chat templates in a process of its own: they are programs, and came with a model or with a request.
+"""Renders chat templates in a process of its own: they are untrusted programs, from a model or a request.
 
-Run as `python template_worker.py FD` by `chat`, its end of a socket pair. Knows: how transformers renders a template (a
-sandboxed jinja2 with a few helpers), and what one may take: whatever it does, only this process slows down, fails or
-ends. Does not know: tokens, the rest of forerun, which it does not import.
+`chat` runs it as `python template_worker.py FD`; FD is its end of a socket pair. Knows: how transformers renders a
+template (a sandboxed jinja2 with a few helpers), and its limits: whatever a template does, only this process slows
+down, fails or ends. Does not know: tokens, the rest of forerun, which it does not import.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-MAX_CPU_S = 2.0  # processor time of one conversation; usual ones take a thousandth of a second
+MAX_CPU_S = 2.0  # CPU time of one conversation; usual ones take a millisecond
 MEMORY_BYTES = 256 << 20  # beyond what the process has when it starts
 MAX_TEXT_BYTES = 32 << 20
 MAX_MESSAGE = 500  # characters of an error
-DONE, REFUSED, FAILED, INVALID, TOO_MUCH = b"DRFIT"  # the first byte of an answer, before the text or what is wrong
+DONE, REFUSED, FAILED, INVALID, TOO_MUCH = b"DRFIT"  # the first byte of an answer, before the text or the error
 
 
 def main() -> None:

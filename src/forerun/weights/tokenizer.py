@@ -39,7 +39,7 @@ class Tokenizer:
     ) -> None:  # fmt: skip
         """`settings` is the content of tokenizer_config.json; `eos_token_ids` are those the model's files name.
 
-        The tokens `plain_ids` stand for their names, whatever the decoder would make of those.
+        Tokens in `plain_ids` decode to their names unchanged, not through the decoder.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -88,18 +88,18 @@ class Tokenizer:
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """No token stands for more bytes of a text."""
+        """The most bytes of text that any token stands for."""
         return max((len(name.encode()) for name in self._backend.get_vocab()), default=0)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with a start token where the model has one unless told otherwise.
+        """Token ids of `text`; unless `add_special_tokens` is false, after a start token if the model has one.
 
         Raises PromptError for a text the tokenizer has no tokens for. Long texts do not block other threads.
         """
         with _no_panic(PromptError, "the tokenizer fails on this text", Exception):
             if len(text) <= LONG_TEXT:
                 encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-            else:  # only batches let go of Python's interpreter
+            else:  # only batch calls release the GIL
                 (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -214,7 +214,7 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """Refuse a draft whose token ids mean other texts than the target's; raises VocabularyError naming the first."""
+    """Refuse a draft whose token ids mean other texts than the target's; raises VocabularyError with an example."""
     ours, theirs = target.vocabulary(), draft.vocabulary()
     if ours == theirs:
         return
@@ -240,7 +240,7 @@ def _read_backend(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenizers
 
 @contextmanager
 def _no_panic(kind: type[ForerunError], message: str, *others: type[Exception]) -> Iterator[None]:
-    """Raise `kind` where the library panics, which is no Exception, or raises one of the others."""
+    """Raise `kind` if the library panics (PanicException is not an Exception) or raises one of `others`."""
     try:
         yield
     except BaseException as error:
@@ -250,7 +250,7 @@ def _no_panic(kind: type[ForerunError], message: str, *others: type[Exception]) 
 
 
 def _from_sentencepiece(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """A start token comes first unless `add_bos_token` is false (a tokenizer.json says so itself)."""
+    """Texts begin with a start token unless `add_bos_token` is false (a tokenizer.json has a rule of its own)."""
     vocabulary = read_sentencepiece(path)
     roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     found = {role: name for role, name in roles.items() if name in vocabulary.pieces}

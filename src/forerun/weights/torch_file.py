@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.errors import CheckpointError
 
-_CODE = re.compile(r"GLOBAL ([\w.]+)")  # what torch calls a thing to import that is not a tensor's
+_CODE = re.compile(r"GLOBAL ([\w.]+)")  # how torch's message names an import that tensors do not need
 _INNER = re.compile(r"WeightsUnpickler error: (.*)")
 _REMEDY = "copy it again, or save the model as safetensors"
 
@@ -47,8 +47,8 @@ def _load(path: Path) -> Any:
     load = partial(torch.load, path, map_location="cpu", weights_only=True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch to itself, about the storages of old files
-            return load(mmap=True) if zipfile.is_zipfile(path) else load()  # files of torch before 1.6 are no archives
+            warnings.simplefilter("ignore")  # torch's warning about its own storage classes in old files
+            return load(mmap=True) if zipfile.is_zipfile(path) else load()  # torch before 1.6 wrote no archives
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     except Exception as error:  # the unpickler raises whatever a damaged file leads it to
