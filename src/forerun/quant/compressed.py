@@ -1,7 +1,7 @@
 """compressed-tensors checkpoints of integers: W4A16 and W8A16 packed, W8A8 as bytes.
 
 Knows: the formats "pack-quantized" (`weight_packed`, `weight_scale`, `weight_zero_point`, `weight_g_idx`) and
-"int-quantized" (`weight` int8, `weight_scale`, `weight_zero_point`), their schemes and which scheme a module has. Does not
+"int-quantized" (`weight` int8, `weight_scale`, `weight_zero_point`), their schemes, and each module's scheme. Does not
 know: floating formats (fp8, fp4), sparsity, quantized caches, which it refuses.
 
 Only the weights are taken from the file. Activations are quantized to 8-bit integers by row and group, as for every

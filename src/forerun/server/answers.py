@@ -1,4 +1,4 @@
-"""The parts answers share: usage, what speculation did, log-probabilities.
+"""The parts that answers of all APIs share: usage, figures of speculation, log-probabilities.
 
 Knows: figures of samples and how OpenAI writes them. Does not know: chat, completions, HTTP.
 """
@@ -15,7 +15,7 @@ from forerun.server.service import Delta
 from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer
 
-LEAST_LOGPROB = -9999.0  # minus infinity, which JSON cannot say
+LEAST_LOGPROB = -9999.0  # for minus infinity, which JSON cannot express
 
 
 def head(kind: str, prefix: str, model: str, request_id: str | None = None) -> dict[str, Any]:
@@ -34,8 +34,8 @@ class Account:
     def __init__(
         self, num_prompts: int, grammar_s: float | None, dropped: Sequence[str] = (), writes: bool = True
     ) -> None:
-        """`grammar_s`: seconds until the grammar was there, None without one; `dropped`: fields of the request that
-        were left out; `writes`: the tokens chosen are part of the answer."""
+        """`grammar_s`: seconds until the grammar was compiled, None without one; `dropped`: fields of the request that
+        were ignored; `writes`: the tokens chosen are part of the answer."""
         self._grammar_s = grammar_s
         self._prompts: list[RequestStats | None] = [None] * num_prompts
         self._seeds: list[int | None] = [None] * num_prompts
@@ -52,7 +52,7 @@ class Account:
                 self._prompts[prompt_index] = delta.stats
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object: prompts once, whatever n is."""
+        """OpenAI's usage object: a prompt counts once, whatever n is."""
         prompts = [stats for stats in self._prompts if stats is not None]
         num_cached = sum(stats.num_cached_tokens for stats in prompts)
         counted = token_counts(sum(stats.num_prompt_tokens for stats in prompts), self._num_written)
@@ -63,7 +63,7 @@ class Account:
         return sum(stats.num_tokens for stats in self._stats) if self._writes else 0
 
     def forerun(self) -> dict[str, Any]:
-        """What speculation and caching did."""
+        """Figures of speculation and caching."""
         stats = self._stats
         num_steps, num_tokens = sum(s.num_steps for s in stats), self._num_written
         drafters = _drafters(stats)
@@ -104,12 +104,12 @@ def _drafters(stats: Sequence[RequestStats]) -> dict[str, dict[str, int]]:
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The bytes a token stands for; a special token's name."""
+    """The bytes a token stands for; for a special token, those of its name."""
     return tokenizer.special_text(token_id).encode() or tokenizer.token_bytes(token_id)
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """The same as text; half a character becomes U+FFFD."""
+    """`token_bytes` as text; half a character becomes U+FFFD."""
     return token_bytes(tokenizer, token_id).decode("utf-8", "replace")
 
 
@@ -146,7 +146,7 @@ def completion_logprobs(
 
 
 def _top(tokenizer: Tokenizer, entry: PositionLogprobs, as_ids: bool) -> dict[str, float]:
-    """By text; of two tokens with the same text the more probable one. The chosen one is always there."""
+    """Log-probability by text; of two tokens with the same text, the likelier one. The chosen one is included."""
     best: dict[str, float] = {}
     for token in (*entry.top, entry.chosen):
         best.setdefault(token_name(tokenizer, token.token_id, as_ids), _number(token.logprob))
@@ -172,15 +172,15 @@ def _by_id(tokenizer: Tokenizer, entry: PositionLogprobs, as_ids: bool) -> dict[
 
 
 class Offsets:
-    """Where tokens begin in the text they make, in characters; one inside a character begins where that begins."""
+    """Where tokens begin in their text, in characters; a token inside a character begins where the character does."""
 
     def __init__(self, texts: IncrementalDetokenizer, start: int = 0) -> None:
-        """`texts`: of the tokens to come, none of which was fed; `start`: characters before them."""
+        """`texts`: a detokenizer that was fed none of the tokens; `start`: characters before them."""
         self._texts = texts
         self._place = start
 
     def take(self, token_ids: Sequence[int]) -> list[int]:
-        """Of the next tokens."""
+        """The offsets of the next tokens."""
         found = []
         for token_id in token_ids:
             found.append(self._place)
@@ -189,7 +189,7 @@ class Offsets:
 
 
 def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:
-    """Where a prompt's tokens begin in its text, which may spell special tokens out, or hold none of them."""
+    """Where a prompt's tokens begin in its text, which may contain special tokens by name, or not at all."""
     texts, place, found = IncrementalDetokenizer(tokenizer), 0, []
     for token_id in token_ids:
         found.append(place)

@@ -46,20 +46,20 @@ from forerun.server.schema import ChatBody, CompletionBody, DetokenizeBody, Toke
 from forerun.server.service import EngineService
 from forerun.server.settings import ServerSettings
 
-NUM_THREADS = MAX_WAITING + 32  # that read requests; the first may all wait for the grammar compiler
+NUM_THREADS = MAX_WAITING + 32  # read requests; MAX_WAITING of them may wait for the grammar compiler
 log = logging.getLogger("forerun.server")
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
     for status, text in {
         400: "The request is wrong; the error names the field.",
         401: "An API key is needed.",
-        403: "The server does not go by the name in the Host header.",
+        403: "The name in the Host header is not one of the server's.",
         404: "There is no such model.",
         408: "The body did not arrive in time.",
         413: "The body is too large.",
         422: "Not used; wrong fields are 400.",
-        429: "The queue is full; Retry-After says when to come again.",
-        503: "The engine does not work, the server stops, or too many requests are open.",
+        429: "The queue is full; Retry-After says when to try again.",
+        503: "The engine has failed, the server is stopping, or too many requests are open.",
         504: "The request took longer than its timeout.",
     }.items()
 }
@@ -70,7 +70,7 @@ class Job(Protocol):
 
     groups: list[RequestGroup]
     constrained: bool
-    grammar_s: float | None  # seconds until its grammar was there; None: it has none
+    grammar_s: float | None  # seconds until its grammar was compiled; None: it has none
 
     async def whole(self, generation: Generation) -> dict[str, Any]:
         """The answer in one piece."""
@@ -86,7 +86,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     large, stopping = LargeBodies(), Event()
 
     def stop() -> None:
-        """End all requests with an error, and what works for them; may be called again."""
+        """End all requests with an error, and the processes that serve them; may be called again."""
         stopping.set()
         service.stop()
         context.grammars.close()
@@ -112,7 +112,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
         app.add_exception_handler(kind, _answer_error)
     paths = frozenset(path for path in (*app.openapi()["paths"], "/docs", "/openapi.json", *PLAYGROUND_PATHS))
     app.add_middleware(Gate, settings=settings, metrics=service.metrics, paths=paths)
-    if settings.allowed_origins:  # outermost: pages may read errors, and preflights bring no key
+    if settings.allowed_origins:  # outermost, so that pages may read errors; preflights carry no key
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",), allow_private_network=True, expose_headers=(ID_HEADER, "Retry-After"),
@@ -121,7 +121,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
 
 
 def _warm(grammars: GrammarCompiler, stopping: Event) -> None:
-    """Beside the server, which may end before this does: so it must not hold the engine."""
+    """Runs beside the server, which may end first: so it must not hold a reference to the engine."""
     try:
         grammars.start()
     except ApiError as error:
@@ -160,7 +160,7 @@ class _Answering:
     async def __call__(
         self, request: CheckedRequest, make: Callable[[], Job], stream: bool | None, named: bool = False
     ) -> Response:
-        """The answer of the job that `make` checks; `named`: its stream's events have names."""
+        """The answer of the job that `make` builds from a checked request; `named`: events of its stream have names."""
         self._service.check_room(1)
         job = await request.prepare(make)
         if job.grammar_s is not None:
@@ -189,7 +189,7 @@ def _add_generating(router: APIRouter, answer: _Answering, context: ServerContex
 
     @router.post("/v1/messages/count_tokens", response_class=JSONResponse)
     async def count_message_tokens(body: CountTokensBody, request: CheckedRequest) -> dict[str, Any]:
-        """Tokens of the prompt such a conversation becomes."""
+        """Count the prompt tokens of a conversation."""
         return await request.prepare(lambda: count_tokens(context, body))
 
     @router.post("/v1/embeddings")

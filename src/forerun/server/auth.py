@@ -1,7 +1,7 @@
-"""Who may ask: keys, compared in constant time.
+"""API keys, compared in constant time.
 
-Knows: the headers that carry them, and that a key beyond ASCII comes in UTF-8 or Latin-1, as the client's library
-encodes headers. Does not know: routes.
+Knows: the headers that carry them, and that keys with characters beyond ASCII arrive as UTF-8 or Latin-1,
+depending on the client's library. Does not know: routes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class KeyCheck:
         self._keys = [encoded for key in keys for encoded in _encodings(key)]
 
     def __call__(self, authorization: str | None, x_api_key: str | None = None) -> None:
-        """Raise ApiError 401 unless one header is `Bearer KEY`, or the other KEY, with a known key."""
+        """Raise ApiError 401 unless `authorization` is `Bearer KEY`, or `x_api_key` is KEY, with a known key."""
         if not self._keys:
             return
         scheme, _, bearer = (authorization or "").partition(" ")
@@ -33,11 +33,13 @@ class KeyCheck:
             )
 
     def _knows(self, given: str) -> bool:
-        matches = [hmac.compare_digest(given.encode("latin-1").strip(), key) for key in self._keys]  # all, always
+        matches = [
+            hmac.compare_digest(given.encode("latin-1").strip(), key) for key in self._keys
+        ]  # all, in constant time
         return any(matches)
 
 
 def _encodings(key: str) -> set[bytes]:
-    """The bytes of a key in a header."""
+    """The bytes that a key may arrive as in a header."""
     latin = key.encode("latin-1", "ignore")
     return {key.encode(), latin} if latin.decode("latin-1") == key else {key.encode()}

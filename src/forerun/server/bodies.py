@@ -1,9 +1,9 @@
-"""How a request's body becomes a checked value without holding up other requests.
+"""Parses and checks request bodies without holding up other requests.
 
-Knows: JSON, the limits on how much work a body may be, and which thread does it. Does not know: fields (see `schema`).
+Knows: JSON, the limits on the work a body may cause, and which thread does it. Does not know: fields (see `schema`).
 
-Parsing and checking hold Python's interpreter. What that costs is bounded by how many objects, lists and named values
-a body may hold, and by stopping at the first error of a list; large ones take turns, with pauses.
+Parsing and checking hold the GIL. Their cost is bounded by the number of objects, lists and named values that a body
+may hold, and by stopping at the first error of a list; large bodies take turns, with pauses.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from pydantic_core import from_json
 
 from forerun.server.errors import ApiError, validation_error
 
-MAX_PARTS: Final = 1 << 16  # objects, lists and named values of a body, each of which takes some hundred bytes
-MAX_VALUES: Final = 1 << 20  # of lists, most of them numbers
+MAX_PARTS: Final = 1 << 16  # objects, lists and named values of a body; each takes some hundred bytes
+MAX_VALUES: Final = 1 << 20  # entries of lists, most of them numbers
 LARGE: Final = 64 << 10  # bytes; smaller ones are parsed and checked within a few milliseconds
-NUM_LARGE: Final = 4  # large bodies of which requests are made at the same time
+NUM_LARGE: Final = 4  # large bodies turned into requests at the same time
 MAX_PAUSE_S: Final = 0.25
-_CHUNK: Final = 256 << 10  # bytes looked at without letting other threads in
+_CHUNK: Final = 256 << 10  # bytes examined without releasing the GIL
 Result = TypeVar("Result")
 
 
 class LargeBodies:
-    """The threads that work on large bodies: one that parses, as long again doing nothing, and some for the rest."""
+    """The threads for large bodies: one that parses and then rests for as long, and several for the other work."""
 
     def __init__(self) -> None:
         self._parser = ThreadPoolExecutor(1, "forerun-parser")
         self._others = ThreadPoolExecutor(NUM_LARGE, "forerun-large-body")
-        self._rested_s = 0.0  # when the parser may go on; its thread only
+        self._rested_s = 0.0  # when the parser may continue; used by its thread only
 
     async def parse(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, which holds the interpreter."""
+        """The result of `work`, which holds the GIL."""
         return await asyncio.get_running_loop().run_in_executor(self._parser, self._paced, work)
 
     async def prepare(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, which mostly waits or computes outside of the interpreter."""
+        """The result of `work`, which mostly waits or computes without the GIL."""
         return await asyncio.get_running_loop().run_in_executor(self._others, work)
 
     def _paced(self, work: Callable[[], Result]) -> Result:
@@ -56,7 +56,7 @@ class LargeBodies:
             self._rested_s = now + min(now - started, MAX_PAUSE_S)
 
     def close(self) -> None:
-        """Let go of the threads."""
+        """Stop the threads without waiting for them."""
         for threads in (self._parser, self._others):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -67,7 +67,7 @@ class CheckedRequest(Request):
     kind: type[BaseModel] | None = None
 
     async def json(self) -> Any:
-        """The parsed body, checked, by `check_body` of the application too."""
+        """The parsed body, checked by its schema and by the application's `check_body`."""
         raw = await self.body()
         return await self._large.parse(lambda: self._checked(raw)) if len(raw) > LARGE else self._checked(raw)
 
@@ -120,7 +120,7 @@ def parse(raw: bytes, kind: type[BaseModel] | None = None) -> Any:
 def check_parts(*texts: bytes) -> None:
     """Raise ApiError 400 for JSON texts that are too much work to parse.
 
-    Strings may hold any number of brackets, colons and commas; they are told from JSON's own only where there are many.
+    Brackets, colons and commas inside strings do not count; strings are only skipped when the quick count is too high.
     """
     for marks, most, name in ((b"{[:", MAX_PARTS, "objects, lists and named values"), (b",", MAX_VALUES, "values")):
         if sum(_num_marks(text, marks) for text in texts) > most:
@@ -134,9 +134,9 @@ def _num_marks(text: bytes, marks: bytes) -> int:
 
 
 def _num_outside_strings(text: bytes, marks: bytes) -> int:
-    """The same without what stands in strings, in a chunk's memory."""
-    text = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins or ends a string
-    found = first = 0  # `first`: of a chunk's pieces outside of strings
+    """The number of marks outside of strings, using memory for one chunk only."""
+    text = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # each remaining quote begins or ends a string
+    found = first = 0  # `first`: index of a chunk's first piece outside of strings
     for start in range(0, len(text), _CHUNK):
         pieces = text[start : start + _CHUNK].split(b'"')
         found += _num_marks(b"".join(pieces[first::2]), marks)

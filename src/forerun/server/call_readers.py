@@ -1,8 +1,8 @@
 """Reads tool calls from text that arrives in pieces: the name as soon as it is certain, the arguments as they come.
 
 Knows: how calls are written between a style's marks. Does not know: the marks, HTTP, tokens. A call is certain once its
-name is whole and its arguments have begun; from there on they are passed on as the model wrote them. What is no call
-is kept as `rest`: nothing a model wrote is lost.
+name is complete and its arguments have begun; the arguments are passed on as the model wrote them. Text that is not a
+call is kept as `rest`: nothing a model wrote is lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic_core import from_json
 
 
 class CallPiece(NamedTuple):
-    """New text of a call: a name begins the next one, None goes on with the last. `arguments` is a part of JSON."""
+    """New text of a call: a name begins the next call, None continues the last. `arguments` is a part of JSON."""
 
     name: str | None
     arguments: str = ""
@@ -26,18 +26,18 @@ class CallPiece(NamedTuple):
 class CallReader(Protocol):
     """Reads one stretch of text that should hold calls and nothing else."""
 
-    rest: str | None  # text from which on there are no calls; None as long as there may be
+    rest: str | None  # text after which no calls follow; None while there may be more
     num_calls: int
 
     def feed(self, text: str) -> list[CallPiece]:
         """What is certain now."""
 
     def finish(self) -> list[CallPiece]:
-        """The stretch is over; what was held back and is no call is in `rest`."""
+        """The stretch is over; held back text that is not a call is in `rest`."""
 
 
 class ReaderState(Enum):
-    """Where a reader is."""
+    """What a reader is reading."""
 
     BETWEEN = "before a call"
     ARGUMENTS = "in the arguments of a call"
@@ -58,7 +58,7 @@ class JsonEnd:
     _escaped: bool = False
 
     def find(self, text: str) -> int | None:
-        """The place in `text` behind the end; None if it is not there yet."""
+        """The index in `text` after the end; None if the end has not come yet."""
         for place, character in enumerate(text):
             if self._in_string:
                 self._string(character)
@@ -104,14 +104,14 @@ class JsonCalls:
         return pieces
 
     def finish(self) -> list[CallPiece]:
-        """Nothing more is certain: a call that was cut off stays as it is."""
+        """No text follows; a call that was cut off stays as it is."""
         left = self._held if self._place is ReaderState.BETWEEN else ""
         if self.rest is None and left and not (self.num_calls and not left.strip(_SEPARATORS)):
             self.rest = left
         return []
 
     def _advance(self, pieces: list[CallPiece], may_be_whole: bool) -> bool:
-        """Read on in the held text; whether there may be more to read."""
+        """Read some of the held text; returns whether there may be more to read."""
         match self._place:
             case ReaderState.BETWEEN:
                 return self._begin(pieces, may_be_whole)
@@ -136,7 +136,7 @@ class JsonCalls:
         return self._whole(body, pieces) if body[0] == "{" and may_be_whole else self._stay(body)
 
     def _stay(self, body: str) -> bool:
-        """Wait for more, unless no call begins like this."""
+        """Wait for more text, unless no call begins like this."""
         if body[0] != "{":
             self._fail()
         return False
@@ -225,7 +225,7 @@ class MistralCalls:
         return self._begin(pieces)
 
     def _next_mark(self) -> bool:
-        """Behind a call only the mark of another may come; it stays until that one is certain."""
+        """Whether another call's mark follows; only a mark may follow a call. It is held until that call is certain."""
         body = self._held.lstrip()
         if not body.startswith(self.mark[: len(body)]):
             self.rest, self._held = self._held, ""
@@ -245,7 +245,7 @@ class MistralCalls:
         return False
 
     def finish(self) -> list[CallPiece]:
-        """Nothing more is certain."""
+        """No text follows."""
         if self._json is not None:
             pieces = self._json.finish()
             self.rest = self._json.rest
@@ -317,7 +317,7 @@ class XmlCalls:
 
 
 def _call(value: Any) -> tuple[str, str] | None:
-    """Name and arguments of an object with `name` and `arguments` (or `parameters`); raises ValueError as _written."""
+    """Name and arguments of an object with both (or `parameters`), else None; raises ValueError like `_written`."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -327,7 +327,7 @@ def _call(value: Any) -> tuple[str, str] | None:
 
 
 def _written(value: Any) -> str:
-    """Raises ValueError for what no answer can hold: numbers that are not finite, halves of surrogate pairs."""
+    """JSON text; raises ValueError for what answers cannot hold: numbers that are not finite, lone surrogates."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text.encode()
     return text
@@ -348,7 +348,7 @@ def _name(quoted: str) -> str | None:
 
 
 def _value(text: str) -> str:
-    """JSON where it is JSON, else the text as a JSON string."""
+    """The text if it is JSON, else the text as a JSON string."""
     try:
         return _written(read_json(text))
     except ValueError:

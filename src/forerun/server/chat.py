@@ -52,17 +52,17 @@ class _ChatChoice:
     content: str = ""
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    num_calls: int = 0  # also of those that are left out
+    num_calls: int = 0  # including calls that are left out
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
-        """Read new text -> what is new of the message, as the deltas of a stream say it, in their order.
+        """Read new text -> the message's changes as the deltas of a stream, in order.
 
         A call begins with {index, id, type, function: {name, arguments: ""}}; deltas with {index, function:
-        {arguments}} go on with it, and each has the arguments' next characters as the model wrote them.
+        {arguments}} continue it with the next characters of the arguments as the model wrote them.
         """
         reasoning, content = self._split(delta.text) if delta.text else ("", "")
         parsed = self.parser.feed(content) if content else Parsed()
@@ -89,7 +89,7 @@ class _ChatChoice:
         return [*([texts] if texts else []), *({"tool_calls": [call]} for call in calls)]
 
     def _add_piece(self, piece: CallPiece) -> list[dict[str, Any]]:
-        """The deltas of a piece of a call; none where the call is one too many."""
+        """The deltas of a piece of a call; none if only one call is allowed and this is another."""
         made: list[dict[str, Any]] = []
         self.num_calls += piece.name is not None
         if self.only_one_call and self.num_calls > 1:
@@ -105,7 +105,7 @@ class _ChatChoice:
         return made
 
     def num_reasoning_tokens(self, tokenizer: Tokenizer) -> int:
-        """Tokens up to the one that ends the thinking, or all; where no token does, those of the reasoning's text."""
+        """Tokens up to the one that ends the thinking, or all; without such a token, those of the reasoning's text."""
         end = tokenizer.token_id(self.splitter.end) if self.splitter and self.reasoning else None
         if end is None:
             return len(tokenizer.encode(self.reasoning, add_special_tokens=False)) if self.reasoning else 0
@@ -193,7 +193,7 @@ class ChatJob:
         return self._after_thinking(mask)
 
     def _after_thinking(self, mask: PrefixMask) -> GrammarMask:
-        """The mask behind the thinking; from the start where no tokens mark it, which leaves the model no thinking."""
+        """The mask after the thinking; from the start if no token ends thinking, and then the model cannot think."""
         splitter, token_id = self._splitter, self._context.tokenizer.token_id
         if splitter is None or (end := token_id(splitter.end)) is None:
             return mask
@@ -220,13 +220,13 @@ class ChatJob:
 
     @property
     def _reads_calls(self) -> bool:
-        """Calls are to be found in the model's own text."""
+        """Whether the model's own text may contain calls."""
         return bool(self._tools) and self._body.tool_choice in (None, "auto")
 
     def _unheld_functions(self, path: str) -> list[str]:
-        """Where `strict` was asked for and no grammar sees to it, because the model calls if and how it likes.
+        """Fields that asked for `strict` where no grammar enforces it, because the model decides if and how it calls.
 
-        `path`: of the field in tools, in the request's own API.
+        `path`: the field's path in the request's own API.
         """
         if not self._reads_calls:
             return []
@@ -258,7 +258,7 @@ class ChatJob:
         return {**first, **self._prompt_ids, **self._prompt_logprobs, "choices": choices, **self._ends()}
 
     def _ends(self) -> dict[str, Any]:
-        """What it cost."""
+        """Usage and figures of the answer."""
         thought = sum(choice.num_reasoning_tokens(self._context.tokenizer) for choice in self._choices)
         usage = {**self._account.usage(), "completion_tokens_details": {"reasoning_tokens": thought}}
         return {"usage": usage, "forerun": self._account.forerun()}
@@ -282,7 +282,7 @@ class ChatJob:
         return {"usage": token_counts(len(self._prompt), len(choice.token_ids))}
 
     def _take(self, event: Event) -> tuple[_ChatChoice, list[dict[str, Any]], list[dict[str, Any]]]:
-        """-> the choice, what is new of its message, and of its log-probabilities."""
+        """Read an event -> the choice, the changes of its message, and its new log-probabilities."""
         delta = event.delta if self._body.detokenize is not False else replace(event.delta, text="")
         choice = self._choices[delta.index]
         self._account.add(0, delta)
@@ -329,7 +329,7 @@ class ChatJob:
     def _chunks(
         self, choice: _ChatChoice, new: list[dict[str, Any]], logprobs: list[dict[str, Any]], ids: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        """A chunk for each part of the message; the first has the tokens they come from, the last how it ended."""
+        """A chunk for each part of the message; the first has the token ids, the last the finish reason."""
         if not (new or logprobs or ids or choice.finish_reason):
             return []
         parts = [old_message(part) for part in new] if self._body.functions else new
@@ -347,7 +347,7 @@ def _chunk_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 def usable_tools(body: ChatBody) -> list[Tool]:
-    """The tools the model is told of. Raises ApiError 400 if tool_choice does not fit them."""
+    """The tools that the prompt lists. Raises ApiError 400 if tool_choice does not fit them."""
     choice, tools = body.tool_choice, body.tools or []
     if choice not in (None, "none", "auto") and not tools:
         raise ApiError(400, "tool_choice was given without tools: list the tools", param="tool_choice")
@@ -368,7 +368,7 @@ def _find(tools: list[Tool], name: str) -> Tool:
 
 
 def _splitter(context: ServerContext, prompt: str, goes_on: bool) -> ReasoningSplitter | None:
-    """The splitter an answer to this prompt needs; each sample gets a copy. `goes_on`: with a message begun in it."""
+    """The splitter an answer to this prompt needs; samples get copies. `goes_on`: the answer continues a message."""
     marks = context.reasoning_marks
     if marks is None or not may_think(prompt, marks):
         return None

@@ -31,7 +31,7 @@ from forerun.server.structured import grammar_spec
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
 MAX_LOGPROBS = 20
-FILL_MARKS = (  # before what comes first, before what comes last, and where what comes between is to be written
+FILL_MARKS = (  # marks before the prefix, before the suffix, and before the middle that the model writes
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
@@ -110,7 +110,7 @@ class CompletionJob:
 
     @property
     def _max_tokens(self) -> int | None:
-        """At least one: the model always chooses a token, which max_tokens 0 then leaves out."""
+        """At least one: the model always chooses a token; with max_tokens 0 the answer leaves it out."""
         return 1 if self._writes_nothing else token_limit(self._body.max_tokens, DEFAULT_MAX_TOKENS)
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
@@ -128,13 +128,13 @@ class CompletionJob:
         return self._context.encode(text, add_special_tokens, whole=whole) if isinstance(text, str) else text
 
     def _around(self, prompt: str | list[int]) -> list[int]:
-        """The prompt of a request with `suffix`: what stands before the gap, what stands behind it, and its mark."""
+        """The prompt of a request with `suffix`: the text before the gap, the text after it, and the gap's mark."""
         tokenizer = self._context.tokenizer
         found = ([tokenizer.token_id(name) for name in names] for names in FILL_MARKS)
         before, behind, gap = next((ids for ids in found if None not in ids), (None, None, None))
         if before is None or behind is None or gap is None:
             raise unsupported("suffix", "suffix: this model's tokenizer has no tokens for filling in: leave it out")
-        start = self._plain("", self._body.add_special_tokens is not False)[:1]  # some models' texts begin with one
+        start = self._plain("", self._body.add_special_tokens is not False)[:1]  # perhaps a start token
         start = start if start == [tokenizer.bos_token_id] else []
         suffix = self._plain(self._body.suffix or "", False)
         return [*start, before, *self._plain(prompt, False), behind, *suffix, gap]
@@ -210,7 +210,7 @@ class CompletionJob:
         return {"prompt_logprobs": prompt_logprobs(self._context.tokenizer, entries, as_ids)}
 
     def _prompt_entries(self, place: int, num_top: int) -> list[PositionLogprobs | None]:
-        """The engine's, which may hold more alternatives: `logprobs` and `prompt_logprobs` may differ."""
+        """The engine's entries cut to `num_top` alternatives: `logprobs` and `prompt_logprobs` may ask for more."""
         entries = self.groups[place].output().prompt_logprobs or ()
         return [entry and replace(entry, top=entry.top[:num_top]) for entry in entries]
 

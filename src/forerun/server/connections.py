@@ -1,10 +1,10 @@
-"""Connections of clients: how long each may take, and which of them go when there are too many.
+"""Connections of clients: their time limits, and which are closed when there are too many.
 
-Knows: uvicorn's HTTP/1.1 protocol, one object a connection. Does not know: requests, or what is answered.
+Knows: uvicorn's HTTP/1.1 protocol, one object per connection. Does not know: requests, or what is answered.
 
-A connection without a request costs an attacker nothing, so it may not cost others theirs: it has seconds to send the
-head of a request, and the one that has waited longest is closed where a newcomer needs the place. Requests above the
-limit are refused by the gate; SPARE connections are there for that, and for health checks.
+A connection without a request costs an attacker nothing, so it must not keep others from connecting: it has seconds to
+send the head of a request, and the one that has waited longest is closed when a new connection needs its place.
+Requests above the limit are refused by the gate; SPARE connections are reserved for that, and for health checks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ IDLE_S: Final = 5  # between two requests
 STALLED_S: Final = 60.0  # for a client to take what was written to it
 SPARE: Final = 32  # connections beyond the limit on requests
 
-Idle = dict["Connection", None]  # those without a request, the longest first
+Idle = dict["Connection", None]  # connections without a request, the longest idle first
 
 
 class Connection(H11Protocol):
-    """One connection, with a limit on everything a client may let the server wait for."""
+    """One connection, with a time limit on everything the server waits for."""
 
     def __init__(self, *, idle: Idle, most: int, **options: Any) -> None:
         """`idle` is shared by a server's connections; `most` of them may be open."""
@@ -35,7 +35,7 @@ class Connection(H11Protocol):
 
     @property
     def _is_busy(self) -> bool:
-        """A request is being answered."""
+        """Whether a request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -44,11 +44,11 @@ class Connection(H11Protocol):
         self._await_head()
         if len(self.connections) > self._most:
             oldest = next(iter(self._idle))
-            del self._idle[oldest]  # now: it is told of its end later than others may come
+            del self._idle[oldest]  # now, since connection_lost comes later, perhaps after other connections
             oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Read; what is not a whole head yet has to become one in time."""
+        """Read; an incomplete request head has to be completed in time."""
         super().data_received(data)
         if self._is_busy:
             self._begin()
@@ -56,7 +56,7 @@ class Connection(H11Protocol):
             self._await_head()
 
     def on_response_complete(self) -> None:
-        """Be idle, unless the next request is here already; what was written has to be taken in time."""
+        """Become idle, unless the next request is here already; the client has to read the response in time."""
         super().on_response_complete()
         if not self._is_busy:
             self._idle[self] = None
@@ -68,13 +68,13 @@ class Connection(H11Protocol):
         self._end_after(STALLED_S)
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """The client has caught up."""
         super().resume_writing()
         if self._is_busy:
             self._end_after(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Forget this connection."""
         self._idle.pop(self, None)
         self._end_after(None)
         super().connection_lost(exc)
@@ -85,14 +85,14 @@ class Connection(H11Protocol):
         self._end_after(HEAD_S)
 
     def _begin(self) -> None:
-        """A request has begun, or goes on."""
+        """A request has begun, or continues."""
         if self in self._idle:
             del self._idle[self]
             self._in_head = False
             self._end_after(None)
 
     def _end_after(self, seconds: float | None) -> None:
-        """Cut the connection then, unless told otherwise before; None: let it be."""
+        """Close the connection after `seconds` unless called again before; None: no limit."""
         if self._limit is not None:
             self._limit.cancel()
         self._limit = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)

@@ -22,8 +22,8 @@ from forerun.server.tools import tool_style
 from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer
 
-SURELY_TOO_LONG = 16  # characters a token; where so many make twice the tokens that fit, the rest is not looked at
-MAX_DROPPED = 20  # unknown fields of a request that are named
+SURELY_TOO_LONG = 16  # characters per token; if so many make twice the tokens that fit, the rest is not tokenized
+MAX_DROPPED = 20  # unknown fields of a request that are listed
 log = logging.getLogger("forerun.server")
 
 
@@ -45,7 +45,7 @@ class ServerContext:
 
     @property
     def drafter(self) -> DrafterConfig:
-        """Who drafts here."""
+        """The configured drafter."""
         return self.llm.config.drafter
 
     @property
@@ -67,7 +67,7 @@ class ServerContext:
                            code="model_not_found")  # fmt: skip
 
     def check_body(self, body: Body) -> None:
-        """What is checked of every request first. Raises ApiError for unknown models, fields and templates."""
+        """The checks that every request passes first. Raises ApiError for unknown models, fields and templates."""
         self.check_model(getattr(body, "model", None))
         if getattr(body, "chat_template", None) is not None and not self.settings.trust_request_chat_template:
             raise unsupported(
@@ -82,12 +82,12 @@ class ServerContext:
             log.warning("unknown fields of a request were dropped: %r", unknown)
 
     def texts_after(self, prompt: Sequence[int], skip_special_tokens: bool) -> IncrementalDetokenizer:
-        """What makes an answer's text of its tokens."""
+        """The detokenizer for an answer to this prompt."""
         texts = self.tokenizer if skip_special_tokens else self.tokenizer.with_special_tokens()
         return IncrementalDetokenizer(texts, prompt)
 
     def encode(self, text: str, add_special_tokens: bool = True, *, whole: bool = True) -> list[int]:
-        """Token ids of a prompt; one that cannot fit is refused before it is tokenized whole.
+        """Token ids of a prompt; one that cannot fit is refused before all of it is tokenized.
 
         `whole`: the prompt is not to be truncated. Raises PromptError and ApiError 400. Takes a while: not for event
         loops.
@@ -103,7 +103,7 @@ class ServerContext:
         return self.tokenizer.encode(text, add_special_tokens)
 
     def truncated(self, token_ids: list[int], limit: int | None, max_tokens: int | None) -> list[int]:
-        """The end of a prompt, as long as `truncate_prompt_tokens` says; -1 is what the answer leaves room for."""
+        """The end of a prompt, as long as `truncate_prompt_tokens` says; -1: as much as fits beside the answer."""
         if limit == 0:
             raise ApiError(400, "truncate_prompt_tokens 0 leaves no prompt: give at least 1, or -1",
                            param="truncate_prompt_tokens")  # fmt: skip
@@ -127,16 +127,16 @@ class ServerContext:
             )
 
     def stop_reason(self, delta: Delta) -> int | str | None:
-        """What of the request's own stops ended a sample; None for the model's own end."""
+        """Which of the request's own stops ended a sample; None for the model's own end."""
         return None if delta.stop_reason in self.tokenizer.eos_token_ids else delta.stop_reason
 
     def is_constrained(self, params: SamplingParams) -> bool:
-        """The request itself may leave no token to choose."""
+        """Whether the request's own constraints may leave no token to choose."""
         return bool(params.grammar or params.allowed_token_ids or params.bad_words or params.min_tokens)
 
 
 def dropped_fields(body: Body) -> list[str]:
-    """Unknown fields of a request that was accepted all the same, the first MAX_DROPPED."""
+    """The first MAX_DROPPED unknown fields of a request that was accepted."""
     return [name[:100] for name in islice(unknown_fields(body), MAX_DROPPED)]
 
 

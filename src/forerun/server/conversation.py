@@ -17,7 +17,7 @@ from forerun.server.tools import describe_tools
 from forerun.weights.tokenizer import Tokenizer
 
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "self", "template", "chat_template")
-GAP = "<forerun-goes-on-here> "  # ends the message to be continued; its space shows if templates strip
+GAP = "<forerun-goes-on-here> "  # ends the message to be continued; its space tells if the template strips
 PART_KINDS = ("image_url", "input_audio", "video_url", "file")
 
 
@@ -68,7 +68,7 @@ def _check_continuation(body: ChatBody) -> None:
 
 
 def _before_gap(text: str) -> str:
-    """A rendered conversation up to where its last message ends; blanks there only if the template keeps them."""
+    """A rendered conversation up to the end of its last message; trailing blanks only if the template keeps them."""
     before, found, after = text.rpartition(GAP.strip())
     if not found:
         raise unsupported("continue_final_message", "this model's chat template does not show the last message's text")
@@ -76,7 +76,7 @@ def _before_gap(text: str) -> str:
 
 
 def _variables(body: ChatBody, template: str) -> dict[str, Any]:
-    """What the request hands to the template besides messages and tools."""
+    """The template variables of a request besides messages and tools."""
     variables = dict(body.chat_template_kwargs or {})
     own = [name for name in variables if name in OWN_VARIABLES]
     if own:
@@ -121,7 +121,7 @@ def _calls(message: Message, index: int) -> list[tuple[str, CalledFunction]]:
 
 
 def _legacy_id(index: int) -> str:
-    """Calls had no ids when they were called function_call; the answer to one stands right behind it."""
+    """An id for the old function_call, which had none; its answer is always the next message."""
     return f"call{index:05d}"
 
 
@@ -153,7 +153,7 @@ def _part(part: ContentPart, index: int) -> str:
 
 
 def _arguments(text: str) -> Any:
-    """Templates write arguments as JSON themselves."""
+    """Arguments as an object: templates write them as JSON themselves."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -31,8 +31,8 @@ TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permis
 ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
                    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
                    504: "timeout_error"}  # fmt: skip
-MAX_SHOWN = 200  # characters of a value repeated in a message
-MAX_ERRORS = 100  # of a body, all of which pydantic writes down before one can be had
+MAX_SHOWN = 200  # characters of a value shown in a message
+MAX_ERRORS = 100  # of a body; pydantic collects all before it gives the first
 
 
 class ApiError(HTTPException):
@@ -58,7 +58,7 @@ class ApiError(HTTPException):
         return JSONResponse(body, self.status_code, headers=dict(self.headers or {}))
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same in the words of another API: `names` of fields here -> there."""
+        """This error in another API's terms; `names`: field names here -> there."""
         message = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], self.message)
         param = names.get(self.param, self.param) if self.param else None
         return ApiError(self.status_code, message, param=param, code=self.code, headers=self.headers)
@@ -76,7 +76,7 @@ def unsupported(param: str, message: str) -> ApiError:
 
 
 def as_api_error(error: Exception, constrained: bool = False) -> ApiError:
-    """What a client is told of `error`; `constrained`: the request itself limits which tokens may come."""
+    """The error that a client sees for `error`; `constrained`: the request itself limits which tokens may come."""
     match error:
         case ApiError():
             return error
@@ -101,7 +101,7 @@ def as_api_error(error: Exception, constrained: bool = False) -> ApiError:
 
 def validation_error(error: RequestValidationError | ValidationError) -> ApiError:
     """The first thing that is wrong with a body, and where."""
-    if isinstance(error, ValidationError) and error.error_count() > MAX_ERRORS:  # there is no way to have the first
+    if isinstance(error, ValidationError) and error.error_count() > MAX_ERRORS:  # pydantic cannot give only the first
         return ApiError(400, f"{error.error_count()} fields of the body are wrong", code="invalid_type")
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"] if part != "body")

@@ -1,4 +1,4 @@
-"""Functions, as OpenAI's API called tools until November 2023: requests and answers between the old form and the new.
+"""Functions, as OpenAI's API called tools until November 2023: converts requests and answers between both forms.
 
 Knows: the fields of both. Does not know: models, text.
 """
@@ -12,7 +12,7 @@ from forerun.server.schema import ChatBody, NamedFunction, NamedToolChoice, Tool
 
 
 def with_tools(body: ChatBody) -> ChatBody:
-    """The request with its functions as tools, of which one may be called; raises ApiError 400 if it has both."""
+    """The request with its functions as tools, one call at most; raises ApiError 400 if it has functions and tools."""
     called, functions = body.function_call, body.functions
     if not functions:
         if isinstance(called, NamedFunction):
@@ -26,7 +26,7 @@ def with_tools(body: ChatBody) -> ChatBody:
 
 
 def old_message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message, or what is new of one, with its call as `function_call`."""
+    """A message or a delta of one, with its call as `function_call`."""
     if not message.get("tool_calls"):
         return message
     others = {name: value for name, value in message.items() if name != "tool_calls"}
@@ -34,5 +34,5 @@ def old_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def old_finish_reason(reason: str | None) -> str | None:
-    """Why a message ended, in the old words."""
+    """The finish reason in the old API's terms."""
     return "function_call" if reason == "tool_calls" else reason

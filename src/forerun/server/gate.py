@@ -21,7 +21,7 @@ from forerun.server.errors import ApiError, as_api_error
 from forerun.server.metrics import Metrics
 from forerun.server.settings import ServerSettings
 
-# Asked for by load balancers, which have no key, and by browsers, which have none before the page has asked for it.
+# Open without a key: load balancers have none, and browsers have none before the page has asked the user for it.
 HEALTH = "/health"
 OPEN_PATHS = (HEALTH, "/", "/playground.js", "/steps.js", "/playground.css")
 ID_HEADER = "X-Request-Id"
@@ -34,7 +34,7 @@ class Gate:
     """ASGI middleware around the whole application."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, paths: frozenset[str]) -> None:
-        """`paths`: the known ones, which metrics may name; {name} in one stands for any text, slashes included."""
+        """`paths`: the known paths, which metrics may name; {name} in one matches any text, slashes included."""
         self._app = app
         self._settings = settings
         self._metrics = metrics
@@ -50,7 +50,7 @@ class Gate:
             return
         passage = _Passage(scope, receive, send, self._settings)
         path = self._known(scope["path"])
-        num_places = int(path != HEALTH)  # health checks need none: there must be room for them always
+        num_places = int(path != HEALTH)  # health checks need none: they must always get through
         self._num_open += num_places
         try:
             self._check(passage, path)
@@ -63,13 +63,13 @@ class Gate:
             log.log(_level(path, passage.status), "request", extra=passage.summary())
 
     def _check(self, passage: _Passage, path: str | None) -> None:
-        """Raise ApiError for a request, to this known path, that is to go no further."""
+        """Raise ApiError for a request that must not reach its endpoint; `path`: the known path, if it is one."""
         if path != HEALTH and self._num_open > self._settings.max_connections:
             raise ApiError(
                 503, f"{self._settings.max_connections} requests are open, as many as this server takes: try again",
                 code="too_many_connections", headers={"Retry-After": "1", "Connection": "close"},
             )  # fmt: skip
-        if path != HEALTH:  # load balancers ask by address, and it tells nothing of anyone
+        if path != HEALTH:  # load balancers use addresses, and /health reveals nothing private
             self._check_host(passage.headers.get("host", ""))
         if path is None:
             raise ApiError(404, f"there is no {passage.scope['path'][:200]} here; see /docs", code="not_found")
@@ -78,7 +78,7 @@ class Gate:
         passage.check_length()
 
     def _check_host(self, given: str) -> None:
-        """Refuse names this server does not go by: a page of another site may have made its own name point here."""
+        """Refuse unknown host names: a page of another site may make its own name resolve to this server."""
         allowed = self._settings.allowed_hosts
         if given and allowed and not any(fnmatchcase(host_name(given), name.lower()) for name in allowed):
             shown = host_name(given)[:100]
@@ -88,7 +88,7 @@ class Gate:
             )  # fmt: skip
 
     def _known(self, path: str) -> str | None:
-        """The known path this is, or is an example of; None: it is neither."""
+        """The known path that this path equals or matches; None if there is none."""
         if path in self._paths:
             return path
         return next((name for pattern, name in self._open_ended.items() if pattern.fullmatch(path)), None)
@@ -106,7 +106,7 @@ def _pattern(path: str) -> str:
 
 
 def _level(path: str | None, status: int) -> int:
-    """Of a request's line in the log: health checks that go well say nothing."""
+    """The log level of a request: successful health checks are not shown."""
     return logging.DEBUG if path == HEALTH and status == 200 else logging.INFO
 
 
@@ -118,7 +118,7 @@ def host_name(given: str) -> str:
 
 
 class _Passage:
-    """One request on its way through: counts its body, marks its answer."""
+    """One request on its way through: counts its body's bytes and adds its id to the answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: ServerSettings) -> None:
         self.scope = scope
@@ -135,7 +135,7 @@ class _Passage:
         scope.setdefault("state", {})["request_id"] = self.request_id
 
     def check_length(self) -> None:
-        """Raise ApiError 413 for a body that says it is too large."""
+        """Raise ApiError 413 if Content-Length is too large."""
         length = self.headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._settings.max_body_bytes:
             raise self._too_large()
@@ -149,7 +149,7 @@ class _Passage:
     async def receive(self) -> Message:
         """The next message; raises ApiError if the body is too large or too slow."""
         if self._complete:
-            return await self._receive()  # the client's farewell, whenever it comes
+            return await self._receive()  # the client's disconnect, whenever it comes
         left_s = self._settings.body_timeout_s - (perf_counter() - self._started)
         try:
             message = await asyncio.wait_for(self._receive(), max(left_s, 0.001))
@@ -170,7 +170,7 @@ class _Passage:
         await self._send(message)
 
     def summary(self) -> dict[str, Any]:
-        """What the log says of it."""
+        """The request's fields in the log."""
         client = self.scope.get("client")
         return {
             "request_id": self.request_id,

@@ -1,4 +1,4 @@
-"""One HTTP request's way through the engine: its prompts become streams, its streams events.
+"""One HTTP request's way through the engine: prompts become streams, and streams become events.
 
 Knows: several prompts at once, clients that go away, server-sent events. Does not know: chat, completions, their JSON.
 """
@@ -34,7 +34,7 @@ class Event(NamedTuple):
 
 
 class Generation:
-    """The requests of one HTTP request: the engine has them inside `with`, and no longer."""
+    """The engine's requests for one HTTP request; they run inside a `with` block only."""
 
     def __init__(self, service: EngineService, groups: Sequence[RequestGroup], constrained: bool) -> None:
         self._service = service
@@ -48,12 +48,12 @@ class Generation:
         try:
             for group in self._groups:
                 self._streams.append(self._service.submit(group, self._constrained))
-        except ApiError:  # the engine has failed or stopped in this moment
+        except ApiError:  # the engine has failed or stopped just now
             self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
-        """End what still runs."""
+        """Abort what still runs."""
         for stream in self._streams:
             self._service.abort(stream)
 
@@ -128,7 +128,7 @@ async def _disconnected(receive: Receive) -> None:
 # -- server-sent events -----------------------------------------------------------------------------------------
 
 
-# Made once: making one takes as long as using it.
+# Made once: making an encoder takes as long as using it.
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -138,7 +138,7 @@ def sse(data: dict[str, Any]) -> bytes:
 
 
 async def sse_body(chunks: AsyncGenerator[dict[str, Any], None], named: bool) -> AsyncGenerator[bytes, None]:
-    """Events for all chunks, an error as the last event if there is one, and the end mark, which `named` ones lack."""
+    """Events for all chunks, an error as the last event if there is one, and the end mark unless events are `named`."""
     try:
         async for chunk in chunks:
             yield (b"event: " + chunk["type"].encode() + b"\n" if named else b"") + sse(chunk)
@@ -149,7 +149,7 @@ async def sse_body(chunks: AsyncGenerator[dict[str, Any], None], named: bool) ->
 
 
 def broken_off(error: Exception) -> ApiError:
-    """The error event for the client of a stream. The HTTP status was sent long before, so the log gets the details."""
+    """The error event for the client of a stream. The HTTP status was sent before, so the details go to the log."""
     told = as_api_error(error)
     if told.code == "internal_error":
         log.error("an answer broke off", exc_info=error)
@@ -159,13 +159,13 @@ def broken_off(error: Exception) -> ApiError:
 class EventStream(StreamingResponse):
     """A stream of events that ends at once when the client goes away, whatever it is waiting for.
 
-    The engine has the requests of `generation`, of which `chunks` tells, from its first byte to its last.
+    The requests of `generation`, which `chunks` reports on, run from the first byte to the last.
     """
 
     def __init__(
         self, generation: Generation, chunks: AsyncGenerator[dict[str, Any], None], named: bool = False
     ) -> None:
-        """`named`: chunks have a `type`, which names their events; errors are among them."""
+        """`named`: chunks have a `type`, which names their events; errors are chunks, too."""
         self._generation = generation
         self._body = sse_body(chunks, named)
         self._chunks = chunks

@@ -1,4 +1,4 @@
-"""Has grammars compiled in other processes, and keeps those that can be used.
+"""Compiles grammars in other processes, and keeps the usable ones.
 
 Knows: the processes, their time limits, who may wait. Does not know: grammars, models; see grammar_worker for the other
 side.
@@ -29,12 +29,12 @@ from forerun.server.structured import GrammarSpec
 from forerun.weights.tokenizer import Tokenizer
 
 START_S = 180.0  # for the compiling process to load its libraries
-GRACE_S = 10.0  # beyond the time limit, which the process itself watches over
+GRACE_S = 10.0  # beyond the time limit, which the process enforces itself
 MAX_TEXT = 64 << 10  # characters of a schema, regex or grammar
-MAX_COMPILED = 32  # grammars kept, each by a process
+MAX_COMPILED = 32  # grammars kept, each in its own process
 MAX_AT_ONCE = 2  # grammars compiled at a time
 MAX_PENDING = 16  # different grammars that may wait for the compiler; each may take its whole time limit
-MAX_WAITING = 96  # requests that may wait for them, each of which takes a thread
+MAX_WAITING = 96  # requests that may wait for them; each takes a thread
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
 
 
@@ -66,11 +66,11 @@ class _Turn:
 
     lock: Lock = field(default_factory=Lock)
     num_waiting: int = 0
-    is_too_much: bool = False  # the first of them had the whole time limit, so the others need not try
+    is_too_much: bool = False  # the first had the whole time limit and failed, so the others need not try
 
 
 class GrammarCompiler:
-    """Grammars for one vocabulary, the last ones kept. Safe from several threads."""
+    """Compiles grammars for one vocabulary and keeps the last ones. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, timeout_s: float) -> None:
         """`vocab_size`: rows of the model's logits, at least the tokenizer's."""
@@ -78,16 +78,16 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._timeout_s = timeout_s
-        self._quick = Lock()  # for a look at what follows
+        self._quick = Lock()  # guards the tables below, held briefly
         self._pending: dict[GrammarSpec, _Turn] = {}
         self._compiled: OrderedDict[GrammarSpec, KeptGrammar] = OrderedDict()
-        self._refused: OrderedDict[GrammarSpec, str] = OrderedDict()  # not those for time or memory
+        self._refused: OrderedDict[GrammarSpec, str] = OrderedDict()  # reasons other than time or memory
         self._slots = BoundedSemaphore(MAX_AT_ONCE)
         self._starting = Lock()
         self._worker: _Worker | None = None
 
     def start(self) -> None:
-        """Start the process ahead of the first request; raises ApiError if that cannot be."""
+        """Start the process ahead of the first request; raises ApiError if that fails."""
         self._ready_worker()
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class GrammarCompiler:
         if channel is None:
             raise ApiError(503, "the process that held this grammar has ended; try again", headers={"Retry-After": "1"})
         mask = PrefixMask(channel, self._vocab_size)
-        mask.ready(())  # asked for while the prompt is read
+        mask.ready(())  # so that it is computed during prefill
         return mask
 
     def _open(self, spec: GrammarSpec) -> socket.socket | None:
@@ -131,7 +131,7 @@ class GrammarCompiler:
 
     @contextmanager
     def _turn(self, spec: GrammarSpec) -> Iterator[_Turn]:
-        """Count among those that wait, so that they cannot take every thread there is."""
+        """Count the waiting requests, so that they cannot take all threads."""
         with self._quick:
             num_waiting = self.num_waiting
             is_new = spec not in self._pending
@@ -179,7 +179,7 @@ class GrammarCompiler:
         ours, theirs = socket.socketpair()
         held = KeptGrammar(ours)
         try:
-            with theirs:  # while this end is open, the end of the other process goes unnoticed
+            with theirs:  # with this end open we would not notice that the other process ended
                 worker.compile(spec, limit_s, theirs)
         except OSError:  # the process has ended a moment ago
             return None, None
@@ -212,7 +212,7 @@ class GrammarCompiler:
                 if self._closed:
                     raise ApiError(503, "the server is shutting down")
                 if self._worker is not None:
-                    self._worker.kill()  # it has ended: its socket remains
+                    self._worker.kill()  # it has ended; this closes its socket
                 self._worker = _Worker()
                 if not self._worker.greet(vocabulary, self._tokenizer.eos_token_ids):
                     self._worker.kill()
@@ -245,7 +245,7 @@ def _keep(kept: OrderedDict[GrammarSpec, Value], spec: GrammarSpec, value: Value
 
 
 class _Worker:
-    """The process that all others are forked from, and with it the group of all of them."""
+    """The process that all others are forked from, and the process group of all of them."""
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair()
@@ -258,7 +258,7 @@ class _Worker:
         self._sending = Lock()
 
     def greet(self, vocabulary: Sequence[bytes], stop_token_ids: Sequence[int]) -> bool:
-        """Send the vocabulary; whether the process is ready for grammars."""
+        """Send the vocabulary; returns whether the process is ready for grammars."""
         names = [name.decode("latin-1") for name in vocabulary]
         try:
             send(self._channel, {"vocabulary": names, "stop_token_ids": list(stop_token_ids)})
@@ -268,11 +268,11 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
-        """It has not ended."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def compile(self, spec: GrammarSpec, limit_s: float, channel: socket.socket) -> None:
-        """Have a grammar compiled; the answer comes on the other end of `channel`. Raises OSError."""
+        """Ask for a grammar to be compiled; the answer comes on the other end of `channel`. Raises OSError."""
         with self._sending:
             self._channel.settimeout(None)
             send(self._channel, {"kind": spec.kind, "text": spec.text, "timeout_s": limit_s}, channel)

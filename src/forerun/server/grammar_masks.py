@@ -1,7 +1,7 @@
-"""The masks of one request, computed in a process of their own: asked for early, waited for briefly.
+"""The masks of one request, computed in another process: asked for early, waited for briefly.
 
 Knows: how prefixes are asked for and masks come back, and which masks have come. Does not know: grammars, the engine's
-steps. What a mask says depends on the prefix alone, whenever it comes.
+steps. A mask depends on the prefix alone, not on when it arrives.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from forerun.server.grammar_messages import ALL, ASK, common_prefix
 
 MAX_MASKS = 256  # prefixes whose masks are kept
 MAX_ASKED = 64  # prefixes asked for and not answered
-MAX_ASKED_BYTES = 64 << 10  # of theirs: fewer than a socket holds, so that asking never waits
+MAX_ASKED_BYTES = 64 << 10  # of those questions: less than a socket's buffer, so that asking never blocks
 PATIENCE_S = 5.0  # for a mask that the request needs before it can continue
 Prefix = tuple[int, ...]
 
 
 class PrefixMask:
-    """The AsyncGrammarMask of one request. One thread uses it."""
+    """The AsyncGrammarMask of one request. Used by one thread."""
 
     def __init__(self, channel: socket.socket, vocab_size: int) -> None:
-        """`channel`: to a process that serves this request (see grammar_matcher)."""
+        """`channel`: a socket to the process that serves this request (see grammar_matcher)."""
         self._channel = channel
         self._num_bytes = (vocab_size + 31) // 32 * 4
         self._known: OrderedDict[Prefix, TokenBits | None] = OrderedDict()
         self._asked: deque[tuple[Prefix, int]] = deque()  # in order, with the bytes of each question
         self._asked_bytes = 0
-        self._last: Prefix = ()  # asked for last
+        self._last: Prefix = ()  # the last prefix asked for
         self._arrived = bytearray()  # of an answer that is not complete
         self._gone = False
 
@@ -41,7 +41,7 @@ class PrefixMask:
         self._channel.close()  # the process then ends
 
     def allowed(self, output_token_ids: Sequence[int]) -> TokenBits | None:
-        """Tokens that may follow; after a prefix that the grammar forbids, and no choice leads to, all.
+        """Tokens that may follow; all after a prefix that the grammar forbids, which no choice leads to.
 
         Raises GrammarError if the mask takes too long.
         """
@@ -51,7 +51,7 @@ class PrefixMask:
         return self._known[prefix]
 
     def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
-        """Whether `allowed` answers at once, after at most `wait_s`; asks for the mask if that has not been done.
+        """Whether the mask has arrived, waiting at most `wait_s` for it; asks for it if that has not been done.
 
         Raises GrammarError if it will never come.
         """
@@ -66,7 +66,7 @@ class PrefixMask:
         return True
 
     def _ask(self, prefix: Prefix) -> None:
-        """Ask for a mask, unless that was done or there is much to answer already."""
+        """Ask for a mask, unless it was asked for or too many answers are outstanding."""
         if len(self._asked) >= MAX_ASKED or any(prefix == asked for asked, _ in self._asked):
             return
         num_kept = common_prefix(self._last, prefix)
@@ -84,7 +84,7 @@ class PrefixMask:
         self._last = prefix
 
     def _receive(self, wait_s: float) -> None:
-        """Take in answers that have come, waiting for the first."""
+        """Read the answers that have arrived, waiting up to `wait_s` for the first."""
         if self._gone:
             raise GrammarError(_TOO_SLOW)
         if not self._asked:
@@ -102,7 +102,7 @@ class PrefixMask:
             pass
 
     def _take(self) -> bool:
-        """The next answer, if it is complete."""
+        """Take the next answer if it is complete; returns whether it was."""
         num_bytes = 0 if self._arrived[:1] == ALL else self._num_bytes
         if len(self._arrived) <= num_bytes:
             return False
@@ -122,7 +122,7 @@ _TOO_SLOW = (
 
 
 class AfterThinking:
-    """A mask for models that may think first: behind the thinking if there is some, else from the first token on."""
+    """A mask for models that may think first: it applies after the thinking, if any, else from the first token."""
 
     def __init__(self, inner: PrefixMask, start_id: int | None, end_id: int) -> None:
         """`start_id`: the token that opens the thinking; None: the prompt has opened it."""
@@ -131,7 +131,7 @@ class AfterThinking:
         self._end_id = end_id
 
     def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int] | TokenBits | None:
-        """All tokens while it thinks; then what the inner mask says of the tokens since."""
+        """All tokens while the model thinks; then the inner mask of the tokens since."""
         said = self._said(output_token_ids)
         if said is None:
             return None
@@ -144,7 +144,7 @@ class AfterThinking:
         return said is None or self._inner.ready(said, wait_s)
 
     def _said(self, tokens: Sequence[int]) -> Sequence[int] | None:
-        """The tokens of the answer; None while it thinks."""
+        """The tokens after the thinking; None while the model thinks."""
         if self._start_id is not None and (not tokens or tokens[0] != self._start_id):
             return tokens
         tokens = list(tokens)

@@ -1,8 +1,8 @@
-"""Which tokens may follow a text of a grammar: the side that computes, in a process of its own for each request.
+"""Computes which tokens may follow a text under a grammar, in a process of its own for each request.
 
 Knows: xgrammar's matchers, and the budget of processor time a request has for its masks. Does not know: requests,
-compiling. What is said depends on the prefix alone; everything kept only saves time. A mask that takes longer than the
-budget ends the process, wherever it is: the kernel does it.
+compiling. A mask depends on the prefix alone; everything kept only saves time. If a mask takes longer than the
+budget, the kernel ends the process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from forerun.server.grammar_messages import ALL, ASK, SOME, common_prefix
 from forerun.server.json_limits import StringLimit
 from forerun.server.json_strings import Longest
 
-MAX_CURSORS = 8  # places in texts of one request (its samples, its drafts) that are kept
-BURST_S = 1.0  # processor time a request may take for one mask, or for several that exceed what each one earns
-EARN_S = 0.02  # processor time each mask adds to that again
+MAX_CURSORS = 8  # matcher states kept for one request (its samples, its drafts)
+BURST_S = 1.0  # CPU time a request may take for one mask, or for several that exceed what each one earns
+EARN_S = 0.02  # CPU time that each mask adds to the budget
 LEAST_S = 0.001  # a timer of 0 seconds would switch it off
 
 
@@ -34,10 +34,10 @@ class _MatcherCursor:
 
     matcher: Any
     tokens: list[int]
-    strange: frozenset[int]  # tokens without text, of which the library would print that it does not take them
+    strange: frozenset[int]  # tokens without text: the library would print a warning for them
 
     def move(self, tokens: Sequence[int]) -> bool:
-        """Go to the state after `tokens`, by way of what both have in common; False if the grammar forbids them."""
+        """Go to the state after `tokens` from the common prefix; False if the grammar forbids them."""
         common = common_prefix(self.tokens, tokens)
         if common < len(self.tokens):
             self.matcher.rollback(len(self.tokens) - common)
@@ -56,17 +56,17 @@ class Matcher:
         self, compiled: xgrammar.CompiledGrammar, vocabulary: Sequence[bytes], stop_token_ids: Sequence[int],
         longest: Longest | None = None,
     ) -> None:  # fmt: skip
-        """`longest`: the limit of strings of the text, which is then JSON."""
+        """`longest`: the limit on string lengths; the text is JSON then."""
         self._compiled = compiled
         self._num_words = (len(vocabulary) + 31) // 32
         self._strings = StringLimit(vocabulary, longest) if longest is not None else None
         self._stop = _bits_of(stop_token_ids, self._num_words)
         special = compiled.tokenizer_info.special_token_ids
         self._strange = frozenset(special) - frozenset(stop_token_ids)
-        self._cursors: list[_MatcherCursor] = []  # the last used at the end
+        self._cursors: list[_MatcherCursor] = []  # the last used comes last
 
     def allowed(self, prefix: Sequence[int]) -> bytes | None:
-        """The bits of tokens that may follow; after a prefix that the grammar forbids None, as where all may."""
+        """A bit for each token that may follow; None if all may, and after a prefix that the grammar forbids."""
         cursor = self._nearest(prefix)
         if not cursor.move(prefix):
             return None
@@ -80,7 +80,7 @@ class Matcher:
         return words.tobytes() if matcher.fill_next_token_bitmask(words) else None
 
     def _nearest(self, prefix: Sequence[int]) -> _MatcherCursor:
-        """The cursor with the shortest way to `prefix`; a new one where that beats going back and forth."""
+        """The cursor nearest to `prefix`; a new one if rolling back would cost more."""
         best = max(self._cursors, key=lambda c: common_prefix(c.tokens, prefix), default=None)
         shared = common_prefix(best.tokens, prefix) if best else 0
         if best is None or (shared < min(len(best.tokens), len(prefix)) // 2 and len(self._cursors) < MAX_CURSORS):
@@ -100,7 +100,7 @@ def serve(channel: socket.socket, matcher: Matcher) -> None:
             num_kept, num_new = ASK.unpack(head)
             tokens[num_kept:] = array.array("I", asked.read(4 * num_new))
             started = process_time()
-            signal.setitimer(signal.ITIMER_PROF, max(left_s, LEAST_S))  # SIGPROF ends a process that does not heed it
+            signal.setitimer(signal.ITIMER_PROF, max(left_s, LEAST_S))  # SIGPROF ends a process without a handler
             bits = matcher.allowed(tokens)
             signal.setitimer(signal.ITIMER_PROF, 0)
             left_s = min(BURST_S, left_s - (process_time() - started) + EARN_S)

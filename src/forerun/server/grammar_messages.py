@@ -1,7 +1,7 @@
 """Messages between the server and the processes that work on grammars.
 
 Knows: sockets, and how a message is framed: JSON after its length in four bytes, with a file descriptor if one is
-handed over; and how masks are asked for, which goes without JSON. Does not know: grammars.
+handed over; and how masks are requested, without JSON. Does not know: grammars.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
-ASK = struct.Struct("<II")  # of a mask: tokens kept of the prefix asked for last, tokens that follow in 32 bits each
-ALL, SOME = b"\0", b"\1"  # the mask: any token may follow, or those whose bits come behind
+ASK = struct.Struct("<II")  # asks for a mask: tokens kept of the last prefix, new tokens (sent after it, 32 bits each)
+ALL, SOME = b"\0", b"\1"  # the mask: any token may follow, or those in the bits after it
 
 
 class Received(NamedTuple):
@@ -52,7 +52,7 @@ def receive(channel: socket.socket, timeout_s: float | None = None) -> Received 
 def receive_handed(
     channel: socket.socket, num_bytes: int, give_up: float | None = None
 ) -> tuple[bytes, socket.socket | None]:
-    """So many bytes and the socket that came with them; b"" at the end. Raises OSError, TimeoutError."""
+    """`num_bytes` bytes and the socket that came with them; b"" at the end. Raises OSError, TimeoutError."""
     _set_timeout(channel, give_up)
     data, descriptors, _, _ = socket.recv_fds(channel, num_bytes, 1)
     for descriptor in descriptors:
@@ -63,7 +63,7 @@ def receive_handed(
 
 
 def _exactly(channel: socket.socket, num_bytes: int, give_up: float | None) -> bytes | None:
-    """None at the end."""
+    """Read `num_bytes` bytes; None if the other side is gone."""
     parts = []
     while num_bytes > 0:
         _set_timeout(channel, give_up)
@@ -80,7 +80,7 @@ def _set_timeout(channel: socket.socket, give_up: float | None) -> None:
 
 
 def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Length of the common prefix, by halving: slices compare at the speed of C."""
+    """Length of the common prefix, by bisection: slices compare at the speed of C."""
     low, high = 0, min(len(ours), len(theirs))
     a, b = tuple(ours[:high]), tuple(theirs[:high])
     while low < high:

@@ -1,6 +1,6 @@
 """Compiles grammars and computes masks in processes of their own, so that a hostile grammar can be stopped.
 
-Run as `python -m forerun.server.grammar_worker`, its standard input a socket. Knows: xgrammar's compiler. Does not
+Run as `python -m forerun.server.grammar_worker`, with a socket as standard input. Knows: xgrammar's compiler. Does not
 know: requests. Every grammar is compiled in a fork of this process, which the kernel ends when it takes too long or
 grows too large; the fork then keeps the grammar, and for each request that uses it forks a process for its masks.
 """
@@ -34,7 +34,7 @@ from forerun.server.json_values import multiple_grammar, unique_grammar
 MEMORY_BYTES = 2 << 30  # beyond what the process has when it starts
 NICENESS = 5  # the engine, which every request waits for, has priority
 NUM_WALKS, WALK_TOKENS = 2, 48  # random texts tried against a grammar
-MAX_WALK_S = 4.0  # processor time of all of them: some tens of milliseconds a token
+MAX_WALK_S = 4.0  # CPU time of all of them: some tens of milliseconds per token
 
 
 def vocabulary_info(vocabulary: Sequence[bytes], stop_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
@@ -46,7 +46,7 @@ def vocabulary_info(vocabulary: Sequence[bytes], stop_token_ids: Sequence[int]) 
 
 
 class GrammarVocabulary(NamedTuple):
-    """What all grammars are compiled for."""
+    """The vocabulary that all grammars are compiled for, and its compiler."""
 
     compiler: xgrammar.GrammarCompiler
     tokens: list[bytes]
@@ -57,7 +57,7 @@ def main() -> None:
     """Read a vocabulary, then grammars, each with a socket to the asking process, until the input ends."""
     channel = socket.socket(fileno=os.dup(0))
     os.dup2(2, 1)  # standard output is the server's
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave nothing behind
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended forks do not become zombies
     hello = receive(channel)
     if hello is None:
         return
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _end_after(work: Callable[..., None], *arguments: Any) -> NoReturn:
-    """Do this in a fork, and nothing of the process it is a fork of."""
+    """Run `work` in a fork, then end the fork, so that it does not continue the parent's work."""
     try:
         work(*arguments)
     except (OSError, MemoryError):  # the asking process is gone, or notices that the socket is closed
@@ -89,8 +89,8 @@ def _end_after(work: Callable[..., None], *arguments: Any) -> NoReturn:
 
 
 def _hold(channel: socket.socket, vocabulary: GrammarVocabulary, asked: dict[str, Any]) -> None:
-    """Compile a grammar, say how it went, and keep it for requests: each sends a socket, and its masks come there."""
-    signal.setitimer(signal.ITIMER_REAL, asked["timeout_s"])  # SIGALRM ends a process that does not heed it
+    """Compile a grammar, report the result, and keep it for requests: each sends a socket to get its masks on."""
+    signal.setitimer(signal.ITIMER_REAL, asked["timeout_s"])  # SIGALRM ends a process that has no handler for it
     _limit_memory()
     compiled, refused = _compile_or_refuse(vocabulary, asked["kind"], asked["text"])
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -123,13 +123,13 @@ def _compile_or_refuse(
         refused = _message(warnings[0]) if warnings else _walk(compiled, len(vocabulary.tokens))
     except MemoryError:
         raise
-    except Exception as error:  # the library raises RuntimeError for whatever it does not like
+    except Exception as error:  # the library raises RuntimeError for anything it refuses
         refused = _message(str(error))
     return (compiled, None) if refused is None else (None, refused)
 
 
 def compile_grammar(compiler: xgrammar.GrammarCompiler, kind: str, text: str) -> xgrammar.CompiledGrammar:
-    """JSON is written on one line, as json.dumps does: no model can lose itself in blanks. Raises many things."""
+    """Compile; JSON is written on one line, as by json.dumps, so models cannot loop in blanks. Raises many things."""
     if kind == "regex":
         return compiler.compile_regex(text)
     if kind == "grammar":
@@ -149,7 +149,7 @@ _CONVERT: dict[str, Callable[[str], str]] = {
 
 @contextmanager
 def _captured_stderr() -> Iterator[list[str]]:
-    """Lines written to standard error inside, by native code too: the library warns there of what it ignores."""
+    """Lines written to standard error inside, by native code too: the library warns there about what it ignores."""
     lines: list[str] = []
     with tempfile.TemporaryFile() as file:
         kept = os.dup(2)
@@ -171,7 +171,7 @@ def _message(text: str) -> str:
 
 
 def _walk(compiled: xgrammar.CompiledGrammar, vocab_size: int) -> str | None:
-    """Write a few random texts: why this grammar is too slow to use or matches nothing, else None."""
+    """Write a few random texts -> why this grammar is too slow to use or matches nothing, else None."""
     rng, started = random.Random(0), process_time()
     for _ in range(NUM_WALKS):
         matcher = xgrammar.GrammarMatcher(compiled)

@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
-MAX_STEPS = 16  # of references, and of schemas within each other that are looked into
+MAX_STEPS = 16  # of references followed, and of nested schemas examined
 MAX_VALUES = 64  # whole numbers between two bounds
 KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
 Schema = dict[str, Any]
@@ -35,7 +35,7 @@ def resolved(schema: Any, root: Any, num_steps: int = MAX_STEPS) -> Any:
 
 
 def values_of(schema: Any, root: Any, num_steps: int = MAX_STEPS) -> list[Any] | None:
-    """All values a schema allows, if it lists them."""
+    """All values a schema allows if it lists them, else None."""
     schema = resolved(schema, root)
     if not isinstance(schema, dict) or num_steps == 0:
         return None
@@ -92,7 +92,7 @@ def _kinds_of(value: Any) -> tuple[str, ...]:
 
 
 def one_of(schema: Schema, root: Any) -> Schema:
-    """The schema with `anyOf` for `oneOf`, where no value can match two alternatives. Raises ValueError elsewhere."""
+    """The schema with `anyOf` for `oneOf`, if no value can match two alternatives. Raises ValueError otherwise."""
     if not isinstance(schema.get("oneOf"), list) or "anyOf" in schema:
         return schema
     tag = schema.get("discriminator")
@@ -108,7 +108,7 @@ def one_of(schema: Schema, root: Any) -> Schema:
 
 
 def _tagged(part: Any, name: str, root: Any) -> Any:
-    """An alternative in which the property that tells them apart is required."""
+    """The alternative with the discriminating property `name` made required."""
     found = resolved(part, root)
     if not isinstance(found, dict) or name not in (found.get("properties") or {}) or name in found.get("required", []):
         return part
@@ -116,7 +116,7 @@ def _tagged(part: Any, name: str, root: Any) -> Any:
 
 
 def _apart(one: Any, other: Any, root: Any, num_steps: int = MAX_STEPS) -> bool:
-    """Whether surely no value that is written for one schema matches the other."""
+    """Whether it is certain that no value written for one schema matches the other."""
     one, other = resolved(one, root), resolved(other, root)
     if not isinstance(one, dict) or not isinstance(other, dict) or num_steps == 0:
         return one is False or other is False
@@ -143,7 +143,7 @@ def _matched(schema: Schema, root: Any) -> set[str]:
 
 
 def _written(schema: Schema, root: Any) -> set[str]:
-    """The types of values that are written for it: keywords imply theirs."""
+    """The types of values that are written for a schema: keywords imply their type."""
     is_object = "type" not in schema and any(name in schema for name in ("properties", "required"))
     return {"object"} if is_object else _matched(schema, root)
 
@@ -153,7 +153,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _objects_apart(one: Schema, other: Schema, root: Any, num_steps: int) -> bool:
-    """A property that both require differs, or each requires one that the other does not write."""
+    """Whether a property that both require differs, or each requires one that the other does not write."""
     ours, theirs = one.get("properties") or {}, other.get("properties") or {}
     needed, needed_there = set(one.get("required") or ()), set(other.get("required") or ())
     for name in needed & needed_there & set(ours) & set(theirs):
@@ -167,5 +167,5 @@ def _objects_apart(one: Schema, other: Schema, root: Any, num_steps: int) -> boo
 
 
 def _writes_only(schema: Schema, listed: Schema) -> bool:
-    """Nothing but the listed properties is written, as objects are compiled that do not say otherwise."""
+    """Whether only the listed properties are written, the default for compiled objects."""
     return bool(listed) and schema.get("additionalProperties", False) is False and "patternProperties" not in schema

@@ -1,6 +1,6 @@
-"""Ends long JSON strings in time, apart from the grammar, which would have to count every character of them.
+"""Limits the length of long JSON strings outside of the grammar, which would have to count every character.
 
-Knows: JSON text as far as it tells strings and keys, and the bytes of tokens. Does not know: grammars, schemas.
+Knows: enough of JSON to find strings and keys, and the bytes of tokens. Does not know: grammars, schemas.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import numpy as np
 from forerun.server.grammar_messages import common_prefix
 from forerun.server.json_strings import Longest
 
-ESCAPE_BYTES = 12  # the longest escape of a character, which must fit once it has begun
-MAX_KEY_BYTES = 512  # of a string, kept to compare it with keys
+ESCAPE_BYTES = 12  # the longest escape of a character; it must fit once it has begun
+MAX_KEY_BYTES = 512  # of a string's beginning, kept for comparing it with keys
 _QUOTE, _BACKSLASH, _COLON = b'"\\:'
 _OPENING, _CLOSING = b"{[", b"}]"
 Keys = tuple[bytes, "Keys"] | tuple[()]
 
 
 class _Place(NamedTuple):
-    """Where a text has come to."""
+    """The position of a text in its JSON structure."""
 
     in_string: bool = False
-    escaped: bool = False  # right behind a backslash
+    escaped: bool = False  # right after a backslash
     length: int = 0  # bytes of the string, or of the last one
     begun: bytes = b""  # its first bytes
-    key: bytes = b""  # under which a value stands here
-    outer: Keys = ()  # those of the objects and lists around
+    key: bytes = b""  # of the value at this position
+    outer: Keys = ()  # keys of the objects and lists around it
 
 
 class StringLimit:
@@ -50,7 +50,7 @@ class StringLimit:
         self._places = [_Place()]
 
     def within(self, prefix: Sequence[int], bits: bytes | None) -> bytes | None:
-        """The bits of those of the tokens that keep the string after `prefix` short enough."""
+        """`bits` without the tokens that would make the string after `prefix` too long."""
         place = self._after(prefix)
         if not place.in_string or place.length + self._most <= self._longest:
             return bits

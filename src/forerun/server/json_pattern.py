@@ -3,8 +3,8 @@
 Knows: how xgrammar writes grammars as text. Does not know: schemas, requests. The library compiles `pattern` in two
 ways of its own, and both let wrong texts pass: one merges states that are not alike (`^[a-z]{2}( [a-z]{2,5})?$` also
 takes `abcde`, `^(a{1,2}|a)$` any number of `a`), the other writes quotes and backslashes without an escape. Its
-conversion of free-standing expressions is right, so each pattern travels under a name through the library's conversion
-of the schema and is put in afterwards; so do values the library knows no grammar for.
+conversion of free-standing expressions is right, so a placeholder stands for each pattern while the library
+converts the schema, and is replaced afterwards; likewise for values that the library has no grammar for.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _CHARACTER = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)|
 _NAMED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "0": "\0", "a": "\a", "e": "\x1b"}
 _OF_LENGTH = r"[^\"\\\r\n]"  # the library's characters of strings with a length
 _REPEATED = re.compile(r"\b(root(?:_\d+)*)\{(\d+), (-?\d+)\}")
-_MANY = 64  # bounded repetitions of a choice cost more than a step of a model beyond this, those of one class do not
-_ANYTHING = r"[\0-\U0010ffff]"  # what the library makes of a dot, which means no end of a line (ECMA-262, 22.2.2.7)
+_MANY = 64  # beyond this, bounded repetitions of a choice cost more than a model's step; those of one class do not
+_ANYTHING = r"[\0-\U0010ffff]"  # what the library makes of a dot, which should not match line ends (ECMA-262, 22.2.2.7)
 _LINE_ENDS = "\n\r\u2028\u2029"
-_ESCAPED = '"\\\n\r\t\b\f'  # what JSON strings can hold behind a backslash (RFC 8259, 7), control characters by name
+_ESCAPED = '"\\\n\r\t\b\f'  # what a backslash can escape in JSON strings (RFC 8259, 7)
 _LAST = 0x10FFFF
 _NEVER_PLAIN = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
 Ranges = list[tuple[int, int]]  # first and last code point
 
 
 def marked(pattern: str, kind: str = "") -> str:
-    """A pattern that stands for this one while the library converts the schema around it.
+    """A placeholder for `pattern` while the library converts the schema around it.
 
-    `kind`: of what the text says; "": a regular expression.
+    `kind`: how to read the text; "": as a regular expression.
     """
     return f"^forerun_{kind}_{pattern.encode().hex()}$"
 
 
 def marked_value(text: str, kind: str) -> str:
-    """A string that as a constant stands for values of this kind."""
+    """A string constant that is a placeholder for values of this kind."""
     return f"forerun_{kind}_{text.encode().hex()}"
 
 
@@ -118,7 +118,7 @@ def _quoted(text: str) -> str:
 
 
 def _class(text: str, often: bool) -> str:
-    """A class of characters: those that stand for themselves and, unless often, the escapes of those that do not."""
+    """A class of characters: the plain ones and, unless `often`, the escapes of the others."""
     ranges = _ranges(text)
     if text == _ANYTHING:
         ranges = _without(ranges, ((ord(c), ord(c)) for c in _LINE_ENDS))
@@ -152,6 +152,6 @@ def _without(ranges: Ranges, others: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def _cut(low: int, high: int, first: int, last: int) -> Sequence[tuple[int, int]]:
-    """What is left of a range without another."""
+    """The parts of a range that are outside of another."""
     pieces = ((low, min(high, first - 1)), (max(low, last + 1), high))
     return [(a, b) for a, b in pieces if a <= b]

@@ -1,8 +1,8 @@
-"""JSON schemas as they are compiled: what cannot be enforced while a text is written is refused, not ignored.
+"""Rewrites JSON schemas for the compiler: what cannot be enforced during generation is refused, not ignored.
 
-Knows: the keywords of JSON Schema (draft 2020-12) and which of them the grammar library passes over in silence, alone
-or beside others. Does not know: grammars, requests. What is compiled may allow less than the schema, never more: every
-text it lets through is valid.
+Knows: the keywords of JSON Schema (draft 2020-12) and which of them the grammar library silently ignores, alone or
+beside others. Does not know: grammars, requests. The compiled schema may allow less than the given one, never more:
+every text it allows is valid.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Schema = dict[str, Any]
 
 
 def normal_schema(schema: Any, root: Any = None, depth: int = 0, longest: int | None = None) -> Any:
-    """The schema as it is compiled; raises ValueError naming what cannot be enforced, and where.
+    """The schema to compile; raises ValueError naming what cannot be enforced, and where.
 
     Objects that list their properties are closed unless they say otherwise: every text is still valid, and a model does
     not invent more. Properties that are required but not described may hold anything. `root`: what references refer to;
-    `longest`: lengths of strings from there on are held to apart from the grammar.
+    `longest`: string lengths from this on are enforced outside of the grammar.
     """
     root = schema if root is None else root
     if depth > MAX_DEPTH:
@@ -61,14 +61,14 @@ def normal_schema(schema: Any, root: Any = None, depth: int = 0, longest: int | 
 
 
 def _by_value(schema: Schema, root: Any) -> Schema:
-    """What can be said by listing values or alternatives, said so."""
+    """Keywords that can be expressed by listing values or alternatives, rewritten."""
     items = schema.get("items")
     values = values_of(resolved(items, root), root) if schema.get("uniqueItems") and isinstance(items, dict) else None
     return with_multiple(with_unique(one_of(schema, root), values))
 
 
 def moved(schema: Any, place: str, depth: int = 0) -> Any:
-    """The schema as a part of another one at `place` ("#/$defs/x"): references into itself name that place too.
+    """The schema as a part of another one at `place` ("#/$defs/x"): its own references are prefixed by that place.
 
     Raises ValueError if it is nested too deep.
     """
@@ -133,7 +133,7 @@ def _alone(schema: Schema) -> Schema:
 
 
 def _typed(schema: Schema) -> Schema:
-    """Keywords say nothing of values of other types; here those are not written."""
+    """The schema with the types that its keywords imply; values of other types would be valid but are not written."""
     kinds = [kind for kind, names in _OF_TYPE.items() if any(name in schema for name in names)]
     if "type" in schema or not kinds:
         return dict(schema)
@@ -141,7 +141,7 @@ def _typed(schema: Schema) -> Schema:
 
 
 def _of_type(schema: Schema, head: str) -> Schema:
-    """Values of an enumeration that have the type the schema also gives."""
+    """The schema without the values of its enumeration that do not have its type."""
     made = dict(schema)
     kinds = made.pop("type", None)
     if kinds is None:
@@ -154,7 +154,7 @@ def _of_type(schema: Schema, head: str) -> Schema:
 
 
 def _type_into(schema: Schema, head: str) -> Schema:
-    """A type next to alternatives applies to each of them."""
+    """The schema with a type beside alternatives moved into each of them."""
     made = dict(schema)
     kind = made.get("type")
     if kind is None or not isinstance(made[head], list):
@@ -177,7 +177,7 @@ def _with_type(branch: Any, kind: Any, head: str) -> Any:
 
 
 def _object(schema: Schema) -> Schema:
-    """Which keys an object may have, said so that the library enforces it."""
+    """The keys an object may have, expressed in a way that the library enforces."""
     listed = schema.get("properties")
     if not isinstance(listed or {}, dict):
         return schema
@@ -190,7 +190,7 @@ def _object(schema: Schema) -> Schema:
 
 
 def _with_required(schema: Schema) -> Schema:
-    """Properties that are required but not listed, listed."""
+    """The schema with properties listed that are required but were not listed."""
     listed, required = schema.get("properties") or {}, schema.get("required")
     names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
     missing = [name for name in names if name not in listed]
@@ -221,7 +221,7 @@ def _closed(schema: Schema) -> Schema:
 
 
 def _with_patterns(schema: Schema) -> Schema:
-    """Keys by a pattern: at most one, which no listed key matches, and no other keys."""
+    """Keys by a pattern: at most one pattern, which no listed key matches, and no other keys."""
     patterns = schema["patternProperties"]
     if not isinstance(patterns, dict) or len(patterns) > 1 or schema.get("additionalProperties", False) is not False:
         raise ValueError("'patternProperties' can be enforced with one pattern and without 'additionalProperties'")
@@ -240,6 +240,6 @@ def _may_match(pattern: str, name: str) -> bool:
 
 
 def _others_apart(schema: Schema) -> Schema:
-    """Other keys as a pattern that no listed key matches, or the library lets one be written again as another key."""
+    """Other keys as a pattern that no listed key matches; else the library would allow a listed key twice."""
     rest = {marked(other_than(list(schema["properties"]))): schema["additionalProperties"]}
     return {**schema, "patternProperties": rest, "additionalProperties": False}

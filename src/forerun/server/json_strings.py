@@ -1,8 +1,8 @@
 """Strings of JSON schemas: a pattern, a format and a length together, as one expression or one automaton.
 
-Knows: the formats, as expressions all of whose texts are valid, and how lengths cut them. Does not know: schemas around
-a string, grammars of a library beyond its way to write one as text. What stands beside each other is intersected by the
-package interegular; where nothing does, expressions stay as they are.
+Knows: the formats, as expressions that match valid texts only, and how lengths limit them. Does not know: the rest of a
+schema, grammars beyond how the library writes one as text. Several conditions are intersected by the package
+interegular; a single expression stays as it is.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from interegular.fsm import FSM, Alphabet, anything_else
 from forerun.server.json_pattern import marked
 
 MAX_STATES = 4096  # of an automaton: each becomes a rule
-COUNTED = 256  # characters from which on a length is held to apart from the grammar
+COUNTED = 256  # lengths from so many characters on are enforced outside of the grammar
 Lengths = tuple[int, int | None]
 
 
 class Format(NamedTuple):
-    """A format's texts, all valid, though perhaps not all that are; `least` and `most` are their lengths.
+    """An expression for a format: matches only valid texts, perhaps not all; `least` and `most` bound their lengths.
 
-    `cut`: a simpler expression, counting nothing, for texts that another length or a pattern cuts, valid up to
+    `cut`: a simpler expression without counts, to combine with another length or a pattern; valid up to
     `most_cut` characters.
     """
 
@@ -59,7 +59,7 @@ _IPV6 = "|".join(
 )  # fmt: skip
 _X = "[0-9a-fA-F]"
 _TOKEN = '[^\\x00-\\x1f/~"\\\\]|~[01]'  # a character of a JSON pointer
-_MOST_HTTP_URL = 2083  # the length that pydantic gives to HttpUrl, and that browsers once could read
+_MOST_HTTP_URL = 2083  # pydantic's length of HttpUrl, an old limit of browsers
 
 
 def _uuid(version: str) -> Format:
@@ -101,20 +101,20 @@ FORMATS: dict[str, Format] = {
 _SAME = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri", "iri-reference": "uri-reference",
          "uri-template": "uri", "byte": "base64"}  # fmt: skip
 FORMATS |= {name: FORMATS[other] for name, other in _SAME.items()}
-ANY_TEXT = ("password", "binary", "path", "string")  # formats that say how a string is shown or used
+ANY_TEXT = ("password", "binary", "path", "string")  # formats that only describe how a string is shown or used
 INTEGERS = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1), "uint32": (0, 2**32 - 1)}
 ANY_NUMBER = ("float", "double", "decimal", "number", "integer")
 
 
 class Longest(NamedTuple):
-    """A length that strings are held to apart from the grammar, which takes long to compile if it counts so far."""
+    """A string length enforced outside of the grammar, which would take long to compile if it counted so far."""
 
     length: int
-    keys: tuple[str | None, ...]  # of the objects in which such strings stand; None: they may stand anywhere
+    keys: tuple[str | None, ...]  # the keys whose values are such strings; None: they may be anywhere
 
 
 def longest_strings(schema: Any) -> Longest | None:
-    """The longest lengths the schema gives, down to half of the longest, with their places; None if there are none."""
+    """The schema's longest maxLengths, down to half of the longest, with their keys; None if there are none."""
     found = list(_lengths(schema, None, 64))
     most = max((length for length, _ in found), default=0)
     taken = [(length, key) for length, key in found if 2 * length >= most]
@@ -125,7 +125,7 @@ def longest_strings(schema: Any) -> Longest | None:
 
 
 def _lengths(schema: Any, key: str | None, depth: int) -> Iterator[tuple[int, str | None]]:
-    """Lengths worth it, each with the key under which its strings stand."""
+    """Lengths of at least COUNTED, each with the key of its strings."""
     if isinstance(schema, list):
         for part in schema:
             yield from _lengths(part, key, depth)
@@ -148,7 +148,7 @@ def _lengths(schema: Any, key: str | None, depth: int) -> Iterator[tuple[int, st
 def with_string(schema: dict[str, Any], longest: int | None = None) -> dict[str, Any]:
     """The schema with one expression for pattern, format and length. Raises ValueError for what cannot be enforced.
 
-    `longest`: see `longest_strings`; lengths from there on are left out.
+    `longest`: see `longest_strings`; lengths from this on are left out.
     """
     made = _with_number_format(schema)
     least, most = made.get("minLength", 0), made.get("maxLength")
@@ -175,7 +175,7 @@ def with_string(schema: dict[str, Any], longest: int | None = None) -> dict[str,
 
 
 def _format(name: Any, lengths: Lengths, alone: bool) -> tuple[str, Lengths]:
-    """The expression of a format, and what it leaves to say of the length."""
+    """The expression of a format, and the length limits it does not imply."""
     if name not in FORMATS:
         listed = ", ".join(sorted([*FORMATS, *ANY_TEXT]))
         raise ValueError(f"the format {str(name)[:40]!r} cannot be enforced; leave it out, or use one of {listed}")
@@ -189,7 +189,7 @@ def _format(name: Any, lengths: Lengths, alone: bool) -> tuple[str, Lengths]:
 
 
 def _with_number_format(schema: dict[str, Any]) -> dict[str, Any]:
-    """Formats that say something of numbers, or nothing, put another way."""
+    """The schema with formats of numbers as bounds, and without formats that mean nothing."""
     made, name = dict(schema), schema.get("format")
     kind = schema.get("type", "string" if isinstance(name, str) else None)
     if (name in ANY_TEXT and kind == "string") or (name in ANY_NUMBER and kind in ("number", "integer")):
@@ -238,12 +238,12 @@ def _machine(pattern: str) -> FSM:
     pieces = _PIECE.findall(pattern)
     made = _machine_of(pieces[1:] if pieces[:1] == ["^"] else pieces)
     if "." in pieces:
-        made &= _plain("[^\r\u2028\u2029]*")  # a dot means no end of a line
+        made &= _plain("[^\r\u2028\u2029]*")  # a dot does not match line ends
     return made
 
 
 def _machine_of(pieces: list[str]) -> FSM:
-    """The same of an expression in pieces. What looks ahead is done here: interegular does it wrong."""
+    """The automaton of an expression in pieces. Lookaheads are handled here: interegular gets them wrong."""
     branches = _branches(pieces)
     if len(branches) > 1:
         return reduce(operator.or_, map(_machine_of, branches))
@@ -272,7 +272,7 @@ def _plain(pattern: str) -> FSM:
 
 
 def _branches(pieces: list[str]) -> list[list[str]]:
-    """Alternatives of an expression, and of a group at its end if something in it looks ahead."""
+    """Alternatives of an expression, and of a group at its end if the group contains a lookahead."""
     depth, starts, last = 0, [0], None
     for place, piece in enumerate(pieces):
         if piece.startswith("("):
@@ -296,7 +296,7 @@ def _branches(pieces: list[str]) -> list[list[str]]:
 
 
 def _group(pieces: list[str], start: int) -> tuple[list[str], list[str]]:
-    """What is in the group that begins there, and what comes behind it."""
+    """The pieces inside the group that begins at `start`, and those after it."""
     for place in range(start + 1, len(pieces)):
         if pieces[place] == ")" and _depth(pieces[start:place]) == 1:
             return pieces[start + 1 : place], pieces[place + 1 :]
@@ -313,7 +313,7 @@ def _check_size(num_states: int) -> None:
 
 
 def _written(machine: FSM) -> str:
-    """A rule a state, each a choice of characters and what follows them."""
+    """One rule per state: a choice of characters and the states that follow."""
     live = _reaching(machine)
     if machine.initial not in live:
         raise ValueError("no string has this 'pattern', 'format' and length")
@@ -334,7 +334,7 @@ def _written(machine: FSM) -> str:
 
 
 def _reaching(machine: FSM) -> set[Any]:
-    """The states from which a string can end."""
+    """The states from which a final state can be reached."""
     before: dict[Any, list[Any]] = {}
     for state, ways in machine.map.items():
         for target in ways.values():

@@ -25,7 +25,7 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def with_multiple(schema: Schema) -> Schema:
-    """The schema with `multipleOf` said so that it is enforced. Raises ValueError where it cannot be."""
+    """The schema with `multipleOf` rewritten so that it is enforced. Raises ValueError if it cannot be."""
     if "multipleOf" not in schema:
         return schema
     step, kind = schema["multipleOf"], schema.get("type", "number")
@@ -35,7 +35,7 @@ def with_multiple(schema: Schema) -> Schema:
         raise ValueError("'multipleOf' can be enforced on the type 'integer' or 'number' alone")
     made = {name: value for name, value in schema.items() if name not in ("multipleOf", "type", *_BOUNDS)}
     exact = Fraction(Decimal(str(step)))
-    exact = exact if kind == "number" else Fraction(exact.numerator)  # the integers among multiples of a/b: those of a
+    exact = exact if kind == "number" else Fraction(exact.numerator)  # integer multiples of a/b are multiples of a
     low, high = _range(schema, exact)
     if low is not None and high is not None and high - low < MAX_LISTED:
         listed = [_number(n * exact) for n in range(low, high + 1)]
@@ -71,7 +71,7 @@ def _fraction(bound: Any) -> Fraction:
 
 
 def _num_places(value: Fraction) -> int:
-    """Digits behind the point."""
+    """Digits after the decimal point."""
     return next(places for places in range(400) if (value * 10**places).denominator == 1)
 
 
@@ -80,7 +80,7 @@ def _number(value: Fraction) -> int | float:
 
 
 def multiple_grammar(text: str) -> str:
-    """The text of a grammar for numbers whose digits, the point left out, are a multiple: a rule for each remainder.
+    """The text of a grammar for numbers whose digits, without the point, form a multiple: one rule per remainder.
 
     Rules are called root_PLACE_REMAINDER, place 1 before the point, and root_PLACE_z where all digits so far are 0.
     """
@@ -107,7 +107,7 @@ def multiple_grammar(text: str) -> str:
 
 
 def _zero_rules(step: int, live: Sequence[set[int]], has_zero: bool) -> dict[int, list[str]]:
-    """By place behind the point, the ways on from nothing but zeros, where there are some."""
+    """By place after the point, the continuations when all digits so far are 0, where there are any."""
     zeros: dict[int, list[str]] = {}
     for place in reversed(range(len(live) - 1)):
         ways = ['"0"'] * has_zero + _ways(0, place, step, live, range(1, 10))
@@ -118,7 +118,7 @@ def _zero_rules(step: int, live: Sequence[set[int]], has_zero: bool) -> dict[int
 
 
 def _live(step: int, num_places: int) -> list[set[int]]:
-    """By place behind the point, the remainders that its digits and those after it can bring to 0."""
+    """By place after the point, the remainders that the digits from there on can bring to 0."""
     live = [{0}]
     for _ in range(num_places):
         live.insert(0, {rest for rest in range(step) if any((10 * rest + d) % step in live[0] for d in range(10))})
@@ -126,7 +126,7 @@ def _live(step: int, num_places: int) -> list[set[int]]:
 
 
 def _ways(rest: int, place: int, step: int, live: Sequence[set[int]], digits: Iterable[int] = range(10)) -> list[str]:
-    """A digit behind the point and what follows it: others, or the end where only zeros are missing."""
+    """A digit after the point and what follows: more digits, or the end if only zeros are missing."""
     ways = []
     for digit in digits:
         after, num_left = (10 * rest + digit) % step, len(live) - place - 2
@@ -141,7 +141,7 @@ def _ways(rest: int, place: int, step: int, live: Sequence[set[int]], digits: It
 
 
 def with_unique(schema: Schema, values: Sequence[Any] | None) -> Schema:
-    """The schema with `uniqueItems` said so that it is enforced: values in the order in which the schema lists them.
+    """The schema with `uniqueItems` rewritten so that it is enforced: values in the order of the schema's list.
 
     `values`: what items may be, None if the schema does not list it. Raises ValueError where that cannot be enforced.
     """
@@ -169,7 +169,7 @@ def with_unique(schema: Schema, values: Sequence[Any] | None) -> Schema:
 
 
 def _key(value: Any) -> tuple[str, Any]:
-    """Equal for values that JSON Schema calls equal."""
+    """A key that is equal for values that are equal in JSON Schema."""
     if isinstance(value, (list, dict)):
         raise ValueError("'uniqueItems' cannot be enforced on lists or objects; leave it out")
     return "boolean" if isinstance(value, bool) else "number" if isinstance(value, (int, float)) else str(
@@ -178,7 +178,7 @@ def _key(value: Any) -> tuple[str, Any]:
 
 
 def unique_grammar(text: str) -> str:
-    """The text of a grammar for lists of different values in a fixed order: a rule for each place and number so far."""
+    """The text of a grammar for lists of different values in a fixed order: one rule per place and count so far."""
     texts, least, most = json.loads(text)
     if len(texts) * (most + 1) > MAX_RULES:
         raise ValueError(f"'uniqueItems' over {len(texts)} values takes too many rules; give 'maxItems'")

@@ -1,4 +1,4 @@
-"""The server's log: one line an event, as JSON or as text, with the request's id.
+"""The server's log: one line per event, as JSON or as text, with the request's id.
 
 Knows: formats. Does not know: what is logged.
 """
@@ -15,7 +15,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, event, and whatever fields the event has."""
+    """One JSON object per line: time, level, event, and whatever fields the event has."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
@@ -31,7 +31,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """The same for people."""
+    """The same fields as text for people."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, and a traceback below it where there is one."""
@@ -52,14 +52,14 @@ def _word(value: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without line ends and what else steers a terminal or a reader of lines; what comes from a client may hold any."""
+    """Escape line ends and control characters, which text from clients may hold."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] if ord(c) != 0x7F else "\\u007f" for c in text)
 
 
 def configure(style: str, level: str) -> None:
-    """Send forerun's log to standard error, `style` being json or text, and uvicorn's where it reports trouble."""
+    """Send forerun's log to standard error, `style` being json or text, and uvicorn's warnings and errors."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     quiet = level if level in ("debug", "error") else "warning"

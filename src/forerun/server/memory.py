@@ -2,8 +2,8 @@
 
 Knows: one setting of the C library's allocator. Does not know: who allocates what.
 
-glibc gives threads arenas of their own, up to eight a core, and what an arena has once held it keeps: each of the
-threads that read requests would end up with the memory of the largest prompt it has tokenized. Few arenas bound that.
+glibc gives threads arenas of their own, up to eight per core, and an arena keeps the memory it once used: each thread
+that reads requests would keep as much as its largest prompt took. A few shared arenas bound that.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ MAX_ARENAS = 4  # the engine, the event loop, and two for the threads that read 
 
 
 def bound_arenas() -> bool:
-    """Let threads share MAX_ARENAS arenas; whether the C library could be told so (only glibc can).
+    """Let threads share MAX_ARENAS arenas; returns whether the C library supports it (only glibc does).
 
-    It counts for arenas to come: call it before threads are started.
+    It only affects new arenas: call it before threads are started.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     return mallopt is not None and mallopt(_M_ARENA_MAX, MAX_ARENAS) == 1

@@ -1,4 +1,4 @@
-"""POST /v1/messages: a chat request in other words, and its answer told in the events of Anthropic's Messages API.
+"""POST /v1/messages: converts to a chat request, and its answer to the events of Anthropic's Messages API.
 
 Knows: the message object and the order of its events. Does not know: prompts, sampling, the engine; chat.py does.
 """
@@ -131,7 +131,7 @@ def count_tokens(context: ServerContext, body: CountTokensBody) -> dict[str, Any
 
 
 def usage(given: dict[str, Any]) -> dict[str, Any]:
-    """The usage of a chat completion in the words of this API, where cached tokens are counted by themselves."""
+    """The usage of a chat completion in this API's fields, which count cached tokens separately."""
     cached = given["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": given["prompt_tokens"] - cached,
@@ -162,7 +162,7 @@ def _block(piece: TextPiece) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Arguments as an object; what was cut off or is no JSON stays readable, by a name of Anthropic's documentation."""
+    """Arguments as an object; text that is cut off or not JSON is kept under INVALID_JSON, as Anthropic documents."""
     try:
         value = read_json(arguments or "{}")
     except ValueError:

@@ -40,13 +40,13 @@ from forerun.server.schema import (
     shared_fields,
 )
 
-FIELD_NAMES = {  # of chat completions -> here, for messages about what is wrong
+FIELD_NAMES = {  # chat completions' field -> this API's, for error messages
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-SWITCH = "enable_thinking"  # what templates with a choice call it
+SWITCH = "enable_thinking"  # the variable's name in templates that have it
 
 
 def chat_body(body: CountTokensBody, template: str, thinks: bool) -> ChatBody:
@@ -107,7 +107,7 @@ def _thinking(body: CountTokensBody, template: str, thinks: bool) -> dict[str, A
             "thinking", "thinking.budget_tokens cannot be kept here: bound the answer by max_tokens, or say adaptive"
         )
     wanted = asked.type != "disabled"
-    if asked.type == "enabled" and not thinks:  # adaptive leaves it to the model, also to one that never does
+    if asked.type == "enabled" and not thinks:  # "adaptive" leaves it to the model, even to one that never thinks
         raise unsupported("thinking", "this model's chat template knows no thinking: leave it out")
     if not wanted and thinks and SWITCH not in template:
         raise unsupported("thinking", "this model's chat template cannot switch thinking off: leave it out")
@@ -116,7 +116,7 @@ def _thinking(body: CountTokensBody, template: str, thinks: bool) -> dict[str, A
 
 
 def _effort(config: OutputConfig, template: str) -> str | None:
-    """The effort for templates that know it; to others "high", which is the default, needs no saying."""
+    """The effort for templates that know it; for others "high", the default, is left out."""
     return None if config.effort == "high" and "reasoning_effort" not in template else config.effort
 
 
@@ -163,7 +163,7 @@ def _said(blocks: Sequence[Block], where: str) -> Message:
 
 
 def _result(result: ToolResultBlock, where: str) -> str | list[ContentPart]:
-    """The result's text; templates know no errors, so the text says that it is one."""
+    """The result's text; templates have no field for errors, so the text begins with "Error:"."""
     content = result.content or ""
     if isinstance(content, str):
         return f"Error: {content}" if result.is_error else content

@@ -164,7 +164,7 @@ class MessagesBody(SharedFields, CountTokensBody):
     container: str | dict[str, Any] | None = None
 
 
-# Field -> the values that mean "as it is here anyway"; anything else is refused.
+# Field -> the values that match what this server does anyway; any other is refused.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "speed": ("standard",),
     "mcp_servers": ([],),

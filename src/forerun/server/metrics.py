@@ -1,7 +1,7 @@
 """What the server counts, for Prometheus.
 
-Knows: names and labels of metrics, and how figures of finished requests add to them. Does not know: HTTP, the engine's
-insides beyond the figures it publishes. Each server has a registry of its own.
+Knows: names and labels of metrics, and how figures of finished requests add to them. Does not know: HTTP, the engine
+beyond the figures it publishes. Each server has a registry of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EngineLoad:
     healthy: bool
     phase_s: Mapping[str, float]  # seconds since the start by phase of the step
     num_steps: int
-    drafters: Mapping[str, tuple[int, float]]  # errors so far, and seconds for which it is not asked
+    drafters: Mapping[str, tuple[int, float]]  # errors so far, and seconds for which it is not used
 
 
 class Metrics:

@@ -48,7 +48,7 @@ def check_fields(body: SamplingBody) -> None:
 
 
 def _check_strings(name: str, value: str | list[str] | None) -> None:
-    """Every one of them is looked for at every token."""
+    """Limit the strings, since each of them is searched for at every token."""
     strings = [value] if isinstance(value, str) else value or []
     if len(strings) > MAX_STRINGS:
         raise ApiError(400, f"{name} has {len(strings)} strings; the most is {MAX_STRINGS}", param=name)
@@ -58,7 +58,7 @@ def _check_strings(name: str, value: str | list[str] | None) -> None:
 
 
 def sampling_params(body: SamplingBody, defaults: Mapping[str, Any], **others: Any) -> SamplingParams:
-    """The parameters of a request; `defaults` are the model's, `others` those that each endpoint names its own way.
+    """The parameters of a request; `defaults` are the model's, `others` those that endpoints name differently.
 
     Raises ApiError 400 naming the field.
     """
@@ -67,7 +67,7 @@ def sampling_params(body: SamplingBody, defaults: Mapping[str, Any], **others: A
         given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
     if others.get("grammar") is not None and body.ignore_eos:
         raise ApiError(400, "ignore_eos contradicts structured output, which has an end", param="ignore_eos")
-    if given.get("seed") == -1:  # as llama.cpp and others write it: any
+    if given.get("seed") == -1:  # llama.cpp and others write -1 for any seed
         del given["seed"]
     given |= others
     try:
@@ -78,7 +78,7 @@ def sampling_params(body: SamplingBody, defaults: Mapping[str, Any], **others: A
 
 
 def token_limit(given: int | None, default: int | None) -> int | None:
-    """`max_tokens` for SamplingParams; -1, as llama.cpp and others write it, is all there is room for."""
+    """`max_tokens` for SamplingParams; -1, as in llama.cpp and others, means as many as fit."""
     return default if given is None else None if given == -1 else given
 
 
@@ -89,9 +89,9 @@ def _token_id(key: str) -> int:
 
 
 def engine_options(body: SamplingBody, drafter: DrafterConfig, timeout_s: float | None) -> dict[str, Any]:
-    """How the engine treats the request: fields of `Request`. `timeout_s` is for requests that bring none.
+    """How the engine treats the request: fields of `Request`. `timeout_s` is for requests without one.
 
-    Times count from now: called before anything that takes long.
+    Times count from now: call it before anything that takes long.
     """
     options = {**_speculation(body.speculation, drafter), "arrival_s": perf_counter()}
     limit_s = body.timeout if body.timeout is not None else timeout_s

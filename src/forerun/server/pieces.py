@@ -1,6 +1,6 @@
-"""A chat answer's stream as a row of items: reasoning, text, a call, each begun when the one before it is over.
+"""A chat answer's stream as a sequence of items: reasoning, text or a call, one after the other.
 
-Knows: deltas of chat completions. Does not know: the APIs whose events are made of this, HTTP.
+Knows: deltas of chat completions. Does not know: the APIs whose events are made from it, HTTP.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Pieces:
         """`end_of_reasoning`: the mark behind the thinking, if any; log-probabilities up to it are dropped."""
         self._mark = end_of_reasoning
         self._current: tuple[Kind, int] | None = None
-        self._logprobs: list[dict[str, Any]] = []  # of text that has not come yet
+        self._logprobs: list[dict[str, Any]] = []  # of text that has not arrived yet
 
     def take(self, choice: dict[str, Any]) -> Iterator[TextPiece]:
-        """What a chunk's choice brings."""
+        """The pieces of a chunk's choice."""
         delta = choice["delta"]
         self._logprobs += (choice.get("logprobs") or {}).get("content") or ()
         if delta.get("reasoning_content"):

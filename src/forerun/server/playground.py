@@ -1,7 +1,7 @@
-"""The playground: a page to chat with the model, and a stream that says of each step what was drafted and accepted.
+"""The playground: a page to chat with the model, and a stream of what each step drafted and accepted.
 
-Knows: the page's files, and how steps are written for it. Does not know: how steps come about, nor how the page shows
-them. Whatever the model wrote travels as JSON text; the page puts it in as text, and its policy lets nothing else run.
+Knows: the page's files, and how steps are written for it. Does not know: how steps are computed, nor how the page shows
+them. The model's output is sent as JSON text; the page inserts it as text, and its policy allows no other scripts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PlaygroundBody(Body):
 
 
 def add_playground(router: APIRouter, service: EngineService, context: ServerContext) -> None:
-    """Routes of the page and of its stream; they are no part of the API's document."""
+    """Routes of the page and of its stream; they are not part of the API's document."""
     for path, (name, media_type) in FILES.items():
         _add_file(router, path, name, media_type)
 
@@ -105,7 +105,7 @@ class TracedChat:
             "model": self._context.model_name,
             "drafter": self._context.drafter.name,
             "prompt_tokens": len(request.prompt_token_ids),
-            "seed": str(request.seed),  # a browser's numbers end at 2**53
+            "seed": str(request.seed),  # JavaScript's integers are exact up to 2**53
         }
 
     def _step(self, step: StepTrace) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class TracedChat:
 
 
 class _Pieces:
-    """A text token by token: a character of several tokens comes with the last of them."""
+    """A text token by token: a character made of several tokens comes with the last of them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -150,5 +150,5 @@ class _Pieces:
         return self._decoder.decode(token_bytes(self._tokenizer, token_id))
 
     def finish(self) -> str:
-        """What half a character at the end becomes."""
+        """The replacement for half a character at the end, if any."""
         return self._decoder.decode(b"", final=True)

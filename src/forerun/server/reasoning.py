@@ -1,4 +1,4 @@
-"""Splits what a model thinks from what it says: text between <think> and </think>.
+"""Splits a model's reasoning, the text between <think> and </think>, from its answer.
 
 Knows: the marks, and text that arrives in pieces. Does not know: tokens, requests.
 """
@@ -22,7 +22,7 @@ class ReasoningSplit(NamedTuple):
 
 
 class Phase(Enum):
-    """Where in an output the text is."""
+    """The part of an output that is being read."""
 
     START = "nothing but blanks so far"
     OPENED = "right behind the opening mark"
@@ -32,7 +32,7 @@ class Phase(Enum):
 
 
 class ReasoningSplitter:
-    """Feeds on pieces of one output. Thinking can only begin it; blank lines around the marks belong to neither."""
+    """Splits one output, fed in pieces. Thinking can only begin it; blank lines around the marks belong to neither."""
 
     def __init__(self, start: str, end: str, inside: bool = False) -> None:
         """`inside`: the prompt has opened the thinking already."""
@@ -63,7 +63,7 @@ class ReasoningSplitter:
         return ReasoningSplit(reasoning=text) if self._phase is Phase.INSIDE else ReasoningSplit(content=text)
 
     def _leave(self, phase: Phase) -> None:
-        """Past blanks and marks, once it is clear which."""
+        """Skip blanks and marks once it is certain what they are."""
         if phase is not Phase.START:
             self._held = self._held.lstrip("\n")
             if self._held:

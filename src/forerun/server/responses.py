@@ -1,4 +1,4 @@
-"""POST /v1/responses: a chat request in other words, and its answer told in the events of OpenAI's Responses API.
+"""POST /v1/responses: converts to a chat request, and its answer to the events of OpenAI's Responses API.
 
 Knows: the response object and the order of its events. Does not know: prompts, sampling, the engine; chat.py does.
 """
@@ -41,7 +41,7 @@ class ResponseJob:
             self._chat = ChatJob(context, chat, dropped_fields(body))
         except ApiError as error:
             raise error.renamed(FIELD_NAMES) from error
-        keeps = self._store is not None  # only now: a conversation that is too long is not written down
+        keeps = self._store is not None  # after the checks, so that a conversation that is too long is not stored
         self._items = ITEMS.dump_json(items, by_alias=True, exclude_none=True) if keeps else b""
         self.groups, self.constrained = self._chat.groups, self._chat.constrained
         self.grammar_s = self._chat.grammar_s
@@ -106,10 +106,13 @@ class ResponseJob:
 
 
 def usage(given: dict[str, Any]) -> dict[str, Any]:
-    """The usage of a chat completion in the words of this API."""
+    """The usage of a chat completion in this API's fields."""
     return {
         "input_tokens": given["prompt_tokens"],
-        "input_tokens_details": {**given["prompt_tokens_details"], "cache_write_tokens": 0},  # none is paid for
+        "input_tokens_details": {
+            **given["prompt_tokens_details"],
+            "cache_write_tokens": 0,
+        },  # writing is free
         "output_tokens": given["completion_tokens"],
         "output_tokens_details": given["completion_tokens_details"],
         "total_tokens": given["total_tokens"],
@@ -139,7 +142,7 @@ def _as_items(given: str | list[Item] | None) -> list[Item]:
 
 
 def _looked_up(given: list[Item], store: ResponseStore) -> list[Item]:
-    """The items with those of the store in place of references, each of which costs a few bytes to send: once each."""
+    """The items with references replaced from the store. Each may occur once: a reference costs few bytes to send."""
     names = [item.id for item in given if isinstance(item, ItemReference)]
     if len(set(names)) < len(names):
         raise ApiError(400, "input: an item is referenced twice: send it again as an item", param="input")
@@ -160,7 +163,7 @@ def _wants_summary(body: ResponsesBody) -> bool:
 
 
 def _begun(context: ServerContext, body: ResponsesBody, chooses: bool, stored: bool) -> dict[str, Any]:
-    """The response before anything is written: the request's fields, said back."""
+    """The response before anything is written: it repeats the request's fields."""
     given = body.model_dump(mode="json", include=SAID_BACK, by_alias=True, exclude_unset=True)
     text = {"format": {"type": "text"}, **(given.get("text") or {})}
     return {

@@ -46,7 +46,7 @@ from forerun.server.schema import (
 )
 
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
-FIELD_NAMES = {  # of chat completions -> here, for messages about what is wrong
+FIELD_NAMES = {  # chat completions' field -> this API's, for error messages
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
@@ -150,14 +150,14 @@ def messages_of(items: Sequence[Item], instructions: str | None) -> list[Message
 
 
 class _Turns:
-    """Messages as they grow; only the model's last one does."""
+    """Messages of a conversation; items of one model turn are added to its last message."""
 
     def __init__(self, messages: list[Message]) -> None:
         self.messages = messages
 
     @property
     def _last(self) -> Message | None:
-        """The model's turn, if it is not over."""
+        """The last message if it is the model's."""
         return self.messages[-1] if self.messages and self.messages[-1].role == "assistant" else None
 
     def _begin(self) -> Message:
@@ -179,7 +179,7 @@ class _Turns:
         last.content = text if last.content is None else f"{last.content}{text}"
 
     def call(self, item: FunctionCallItem) -> None:
-        """A call belongs to what was said before it."""
+        """A call belongs to the model's last message."""
         last = self._last or self._begin()
         function = CalledFunction(name=item.name, arguments=item.arguments)
         last.tool_calls = [*(last.tool_calls or ()), MessageToolCall(id=item.call_id, function=function)]

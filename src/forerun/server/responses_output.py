@@ -1,4 +1,4 @@
-"""The items of a response as they grow, and the events that tell of it.
+"""The items of a response as they grow, and the events that report it.
 
 Knows: OpenAI's output items and their events. Does not know: requests, usage, where pieces come from.
 """
@@ -15,7 +15,7 @@ Event = dict[str, Any]
 
 
 class _Form(NamedTuple):
-    """Where an item keeps its text, and what its events are called."""
+    """The field in which an item keeps its text, and the names of its events."""
 
     field: str
     part_type: str
@@ -32,7 +32,7 @@ _FORMS = {
 
 
 class Output:
-    """The items of one response; what has been said of them is in the events."""
+    """The items of one response, and their events."""
 
     def __init__(self, summarized: bool) -> None:
         """`summarized`: reasoning is written as `summary` (the whole of it), not as `content`."""
@@ -120,7 +120,7 @@ def _new_item(piece: TextPiece) -> dict[str, Any]:
 
 
 def _copy(value: dict[str, Any]) -> dict[str, Any]:
-    """As it is now, because it will grow."""
+    """A copy that does not change while the item grows."""
     return {name: list(field) if isinstance(field, list) else field for name, field in value.items()}
 
 

@@ -18,7 +18,7 @@ Status = Literal["in_progress", "completed", "incomplete"] | None
 
 
 class TextPart(Body):
-    """Text of a message; the fields behind `text` are those that clients copy back."""
+    """Text of a message; the fields after `text` are those that clients copy back."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -223,7 +223,7 @@ class ResponsesBody(SharedFields):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     service_tier: str | None = None
-    max_tool_calls: Whole | None = None  # of hosted tools, of which there are none
+    max_tool_calls: Whole | None = None  # for hosted tools; there are none
     # See NOT_SERVED.
     background: bool | None = None
     background_options: dict[str, Any] | None = None
@@ -238,7 +238,7 @@ class ResponsesBody(SharedFields):
     n: Whole | None = None
 
 
-# Field -> the values that mean "as it is here anyway"; anything else is refused.
+# Field -> the values that match what this server does anyway; any other is refused.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "background_options": ({},),
@@ -262,4 +262,4 @@ INSTEAD = {
     "truncation": "leave it out, and shorten the input yourself",
 }
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the latter is null: reasoning comes in the clear
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the latter is null: reasoning is not encrypted

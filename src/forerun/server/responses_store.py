@@ -1,6 +1,6 @@
 """Responses kept for later requests: the answers, and the conversations that led to them.
 
-Knows: bounds on their number and their bytes; the least recently used goes first. Does not know: what is in them.
+Knows: bounds on their number and bytes; the least recently used are removed first. Does not know: what is in them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from forerun.server.errors import ApiError
 
 
 class _Kept(NamedTuple):
-    """JSON, because its length is its size."""
+    """One response as JSON text, whose length is its size in memory."""
 
     response: bytes
     items: bytes  # of the conversation before the response's output
@@ -32,14 +32,14 @@ class _Kept(NamedTuple):
 
 
 class ResponseStore:
-    """The last responses, by id. Safe from several threads. Ids are random; knowing one is enough to read it."""
+    """The last responses, by id. Thread-safe. Ids are random; knowing one is enough to read it."""
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._lock = Lock()
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
-        self._places: dict[str, str] = {}  # an item's id -> its response's
+        self._places: dict[str, str] = {}  # an item's id -> its response's id
         self.num_bytes = 0
 
     @property
@@ -51,7 +51,7 @@ class ResponseStore:
         return len(self._kept)
 
     def add(self, response: dict[str, Any], items: bytes) -> None:
-        """Keep a response and the items (a JSON list) of the conversation before its output; others make room."""
+        """Keep a response and the items (a JSON list) of the conversation before its output; old ones make room."""
         kept = _Kept(_json(response), items, tuple(item["id"] for item in response["output"]))
         with self._lock:
             self._kept[response["id"]] = kept
@@ -71,14 +71,14 @@ class ResponseStore:
         return None if kept is None else [*json.loads(kept.items), *kept.output]
 
     def items(self, item_ids: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Those of kept responses' outputs that are here, by id."""
+        """The output items of kept responses among `item_ids`, by id."""
         with self._lock:
             places = {place: None for item_id in item_ids if (place := self._places.get(item_id)) is not None}
         outputs = [kept.output for place in places if (kept := self._find(place)) is not None]
         return {item["id"]: item for output in outputs for item in output if item["id"] in item_ids}
 
     def delete(self, response_id: str) -> bool:
-        """Forget a response; whether it was here."""
+        """Forget a response; returns whether it was here."""
         with self._lock:
             return self._drop(response_id)
 

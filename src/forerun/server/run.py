@@ -1,6 +1,6 @@
-"""A server's life: what it says at its start, how it listens, and how it ends.
+"""A server's life cycle: what it logs at its start, how it listens, and how it shuts down.
 
-Knows: uvicorn, the limits on connections, what is worth saying. Does not know: routes, requests, options.
+Knows: uvicorn, the limits on connections, what to log. Does not know: routes, requests, options.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forerun.llm import LLM
 from forerun.server.connections import IDLE_S, SPARE, Connection
 from forerun.server.settings import ServerSettings
 
-FLUSH_S: Final = 5.0  # for clients to take the last words of a server that stops
+FLUSH_S: Final = 5.0  # for clients to read the last bytes of a server that stops
 OTHER_FILES: Final = 128  # open files besides connections
 
 log = logging.getLogger("forerun.server")
@@ -43,26 +43,26 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where and what is served."""
+        """Listen, and log what is served and where."""
         await super().startup(sockets)
         if not self.should_exit:
             announce(self._app.state.context.llm, self._app.state.context.settings, self._address())
 
     def _address(self) -> str:
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # any address: one that works
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # bound to any address: show one that works
         scheme = "https" if self.config.is_ssl else "http"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins the end, another one hurries it; the engine's step is waited for in any case."""
+        """The first signal starts the shutdown, another aborts open requests; the engine always finishes its step."""
         if self.should_exit:
             self._hurried = True
         else:
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more requests, let the running ones finish, and end them when the time is over."""
+        """Accept no more requests, let the running ones finish, and abort them when the time is over."""
         num_left = len(self.server_state.tasks)
         if num_left:
             log.info("stopping", extra={"requests_left": num_left, "drain_s": self._drain_s})
@@ -84,7 +84,7 @@ class Server(uvicorn.Server):
 
 
 def affordable(max_connections: int) -> int:
-    """So many connections, or as many as the system has files for; raises this process's own limit if need be."""
+    """`max_connections`, or as many as the limit on open files allows; raises this process's own limit if needed."""
     if sys.platform == "win32":
         return max_connections
     import resource

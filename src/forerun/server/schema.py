@@ -1,7 +1,8 @@
 """What clients may send: every field of every request, its type, and which fields are refused.
 
-Knows: names and types, after OpenAI's API and, where that has no name, vLLM's. Does not know: models, engines, tensors.
-Fields this server cannot honour are refused. Unknown ones are kept beside the known, for `unknown_fields` to find.
+Knows: names and types, after OpenAI's API and, where it has no such field, vLLM's. Does not know: models, engines,
+tensors. Fields this server cannot honour are refused. Unknown ones are kept beside the known, for `unknown_fields` to
+find.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from forerun.server.errors import unsupported
 
 
 def _whole(value: Any) -> Any:
-    """20 for 20.0: JSON has one kind of number, and some clients write all of them with a point."""
+    """20 for 20.0: JSON has one type of number, and some clients write integers as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -42,13 +43,13 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Body(BaseModel):
-    """A request body or a part of one: no type but the one named. The document of the API lists every field."""
+    """A request body or a part of one: values must have the exact type. The API's document lists every field."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Lists are read up to their first error: a long list of wrong values is no more work than a short one."""
+        """Lists are read up to their first error: a long list of wrong values costs no more than a short one."""
         made = handler(source)
         _stop_at_first_error(made)
         return made
@@ -73,7 +74,7 @@ def by_type(*known: str, default: str = "unserved") -> Callable[[Any], str]:
 
 
 class StreamOptions(Body):
-    """What a stream carries besides text."""
+    """What a stream contains besides text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # in every event, not only in the last
@@ -81,7 +82,7 @@ class StreamOptions(Body):
 
 
 class SpeculationChoice(Body):
-    """Who drafts for this request, and how much."""
+    """The drafter for this request, and how much it drafts."""
 
     drafter: str | None = None
     max_nodes: Annotated[Whole, Field(ge=1, le=64)] | None = None
@@ -201,7 +202,7 @@ class ContentPart(Body):
     input_audio: dict[str, Any] | None = None
     video_url: dict[str, Any] | str | None = None
     file: dict[str, Any] | None = None
-    cache_control: Any = None  # for servers whose prompt caches are told what to keep
+    cache_control: Any = None  # for servers whose prompt cache is controlled by clients
 
 
 class CalledFunction(Body):
@@ -222,7 +223,7 @@ class MessageToolCall(Body):
 
 
 class Message(Body):
-    """One turn of the conversation. The last fields are those of answers that clients send back as they came."""
+    """One turn of the conversation. The last fields are copied by clients from earlier answers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
@@ -294,7 +295,7 @@ class ChatBody(SamplingBody):
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
-    # Handed to the chat template, where it knows them: see TEMPLATE_FIELDS.
+    # Passed to the chat template if it uses them: see TEMPLATE_FIELDS.
     reasoning_effort: str | None = None
     verbosity: str | None = None
     enable_thinking: bool | None = None
@@ -308,7 +309,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] | None = None
     tools: list[Tool] | None = None
-    add_special_tokens: bool | None = None  # unless given: to prompts, not to conversations
+    add_special_tokens: bool | None = None  # default: true for prompts, false for conversations
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
@@ -325,7 +326,7 @@ class DetokenizeBody(Body):
 
 TEMPLATE_FIELDS = ("reasoning_effort", "verbosity", "enable_thinking", "documents")
 
-# Field -> the values that mean "as it is here anyway"; anything else is refused.
+# Field -> the values that match what this server does anyway; any other is refused.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -344,7 +345,7 @@ def check_served(
 ) -> None:
     """Raise ApiError 400 for a field that is known but cannot be honoured with the value it was given.
 
-    `instead`: what to do about a field, where that is not to leave it out.
+    `instead`: what to do about a field other than leave it out.
     """
     given = {name: getattr(body, name) for name in body.model_fields_set if name in harmless}
     refused = sorted(name for name, value in given.items() if value is not None and value not in harmless[name])

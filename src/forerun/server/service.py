@@ -1,4 +1,4 @@
-"""The engine on a thread of its own, and the streams in which its results reach asyncio.
+"""The engine on a thread of its own, and the streams that carry its results to asyncio.
 
 Knows: commands in, deltas out, how full the queue is, what happens when a step fails. Does not know: HTTP,
 JSON, chat. Only the engine's thread touches the engine; the event loop sends commands and reads queues.
@@ -25,8 +25,12 @@ from forerun.server.metrics import EngineLoad, Metrics
 from forerun.server.settings import ServerSettings
 
 MAX_FAILURES = 3  # steps failed in a row after which the server calls itself unhealthy
-_REASONS = {499: "abort", 503: "abort", 504: "deadline"}  # how samples count that end with an error; else "error"
-_RISE = 0.1  # how fast the usual time of a sample follows new ones
+_REASONS = {
+    499: "abort",
+    503: "abort",
+    504: "deadline",
+}  # how metrics count samples with this error; else "error"
+_RISE = 0.1  # weight of a new sample in the running mean of their times
 
 log = logging.getLogger("forerun.server")
 Command = Callable[[], None]
@@ -34,7 +38,7 @@ Command = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new of one sample since the last delta."""
+    """What a sample gained since the last delta."""
 
     index: int
     text: str
@@ -50,7 +54,7 @@ class Delta:
 
 @dataclass(slots=True)
 class _Sent:
-    """How much of a sample has travelled."""
+    """How much of a sample has been sent."""
 
     num_chars: int = 0
     num_tokens: int = 0
@@ -74,7 +78,7 @@ class TokenStream:
 
     @property
     def request_id(self) -> str:
-        """The engine's name of the request."""
+        """The engine's id of the request."""
         return self.group.request_id
 
     @property
@@ -94,7 +98,7 @@ class TokenStream:
 
 
 class _Parcel(NamedTuple):
-    """On its way from the engine's thread to the event loop."""
+    """Something on its way from the engine's thread to the event loop."""
 
     stream: TokenStream
     item: list[Delta] | ApiError
@@ -111,7 +115,7 @@ class EngineService:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._streams: dict[str, TokenStream] = {}  # the engine's thread only
         self._outbox: list[_Parcel] = []  # likewise
-        self._undelivered: Callable[[], None] | None = None  # likewise: what the last step brought
+        self._undelivered: Callable[[], None] | None = None  # likewise: delivers the results of the last step
         if llm.engine.kv_cache.device.type != "cpu":
             self.deliver_meanwhile()
         self._num_open = 0  # samples accepted and not ended; the event loop only
@@ -123,7 +127,7 @@ class EngineService:
         self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
 
     def deliver_meanwhile(self) -> None:
-        """Deliver what a step brought while the next one computes, if there is one: GPUs compute alone."""
+        """Deliver a step's results while the next step computes, if there is one: a GPU leaves the CPU free."""
         self.llm.engine.meanwhile = self._deliver_last
 
     # -- the event loop's side ----------------------------------------------------------------------------------
@@ -140,7 +144,7 @@ class EngineService:
 
     @property
     def healthy(self) -> bool:
-        """The engine's thread lives and its last steps did not all fail."""
+        """Whether the engine's thread runs and its last steps did not all fail."""
         return self._thread.is_alive() and self._failures < MAX_FAILURES
 
     def load(self) -> EngineLoad:
@@ -158,7 +162,7 @@ class EngineService:
         )
 
     def check_room(self, num_samples: int) -> None:
-        """Raise ApiError 429 if so many more samples would overfill the queue, 503 if the engine is down."""
+        """Raise ApiError 429 if `num_samples` more would overfill the queue, 503 if the engine is down."""
         if self._closing:
             raise _shutting_down()
         if not self.healthy:
@@ -194,13 +198,13 @@ class EngineService:
         while not self._stopping:
             try:
                 self._turn()
-            except BaseException as error:  # a library may panic with one: whatever it is, clients must not wait for it
+            except BaseException as error:  # libraries may panic with one; clients must never wait forever
                 self._recover(error)
         self._ended = True
         self._refuse_late()
 
     def _turn(self) -> None:
-        """Whatever there is to do now; waits if that is nothing."""
+        """Do what there is to do now; wait if there is nothing."""
         self._take_commands()
         self._dispatch()
         if self._streams and not self._stopping:
@@ -208,7 +212,7 @@ class EngineService:
             self._dispatch()
 
     def _take_commands(self) -> None:
-        """All that wait; while there is nothing to compute, wait for one."""
+        """Run all waiting commands; if there is nothing to compute, wait for one."""
         try:
             command = self._commands.get(block=not self._streams)
             while True:
@@ -223,7 +227,7 @@ class EngineService:
         self._fail(list(self._streams.values()), _shutting_down())
 
     def _refuse_late(self) -> None:
-        """Requests that came while the thread was ending."""
+        """Refuse requests that arrived while the thread was ending."""
         while not self._commands.empty():
             self._survives(self._commands.get())
         self._survives(lambda: self._fail(list(self._streams.values()), _shutting_down()))
@@ -254,18 +258,18 @@ class EngineService:
 
     def _advance(self) -> None:
         """One step of the engine; its results go to all streams."""
-        if self._undelivered is not None and not self.llm.engine.has_work:  # all that went on was aborted meanwhile
+        if self._undelivered is not None and not self.llm.engine.has_work:  # the rest was aborted meanwhile
             self._deliver_last()
             return
         changed = self.llm.step()
         self._undelivered = partial(self._deliver, changed)
         engine, failed = self.llm.engine, any(s.request.error is not None for group in changed for s in group.samples)
-        if engine.meanwhile is None or not engine.has_work or failed:  # failed ones are aborted, between steps only
+        if engine.meanwhile is None or not engine.has_work or failed:  # failed ones must be aborted now, between steps
             self._deliver_last()
         self._failures = 0
 
     def _deliver_last(self) -> None:
-        """What is still undelivered, and send it."""
+        """Deliver and send the results of the last step, if that has not been done."""
         deliver, self._undelivered = self._undelivered, None
         if deliver is not None:
             deliver()
@@ -284,7 +288,7 @@ class EngineService:
         self._survives(self._dispatch)
 
     def _survives(self, cleaning: Command) -> bool:
-        """Do it; whether that went well."""
+        """Run `cleaning`; returns whether it succeeded."""
         try:
             cleaning()
         except BaseException:
@@ -323,7 +327,7 @@ class EngineService:
         self._outbox.append(_Parcel(stream, item, num_done))
 
     def _dispatch(self) -> None:
-        """Hand over all that is to be sent: waking the event loop takes longer than most of what it then does."""
+        """Hand over everything at once: waking the event loop takes longer than most of its work."""
         parcels, self._outbox = self._outbox, []
         for loop in {parcel.stream.loop for parcel in parcels}:
             own = [parcel for parcel in parcels if parcel.stream.loop is loop]
@@ -333,7 +337,7 @@ class EngineService:
                 log.debug("clients' event loop is closed")
 
     def _arrive(self, parcels: Sequence[_Parcel]) -> None:
-        """On the event loop: into the streams."""
+        """Runs on the event loop: put items into their streams."""
         for stream, item, num_done in parcels:
             self._num_open -= num_done
             stream.arrived.put_nowait(item)

@@ -22,19 +22,19 @@ class ServerSettings:
     served_names: tuple[str, ...]  # names of the model; the first is reported
     api_keys: tuple[str, ...] = ()  # (): no key is asked for
     allowed_hosts: tuple[str, ...] = ()  # names in the Host header; *.NAME for those below it; (): any
-    allowed_origins: tuple[str, ...] = ()  # of pages in browsers that may ask; "*": all
+    allowed_origins: tuple[str, ...] = ()  # of browser pages that may send requests; "*": all
     max_connections: int = 4096  # requests at a time, health checks not counted
     drain_s: float = 8.0  # for requests to end when the server is told to stop
     max_body_bytes: int = 8 << 20
     max_prompt_tokens: int | None = None  # None: what the context holds
     max_queue: int = 256  # samples that may wait in addition to the running ones
     max_samples: int = 64  # n times prompts of one request
-    timeout_s: float | None = None  # for requests that bring no deadline
+    timeout_s: float | None = None  # for requests without a deadline
     body_timeout_s: float = 30.0  # for the whole body to arrive
     grammar_timeout_s: float = 10.0  # for compiling a schema, regex or grammar
     warm_grammars: bool = True  # start the grammar compiler with the server, not with the first request for it
     unknown_fields: str = "refuse"  # or "ignore": drop fields of requests that are not known here
-    trust_request_chat_template: bool = False  # run templates that requests bring
+    trust_request_chat_template: bool = False  # run templates sent in requests
     max_stored_responses: int = 1000  # of /v1/responses, for previous_response_id; 0: none
     max_stored_bytes: int = 64 << 20  # of those, conversations included
     tool_parser: str = "auto"

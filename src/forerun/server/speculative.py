@@ -1,6 +1,6 @@
 """Reads vLLM's --speculative-config, for users who switch from vLLM.
 
-Knows: its options and ours; the methods stand in each DrafterSpec. Does not know: what a drafter does.
+Knows: its options and ours; the names of methods are in each DrafterSpec. Does not know: what a drafter does.
 Source of the names: vLLM, docs/features/speculative_decoding and config/speculative.py.
 """
 
@@ -43,7 +43,7 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
         allowed = ", ".join(("method", *NAMES))
         raise ConfigError(f"speculative-config: {', '.join(unknown)} not supported here; the fields are {allowed}")
     options = {NAMES[name]: value for name, value in given.items() if name in NAMES and value is not None}
-    if "ngram_max" in options:  # vLLM: the shorter is as long as the longer unless given
+    if "ngram_max" in options:  # as in vLLM: the minimum defaults to the maximum
         options.setdefault("ngram_min", options["ngram_max"])
     return {"drafter": spec.name, **options}
 

@@ -1,6 +1,6 @@
-"""Structured output as requests ask for it: schemas, regular expressions, grammars, choices.
+"""The fields of requests that ask for structured output: schemas, regular expressions, grammars, choices.
 
-Knows: the fields that ask for it, and what each stands for. Does not know: how grammars are compiled and applied.
+Knows: these fields and their meanings. Does not know: how grammars are compiled and applied.
 """
 
 from __future__ import annotations

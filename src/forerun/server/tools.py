@@ -1,7 +1,7 @@
-"""Tool calls in a model's text: found and taken out, piece by piece.
+"""Finds tool calls in a model's text and takes them out, piece by piece.
 
 Knows: the styles models were trained on, and their marks. Does not know: HTTP, tokens, sampling. Text that looks like a
-call and is none is passed on as text: nothing a model wrote is lost.
+call but is not one is passed on as text: nothing a model wrote is lost.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class NoCalls:
 
 @dataclass(slots=True)
 class BetweenMarks:
-    """Calls stand between two marks, text around them (Hermes, Qwen)."""
+    """Calls are between two marks, text is outside (Hermes, Qwen)."""
 
     start: str
     end: str
@@ -99,7 +99,7 @@ class BetweenMarks:
         return text
 
     def finish(self) -> Parsed:
-        """A call whose end mark never came counts."""
+        """A call without its end mark counts, too."""
         text, self._held = self._held, ""
         if self._reader is None:
             return Parsed(text)
@@ -109,7 +109,7 @@ class BetweenMarks:
 
 @dataclass(slots=True)
 class ToTheEnd:
-    """From a mark on, everything is calls (Mistral, Llama 3); with `bare`, also when the output begins with "{"."""
+    """After a mark, everything is calls (Mistral, Llama 3); with `bare`, also when the output begins with "{"."""
 
     start: str
     make: Callable[[], CallReader]
@@ -150,13 +150,13 @@ class ToTheEnd:
 
 
 def _no_calls(reader: CallReader, start: str, end: str) -> str:
-    """What a reader could not use, with the marks around it that no call has used up."""
+    """Text that a reader found no call in, with its marks unless a call used them."""
     return "" if reader.rest is None else ("" if reader.num_calls else start) + reader.rest + end
 
 
 @dataclass(slots=True)
 class ForcedCalls:
-    """The whole output is a JSON list of calls, because a grammar made it so."""
+    """The whole output is a JSON list of calls, enforced by a grammar."""
 
     _reader: JsonCalls = field(default_factory=JsonCalls)
 
@@ -171,7 +171,7 @@ class ForcedCalls:
 
 @dataclass(slots=True)
 class ForcedArguments:
-    """The whole output is the arguments of one function, because a grammar made it so."""
+    """The whole output is the arguments of one function, enforced by a grammar."""
 
     name: str
     _begun: bool = False
@@ -199,7 +199,7 @@ STYLES: dict[str, Callable[[], ToolParser]] = {
 }
 ALIASES = {"qwen": "hermes", "qwen2": "hermes", "qwen3": "hermes", "llama3": "llama3_json", "llama": "llama3_json"}
 NAMES = ("auto", *STYLES, *ALIASES)
-MARKED_BY_SPECIAL_TOKENS = ("mistral", "llama3_json")  # their marks are control tokens, usually left out of texts
+MARKED_BY_SPECIAL_TOKENS = ("mistral", "llama3_json")  # their marks are control tokens, which texts usually omit
 _SIGNS = (("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"),
           ("<|python_tag|>", "llama3_json"), ('"parameters":', "llama3_json"))  # fmt: skip
 
@@ -234,7 +234,7 @@ def calls_schema(functions: list[tuple[str, dict[str, Any] | None]], max_calls: 
     """The JSON schema of a list of at least one call of these (name, parameters)."""
     kinds, definitions = [], {}
     for name, parameters in functions:
-        place = f"#/$defs/{name}"  # each has its own definitions below it, which its references then name
+        place = f"#/$defs/{name}"  # each function's definitions are below it, and its references point there
         definitions[name] = moved(parameters or {"type": "object"}, place)
         members = {"name": {"const": name}, "arguments": {"$ref": place}}
         kinds.append({"type": "object", "properties": members, "required": list(members)})
