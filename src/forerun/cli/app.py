@@ -36,12 +36,12 @@ from forerun.cli.train import app as train_app
 from forerun.errors import ForerunError
 
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 class CleanGroup(TyperGroup):
-    """Turns what a user can cause into one line and an exit status; everything else keeps its traceback."""
+    """Turns errors that users can cause into one line and an exit status; others keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""
@@ -58,13 +58,15 @@ class CleanGroup(TyperGroup):
             raise typer.Exit(EXIT_BROKEN_PIPE) from error
         except OSError as error:
             if error.filename is None:
-                raise  # nothing a user could name
-            print_error(f"{error.filename}: {error.strerror}; choose another path, or see to its rights and room")
+                raise  # not about a user's file
+            print_error(
+                f"{error.filename}: {error.strerror}; choose another path, or check its permissions and free space"
+            )
             raise typer.Exit(EXIT_USER_ERROR) from error
 
 
 def _drop_stdout() -> None:
-    """Send what is still buffered nowhere, so that the interpreter does not complain when it ends."""
+    """Discard buffered output, so that the interpreter does not complain when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -117,5 +119,5 @@ def root(
 
 
 def main() -> None:
-    """What the installed command `forerun` calls."""
+    """The entry point of the installed command `forerun`."""
     app()

@@ -34,7 +34,7 @@ def speed(
     temperature: opt.Temperature = 0.0,
     repeats: Annotated[int, typer.Option(help="Runs of every prompt and drafter.", min=1)] = 3,
     seed: opt.Seed = 0,
-    by_category: Annotated[bool, typer.Option(help="Also a table for each category of the prompts.")] = False,
+    by_category: Annotated[bool, typer.Option(help="Also print a table for each category of prompts.")] = False,
     json: opt.JsonOption = False,
     adaptive: opt.Adaptive = True,
     verification: opt.Verification = "coupled",
@@ -59,7 +59,7 @@ def speed(
 
 
 def _prepare_all(model: str, drafters: Sequence[str], sizes: opt.DraftSizes) -> None:
-    """`prepare` for each, with the draft model where it is of use."""
+    """`prepare` for each drafter, with the draft model for those that take one."""
     from forerun.drafters.named import takes_model
 
     for drafter in drafters:
@@ -72,7 +72,9 @@ def _note_widened(llm: LLM) -> None:
 
     origin = llm.loaded.raw_config.get(WIDENED_FROM)
     if origin:
-        print_note(f"this model was widened from {origin['model']}: it writes that model's text at a larger one's cost")
+        print_note(
+            f"this model was widened from {origin['model']}: it writes that model's text at the cost of a larger one"
+        )
 
 
 def engines_by_name(plain: LLM, names: Sequence[str], sizes: opt.DraftSizes) -> dict[str, LLM]:
@@ -122,7 +124,7 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]], details: dict[str, dict[str, Any]], title: str) -> Any:
-    """Speed and speed-up with the prefill, then of decoding alone."""
+    """Speed and speed-up including the prefill, then of decoding alone."""
     from forerun.bench.report import decode_gain, gain, spread
 
     columns = ("drafter", "tokens/s", "speed-up", "95%\ninterval", "decoding", "tokens\na step", "identical")

@@ -39,7 +39,10 @@ def drafters(
     ] = OWN,
     prompts: Annotated[Path | None, typer.Option(help="Where Spec-Bench's question.jsonl is.")] = None,
     drafters: Annotated[
-        str, typer.Option(help="auto (all there are for the model), or names, NAME=MODEL, FILE.py:CLASS by commas.")
+        str,
+        typer.Option(
+            help="auto (all that work with the model), or names, NAME=MODEL, FILE.py:CLASS, separated by commas."
+        ),
     ] = AUTO,
     temperature: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0,1",
     limit: opt.Limit = None,
@@ -47,7 +50,8 @@ def drafters(
     repeats: Annotated[int, typer.Option(help="Runs of every prompt and drafter.", min=1)] = 3,
     seed: opt.Seed = 0,
     fixed: Annotated[
-        str | None, typer.Option(help="Beside the policy: these fixed numbers of drafts a step, such as 1,2,4,8.")
+        str | None,
+        typer.Option(help="Besides the policy, measure these fixed numbers of drafts a step, such as 1,2,4,8."),
     ] = None,
     rules: Annotated[
         bool, typer.Option("--rules", help="Compare the verification rules: coupled, token, block, tree.")
@@ -98,7 +102,7 @@ def _cases(suite: str, prompts: Path | None, limit: int | None) -> list[PromptCa
 
 
 def _names(text: str, model: str, draft_model: str | None) -> list[str]:
-    """The drafters asked for, those that want a model with --draft-model behind their names."""
+    """The drafters asked for; --draft-model is added to those that need a model."""
     if text == AUTO:
         from forerun.bench.drafters import auto_drafters
 
@@ -118,7 +122,7 @@ def _check(rules: bool, verification: str, folder: Path) -> None:
     from forerun.bench.report import check_folder
 
     if rules and verification != "coupled":
-        raise ConfigError("--rules compares all verification rules: leave --verification away")
+        raise ConfigError("--rules compares all verification rules: leave --verification out")
     check_folder(folder)
 
 
@@ -173,7 +177,7 @@ def _write(folder: Path, report: dict[str, Any]) -> list[Path]:
 
 
 def _show(report: dict[str, Any], paths: Sequence[Path]) -> None:
-    """The first table of each temperature, and where the rest is."""
+    """The first table of each temperature, and the paths of the report."""
     from forerun.bench.report import NOISE, drafter_table
 
     for run in report["runs"]:

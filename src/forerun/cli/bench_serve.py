@@ -1,4 +1,4 @@
-"""`forerun bench serve`: a load on any OpenAI-compatible server, and how it bore it.
+"""`forerun bench serve`: load any OpenAI-compatible server and measure how it copes.
 
 Knows: options, what is printed. Does not know: requests (`forerun.bench.serve_client`), loads (`serve_load`), figures
 (`serve_report`).
@@ -28,7 +28,7 @@ WORK, LOAD, GOALS = "What is asked", "How it is asked", "What is reported"
 USUAL_CONCURRENCY = 16
 TIMES = {"ttft_s": "first text (TTFT)", "tpot_s": "per token (TPOT)", "gap_s": "between pieces",
          "latency_s": "whole answer"}  # fmt: skip
-SENT_LATE_S = 0.05  # of p99, beyond which the generator itself may be what is measured
+SENT_LATE_S = 0.05  # beyond this p99, the measurement may be of the load generator itself
 
 
 def _work(help_text: str, *names: str, **limits: Any) -> Any:
@@ -45,14 +45,14 @@ def _goal(help_text: str, *names: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The load, on whom, and what is said of it."""
+    """The server, the load, and what is reported."""
 
-    url: Annotated[str, typer.Argument(metavar="[URL]", help="Where the server is.")] = "http://127.0.0.1:8000"
+    url: Annotated[str, typer.Argument(metavar="[URL]", help="The server's address.")] = "http://127.0.0.1:8000"
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="Name of the model; the first that the server lists unless given."),
     ] = None
-    api_key: Annotated[str | None, typer.Option(help="Key the server wants.")] = None
+    api_key: Annotated[str | None, typer.Option(help="API key, if the server needs one.")] = None
     endpoint: Annotated[str, _work("chat, completions, or auto: by the kind of each prompt.")] = "auto"
     prompts: Annotated[
         Path | None,
@@ -74,7 +74,7 @@ class Options:
     )
     extra_body: Annotated[str | None, _work('More fields, as JSON: \'{"speculation": "off"}\'.')] = None
     usage: Annotated[bool, _work("Ask for token counts; without them pieces of text are counted.")] = True
-    seed: Annotated[int, _work("Of texts, arrivals and answers.")] = 0
+    seed: Annotated[int, _work("For texts, arrival times and answers.")] = 0
     num_requests: Annotated[int, _load("Requests that are measured.", min=1)] = 64
     concurrency: Annotated[
         int | None,
@@ -86,7 +86,7 @@ class Options:
         float | None,
         _load("Arrivals a second, at random (Poisson) times; without it the next request comes when one has ended."),
     ] = None
-    warmup: Annotated[int, _load("Requests before, which are not measured.", min=0)] = 1
+    warmup: Annotated[int, _load("Requests sent before measuring.", min=0)] = 1
     timeout: Annotated[float, _load("Seconds a request may take.", min=0.001)] = 600.0
     slo_ttft: Annotated[
         float | None, _goal("Goodput counts requests with their first text in so many seconds.", min=0)
@@ -156,7 +156,7 @@ def _extra(given: Options) -> dict[str, Any]:
 
 
 async def _measure(request: _Request) -> tuple[list[RequestOutcome], dict[str, Any]]:
-    """All outcomes, and what was found out before: the model's name, how many tokens a word is."""
+    """All outcomes, and facts found before: the model's name, tokens per word."""
     from forerun.bench.serve_client import open_client
     from forerun.bench.serve_load import LoadRun, warm_up
     from forerun.progress import progress_bar
@@ -181,7 +181,7 @@ async def _fields(request: _Request, client: Client) -> RequestFields:
 
 
 async def _conversations(given: Options, client: Client, fields: RequestFields) -> tuple[list[Conversation], Scale]:
-    """What is asked; how long words are is only measured where lengths are wanted."""
+    """The conversations to send; tokens per word are measured only if lengths are asked for."""
     from forerun.bench import serve_workload as work
     from forerun.bench.serve_load import measure_scale
 

@@ -45,7 +45,7 @@ def chat(
     loading: opt.Loading,
 ) -> None:
     """Talk with a model. Commands: /reset, /exit, /help; Ctrl-C stops an answer."""
-    sampling.params({})  # says what is wrong with the options before anything is loaded
+    sampling.params({})  # checks the options before anything is loaded
     name = target.name
     llm = open_to_answer(name, sampling, drafting, loading, max_num_seqs=1)
     if llm.tokenizer.chat_template is None:
@@ -57,7 +57,7 @@ def chat(
 
 @dataclass(slots=True)
 class ChatSession:
-    """What was said so far, and the loop around it."""
+    """The conversation so far, and the loop that continues it."""
 
     llm: LLM
     params: SamplingParams
@@ -69,7 +69,7 @@ class ChatSession:
     num_answers: int = 0
 
     def run(self) -> None:
-        """Read lines until the user ends it."""
+        """Read lines until the user ends the conversation."""
         _enable_line_editing()
         self._reset()
         print_note(HELP)
@@ -89,7 +89,7 @@ class ChatSession:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def _say(self, text: str) -> None:
-        """Answer one message; one that cannot be answered is taken back."""
+        """Answer one message; it is removed again if it cannot be answered."""
         self.messages.append({"role": "user", "content": text})
         try:
             answer = self._stream()

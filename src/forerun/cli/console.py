@@ -1,4 +1,4 @@
-"""What commands print with: two consoles, one line for an error, one way to write JSON.
+"""How commands print: two consoles, one-line errors, one way to write JSON.
 
 Knows: terminals. Does not know: commands.
 """
@@ -35,7 +35,7 @@ def print_note(message: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """A value as JSON on standard output, nothing else there."""
+    """Print a value as JSON, the only thing on standard output."""
     typer.echo(json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False))
 
 

@@ -1,4 +1,4 @@
-"""`forerun bench curve` and `forerun bench prefill`: what passes cost at a model's shape, with random weights.
+"""`forerun bench curve` and `forerun bench prefill`: what passes of a model's shape cost, with random weights.
 
 Knows: options and tables. Does not know: how it is measured (`forerun.bench.curve`, `forerun.bench.prefill`).
 """
@@ -23,7 +23,7 @@ ShapeName = Annotated[
 Weights = Annotated[
     str, typer.Option("--weights", help="bf16, f32, f16, int8, int4 (int4:32 for groups of 32) or gguf:TYPE.")
 ]
-Repeats = Annotated[int, typer.Option(help="Times every pass is measured; the median counts.", min=1)]
+Repeats = Annotated[int, typer.Option(help="How often every pass is measured; the median is reported.", min=1)]
 
 
 def curve(
@@ -56,7 +56,7 @@ def prefill(
 
 
 def whole_numbers(text: str, what: str) -> list[int]:
-    """The whole numbers of a list separated by commas, each once. Raises ConfigError for others."""
+    """The distinct whole numbers of a comma-separated list. Raises ConfigError for anything else."""
     parts = opt.names(text)
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(f"{what} must be whole numbers separated by commas, such as 1,2,4; got {text!r}")

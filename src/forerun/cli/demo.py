@@ -1,7 +1,7 @@
-"""`forerun demo`: the same text plainly and with speculation, side by side.
+"""`forerun demo`: the same text without and with speculation, side by side.
 
 Knows: the screen. Does not know: how text is made. On a terminal both texts are written live; the figures come from
-further runs without a display, in turns, so that drawing does not count.
+further runs without display, plain and drafted in turns, so that drawing costs are left out.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Demo:
             column[:] = DraftedText(llm.tokenizer, self.token_ids).take(output)
 
     def _write_live(self) -> None:
-        """Both texts as they come, one after the other; the picture is gone afterwards."""
+        """Show both texts as they come, one after the other; the display is cleared afterwards."""
         empty = Text("")
         with Live(self._screen(empty), console=self.console, transient=True, auto_refresh=False) as live:
             for frame, _ in enumerate(self._steps()):
@@ -109,7 +109,7 @@ class Demo:
                 yield
 
     def _screen(self, below: RenderableType) -> Group:
-        """Title, prompt, the two texts, and what is said below them."""
+        """Title, prompt, the two texts, and `below`."""
         columns = Table.grid(padding=(0, 1))
         columns.add_row(self._panel("plain", self.pieces[0]), self._panel("with speculation", self.pieces[1]))
         question = Text("prompt: ", style="dim").append(self.prompt, style="default")

@@ -47,7 +47,7 @@ class DraftedText:
         return pieces
 
     def _visible(self, text: str) -> Iterable[DraftedPiece]:
-        """Whole pieces, as far as the text reaches: its end may be held back for a stop string."""
+        """Complete pieces within the visible text, whose end may be held back for a stop string."""
         while self._waiting and self._shown + self._waiting[0][0] <= len(text):
             length, source = self._waiting.pop(0)
             if length:

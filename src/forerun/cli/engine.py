@@ -1,4 +1,4 @@
-"""Opens an engine for a command, and sums up what a request cost.
+"""Opens an engine for a command, and summarises a request's figures.
 
 Knows: the offline API. Does not know: options of single commands.
 """
@@ -28,7 +28,7 @@ def open_llm(
     note: Callable[[str], None] = print_note,
     **options: Any,
 ) -> LLM:
-    """Load a model, with a spinner on a terminal; `note` is told what is slow. Options of None keep their defaults."""
+    """Load a model, with a spinner on a terminal; `note` hears what is slow. Options of None keep their defaults."""
     given = {name: value for name, value in options.items() if value is not None}
     prepare(model, drafter, draft_model, **given)
     with err().status(f"loading {model}"):
@@ -45,13 +45,13 @@ def open_llm(
 def open_to_answer(
     name: str, sampling: opt.Sampling, drafting: opt.Drafting, loading: opt.Loading, **options: Any
 ) -> LLM:
-    """What the groups of options ask for."""
+    """An engine with these groups of options."""
     options |= {**drafting.of(name), **values(loading), "generation_config": sampling.generation_config}
     return open_llm(name, **options)
 
 
 def prepare(model: str, drafter: str, draft_model: str | None = None, **options: Any) -> None:
-    """Before anything is loaded: raise what is wrong with the options, and download the models the hub has to give."""
+    """Before anything is loaded: check the options, and download models from the hub."""
     with err().status("starting"):
         from forerun.llm import engine_config
 
@@ -63,7 +63,7 @@ def prepare(model: str, drafter: str, draft_model: str | None = None, **options:
 
 
 def fetch(model: str) -> Path:
-    """A model's folder or file, downloaded with a bar where it is not on this machine."""
+    """A model's folder or file, downloaded with a progress bar if it is not on this machine."""
     from forerun.weights.resolve import find_local, resolve_model
 
     return find_local(model) or resolve_model(model, downloading)
@@ -78,7 +78,7 @@ def downloading(model: str, num_bytes: int) -> AbstractContextManager[Callable[[
 
 
 def why_slow(loaded: LoadedModel) -> str | None:
-    """What a user is told of a model that runs through transformers, None for one that forerun runs itself."""
+    """The note for a model that runs through transformers; None for one that forerun runs itself."""
     from forerun.models.families import FAMILIES
 
     if loaded.implementation == "forerun":
@@ -90,27 +90,27 @@ def why_slow(loaded: LoadedModel) -> str | None:
 
 
 def note_sampling(llm: LLM) -> None:
-    """Say so where the model's makers set sampling parameters."""
+    """Print the sampling parameters that the model's generation_config.json sets, if any."""
     found = ", ".join(f"{name} {value:g}" for name, value in llm.loaded.sampling.items())
     if found:
-        print_note(f"unless asked otherwise {found}, as generation_config.json says (--generation-config none: not so)")
+        print_note(f"by default {found}, from generation_config.json (ignore it with --generation-config none)")
 
 
 def note_slow_kernels(kernels: Any, asked: str | None, note: Callable[[str], None] = print_note) -> None:
-    """Say so where the torch reference runs without having been asked for."""
+    """Say so if the torch reference runs without being asked for."""
     if kernels.name == "reference" and asked != "reference":
         note(f"running on the torch reference kernels, which are slow: {kernels.reason}")
 
 
 def other_engine(llm: LLM, drafter: str, draft_model: str | None = None, max_draft_tokens: int | None = None) -> LLM:
-    """Another drafter on the same weights; `draft_model` is for drafters that take one and name none."""
+    """Another drafter on the same weights; `draft_model` is for drafters that need one and do not name it."""
     with err().status(f"preparing drafter {drafter}"):
         options = drafter_options(llm, drafter, draft_model)
         return llm.with_drafter(drafter, max_draft_tokens=max_draft_tokens, **options)
 
 
 def drafter_options(llm: LLM, drafter: str, draft_model: str | None) -> dict[str, Any]:
-    """The options of `llm`'s own drafter, for another one."""
+    """The options of `llm`'s drafter, for another drafter."""
     from forerun.drafters.named import takes_model
 
     own = llm.config.drafter

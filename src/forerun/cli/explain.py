@@ -1,6 +1,6 @@
 """`--explain`: what speculation did for one answer, and why.
 
-Knows: how figures of a request are put into words. Does not know: how they were counted.
+Knows: how figures of a request are worded. Does not know: how they were counted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def explain_lines(stats: RequestStats) -> Iterator[str]:
     for name, count in stats.drafters.items():
         yield f"{name}: {count.accepted} of {count.drafted} drafts accepted{_by_depth(count.depths)}"
     if stats.estimated_speedup is not None:
-        yield f"estimated speed-up of decoding {stats.estimated_speedup:.2f}x, by what plain steps took"
+        yield f"estimated speed-up of decoding {stats.estimated_speedup:.2f}x, compared with measured plain steps"
     if stats.step_s > 0.0:
         yield f"drafting took {stats.draft_s * 1e3:.1f} ms, verifying {stats.verify_s * 1e3:.1f} ms"
     for name in stats.failed_drafters:
@@ -67,6 +67,6 @@ def _steps_line(stats: RequestStats) -> str:
 
 
 def _by_depth(depths: Sequence[DepthCount]) -> str:
-    """Of the steps with a draft that deep, those in which one was accepted."""
+    """By depth, the share of steps with a draft that deep in which one was accepted."""
     rates = ", ".join(f"{each.accepted / each.tried:.0%}" for each in depths if each.tried)
     return f" ({rates} by depth)" if rates else ""

@@ -34,14 +34,16 @@ class AskedText:
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODEL] [PROMPT]", help="A lone argument that names a model is one, any other is the prompt."
+            metavar="[MODEL] [PROMPT]", help="A single argument is the model if it names one, else the prompt."
         ),
     ] = None
     model: opt.ModelOption = None
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None
     chat: Annotated[
         bool | None,
-        typer.Option("--chat/--raw", help="Through the chat template, or as it stands. Default: chat if there is one."),
+        typer.Option(
+            "--chat/--raw", help="Use the chat template, or the prompt as it is. Default: chat if there is a template."
+        ),
     ] = None
     stream: Annotated[bool, typer.Option(help="Show text as it is made.")] = True
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour tokens by who drafted them.")] = False
@@ -51,7 +53,7 @@ class AskedText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullSampling(opt.Sampling):
-    """All there is."""
+    """All sampling options."""
 
     max_tokens: opt.MaxTokens = 256
     n: Annotated[int, _sampling("Independent answers.", "--num-samples")] = 1
@@ -71,7 +73,7 @@ class FullSampling(opt.Sampling):
     logprobs: Annotated[int | None, _sampling("With --json: this many alternatives a token.")] = None
 
     def given(self) -> dict[str, Any]:
-        """See `Sampling`; lists as SamplingParams wants them, of which empty ones are none."""
+        """See `Sampling`; lists become tuples, and empty ones are left out."""
         given = {name: tuple(v) if isinstance(v, list) else v for name, v in opt.Sampling.given(self).items()}
         return {**{name: v for name, v in given.items() if v != ()}, "logit_bias": opt.biases(self.logit_bias)}
 
@@ -79,7 +81,7 @@ class FullSampling(opt.Sampling):
 def generate(asked: AskedText, sampling: FullSampling, drafting: opt.Drafting, loading: opt.Loading) -> None:
     """Complete a prompt, given as an argument, with --file or on standard input."""
     name, prompt = model_and_prompt(asked.arguments or [], asked.model, asked.file)
-    sampling.params({})  # says what is wrong with the options before anything is loaded
+    sampling.params({})  # checks the options before anything is loaded
     llm = open_to_answer(name, sampling, drafting, loading, max_num_seqs=sampling.n)
     note_sampling(llm)
     _answer(llm, as_prompt(llm, prompt, asked.chat), sampling.params(llm.loaded.sampling), asked)
@@ -111,7 +113,7 @@ def _answer(llm: LLM, prompt: list[int], params: SamplingParams, asked: AskedTex
 
 
 def _checked(output: RequestOutput) -> RequestOutput:
-    """Raise what went wrong while the request ran."""
+    """Raise the error that a request ended with, if any."""
     for sample in output.outputs:
         if sample.error is not None:
             raise sample.error

@@ -26,7 +26,7 @@ def ungrouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def values(group: Any) -> dict[str, Any]:
-    """What was given, by the fields' names."""
+    """The values of a group's fields, by name."""
     return {field.name: getattr(group, field.name) for field in fields(group)}
 
 

@@ -33,7 +33,7 @@ def run(
     drafting: opt.Drafting,
     loading: opt.Loading,
 ) -> None:
-    """Download a model where need be, then talk with it, or answer a prompt (also one from a pipe)."""
+    """Download a model if needed, then talk with it, or answer a prompt (also one from a pipe)."""
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():
         chatting.chat(opt.Target(model=model), chatting.Talk(system=system), sampling, drafting, loading)
         return
@@ -93,7 +93,7 @@ def rm(names: HubNames, json: opt.JsonOption = False) -> None:
 
 
 def _hub_name(text: str) -> Any:
-    """A name of the hub. Raises ConfigError for an invalid name, and for a model that is on this machine already."""
+    """A name of the hub. Raises ConfigError for an invalid name, and for embedded models."""
     from forerun.weights.hub import HubName
     from forerun.weights.resolve import EMBEDDED
 

@@ -1,6 +1,6 @@
 """`forerun inspect`: what a checkpoint is, what can draft for it, what it needs, which kernels run it.
 
-Knows: how to sum up a loaded model. Does not know: formats and families.
+Knows: how to summarise a loaded model. Does not know: formats and families.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _describe(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def _special_sizes(config: ModelConfig | None) -> dict[str, int]:
-    """Those of mixtures of experts and of attention over latents, where the model has them."""
+    """Sizes of mixtures of experts and of latent attention, if the model has them."""
     from forerun.models.config import active_parameters
 
     sizes = {}
@@ -88,7 +88,7 @@ def _special_sizes(config: ModelConfig | None) -> dict[str, int]:
 
 
 def _drafters(name: str, loaded: LoadedModel) -> dict[str, str]:
-    """Drafter -> why it can, or what it needs."""
+    """Drafter -> with what it works already, or what it needs."""
     from forerun.drafters.registry import all_specs
 
     single = [spec for spec in all_specs().values() if spec.is_single]
@@ -107,7 +107,7 @@ def _with_what(name: str, spec: DrafterSpec) -> str:
 
 
 def _memory(loaded: LoadedModel) -> dict[str, int]:
-    """Bytes; a model that keeps its own state has no KV of ours to count."""
+    """Bytes; a model that keeps its own state (transformers) has no KV to count."""
     per_token = sum(spec.bytes_per_position for spec in loaded.model.kv_specs)
     return {
         "weights_bytes": loaded.model.weight_bytes,
@@ -175,7 +175,7 @@ def _experts(sizes: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _context(report: dict[str, Any]) -> str:
-    """The model's own, and what the memory at hand holds where that is less."""
+    """The model's context, and how much of it fits into memory if that is less."""
     less = report["usable_context"] < report["context"]
     return f"{report['context']} tokens" + (f", {report['usable_context']} with the memory at hand" if less else "")
 
@@ -188,7 +188,7 @@ def _kv(memory: dict[str, int]) -> str:
 
 
 def _kernels(ops: dict[str, str]) -> str:
-    """Ops by where they run, those on the reference by name."""
+    """The ops, grouped by where they run."""
     places: dict[str, list[str]] = {}
     for op, place in ops.items():
         places.setdefault(place, []).append(op)

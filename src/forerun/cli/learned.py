@@ -1,4 +1,4 @@
-"""`forerun learned`: what the policy has kept of earlier runs.
+"""`forerun learned`: what the policy has learned in earlier runs.
 
 Knows: options and what is printed. Does not know: what is in the files (`forerun.learned`).
 """
@@ -14,7 +14,7 @@ from forerun.cli.console import out, print_json, print_note, table
 
 
 def learned(
-    delete: Annotated[bool, typer.Option("--delete", help="Delete all of it: the policy begins anew.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete all of it: the policy starts from scratch.")] = False,
     json: opt.JsonOption = False,
 ) -> None:
     """List what the policy has learned about models, drafters and this machine, or delete it."""

@@ -1,4 +1,4 @@
-"""The options several commands share, and how they become settings of the engine and of a request.
+"""The options that several commands share, and how they become settings of the engine and of requests.
 
 Knows: names, help texts and how to read lists. Does not know: what an option does; ranges are checked in
 `forerun.config` and `forerun.core`.
@@ -29,7 +29,7 @@ MODELS = "A folder, a GGUF file, ORGANISATION/NAME[:QUANT] of the hub, or an emb
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=MODELS, show_default="mini")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
-Dtype = Annotated[str, _option("auto (as stored), float32, bfloat16, or float16 for a checkpoint that is.", ENGINE)]
+Dtype = Annotated[str, _option("auto (as stored), float32, bfloat16, or float16 if the checkpoint is.", ENGINE)]
 KernelsName = Annotated[str, _option("auto, cpu, triton or reference.", ENGINE)]
 Threads = Annotated[
     int | None, _option("Threads to compute with; all physical cores this process may use unless given.", ENGINE)
@@ -75,7 +75,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What computes."""
+    """The device and kernels that compute."""
 
     device: Annotated[str, _option("cpu, cuda, or auto for a GPU where there is one.", ENGINE)] = "auto"
     kernels: KernelsName = "auto"
@@ -97,16 +97,16 @@ class Loading(Machine):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSizes:
-    """With what and how much is drafted, whoever drafts; fields of DrafterConfig, but for `draft_model`."""
+    """What drafts and how much, for any drafter; fields of DrafterConfig, except `draft_model`."""
 
     draft_model: DraftModel = None
     max_draft_tokens: Annotated[
-        int | None, _option("Most tokens drafted a step; as is usual for the drafter unless given.", DRAFTING)
+        int | None, _option("Most tokens drafted a step. Default: the drafter's.", DRAFTING)
     ] = None
     tree_width: Annotated[
         int | None,
         _option(
-            "Children a node of a draft tree; 1 is a chain. As is usual for the drafter and the model unless given.",
+            "Children per node of a draft tree; 1 is a chain. Default: depends on the drafter and the model.",
             DRAFTING,
         ),
     ] = None
@@ -117,20 +117,20 @@ class DraftSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting(DraftSizes):
-    """Who drafts, how much, and how drafts are verified."""
+    """Which drafter, how much it drafts, and how drafts are verified."""
 
     drafter: DrafterName = None
     adaptive: Adaptive = True
     verification: Verification = "coupled"
 
     def of(self, model: str) -> dict[str, Any]:
-        """What was given, with the drafter used for `model` where none was named."""
+        """The options given, with the default drafter for `model` if none was named."""
         return {**values(self), "drafter": self.drafter or default_drafter(model, self.draft_model)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How an answer's tokens are chosen; where nobody says, as the model's makers say (generation_config.json)."""
+    """How an answer's tokens are chosen; the defaults are those of the model's generation_config.json."""
 
     max_tokens: MaxTokens = 512
     temperature: Annotated[
@@ -154,12 +154,12 @@ class Sampling:
     generation_config: GenerationConfig = "auto"
 
     def given(self) -> dict[str, Any]:
-        """Fields of SamplingParams; of those the model may have defaults for only what was given."""
+        """Fields of SamplingParams; those not given are left out, since the model may have defaults for them."""
         given = {name: value for name, value in values(self).items() if name != "generation_config"}
         return {name: value for name, value in given.items() if value is not None}
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """What was given, else the model's `defaults`, else what is usual. Raises SamplingError."""
+        """The options given, else the model's `defaults`, else the usual values. Raises SamplingError."""
         return SamplingParams(**{**USUAL_SAMPLING, **defaults, **self.given()})
 
 
@@ -174,7 +174,7 @@ def chosen_model(argument: str | None, option: str | None) -> str:
 
 
 def names(text: str) -> list[str]:
-    """The parts of a list separated by commas. Raises ConfigError if there is none."""
+    """The parts of a comma-separated list. Raises ConfigError if there is none."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise ConfigError(f"a list separated by commas is needed, got {text!r}")
@@ -182,7 +182,7 @@ def names(text: str) -> list[str]:
 
 
 def numbers(text: str, what: str) -> list[float]:
-    """The numbers of a list separated by commas. Raises ConfigError naming what is not a number."""
+    """The numbers of a comma-separated list. Raises ConfigError naming what is not a number."""
     return [_number(part, what) for part in names(text)]
 
 
@@ -194,7 +194,7 @@ def _number(text: str, what: str) -> float:
 
 
 def biases(pairs: list[str] | None) -> dict[int, float]:
-    """`--logit-bias ID=VALUE` options as a mapping. Raises ConfigError for one of another form."""
+    """`--logit-bias ID=VALUE` options as a mapping. Raises ConfigError for a malformed one."""
     result = {}
     for pair in pairs or ():
         token_id, sign, value = pair.partition("=")
@@ -205,7 +205,7 @@ def biases(pairs: list[str] | None) -> dict[int, float]:
 
 
 def default_drafter(model: str, draft_model: str | None) -> str:
-    """The drafter used where none is named: a draft model where there is one, else n-grams."""
+    """The drafter used if none is named: a draft model if there is one, else n-grams."""
     from forerun.drafters.named import own_model
     from forerun.drafters.registry import spec_of
 

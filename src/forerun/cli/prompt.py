@@ -17,7 +17,7 @@ from forerun.errors import ConfigError, DataError, PromptError
 def model_and_prompt(arguments: Sequence[str], model: str | None, file: Path | None) -> tuple[str, str]:
     """Sort out `[MODEL] [PROMPT]`, --model, --file and standard input. Raises ConfigError, DataError or PromptError.
 
-    A lone argument is the model if it names one, else the prompt. Of two prompts none is preferred.
+    A single argument is the model if it names one, else the prompt. Two prompts are an error.
     """
     if len(arguments) > 2:
         raise ConfigError(f"{len(arguments)} arguments were given: put the prompt in quotes")
@@ -36,7 +36,7 @@ def model_and_prompt(arguments: Sequence[str], model: str | None, file: Path | N
     if (rest or file is not None) and is_piped():
         raise ConfigError(
             f"the prompt was given twice, {'as an argument' if rest else 'with --file'} and on standard input: give "
-            "one (end the command with </dev/null where that input is meant for another)"
+            "one (add </dev/null to the command if the input is meant for something else)"
         )
     if not prompt.strip():
         raise PromptError(f"the prompt is empty: give some text{f' (the model is {name})' if named else ''}")
@@ -44,7 +44,7 @@ def model_and_prompt(arguments: Sequence[str], model: str | None, file: Path | N
 
 
 def _check_path(model: str) -> None:
-    """Say that a model is not there before asking for a prompt."""
+    """Raise for a missing model before asking for a prompt."""
     from forerun.weights.resolve import resolve_model
 
     resolve_model(model)
@@ -57,13 +57,13 @@ def _is_model(text: str) -> bool:
 
 
 def is_piped() -> bool:
-    """Whether text waits on standard input; does not wait for it."""
+    """Whether text is waiting on standard input; does not block."""
     stream = sys.stdin
     if stream is None or stream.isatty():
         return False
     try:
         is_ready = bool(select.select([stream], [], [], 0)[0])
-    except (OSError, ValueError):  # not a file of the system's, as in tests
+    except (OSError, ValueError):  # not a real file, as in tests
         is_ready = True
     return is_ready and bool(getattr(stream.buffer, "peek", stream.buffer.read)(1))
 

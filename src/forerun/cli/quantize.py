@@ -1,4 +1,4 @@
-"""`forerun quantize`: a model in fewer bits, in a layout others load too.
+"""`forerun quantize`: writes a model in fewer bits, in a layout that other engines load, too.
 
 Knows: options, what is printed before and after. Does not know: how matrices are rounded (`forerun.quantize`).
 """
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from forerun.quantize.settings import QuantizeSettings
     from forerun.quantize.text import CalibrationText
 
-OWN_SEQUENCES = 32  # texts the model writes itself: slower to have than to read
+OWN_SEQUENCES = 32  # of text that the model writes itself, which is slower than reading a file
 SEQUENCES = 128
 USUAL_LENGTH = 512
 MEASURED = 16  # held-out sequences that perplexity is measured on
 GGUF_SUFFIX = ".gguf"
 HF, GGUF = "With --format hf", "With --format gguf"
-FOREIGN_OPTIONS = {  # format -> parameters of the other one, by the option's name
+FOREIGN_OPTIONS = {  # format -> parameters that belong to the other format: their option names
     "hf": {"mix": "--type"},
     "gguf": {
         "method": "--method", "bits": "--bits", "group_size": "--group-size", "sym": "--sym/--asym",
         "act_order": "--act-order", "clip": "--clip", "damp": "--damp",
     },
 }  # fmt: skip
-CALIBRATING = {"calibration": "--calibration", "sequences": "--sequences", "seed": "--seed"}  # gptq and awq alone
+CALIBRATING = {"calibration": "--calibration", "sequences": "--sequences", "seed": "--seed"}  # gptq and awq only
 
 
 def quantize(
@@ -86,7 +86,7 @@ def quantize(
     threads: opt.Threads = None,
     json: opt.JsonOption = False,
 ) -> None:
-    """Write a model in fewer bits, as other engines load it too. An interrupted run of gptq or awq is resumed."""
+    """Write a model in fewer bits, in a layout that other engines load. An interrupted gptq or awq run is resumed."""
     form = form or ("gguf" if target.suffix == GGUF_SUFFIX else "hf")
     _refuse_others(context, form, method)
     _check_target(target, form, mix)
@@ -104,7 +104,7 @@ def quantize(
 
 @dataclass(frozen=True, slots=True)
 class _TextOptions:
-    """Which text a run reads, and what runs it."""
+    """The text a run reads, and the kernels that run it."""
 
     calibration: Path | None
     sequences: int | None
@@ -116,7 +116,7 @@ class _TextOptions:
 
 
 def _refuse_others(context: typer.Context, form: str, method: str) -> None:
-    """Raise ConfigError for a format there is not, and for options that do nothing with this format or method."""
+    """Raise ConfigError for an unknown format, and for options that have no effect with this format or method."""
     if form not in FOREIGN_OPTIONS:
         raise ConfigError(f"--format must be one of {', '.join(FOREIGN_OPTIONS)}; got {form!r}")
     for name, option in FOREIGN_OPTIONS[form].items():
@@ -168,7 +168,7 @@ def _quantize_gguf(model: str, file: Path, mix: str, given: _TextOptions) -> dic
 
 
 def _written(model: str, target: Path, given: _TextOptions, write: Callable[[], None]) -> dict[str, Any]:
-    """Write what needs no text; models are loaded only where there is one to measure perplexity on."""
+    """Write without calibration; models are loaded only to measure perplexity on a given text."""
     from forerun.quantize.output import weight_bytes
 
     if given.perplexity is None:
@@ -190,7 +190,7 @@ def _written(model: str, target: Path, given: _TextOptions, write: Callable[[], 
 def _calibrated(
     model: str, source: Quantizable, folder: Path, settings: QuantizeSettings, given: _TextOptions
 ) -> dict[str, Any]:
-    """By a method that reads text."""
+    """Quantize by a method that calibrates on text."""
     ops = _kernels(given)
     loaded = load(model, ops)
     length = sequence_length(loaded, given.length)
@@ -208,7 +208,7 @@ def _check_source(model: str) -> None:
 
 
 def _check_target(target: Path, form: str, mix: str) -> None:
-    """Raise ConfigError for a type GGUF files are not written in here, and for a name of the other format."""
+    """Raise ConfigError for a type that cannot be written, and for a target name of the other format."""
     if form == "hf":
         if target.suffix == GGUF_SUFFIX:
             raise ConfigError(
@@ -226,7 +226,7 @@ def _check_target(target: Path, form: str, mix: str) -> None:
 
 
 def load(model: str, kernels: Kernels) -> LoadedModel:
-    """A model of its own, with a spinner on a terminal."""
+    """Load a model, with a spinner on a terminal."""
     from forerun.models.loader import load_model
 
     fetch(model)
@@ -267,7 +267,7 @@ def _read(path: Path, loaded: LoadedModel, length: int, limit: int | None = None
 
 
 def _text(loaded: LoadedModel, model: str, given: _TextOptions, length: int) -> CalibrationText:
-    """From the file, or else written by the model; a part of it held out."""
+    """Text from the file, or else written by the model; a part of it is held out."""
     from forerun.quantize.text import split, with_held_out
 
     wanted = given.sequences or (OWN_SEQUENCES if given.calibration is None else SEQUENCES)

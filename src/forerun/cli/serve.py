@@ -45,7 +45,7 @@ def _engine(help_text: str, panel: str = opt.ENGINE) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """Where the server is, who may ask, and what it logs."""
+    """The server's address, who may use it, and what it logs."""
 
     host: Annotated[str, _server("Address to listen on; the default is this machine alone.")] = "127.0.0.1"
     port: Annotated[int, _server("Port to listen on; 0 takes a free one.")] = 8000
@@ -59,7 +59,8 @@ class Listening:
         _safety("Names clients may call this server by; *.NAME for all below, * for any; repeatable."),
     ] = None
     allowed_origins: Annotated[
-        list[str] | None, _safety("Web pages that may ask, by SCHEME://HOST[:PORT], or *; repeatable.")
+        list[str] | None,
+        _safety("Origins of web pages that may use the server, as SCHEME://HOST[:PORT], or *; repeatable."),
     ] = None
     ssl_certfile: Annotated[Path | None, _safety("TLS certificate (PEM).")] = None
     ssl_keyfile: Annotated[Path | None, _safety("TLS key (PEM).")] = None
@@ -85,20 +86,20 @@ class Serving:
         float, _server("Time for requests to end when the server is told to stop.", "--drain-seconds", min=0)
     ] = 8.0
     trust_request_chat_template: Annotated[
-        bool, _safety("Run chat templates that requests bring.", "--trust-request-chat-template")
+        bool, _safety("Run chat templates sent in requests.", "--trust-request-chat-template")
     ] = False
-    max_queue: Annotated[int, _safety("Requests that may wait beside those that run; more get 429.", min=0)] = 256
+    max_queue: Annotated[int, _safety("Requests that may wait besides the running ones; more get 429.", min=0)] = 256
     max_body_bytes: Annotated[int, _safety("Largest request body.", min=1)] = 8 << 20
     max_prompt_tokens: Annotated[int | None, _safety("Longest prompt; what the context holds unless given.")] = None
     max_samples: Annotated[int, _safety("Most samples (n times prompts) of one request.", min=1)] = 64
     max_stored_responses: Annotated[
         int, _safety("Answers of /v1/responses kept for later requests; 0 keeps none.", min=0)
     ] = 1000
-    max_stored_bytes: Annotated[int, _safety("Their bytes, conversations included.", min=0)] = 64 << 20
+    max_stored_bytes: Annotated[int, _safety("Bytes of those answers and their conversations.", min=0)] = 64 << 20
     max_connections: Annotated[int, _safety("Requests open at a time; more get 503.", min=1)] = 4096
-    timeout_s: Annotated[
-        float | None, _safety("Seconds for requests that bring no timeout of their own.", "--timeout")
-    ] = None
+    timeout_s: Annotated[float | None, _safety("Seconds for requests without a timeout of their own.", "--timeout")] = (
+        None
+    )
     grammar_timeout_s: Annotated[
         float, _safety("Seconds for compiling a schema, regex or grammar.", "--grammar-timeout")
     ] = 10.0
@@ -110,17 +111,21 @@ class ServedEngine(opt.Loading):
 
     max_num_seqs: Annotated[int, _engine("Requests computed at the same time.")] = 32
     max_num_batched_tokens: Annotated[int, _engine("Rows a step may compute.")] = 512
-    prefix_caching: Annotated[bool, _engine("Keep computed prompts for others alike.")] = True
+    prefix_caching: Annotated[bool, _engine("Reuse computed prompts for later requests with the same beginning.")] = (
+        True
+    )
     keep_learned: Annotated[bool, _engine("Keep what the policy learns for the next start.")] = True
-    seed: Annotated[int, _engine("Where the seeds of requests that bring none come from.")] = 0
+    seed: Annotated[int, _engine("Seeds of requests without one are derived from this.")] = 0
     generation_config: opt.GenerationConfig = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedDrafting(opt.Drafting):
-    """Who drafts, in our words or vLLM's."""
+    """Which drafter, by our options or vLLM's."""
 
-    speculative_config: Annotated[str | None, _engine("vLLM's JSON, instead.", opt.DRAFTING)] = None
+    speculative_config: Annotated[
+        str | None, _engine("vLLM's JSON, instead of --drafter and --draft-model.", opt.DRAFTING)
+    ] = None
 
     def of(self, model: str) -> dict[str, Any]:
         """See `Drafting`; --speculative-config replaces --drafter and --draft-model. Raises ConfigError for both."""
@@ -179,12 +184,12 @@ def _settings(name: str, listening: Listening, serving: Serving) -> ServerSettin
 
 
 def _model_id(name: str) -> str:
-    """What clients call the model: a GGUF file's name, wherever the file lies; any other model as it was given."""
+    """The model's name for clients: a GGUF file's name without its folder, any other model as it was given."""
     return Path(name).name if name.endswith(".gguf") else name
 
 
 def _keys(given: list[str] | None, path: Path | None) -> tuple[str, ...]:
-    """Those of the command line, else that of the environment."""
+    """The keys of the command line, else the environment's."""
     named = (*(given or ()), *(_read_keys(path) if path else ()))
     from_environment = None if named else api_key_from_environment()
     return (from_environment,) if from_environment else named
@@ -203,8 +208,8 @@ def _read_keys(path: Path) -> list[str]:
 def _allowed_hosts(host: str, given: list[str] | None, has_keys: bool) -> tuple[str, ...]:
     """The given names; on a loopback address those of the loopback as well.
 
-    A page of another site may have its name point to this machine, so that a browser takes a server without keys for a
-    part of that site: unless names are given, such a server answers to its own only.
+    A page of another site may make its name resolve to this machine, and then a browser treats a server without keys as
+    part of that site: unless names are given, such a server answers only to its own names.
     """
     if not _is_loopback(host):
         return tuple(given or ())
@@ -259,5 +264,5 @@ def _run(llm: LLM, settings: ServerSettings, listen: dict[str, Any]) -> None:
     from forerun.server.app import create_app
     from forerun.server.run import Server
 
-    with suppress(KeyboardInterrupt):  # Ctrl-C, which the server has dealt with
+    with suppress(KeyboardInterrupt):  # Ctrl-C, which the server has handled
         Server(create_app(llm, settings), **listen).run()

@@ -28,10 +28,10 @@ DataTokens = Annotated[
     typer.Option(help="Tokens of all prompts with their answers, or of each .answers or .bin file; 0: what there is."),
 ]
 CaptureBytes = Annotated[
-    int | None, typer.Option(help="Keep the target's states on disk, in at most so many bytes; 0 computes them anew.")
+    int | None, typer.Option(help="Keep the target's states on disk, in at most so many bytes; 0 recomputes them.")
 ]
 Device = Annotated[str, typer.Option(help="Where to train: cpu or cuda.")]
-Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Delete the folder's run first, or go on.")]
+Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Delete the folder's run first, or resume it.")]
 
 
 @app.callback()
@@ -44,7 +44,9 @@ def lm(
     recipe: Annotated[Path, typer.Argument(help="A recipe, such as recipes/mini-target.toml.")],
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/NAME unless given.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of the training text; the recipe's unless given.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh/--resume", help="Delete the folder's run first, or go on.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh/--resume", help="Delete the folder's run first, or resume it.")
+    ] = False,
 ) -> None:
     """Train a language model, or resume its training, and export it in Hugging Face layout."""
     from forerun.training.console import Console
@@ -62,7 +64,7 @@ def export(
     run: Annotated[Path, typer.Argument(help="The run folder of `forerun train lm`.")],
     folder: Annotated[Path, typer.Argument(help="Where the model is written.")],
 ) -> None:
-    """Write the last checkpoint of a run, also one under way, in Hugging Face layout."""
+    """Write the last checkpoint of a run, even of one in progress, in Hugging Face layout."""
     from forerun.training.lm import export_run
 
     typer.echo(f"step {export_run(run, folder)} written to {folder}")
@@ -164,7 +166,7 @@ def _train_head(
     kind: str, target: str, data: list[Path], out: Path, recipe: Path | None, sizes: tuple[int | None, ...],
     device: str, fresh: bool,
 ) -> None:  # fmt: skip
-    """sizes: steps, tokens a step, tokens of data and bytes of captured states, where they replace the recipe's."""
+    """sizes: steps, tokens a step, tokens of data and bytes of captured states, None to keep the recipe's."""
     from forerun.training.heads.config import HeadJob, load_head_recipe
     from forerun.training.heads.console import HeadConsole
     from forerun.training.heads.run import train_head

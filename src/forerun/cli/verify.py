@@ -1,4 +1,4 @@
-"""`forerun verify`: is the output with drafters the output without?
+"""`forerun verify`: checks that output with drafters equals output without.
 
 Knows: options, tables, the exit status. Does not know: how outputs are compared (`forerun.bench.equality`) nor how
 the rejection rule is tested (`forerun.speculation.selfcheck`).
@@ -40,12 +40,15 @@ def verify(
     json: opt.JsonOption = False,
     adaptive: Annotated[
         bool,
-        typer.Option(help="Draft as in use; by default always, so that more is tested.", rich_help_panel=opt.DRAFTING),
+        typer.Option(
+            help="Let the policy decide as in normal use; by default every step drafts, which tests more.",
+            rich_help_panel=opt.DRAFTING,
+        ),
     ] = False,
 ) -> None:
     """Compare every drafter's tokens with plain decoding, and test the rejection rule. Exit status 1: a difference.
 
-    Plain decoding takes one conversation at a time; drafter `none` is the same in batches.
+    Plain decoding takes one conversation at a time; drafter `none` is plain decoding in batches.
     """
     wanted = opt.names(drafters)
     check_drafters(wanted)
