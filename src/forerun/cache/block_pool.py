@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 class BlockPool:
     """Hands out block ids 0 .. num_blocks-1, each with a count of its owners.
 
-    A block marked by `keep` does not become free with its last owner: it is *cached*, and taken for something else
-    only when no block is free, the least recently released first. `on_evict` is told before that happens.
+    A block marked by `keep` does not become free with its last owner: it is *cached*, and reused only when
+    no block is free, the least recently released first. `on_evict` is told before that happens.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -27,12 +27,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Free blocks whose contents are not cached."""
+        """Blocks without owner whose contents are not cached."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Free blocks whose contents are cached for later requests."""
+        """Blocks without owner whose contents are cached for later requests."""
         return len(self._cached)
 
     @property
@@ -46,11 +46,11 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def is_cached(self, block: int) -> bool:
-        """The block is kept and has no owner."""
+        """Whether the block is kept and has no owner."""
         return block in self._cached
 
     def num_owners(self, block: int) -> int:
-        """How many own the block."""
+        """The block's number of owners."""
         return self._owners[block]
 
     def allocate(self, num: int) -> list[int] | None:
@@ -78,7 +78,7 @@ class BlockPool:
             self._owners[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Take an owner from each block, the last first; a block without owners is cached if kept, else free."""
+        """Remove an owner from each block, last block first; a block without owners is cached if kept, else free."""
         for block in reversed(blocks):
             assert self._owners[block] > 0, f"block {block} released twice"
             self._owners[block] -= 1
@@ -95,7 +95,7 @@ class BlockPool:
         self._kept[block] = 1
 
     def is_kept(self, block: int) -> bool:
-        """The contents of the block outlive its owners."""
+        """Whether the contents of the block outlive its owners."""
         return bool(self._kept[block])
 
     def check_integrity(self) -> None:

@@ -43,7 +43,7 @@ class KVCache:
         return -(-num_rows // self.block_size)
 
     def commit(self, moves: Iterable[Move]) -> None:
-        """Put accepted tree rows in a row behind their root, in every layer. A chain has nothing to move."""
+        """Move accepted tree rows to the rows after their root, in every layer. A chain has nothing to move."""
         sources, targets = [], []
         for move in moves:
             for source, target in zip(move.sources, move.targets, strict=True):
@@ -58,7 +58,7 @@ class KVCache:
         self._move(range(first, first + num_rows), range(to_first, to_first + num_rows))
 
     def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """From slot to slot."""
+        """Move rows from slot to slot, in every layer."""
         if len(sources) and self.layers:
             slots = torch.tensor([list(sources), list(targets)], dtype=torch.int32)
             slots = to_device(slots, self.device)  # [2, rows]

@@ -1,12 +1,12 @@
 """Which blocks already hold the KV of a prefix, so that it is not computed twice.
 
-Knows: the token ids behind every full block that was computed, what follows what, how far drafters' KV in a block is
+Knows: the token ids of every full block that was computed, the order of blocks, how far drafters' KV in a block is
 valid. Does not know: tensors, who is scheduled when.
 
-A tree of blocks: a node is a full block, its path from the top the tokens of the whole prefix. Token ids themselves
-are compared, not hashes of them, so that two prefixes can never be mistaken for each other. Who owns a block owns
+A tree of blocks: a node is a full block, and its path from the top spells the whole prefix. Token ids themselves
+are compared, not hashes of them, so that prefixes can never collide. The owner of a block owns
 all blocks above it, and a request releases its last block first; so the pool, which evicts the least recently
-released block, never takes a block that others still stand on.
+released block, never takes a block that other nodes still follow.
 
 Sources: blocks shared by prefix as in Kwon et al., arXiv 2309.06180; the tree as in Zheng et al., arXiv 2312.07104.
 """
@@ -33,10 +33,10 @@ class Node:
     parent: Node | None
     children: dict[Tokens, Node] = field(default_factory=dict)
     order: list[Tokens] = field(default_factory=list)  # keys of `children`, sorted: neighbours share the most tokens
-    ready: list[int] = field(default_factory=list)  # rows with valid drafter KV, a kind of drafter KV each
+    ready: list[int] = field(default_factory=list)  # rows with valid drafter KV, one number per kind of drafter KV
 
 
-Place = tuple[Node, Tokens]  # a block that is not there yet: what it would follow, and its tokens
+Place = tuple[Node, Tokens]  # a block to be added: the node it would follow, and its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Hit:
 
     node: Node  # of the last full block
     blocks: tuple[int, ...] = ()
-    copy_from: int | None = None  # a block whose first num_copied rows go on where `blocks` end
+    copy_from: int | None = None  # a block whose first num_copied rows continue `blocks`
     num_copied: int = 0
-    num_ready: tuple[int, ...] = ()  # leading positions with valid drafter KV, a kind each
+    num_ready: tuple[int, ...] = ()  # leading positions with valid drafter KV, by kind
 
     def without_copy(self) -> Hit:
         """The same hit, full blocks only."""
@@ -55,7 +55,7 @@ class Hit:
         return replace(self, copy_from=None, num_copied=0, num_ready=tuple(min(n, full) for n in self.num_ready))
 
 
-NO_HIT = Hit(Node(_TOP, (), None))  # where there is no cache
+NO_HIT = Hit(Node(_TOP, (), None))  # if there is no cache
 
 
 @dataclass(slots=True)
@@ -64,13 +64,13 @@ class _Tail:
 
     node: Node
     num_blocks: int
-    marked: list[int] = field(default_factory=list)  # leading blocks known to be ready, a kind each
-    closed: bool = False  # its further blocks stay its own
+    marked: list[int] = field(default_factory=list)  # leading blocks known to be ready, by kind
+    closed: bool = False  # no further blocks are added to the tree
 
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Tokens that admitted requests asked for, and how many of them were there."""
+    """Tokens of admitted requests, and how many of them the cache had."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
@@ -115,7 +115,7 @@ class PrefixCache:
         return Hit(node, tuple(n.block for n in path), partial.block if partial else None, num_copied, ready)
 
     def next_place(self, request: Request) -> Place | None:
-        """The block that this running request will add next; None if its tokens are not all known."""
+        """The block that this running request will add next; None if its tokens are not all known, or it adds none."""
         tail = self._tails[request.request_id]
         return None if tail.closed else self.place_after(tail.node, tail.num_blocks, request.token_ids)
 
@@ -131,7 +131,7 @@ class PrefixCache:
         return (tuple(token_ids[start : start + size]) for start in range(0, num * size, size))
 
     def _ready_of(self, path: Sequence[Node], num_rows: int) -> tuple[int, ...]:
-        """Leading rows of the path's blocks that are ready, a kind each, at most num_rows."""
+        """Leading rows of the path's blocks that are ready, by kind, at most num_rows."""
         num_kinds = max((len(node.ready) for node in path), default=0)
         return tuple(min(self._leading(path, kind), num_rows) for kind in range(num_kinds))
 
@@ -152,10 +152,10 @@ class PrefixCache:
         self._tails[request.request_id] = _Tail(hit.node, len(hit.blocks), marked)
 
     def publish(self, request: Request, num_ready: Sequence[int]) -> None:
-        """Add the request's blocks that became full of computed tokens; note how far drafters' KV goes.
+        """Add the request's blocks that are now full of computed tokens; record how far drafters' KV is valid.
 
-        A block that the tree already has is given up for the tree's own, in the request's block table too. `num_ready`
-        are leading positions, a kind of drafter KV each. Call it between steps: only committed rows count.
+        If the tree already has an equal block, the request uses the tree's block instead. `num_ready` are leading
+        positions, one number per kind of drafter KV. Call it between steps: only committed rows count.
         """
         tail = self._tails[request.request_id]
         while not tail.closed and (tail.num_blocks + 1) * self.block_size <= request.num_computed:
@@ -187,7 +187,7 @@ class PrefixCache:
         return node
 
     def _exchange(self, request: Request, index: int, known: Node, num_ready: Sequence[int]) -> bool:
-        """Use the tree's block in place of the request's equal one, unless a drafter would lose rows by that."""
+        """Use the tree's block in place of the request's equal one, unless a drafter would lose valid rows."""
         for kind, num_rows in enumerate(num_ready):
             own = min(num_rows - index * self.block_size, self.block_size)
             if own > (known.ready[kind] if kind < len(known.ready) else 0):
@@ -198,7 +198,7 @@ class PrefixCache:
         return True
 
     def _mark(self, request: Request, tail: _Tail, kind: int, num_rows: int) -> None:
-        """Raise what is known to be ready of the request's blocks to `num_rows` positions."""
+        """Mark the request's blocks as ready up to `num_rows` positions."""
         tail.marked += [0] * (kind + 1 - len(tail.marked))
         while tail.marked[kind] < tail.num_blocks:
             index = tail.marked[kind]
@@ -215,7 +215,7 @@ class PrefixCache:
     # -- evicting -----------------------------------------------------------------------------------------------
 
     def _forget(self, block: int) -> None:
-        """The pool takes the block for something else."""
+        """The pool evicts the block."""
         node = self._nodes.pop(block)
         assert not node.children, f"block {block} is evicted before what follows it"
         assert node.parent is not None

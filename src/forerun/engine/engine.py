@@ -1,6 +1,6 @@
 """The step: schedule, draft, forward, verify, commit.
 
-Knows: the order of things. Does not know: how any of them is done, nor text, chat or files.
+Knows: the order of these phases. Does not know: how any of them is done, nor text, chat or files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Verifier(Protocol):
     """Turns logits into choices under one acceptance rule."""
 
     def verify(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
-        """One choice or error a candidate."""
+        """One choice or error per candidate."""
 
     def reads_pending(self, requests: Sequence[Request]) -> bool:
         """Whether drafts of these requests may be pending until they are verified."""
@@ -49,7 +49,7 @@ class _Work:
 
     item: ScheduledRequest
     record: SampleRecord
-    draft: Draft | None  # None: the span stops short of the root
+    draft: Draft | None  # None: the span ends before the root
     first_row: int = 0  # of the batch
     first_logit: int = 0  # row of the logits that belongs to the span's first token, or to the root
     span_logits: bool = False
@@ -65,7 +65,7 @@ class Engine:
     """Runs requests to their end, many at once. Not thread-safe: one thread steps it."""
 
     model: Model
-    runner: Runner  # of the model's passes, which give the states the drafter wants
+    runner: Runner  # executes the model's passes, with the hidden states the drafter needs
     drafter: Drafter
     verifier: Verifier
     policy: Policy
@@ -76,7 +76,7 @@ class Engine:
     timings: Timings = field(default_factory=Timings)
     masks: MaskWaits = field(default_factory=MaskWaits)
     torch_threads: Callable[[], AbstractContextManager[None]] = nullcontext  # around a step
-    keep: Callable[[], None] | None = None  # when requests have ended: keep what the policy learned
+    keep: Callable[[], None] | None = None  # called when requests have ended: saves what the policy learned
     meanwhile: Callable[[], None] | None = None  # once a step, while a GPU computes; may not touch requests
     boundaries: BoundaryStates = field(init=False)
 
@@ -85,7 +85,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Some request is not finished."""
+        """Whether some request is not finished."""
         return self.scheduler.has_work
 
     def add(self, group: RequestGroup) -> None:
@@ -114,7 +114,7 @@ class Engine:
             self._end(alive)
 
     def step(self) -> list[RequestGroup]:
-        """Advance the scheduled requests by one pass of the target; the groups that changed."""
+        """Advance the scheduled requests by one pass of the target -> the groups that changed."""
         with self.torch_threads():
             return self._step()
 
@@ -142,14 +142,14 @@ class Engine:
         return changed
 
     def _pause(self) -> list[RequestGroup]:
-        """A step in which everybody waits for a mask."""
+        """A step in which all requests wait for grammar masks."""
         if self.meanwhile is not None:
             self.meanwhile()
         self.masks.wait(self.scheduler.running)
         return self._finish(())
 
     def _learn(self, work: Sequence[_Work], observed: Sequence[Observed], num_rows: int) -> None:
-        """Tell the policy, and whoever wrote down what requests cost, what the step was and took."""
+        """Tell the policy and the requests' records what the step did and how long it took."""
         outcomes = [
             Outcome(entry.item.request, entry.draft, seen.tokens)
             for entry, seen in zip(work, observed, strict=True)
@@ -167,7 +167,7 @@ class Engine:
     # -- schedule, draft, build ---------------------------------------------------------------------------------
 
     def _schedule(self, wanted: StepPlan) -> Plan:
-        """Ask the scheduler; let everyone forget what was preempted, and go on from what the cache had."""
+        """Ask the scheduler; forget the state of preempted requests, and resume others from the prefix cache."""
         self.masks.begin_step(self.scheduler.running)
         plan = self.scheduler.schedule(wanted.max_nodes, bool(self.drafter.hidden_layers), self.masks.may_choose)
         for request in plan.preempted:
@@ -178,7 +178,7 @@ class Engine:
         return plan
 
     def _resume(self, resumed: Resumed) -> None:
-        """Copy what the request does not share of its prefix; tell the drafter what is there."""
+        """Copy the rows of the prefix that the request cannot share; tell the drafter what is available."""
         request = resumed.request
         if resumed.copy_from is not None:
             self.kv_cache.copy_rows(resumed.copy_from, request.block_ids[resumed.copy_to], resumed.num_copied)
@@ -206,7 +206,7 @@ class Engine:
         return _Work(item, record, draft)
 
     def _build(self, work: Sequence[_Work]) -> ForwardBatch:
-        """Lay out all rows and note where each request's begin."""
+        """Lay out all rows and record where each request's rows begin."""
         num_rows = num_logits = 0
         sequences = []
         for entry in work:
@@ -229,9 +229,9 @@ class Engine:
     def _decide(
         self, work: Sequence[_Work], batch: ForwardBatch
     ) -> tuple[PassOutput, list[Choice | LogitsError | None]]:
-        """The pass, and what is chosen from it.
+        """Run the pass and choose tokens from it.
 
-        A GPU is waited for once, for the choices, so that choosing counts as a part of the pass there.
+        On a GPU the host waits only once, for the choices, so that choosing is timed as part of the pass.
         """
         out = self.runner.run(batch)
         if self.meanwhile is not None:
@@ -242,7 +242,7 @@ class Engine:
             self.timings.lap("verify_s")
             return out, choices
         choices = self._verify(work, out)
-        if all(entry.draft is None for entry in work):  # nothing was read of a prompt's pass
+        if all(entry.draft is None for entry in work):  # nothing was read from the pass, which computed prompts only
             synchronize(self.kv_cache.device)
         self.timings.lap("forward_s")
         return out, choices
@@ -256,7 +256,7 @@ class Engine:
     def _commit(
         self, work: Sequence[_Work], choices: Sequence[Choice | LogitsError | None], out: PassOutput
     ) -> list[Observed]:
-        """Make what was decided known: tokens, KV rows, figures."""
+        """Apply the choices: tokens, KV rows, figures."""
         observed, moves, paths = [], [], []
         for entry, choice in zip(work, choices, strict=True):
             root = entry.item.request.root_position
@@ -269,7 +269,7 @@ class Engine:
         return observed
 
     def _take(self, entry: _Work, choice: Choice | LogitsError | None, logits: Tensor) -> Observed:
-        """Give one request its tokens and say what became known of it."""
+        """Give one request its tokens -> what the drafter observes."""
         request = entry.item.request
         if entry.span_logits:
             entry.record.read_prompt(logits[entry.first_logit : entry.first_logit + entry.item.num_span])
@@ -288,7 +288,7 @@ class Engine:
         return Observed(request, _join(rows, [first_node + draft.row_of(node) for node in nodes]), nodes, tokens)
 
     def _emit(self, entry: _Work, choice: Choice, logits: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Append the accepted tokens and the one after them, as far as the request goes on -> (nodes, tokens)."""
+        """Append the accepted tokens and the one after them, up to the request's end -> (nodes, tokens)."""
         assert entry.draft is not None
         draft, tree, record = entry.draft, entry.draft.tree, entry.record
         tokens = [*(tree.tokens[node] for node in choice.nodes[1:]), choice.token]
@@ -303,13 +303,13 @@ class Engine:
         return nodes, tuple(tokens[:num_taken])
 
     def _show_logits(self, batch: ForwardBatch, out: PassOutput) -> None:
-        """Let a drafter that learns from the target's logits see them; nothing is computed where none does."""
+        """Show the target's logits to a drafter that learns from them, if there is one."""
         reader = logits_reader(self.drafter)
         if reader is not None and out.logits.shape[0]:
             reader.observe_logits(batch.token_ids[batch.logit_rows], out.logits)
 
     def _publish(self, observed: Sequence[Observed], out: PassOutput) -> None:
-        """Offer full blocks of committed rows to other requests, with what drafters need to go on from them."""
+        """Offer full blocks of committed rows to other requests, with the states that drafters need there."""
         if self.scheduler.prefix_cache is None:
             return
         for seen in observed:
@@ -323,7 +323,7 @@ class Engine:
         self.boundaries.keep(seen.request.block_ids, first, seen.rows, self.drafter.hidden_layers, out.hidden)
 
     def _finish(self, work: Sequence[_Work]) -> list[RequestGroup]:
-        """Free what ended, in this step or because its time is over; the groups that changed."""
+        """Free requests that ended in this step or whose deadline has passed -> the groups that changed."""
         deciding = [entry.item.request for entry in work if entry.draft is not None]
         ended = [entry.item.request for entry in work if entry.item.request.finish_reason is not None]
         overdue = [request for request in self.scheduler.overdue() if request.finish_reason is None]
@@ -335,7 +335,7 @@ class Engine:
         return list(changed.values())
 
     def _end(self, requests: Sequence[Request]) -> None:
-        """Take ended requests out everywhere; a group goes with its last sample."""
+        """Remove ended requests everywhere; a group is removed with its last sample."""
         self.scheduler.finish(requests)
         for request in requests:
             self.drafter.end(request.request_id)
@@ -357,7 +357,7 @@ def _too_late(request: Request) -> DeadlineError:
 
 
 def _join(span: range, nodes: Sequence[int]) -> Sequence[int]:
-    """Rows of a span and of nodes behind it, as a range where they are one."""
+    """Rows of a span and of nodes after it, as a range if they are contiguous."""
     if nodes[-1] - span.stop == len(nodes) - 1:
         return range(span.start, span.stop + len(nodes))
     return [*span, *nodes]
@@ -381,5 +381,5 @@ def _sequence(entry: _Work) -> SequenceRows:
 
 
 def _move(seen: Observed, root: int) -> Move:
-    """Accepted nodes to the rows right behind the root."""
+    """Move accepted nodes to the rows right after the root."""
     return Move(seen.request.block_ids, [root + node for node in seen.nodes], range(root, root + len(seen.nodes)))

@@ -23,7 +23,7 @@ def position_logprobs(logits: Tensor, token: int, num_top: int) -> PositionLogpr
 def token_logprobs(
     logits: Tensor, rows: Sequence[int], tokens: Sequence[int], num_top: int | None
 ) -> list[PositionLogprobs]:
-    """Those of tokens chosen from these rows of logits [R, vocab_size]; none where they were not asked for (None)."""
+    """Log-probabilities of tokens chosen from these rows of logits [R, vocab_size]; [] if num_top is None."""
     if num_top is None:
         return []
     return [position_logprobs(logits[row], token, num_top) for row, token in zip(rows, tokens, strict=True)]

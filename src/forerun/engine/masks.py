@@ -1,7 +1,7 @@
-"""Which requests a step can choose tokens for: those whose grammar's mask is there, or comes in a moment.
+"""Which requests a step can choose tokens for: those whose grammar mask has arrived or arrives in a moment.
 
-Knows: requests and their masks. Does not know: grammars, what else a step needs. Masks are computed beside the engine;
-who has to wait longer for one is left out of steps until it is there, so that nobody else waits.
+Knows: requests and their masks. Does not know: grammars, what else a step needs. Masks are computed in other
+processes; a request that has to wait longer for one is left out of steps until it arrives, so that others do not wait.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from forerun.speculation.sampling import WAIT_S, AsyncGrammarMask, give_up_at, m
 
 
 class MaskWaits:
-    """Who waits for a mask. Only who was in the last step is waited for: a first mask may take a process to start."""
+    """Tracks which requests wait for a mask. Only those of the last step delay a step: a first mask may take long."""
 
     def __init__(self) -> None:
-        self._late: set[str] = set()  # who was left out of a step
+        self._late: set[str] = set()  # requests that were left out of a step
         self._failed: list[tuple[Request, GrammarError]] = []
 
     def begin_step(self, running: Sequence[Request]) -> None:
-        """Wait a moment for masks that were not waited for yet."""
+        """Wait a moment for masks that no step has waited for yet."""
         asked = [request for request in running if not self._ready(request, 0.0)]
         give_up = give_up_at()
         for request in asked:
@@ -37,14 +37,14 @@ class MaskWaits:
         return is_ready
 
     def wait(self, running: Iterable[Request]) -> None:
-        """Nobody can go on: wait for a mask, but not for long, since others may come."""
+        """No request can continue: wait for a mask, but not for long, since new requests may arrive."""
         late = next((request for request in running if not self._ready(request, 0.0)), None)
         if late is not None:
             self._ready(late, WAIT_S)
 
     def _ready(self, request: Request, wait_s: float) -> bool:
         grammar = request.params.grammar
-        if grammar is None or not isinstance(grammar, AsyncGrammarMask):  # the second takes 10 us
+        if grammar is None or not isinstance(grammar, AsyncGrammarMask):  # isinstance takes 10 us
             return True
         try:
             return grammar.ready(request.output_token_ids, wait_s)
@@ -68,7 +68,7 @@ class MaskWaits:
 
 
 def ask_ahead(drafts: Iterable[Draft]) -> None:
-    """Have the masks of all nodes computed beside the pass."""
+    """Ask for the masks of all nodes, so that they are computed during the pass."""
     for draft in drafts:
         grammar = draft.request.params.grammar
         if grammar is not None and isinstance(grammar, AsyncGrammarMask):

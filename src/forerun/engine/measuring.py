@@ -1,7 +1,7 @@
-"""What passes and drafting cost on this machine, tried on a made-up text before the engine serves anybody.
+"""Measures what passes and drafting cost on this machine, on a made-up text before the engine serves requests.
 
-Knows: the verbs of runners and drafters, and the order in which an engine uses them. Does not know: policies, what they
-do inside. The pool must be empty; what is left in it afterwards belongs to nobody.
+Knows: the methods of runners and drafters, and the order in which an engine calls them. Does not know: policies, what
+those methods do. The pool must be empty; afterwards its contents are meaningless.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from forerun.policy.costs import CallCosts
 from forerun.runtime.runner import Runner
 from forerun.speculation.draft import Draft
 
-_NUM_KNOWN = 64  # tokens of the text: what reading it takes is measured, too
-_SIZES = (1, 2, 3, 4, 8, 16)  # drafts a call
-_TIMINGS = 3  # calls of which the quickest counts, after one that does not
-_BUDGET_S = 0.2  # after which no further size is tried, and no further pass of one number of rows
-_MIN_PASSES, _MAX_PASSES = 2, 5  # of which the quickest counts: other work on the machine only ever adds
+_NUM_KNOWN = 64  # tokens of the text; reading it is timed, too
+_SIZES = (1, 2, 3, 4, 8, 16)  # drafts per call
+_TIMINGS = 3  # timed calls, after one for warming up; the fastest counts
+_BUDGET_S = 0.2  # then no further size is tried; per row count, no further pass
+_MIN_PASSES, _MAX_PASSES = 2, 5  # the fastest counts: other work on the machine only adds time
 
 
 def measure_passes(rows: Sequence[int], runner: Runner, kv_cache: KVCache) -> dict[int, float]:
     """Seconds of a pass by its rows, on an empty cache.
 
-    Row counts take turns, so that a slow moment of the machine is a part of each.
+    Row counts take turns, so that a slow moment of the machine affects all of them.
     """
     batches = {num_rows: _batch_of(num_rows, kv_cache) for num_rows in rows}
     times: dict[int, list[float]] = {num_rows: [] for num_rows in rows}
@@ -63,9 +63,9 @@ def _seconds_of(runner: Runner, batch: ForwardBatch, kv_cache: KVCache) -> float
 
 
 def measure_calls(drafter: Drafter, runner: Runner, kv_cache: KVCache) -> CallCosts:
-    """What the drafter's calls take; nothing is known of a drafter without weights of its own.
+    """What the drafter's calls cost; a drafter without weights of its own is not measured.
 
-    `runner` executes the target, and gives the states the drafter wants.
+    `runner` executes the target, with the hidden states the drafter needs.
     """
     costs = CallCosts(draws_levels=drafter.weight_bytes > 0)
     needed = kv_cache.num_blocks_for(_NUM_KNOWN + drafter.max_nodes)
@@ -95,7 +95,7 @@ def _show_text(drafter: Drafter, request: Request, runner: Runner, kv_cache: KVC
 
 
 def _time_calls(costs: CallCosts, drafter: Drafter, request: Request) -> None:
-    """The quickest call of each size; the first of all reads the text, too."""
+    """Record the fastest call of each size; the very first call also reads the text."""
     began = perf_counter()
     for size in _SIZES:
         if size < drafter.max_nodes and perf_counter() - began < _BUDGET_S:

@@ -27,10 +27,11 @@ from forerun.speculation.draft import Draft
 
 
 class StepTrace(NamedTuple):
-    """One step of one request: the tree that was verified, and what came of it.
+    """One step of one request: the verified tree and the result.
 
-    `tokens`, `parents` and `sources` have an entry a node, the root first. `accepted` are nodes in path order, without
-    the root; `emitted` their tokens and, unless the request ended before it, the one the target chose after them.
+    `tokens`, `parents` and `sources` have one entry per node, the root first. `accepted` are nodes in path order,
+    without the root; `emitted` their tokens and, unless the request ended before it, the one the target chose after
+    them.
     """
 
     tokens: tuple[int, ...]
@@ -43,7 +44,7 @@ class StepTrace(NamedTuple):
 
 @dataclass(slots=True)
 class SampleRecord:
-    """One request's tokens' origins, log-probabilities and times."""
+    """One request's figures: where its tokens came from, log-probabilities and times."""
 
     request: Request
     text: OutputText
@@ -57,8 +58,8 @@ class SampleRecord:
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
     drafters: dict[str, DrafterCount] = field(default_factory=dict)
-    figures: RequestStats = field(default_factory=RequestStats)  # those that grow step by step
-    trace: list[StepTrace] | None = None  # steps not taken yet by whoever asked for them; None: nobody did
+    figures: RequestStats = field(default_factory=RequestStats)  # the figures that grow step by step
+    trace: list[StepTrace] | None = None  # steps that `take_trace` has not returned yet; None: no trace was asked for
 
     def scheduled(self) -> None:
         """The request is part of a step."""
@@ -77,12 +78,12 @@ class SampleRecord:
 
     @property
     def wants_prompt(self) -> bool:
-        """Log-probabilities of prompt tokens that are not computed yet were asked for."""
+        """Whether log-probabilities of prompt tokens were asked for and some are still to be computed."""
         request = self.request
         return request.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids) - 1
 
     def read_prompt(self, logits: Tensor) -> None:
-        """Log-probabilities of the prompt's tokens behind those computed so far, from logits [span, vocab_size]."""
+        """Record log-probabilities of the next prompt tokens, from logits [span, vocab_size]."""
         request, num_top = self.request, self.request.prompt_logprobs
         assert num_top is not None
         for position, row in enumerate(logits, request.num_computed + 1):  # of the token the row predicts
@@ -101,7 +102,7 @@ class SampleRecord:
             self.drafters.setdefault(name, DrafterCount()).count(own, right)
 
     def traced(self, draft: Draft, accepted: Sequence[int], emitted: Sequence[int]) -> None:
-        """Keep a step for whoever asked for its trace; called after `emitted`."""
+        """Record a step if a trace was asked for; called after `emitted`."""
         if self.trace is None:
             return
         tree, nodes = draft.tree, draft.verified
@@ -111,18 +112,18 @@ class SampleRecord:
         self.trace.append(StepTrace(tokens, parents, sources, places, tuple(emitted), self.last_token_s))
 
     def take_trace(self) -> tuple[StepTrace, ...]:
-        """The steps since the last call; none where nobody asked for them."""
+        """The steps since the last call; () if no trace was asked for."""
         steps = tuple(self.trace or ())
         if self.trace:
             self.trace.clear()
         return steps
 
     def drafted_for(self, draft_s: float) -> None:
-        """Its share of a step's drafting."""
+        """Add the request's share of a step's drafting time."""
         self.figures.draft_s += draft_s
 
     def decoded(self, verify_s: float, step_s: float, plain_step_s: float | None) -> None:
-        """A step that read no prompt, of which `verify_s` is its share of the pass; a plain one takes plain_step_s."""
+        """Add a step without prefill; `verify_s`: its share of the pass, `plain_step_s`: what a plain step takes."""
         figures = self.figures
         figures.verify_s += verify_s
         figures.step_s += step_s
@@ -130,7 +131,7 @@ class SampleRecord:
             figures.plain_s = (figures.plain_s or 0.0) + self.num_last * plain_step_s
 
     def ended(self, explain: Callable[[Request], str | None]) -> None:
-        """The request is over; `explain` knows why it would have no drafts now, None if it would."""
+        """The request is over; `explain` returns why it would have no drafts now, or None."""
         if 1 < self.num_steps < 2 * self.figures.num_plain_steps:
             self.figures.why_plain = _why_plain(self.request, explain(self.request))
 
@@ -176,16 +177,16 @@ class RequestGroup:
 
     @property
     def finished(self) -> bool:
-        """Every sample has ended."""
+        """Whether every sample has ended."""
         return all(sample.request.finish_reason is not None for sample in self.samples)
 
     @property
     def num_events(self) -> int:
-        """Tokens and ends so far: while it stays, `output` says nothing new."""
+        """Tokens and ended samples so far: while this number stays the same, `output` does not change."""
         return sum(s.request.num_output + (s.request.finish_reason is not None) for s in self.samples)
 
     def output(self) -> RequestOutput:
-        """What the user sees now."""
+        """The output for the user so far."""
         first = self.samples[0]
         return RequestOutput(
             request_id=self.request_id,
@@ -216,14 +217,14 @@ def _completion(sample: SampleRecord) -> CompletionOutput:
 
 
 def _prompt_logprobs(sample: SampleRecord) -> tuple[PositionLogprobs | None, ...] | None:
-    """One entry a prompt token; None for the first, which nothing precedes."""
+    """One entry per prompt token; None for the first, which nothing precedes."""
     if sample.request.prompt_logprobs is None:
         return None
     return (None, *(sample.prompt_logprobs.get(i) for i in range(1, len(sample.request.prompt_token_ids))))
 
 
 def _why_plain(request: Request, reason: str | None) -> str:
-    """Why most steps of a request had no drafts, the simplest reason first."""
+    """Why most steps of a request had no drafts; simple reasons are checked first."""
     if not request.speculate:
         return "the request asked for no drafts"
     if request.failed_drafters:

@@ -3,9 +3,9 @@
 Knows: requests, budgets, blocks, turns. Does not know: tensors, models, drafters. Prefill chunk, decode and verify
 are one thing: a span of known tokens, then a tree.
 
-A step is filled in three passes. First everyone who runs gets what lets them advance: a root to those who decode,
-chunks of prompts to the others, which share a budget of their own while somebody decodes. Then waiting requests are
-admitted. What rows are left go to draft trees, evenly.
+A step is filled in three passes. First every running request gets what it needs to advance: a root for decoding,
+a chunk of the prompt for prefill, which has a budget of its own while others decode. Then waiting requests are
+admitted. The remaining rows are shared evenly among draft trees.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def _always(request: Request) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a step, a queue and a request may have."""
+    """Limits of a step, of the queue and of a request."""
 
-    max_num_seqs: int  # requests that run at a time
+    max_num_seqs: int  # requests that run at the same time
     max_num_rows: int  # rows of a step: known tokens and tree nodes
     max_model_len: int
-    max_num_prefill_rows: int | None = None  # rows of prompts while others decode; None: no limit of their own
+    max_num_prefill_rows: int | None = None  # rows of prefill while others decode; None: no extra limit
     max_num_nodes: int | None = None  # tree nodes of a step, roots included; None: as many as rows
     max_num_waiting: int | None = None  # requests that may wait; None: any number
     priority_s: float = 10.0  # seconds of waiting that make up for one level of priority
@@ -53,7 +53,7 @@ class _Item:
 
     @property
     def end(self) -> int:
-        """The logical row after the last one it may write."""
+        """The logical row after the last one that the request may write."""
         return self.request.num_computed + self.num_span + self.max_nodes
 
 
@@ -70,11 +70,11 @@ class _Step:
 
     @property
     def has_room(self) -> bool:
-        """Another prompt can begin."""
+        """Whether another prompt can begin."""
         return min(self.rows_left, self.prefill_left) > 0
 
     def take(self, item: _Item, is_prefill: bool) -> None:
-        """Give these rows away."""
+        """Add an item and count its rows."""
         self.items.append(item)
         num_rows = item.num_span + item.max_nodes
         self.rows_left -= num_rows
@@ -87,12 +87,11 @@ class _Step:
 
 
 class Scheduler:
-    """Admits waiting requests, hands out blocks and rows, and preempts the last in turn when blocks run out.
+    """Admits waiting requests, assigns blocks and rows, and preempts the last in order when blocks run out.
 
-    A request's turn is its arrival, each level of priority counting for some seconds of waiting; so of two requests
-    the same one always comes first, and nobody is overtaken for ever. A preempted request loses its blocks and
-    computes again what the prefix cache has not kept of them. The first in turn is never preempted, so every
-    request finishes.
+    Requests are ordered by arrival, where a level of priority counts as some seconds of waiting; so the order of two
+    requests never changes, and no request starves. A preempted request loses its blocks and recomputes what the
+    prefix cache has not kept of them. The first in order is never preempted, so every request finishes.
     """
 
     def __init__(
@@ -109,12 +108,12 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self.waiting: list[Request] = []  # first in turn first
         self.running: list[Request] = []  # first in turn first
-        self.clock = clock  # what deadlines are compared with
+        self.clock = clock  # deadlines are times of this clock
         self._block_size = block_size
         self._arrivals = count()
         self._shared = SharedPrefixes(prefix_cache) if prefix_cache else None
         self._timed: dict[str, Request] = {}  # requests with a deadline
-        self._next_deadline_s = math.inf  # not after the earliest of them
+        self._next_deadline_s = math.inf  # at most the earliest of them
 
     @property
     def max_model_len(self) -> int:
@@ -129,14 +128,14 @@ class Scheduler:
     # -- the queue ----------------------------------------------------------------------------------------------
 
     def can_admit(self, num_requests: int) -> bool:
-        """So many more requests may be added: there are seats for them, or places in the queue."""
+        """Whether `num_requests` more may be added: there are seats for them, or places in the queue."""
         if self.limits.max_num_waiting is None:
             return True
         seats = self.limits.max_num_seqs - len(self.running)
         return len(self.waiting) + num_requests <= self.limits.max_num_waiting + seats
 
     def add(self, request: Request) -> None:
-        """Queue a request in its turn."""
+        """Insert a request into the queue by its order."""
         if request.arrival_s is None:
             request.arrival_s = self.clock()
         request.turn = (request.arrival_s + request.priority * self.limits.priority_s, next(self._arrivals))
@@ -165,13 +164,13 @@ class Scheduler:
     def schedule(
         self, node_budget: NodeBudget, needs_boundary: bool = False, may_choose: Callable[[Request], bool] = _always
     ) -> Plan:
-        """The next step. `needs_boundary`: hidden states are wanted of the token before the first computed one.
+        """The next step. `needs_boundary`: the drafter needs hidden states of the token before the first computed one.
 
-        Who may not choose a token now is given rows up to the root, but not the root.
+        A request that may not choose a token now gets rows up to the root, but not the root.
         """
         step = self._begin(may_choose)
         for request in list(self.running):
-            if request.status is Status.RUNNING:  # not preempted a moment ago by one before it
+            if request.status is Status.RUNNING:  # not just preempted by one before it
                 self._continue(request, step)
         if self.waiting and not step.preempted:
             self._admit(step, needs_boundary)
@@ -179,7 +178,7 @@ class Scheduler:
         return step.plan()
 
     def _begin(self, may_choose: Callable[[Request], bool]) -> _Step:
-        """An empty plan. While some decode, prompts leave a row for each of them and keep to their own limit."""
+        """An empty plan. While requests decode, prefill leaves a row for each of them and has a limit of its own."""
         rows = self.limits.max_num_rows
         num_decoding = sum(_is_decoding(request) for request in self.running)
         if num_decoding == 0:
@@ -188,7 +187,7 @@ class Scheduler:
         return _Step(rows, min(rows - num_decoding, rows if most is None else most), may_choose)
 
     def _continue(self, request: Request, step: _Step) -> None:
-        """Give the request what it needs to advance, if need be at the cost of those after it."""
+        """Give the request what it needs to advance, preempting later ones if needed."""
         is_prefill = not _is_decoding(request)
         rows = min(step.rows_left, step.prefill_left) if is_prefill else step.rows_left
         if rows <= 0:
@@ -207,7 +206,7 @@ class Scheduler:
         step.take(item, is_prefill)
 
     def _grow_trees(self, step: _Step, node_budget: NodeBudget) -> None:
-        """Share the rows that are left among those who choose a token, nobody getting more than the policy wants."""
+        """Share the remaining rows among requests that choose a token, none getting more than the policy wants."""
         items = [item for item in step.items if item.max_nodes > 0]
         most = self.limits.max_num_nodes
         left = step.rows_left if most is None else min(step.rows_left, most - len(items))
@@ -221,16 +220,16 @@ class Scheduler:
                 self._reserve(item.request, item.end)
 
     def _more_nodes(self, item: _Item, wanted: int) -> int:
-        """Tree nodes besides the root that can be of use, at most as many as the policy wants."""
+        """Useful tree nodes besides the root, at most as many as the policy wants."""
         request, longest = item.request, self.limits.max_model_len
         return min(wanted, request.num_remaining, longest - len(request.token_ids)) - 1
 
     def _rows_within_reach(self, item: _Item) -> int:
-        """Rows after the item's last in blocks that its request owns or that nobody does."""
+        """Rows after the item's last one in blocks that its request owns or that are available."""
         return (len(item.request.block_ids) + self.pool.num_available) * self._block_size - item.end
 
     def _reserve(self, request: Request, num_rows: int) -> bool:
-        """Make sure that the request owns blocks for so many rows."""
+        """Make sure that the request owns blocks for `num_rows` rows; returns whether it does."""
         missing = self._blocks_for(num_rows) - len(request.block_ids)
         if missing <= 0:
             return True
@@ -246,7 +245,7 @@ class Scheduler:
     # -- admission ----------------------------------------------------------------------------------------------
 
     def _admit(self, step: _Step, needs_boundary: bool) -> None:
-        """Start waiting requests in turn. Only who waits for a running request's prefix is overtaken."""
+        """Start waiting requests in order. Only those that wait for a running request's prefix are skipped."""
         if self._shared is not None:
             self._shared.begin_step(self.running)
         index = 0
@@ -268,7 +267,7 @@ class Scheduler:
         """What the cache has for a request; None if more of it will be there soon."""
         if self._shared is None or self.prefix_cache is None:
             return NO_HIT
-        if request.prompt_logprobs is not None:  # they come from rows that must be computed
+        if request.prompt_logprobs is not None:  # needs the logits of all prompt rows
             return self.prefix_cache.nothing()
         if self._shared.is_waiting(request):
             return None
@@ -276,7 +275,7 @@ class Scheduler:
         return None if self._shared.must_wait(request, hit) else hit
 
     def _start(self, request: Request, hit: Hit, step: _Step, needs_boundary: bool) -> bool:
-        """Seat a request if there are blocks for all its tokens, and schedule its first rows."""
+        """Start a request if there are blocks for all its tokens, and schedule its first rows."""
         num_blocks = self._blocks_for(len(request.token_ids))
         affordable = self._afford(hit, num_blocks)
         if affordable is None:
@@ -291,7 +290,7 @@ class Scheduler:
         return True
 
     def _afford(self, hit: Hit, num_blocks: int) -> Hit | None:
-        """The hit, or its full blocks alone, if the blocks besides it can be had."""
+        """The hit, or its full blocks only, if enough other blocks are available; else None."""
         available = self.pool.num_available - sum(map(self.pool.is_cached, hit.blocks))
         missing = num_blocks - len(hit.blocks)
         if missing > available:
@@ -301,7 +300,7 @@ class Scheduler:
         return hit
 
     def _take_blocks(self, hit: Hit, num_blocks: int) -> list[int]:
-        """A block table of the hit's blocks and fresh ones; the block to copy from is not among the fresh."""
+        """A block table of the hit's blocks and new ones; the block to copy from is not reused as a new one."""
         held = [] if hit.copy_from is None else [hit.copy_from]
         self.pool.share([*hit.blocks, *held])
         fresh = self.pool.allocate(num_blocks - len(hit.blocks))
@@ -310,12 +309,12 @@ class Scheduler:
         return [*hit.blocks, *fresh]
 
     def _first_row(self, request: Request, hit: Hit, needs_boundary: bool) -> int:
-        """Where the target goes on: behind the hit; a row earlier if the last one's hidden state is not kept."""
+        """Where the target continues: after the hit, or a row earlier if the last row's hidden state is not kept."""
         known = len(hit.blocks) * self._block_size + hit.num_copied
         return min(known - (needs_boundary and hit.num_copied > 0), request.root_position)
 
     def _note_start(self, request: Request, hit: Hit, step: _Step) -> None:
-        """Tell the cache, the figures and the step."""
+        """Record the start in the cache, the figures and the step."""
         if self._shared is None or self.prefix_cache is None:
             return
         self.prefix_cache.open(request, hit)
@@ -329,12 +328,12 @@ class Scheduler:
     # -- ending -------------------------------------------------------------------------------------------------
 
     def publish(self, request: Request, num_ready: tuple[int, ...]) -> None:
-        """A step is over: the request's full blocks are there for others. `num_ready`: see `Drafter.num_ready`."""
+        """A step is over: share the request's full blocks with others. `num_ready`: see `Drafter.num_ready`."""
         if self.prefix_cache is not None:
             self.prefix_cache.publish(request, num_ready)
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue in its turn; what the cache has lost of it by then is computed again."""
+        """Return a request to the queue; whatever the cache loses of it until its restart is recomputed."""
         self.running.remove(request)
         self._release(request)
         request.status = Status.WAITING
@@ -343,7 +342,7 @@ class Scheduler:
         insort(self.waiting, request, key=_turn)
 
     def finish(self, requests: Iterable[Request]) -> None:
-        """Take ended requests out and free their blocks."""
+        """Remove ended requests and free their blocks."""
         for request in requests:
             if request.status is Status.RUNNING:
                 self.running.remove(request)

@@ -1,6 +1,6 @@
-"""Who had better wait a few steps, because a running request is computing the very prefix they begin with.
+"""Finds requests that should wait a few steps because a running request is computing the prefix they begin with.
 
-Knows: the places in the tree of prefixes where running requests will add their next blocks. Does not know: budgets,
+Knows: where in the prefix tree running requests will add their next blocks. Does not know: budgets,
 blocks, tensors. A waiting request loses at most the steps it would have spent on the same rows itself.
 """
 
@@ -13,7 +13,7 @@ from forerun.core import Request, Status
 
 
 class SharedPrefixes:
-    """Running requests by the block they will add next, and who waits for which of them."""
+    """Running requests by the block they will add next, and which waiting requests wait for which of them."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
@@ -21,7 +21,7 @@ class SharedPrefixes:
         self._awaited: dict[str, tuple[Request, int]] = {}  # waiting request -> writer, rows they have in common
 
     def begin_step(self, running: Iterable[Request]) -> None:
-        """Look again at where the running requests are."""
+        """Update the positions of the running requests."""
         self._writers.clear()
         for request in running:
             self.add(request)
@@ -33,7 +33,7 @@ class SharedPrefixes:
             self._writers.setdefault(place, request)
 
     def is_waiting(self, request: Request) -> bool:
-        """The request was told to wait, and what it waits for is still being computed."""
+        """Whether the request was told to wait and the prefix is still being computed."""
         awaited = self._awaited.get(request.request_id)
         if awaited is None:
             return False
@@ -44,7 +44,7 @@ class SharedPrefixes:
         return False
 
     def must_wait(self, request: Request, hit: Hit) -> bool:
-        """Whether the first block the cache does not have is about to be computed; then `is_waiting` will say so."""
+        """Whether a running request is about to compute the first missing block; if so, `is_waiting` becomes true."""
         place = self._cache.place_after(hit.node, len(hit.blocks), request.token_ids)
         writer = self._writers.get(place) if place is not None else None
         if writer is None:

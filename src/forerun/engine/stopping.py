@@ -1,7 +1,7 @@
 """When a request ends, and which of the accepted tokens it keeps.
 
-Knows: stop tokens, stop strings, lengths, the text so far. Does not know: how tokens were chosen. Tokens are looked
-at one by one, so a stop in the middle of accepted drafts cuts exactly where plain decoding would have ended.
+Knows: stop tokens, stop strings, lengths, the text so far. Does not know: how tokens were chosen. Tokens are checked
+one by one, so a stop in the middle of accepted drafts ends the text exactly where plain decoding would have ended.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class OutputText:
     request: Request
     detokenizer: Detokenizer
     text: str = ""
-    _matched: list[int] = field(default_factory=list)  # by stop string: how much of it the text's end is
+    _matched: list[int] = field(default_factory=list)  # by stop string: how many of its first characters end the text
 
     def __post_init__(self) -> None:
         self._matched = [0] * len(self.request.params.stop)
 
     def take(self, tokens: Sequence[int]) -> int:
-        """Append accepted tokens to the request up to the one that ends it; how many were taken."""
+        """Append accepted tokens to the request up to the one that ends it -> how many were taken."""
         for count, token in enumerate(tokens, 1):
             self.request.token_ids.append(token)
             if self._ends(token):
@@ -59,7 +59,7 @@ class OutputText:
         return request.finish_reason is not None
 
     def _completes_stop(self, token: int) -> bool:
-        """Append the token's text; whether that completes a stop string, which then ends text and request."""
+        """Append the token's text; returns whether that completes a stop string and so ends the request."""
         found = self._read(self.detokenizer.feed([token]))
         if found is None or self.request.num_output < self.request.params.min_tokens:
             return False
@@ -69,7 +69,7 @@ class OutputText:
         return True
 
     def _read(self, piece: str) -> tuple[int, str] | None:
-        """Append a piece of text -> the earliest stop string that ends in it: where that starts, and which it is."""
+        """Append a piece of text -> start and text of the earliest stop string that ends in it, if any."""
         before, hits = len(self.text), []
         self.text += piece
         for number, stop in enumerate(self.request.params.stop):
@@ -78,16 +78,16 @@ class OutputText:
         return min(hits, default=None)
 
     def visible(self) -> str:
-        """The text that may be shown now: while the request runs, no beginning of a stop string at its end."""
+        """The text that may be shown now: while the request runs, without the beginning of a stop string at its end."""
         if self.request.finish_reason is not None:
             return self.text
         return self.text[: len(self.text) - max(self._matched, default=0)]
 
 
 def _match(stop: str, matched: int, piece: str) -> tuple[int, int | None]:
-    """Read on behind a text that ends with the first `matched` characters of `stop` (Knuth, Morris and Pratt).
+    """Continue matching after a text that ends with the first `matched` characters of `stop` (Knuth-Morris-Pratt).
 
-    -> how many characters of `stop`, fewer than all, the text ends with now; where in the piece the first `stop` ends.
+    -> how many first characters of `stop` (not all) the text ends with now; where in `piece` the first match ends.
     """
     borders, end = _borders(stop), None
     for position, character in enumerate(piece, 1):
@@ -102,7 +102,7 @@ def _match(stop: str, matched: int, piece: str) -> tuple[int, int | None]:
 
 @lru_cache(maxsize=1024)
 def _borders(text: str) -> tuple[int, ...]:
-    """By prefix of `text`: the length of its longest proper end that also begins it."""
+    """For every prefix of `text`, the length of its longest proper suffix that is also its prefix."""
     borders, length = [0], 0
     for character in text[1:]:
         while length and text[length] != character:

@@ -24,7 +24,7 @@ class Timings:
     learn_s: float = 0.0
     steps: int = 0
     _mark: float = 0.0
-    _before: tuple[float, float, float] = (0.0, 0.0, 0.0)  # drafting, pass and choice, all, when `take` was called last
+    _before: tuple[float, float, float] = (0.0, 0.0, 0.0)  # totals at the last `take`: drafting, verifying, everything
 
     def start(self) -> None:
         """A step begins."""
@@ -38,7 +38,7 @@ class Timings:
         self._mark = now
 
     def take(self) -> StepSeconds:
-        """What was added since this was called last: a step, and learning from the one before."""
+        """The time since the last call: one step, and the learning of the step before."""
         verify_s = self.forward_s + self.verify_s
         total_s = self.schedule_s + self.draft_s + self.build_s + verify_s + self.commit_s + self.learn_s
         draft_before, verify_before, total_before = self._before
