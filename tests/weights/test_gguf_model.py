@@ -16,6 +16,7 @@ from forerun.core import SamplingParams
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.llm import LLM
 from forerun.models.loader import load_model, read_config
+from forerun.weights.gguf_checkpoint import GgufCheckpoint
 from forerun.weights.resolve import resolve_model
 from tests.models import factory
 from tests.models.factory import LLAMA3, Runner
@@ -85,6 +86,7 @@ def test_half_precision_gives_the_bits_of_safetensors(kind: str, tmp_path: Path)
 
 QUANTIZED = {
     "Q8_0": "Q8_0",
+    "small": {"attn_q": "TQ1_0", "attn_v": "TQ2_0", "attn_k": "IQ2_XS", "output": "IQ2_XS", "": "MXFP4"},
     "Q4_K_M": {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "": "Q4_K"},
     "mixed": {
         "attn_q": "F16",
@@ -242,13 +244,16 @@ def test_metadata_that_asks_for_more_is_refused(add: Any, message: str, tmp_path
         logits(path)
 
 
-def test_block_types_that_are_not_implemented_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "message"), [(15, "is of type 15, which forerun does not know"), (0, "wrong place|cut")]
+)
+def test_types_that_cannot_be_read_are_named_when_the_file_is_opened(kind: int, message: str, tmp_path: Path) -> None:
     _, path, _ = make(tmp_path, "llama", "Q8_0", makers.SIZES)
     raw = path.read_bytes()
     entry = raw.index(b"blk.0.attn_output.weight") + len(b"blk.0.attn_output.weight") + 4 + 16
-    path.write_bytes(raw[:entry] + (16).to_bytes(4, "little") + raw[entry + 4 :])  # IQ2_XXS has fewer bytes
-    with pytest.raises(UnsupportedError, match="blk.0.attn_output.weight: .* IQ2_XXS are not supported; supported are"):
-        logits(path)
+    path.write_bytes(raw[:entry] + kind.to_bytes(4, "little") + raw[entry + 4 :])
+    with pytest.raises((CheckpointError, UnsupportedError), match=message):
+        GgufCheckpoint.open(path)
 
 
 def test_absurd_metadata_is_refused(tmp_path: Path) -> None:

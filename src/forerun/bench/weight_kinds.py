@@ -44,6 +44,17 @@ GGUF_TYPES: dict[str, Grouped] = {
     "q6_k": Grouped(6, 16, 32, False, 16),
     "iq4_nl": Grouped(4, 32, 128, False, tabled=True),
     "iq4_xs": Grouped(4, 32, 128, False, 8, tabled=True),
+    "iq1_s": Grouped(2, 32, 1, True, 8),
+    "iq1_m": Grouped(4, 16, 128, False, 16, tabled=True),
+    "iq2_xxs": Grouped(4, 32, 128, False, 8, tabled=True),
+    "iq2_xs": Grouped(4, 16, 128, False, 16, tabled=True),
+    "iq2_s": Grouped(4, 16, 128, False, 16, tabled=True),
+    "iq3_xxs": Grouped(4, 32, 128, False, 8, tabled=True),
+    "iq3_s": Grouped(4, 32, 128, False, 8, tabled=True),
+    "tq1_0": Grouped(2, 256, 1, False),
+    "tq2_0": Grouped(2, 256, 1, False),
+    "mxfp4": Grouped(4, 32, 128, False, tabled=True),
+    "nvfp4": Grouped(4, 16, 128, False, tabled=True),
 }
 GGUF_DENSE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 

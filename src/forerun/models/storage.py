@@ -81,7 +81,7 @@ def _named(form: str, method: str, bits: int | None = None, group_size: int | No
 
 def _named_gguf(mix: str) -> dict[str, Any]:
     digit = next((part for part in mix if part.isdigit()), None)
-    return _named("gguf", mix, int(digit) if digit and mix.startswith(("Q", "IQ", "TQ", "MXFP")) else None)
+    return _named("gguf", mix, int(digit) if digit and mix.startswith(("Q", "IQ", "TQ", "MXFP", "NVFP")) else None)
 
 
 def _named_folder(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -34,13 +34,11 @@ TENSOR_TYPES = {
     6: BlockLayout("Q5_0", 32, 22),
     7: BlockLayout("Q5_1", 32, 24),
     8: BlockLayout("Q8_0", 32, 34),
-    9: BlockLayout("Q8_1", 32, 40),
     10: BlockLayout("Q2_K", 256, 84),
     11: BlockLayout("Q3_K", 256, 110),
     12: BlockLayout("Q4_K", 256, 144),
     13: BlockLayout("Q5_K", 256, 176),
     14: BlockLayout("Q6_K", 256, 210),
-    15: BlockLayout("Q8_K", 256, 292),
     16: BlockLayout("IQ2_XXS", 256, 66),
     17: BlockLayout("IQ2_XS", 256, 74),
     18: BlockLayout("IQ3_XXS", 256, 98),
@@ -49,23 +47,20 @@ TENSOR_TYPES = {
     21: BlockLayout("IQ3_S", 256, 110),
     22: BlockLayout("IQ2_S", 256, 82),
     23: BlockLayout("IQ4_XS", 256, 136),
-    24: BlockLayout("I8", 1, 1),
-    25: BlockLayout("I16", 1, 2),
-    26: BlockLayout("I32", 1, 4),
-    27: BlockLayout("I64", 1, 8),
-    28: BlockLayout("F64", 1, 8),
     29: BlockLayout("IQ1_M", 256, 56),
     30: BlockLayout("BF16", 1, 2),
     34: BlockLayout("TQ1_0", 256, 54),
     35: BlockLayout("TQ2_0", 256, 66),
     39: BlockLayout("MXFP4", 32, 17),
+    40: BlockLayout("NVFP4", 64, 36),
 }
+"""Those that weights can be read from; integers, F64 and types of intermediate results are none."""
 TYPE_CODES = {layout.name: code for code, layout in TENSOR_TYPES.items()}
 
 FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
     13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
     21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
-    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE", 39: "NVFP4",
 }  # fmt: skip
 """`general.file_type` -> the mix of tensor types it stands for."""

@@ -42,7 +42,7 @@ def pack_matrix(matrix: GroupedMatrix, engine: _native.CpuEngine, arena: WeightA
     check_matrix(matrix)
     (num_outputs, num_inputs), kind = matrix.shape, _scale_kind(matrix)
     scales, offsets = _stored_scales(matrix, kind)
-    table, storage, has_offsets = _whole(matrix.table), _storage(matrix.codes), matrix.offsets is not None
+    table, storage, has_offsets = _whole(matrix.table), _storage(matrix), matrix.offsets is not None
     sizes = (num_inputs, matrix.group_size, storage, kind, has_offsets, matrix.groups_a_unit)
     layout = _native.GroupedLayout(*sizes, _address(table))
     panels = arena.take(-(-num_outputs // _native.LANES) * layout.panel_bytes, torch.uint8)
@@ -70,9 +70,9 @@ def _stored_scales(matrix: GroupedMatrix, kind: int) -> tuple[Tensor, Tensor | N
     return matrix.scales.contiguous(), _whole(matrix.offsets)
 
 
-def _storage(codes: Tensor) -> int:
-    """The fewest bits that hold every code."""
-    wanted = int(codes.max()).bit_length()
+def _storage(matrix: GroupedMatrix) -> int:
+    """The fewest bits that hold every code; those of a table are always stored in four."""
+    wanted = 4 if matrix.table is not None else int(matrix.codes.max()).bit_length()
     return next(bits for bits in STORAGES if bits >= wanted)
 
 
