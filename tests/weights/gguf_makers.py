@@ -121,6 +121,29 @@ def write_model(
     return worth
 
 
+def write_again(
+    path: Path, add: Callable[[gguf.GGUFWriter], object] = bool, types: dict[str, str] | None = None
+) -> None:
+    """Write a file again with more keys, or with its F32 matrices in other types, by the end of their names."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(path.with_suffix(".new"), reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            sub_type = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type)
+    add(writer)
+    for tensor in reader.tensors:
+        data, kind = tensor.data, tensor.tensor_type
+        if types is not None:
+            wanted = next(value for end, value in types.items() if tensor.name.removesuffix(".weight").endswith(end))
+            data, kind = stored(tensor.name, torch.from_numpy(np.array(data)), wanted)
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    path.with_suffix(".new").rename(path)
+
+
 # -- mixtures of experts ---------------------------------------------------------------------------------------------
 
 

@@ -40,26 +40,9 @@ def make(tmp_path: Path, case: str, types: Any = "F32", sizes: dict[str, Any] | 
     path = tmp_path / "model.gguf"
     worth = makers.write_model(path, folder, model, ARCHITECTURES[case], types)
     if rope.get("rope_type") == "linear":
-        add_keys(path, lambda writer: (writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR),
+        makers.write_again(path, lambda writer: (writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR),
                                        writer.add_rope_scaling_factor(rope["factor"])))  # fmt: skip
     return folder, path, worth
-
-
-def add_keys(path: Path, add: Any) -> None:
-    """Write the file again with more keys."""
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(path.with_suffix(".new"), reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            sub_type = field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type)
-    add(writer)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        write()
-    writer.close()
-    path.with_suffix(".new").rename(path)
 
 
 def logits(path: Path, kernels: str = "auto", **options: Any) -> Tensor:
@@ -173,7 +156,7 @@ def test_phi3_longrope(tmp_path: Path) -> None:
     path, rope = tmp_path / "m.gguf", fields["rope_parameters"]
     makers.write_model(path, folder, model, "phi3", "F32", rope_factors_short=rope["short_factor"],
                        rope_factors_long=rope["long_factor"])  # fmt: skip
-    add_keys(path, lambda writer: (writer.add_rope_scaling_orig_ctx_len(32), writer.add_sliding_window(0)))
+    makers.write_again(path, lambda writer: (writer.add_rope_scaling_orig_ctx_len(32), writer.add_sliding_window(0)))
     assert torch.allclose(logits(path), logits(folder), atol=1e-5)
 
 
@@ -239,7 +222,7 @@ def test_resolving(tmp_path: Path) -> None:
 )
 def test_metadata_that_asks_for_more_is_refused(add: Any, message: str, tmp_path: Path) -> None:
     _, path, _ = make(tmp_path, "llama")
-    add_keys(path, add)
+    makers.write_again(path, add)
     with pytest.raises(UnsupportedError, match=message):
         logits(path)
 
