@@ -1,10 +1,10 @@
-"""How fast this machine reads memory: what a pass over weights can at best reach.
+"""How fast this machine reads memory, the upper limit for a pass over weights.
 
 Knows: a buffer far larger than the caches, and threads that read it from end to end. Does not know: models.
 
-Each thread multiplies the two halves of its share with each other: two streams in ascending order, the fastest plain
-read that needs no code of our own (a sum has one stream, `memchr` waits for every line). Where the kernels bring a
-read of their own, on their own threads, that one is used.
+Each thread computes the dot product of the two halves of its share: two ascending streams, the fastest read without
+native code of our own (a sum has one stream, `memchr` waits for every line). If the kernels have a read function of
+their own, on their own threads, that is used.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from forerun.models.memory import available_bytes
 
 LEAST_BYTES = 256 << 20
 MOST_BYTES = 2 << 30
-TIMES_CACHE = 2  # buffer over the largest cache, of which a virtual machine has a share only
+TIMES_CACHE = 2  # buffer size over the largest cache, which virtual machines share
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @contextmanager
 def reader(kernels: Kernels, num_threads: int) -> Iterator[Callable[[], float]]:
-    """Inside this context a function that reads the buffer once -> bytes a second. The buffer lives as long.
+    """Gives a function that reads a buffer once -> bytes a second; the buffer lives as long as the context.
 
-    On a GPU it copies, and counts what is read and what is written.
+    On a GPU it copies, and counts both bytes read and bytes written.
     """
     if kernels.device.type != "cpu":
         yield copier(kernels.device)
@@ -72,7 +72,7 @@ def copier(device: torch.device, num_bytes: int = MOST_BYTES) -> Callable[[], fl
 
 
 def buffer_bytes() -> int:
-    """Twice the largest cache, within bounds; raises ResourceError where the memory for it is missing."""
+    """Twice the largest cache, within bounds; raises ResourceError if there is too little memory."""
     wanted = min(max(TIMES_CACHE * largest_cache(), LEAST_BYTES), MOST_BYTES)
     available = available_bytes()
     if available is not None and wanted > available // 2:
@@ -84,7 +84,7 @@ def buffer_bytes() -> int:
 
 
 def largest_cache(folder: Path = CACHES) -> int:
-    """Bytes of the largest cache the system tells of, 0 where it tells of none."""
+    """Bytes of the largest cache that the system reports, 0 if it reports none."""
     sizes = [_size(path) for path in folder.glob("index*/size")]
     return max(sizes, default=0)
 
@@ -98,7 +98,7 @@ def _size(path: Path) -> int:
 
 
 def _buffer(num_bytes: int) -> Tensor:
-    """Memory of its own pages, huge ones where there are such -> [num_bytes / 4] float32, every page touched."""
+    """Newly mapped memory, with huge pages if available -> [num_bytes / 4] float32, every page touched."""
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
@@ -107,7 +107,7 @@ def _buffer(num_bytes: int) -> Tensor:
 
 
 def _shares(buffer: Tensor, num_threads: int) -> Tensor:
-    """Two streams a thread -> [num_threads, 2, n]; the few entries left over do not matter."""
+    """Two streams per thread -> [num_threads, 2, n]; a few entries are left over."""
     return buffer[: len(buffer) - len(buffer) % (2 * num_threads)].view(num_threads, 2, -1)
 
 

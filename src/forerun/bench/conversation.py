@@ -19,7 +19,7 @@ ROLES = ("user", "assistant")
 
 
 def run_cases(llm: LLM, cases: Sequence[PromptCase], params: Sequence[SamplingParams]) -> list[list[CompletionOutput]]:
-    """Every case's answers, all cases together in one batch -> one list of answers a case, one answer a turn.
+    """Every case's answers, all cases together in one batch -> one list of answers per case, one answer per turn.
 
     A conversation ends before the turn that no longer fits the context. A request that fails raises its error.
     """
@@ -41,7 +41,7 @@ def _checked(output: CompletionOutput) -> CompletionOutput:
 
 
 def _prompt(llm: LLM, case: PromptCase, answers: Sequence[CompletionOutput]) -> list[int]:
-    """Token ids of the conversation up to where the next answer begins."""
+    """Token ids of the conversation up to the next answer."""
     texts = [text for turn, answer in zip(case.turns, answers, strict=False) for text in (turn, answer.text)]
     texts.append(case.turns[len(answers)])
     if not case.is_chat or llm.tokenizer.chat_template is None:

@@ -1,6 +1,6 @@
-"""What a pass over M tokens costs: the curve that decides how much drafting pays.
+"""What a pass over M tokens costs: the curve that decides whether drafting pays off.
 
-Knows: how to measure passes in turns and sum them up. Does not know: how a pass is computed, terminals.
+Knows: how to measure passes in turns and summarise them. Does not know: how a pass is computed, terminals.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure(
     advance: Advance = lambda _: None,
     clock: Callable[[], float] = perf_counter,
 ) -> Measured[Case]:
-    """Time every pass `repeats` times in turns, after one that does not count. One token is always among them."""
+    """Time every pass `repeats` times in turns, after a warm-up. A pass over one token is always included."""
     cases = [(context, number) for context in contexts for number in sorted({1, *tokens})]
     actions = {case: partial(passes.run, passes.chain(*case)) for case in cases}
     return in_turns(actions, repeats, read_speed, advance, clock)
@@ -96,7 +96,7 @@ def in_turns(
 
 
 def rows(measured: Measured[Case], passes: ChainPasses[Any], tokens: Iterable[int]) -> list[dict[str, Any]]:
-    """A row a context and number of tokens; medians."""
+    """One row per context and number of tokens; medians."""
     typical = {case: median(times) for case, times in measured.seconds.items()}
     wanted = set(tokens)
     return [
@@ -113,7 +113,7 @@ def rows(measured: Measured[Case], passes: ChainPasses[Any], tokens: Iterable[in
 
 
 def read_gb_per_s(measured: Measured[Any]) -> float:
-    """The median reading; other work on the machine slows it as it slows the passes."""
+    """The median bandwidth; other work on the machine slows it as it slows the passes."""
     return round(median(measured.read_speeds) / 1e9, 3)
 
 

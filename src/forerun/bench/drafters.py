@@ -1,7 +1,7 @@
 """Every drafter, the portfolio and their settings against plain decoding: what `forerun bench drafters` measures.
 
-Knows: who takes part, under which rule and with how many drafts, and what is compared with what. Does not know: how
-speed is measured (`bench.speed`), nor how a report looks (`bench.report`).
+Knows: which drafters take part, under which rule and with how many drafts, and what is compared with what. Does not
+know: how speed is measured (`bench.speed`), nor how a report looks (`bench.report`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ RULES: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """A drafter with its settings; `options` are those of `LLM.with_drafter` that differ from the others'."""
+    """A drafter with its settings; `options` are arguments of `LLM.with_drafter` that differ between entrants."""
 
     name: str  # in the report
     drafter: str  # as on the command line
     options: Mapping[str, Any] = field(default_factory=dict)
-    num_fixed: int | None = None  # drafts a step, where the policy does not choose
+    num_fixed: int | None = None  # drafts a step if fixed; None: the policy chooses
 
 
 def spec_bench(cases: Sequence[PromptCase]) -> list[PromptCase]:
@@ -49,7 +49,7 @@ def spec_bench(cases: Sequence[PromptCase]) -> list[PromptCase]:
 
 
 def auto_drafters(model: str, draft_model: str | None) -> list[str]:
-    """All that can draft for `model`, as written on the command line; the portfolio last."""
+    """All drafters that work with `model`, as written on the command line; the portfolio last."""
     own = [spec.name for spec in all_specs().values() if own_model(model, spec)]
     offered = [member.name for member in engine_config(model, {"drafter": "auto"}).drafter.members]
     if draft_model is None:
@@ -66,7 +66,7 @@ def needing_nothing() -> list[str]:
 
 
 def entrants(drafters: Sequence[str], fixed: Sequence[int], rules: bool) -> list[Entrant]:
-    """The drafters as the policy leads them, then with each fixed number of drafts, then under each rule."""
+    """The drafters under the policy, then with each fixed number of drafts, then under each rule."""
     names = [name for name in drafters if name != PLAIN]
     result = [] if rules else [Entrant(name, name) for name in names]
     for name in names:
@@ -91,7 +91,7 @@ def build(
 ) -> tuple[dict[str, LLM], dict[str, str]]:
     """An engine for every entrant on the same weights, plain first, and why drafters were left out.
 
-    `may_lack`: leave out what this model has no drafter for; else the error is raised.
+    `may_lack`: leave out drafters that this model does not support, instead of raising the error.
     """
     engines: dict[str, LLM] = {PLAIN: plain}
     left_out: dict[str, str] = {}
@@ -123,7 +123,7 @@ def run(
 
 
 def _must_equal(plain: LLM, llm: LLM, params: SamplingParams) -> bool:
-    """Whether the tokens are to be those of plain decoding, not only their distribution."""
+    """Whether the tokens must equal plain decoding's, not only their distribution."""
     return params.greedy or (plain.config.verification == llm.config.verification == "coupled")
 
 

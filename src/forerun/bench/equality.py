@@ -3,7 +3,7 @@
 Knows: what equal means under the coupled rule (the same tokens for the same seed) and how to find the first
 difference. Does not know: why there could be one, nor files and terminals.
 
-Plain decoding runs each conversation alone; the drafters run them in batches, so what is compared covers batching too.
+Plain decoding runs each conversation alone; the drafters run them in batches, so batching is tested, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Step = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where an answer first differs from the plain one; a token is None where that answer had already ended."""
+    """Where an answer first differs from the plain one; a token is None if that answer had already ended."""
 
     prompt: str  # file:line
     turn: int
@@ -66,7 +66,7 @@ def check_equality(
     batch_size: int,
     advance: Step = lambda _: None,
 ) -> list[Check]:
-    """Compare each engine with `plain` under each of `params` -> one Check a drafter and params."""
+    """Compare each engine with `plain` under each of `params` -> one Check per drafter and params."""
     checks = []
     for given in params:
         expected = _run(plain, cases, given, 1, advance)
@@ -109,7 +109,7 @@ def _check(
 def _difference(
     case: PromptCase, expected: Sequence[CompletionOutput], got: Sequence[CompletionOutput]
 ) -> Difference | None:
-    """The first difference in a conversation; later turns then answer another text and say nothing."""
+    """The first difference in a conversation; later turns follow a different text, so they are not compared."""
     for turn in range(max(len(expected), len(got))):
         wanted = expected[turn].token_ids if turn < len(expected) else ()
         found = got[turn].token_ids if turn < len(got) else ()

@@ -14,18 +14,18 @@ from statistics import NormalDist, fmean, stdev
 from typing import Final
 
 CONFIDENCE: Final = 0.95
-FEW: Final = {1: 12.7062, 2: 4.3027}  # Student's t by degrees of freedom, where the expansion is too coarse
+FEW: Final = {1: 12.7062, 2: 4.3027}  # Student's t by degrees of freedom; the expansion is too inaccurate for few
 
 Interval = tuple[float, float]
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
-    """Of ratios above 0."""
+    """The geometric mean of ratios above 0."""
     return exp(fmean(map(log, ratios)))
 
 
 def interval_of(ratios: Sequence[float]) -> Interval | None:
-    """Where the geometric mean of more such ratios would lie, at 95 % confidence; None for a single ratio."""
+    """The 95 % confidence interval of the geometric mean; None for a single ratio."""
     if len(ratios) < 2:
         return None
     logs = [log(ratio) for ratio in ratios]
@@ -34,7 +34,7 @@ def interval_of(ratios: Sequence[float]) -> Interval | None:
 
 
 def student_t(freedom: int) -> float:
-    """The t within which, on both sides of 0, CONFIDENCE of the distribution lies (Abramowitz and Stegun 26.7.5)."""
+    """The t such that CONFIDENCE of the distribution is between -t and t (Abramowitz and Stegun 26.7.5)."""
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     terms = (
         z,

@@ -1,6 +1,6 @@
 """What a measurement was taken on: processor, cores, versions, commit.
 
-Knows: where this machine keeps such facts. Does not know: what is measured.
+Knows: where a machine records such facts. Does not know: what is measured.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def commit() -> str | None:
 
 
 def _said(*command: str) -> str | None:
-    """What a program printed; None where it failed or is not there."""
+    """What a program printed; None if it failed or is missing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

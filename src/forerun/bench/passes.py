@@ -23,7 +23,7 @@ MAX_CHAIN = 64  # nodes of a draft tree
 
 
 class TimedPasses:
-    """A model bound to a pool full of random keys and values, its forward recorded where the kernels can."""
+    """A model bound to a pool full of random keys and values, its forward recorded if the kernels can do that."""
 
     def __init__(self, model: Decoder, kernels: Kernels, max_rows: int) -> None:
         """`max_rows`: context and new tokens together."""
@@ -48,7 +48,7 @@ class TimedPasses:
         return self._batch(range(context, context), tokens)
 
     def chunks(self, tokens: int, chunk: int) -> list[ForwardBatch]:
-        """A prompt of `tokens` in chunks, as the engine computes it: logits for the last token alone."""
+        """A prompt of `tokens` in chunks, as the engine computes it: logits for the last token only."""
         spans = [range(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
         last = spans[-1]
         return [*(self._batch(span, 0) for span in spans[:-1]), self._batch(last[:-1], 1)]
@@ -59,7 +59,7 @@ class TimedPasses:
         synchronize(self.cache.device)
 
     def bytes_read(self, context: int, tokens: int) -> int:
-        """What a chain must read once: matrices, of experts as many as it can choose, and the keys and values seen."""
+        """Bytes a chain must read: matrices (as many experts as it can choose) and the keys and values it sees."""
         seen = context + tokens
         per_position = [bytes_per_block([spec], 1) for spec in self.model.kv_specs]
         positions = [min(seen, window + tokens - 1) if window else seen for window in self._windows]

@@ -1,4 +1,4 @@
-"""Tokens of a prompt a second.
+"""Prompt tokens per second.
 
 Knows: which prompts, and that the engine computes them in chunks. Does not know: how a pass is computed, terminals.
 """
@@ -43,7 +43,7 @@ def measure(
 
 
 def rows(measured: Measured[int]) -> list[dict[str, Any]]:
-    """A row a prompt; medians."""
+    """One row per prompt; medians."""
     typical = {number: median(times) for number, times in measured.seconds.items()}
     return [
         {"tokens": number, "ms": round(seconds * 1e3, 3), "tokens_per_s": round(number / seconds, 2)}

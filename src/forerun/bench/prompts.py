@@ -23,7 +23,7 @@ class PromptCase:
     """One line of a prompt file.
 
     `turns` of a chat are answered one after the other, each with the model's own earlier answers before it; a text
-    that is not a chat is continued as it stands.
+    that is not a chat is continued as it is.
     """
 
     turns: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Sets a measurement on random weights up: reads the shape, refuses what does not fit, builds, tells the machine.
+"""Sets up a measurement on random weights: reads the shape, refuses what does not fit, builds, describes the machine.
 
 Knows: the order of these steps. Does not know: what is then measured, terminals.
 """
@@ -34,7 +34,7 @@ class RandomModel:
         return num_threads(self.kernels)
 
     def report(self) -> dict[str, Any]:
-        """What was measured and how, in addition to the figures."""
+        """The facts of the measurement besides its figures."""
         return {
             "shape": self.shape.name,
             "weights": self.kind.name,
@@ -46,7 +46,7 @@ class RandomModel:
 
 
 def random_model(shape: Shape, kind: WeightKind, kernels: Kernels, max_rows: int) -> RandomModel:
-    """Build it for `max_rows` positions; raises ResourceError before anything large is allocated."""
+    """Build a model for `max_rows` positions; raises ResourceError before anything large is allocated."""
     specs = kv_specs(shape.config, kind.dtype)
     needed = bytes_needed(shape.config, kind, kernels, max_rows) + kv_bytes(specs, max_rows) + buffer_bytes()
     check_memory(needed, f"measuring {shape.name} with {kind.name} weights", kernels.device)
@@ -56,5 +56,5 @@ def random_model(shape: Shape, kind: WeightKind, kernels: Kernels, max_rows: int
 
 
 def num_threads(kernels: Kernels) -> int:
-    """The threads of the C++ kernels; every core for the reference, as torch has it."""
+    """The threads of the C++ kernels; every core for the reference, as torch uses."""
     return int(getattr(kernels, "num_threads", usable_cores()))

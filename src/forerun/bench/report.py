@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 from forerun.errors import ConfigError
 
 MAX_DEPTHS: Final = 6  # columns of acceptance by depth
-MIN_STEPS: Final = 5  # a depth reached less often says nothing
+MIN_STEPS: Final = 5  # depths reached less often are not shown
 NOISE: Final = (
     "~: within noise. The 95% interval (Student's t over log ratios, over prompts; over repeats of a single one) holds "
     "1.00, there was one measurement only, or steps brought no more than one token"
@@ -177,7 +177,7 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 def drafter_table(run: Mapping[str, Any], title: str) -> Table:
-    """A row a drafter: speed with prefill, decoding alone, how far drafts went, what they cost."""
+    """One row per drafter: speed with prefill, decoding alone, acceptance by depth, cost."""
     depths = min(MAX_DEPTHS, max(len(_shown(detail)) for detail in run["details"].values()))
     header = ("drafter", "tokens/s", "speed-up", "95% interval", "decoding", "acceptance length",
               *(f"depth {depth}" for depth in range(1, depths + 1)), "wasted", "draft share", "identical")  # fmt: skip
@@ -207,7 +207,7 @@ def gain(row: Mapping[str, Any]) -> str:
 
 
 def decode_gain(detail: Mapping[str, Any]) -> str:
-    """The same of decoding alone."""
+    """The speed-up of decoding alone, marked if within noise."""
     return _times(detail["decode_speedup"], detail["decode_within_noise"])
 
 
@@ -222,7 +222,7 @@ def spread(row: Mapping[str, Any]) -> str:
 
 
 def _shown(detail: Mapping[str, Any]) -> list[float]:
-    """Acceptance by depth as far as it was reached often enough."""
+    """Acceptance of the depths that were reached often enough."""
     pairs = zip(detail["acceptance_by_depth"], detail["steps_by_depth"], strict=True)
     return [rate for rate, steps in pairs if steps >= MIN_STEPS]
 
@@ -232,7 +232,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def category_table(run: Mapping[str, Any]) -> Table:
-    """A row a drafter, a column a category: speed-up, of decoding alone in brackets."""
+    """One row per drafter, one column per category: speed-up, and decoding's in brackets."""
     names = list(run["categories"])
     rows = []
     for index, row in enumerate(run["rows"]):

@@ -23,12 +23,12 @@ BARS_WIDTH: Final = 0.8  # of the room of a category
 
 
 def can_draw() -> bool:
-    """Matplotlib is installed."""
+    """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def draw(report: Mapping[str, Any]) -> list[Picture]:
-    """All pictures of a report whose figures there are; none without matplotlib."""
+    """All pictures that a report has figures for; none without matplotlib."""
     if not can_draw():
         return []
     pictures = []
@@ -59,7 +59,7 @@ def _new(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _new_over_counts(width: float, height: float) -> tuple[Figure, Axes]:
-    """The same, with whole numbers at the horizontal axis."""
+    """`_new`, with whole numbers on the horizontal axis."""
     from matplotlib.ticker import MaxNLocator  # an optional dependency
 
     figure, axes = _new(width, height)
@@ -68,7 +68,7 @@ def _new_over_counts(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _speedups(run: Mapping[str, Any], names: Sequence[str]) -> Figure:
-    """A group of bars a category, a bar a drafter, and a line where plain decoding is."""
+    """One group of bars per category, one bar per drafter, and a line at plain decoding."""
     groups = {"all": run["rows"], **run["categories"]}
     figure, axes = _new(max(7.0, 0.28 * len(groups) * (len(names) + 2)), 4.2)
     width = BARS_WIDTH / len(names)
@@ -87,7 +87,7 @@ def _speedups(run: Mapping[str, Any], names: Sequence[str]) -> Figure:
 
 
 def _depths(run: Mapping[str, Any], names: Sequence[str]) -> Figure:
-    """A line a drafter over the depths that were reached often enough."""
+    """One line per drafter over the depths that were reached often enough."""
     figure, axes = _new_over_counts(7.0, 4.2)
     for name in names:
         detail = run["details"][name]
@@ -105,7 +105,7 @@ def _depths(run: Mapping[str, Any], names: Sequence[str]) -> Figure:
 
 
 def _costs(pass_ms: Mapping[int, float]) -> Figure:
-    """Milliseconds over rows, and what as many passes over one row would take."""
+    """Milliseconds over rows, and a line for one row."""
     figure, axes = _new_over_counts(7.0, 4.2)
     rows, one = list(pass_ms), pass_ms[min(pass_ms)]
     axes.plot(rows, list(pass_ms.values()), "o-", label="one pass")

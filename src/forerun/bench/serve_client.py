@@ -1,4 +1,4 @@
-"""One streamed request to an OpenAI-compatible server, and when what came of it.
+"""One streamed request to an OpenAI-compatible server, and the times of its events.
 
 Knows: HTTP through aiohttp, which failures there are. Does not know: what is asked, how many requests there are.
 Times are those of the running event loop's clock.
@@ -21,12 +21,12 @@ from forerun.bench.serve_workload import Ask
 from forerun.errors import ConfigError
 
 MAX_ERROR_BYTES: Final = 64 << 10
-KEEP_ALIVE_S: Final = 2.0  # shorter than servers', or they hang up just when a connection is used again
+KEEP_ALIVE_S: Final = 2.0  # shorter than servers', which else may close a connection just as it is reused
 
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """What became of one request; `error` is None if it was answered in full."""
+    """The result of one request; `error` is None if it was answered in full."""
 
     arrived_s: float  # when it was due
     sent_s: float
@@ -57,23 +57,23 @@ class RequestOutcome:
 
     @property
     def ttft_s(self) -> float | None:
-        """From when it was due to its first text."""
+        """Time from when it was due to its first text."""
         return self.piece_s[0] - self.arrived_s if self.piece_s else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Between tokens after the first, on average; None for fewer than two."""
+        """Mean time between tokens after the first; None for fewer than two."""
         if self.num_tokens < 2 or not self.piece_s:
             return None
         return (self.piece_s[-1] - self.piece_s[0]) / (self.num_tokens - 1)
 
     @property
     def latency_s(self) -> float:
-        """From when it was due to its end."""
+        """Time from when it was due to its end."""
         return self.ended_s - self.arrived_s
 
     def add(self, piece: StreamPiece, now_s: float) -> None:
-        """Take in what an event brought."""
+        """Add the content of an event."""
         if piece.text:
             self.piece_s.append(now_s)
             self.text += piece.text
@@ -85,7 +85,7 @@ class RequestOutcome:
 def api_root(url: str) -> str:
     """The address below which the API's paths are: `url`, with /v1 unless it ends in a version.
 
-    Raises ConfigError for what is no http address.
+    Raises ConfigError for anything but an http address.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
@@ -115,7 +115,7 @@ class Client:
             raise ConfigError(f"{self._root}/models names no model ({why}): is a server there? give --model") from error
 
     async def __call__(self, ask: Ask, arrived_s: float) -> RequestOutcome:
-        """Send a request and follow its stream to the end; what goes wrong is in the outcome."""
+        """Send a request and follow its stream to the end; errors are recorded in the outcome."""
         clock = asyncio.get_running_loop().time
         outcome = RequestOutcome(arrived_s, clock())
         try:
@@ -155,7 +155,7 @@ async def _check_status(answer: aiohttp.ClientResponse) -> None:
 
 
 def as_answer_error(error: Exception) -> AnswerError:
-    """What a failed request is counted under."""
+    """The error that a failed request is counted as."""
     match error:
         case AnswerError():
             return error
@@ -174,7 +174,7 @@ async def open_client(
 ) -> AsyncIterator[Client]:
     """A client of the server at `root` (`api_root`) that opens as many connections as there are requests.
 
-    `keep_alive`: use connections again, which some servers hang up without saying so before (llama-server).
+    `keep_alive`: reuse connections; some servers close them without notice (llama-server).
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     kept = {"keepalive_timeout": KEEP_ALIVE_S} if keep_alive else {"force_close": True}

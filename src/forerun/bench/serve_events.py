@@ -16,7 +16,7 @@ from forerun.errors import ForerunError
 MAX_EVENT_BYTES: Final = 16 << 20
 BOM: Final = b"\xef\xbb\xbf"
 DONE: Final = "[DONE]"
-MAX_SHOWN: Final = 200  # characters of an answer repeated in a message
+MAX_SHOWN: Final = 200  # characters of an answer shown in a message
 TEXT_FIELDS: Final = ("content", "reasoning_content", "reasoning", "refusal")
 
 
@@ -36,7 +36,7 @@ class EventParser:
         self._rest = b""  # an unfinished line
         self._data: list[bytes] = []  # lines of the unfinished event
         self._num_bytes = 0  # of the unfinished event
-        self._after_cr = False  # a line feed now belongs to the line that has ended
+        self._after_cr = False  # a line feed now belongs to the line end before it
         self._begun = False
 
     def feed(self, piece: bytes) -> list[str]:
@@ -80,7 +80,7 @@ def _decoded(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StreamPiece:
-    """What one event brought of one answer."""
+    """One event's part of an answer."""
 
     text: str
     finish_reason: str | None
@@ -89,7 +89,7 @@ class StreamPiece:
 
 
 def read_piece(data: str) -> StreamPiece:
-    """The data of an event -> what it brought. Raises AnswerError for an error or for what is no chunk."""
+    """Read the data of an event. Raises AnswerError for an error, or for anything but a chunk."""
     chunk = _object(data)
     if chunk.get("error"):
         raise AnswerError("error in the stream", error_message(chunk))

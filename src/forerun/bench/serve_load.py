@@ -1,10 +1,10 @@
-"""Sends conversations to a server at Poisson times or a fixed number at once, and keeps what became of each request.
+"""Sends conversations to a server at Poisson times or a fixed number at once, and keeps the outcome of each request.
 
 Knows: arrivals, concurrency, turns that wait for the answer before. Does not know: HTTP, bodies beyond `Conversation`,
 figures. The clock is the running event loop's, so a test may bring its own.
 
 A request's times count from when it was due, not from when this program got around to sending it: otherwise a slow
-server would delay the questions and look fast (coordinated omission).
+server would delay requests and look fast (coordinated omission).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from forerun.bench.serve_events import AnswerError
 from forerun.bench.serve_workload import Ask, Conversation, Lengths, Prefixes, RequestFields, Scale, synthetic
 from forerun.errors import ConfigError
 
-PROBE_WORDS = (8, 136)  # of the two texts that tell how many tokens a word is
+PROBE_WORDS = (8, 136)  # of the two texts that measure tokens per word
 Advance = Callable[[int], None]
 
 
 class Sender(Protocol):
-    """Whoever answers requests; `Client`, or a test."""
+    """Sends requests; `Client`, or a test's."""
 
     async def __call__(self, ask: Ask, arrived_s: float) -> RequestOutcome:
         """The outcome of a request that was due at `arrived_s`."""
@@ -35,7 +35,7 @@ class Sender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """How requests come: `rate` conversations a second at random times, or as soon as one of `concurrency` is done."""
+    """When requests are sent: `rate` conversations a second at random times, or whenever one of `concurrency` ends."""
 
     concurrency: int | None
     rate: float | None
@@ -59,7 +59,7 @@ class LoadRun:
     """One load on one server."""
 
     def __init__(self, send: Sender, fields: RequestFields, advance: Advance = lambda num: None) -> None:
-        """`advance` is called with how many more requests have ended."""
+        """`advance` is called with the number of requests that have just ended."""
         self._send = send
         self._fields = fields
         self._advance = advance
@@ -73,7 +73,7 @@ class LoadRun:
         return [outcome for outcomes in answered for outcome in outcomes]
 
     async def _closed(self, conversations: Sequence[Conversation], concurrency: int) -> list[list[RequestOutcome]]:
-        """A fixed number of users, each asking again as soon as it is answered."""
+        """A fixed number of users, each sending its next request as soon as it is answered."""
         clock, todo = asyncio.get_running_loop().time, iter(enumerate(conversations))
         answered: list[list[RequestOutcome]] = [[] for _ in conversations]
 
@@ -87,7 +87,7 @@ class LoadRun:
         return answered
 
     async def _open(self, conversations: Sequence[Conversation], load: OfferedLoad) -> list[list[RequestOutcome]]:
-        """Users that come whether or not others have been answered."""
+        """Users that arrive whether or not others have been answered."""
         clock = asyncio.get_running_loop().time
         assert load.rate is not None
         room: AbstractAsyncContextManager[None] = (
@@ -104,7 +104,7 @@ class LoadRun:
         return list(await asyncio.gather(*(user(i, talk, start_s + time_s) for i, (talk, time_s) in pairs)))
 
     async def _converse(self, index: int, conversation: Conversation, due_s: float) -> list[RequestOutcome]:
-        """Turn after turn; what follows a failed one is not asked."""
+        """Turn after turn; turns after a failed one are not sent."""
         outcomes: list[RequestOutcome] = []
         for _ in conversation.turns:
             if outcomes and outcomes[-1].error is not None:
@@ -130,7 +130,7 @@ async def warm_up(send: Sender, fields: RequestFields, count: int, concurrency: 
 
 
 async def measure_scale(send: Sender, fields: RequestFields, endpoint: str) -> Scale:
-    """How many tokens this server makes of words, from what it says two prompts had; assumed if it does not say.
+    """Tokens per word on this server, from its counts for two prompts; assumed if it does not report them.
 
     Raises ConfigError if it does not answer.
     """

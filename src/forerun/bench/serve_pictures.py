@@ -53,7 +53,7 @@ def draw(outcomes: Sequence[RequestOutcome], objective: Objective, title: str, p
 
 
 def _shares(axes: Axes, series: dict[str, Iterable[float | None]] | dict[str, Any], unit: float) -> None:
-    """For every time the share of requests that took no longer."""
+    """For every time, the share of requests that took no longer."""
     for name, values in series.items():
         ordered = sorted(value * unit for value in values if value is not None)
         if ordered:

@@ -20,7 +20,7 @@ DIGITS: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a request must keep to count as good (an SLO); None: anything will do."""
+    """The limits a request must keep to count as good (an SLO); None: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -29,7 +29,7 @@ class Objective:
         return self.ttft_s is not None or self.tpot_s is not None
 
     def met(self, outcome: RequestOutcome) -> bool:
-        """The request was answered, and in time. An answer of one token has no TPOT to miss."""
+        """Whether the request was answered in time. An answer of one token has no TPOT to miss."""
         if outcome.error is not None:
             return False
         return _within(outcome.ttft_s, self.ttft_s) and _within(outcome.tpot_s, self.tpot_s)
@@ -40,7 +40,7 @@ def _within(value: float | None, most: float | None) -> bool:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest ranks by straight line, as NumPy's default does; `values` must not be empty."""
+    """Interpolated linearly between the two nearest ranks, like NumPy's default; `values` must not be empty."""
     ordered, place = sorted(values), (len(values) - 1) * percent / 100
     low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
     return low + (high - low) * (place - math.floor(place))
@@ -83,7 +83,7 @@ def summary(outcomes: Sequence[RequestOutcome], objective: Objective) -> dict[st
 
 
 def errors(outcomes: Sequence[RequestOutcome]) -> dict[str, dict[str, Any]]:
-    """How often each kind of error came, and the first one's message."""
+    """By kind of error, its count and the first message."""
     found: dict[str, dict[str, Any]] = {}
     for error in (outcome.error for outcome in outcomes if outcome.error is not None):
         found.setdefault(error.kind, {"count": 0, "first": error.message})["count"] += 1
@@ -129,7 +129,7 @@ def _goodput(outcomes: Sequence[RequestOutcome], objective: Objective, duration_
 
 
 def flights(outcomes: Sequence[RequestOutcome]) -> list[tuple[float, int]]:
-    """When how many requests were under way: (time, number) after each change, in order."""
+    """The number of requests in flight over time: (time, number) after each change, in order."""
     changes = sorted([(o.sent_s, 1) for o in outcomes] + [(o.ended_s, -1) for o in outcomes])
     result, number = list[tuple[float, int]](), 0
     for time_s, change in changes:
@@ -139,7 +139,7 @@ def flights(outcomes: Sequence[RequestOutcome]) -> list[tuple[float, int]]:
 
 
 def max_in_flight(outcomes: Sequence[RequestOutcome]) -> int:
-    """The most requests under way at one time."""
+    """The most requests in flight at one time."""
     return max((number for _, number in flights(outcomes)), default=0)
 
 

@@ -1,6 +1,6 @@
-"""What a load generator asks: conversations from prompt files or of synthetic lengths, with shared prefixes or not.
+"""The requests of a load generator: conversations from prompt files or of synthetic lengths, with shared prefixes.
 
-Knows: bodies of requests, and how words become about so many tokens. Does not know: HTTP, when anything is asked.
+Knows: bodies of requests, and how to make texts of about so many tokens. Does not know: HTTP, when requests are sent.
 Everything follows from the seed; another seed gives other texts, which no prefix cache has seen.
 """
 
@@ -63,7 +63,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns that are asked one after the other, each with the earlier answers before it."""
+    """Turns that are sent one after the other, each with the earlier answers before it."""
 
     turns: tuple[str, ...]
     is_chat: bool
@@ -83,7 +83,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How many tokens a server makes of a text of WORDS: `base` for the frame, `per_word` for each word."""
+    """How many tokens a text of WORDS has on a server: `base` for the chat template, `per_word` for each word."""
 
     per_word: float = 1.0
     base: float = 0.0
@@ -96,12 +96,12 @@ class Scale:
         return cls(max(per_word, 0.1), max(0.0, shorter[1] - per_word * shorter[0]), measured=True)
 
     def num_words(self, num_tokens: int, with_base: bool = True) -> int:
-        """Words for about so many tokens, one at least."""
+        """The number of words for about `num_tokens` tokens, at least one."""
         return max(1, round((num_tokens - (self.base if with_base else 0.0)) / self.per_word))
 
 
 def some_words(num_words: int, *key: int | str) -> str:
-    """A text that depends on the key alone."""
+    """A text that depends on the key only."""
     return " ".join(Random("/".join(map(str, key))).choices(WORDS, k=num_words))
 
 
@@ -113,7 +113,7 @@ class Prefixes:
     count: int = 1
 
     def texts(self, scale: Scale, seed: int) -> list[str]:
-        """All of them; one empty text for none."""
+        """All prefixes; one empty text if there are none."""
         if self.num_tokens == 0:
             return [""]
         return [some_words(scale.num_words(self.num_tokens, False), seed, "prefix", i) for i in range(self.count)]

@@ -6,7 +6,7 @@ The drafters take turns prompt by prompt, in a rotating order, so that a slow mi
 A prompt's time is its requests' time from arrival to the last token (prefill included). A speed-up is taken within a
 round of one prompt (plain time over the drafter's time, in seconds a token): the median over a prompt's rounds, then
 the geometric mean over prompts, with its confidence interval (`bench.interval`). Of a single prompt, the mean and the
-interval are over its rounds, and say nothing of other prompts.
+interval are over its rounds, and do not generalise to other prompts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 PLAIN = "none"
 WIDENED_FROM = "_widened_from"  # in config.json of a model that lab/widen.py wrote: which model, of which sizes
-ONE_A_STEP = 1.005  # tokens a step that are printed as 1.00
+ONE_A_STEP = 1.005  # tokens a step up to this are printed as 1.00
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedRun:
     """One drafter's answers to one case, once."""
 
-    token_ids: tuple[tuple[int, ...], ...]  # a turn each
+    token_ids: tuple[tuple[int, ...], ...]  # one entry per turn
     num_tokens: int
     num_steps: int
     seconds: float
@@ -82,9 +82,9 @@ def decode_tokens(stats: RequestStats) -> float:
 class SpeedRow:
     """One line of the report.
 
-    speedup_interval: at 95 % confidence; None for plain decoding, and where there was a single measurement.
-    within_noise: the speed-up may as well be none.
-    identical: None where another sample is to be expected (rejection rule, T > 0).
+    speedup_interval: at 95 % confidence; None for plain decoding, and for a single measurement.
+    within_noise: the speed-up may be chance.
+    identical: None if another sample is expected (rejection rule, T > 0).
     """
 
     drafter: str
@@ -98,7 +98,7 @@ class SpeedRow:
 
 @dataclass(frozen=True, slots=True)
 class SpeedDetail:
-    """What stands behind a row."""
+    """More figures of a row."""
 
     num_prompts: int
     num_tokens: int
@@ -152,7 +152,7 @@ def _round(engines: Mapping[str, LLM], case: PromptCase, params: SamplingParams,
 
 
 def rows(rounds: Rounds, compare: bool) -> list[SpeedRow]:
-    """One row a drafter, plain first; `compare`: the tokens must be those of the plain run."""
+    """One row per drafter, plain first; `compare`: the tokens must be those of the plain run."""
     return [_row(name, rounds, compare) for name in rounds[0][0]]
 
 
@@ -207,7 +207,7 @@ def _decode_speedup(name: str) -> Figure:
 def _gain(name: str, rounds: Rounds, ratio: Figure) -> tuple[float, Interval | None, bool]:
     """The mean of a ratio to plain decoding, its interval, and whether it is within noise.
 
-    A step takes no less time for checking drafts, so where it brings one token a gain is noise whatever its interval.
+    Checking drafts makes no step faster, so if steps bring one token each, a gain is noise whatever its interval.
     """
     if name == PLAIN:
         return 1.0, None, False

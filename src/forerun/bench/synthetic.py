@@ -1,7 +1,7 @@
 """A model of a given shape with random weights, in memory only.
 
 Knows: how to make tensors that cost what trained ones cost: no zeros, no denormals, activations near 1. Does not
-know: timing, files. The values repeat after a million, which no cache and no kernel can make use of.
+know: timing, files. The values repeat after a million, which no cache or kernel can exploit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RandomSource:
         return {}
 
     def has(self, name: str) -> bool:
-        """It has all of them."""
+        """Always true."""
         return True
 
     def tensor(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
@@ -55,7 +55,7 @@ class RandomSource:
         return tiled(values.to(self._dtype), shape)
 
     def integers(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
-        """It has none."""
+        """Raises CheckpointError: there are no integer tensors."""
         raise CheckpointError(f"random weights hold no integers, but {name} was asked for")
 
 
@@ -69,11 +69,11 @@ class RandomGroupedFormat:
         self._layout = layout
         self._codes = torch.randint(0, 1 << layout.bits, (PERIOD,), generator=generator, dtype=torch.uint8)
         self._scales = torch.rand(PERIOD, generator=generator) + 0.5  # [PERIOD]
-        most = 16 if layout.bits == 2 else 64  # as files have it
+        most = 16 if layout.bits == 2 else 64  # as in files
         self._counts = torch.randint(1, most, (PERIOD,), generator=generator, dtype=torch.int8)  # of units
 
     def matches(self, source: TensorSource, prefix: str) -> bool:
-        """Whatever the module."""
+        """Always true."""
         return True
 
     def read(
@@ -83,13 +83,13 @@ class RandomGroupedFormat:
         return GroupedWeight(kernels, self.matrix(sum(part.rows for part in parts), columns))
 
     def matrix(self, rows: int, columns: int) -> GroupedMatrix:
-        """One of so many rows and columns."""
+        """A random matrix of `rows` and `columns`."""
         layout = self._layout
         spread = (1 << 8 if layout.tabled else 1 << layout.bits) / math.sqrt(12)  # of evenly drawn codes
         group_size = min(layout.group_size, columns)
         groups, middle = -(-columns // group_size), (1 << layout.bits) / 2  # offsets are so many scales
         codes, table = tiled(self._codes, (rows, columns)), _TABLE if layout.tabled else None
-        together = math.gcd(groups, layout.groups_a_unit)  # fewer at shapes no file of this type has
+        together = math.gcd(groups, layout.groups_a_unit)  # fewer for shapes that no file of this type has
         scales = tiled((self._scales / (spread * math.sqrt(columns))).half(), (rows, groups // together))
         if layout.groups_a_unit == 1:
             offsets = scales.float() * middle if layout.offsets else None
@@ -108,7 +108,7 @@ def tiled(values: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def random_decoder(shape: Shape, kind: WeightKind, kernels: Kernels, max_position: int) -> Decoder:
-    """A decoder of the shape, its matrices stored as `kind` says. Check the memory first (`bytes_needed`)."""
+    """A decoder of the shape, its matrices stored as `kind`. Check the memory first (`bytes_needed`)."""
     form: WeightFormat = DenseFormat() if kind.grouped is None else RandomGroupedFormat(kind.grouped)
     source = RandomSource(kind.dtype)
     builder = Builder(shape.config, shape.family, source, kernels, None, max_position, lambda *_: form)
@@ -116,7 +116,7 @@ def random_decoder(shape: Shape, kind: WeightKind, kernels: Kernels, max_positio
 
 
 def bytes_needed(config: ModelConfig, kind: WeightKind, kernels: Kernels, max_position: int) -> int:
-    """Memory the model takes at most, the largest matrix counted twice more for while it is made."""
+    """Memory the model takes at most, plus twice the largest matrix while it is made."""
     hidden, heads = config.hidden_size, config.heads
     table = config.vocab_size * hidden
     largest = max(table, 2 * config.ffn_size * hidden, heads.row_size * hidden)
@@ -128,7 +128,7 @@ def bytes_needed(config: ModelConfig, kind: WeightKind, kernels: Kernels, max_po
 
 
 def _head_matrices(config: ModelConfig, kind: WeightKind) -> int:
-    """What the matrices of latent heads take beyond the others' storage: integers become float32 there."""
+    """Extra memory for the matrices of latent heads, where integers become float32."""
     if config.latents is None or kind.grouped is None:
         return 0
     rows = config.heads.num_q * (config.latents.nope_dim + config.latents.value_dim)
@@ -136,7 +136,7 @@ def _head_matrices(config: ModelConfig, kind: WeightKind) -> int:
 
 
 def _bytes_per_weight(kind: WeightKind, kernels: Kernels) -> float:
-    """At most; codes may be packed into 4 or 8 bits each. The reference widens everything to float32."""
+    """An upper bound; codes are packed into 4 or 8 bits each. The reference widens everything to float32."""
     slow = kernels.name == "reference"
     if kind.grouped is None:
         return 2 if kind.dtype is torch.bfloat16 and not slow else 4

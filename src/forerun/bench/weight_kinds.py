@@ -13,7 +13,7 @@ import torch
 from forerun.errors import ConfigError
 
 DENSE = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
-DEFAULT_GROUP = 128  # inputs a scale holds for where only the bits are given, as GPTQ and AWQ checkpoints have it
+DEFAULT_GROUP = 128  # inputs per scale if only the bits are given, as in GPTQ and AWQ checkpoints
 INTEGERS = re.compile(r"int([2-8])(?::(\d+))?")
 GGUF = "gguf:"
 
@@ -26,7 +26,7 @@ class Grouped:
     group_size: int
     zero: int
     offsets: bool
-    groups_a_unit: int = 1  # more: scales are small integers that count a float16 of so many groups
+    groups_a_unit: int = 1  # above 1: scales are small integers times a float16 for so many groups
     tabled: bool = False  # codes are indices of a table of 8-bit integers
 
 

@@ -1,4 +1,4 @@
-"""The one chat template of the `mini` family: as jinja for the tokenizer files and as a function for training.
+"""The chat template of the `mini` family: as jinja for the tokenizer files and as a function for training.
 
 Knows how turns become text. Knows nothing of tokens or of where the turns come from.
 """

@@ -1,6 +1,6 @@
 """Saving and restoring a run: everything the next step depends on, written atomically.
 
-Knows files and when which one may be continued. Knows nothing of what the state means.
+Knows files and when each of them may be continued. Knows nothing of what the state means.
 """
 
 from __future__ import annotations
@@ -56,6 +56,6 @@ def find_checkpoint(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
 
 
 def check_same_model(state: dict[str, Any], recipe: Recipe) -> None:
-    """Refuses to continue a run of another shape."""
+    """Refuses to continue a run of a model of another shape."""
     if state["recipe"]["model"] != asdict(recipe.model):
         raise TrainingError("the checkpoint has another [model] than the recipe; use another --out or --fresh")

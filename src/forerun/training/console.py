@@ -1,6 +1,6 @@
-"""What a person sees of a training run: a progress bar on a terminal, plain lines elsewhere.
+"""Shows a training run: a progress bar on a terminal, plain lines elsewhere.
 
-Knows how progress looks and how Ctrl-C is taken: the step under way ends, the run is saved. Knows nothing of training.
+Knows how progress looks and what Ctrl-C does: the current step ends, the run is saved. Knows nothing of training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Console:
 
     @contextmanager
     def watching(self, num_steps: int, first_step: int) -> Iterator[None]:
-        """Shows progress, and turns the first Ctrl-C or SIGTERM into a stop after the step under way."""
+        """Shows progress, and turns the first Ctrl-C or SIGTERM into a stop after the current step."""
         previous = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self.output, disable=not self.output.is_terminal) as self.progress:

@@ -59,7 +59,7 @@ def sample_own_text(
 ) -> Tokens:
     """Samples `distill.sample_tokens` tokens from the teacher, or takes those an earlier call left in `folder`.
 
-    Raises TrainingError if those were sampled otherwise than the recipe says.
+    Raises TrainingError if those were sampled with other settings than the recipe's.
     """
     path = token_path(folder, OWN_TEXT, "train")
     note = path.with_suffix(".json")  # what the text depends on
@@ -77,7 +77,7 @@ def sample_own_text(
 
 
 def about_text(recipe: Recipe) -> dict[str, Any]:
-    """What the teacher's text depends on; how much of it is learned from is not part of that."""
+    """What the teacher's text depends on, which `sample_share` is not part of."""
     assert recipe.distill is not None  # the caller distills
     options = {name: value for name, value in asdict(recipe.distill).items() if name != "sample_share"}
     return {**options, "seed": recipe.seed, "mix": recipe.mix}

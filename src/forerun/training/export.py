@@ -1,6 +1,6 @@
 """Writing a trained network as a Hugging Face Llama folder, and reading one back for training.
 
-Knows the files of such a folder. Knows nothing of how the weights came about.
+Knows the files of such a folder. Knows nothing of how the weights were trained.
 """
 
 from __future__ import annotations

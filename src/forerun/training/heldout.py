@@ -30,7 +30,7 @@ class Heldout:
 
     @classmethod
     def build(cls, tokens: Mapping[str, Tokens], lens_bytes: list[int], seq_len: int, num_windows: int) -> Heldout:
-        """Takes `num_windows` windows of each domain, the same number from each of its sources as far as they go."""
+        """Takes `num_windows` windows of each domain, the same number from each of its sources while they last."""
         windows = {}
         for domain in DOMAINS:
             sources = [tokens[name] for name in sorted(tokens) if SOURCES[name].domain == domain]

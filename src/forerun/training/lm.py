@@ -1,6 +1,7 @@
-"""`forerun train lm` from a recipe to an exported model: the parts put together.
+"""`forerun train lm`: combines the parts from recipe to exported model.
 
-Knows the run folder: `data/`, checkpoints, `metrics.json`, `loss.png`, `export/`. The parts know the work.
+Knows the run folder: `data/`, checkpoints, `metrics.json`, `loss.png`, `export/`. Does not know: how the parts do their
+work.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from forerun.training.train import Trainer
 def train_lm(recipe: Recipe, folder: Path, fresh: bool, console: Console) -> bool:
     """Trains the model of `recipe` in `folder` and exports it to `folder/export`; returns False if stopped early.
 
-    Goes on from the last checkpoint in `folder` unless `fresh`. A stopped run is exported as it is.
+    Resumes from the last checkpoint in `folder` unless `fresh`. A stopped run is exported as it is.
     """
     check_device(recipe)
     named = (recipe.data.dir, recipe.data.generated_dir, recipe.data.bench_dir, recipe.tokenizer_from)
@@ -46,7 +47,7 @@ def train_lm(recipe: Recipe, folder: Path, fresh: bool, console: Console) -> boo
 
 
 def check_device(recipe: Recipe) -> None:
-    """Raises TrainingError if the device of `recipe` is not there."""
+    """Raises TrainingError if the device of `recipe` is missing."""
     if recipe.run.device == "cuda" and not torch.cuda.is_available():
         raise TrainingError(f"run.device is 'cuda', but torch {torch.__version__} sees no GPU: set run.device to 'cpu'")
 
@@ -110,7 +111,7 @@ def write_results(trainer: Trainer, prepared: Prepared, folder: Path, report: Re
 
 
 def export_run(run_dir: Path, folder: Path) -> int:
-    """Exports the last checkpoint of a run, also one under way, into `folder`; returns its step."""
+    """Exports the last checkpoint of a run, even of one in progress, into `folder`; returns its step."""
     state = read_checkpoint(run_dir / LAST)
     net = Net(NetConfig(**state["recipe"]["model"]))
     net.load_state_dict(state["model"])

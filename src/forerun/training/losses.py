@@ -1,4 +1,4 @@
-"""What is minimized: the next token of the text, or a teacher's whole distribution over it.
+"""The losses: cross-entropy of the next token, or divergence from a teacher's distribution over it.
 
 Knows logits. Knows nothing of data or steps. A loss takes windows [batch, seq + 1] and returns a scalar in nats per
 token.

@@ -1,7 +1,7 @@
 """Muon: momentum whose matrix updates are orthogonalized, for the 2-D weights inside the layers.
 
-Knows one optimizer step. Knows nothing of schedules or of which weights it is given. `torch.optim.Muon` does the
-same always in bfloat16, which takes 45 s a step on a CPU without AVX-512 for 12M weights; here the type is chosen.
+Knows one optimizer step. Knows nothing of schedules or of which weights it is given. `torch.optim.Muon` always
+computes in bfloat16, which takes 45 s a step on a CPU without AVX-512 for 12M weights; here the dtype is a choice.
 """
 
 from __future__ import annotations

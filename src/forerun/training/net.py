@@ -170,7 +170,7 @@ class Net(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draws all matrices from a normal; those that write to the stream are scaled down by depth."""
+        """Draws all matrices from a normal; those that write to the residual stream are scaled down by depth."""
         depth_scale = (2 * self.config.num_layers) ** -0.5
         for name, weight in self.named_parameters():
             if weight.ndim == 2:

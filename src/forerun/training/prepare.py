@@ -1,6 +1,6 @@
 """Preparing a run folder: the tokenizer and the token files of all sources of a recipe, once.
 
-Knows the order of the work. The parts know how: reading and splitting is `data`, the tokenizer is `tokenizer`.
+Knows the order of the work. Does not know: reading and splitting (`data`), tokenizers (`tokenizer`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, run: Path, report: Report, fresh: bool = False) -> Prepared:
-    """Makes the data of `recipe` in the run's `data/`, or takes what an earlier call left there.
+    """Makes the data of `recipe` in the run's `data/`, or reuses what an earlier call left there.
 
     fresh: deletes an earlier run, once all text is read.
     """
@@ -67,7 +67,7 @@ def prepare_anew(recipe: Recipe, run: Path, report: Report, fresh: bool) -> dict
 
 
 def make_tokenizer(recipe: Recipe, splits: dict[str, data.DataSplit], report: Report) -> Tokenizer:
-    """Trains the tokenizer, or reads that of the model the run starts from or imitates."""
+    """Trains the tokenizer, or reads the tokenizer of the model the run starts from or distills."""
     if recipe.tokenizer_from:
         folder = Path(recipe.tokenizer_from)
         missing = [name for name in TOKENIZER_FILES if not (folder / name).is_file()]
@@ -88,7 +88,7 @@ def make_tokenizer(recipe: Recipe, splits: dict[str, data.DataSplit], report: Re
 
 
 def keep_tokenizer(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the tokenizer into the folder, one of a model as that model has it."""
+    """Writes the tokenizer into the folder; a model's tokenizer is copied unchanged."""
     if not recipe.tokenizer_from:
         save_tokenizer(tokenizer, folder, recipe.model.max_positions)
         return

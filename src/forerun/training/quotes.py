@@ -1,7 +1,7 @@
 """Tasks whose answer quotes its source: extractive summaries and questions answered with sentences of the text.
 
-Knows running text. They teach a small model to copy from its prompt, which it can do truthfully, where a summary in
-words of its own would be made up. Knows nothing of files or tokens.
+Knows running text. They teach a small model to copy from its prompt, which it can do truthfully, while a summary in
+its own words would be made up. Knows nothing of files or tokens.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How a run is watched and saved; `*_every` count steps."""
+    """How often a run reports and saves; `*_every` count steps."""
 
     log_every: int = 10
     checkpoint_every: int = 100

@@ -1,7 +1,7 @@
 """The folder of a training run: made for a run, and cleared when the run is restarted from the beginning.
 
-Knows what a training leaves in its folder, so that nothing else is ever deleted. Knows nothing of training: whoever
-reads the data clears the folder once it is read, so that a mistyped path costs no earlier run.
+Knows what a training leaves in its folder, so that nothing else is ever deleted. Knows nothing of training. The folder
+is cleared only after the data has been read, so that a mistyped path does not cost an earlier run.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ FILES = (LAST, STABLE, "last.tmp", "stable.tmp", "metrics.json", "loss.png")
 
 
 def open_run(folder: Path, fresh: bool, sources: Sequence[Path] = ()) -> None:
-    """Makes the folder; deletes nothing. fresh: an earlier run in it will be cleared; sources: what is read before.
+    """Makes the folder; deletes nothing. fresh: an earlier run in it will be cleared; sources: paths read before that.
 
-    Raises TrainingError for a folder that cannot be made, and where `clear` would take along a source or what no
+    Raises TrainingError for a folder that cannot be made, and if `clear` would delete a source or files that no
     training wrote.
     """
     try:
@@ -32,7 +32,7 @@ def open_run(folder: Path, fresh: bool, sources: Sequence[Path] = ()) -> None:
 
 
 def check_clear(folder: Path, sources: Sequence[Path]) -> None:
-    """Raises TrainingError where deleting a run would take along more than a run."""
+    """Raises TrainingError if deleting a run would delete other files, too."""
     strange = sorted(path.name for path in folder.iterdir() if path.name not in (*FOLDERS, *FILES))
     if strange:
         raise TrainingError(

@@ -160,7 +160,7 @@ def tidy_speech(text: str) -> str:
 
 
 def maths(record: Record, _rng: random.Random) -> list[str]:
-    """Reads a word problem; the calculator marks go, the final line becomes a sentence."""
+    """Reads a word problem; calculator marks are removed, the final line becomes a sentence."""
     answer = CALCULATION.sub("", record["answer"]).replace("#### ", "The answer is ")
     return [ask(clean(record["question"]), f"{clean(answer)}.")]
 

@@ -22,7 +22,7 @@ SPLIT_PATTERN = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE of exactly `vocab_size` tokens at most; special tokens get the first ids."""
+    """Trains a byte-level BPE of at most `vocab_size` tokens; special tokens get the first ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -59,5 +59,5 @@ def token_lens_bytes(tokenizer: Tokenizer) -> list[int]:
     """Counts the bytes of text behind each token id; special tokens stand for none."""
     lens = [0] * tokenizer.get_vocab_size()
     for token, token_id in tokenizer.get_vocab().items():
-        lens[token_id] = 0 if token in SPECIAL_TOKENS else len(token)  # one character stands for one byte
+        lens[token_id] = 0 if token in SPECIAL_TOKENS else len(token)  # in byte-level BPE one character is one byte
     return lens

@@ -1,7 +1,7 @@
 """The training loop of `forerun train lm`: batches in, checkpoints and a loss history out.
 
-Knows steps, schedules and optimizers. What the loss is comes from outside (`losses`), where data comes from too
-(`mixture`); how the result is written as a model is `export`.
+Knows steps, schedules and optimizers. Does not know: losses (`losses`), where data comes from (`mixture`), how the
+result is written as a model (`export`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def make_optimizers(net: nn.Module, config: OptimizerConfig, dtype: torch.dtype)
 def apply_gradients(
     net: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[float], clip_norm: float
 ) -> None:
-    """Clips the gradients of `net` and steps every optimizer, one of `rates` a parameter group; then drops them."""
+    """Clips the gradients of `net` and steps every optimizer, a rate per parameter group; then clears gradients."""
     nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for group, rate in zip(groups, rates, strict=True):

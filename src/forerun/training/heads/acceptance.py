@@ -1,7 +1,7 @@
 """The acceptance length a head would have, simulated on answers the target wrote greedily.
 
-Knows that along the target's own text every guess of a chain that is right so far stands where the true token does,
-so one unrolled pass over the answer gives the guesses at all places at once. Knows nothing of how text is generated.
+As long as the guesses of a chain are right, they equal the target's own text, so one unrolled pass over the answer
+gives the guesses at all positions at once. Knows nothing of how text is generated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forerun.training.heads.base import Head, States
 
 @dataclass(frozen=True)
 class HeldoutAcceptance:
-    """length: tokens emitted a pass of the target; by_depth[j]: how often guess j is right if all before it were."""
+    """length: tokens emitted per pass of the target; by_depth[j]: how often guess j is right if all before it are."""
 
     length: float
     by_depth: tuple[float, ...]
@@ -26,7 +26,7 @@ class HeldoutAcceptance:
 
 @dataclass
 class AcceptanceTally:
-    """What the answers measured so far add up to."""
+    """The sums over the answers measured so far."""
 
     num_tokens: int = 0
     num_passes: int = 0
@@ -52,10 +52,10 @@ class AcceptanceTally:
 
 
 def walk(accepted: Sequence[int], start: int, end: int) -> tuple[int, int]:
-    """Decodes one answer by the numbers of right guesses at each entry -> tokens emitted, passes of the target.
+    """Simulates decoding one answer, given the number of right guesses at each entry -> tokens, passes of the target.
 
     The answer's first token, x_start, comes out of the prefill. A pass with root x_{t+1} emits the right guesses and
-    one token more, as far as the answer goes (`end` tokens in all).
+    one more token, up to the answer's end (`end` tokens in all).
     """
     entry, tokens, passes = start - 1, 0, 0
     while entry + 2 < end:

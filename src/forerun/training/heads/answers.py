@@ -19,7 +19,7 @@ from forerun.training.heads.rows import Rows
 Report = Callable[[str], None]
 Writer = Callable[[Sequence[Sequence[int]], Sequence[float], Sequence[int]], list[list[int]]]
 BATCH = 64  # prompts answered between two saves
-SEEDS_APART = 1_000_003  # prompts of one run before the seeds of another begin
+SEEDS_APART = 1_000_003  # so that runs with different seeds share no request seeds
 
 
 def engine_writer(model: str, num_tokens: int, seed: int) -> Writer:
@@ -43,7 +43,7 @@ def write_answers(
     path: Path, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], about: dict[str, Any],
     make_writer: Callable[[], Writer], report: Report,
 ) -> Rows:  # fmt: skip
-    """Answers all prompts, going on with what an earlier call left in the file `path`; prompts and answers as rows.
+    """Answers all prompts, continuing what an earlier call left in the file `path` -> prompts and answers as rows.
 
     about: what the answers depend on; another value in the file is refused with TrainingError.
     """
@@ -75,9 +75,9 @@ def first_rows(rows: Rows, max_tokens: int) -> Rows:
 
 
 def answer_file_rows(path: Path, vocab_size: int, max_tokens: int = 0) -> Rows:
-    """The rows of a file that `write_answers` has written, whatever they depend on.
+    """The rows of a file that `write_answers` has written, for any target and options.
 
-    max_tokens: of the first prompts with their answers that are taken; 0 takes the whole file. Raises DataError for a
+    max_tokens: take the first prompts with answers up to so many tokens; 0 takes the whole file. Raises DataError for a
     file that is something else, is empty, holds more in its first answer, or has ids outside the vocabulary.
     """
     try:
@@ -95,7 +95,7 @@ def answer_file_rows(path: Path, vocab_size: int, max_tokens: int = 0) -> Rows:
 
 
 def read_lines(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """The complete lines of an answers file, which is begun if it is not there.
+    """The complete lines of an answers file, which is created if it is missing.
 
     Raises TrainingError for a file that is something else or depends on something else.
     """

@@ -48,7 +48,7 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def features(self, states: States, ids: Tensor) -> list[Features]:
-        """What guesses along `ids` [batch, T] are made from, of every step j."""
+        """For every step j, the rows and table whose product gives the logits of its guesses along `ids` [batch, T]."""
 
     def unroll(self, states: States, ids: Tensor) -> list[Tensor]:
         """Guesses along `ids` [batch, T] -> logits of every step j, [batch, T - 2 - j, draft vocab]."""
@@ -69,7 +69,7 @@ def rows_of_step(x: Tensor, step: int, offset: int) -> Tensor:
 
 
 def init_linears(module: nn.Module) -> None:
-    """Draws all matrices from a normal; those that write to the stream are smaller."""
+    """Draws all matrices from a normal; those that write to the residual stream are smaller."""
     for name, weight in module.named_parameters():
         if weight.ndim == 2:
             writes = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -77,7 +77,7 @@ def init_linears(module: nn.Module) -> None:
 
 
 def pass_through(linear: nn.Linear, first: int) -> None:
-    """Adds to a fusing matrix what copies its inputs from column `first` on: a new head begins near its target."""
+    """Adds the identity to a fusing matrix from column `first` on, so that a new head starts near its target."""
     with torch.no_grad():
         size = linear.weight.shape[0]
         linear.weight[:, first : first + size] += torch.eye(size)

@@ -34,7 +34,7 @@ HEADS: Mapping[str, Callable[[TrainingTarget, Any, LearnedVocabulary], Head]] = 
 
 
 def make_head(recipe: HeadRecipe, target: TrainingTarget, counts: Tensor) -> Head:
-    """Makes a head with random or copied weights; counts [vocab]: how often each token stands in the data.
+    """Makes a head with random or copied weights; counts [vocab]: how often each token occurs in the data.
 
     Raises what `read_start` does.
     """
@@ -74,7 +74,7 @@ def read_export(folder: Path) -> Export:
 
 
 def _vocabulary(recipe: HeadRecipe, start: Export | None, counts: Tensor) -> LearnedVocabulary:
-    """The one of the head that is trained further: other data may count otherwise, its rows are its tokens' rows."""
+    """The vocabulary of the head that is trained further, if any: its rows belong to those tokens."""
     size = min(getattr(recipe.head, "vocab_size", 0), len(counts))
     started = exported_vocabulary(start.tensors, len(counts)) if start is not None else None
     return started if started is not None and started.size == size else frequent_tokens(counts, size)

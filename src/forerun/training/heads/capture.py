@@ -1,8 +1,8 @@
 """The target's states on disk: written once within a budget, mapped into memory while training.
 
 Knows the folder's files: `states.bin` (bfloat16, token after token, each with its layers side by side) and
-`states.json`; while they are written `states.part` and `states.part.json`, from which an interrupted capture goes
-on. Knows nothing of heads.
+`states.json`; while they are written, `states.part` and `states.part.json`, from which an interrupted capture is
+resumed. Knows nothing of heads.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def capture(
 
 
 def disk_full(folder: Path, needed: int) -> str:
-    """What to say when there is no room."""
+    """The message for a full disk."""
     free = shutil.disk_usage(folder).free
     return (
         f"the disk is full: the target's states need {needed} bytes in {folder}, {free} are free without them; lower "
@@ -99,7 +99,7 @@ def disk_full(folder: Path, needed: int) -> str:
 
 
 def progress_of(path: Path) -> Path:
-    """The file that says what is in a file of states."""
+    """The file that describes a file of states."""
     return path.with_name(f"{path.name}.json")
 
 
@@ -117,7 +117,7 @@ def write_states(
     rows: Rows, target: TrainingTarget, layers: Sequence[int], path: Path, about: dict[str, Any], row_bytes: int,
     report: Report,
 ) -> None:  # fmt: skip
-    """Appends the sequences that are missing; after every pass the progress file says how many are complete."""
+    """Appends the sequences that are missing; after every pass the progress file records how many are complete."""
     first = check_about(progress_of(path), about) if path.is_file() and progress_of(path).is_file() else 0
     with path.open("r+b" if first else "wb") as out:
         out.truncate(int(rows.lens[:first].sum()) * row_bytes)

@@ -17,12 +17,12 @@ from forerun.training.net import NetConfig
 from forerun.training.recipe import PRECISIONS, build
 
 LABELS = ("target", "text")
-FREE = ("name", "run")  # fields of a recipe that a training may be continued with other values of
+FREE = ("name", "run")  # fields of a recipe that may change when a training is resumed
 
 
 @dataclass(frozen=True)
 class Guessing:
-    """What every kind of head has: the weight of step j is `decay`^j, divided by their sum.
+    """Options of every kind of head: the weight of step j is `decay`^j, divided by the sum of all weights.
 
     labels: "target" learns the target's distribution after the true tokens, "text" the tokens of the text.
     """
@@ -54,7 +54,7 @@ class MedusaConfig(Guessing):
 
 @dataclass(frozen=True)
 class Eagle3Config(Guessing):
-    """EAGLE-3; sizes that are 0 are the target's. aux_layers: the three states it reads; () are the published ones."""
+    """EAGLE-3; sizes of 0 mean the target's. aux_layers: the three states it reads; () means the published choice."""
 
     aux_layers: tuple[int, ...] = ()
     num_steps: int = 7
@@ -163,7 +163,7 @@ class HeadSchedule:
         return replace(self, steps=steps, warmup_steps=warmup, decay_steps=max(1, int(self.decay_steps * share)))
 
     def with_tokens(self, tokens_per_step: int) -> HeadSchedule:
-        """The same schedule with another batch; smaller than a micro-batch makes that smaller too."""
+        """The same schedule with another batch; a micro-batch is never larger than it."""
         return replace(self, tokens_per_step=tokens_per_step, micro_tokens=min(self.micro_tokens, tokens_per_step))
 
 
@@ -191,7 +191,7 @@ class HeadOptimizer:
 class HeadData:
     """How sequences are made. greedy_share of the answers is written at T = 0, the rest at T = 1."""
 
-    max_tokens: int = 0  # of all prompts with their answers, or of each .answers or .bin file; 0: what there is
+    max_tokens: int = 0  # of all prompts with their answers, or of each .answers or .bin file; 0: all
     prompt_tokens: int = 256  # longer prompts lose their beginning
     answer_tokens: int = 256
     greedy_share: float = 0.5
@@ -209,7 +209,7 @@ class HeadData:
 
 @dataclass(frozen=True)
 class HeadRun:
-    """How a run is watched and saved; `*_every` count steps."""
+    """How often a run reports and saves; `*_every` count steps."""
 
     log_every: int = 10
     checkpoint_every: int = 100
@@ -242,7 +242,7 @@ class HeadRecipe:
     def with_sizes(
         self, steps: int | None, tokens_per_step: int | None, max_tokens: int | None, capture_bytes: int | None
     ) -> HeadRecipe:
-        """The recipe with what the command line says instead; None leaves a field as it is."""
+        """The recipe with values of the command line; None leaves a field as it is."""
         schedule = self.schedule if steps is None else self.schedule.with_steps(steps)
         schedule = schedule if tokens_per_step is None else schedule.with_tokens(tokens_per_step)
         given = {"max_tokens": max_tokens, "capture_bytes": capture_bytes}

@@ -1,4 +1,4 @@
-"""What a person sees while a head is trained.
+"""Shows the training of a head.
 
 Knows how a line of the history reads. Knows nothing of training.
 """

@@ -1,8 +1,8 @@
 """`forerun train answers`: the target answers files of prompts once, turn after turn, for any number of trainings.
 
-Knows that the second thing a user says follows on the target's own answer to the first, and the files this leaves:
-`FOLDER/turn1.answers`, `FOLDER/turn2.answers` and so on. How answers are written is `answers`; what learns from them
-is not known here.
+Knows that a user's second message follows the target's own answer to the first, and the files it writes:
+`FOLDER/turn1.answers`, `FOLDER/turn2.answers` and so on. Does not know: how answers are written (`answers`), what
+learns from them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENDING = ".answers"
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How prompts are answered: number i at temperatures[i % how many there are], in at most `answer_tokens`."""
+    """How prompts are answered: number i at temperatures[i % len(temperatures)], in at most `answer_tokens`."""
 
     prompt_tokens: int = 864  # longer prompts lose their beginning
     answer_tokens: int = 160
@@ -49,7 +49,7 @@ def read_temperatures(listed: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class TrainingTalk:
-    """A conversation under way: everything said so far, what the user will say next, its temperature."""
+    """A conversation in progress: its messages so far, the user's remaining messages, its temperature."""
 
     messages: tuple[dict[str, str], ...]
     to_say: tuple[str, ...]
@@ -57,7 +57,7 @@ class TrainingTalk:
 
 
 def answer_files(model: str, files: Sequence[Path], folder: Path, options: AnswerOptions, report: Report) -> list[Path]:
-    """Answers all conversations of some prompt files, going on with what `folder` holds -> the files of answers.
+    """Answers all conversations of some prompt files, continuing what `folder` holds -> the files of answers.
 
     Raises DataError for files without a prompt and ConfigError for a model without a chat template.
     """
@@ -85,7 +85,7 @@ def answer_files(model: str, files: Sequence[Path], folder: Path, options: Answe
 
 
 def read_talks(files: Sequence[Path], options: AnswerOptions) -> list[TrainingTalk]:
-    """The conversations of prompt files, nothing said yet; records without words are left out."""
+    """The conversations of prompt files, not yet begun; records without text are left out."""
     temperatures = options.temperatures
     said = [tuple(turn for turn in turns if turn.strip()) for path in files for turns, _ in read_file(path)]
     talks = [TrainingTalk((), turns, temperatures[i % len(temperatures)]) for i, turns in enumerate(filter(None, said))]
@@ -95,7 +95,7 @@ def read_talks(files: Sequence[Path], options: AnswerOptions) -> list[TrainingTa
 
 
 def spoken(talk: TrainingTalk) -> list[dict[str, str]]:
-    """The messages of a conversation with the next thing the user says."""
+    """The messages of a conversation with the user's next message."""
     return [*talk.messages, {"role": "user", "content": talk.to_say[0]}]
 
 

@@ -1,7 +1,7 @@
 """Cross-entropy with a distribution, from the rows before the output layer, a block of rows at a time.
 
-Knows the output layer, the sum over a vocabulary and the gradients of both, which it computes in the same pass: the
-logits of a step would take dozens of megabytes, and every plain operation on them would go through memory (as in
+Knows the output layer, the sum over a vocabulary and the gradients of both, which it computes in the same pass: all
+logits of a step take dozens of megabytes, and every separate operation on them would go through memory (as in
 Liger Kernel's fused linear cross-entropy, arXiv 2410.10989). Knows nothing of heads.
 """
 

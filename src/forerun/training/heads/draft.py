@@ -1,7 +1,7 @@
 """A small model of its own as a draft, distilled from the target.
 
-Knows how a network that guesses the next token is seen as a head: it is not unrolled, since with the true tokens
-before it every guess along a chain is the same as the network's guess there. Knows nothing of losses.
+Knows how a network that guesses the next token is treated as a head: it is not unrolled, since after the true tokens
+every guess along a chain equals the network's guess at that position. Knows nothing of losses.
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ from forerun.training.heads.unrolled import Tables, UnrolledAttention, UnrolledK
 from forerun.training.heads.vocabulary import LearnedVocabulary
 from forerun.training.net import Mlp, NetConfig, rotary_tables
 
-SHALLOW = 6  # with fewer layers than this the published choice of three states does not exist
+SHALLOW = 6  # with fewer layers the published choice of three states is impossible
 
 
 def aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """Low, middle and high states of a target: after layers 2, n/2 and n-3 as published; spread if it is shallow."""
+    """Low, middle and high states of a target: after layers 2, n/2 and n-3 as published, or spread if it is shallow."""
     if num_layers < 2:
         raise UnsupportedError(
             f"EAGLE-3 reads three states of a target of at least 2 layers; this one has {num_layers}"
@@ -69,7 +69,7 @@ class MidLayer(nn.Module):
 
 
 class Eagle3Head(Head):
-    """The draft module; its state dict has the published names but for the vocabulary maps."""
+    """The draft module; its state dict has the published names, without the vocabulary maps."""
 
     kind = "eagle3"
 

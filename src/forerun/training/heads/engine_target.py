@@ -1,7 +1,7 @@
 """A target of any family forerun implements, read through the engine's own forward.
 
-Knows how to lay a window out for `Model.forward` and where a decoder keeps embedding and output layer. Knows nothing
-of training. Computes on the CPU, with the kernels the engine serves with.
+Knows how to lay out a window for `Model.forward` and where a decoder keeps its embedding and output layer. Knows
+nothing of training. Computes on the CPU, with the kernels the engine serves with.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EngineTarget:
 
 
 def head_shape(config: ModelConfig, max_positions: int) -> NetConfig:
-    """What a head takes over from its target: sizes, plain rotary positions, no biases."""
+    """The shape a head inherits from its target: sizes, plain rotary positions, no biases."""
     return NetConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

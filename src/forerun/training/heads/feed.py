@@ -1,4 +1,4 @@
-"""Where a step's batch comes from: sequences, and the target's states computed on the spot or read from disk.
+"""Where a step's batch comes from: sequences, and the target's states computed online or read from disk.
 
 Knows which states a head needs. Knows nothing of losses.
 """
@@ -49,7 +49,7 @@ def with_final(states: dict[int, Tensor], target: TrainingTarget) -> Tensor:
 
 
 class OnlineFeed:
-    """Runs the target over every batch; compiled: fused by torch.compile, which pays if all batches have one shape."""
+    """Runs the target over every batch; compiled: by torch.compile, which pays off if all batches have one shape."""
 
     def __init__(self, rows: Rows, target: TrainingTarget, layers: Sequence[int], compiled: bool = False) -> None:
         self.rows, self.target, self.layers = rows, target, tuple(layers)

@@ -1,6 +1,6 @@
-"""Causal attention with a few keys more for every row, in one softmax, without a table of all scores.
+"""Causal attention with a few extra keys for every row, in one softmax, without a table of all scores.
 
-Knows how torch's blockwise kernel for CPUs is joined with the further keys: the two softmaxes are merged by their
+Knows how torch's blockwise kernel for CPUs is combined with the extra keys: the two softmaxes are merged by their
 log-sums, and the kernel's backward pass, given the merged output and log-sum, computes the gradients of its share of
 the joint softmax (as in ring attention, arXiv 2310.01889). Knows nothing of heads' layouts.
 """
@@ -21,7 +21,7 @@ class JointAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Any:
-        """own: the further keys, then their values."""
+        """own: the extra keys, then their values."""
         scale = query.shape[-1] ** -0.5
         mixed, log_sum = flash(query, keys, values, 0.0, True, scale=scale)
         half = len(own) // 2
@@ -58,6 +58,6 @@ class JointAttention(torch.autograd.Function):
 
 
 def joint_attention(query: Tensor, keys: Tensor, values: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Row t sees keys 0 .. t and of each pair in `own` key t; all [batch, heads, rows, head_dim], as what comes out."""
+    """Row t sees keys 0 .. t, and key t of each pair in `own`; inputs and output [batch, heads, rows, head_dim]."""
     further = (*(key for key, _ in own), *(value for _, value in own))
     return torch.as_tensor(JointAttention.apply(query, keys, values, *further))  # type: ignore[no-untyped-call]

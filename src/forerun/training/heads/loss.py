@@ -1,7 +1,7 @@
 """The loss of a head unrolled over a window: weighted cross-entropies of its steps.
 
-Knows the target's distribution restricted to the draft vocabulary, and which entries count; only of these are logits
-computed at all. Knows nothing of batches or optimizers.
+Knows the target's distribution restricted to the draft vocabulary, and which entries count; logits are computed only
+for these. Knows nothing of batches or optimizers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from forerun.training.heads.target import TrainingTarget
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the entries of every step should give, for the tokens x_t of a window."""
+    """What the entries of every step should predict, for the tokens x_t of a window."""
 
     counted: Tensor  # bool [batch, T]: whether guesses of x_t count
     labels: Tensor  # [batch, T] draft ids of the tokens x_t
     aims: Tensor  # [answers, draft vocab]: the target's distribution over x_t of each answer token; empty for text
-    places: Tensor  # [batch, T] the row of `aims` that stands for x_t; any where x_t is no answer
+    places: Tensor  # [batch, T] the row of `aims` for x_t; meaningless if x_t is not part of an answer
 
 
 class HeadLoss(nn.Module):
@@ -47,7 +47,7 @@ class HeadLoss(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device it computes on."""
         return self.known.table.device
 
     def forward(self, ids: Tensor, answer: Tensor, states: States, final: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class HeadLoss(nn.Module):
         return F.cross_entropy(F.linear(rows, features.table).float(), labels)
 
     def wanted(self, ids: Tensor, answer: Tensor, final: Tensor) -> Wanted:
-        """What is to be guessed along a window."""
+        """The predictions wanted along a window."""
         labels = self.draft_ids.table[ids]
         places = (answer.flatten().cumsum(0) - 1).clamp(min=0).view_as(ids)
         if self.labels == "text":

@@ -1,8 +1,8 @@
 """MTP: one module in MiMo's layout that drafts several tokens from its own outputs (FastMTP, arXiv 2509.18362).
 
 Knows the module, its parameter names (`model.mtp_layers.0.*`) and its config.json. The state comes first in the
-concatenation; the target's states are those before its final norm; what is fed back is the block's output before
-`final_layernorm`. Embedding and output layer are the target's. Knows nothing of losses.
+concatenation; the target's states are those before its final norm; the block's output before `final_layernorm` is
+fed back. Embedding and output layer are the target's. Knows nothing of losses.
 """
 
 from __future__ import annotations

@@ -30,6 +30,6 @@ def draw_head_history(history: Sequence[HeadReport], path: Path) -> bool:
         depths = range(1, len(line.acceptance_by_depth) + 1)
         right.bar(list(depths), line.acceptance_by_depth)
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
-    right.set(xlabel="depth", ylabel="rate", ylim=(0, 1), title="right, where all guesses before are right")
+    right.set(xlabel="depth", ylabel="rate", ylim=(0, 1), title="right, if all earlier guesses are right")
     figure.savefig(path, dpi=120)
     return True

@@ -1,7 +1,7 @@
 """Prompts from files: text, JSON, JSON lines, also packed with xz.
 
-Knows in which fields published data sets keep what a user asks, and what is empty or too long. Knows nothing of
-answers.
+Knows the fields in which published data sets keep a user's messages, and which records are empty or too long. Knows
+nothing of answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from forerun.errors import DataError
 from forerun.weights.tokenizer import Tokenizer
 
-ASKED = ("question", "instruction")  # fields a user's words are in; "turns" and "messages" hold several
+ASKED = ("question", "instruction")  # fields with a user's message; "turns" and "messages" hold several
 CONTINUED = ("prompt", "text")  # fields with a text to continue
 USER = ("U", "user", "human")
 SUFFIXES = (".txt", ".json", ".jsonl", ".xz")
@@ -38,8 +38,8 @@ class Prompts:
 def read_prompts(files: Sequence[Path], tokenizer: Tokenizer, max_tokens: int, has_chat: bool) -> Prompts:
     """All prompts of some files, each at most `max_tokens` long.
 
-    has_chat: what a user asks is put into the model's chat template; a prompt that is too long then loses its
-    beginning, since the end says who speaks next, and any other its end. Raises DataError for files without prompts.
+    has_chat: a user's message is put into the model's chat template. If it is too long it then loses its beginning,
+    since the end marks who speaks next; any other prompt loses its end. Raises DataError for files without prompts.
     """
     ids: list[list[int]] = []
     num_empty = num_cut = 0
@@ -87,7 +87,7 @@ def records_of(text: str, kind: str, path: Path) -> Iterator[Any]:
 
 
 def words_of(record: Any, where: str) -> tuple[list[str], bool]:
-    """The text of a record, and whether a user asks it; of a conversation all that the user says, turn after turn."""
+    """The text of a record, and whether a user asks it; for a conversation, all the user's messages in order."""
     if isinstance(record, str):
         return [record], False
     if isinstance(record, dict):
@@ -104,7 +104,7 @@ def words_of(record: Any, where: str) -> tuple[list[str], bool]:
 
 
 def spoken(turn: Any) -> str | None:
-    """What a user says in one turn: a string, a pair of speaker and words, or a message; None if it is another's."""
+    """The user's text of one turn (a string, a pair of speaker and text, or a message); None for other speakers."""
     if isinstance(turn, str):
         return turn
     if isinstance(turn, dict):

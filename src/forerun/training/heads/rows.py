@@ -1,6 +1,6 @@
 """Sequences to learn from: prompts with the target's answers, or rows of a token file.
 
-Knows token ids, where each answer begins, which sequences are held out and in which order the others come. Knows
+Knows token ids, where each answer begins, which sequences are held out, and the order of the others. Knows
 nothing of text or models.
 """
 
@@ -23,9 +23,9 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences one behind the other: number i is `tokens[starts[i] :][: lens[i]]`, its answer begins at prompts[i].
+    """Sequences stored one after the other: number i is `tokens[starts[i] :][: lens[i]]`, its answer from prompts[i].
 
-    answered: bool, as long as tokens: which of them are part of an answer.
+    answered: bool, one per token: whether it is part of an answer.
     """
 
     tokens: NDArray[np.generic]
@@ -49,7 +49,7 @@ class Rows:
 
     @classmethod
     def join(cls, parts: Sequence[Rows]) -> Rows:
-        """The sequences of several, in their order."""
+        """The sequences of several `Rows`, in order."""
         shifts = np.cumsum([0, *(len(part.tokens) for part in parts)])
         return cls(
             np.concatenate([part.tokens.astype(np.int64) for part in parts]),
@@ -60,7 +60,7 @@ class Rows:
         )
 
     def packed(self, row_len: int) -> Rows:
-        """Neighbouring sequences joined into rows of at most `row_len` tokens, which waste less of a batch.
+        """Neighbouring sequences joined into rows of at most `row_len` tokens, so that a batch holds less padding.
 
         A row's later sequences see its earlier ones, as in the windows a language model is trained on.
         """
@@ -89,7 +89,7 @@ class Rows:
         )
 
     def take(self, numbers: Numbers) -> Rows:
-        """Some of the sequences; the tokens stay where they are."""
+        """Some of the sequences; the tokens are not copied."""
         return Rows(self.tokens, self.answered, self.starts[numbers], self.lens[numbers], self.prompts[numbers])
 
     def sequence(self, number: int) -> Numbers:
@@ -108,7 +108,7 @@ class Rows:
         return torch.from_numpy(ids), torch.from_numpy(answer)
 
     def counts(self, vocab_size: int) -> Tensor:
-        """How often each token stands in an answer, [vocab]."""
+        """How often each token occurs in an answer, [vocab]."""
         found = np.zeros(vocab_size, dtype=np.int64)
         for number in range(len(self)):
             sequence, start = self.sequence(number), int(self.starts[number])
@@ -150,7 +150,7 @@ def hold_out(num_rows: int, num_heldout: int) -> tuple[Numbers, Numbers]:
 
 
 class Order:
-    """Which sequences step after step takes: reshuffled every epoch; a function of the seed and the place alone."""
+    """The order of sequences: reshuffled every epoch; a function of the seed and the position only."""
 
     def __init__(self, num_rows: int, seed: int) -> None:
         self.num_rows, self.seed = num_rows, seed
@@ -158,12 +158,12 @@ class Order:
         self.shuffled: Numbers = np.zeros(0, dtype=np.int64)
 
     def number(self, place: int) -> int:
-        """The sequence at `place` of the whole training."""
+        """The sequence at position `place` of the whole training."""
         epoch, index = divmod(place, self.num_rows)
         if epoch != self.epoch:
             self.shuffled, self.epoch = np.random.default_rng((self.seed, epoch)).permutation(self.num_rows), epoch
         return int(self.shuffled[index])
 
     def numbers(self, first: int, count: int) -> list[int]:
-        """The sequences at `count` places from `first` on."""
+        """The sequences at `count` positions from `first` on."""
         return [self.number(place) for place in range(first, first + count)]

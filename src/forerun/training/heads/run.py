@@ -1,7 +1,7 @@
-"""`forerun train medusa|eagle3|mtp|draft` from a recipe to an exported head: the parts put together.
+"""`forerun train medusa|eagle3|mtp|draft`: combines the parts from recipe to exported head.
 
 Knows the run folder: `data/` (answers, held-out answers, captured states), `last.pt`, `metrics.json`, `loss.png`,
-`export/`. The parts know the work.
+`export/`. Does not know: how the parts do their work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DEVICES = ("cpu", "cuda")
 def train_head(recipe: HeadRecipe, job: HeadJob, console: HeadConsole) -> bool:
     """Trains a head and exports it to `folder/export`; returns False if stopped early.
 
-    Goes on from the checkpoint in the folder unless `fresh`. A stopped run is exported as it is.
+    Resumes from the checkpoint in the folder unless `fresh`. A stopped run is exported as it is.
     """
     start = [Path(recipe.start_from)] if recipe.start_from else []
     open_run(job.folder, job.fresh, [*job.data, *start])
@@ -57,7 +57,7 @@ def make_trainer(recipe: HeadRecipe, job: HeadJob, console: HeadConsole) -> Head
     """Loads the target, prepares the data and makes the head."""
     check_exportable(recipe.kind, resolve_model(job.target))
     target = load_target(job.target, job.device)
-    read_start(recipe, target)  # an error comes before an earlier run is deleted
+    read_start(recipe, target)  # fails before an earlier run is deleted
     data = prepare(recipe, job, target, console.say)
     head = make_head(recipe, target, data.train.counts(target.shape.vocab_size))
     feed = make_feed(recipe, job, data.train, target, captured_layers(head, target), console.say)
@@ -70,7 +70,7 @@ def make_trainer(recipe: HeadRecipe, job: HeadJob, console: HeadConsole) -> Head
 
 
 def check_exportable(kind: str, target_folder: Path) -> None:
-    """A draft model is a model of its own, so it is exported with its target's tokenizer; raises UnsupportedError."""
+    """A draft model is exported with its target's tokenizer; raises UnsupportedError if there is none."""
     if kind == "draft" and not (target_folder / "tokenizer.json").is_file():
         raise UnsupportedError(
             f"{target_folder} has no tokenizer.json, which a draft model gets from its target; give the target as a "
@@ -79,7 +79,7 @@ def check_exportable(kind: str, target_folder: Path) -> None:
 
 
 def load_target(name: str, device: str) -> TrainingTarget:
-    """The target as a torch network where that computes it exactly, else through the engine."""
+    """The target as a torch network if that computes it exactly, else through the engine."""
     folder = resolve_model(name)
     place = torch_device(device)
     if folder.is_dir() and is_plain_llama(read_table(folder)):

@@ -38,7 +38,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Material:
-    """What files of data hold: rows to train on, else prompts to answer for them, and prompts that are held out."""
+    """The content of data files: rows to train on, or else prompts to be answered, and prompts that are held out."""
 
     rows: Rows | None
     prompts: list[list[int]]
@@ -48,7 +48,7 @@ class Material:
 def prepare(recipe: HeadRecipe, job: HeadJob, target: TrainingTarget, report: Report) -> Sequences:
     """Sequences to train on, from what is written already or from prompts, and answers to held-out prompts.
 
-    An earlier run in the folder is deleted, if the job is to begin afresh, once all files are read.
+    If the job is `fresh`, an earlier run in the folder is deleted once all files are read.
     """
     found = read(recipe, job, target, report)
     if job.fresh:
@@ -88,7 +88,7 @@ def from_written(recipe: HeadRecipe, job: HeadJob, target: TrainingTarget, repor
 
 
 def check_lengths(rows: Rows, row_len: int, report: Report) -> None:
-    """Says how many sequences lose their end; raises DataError where no answer would be left to learn from."""
+    """Reports how many sequences lose their end; raises DataError if no answer would be left to learn from."""
     longest, num_long = int(rows.lens.max()), int((rows.lens > row_len).sum())
     if int(rows.prompts.min()) >= row_len:
         raise DataError(

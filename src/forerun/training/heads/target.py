@@ -1,7 +1,7 @@
 """What training a head needs of the target: its states, its output layer, its embedding.
 
-Knows the question and one answer, a plain torch network for Llama models with tied embeddings, which also computes on
-a GPU and fuses under torch.compile. Any other target answers through the engine (`engine_target`).
+Knows the interface and one implementation, a plain torch network for Llama models with tied embeddings, which also
+runs on a GPU and under torch.compile. Any other target runs through the engine (`engine_target`).
 """
 
 from __future__ import annotations

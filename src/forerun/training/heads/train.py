@@ -1,7 +1,7 @@
 """The training loop of draft heads: batches in, checkpoints and a history out.
 
-Knows steps, optimizers and checkpoints. What the loss is comes from `loss`, where batches come from is `feed`, how the
-acceptance length is simulated is `acceptance`.
+Knows steps, optimizers and checkpoints. Does not know: losses (`loss`), where batches come from (`feed`), how the
+acceptance length is simulated (`acceptance`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class HeadTrainer:
     def __init__(
         self, recipe: HeadRecipe, loss: HeadLoss, feed: Feed, heldout: Feed, folder: Path, identity: Mapping[str, Any]
     ) -> None:
-        """identity: what a checkpoint must agree in to be continued."""
+        """identity: values that must equal a checkpoint's for it to be resumed."""
         self.recipe, self.loss, self.feed, self.heldout, self.folder = recipe, loss, feed, heldout, folder
         self.identity = dict(identity)
         self.head, self.device = loss.head, loss.device

@@ -54,7 +54,7 @@ def whole_vocabulary(target_size: int) -> LearnedVocabulary:
 
 
 def exported_vocabulary(tensors: Mapping[str, Tensor], target_size: int) -> LearnedVocabulary | None:
-    """The one of an exported head: EAGLE-3's `d2t` or a Medusa's `token_map`; None where it proposes all tokens."""
+    """The vocabulary of an exported head, from EAGLE-3's `d2t` or Medusa's `token_map`; None if it has all tokens."""
     if "d2t" in tensors:
         return LearnedVocabulary(tensors["d2t"] + torch.arange(len(tensors["d2t"])), target_size)
     return LearnedVocabulary(tensors["token_map"], target_size) if "token_map" in tensors else None
