@@ -79,6 +79,17 @@ def test_numbers_nobody_can_have_learned_change_nothing(tmp_path: Path, value: A
     assert not kept.load(made) and not made.costs.slowness and not made.acceptance.bands
 
 
+@pytest.mark.parametrize("table", ["by_size", "by_depth"])
+@pytest.mark.parametrize("key", [0, -1, 1.5, "1", None, True])
+def test_calls_of_sizes_that_do_not_exist_change_nothing(tmp_path: Path, table: str, key: Any) -> None:
+    kept, made = Kept(tmp_path, ABOUT), policy()
+    kept.save(taught())
+    content = json.loads(kept.path.read_text("utf-8"))
+    content["learned"][table]["m"][0][0] = key
+    kept.path.write_text(json.dumps(content), "utf-8")
+    assert not kept.load(made) and not made.costs.slowness and made.costs.call_s("m", 4, 1) == 0.0
+
+
 def test_where_nothing_can_be_written_nothing_is(tmp_path: Path) -> None:
     file = tmp_path / "a file"
     file.touch()

@@ -349,14 +349,13 @@ class RequestStats:
     why_plain: str | None = None  # why most steps had no drafts; None where that was not so, or is not over
 
     @property
-    def wasted_nodes(self) -> int:
-        """Nodes that were verified and not accepted."""
-        return self.trees.wasted
-
-    @property
     def estimated_speedup(self) -> float | None:
-        """`speedup` of the steps that read no prompt; None where plain steps were not timed, or nothing was drafted."""
-        return speedup(self.plain_s or 0.0, self.step_s) if self.trees.drafted else None
+        """`speedup` of the steps that read no prompt; None where plain steps were not timed, or nothing was drafted.
+
+        At most 1 where no draft was accepted: each step brought one token, so that a gain is an error of the estimate.
+        """
+        gain = speedup(self.plain_s or 0.0, self.step_s) if self.trees.drafted else None
+        return gain if gain is None or self.trees.accepted else min(gain, 1.0)
 
     @property
     def acceptance_length(self) -> float:

@@ -125,9 +125,10 @@ def _restore(policy: AdaptivePolicy, kept: Mapping[str, Any]) -> None:
 def _call(now: CallCosts, kept: Mapping[str, Any], name: str) -> CallCosts:
     """What is known of a drafter's calls, over what was measured of it just now."""
     reading = kept["reading"].get(name)
+    by_size, by_depth = (_table(kept[table][name], Mean).items() for table in ("by_size", "by_depth"))
     return CallCosts(
-        now.by_size | {(key[0], key[1]): mean for key, mean in _table(kept["by_size"][name], Mean).items()},
-        now.by_depth | {key[0]: mean for key, mean in _table(kept["by_depth"][name], Mean).items()},
+        now.by_size | {(_count(requests), _count(size)): mean for (requests, size), mean in by_size},
+        now.by_depth | {_count(depth): mean for (depth,), mean in by_depth},
         now.reading if reading is None else Mean(*map(_number, reading)),
         now.draws_levels,
     )
@@ -135,6 +136,12 @@ def _call(now: CallCosts, kept: Mapping[str, Any], name: str) -> CallCosts:
 
 def _table(rows: Any, make: Callable[[Any, Any], _Entry]) -> dict[tuple[Any, ...], _Entry]:
     return {tuple(key): make(_number(first), _number(second)) for *key, first, second in rows}
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"no number of requests, drafts or levels: {value!r}")
+    return value
 
 
 def _number(value: Any) -> Any:

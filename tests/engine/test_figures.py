@@ -26,7 +26,7 @@ def test_a_requests_figures_add_up(drafter: str) -> None:
     for stats in (group.output().outputs[0].stats for group in groups):
         assert stats.trees.drafted == sum(count.drafted for count in stats.drafters.values()) > 0
         assert stats.num_tokens == stats.num_steps + stats.trees.accepted
-        assert stats.wasted_nodes == stats.trees.drafted - stats.trees.accepted
+        assert stats.trees.wasted == stats.trees.drafted - stats.trees.accepted
         for count in (stats.trees, *stats.drafters.values()):
             assert count.drafted == sum(depth.drafted for depth in count.depths)
             assert count.accepted == sum(depth.accepted for depth in count.depths)

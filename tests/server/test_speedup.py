@@ -23,6 +23,12 @@ def test_it_is_plain_time_over_drafted_time() -> None:
     assert RequestStats(step_s=2.0, trees=DrafterCount(4, 2)).estimated_speedup is None, "no plain step was timed"
 
 
+def test_nobody_gained_from_drafts_of_which_none_was_accepted() -> None:
+    wrong = DrafterCount(4, 0)
+    assert RequestStats(step_s=2.0, plain_s=3.0, trees=wrong).estimated_speedup == 1.0
+    assert RequestStats(step_s=3.0, plain_s=1.5, trees=wrong).estimated_speedup == 0.5, "but they may have cost time"
+
+
 def test_everyone_tells_the_same() -> None:
     metrics, account = Metrics(lambda: EngineLoad(0, 0, 0.0, True, {}, 0, {})), Account(1, None)
     for each in (stats(), stats(num_drafted=0)):

@@ -19,7 +19,7 @@ def explain_dict(stats: RequestStats) -> dict[str, Any]:
         "acceptance_length": round(stats.acceptance_length, 4),
         "num_steps": stats.num_steps,
         "num_plain_steps": stats.num_plain_steps,
-        "wasted_nodes": stats.wasted_nodes,
+        "wasted_nodes": stats.trees.wasted,
         "draft_s": round(stats.draft_s, 6),
         "verify_s": round(stats.verify_s, 6),
         "draft_errors": len(stats.failed_drafters),
@@ -63,7 +63,7 @@ def explain_lines(stats: RequestStats) -> Iterator[str]:
 
 def _steps_line(stats: RequestStats) -> str:
     drafted = stats.num_steps - stats.num_plain_steps
-    return f"{drafted} of {stats.num_steps} steps had drafts; {stats.wasted_nodes} drafted tokens were verified in vain"
+    return f"{drafted} of {stats.num_steps} steps had drafts; {stats.trees.wasted} drafted tokens were verified in vain"
 
 
 def _by_depth(depths: Sequence[DepthCount]) -> str:
