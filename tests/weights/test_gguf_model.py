@@ -259,3 +259,10 @@ def test_unknown_architectures_types_and_leftovers_are_refused(tmp_path: Path) -
     makers.write_model(tmp_path / "l.gguf", folder, model, "llama", "F32", **{"blk.0.ffn_sub_norm": [1.0]})
     with pytest.raises(UnsupportedError, match=r"1 tensors that .* e.g. model.layers.0.ffn_sub_norm.weight"):
         logits(tmp_path / "l.gguf")
+
+
+def test_scales_of_whole_tensors_are_refused(tmp_path: Path) -> None:
+    _, path, _ = make(tmp_path, "llama", "MXFP4", makers.SIZES)
+    makers.write_again(path, lambda writer: writer.add_tensor("blk.0.attn_q.scale", torch.ones(1).numpy()))
+    with pytest.raises(UnsupportedError, match=r"1 tensors that .* does not ask for, e.g. .*scale"):
+        logits(path)

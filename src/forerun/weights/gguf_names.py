@@ -43,8 +43,8 @@ _INNER = {
 }
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)[._](weight|bias)")
-_BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)[._](weight|bias|scale)")
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias|scale)")
 _OUTWARD = {theirs: ours for ours, theirs in {**_OUTER, **_INNER}.items() if ours != "mlp.gate_up_proj"}
 _REORDERED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 
