@@ -5,6 +5,7 @@
 
 #include "kernel_table.h"
 #include "simd_avx512.h"
+#include "x86_features.h"
 
 #ifdef __linux__
 #include <sys/syscall.h>
@@ -56,10 +57,7 @@ namespace forerun {
 
 const KernelTable* amx_kernels() {
     const KernelTable* base = avx512vnni_kernels();
-    if (base == nullptr || !__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-int8") ||
-        !__builtin_cpu_supports("amx-bf16")) {
-        return nullptr;
-    }
+    if (base == nullptr || !has_amx()) return nullptr;
     static const bool permitted = amx::tiles_permitted();
     static const KernelTable table = amx::extend(*base);
     return permitted ? &table : nullptr;

@@ -2,6 +2,7 @@
 #define FORERUN_ISA avx2vnni
 #include "kernel_table.h"
 #include "simd_avx2.h"
+#include "x86_features.h"
 
 namespace forerun::avx2vnni {
 namespace {
@@ -26,7 +27,7 @@ namespace forerun {
 
 const KernelTable* avx2vnni_kernels() {
     const KernelTable* base = avx2_kernels();
-    if (base == nullptr || !__builtin_cpu_supports("avxvnni")) return nullptr;
+    if (base == nullptr || !has_avxvnni()) return nullptr;
     static const KernelTable table = avx2vnni::extend(*base);
     return &table;
 }

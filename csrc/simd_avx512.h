@@ -180,6 +180,11 @@ template <int BITS>
 inline Bytes prepare(Bytes x) {
     return x;
 }
+// What the intrinsic stands for, but compilers load the word by an instruction of its own, for want of which a tile of
+// one panel would run out of issue slots.
+FORERUN_INLINE void add_word(__m512i& sum, __m512i w, const int32_t& word) {
+    asm("vpdpbusd %1%{1to16%}, %2, %0" : "+v"(sum) : "m"(word), "v"(w));
+}
 // Adds the products of four lines with 16 activations of each row, four of them at words + row, words + ROWS + row, ...
 // A row's sums wait for each other, so rows take turns.
 #define FORERUN_ADD_PRODUCTS
@@ -188,9 +193,7 @@ FORERUN_INLINE void add_products(I (&sums)[ROWS][PANELS], const Bytes (&w)[PANEL
     repeat<4>([&](auto j) FORERUN_FLAT {
         repeat<ROWS>([&](auto r) FORERUN_FLAT {
             if constexpr (PANELS == 1) {
-                // What the intrinsic stands for, but compilers load the word by an instruction of its own, for want of
-                // which a tile of one panel would run out of issue slots.
-                asm("vpdpbusd %1%{1to16%}, %2, %0" : "+v"(sums[r][0].v) : "m"(words[j * ROWS + r]), "v"(w[0][j].v));
+                add_word(sums[r][0].v, w[0][j].v, words[j * ROWS + r]);
             } else {  // one load for all panels: two a cycle is as many as there are products
                 const __m512i word = _mm512_set1_epi32(words[j * ROWS + r]);
                 repeat<PANELS>([&](auto p) FORERUN_FLAT {
