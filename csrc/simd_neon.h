@@ -196,10 +196,12 @@ inline void multiply_wide(I x, uint32_t multiplier, I& high, I& low) {
 }
 // out[4 * i + j] = wj[i]
 inline void store_interleaved(I w0, I w1, I w2, I w3, uint32_t* out) {
-    vst4q_u32(out, {{w0.a, w1.a, w2.a, w3.a}});
-    vst4q_u32(out + 16, {{w0.b, w1.b, w2.b, w3.b}});
-    vst4q_u32(out + 32, {{w0.c, w1.c, w2.c, w3.c}});
-    vst4q_u32(out + 48, {{w0.d, w1.d, w2.d, w3.d}});
+    const uint32x4x4_t a{{w0.a, w1.a, w2.a, w3.a}}, b{{w0.b, w1.b, w2.b, w3.b}};
+    const uint32x4x4_t c{{w0.c, w1.c, w2.c, w3.c}}, d{{w0.d, w1.d, w2.d, w3.d}};
+    vst4q_u32(out, a);
+    vst4q_u32(out + 16, b);
+    vst4q_u32(out + 32, c);
+    vst4q_u32(out + 48, d);
 }
 
 inline float square_root(float v) { return __builtin_sqrtf(v); }

@@ -251,7 +251,8 @@ void run_grouped(Run& run, const GroupedCase& c) {
                            words.begin(), steps.begin()};
     FORERUN_CALL(run, grouped_quantize, args, divide_up(c.k, section));
     FORERUN_CALL(run, grouped, args, divide_up(panels, 2) * divide_up(c.m, rows_per_unit));
-    run.print(join("grouped", {c.m, c.k, c.group_size, c.storage, static_cast<int64_t>(c.scales), c.offsets, c.order, c.tabled}), y);
+    const int64_t kind = static_cast<int64_t>(c.scales);
+    run.print(join("grouped", {c.m, c.k, c.group_size, c.storage, kind, c.offsets, c.order, c.tabled}), y);
 }
 
 void run_all_grouped(Run& run) {
@@ -264,7 +265,9 @@ void run_all_grouped(Run& run) {
         for (int64_t m : {1, 5, 9}) run_grouped(run, {m, 50, 512, 32, storage, ScaleKind::kBytes, m == 5, false});
         run_grouped(run, {4, 50, 512, 16, storage, ScaleKind::kNibbles, true, false});
     }
-    for (ScaleKind scales : {kHalf, ScaleKind::kBytes}) run_grouped(run, {6, 50, 512, 32, 4, scales, false, false, true});
+    for (ScaleKind scales : {kHalf, ScaleKind::kBytes}) {
+        run_grouped(run, {6, 50, 512, 32, 4, scales, false, false, true});
+    }
 }
 
 bool run_all(const KernelTable& table) {
