@@ -11,7 +11,7 @@ import torch
 from forerun.config import DrafterConfig
 from forerun.core import Request, SamplingParams
 from forerun.drafters import layer_skip
-from forerun.drafters.layer_skip import LayerRunner, spread_layers
+from forerun.drafters.layer_skip import SPEC, LayerRunner, build, spread_layers
 from forerun.engine.engine import Engine
 from forerun.errors import ConfigError, UnsupportedError
 from forerun.kernels.select import select_kernels
@@ -97,7 +97,11 @@ def test_a_subset_holds_nothing_of_itsown() -> None:
 @pytest.mark.parametrize("layers", [(), (0, 6), (-1, 2), (2, 1), (1, 1), tuple(range(NUM_LAYERS))])
 def test_layers_that_do_not_fit_are_refused(layers: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="some of 0 to 5"):
-        tiny.engine(tiny.target(NUM_LAYERS), config(layers))
+        build(
+            context_of(
+                SPEC, tiny.target(NUM_LAYERS), tiny.kernels(), TreeGrower(tiny.kernels(), True), 4, layers=layers
+            )
+        )
 
 
 def test_a_target_without_layers_is_refused() -> None:

@@ -129,6 +129,19 @@ def test_a_pending_tree_is_the_one_that_is_read_at_once(width: int, num_pending:
         assert (own.num_steps, own.trees, own.drafters) == (other.num_steps, other.trees, other.drafters)
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_rows_of_pending_drafts_are_shown_with_their_tokens(width: int, num_pending: list[int]) -> None:
+    shown: list[list[list[int]]] = []
+    for verifier in (CoupledVerifier, ReadFirst):
+        made, seen = with_draft(width), list[list[int]]()
+        made.verifier = verifier(tiny.kernels(), at_once=True)
+        made.drafter.wants_logits = True  # type: ignore[attr-defined]
+        made.drafter.observe_logits = lambda ids, logits, seen=seen: seen.append(ids.tolist())  # type: ignore[attr-defined]
+        tiny.run(made, tiny.groups(3, temperature=1.0, max_tokens=12))
+        shown.append(seen)
+    assert num_pending and shown[0] == shown[1]
+
+
 def test_requests_whose_logits_are_shaped_are_read_first(num_pending: list[int]) -> None:
     groups = tiny.groups(2, temperature=1.0, max_tokens=6, top_k=5)
     assert tiny.run(with_draft(3), groups)[0] == tiny.plain(tiny.target(LAYERS), groups)

@@ -39,13 +39,15 @@ _SAMPLE_TOKENS = 4
 
 
 def build(context: DrafterContext) -> Drafter:
-    """The layers the options name, or a search for them."""
+    """The layers the options name, or a search for them. Raises ConfigError as `subset_decoder` does."""
     model, layers = context.model, context.options.layers
     if not isinstance(model, Decoder):
         raise UnsupportedError(
             "layer_skip drafts with the target's own layers, which a model that runs through transformers does not "
             "give one by one; choose another drafter, or a target of a family that forerun implements"
         )
+    if layers is not None:
+        subset_decoder(model, layers)  # an error is the user's to see before there is a pool
 
     def bind_layers(target: Sequence[LayerKV], own: Sequence[LayerKV]) -> Runner:
         return LayerRunner(model, context.kernels, target, context.block_size, layers)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from forerun.cache.boundaries import BoundaryStates
@@ -132,7 +133,7 @@ class Engine:
         clock.lap("build_s")
         out, choices = self._decide(work, batch)
         observed = self._commit(work, choices, out)
-        self._show_logits(batch, out)
+        self._show_logits(work, batch, out)
         self.drafter.observe(observed, out.hidden)
         self._publish(observed, out)
         clock.lap("commit_s")
@@ -217,7 +218,7 @@ class Engine:
             num_rows += entry.item.num_span + num_nodes
             num_logits += num_nodes + (entry.item.num_span if entry.span_logits else 0)
         batch = ForwardBatch.build(sequences, self.kv_cache.block_size)
-        roots = [(draft, e.first_row + e.item.num_span) for e in work if (draft := e.draft) is not None]
+        roots = _roots(work)
         pending = pending_of([draft for draft, _ in roots])
         if pending is None:
             return batch
@@ -302,11 +303,18 @@ class Engine:
         record.traced(draft, nodes[1:], tokens[:num_taken])
         return nodes, tuple(tokens[:num_taken])
 
-    def _show_logits(self, batch: ForwardBatch, out: PassOutput) -> None:
-        """Show the target's logits to a drafter that learns from them, if there is one."""
+    def _show_logits(self, work: Sequence[_Work], batch: ForwardBatch, out: PassOutput) -> None:
+        """Let a drafter that learns from the target's logits see them; nothing is computed where none does."""
         reader = logits_reader(self.drafter)
-        if reader is not None and out.logits.shape[0]:
-            reader.observe_logits(batch.token_ids[batch.logit_rows], out.logits)
+        if reader is None or not out.logits.shape[0]:
+            return
+        token_ids = batch.token_ids
+        if batch.pending is not None:  # the host's batch does not hold what was drawn, which has been read since
+            token_ids = token_ids.clone()
+            for draft, root_row in _roots(work):
+                tokens = torch.tensor(draft.rows().tokens).clamp(max=self.model.vocab_size - 1)
+                token_ids[root_row : root_row + len(tokens)] = tokens
+        reader.observe_logits(token_ids[batch.logit_rows], out.logits)
 
     def _publish(self, observed: Sequence[Observed], out: PassOutput) -> None:
         """Offer full blocks of committed rows to other requests, with the states that drafters need there."""
@@ -354,6 +362,11 @@ def _too_late(request: Request) -> DeadlineError:
         f"the deadline passed after {request.num_output} of at most {max_tokens} tokens: give the request more time, "
         "or ask for fewer tokens"
     )
+
+
+def _roots(work: Sequence[_Work]) -> list[tuple[Draft, int]]:
+    """Every draft, and the batch's row of its root."""
+    return [(draft, e.first_row + e.item.num_span) for e in work if (draft := e.draft) is not None]
 
 
 def _join(span: range, nodes: Sequence[int]) -> Sequence[int]:
