@@ -1,7 +1,7 @@
-"""Drafts of a network that is fed its own drafts: a draft model, a head on the target's states, the target's layers.
+"""Drafts of a network that reads its own drafts: a draft model, a head on the target's states, the target's layers.
 
 Knows: how to catch up with the requests and then draw, level by level. Does not know: whose network it is, who executes
-it (`runtime`), how far it has read each request and what it is fed beside tokens (`drafters.following`), verification.
+it (`runtime`), how far it has read each request and its other inputs (`drafters.following`), verification.
 
 Trees grow as in EAGLE-2 (arXiv 2406.16858): a level expands the `width` likeliest of its new nodes, and of all nodes
 ever drawn the likeliest are kept. Under the rejection rule likelihood goes by rank alone (see `speculation.growth`).
@@ -25,13 +25,13 @@ from forerun.runtime.runner import Runner
 from forerun.speculation.draft import Draft, hand_over
 from forerun.speculation.tree import ROOT
 
-LEAST_TREE = 4  # drafts from which a tree finds more than a chain, whose levels cost less
+LEAST_TREE = 4  # with fewer drafts a chain is used: its levels cost less and a tree would find no more
 
 Bind = Callable[[Sequence[LayerKV], Sequence[LayerKV]], Runner]  # given the target's layers in the pool, and its own
 
 
 class AutoregressiveDrafter:
-    """Drafts with the network that `bind` gives, in the name and with the options of its context.
+    """Drafts with the network that `bind` binds, with the name and options of its context.
 
     `shift` is added to the position of each of its rows, `max_position` bounds them.
     """
@@ -52,7 +52,7 @@ class AutoregressiveDrafter:
         self._follower, self._bind, self._max_position, self._shift = follower, bind, max_position, shift
 
     def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
-        """Where the pool keeps the target's layers and the network's own."""
+        """Bind the network to the pool's layers: the target's and its own."""
         self.runner = self._bind(target, own)
 
     def begin(self, request: Request) -> None:
@@ -67,7 +67,7 @@ class AutoregressiveDrafter:
         return self._follower.num_ready(request)
 
     def resume(self, request: Request, num_ready: tuple[int, ...], boundary: Tensor | None) -> None:
-        """Go on behind the rows that others computed."""
+        """Continue after the rows that others computed."""
         self._follower.resume(request, num_ready[0] if num_ready else 0, boundary)
 
     def end(self, request_id: str) -> None:
@@ -91,7 +91,7 @@ class AutoregressiveDrafter:
         num_rows = 0
         for draft in drafts:
             lag = draft.request.root_position - self._follower.start(draft.request)
-            draft.num_caught_up = lag if lag > self.max_nodes else 0  # less is what every step leaves
+            draft.num_caught_up = lag if lag > self.max_nodes else 0  # every step leaves a smaller lag
             num_rows += max(lag, 0) + 1
         if num_rows > self._max_rows:
             self._read((draft.request, draft.request.root_position) for draft in drafts)
@@ -142,7 +142,7 @@ def binder(passes: Passes, context: DrafterContext) -> Bind:
 
 
 def _rows(request: Request, start: int, end: int) -> SequenceRows:
-    """Known tokens start .. end-1, the last of all as the root of a tree."""
+    """Rows of known tokens start .. end-1; the request's last known token is the root of a tree."""
     root = request.root_position
     has_root = end > root
     return SequenceRows(

@@ -1,6 +1,6 @@
 """The drafter protocol: who proposes continuations, and what the product knows of each drafter.
 
-Knows: the verbs, what a drafter may be built from, what it says of itself. Does not know: verification, paging,
+Knows: the methods, what a drafter may be built from, its spec. Does not know: verification, paging,
 scheduling. A drafter catches up, then drafts: its own state may lag a request by any number of tokens, so nothing is
 special about full acceptance or preemption.
 
@@ -23,29 +23,29 @@ from forerun.models.base import LayerSpec, Model
 from forerun.speculation.draft import Draft
 from forerun.speculation.growth import TreeGrower
 
-_TREES_FROM_BYTES = 200_000_000  # weights that take some 10 ms to read, twenty times a level's laying out
+_TREES_FROM_BYTES = 200_000_000  # weights that take some 10 ms to read, 20 times as long as preparing a tree level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSpec:
     """Everything the product knows of a drafter: options, command line, server, benchmarks and docs read it here.
 
-    `own_module` tells of a target, by its name or folder, whether its own checkpoint holds what the drafter drafts
-    with; `holds_heads` tells of any folder whether that is what lies there.
+    `own_module`: whether a target's own checkpoint, given by name or folder, contains this drafter's module;
+    `holds_heads`: whether a folder holds heads for this drafter.
     """
 
     name: str
     build: Callable[[DrafterContext], Drafter]
     help: str  # what it guesses from
     options: tuple[str, ...] = ()  # fields of DrafterConfig it reads besides max_draft_tokens and adaptive
-    max_draft_tokens: int = 5  # unless the user says otherwise; 0: it never drafts
-    tree_width: int | None = None  # likewise; None: the option is not for it
-    chains_if_quick: bool = False  # the usual width is 1 where a pass of the target takes next to no time
+    max_draft_tokens: int = 5  # default; 0: it never drafts
+    tree_width: int | None = None  # default; None: the option does not apply
+    chains_if_quick: bool = False  # the default width is 1 if a pass of the target is very fast
     model: str = ""  # what the option `model` has to name, in words; "": it takes none
     own_module: Callable[[str | Path], bool] | None = None
     holds_heads: Callable[[Path], bool] | None = None
-    needs_layers: bool = False  # of the target, one by one, which a model run by transformers does not give
-    auto: int | None = None  # place in `auto`, which takes all without a model and the first with one that is there
+    needs_layers: bool = False  # needs the target's single layers, which transformers models do not give
+    auto: int | None = None  # rank in `auto`: all without a model, and the first whose model is available
     vllm_names: tuple[str, ...] = ()  # methods of vLLM's --speculative-config
 
     @property
@@ -76,8 +76,8 @@ class DrafterContext:
     def width(self) -> int:
         """Children a node (1: chains), as the options say.
 
-        If they say nothing, chains where a pass of the target takes next to no time: a level of a tree is laid out in
-        Python, a chain is drawn in one native call.
+        By default, chains if a pass of the target is very fast: a level of a tree is prepared in Python, while a chain
+        is drawn in one native call.
         """
         if self.options.tree_width is not None:
             return self.options.tree_width
@@ -87,7 +87,7 @@ class DrafterContext:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What one step made known of a request: computed span tokens and accepted nodes.
+    """What one step computed for a request: span tokens and accepted nodes.
 
     `rows` are the rows of the step's batch that computed them: those of the span, then those of the nodes. `nodes` are
     the accepted nodes of the request's draft, root first, () when only a span was computed; `tokens` are the tokens
@@ -102,7 +102,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class DrafterHealth:
-    """How a drafter fares: its failed calls so far, and the seconds it still rests after too many of them."""
+    """A drafter's failed calls so far, and the seconds for which it is still paused after too many of them."""
 
     num_errors: int
     rest_s: float
@@ -140,9 +140,9 @@ class Drafter(Protocol):
     def resume(self, request: Request, num_ready: tuple[int, ...], boundary: Tensor | None) -> None:
         """The request is admitted, for the first time or again, on blocks that others computed.
 
-        The target computes positions from request.num_computed on. `num_ready` is what `num_ready` once said of those
-        blocks (short or () where nothing was said): less than num_computed if the drafter lagged, more if a copied
-        block holds rows beyond it. `boundary` [sum of the widths of hidden_layers, in their order] is the hidden
+        The target computes positions from request.num_computed on. `num_ready` is what the method `num_ready` returned
+        for those blocks (short or () if nothing is known): less than num_computed if the drafter lagged, more if a
+        copied block holds rows beyond it. `boundary` [sum of the widths of hidden_layers, in their order] is the hidden
         state of token num_computed - 1; None if it is not known, which happens only where num_ready goes beyond
         num_computed or the drafter wants no hidden states.
         """
@@ -152,12 +152,12 @@ class Drafter(Protocol):
 
 
 def drafter_health(drafter: Drafter) -> dict[str, DrafterHealth]:
-    """How each member of a portfolio fares; nothing of other drafters."""
+    """The health of a portfolio's members; {} for other drafters."""
     return {member.name: member.health for member in getattr(drafter, "members", ())}
 
 
 class Asked(NamedTuple):
-    """What a call of a drafter gave one request."""
+    """What a drafter's call did for one request."""
 
     request: Request
     num_known: int  # tokens there were
@@ -167,22 +167,22 @@ class Asked(NamedTuple):
 
 
 class DraftCall(NamedTuple):
-    """A drafter was asked, and took so long."""
+    """One call of a drafter, and its duration."""
 
     member: str
     seconds: float
-    is_pending: bool  # the device drew the drafts in the time of the pass; the seconds are those of enqueueing
+    is_pending: bool  # the device draws during the target's pass; the seconds are those of enqueueing
     asked: Sequence[Asked]
 
 
 def take_calls(drafter: Drafter) -> Sequence[DraftCall]:
-    """What members of a portfolio were asked since this was called last; of other drafters that is not measured."""
+    """The calls of a portfolio's members since the last call; () for other drafters, which are not measured."""
     take: Callable[[], Sequence[DraftCall]] | None = getattr(drafter, "take_calls", None)
     return take() if take is not None else ()
 
 
 class LogitsReader(Protocol):
-    """What a drafter that sets `wants_logits = True` has besides: it learns from every row the target computed."""
+    """The extra method of drafters with `wants_logits = True`, which learn from every row the target computed."""
 
     def observe_logits(self, token_ids: Tensor, logits: Tensor) -> None:
         """A pass is over: row i of logits [R, vocab_size] tells what follows token_ids[i], [R] int64.
@@ -197,7 +197,7 @@ def logits_reader(drafter: Drafter) -> LogitsReader | None:
 
 
 class Stateless:
-    """What a drafter without layers, hidden states or memory of its own need not write: a base class to inherit."""
+    """A base class for drafters without layers, hidden states or state of their own."""
 
     hidden_layers: tuple[int, ...] = ()
     kv_specs: tuple[LayerSpec, ...] = ()

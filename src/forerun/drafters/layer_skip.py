@@ -87,13 +87,13 @@ class LayerRunner:
         return self._runner.run(batch, features)
 
     def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
-        """See `Runner`; after a look for better layers where that is due."""
+        """See `Runner`; first searches for better layers if that is due."""
         if self._is_searching:
             self._search(noise)
         return self._runner.draw(roots, features, noise, width)
 
     def _search(self, noise: TreeNoise) -> None:
-        """On the request with the longest text, so that its rows see most."""
+        """Search on the request with the longest text, whose rows see the most context."""
         self._until_search -= 1
         longest = max(range(len(noise.requests)), key=lambda index: noise.requests[index].root_position)
         if self._until_search > 0 or noise.requests[longest].root_position == 0:

@@ -1,6 +1,6 @@
 """Medusa: heads beside the target's output layer, each of which guesses a token further ahead.
 
-Knows: the state each request's newest token was chosen from, and when that is out of date. Does not know: layouts of
+Knows: the state each request's newest token was chosen from, and when that state is outdated. Does not know: layouts of
 checkpoints, verification, paging. Without a KV cache and without a state of its own beyond one row a request, there
 is nothing to catch up with: where that row is not known (a request's first step, the step after a preemption) the
 root stays alone, and the step itself brings the row.
@@ -106,7 +106,7 @@ class MedusaDrafter(Stateless):
                 self._states[seen.request.request_id] = _State(seen.request.num_computed, states, seen.rows[-1])
 
     def resume(self, request: Request, num_ready: tuple[int, ...], boundary: Tensor | None) -> None:
-        """Take over the state before the first row that will be computed."""
+        """Keep the boundary state, from which the first token to be computed was chosen."""
         self._states.pop(request.request_id, None)
         if boundary is not None:
             self._states[request.request_id] = _State(request.num_computed, boundary[None], 0)
@@ -125,7 +125,7 @@ class MedusaDrafter(Stateless):
         return torch.stack([self._states[draft.request.request_id].read() for draft in drafts])
 
     def _knows(self, request: Request) -> bool:
-        """The root's own state is there, not that of an earlier token."""
+        """Whether the root's own state is known, not that of an earlier token."""
         state = self._states.get(request.request_id)
         return state is not None and state.position == request.root_position
 

@@ -41,13 +41,13 @@ def _config(target: str, text: str, draft_model: str | None, given: Mapping[str,
 
 
 def read(text: str) -> tuple[DrafterSpec, str]:
-    """The spec of the drafter named, and what stands behind the "=". Raises ConfigError where there is none."""
+    """The spec of the drafter named, and the text after the "=". Raises ConfigError where there is none."""
     name, _, rest = text.partition("=")
     return (portfolio.SPEC if name == AUTO else spec_of(name)), rest
 
 
 def takes_model(text: str) -> bool:
-    """Whether a draft model given apart is of use to this drafter."""
+    """Whether this drafter can use a draft model given by a separate option."""
     spec, rest = read(text)
     if "members" in spec.options:
         return not rest or any(_needs_model(part) for part in rest.split("+"))
@@ -55,13 +55,13 @@ def takes_model(text: str) -> bool:
 
 
 def _needs_model(text: str) -> bool:
-    """Whether a drafter cannot do without a model and names none."""
+    """Whether a drafter needs a model and the text names none."""
     spec, rest = read(text)
     return bool(spec.model) and spec.own_module is None and not rest
 
 
 def own_model(target: str, spec: DrafterSpec) -> str | None:
-    """What comes with a target for a drafter: embedded for it, or the folder TARGET/NAME; None where nothing does."""
+    """The drafter's model that comes with a target: embedded, or the folder TARGET/NAME; None if there is none."""
     embedded, folder = f"{target}-{spec.name}", Path(target) / spec.name
     if not spec.model:
         return None
@@ -76,7 +76,7 @@ def has_own(target: str, spec: DrafterSpec) -> bool:
 
 
 def _offered(target: str, draft_model: str | None) -> list[str]:
-    """Who drafts for a target where nobody is named: lookups, and the best there is with weights."""
+    """The default drafters for a target: lookups, and the best available one with weights."""
     in_order = sorted((spec for spec in all_specs().values() if spec.auto is not None), key=lambda spec: spec.auto or 0)
     lookups = [spec.name for spec in in_order if not spec.model]
     with_model = (spec.name for spec in in_order if spec.model and (draft_model is not None or has_own(target, spec)))

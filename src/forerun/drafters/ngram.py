@@ -22,7 +22,7 @@ from forerun.speculation.tree import ROOT
 Gram = tuple[int, ...]
 Copy = tuple[int, Sequence[int]]  # length of the tail that was found, what followed it
 
-# A copy behind a match of l tokens goes wrong at odds of about DOUBT / l^1.5, measured on text and on answers.
+# The odds that the token after a match of l tokens is wrong are about DOUBT / l^1.5, measured on text and answers.
 DOUBT: Final = 4.0
 
 
@@ -114,7 +114,7 @@ class _AutomatonIndex:
 
 
 class GramTable:
-    """Where each n-gram of one text last ended, but for the text's own tail."""
+    """Where each n-gram of one text last ended, without the text's own tail."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = range(longest, shortest - 1, -1)
@@ -131,7 +131,7 @@ class GramTable:
         return 0, ()
 
     def _copy(self, tokens: Sequence[int], end: int, num: int) -> Sequence[int]:
-        """`num` tokens from `end` on; a copy that runs into the tail goes on with its own beginning."""
+        """`num` tokens from `end` on; a copy that reaches the tail continues with its own beginning."""
         period = len(tokens) - end
         return [tokens[end + i % period] for i in range(num)]
 

@@ -1,19 +1,19 @@
 """The drafters of an engine, one or several, which add to the same tree; any of them may fail.
 
 Knows: its members, who may add to a tree, what asking them takes, which requests a member failed for and what a usable
-tree is. Does not know: who should draft, and how much; the drafts' plan tells for each request and member. Members are
+tree is. Does not know: which member should draft how much (the drafts' plan decides by request and member). Members are
 asked in their order, so that the plan for a later one sees what the earlier ones found.
 
 Under the rejection rule a node's children must come from one recorded distribution, so there a request takes the
 first tree that has any drafts; which member that is depends on the text alone, never on what was drawn.
 
-A member may leave its drafts on a device (`speculation.draft`) where nobody else would look at them: they are the
+A member may leave its drafts on a device (`speculation.draft`) if nobody else looks at them: they are the
 first of their requests, and no later member can be asked for these requests.
 
 Whatever a member raises or proposes, its requests go on without it: the text never depends on drafts, so a member that
 is left out costs its requests speed and nothing else. What a failing member has drawn stays in the tree where the
-distribution it was drawn from is recorded: to drop drawn nodes by what they are would change the distribution of what
-the rejection rule puts out.
+distribution it was drawn from is recorded: dropping drawn nodes depending on their tokens would change the output
+distribution of the rejection rule.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from forerun.speculation.tree import ROOT
 MAX_ERRORS: Final = 3  # after so many failed calls a member rests
 FIRST_REST_S: Final = 60.0  # the first time; twice as long each time it fails again
 LONGEST_REST_S: Final = 3600.0
-GOOD_S: Final = 600.0  # without an error, after which earlier ones count no more
+GOOD_S: Final = 600.0  # after so long without an error, earlier ones no longer count
 NEEDED: Final = ("name", "max_nodes", "hidden_layers", "kv_specs", "weight_bytes", "propose", "attach", "begin",
                  "observe", "num_ready", "resume", "end")  # fmt: skip
 
@@ -74,7 +74,7 @@ SPEC = DrafterSpec(
 
 
 class Member:
-    """A drafter as long as it behaves.
+    """A drafter whose errors are contained.
 
     A call that raises, or a tree that cannot be verified, is logged (the first with its traceback) and puts the
     drafter's name into `failed_drafters` of the requests concerned, for which it is not asked again. After MAX_ERRORS
@@ -96,22 +96,22 @@ class Member:
 
     @property
     def health(self) -> DrafterHealth:
-        """How it fares."""
+        """Its errors, and how long it is still paused."""
         return DrafterHealth(self.num_errors, max(0.0, self._rests_until - time.monotonic()))
 
     @property
     def is_off(self) -> bool:
-        """It failed too often to be asked now."""
+        """Whether it is paused after too many failures."""
         return time.monotonic() < self._rests_until
 
     def drafts_for(self, request: Request) -> bool:
-        """Whether it has not failed this request, which a rest at any time of the request means, too."""
+        """Whether it has not failed for this request; a pause during the request counts as a failure."""
         if self.is_off:
             self._leave(request)
         return self.name not in request.failed_drafters
 
     def call(self, verb: str, requests: Sequence[Request], *given: Any) -> tuple[bool, Any]:
-        """Call the drafter -> whether that went well, and what it said; else it has failed these requests."""
+        """Call the drafter -> whether that succeeded, and the result; a failure counts for these requests."""
         try:
             return True, getattr(self.drafter, verb)(*given)
         except Exception as error:  # whatever a drafter raises
@@ -130,7 +130,7 @@ class Member:
                 draft.take_back()
 
     def num_ready(self, request: Request) -> tuple[int, ...]:
-        """As it says; nothing is ready of a request it failed for."""
+        """The drafter's own answer; zeros for a request it failed for."""
         worked, said = self.call("num_ready", [request], request)
         if worked:
             self._num_kinds = len(said)
@@ -193,7 +193,7 @@ class Portfolio:
             start = end
 
     def begin(self, request: Request) -> None:
-        """Tell every member, in a rest too: every `end` has had its `begin`."""
+        """Tell every member, even a paused one, so that every `end` has had its `begin`."""
         for member in self.members:
             member.drafts_for(request)
             member.call("begin", [request], request)
@@ -254,7 +254,7 @@ class Portfolio:
         self._calls.append(DraftCall(member.name, seconds, enqueueing_s is not None, gave))
 
     def take_calls(self) -> Sequence[DraftCall]:
-        """What members were asked since this was called last."""
+        """The members' calls since the last call."""
         calls, self._calls = self._calls, []
         return calls
 
@@ -264,7 +264,7 @@ class Portfolio:
         return is_last and all(len(draft.tree) == 1 for draft in asked) and pending_of(drafts) is None
 
     def _is_open(self, member: Member, draft: Draft) -> bool:
-        """The request wants this member, which has not failed it, and its tree may still take drafts."""
+        """Whether the request allows this member, which has not failed for it, and its tree has room for drafts."""
         only = draft.request.drafter
         if draft.pending is not None or draft.room == 0 or not member.drafts_for(draft.request):
             return False
@@ -285,7 +285,7 @@ class Portfolio:
             start = end
 
     def _own_states(self, member: Member, boundary: Tensor | None) -> Tensor | None:
-        """Those of the boundary's states, all of one width, that the member asked for."""
+        """The part of the boundary's states, all of one width, that the member asked for."""
         layers = member.drafter.hidden_layers
         if boundary is None or not layers:
             return None

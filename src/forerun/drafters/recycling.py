@@ -28,8 +28,8 @@ from forerun.speculation.draft import Draft
 from forerun.speculation.tree import MAX_NODES, ROOT
 
 NUM_SUCCESSORS: Final = 8
-PATIENCE: Final = 32  # steps nobody wanted drafts after which
-SELDOM: Final = 8  # only every so many steps are learned from: ranking the logits costs time
+PATIENCE: Final = 32  # after so many steps without drafts,
+SELDOM: Final = 8  # only one in so many steps is learned from: ranking logits costs time
 UNKNOWN: Final = -1  # a successor nobody has seen yet
 # Chances that a token is followed by its successor of each rank. Measured on the embedded model, between those at
 # temperature 0 (0.74, 0.07, 0.02 ..) and 1 (0.20, 0.07, 0.03 ..); they shape the tree and are the nodes' survival.
@@ -65,7 +65,7 @@ SPEC = DrafterSpec(
 class RecyclingDrafter(Stateless):
     """Fills a tree of ranks from the table of each token's last seen successors.
 
-    All requests share the table; without `across_requests` it is emptied where one begins and no other is running.
+    All requests share the table; without `across_requests` it is emptied when a request begins and no other is running.
     """
 
     name = SPEC.name
@@ -81,7 +81,7 @@ class RecyclingDrafter(Stateless):
         self._table = np.full((vocab_size, self._num_successors), UNKNOWN, dtype=np.int32)  # best first
 
     def begin(self, request: Request) -> None:
-        """Forget what ended requests said, if it is not to be used."""
+        """Empty the table if requests must not learn from earlier ones."""
         if not self._across_requests and not self._running:
             self._table.fill(UNKNOWN)
         self._running.add(request.request_id)

@@ -49,7 +49,7 @@ def spec_of(name: str) -> DrafterSpec:
 
 
 def check(options: DrafterConfig) -> None:
-    """Raise ConfigError where a drafter lacks what it needs, or was given what it has no use for."""
+    """Raise ConfigError where a drafter lacks what it needs, or was given options it does not use."""
     spec = spec_of(options.name)
     if spec.model and spec.own_module is None and not options.model:
         where = "give --draft-model a folder, a hub id or an embedded name"
@@ -79,7 +79,7 @@ def check_names(members: Sequence[str]) -> None:
 
 
 def drafter_of(name_or_folder: str | Path) -> str | None:
-    """The drafter that drafts with the heads that lie there; None for anything else, and for nothing."""
+    """The drafter whose heads this model or folder holds; None if there are none."""
     try:
         folder = resolve_model(name_or_folder)
         specs = all_specs().values()
@@ -109,7 +109,7 @@ def _run_file(path: Path, changed_ns: int) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"forerun_drafter_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for the names in annotations
+    sys.modules[spec.name] = module  # dataclasses look up annotations there
     spec.loader.exec_module(module)
     return module
 

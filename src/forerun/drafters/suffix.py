@@ -20,7 +20,7 @@ from forerun.kernels.suffix import SuffixCorpus, SuffixKit, SuffixText, select_s
 from forerun.speculation.draft import Draft
 from forerun.speculation.tree import ROOT
 
-MAX_MATCH: Final = 32  # longest tail that is looked up; longer ones tell nothing more
+MAX_MATCH: Final = 32  # longest tail that is looked up; longer ones are no more informative
 LEAST_CHANCE: Final = 0.03  # of a node's whole path: rarer guesses are not worth a row even where rows are cheap
 CORPUS_TOKENS: Final = 1 << 18  # of answers kept for all requests, about 170 bytes each
 
@@ -44,7 +44,7 @@ SPEC = DrafterSpec(
 
 @dataclass(slots=True)
 class _Reading:
-    """A request and what of it was read."""
+    """A request and the part of its text that was read."""
 
     request: Request
     text: SuffixText
@@ -93,7 +93,7 @@ class SuffixDrafter(Stateless):
             self.begin(request)
         text = self._readings[request.request_id].text
         new = request.token_ids[text.size :]
-        if len(new) > self.max_nodes:  # more than a step of its own makes known
+        if len(new) > self.max_nodes:  # more than one step can add
             draft.num_caught_up += len(new)
         text.extend(new)
         return text

@@ -24,7 +24,7 @@ def bind(
     """The runner for these passes over the layers `kvs` of a pool; () for a network that keeps its state itself.
 
     On a GPU passes are captured as graphs (tests pass their own `capture`); on a CPU they are recorded, if kernels and
-    passes can be; otherwise they run eagerly.
+    passes support it; otherwise they run eagerly.
     """
     capture = capture or capture_for(kernels)
     if kvs and capture is not None:

@@ -1,7 +1,8 @@
-"""Passes executed as they come, op by op, and drafts drawn level by level on the host.
+"""Passes executed op by op, and drafts drawn level by level on the host.
 
 Knows: which rows a level's pass computes, when another level is worth its pass. Does not know: what passes compute,
-which nodes are likely (`speculation.best_first`). Runners that replay passes do so where they cannot: the same bits.
+which nodes are likely (`speculation.best_first`). Runners that replay passes fall back to this where they cannot, with
+the same bits.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _drawn(
 
 
 def _next_leaves(trees: Sequence[Candidates], new: Sequence[Sequence[int]], least: float) -> list[list[int]]:
-    """Of the nodes just drawn: none where they promise too little for a level's pass."""
+    """The nodes just drawn that get children; none if their chances do not justify another pass."""
     kept = [(tree, tree.kept()) for tree in trees]
     leaves = [tree.useful(nodes, known) for (tree, known), nodes in zip(kept, new, strict=True)]
     if sum(tree.chance(nodes) for tree, nodes in zip(trees, leaves, strict=True)) < least:
@@ -101,7 +102,7 @@ def _gathered(made: Tensor | None, rows: Sequence[int]) -> Tensor | None:
 
 
 def _level(root: SequenceRows, tree: Candidates, nodes: Sequence[int]) -> SequenceRows:
-    """These nodes, behind all known tokens."""
+    """The rows of these nodes, after all known tokens."""
     paths = [tree.path(node) for node in nodes]
     return SequenceRows(
         request_id=root.request_id,

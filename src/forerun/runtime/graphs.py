@@ -38,8 +38,8 @@ class _Graph:
 
 
 class CapturedPass:
-    """One pass. Hidden states are the caller's to keep; logits and features lie where the next pass of the same size
-    writes its own."""
+    """One pass. Hidden states belong to the caller; logits and features are overwritten by the next pass of the same
+    size."""
 
     def __init__(
         self, run: Pass, feature_size: int, kvs: Sequence[LayerKV], device: torch.device, capture: Capture
@@ -102,7 +102,7 @@ class GraphRunner(EagerRunner):
         return self._below(batch, features)
 
     def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
-        """See `Runner`: all levels as one graph where nothing but noise is put on logits; of trees no q is recorded."""
+        """See `Runner`: all levels as one graph if logits need no shaping but noise, and no tree records q."""
         batch, records = self._batch(roots), any(noise.records)
         if noise.by_depth is None or self._passes.hidden_layers or (records and width > 1):
             return self._draw_levels(batch, features, noise, width)
@@ -121,7 +121,7 @@ class CapturedRows:
         self._graphs: LastUsed[tuple[int, int], tuple[Tensor, Tensor, Callable[[], None]]] = LastUsed()
 
     def __call__(self, x: Tensor, num_depths: int) -> Tensor:
-        """x [R, width] -> [R * num_depths, V], which lie where the next call of the same size writes its own."""
+        """x [R, width] -> [R * num_depths, V], overwritten by the next call of the same size."""
         size = size_for(len(x), 1, 1)
         if size is None:
             return self._run(x, num_depths)

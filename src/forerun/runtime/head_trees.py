@@ -1,4 +1,4 @@
-"""Trees of what heads beside the output layer guess, grown on a GPU: heads, draws and choice of nodes in one go.
+"""Trees from Medusa-like heads, grown on a GPU: heads, draws and choice of nodes in one graph.
 
 Knows: where a program's states and noise lie, which of all paths are kept, in plain tensors. Does not know: what a head
 computes, how work is captured, requests.
@@ -27,7 +27,7 @@ from forerun.runtime.programs import Programs, room_for
 from forerun.runtime.static import StaticColumns, padded
 from forerun.speculation.drawn import DrawnTree, PendingTrees, trees_of
 
-_NONE = -1  # a token that is not there
+_NONE = -1  # a missing token
 _NEVER = float("-inf")
 
 
@@ -36,7 +36,7 @@ class HeadTreeSize(NamedTuple):
 
     num_trees: int
     num_heads: int
-    num_nodes: int  # of the largest there is room for
+    num_nodes: int  # of the largest tree that fits
     width: int
 
 
@@ -74,7 +74,7 @@ class _HeadTreeProgram:
     def fill(self, x: Tensor, noise: ChainNoise) -> None:
         """Copy states [R, H] and what is known of their trees over; the host does not wait.
 
-        A tree that is not there has no nodes.
+        Unused trees have no nodes.
         """
         num, num_heads, _, _ = self._size
         budgets = (noise.num_active[:, None] > torch.arange(len(x))).sum(0)  # [R]
@@ -115,7 +115,7 @@ def _read(out: Tensor) -> list[DrawnTree]:
 
 
 def best_products(tokens: Tensor, log_chances: Tensor, budgets: Tensor, num_nodes: int) -> Tensor:
-    """The likeliest paths of ranks, the likeliest first, -1 behind the last -> [3, R, num_nodes] int64.
+    """The likeliest paths of ranks, the likeliest first, -1 after the last -> [3, R, num_nodes] int64.
 
     tokens and log_chances [R, depths, ranks], best first, -1 for no token; budgets [R], at most num_nodes. Tokens;
     parents, 0 for the root, by their place here plus 1; log chances of whole paths, float64 by their bits.

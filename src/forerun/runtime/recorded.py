@@ -1,4 +1,4 @@
-"""Passes that were written down once and are replayed by one native call, without Python; chains are one call in all.
+"""Passes that were recorded once and are replayed by one native call, without Python; drawing chains is one call.
 
 Knows: that kernels can record, which batches a recording serves, what csrc/chain.cpp is told of chains. Does not know:
 what the passes compute, whose drafts they are. Batches with more rows than were recorded for (prefill chunks) are
@@ -52,7 +52,7 @@ class ChainArgs(NamedTuple):
 
 
 class RecordedRunner(EagerRunner):
-    """Replays recorded programs. Implements `runtime.runner.Runner`; what it gives is the caller's to keep."""
+    """Replays recorded programs. Implements `runtime.runner.Runner`; its results belong to the caller."""
 
     replays = True
 
@@ -74,7 +74,7 @@ class RecordedRunner(EagerRunner):
         return self._replay(self._below, batch, features) if self._serves(batch) else super().run_below(batch, features)
 
     def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
-        """See `Runner`: chains in one native call where nothing but noise is put on their logits."""
+        """See `Runner`: chains in one native call if their logits need no shaping but noise."""
         batch = self._batch(roots)
         if width > 1 or noise.by_depth is None or self._passes.hidden_layers or not self._serves(batch):
             return self._draw_levels(batch, features, noise, width)
@@ -86,7 +86,8 @@ class RecordedRunner(EagerRunner):
         """Every pass and every draw in one native call; the bits are those of the levels.
 
         C++ gives the log chance of each token, the log softmax of its score among the NUM_RIVALS best, all over
-        RIVALS_SCALE; what lies behind a chain's end is unset. All chains end where they promise less than `least`.
+        RIVALS_SCALE; entries after a chain's end are unset. All chains end when their summed chances fall below
+        `least`.
         """
         steps, num_chains = by_depth.positions.shape
         keeps_logits, says_chances = any(noise.records), not all(noise.records)
@@ -141,7 +142,7 @@ def record(passes: Passes, kernels: Kernels, kvs: Sequence[LayerKV], block_size:
     try:
         first = _record(plain, plain.first, plain.feature_size, kernels, kvs)
         below = first if plain.below is plain.first else _record(plain, plain.below, plain.fed_size, kernels, kvs)
-    except KernelError:  # an op the recorder cannot write down
+    except KernelError:  # an op that cannot be recorded
         return None
     if first is None or below is None:
         return None

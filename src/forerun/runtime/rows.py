@@ -45,7 +45,7 @@ class RowRunner:
 
     @torch.no_grad()
     def logits(self, x: Tensor, num_depths: int) -> Tensor:
-        """States x [R, H] -> logits of the first depths [R, num_depths, V]; they may lie where the next call's will."""
+        """States x [R, H] -> logits of the first depths [R, num_depths, V]; the next call may overwrite them."""
         return self._run(x, num_depths).view(x.shape[0], num_depths, self._passes.vocab_size)
 
     @torch.no_grad()
@@ -96,7 +96,7 @@ def _levels(noise: TreeNoise, logits: Tensor, width: int) -> list[DrawnTree]:
 
 
 def record_rows(passes: RowPasses, kernels: Kernels) -> Callable[[Tensor, int], Tensor]:
-    """The pass of every number of depths, recorded where it can be; with more rows than were recorded for, as it is."""
+    """The pass for every number of depths, recorded if possible; batches with more rows run eagerly."""
     try:
         programs = [_record(passes, kernels, depths) for depths in range(1, passes.num_depths + 1)]
     except KernelError:  # an op the recorder cannot write down

@@ -1,6 +1,6 @@
-"""What engine and drafters ask of whatever executes a network's passes.
+"""The interface through which engine and drafters execute a network's passes.
 
-Knows: the verbs. Does not know: networks, who executes them (`runtime.bind` decides).
+Knows: the methods. Does not know: networks, which implementation runs them (`runtime.bind` decides).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ class Drawer(Protocol):
     """Draws drafts with one network."""
 
     def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
-        """A tree of up to `width` children a node (1: a chain) below each root, the largest first.
+        """A tree with up to `width` children per node (1: a chain) below each root, the largest first.
 
-        `roots`: known tokens that are still to be read, then the root. `features` [M, width of the features]: what
-        these rows are fed beside tokens, of a network that reads any.
+        `roots`: known tokens that are still to be read, then the root. `features` [M, width of the features]: the
+        other input of these rows besides tokens, if the network has one.
         """
 
 
 class Runner(Drawer, Protocol):
     """Executes the passes of one network over one pool."""
 
-    replays: bool  # passes of few rows run without Python in between
+    replays: bool  # whether passes of few rows run without Python in between
 
     def run(self, batch: ForwardBatch, features: Tensor | None = None) -> PassOutput:
         """The pass over known tokens, roots and trees of a target; features as for `draw`.
 
-        Logits may lie where the next pass of the same size writes its own.
+        The next pass of the same size may overwrite the logits.
         """

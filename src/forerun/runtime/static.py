@@ -1,4 +1,4 @@
-"""Tensors that a captured pass reads: columns of one tensor, so that one copy brings all integers of a batch.
+"""Tensors that a captured pass reads: columns of one tensor, so that one copy transfers all integers of a batch.
 
 Knows: sizes and types, how a batch is filled up. Does not know: who reads them.
 """
@@ -18,7 +18,7 @@ from forerun.models.batch import ForwardBatch
 
 
 class StaticColumns:
-    """Columns that stay where they are: `wide` ones of 64 bits, then `narrow` ones of 32, side by side."""
+    """Columns at fixed addresses: `wide` ones of 64 bits, then `narrow` ones of 32 bits."""
 
     def __init__(self, wide: Sequence[int], narrow: Sequence[int], device: torch.device) -> None:
         """The lengths of the columns."""
@@ -28,7 +28,7 @@ class StaticColumns:
         self.narrow = self._all[num_wide:].view(torch.int32)[:num_narrow].split_with_sizes(list(narrow))
 
     def fill(self, wide: Sequence[Tensor], narrow: Sequence[Tensor]) -> None:
-        """Put these columns of the host there, in order and whole; the host does not wait."""
+        """Copy these columns from the host, complete and in order; the host does not wait."""
         few = torch.cat([column.flatten() for column in narrow])  # int32
         even = torch.nn.functional.pad(few, (0, len(few) % 2))
         upload(torch.cat([*(column.flatten() for column in wide), even.view(torch.int64)]), self._all)
@@ -40,7 +40,7 @@ def repeated(column: Tensor, num: int) -> Tensor:
 
 
 def padded(column: Tensor, num: int) -> Tensor:
-    """A column and zeros behind it -> [num]."""
+    """A column padded with zeros -> [num]."""
     return torch.nn.functional.pad(column, (0, num - len(column)))
 
 
@@ -51,7 +51,7 @@ def padded_tables(tables: Tensor, num: int, width: int) -> Tensor:
 
 
 def table_width(visible: int, block_size: int) -> int:
-    """Blocks of a sequence whose rows see so far: a tree's rows reach further than its positions."""
+    """Blocks of a sequence with `visible` positions, and room for a tree: its rows exceed its positions."""
     return -(-(visible + MAX_TREE_NODES) // block_size)
 
 
@@ -101,7 +101,7 @@ class StaticBatch:
 
 
 def fill_features(held: Tensor | None, features: Tensor | None) -> None:
-    """Copy features [M, width] into `held` [num_rows, width], the last again and again; nothing where none are read."""
+    """Copy features [M, width] into `held` [num_rows, width], repeating the last; nothing if `held` is None."""
     if held is not None:
         assert features is not None
         held[: len(features)].copy_(features)

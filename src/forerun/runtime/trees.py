@@ -4,12 +4,12 @@ Knows: where the rows of every level lie, how drawn tokens become the next level
 computes, which nodes are expanded (`kernels.tree_growth`), how work is captured, requests.
 
 The host copies the roots' rows and what is known of every tree over in one piece, and reads tokens, parents and chances
-once: at the end, or after a pass of the target that took them from the device. Trees are those of one pass a level that
-is read in between, cut after as many levels as were asked for: a host goes on while a level has leaves (and promises
-enough to be worth its pass), a graph has a fixed length and saves none. A chain is a tree of width 1.
+once: at the end, or after a pass of the target that took them from the device. Trees equal those drawn level by level
+with reads in between, up to the number of levels asked for: the host continues while a level has leaves that are worth
+a pass, but a graph has a fixed length and skips nothing. A chain is a tree of width 1.
 
-**Filling up.** Sizes are fixed. A tree that is not there is the first tree once more, with the same noise, in the same
-places: it computes the very numbers of the first (row invariance). Leaves that are not there: `kernels.tree_growth`.
+**Filling up.** Sizes are fixed. An unused tree repeats the first tree, with the same noise, in the same
+rows: it computes the very numbers of the first (row invariance). For unused leaves see `kernels.tree_growth`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TreeSize(NamedTuple):
     """What trees are captured for."""
 
     batch: GraphSize
-    num_nodes: int  # of the largest there is room for
+    num_nodes: int  # of the largest tree that fits
     num_levels: int  # a tree that has no more leaves goes on idly
     width: int
     keeps_logits: bool
@@ -225,7 +225,7 @@ class _TreeProgram:
 
 
 def _gathered(given: Tensor | None, made: Tensor | None, rows: NodeRows) -> Tensor | None:
-    """The features a level's rows are fed: of those the last level was fed, then those it made."""
+    """The features for a level's rows, from the last level's inputs, then its outputs."""
     if made is None:
         return None
     known = made if given is None else torch.cat([given, made])

@@ -68,23 +68,23 @@ class Candidates:
         return sorted(sorted(new, key=lambda node: -self.survival[node])[: self._width])
 
     def kept(self) -> set[int]:
-        """The likeliest nodes; of equals those drawn first."""
+        """The likeliest nodes; ties go to those drawn first."""
         order = sorted(range(1, len(self.tokens)), key=lambda node: (-self.survival[node], node))
         return set(order[: self._num_kept])
 
     def useful(self, new: Sequence[int], kept: set[int]) -> list[int]:
-        """Those of a level's nodes that may have children that are kept, the likeliest first."""
+        """A level's nodes whose children may be kept, the likeliest first."""
         is_full = len(kept) == self._num_kept
         worst = min((self.survival[node] for node in kept), default=0.0)
         found = [node for node in new if node in kept and (not is_full or self.survival[node] > worst)]
         return sorted(found, key=lambda node: -self.survival[node])[: self._width]
 
     def chance(self, nodes: Sequence[int]) -> float:
-        """The chance that one of these, none of which is above another, is right."""
+        """The chance that one of these nodes is right; none may be an ancestor of another."""
         return sum(math.exp(self.survival[node]) for node in nodes)
 
     def expand(self, leaves: Sequence[int], kept: set[int]) -> list[int]:
-        """Give these nodes rows of their own, those of nodes that are not kept being free -> the nodes by row."""
+        """Give these nodes rows of their own, reusing rows of nodes that are not kept -> the nodes by row."""
         self.places = {node: place for node, place in self.places.items() if node == ROOT or node in kept}
         taken = set(self.places.values())
         free = (place for place in range(self._num_kept + 1) if place not in taken)
@@ -107,7 +107,7 @@ class Candidates:
 def best_products(tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], num_nodes: int) -> DrawnTree:
     """The tree of heads that do not see the drafted prefix: of all paths of ranks the likeliest, the likeliest first.
 
-    tokens, -1 behind the last that is possible, and their log chances [depths][ranks], best first. Every node of a
+    tokens (-1 after the last possible one) and their log chances [depths][ranks], best first. Every node of a
     depth has the same candidates, so the best tree of n nodes consists of the n paths with the largest sums of log
     chances, found one by one with a heap (Medusa, arXiv 2401.10774, section 2.3.3, has such a tree fixed beforehand;
     here it is new for every step). A path's prefixes and its siblings of better rank have no smaller sums, so they come

@@ -5,12 +5,12 @@ not know: who drafts, how nodes are drawn (`growth`), acceptance.
 
 Drafters add nodes and take none away. Several drafters add to the same tree, one after the other (`ask`): a node that
 is there already is not doubled, but belongs to both. Pruning (`keep`) changes no node's number, so a drafter's KV rows
-stay where they are: node i lies in row i behind the root's.
+stay where they are: node i is in row i after the root's.
 
 **Pending drafts.** A device may still be drawing a tree while the pass that verifies it is already enqueued. A step
 that looks at drafts before it verifies them must wait for them: a policy that prunes, a portfolio that asks another
 drafter for the same request, parameters that shape logits by what was drafted, a rule that needs q. Whoever runs the
-step says by `Draft.may_be_pending` where that is not so. A drafter then may leave its trees on the device
+step sets `Draft.may_be_pending` if none of these applies. A drafter then may leave its trees on the device
 (`PendingDrafts`). They are read together with the target's choices: the host waits once a step.
 """
 
@@ -38,7 +38,7 @@ class Proposal(NamedTuple):
     member: str
     nodes: tuple[int, ...]  # numbers in the draft's tree
     tokens: tuple[int, ...]
-    parents: tuple[int, ...]  # places in this proposal; -1 for the root
+    parents: tuple[int, ...]  # indices into this proposal; -1 for the root
     depths: tuple[int, ...]
     log_chances: tuple[float, ...]  # of whole paths: the drafter's own estimates
 
@@ -53,11 +53,11 @@ class DraftPlan(Protocol):
         """See `Draft.least`."""
 
     def log_chances(self, proposal: Proposal) -> Sequence[float]:
-        """Log chance of the whole path to each node of a proposal, from the drafter's estimates and how those fared."""
+        """Log chance of the whole path to each node of a proposal, from the drafter's estimates and their record."""
 
 
 class Unlimited:
-    """Every drafter adds as much as there is room for, and is believed."""
+    """Every drafter adds as much as there is room for, and its own estimates count."""
 
     def sizes(self, member: str, drafts: Sequence[Draft]) -> Sequence[int]:
         """All the room."""
@@ -80,7 +80,7 @@ class TreeRows(NamedTuple):
     """What a pass over the nodes to be verified computes, the root first."""
 
     tokens: Sequence[int]
-    nodes: Sequence[int]  # ascending: node i lies i rows behind the root
+    nodes: Sequence[int]  # ascending: node i is i rows after the root
     masks: Sequence[int]
     depths: Sequence[int]
 
@@ -97,16 +97,16 @@ class Draft:
     max_nodes: int
     may_be_pending: bool = False  # nobody looks at the tree before it is verified, see above
     plan: DraftPlan = _UNLIMITED  # of the step: how much each member of a portfolio should add
-    least: float = 0.0  # chance that nodes at the ends are right, of a call's drafts together, worth another level
+    least: float = 0.0  # a level is worth its pass if the summed chances of its leaves, over all drafts, reach this
     member: str = ""  # the drafter that was asked last, in whose name nodes are added
     num_caught_up: int = 0  # known tokens the drafter had to compute before it could draft
     num_wanted: int = field(init=False)  # nodes the drafter was asked for
-    pending: PendingDrafts | None = None  # where the tree still lies on a device; it has no tree until it is read
+    pending: PendingDrafts | None = None  # set while the tree is still on a device; there is no tree until it is read
     survival: list[float] = field(init=False)  # log chance of each node's whole path
     _tree: DraftTree = field(init=False)
     _own: dict[str, dict[int, float]] = field(default_factory=dict)  # node -> log chance, by drafter, as proposed
     _kept: Sequence[int] | None = None
-    _num_before: int = 1  # nodes there were when the drafter was asked
+    _num_before: int = 1  # number of nodes when the drafter was asked
 
     def __post_init__(self) -> None:
         self._tree = DraftTree(self.request.token_ids[-1])
@@ -128,7 +128,7 @@ class Draft:
     # -- proposing ----------------------------------------------------------------------------------------------
 
     def ask(self, member: str, num_wanted: int, least: float, may_be_pending: bool) -> None:
-        """The next drafter may propose `num_wanted` nodes, if there is room: a plan may be older than the tree."""
+        """Let the next drafter propose `num_wanted` nodes, or as many as fit: a plan may be older than the tree."""
         self.num_wanted, self.least, self.may_be_pending = min(num_wanted, self.room), least, may_be_pending
         self.member, self.num_caught_up, self._num_before = member, 0, len(self._tree)
 
@@ -173,7 +173,7 @@ class Draft:
         return nodes
 
     def add_tree(self, tree: DrawnTree) -> set[int]:
-        """Add a tree below the root, as far as it fits -> the new nodes whose KV lies in their own row."""
+        """Add a tree below the root, as far as it fits -> the new nodes whose KV is in their own row."""
         nodes, first = [ROOT], 0
         for parent, siblings in groupby(tree.parents):
             last = first + len(list(siblings))
@@ -225,7 +225,7 @@ class Draft:
         )
 
     def believe(self, proposal: Proposal, log_survival: Sequence[float]) -> None:
-        """Let these log chances stand for a proposal's own; a node that others proposed keeps its best one."""
+        """Replace a proposal's log chances by these; a node that others proposed, too, keeps its best one."""
         for node, chance in zip(proposal.nodes, log_survival, strict=True):
             is_new = node >= self._num_before
             self.survival[node] = chance if is_new else max(self.survival[node], chance)
@@ -233,9 +233,9 @@ class Draft:
     # -- verifying ----------------------------------------------------------------------------------------------
 
     def keep(self, nodes: Sequence[int]) -> None:
-        """Verify these nodes alone: ascending, the root first, every one with its parent.
+        """Verify only these nodes: ascending, the root first, every one with its parent.
 
-        Exact only where no q was recorded: drawn children may not be chosen among.
+        Exact only if no q was recorded: children drawn from q must not be selected afterwards.
         """
         tree = self.tree
         assert nodes[0] == ROOT and not any(tree.proposal(node) is not None for node in range(len(tree)))
@@ -247,13 +247,13 @@ class Draft:
         return range(len(self.tree)) if self._kept is None else self._kept
 
     def row_of(self, node: int) -> int:
-        """Which of the draft's rows is that of a verified node."""
+        """The index of a verified node among the draft's rows."""
         return node if self._kept is None else bisect_left(self._kept, node)
 
     def rows(self) -> TreeRows:
         """The rows of the pass that verifies the draft.
 
-        Those of a pending draft are a chain of token 0: what they really hold is put in on the device.
+        For a pending draft they are a chain of token 0, which the device replaces by the real content.
         """
         if self.pending is not None:
             nodes = range(self.num_nodes)
@@ -268,7 +268,7 @@ class Draft:
 
 
 class PendingRows(NamedTuple):
-    """Rows of a batch whose contents are on the device alone."""
+    """Rows of a batch whose contents are only on the device."""
 
     rows: Tensor  # [n] int64
     token_ids: Tensor  # [n] int64
@@ -324,14 +324,14 @@ class PendingDrafts:
 
 
 def pending_of(drafts: Sequence[Draft]) -> PendingDrafts | None:
-    """What some of these drafts wait for; one drafter leaves all of a step in one piece."""
+    """The pending trees among these drafts, if any: all those of a step are one object."""
     return next((draft.pending for draft in drafts if draft.pending is not None), None)
 
 
 def hand_over(drafts: Sequence[Draft], drawn: Sequence[DrawnTree] | PendingTrees) -> list[set[int]]:
     """Add what was drawn for these drafts, now or when it is read.
 
-    -> of each draft the nodes whose KV lies in their own row, the root among them; filled in when they are read.
+    -> of each draft the nodes whose KV lies in their own row, including the root; filled in when they are read.
     """
     computed = [{ROOT} for _ in drafts]
 
@@ -352,7 +352,7 @@ def hand_over(drafts: Sequence[Draft], drawn: Sequence[DrawnTree] | PendingTrees
 def _may_be_pending(drafts: Sequence[Draft]) -> bool:
     """Whether these drafts may be read with the target's choices.
 
-    Not after reading what a drafter had missed, a prompt most often: what that takes decides whether drafting pays, and
-    in the time of the pass it could not be told from it. It happens once a request.
+    Not after a drafter has caught up, mostly with a prompt: the time that takes decides whether drafting pays off, and
+    it could not be told apart from the target's pass. It happens once per request.
     """
     return all(draft.may_be_pending and draft.num_caught_up == 0 for draft in drafts)

@@ -1,4 +1,4 @@
-"""Trees of drafts without requests, as whoever runs a drafter's passes hands them over: read, or still on a device.
+"""Trees of drafts without requests, as the runner of a drafter's passes returns them: read, or still on a device.
 
 Knows: nodes, and where their KV lies. Does not know: who draws, `Draft`s.
 """
@@ -21,13 +21,13 @@ class DrawnTree(NamedTuple):
     tokens: Sequence[int]
     parents: Sequence[int]
     log_chances: Sequence[float]  # of whole paths, by the drafter's own estimate
-    places: Sequence[int]  # row behind the root's in which the node's KV lies; -1: it was not computed
-    drawn_from: Mapping[int, Tensor]  # node -> q [V] its children were drawn from; those of others without randomness
+    places: Sequence[int]  # row after the root's that holds the node's KV; -1: not computed
+    drawn_from: Mapping[int, Tensor]  # node -> q [V] of its children; absent: chosen without randomness
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTrees:
-    """Trees on their way: the device may not have drawn them yet. They lie where the next of their size will."""
+    """Trees on their way: the device may not have drawn them yet. The next trees of the same size overwrite them."""
 
     unread: Tensor  # int64 on the device: all that `reading` takes
     tokens: Tensor  # [R, most nodes] int64 on the device; -1 for none
@@ -44,7 +44,7 @@ Drawn = list[DrawnTree] | PendingTrees
 
 
 def trees_of(tokens: Tensor, parents: Tensor, log_chances: Tensor, places: Tensor) -> list[DrawnTree]:
-    """Columns [R, most nodes] on the host, tokens -1 behind a tree's last, log chances float64 by their bits."""
+    """Columns [R, most nodes] on the host, tokens -1 after a tree's last, log chances float64 by their bits."""
     columns = (tokens, parents, log_chances.contiguous().view(torch.float64), places)
     lengths = (tokens >= 0).sum(1).tolist()
     told = zip(lengths, *(column.tolist() for column in columns), strict=True)

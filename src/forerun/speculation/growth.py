@@ -66,7 +66,7 @@ class TreeGrower:
 
     @property
     def coupled(self) -> bool:
-        """Trees are grown for the coupled rule."""
+        """Whether trees are grown for the coupled rule."""
         return self._coupled
 
     def draw(self, places: Sequence[Place], logits: Tensor, width: int) -> list[Children]:
@@ -85,7 +85,7 @@ class TreeGrower:
         return Children(drawn, [min(chance, 0.0) for chance in log_chances[: len(drawn)]], None)
 
     def _records(self, temperature: float) -> bool:
-        """q must be kept beside the children."""
+        """Whether q must be kept with the children."""
         return not self._coupled and temperature > 0.0
 
     def _keys(self, places: Sequence[Place]) -> NoiseKeys:
@@ -105,7 +105,7 @@ class TreeGrower:
         return stream_id(request.sample_index, Purpose.TARGET if self._coupled else Purpose.DRAFT)
 
     def noise(self, drafts: Sequence[Draft]) -> TreeNoise:
-        """What the trees of these drafts are drawn with, the largest first."""
+        """The noise for the trees of these drafts, the largest first."""
         requests, sizes = [draft.request for draft in drafts], [draft.num_free for draft in drafts]
         assert sizes == sorted(sizes, reverse=True)
         records = [self._records(request.params.temperature) for request in requests]
@@ -142,18 +142,18 @@ class TreeGrower:
 
 @dataclass(frozen=True, slots=True)
 class TreeNoise:
-    """What the trees of one call are drawn with, the largest first; whoever runs passes needs no more of requests."""
+    """The noise of one call's trees, the largest first; all that a runner needs to know of the requests."""
 
     _grower: TreeGrower
     requests: Sequence[Request]
     sizes: Sequence[int]  # nodes each tree may have below its root
     records: Sequence[bool]  # whether q must be kept beside a tree's nodes
-    least: float  # chance that leaves are right, all trees' together, worth another level
+    least: float  # see `Draft.least`
     # Makes the noise of chains of these sizes; None if logits must be shaped by each node's path.
     by_depth: Callable[[], ChainNoise] | None
 
     def of(self, chosen: Sequence[int]) -> TreeNoise:
-        """That of some trees, ascending, to be drawn on the host."""
+        """The noise of some trees, ascending, to be drawn on the host."""
         return TreeNoise(
             self._grower,
             [self.requests[index] for index in chosen],
@@ -181,7 +181,7 @@ class TreeNoise:
     def chains(self, chains: Chains, log_chances: Tensor | None) -> list[DrawnTree]:
         """Chains drawn with `by_depth`, ended by -1, as trees.
 
-        log_chances [steps, R]: of each token given those before it; None where all are told by rank. The last token of
+        log_chances [steps, R]: of each token given those before it; None if all go by rank. The last token of
         the longest possible chain has not been through the network.
         """
         trees = []
@@ -208,7 +208,7 @@ class TreeNoise:
 
 
 def by_rank(num: int) -> list[float]:
-    """Log chances of the first children by their rank alone, where what was drawn may not decide what is pruned."""
+    """Log chances of the first children by rank, for trees whose drawn tokens must not influence pruning."""
     return [math.log(_RANK_SURVIVAL[min(rank, len(_RANK_SURVIVAL) - 1)]) for rank in range(num)]
 
 

@@ -26,15 +26,15 @@ from forerun.errors import GrammarError
 NEG_INF = float("-inf")
 
 
-WAIT_S = 0.02  # in all, for masks that are computed beside the engine and that a step can go on without
+WAIT_S = 0.02  # in all, for asynchronous masks that a step can do without
 
 
 @runtime_checkable
 class AsyncGrammarMask(GrammarMask, Protocol):
-    """A mask computed beside the engine: steps go on without requests whose mask is not there."""
+    """A mask computed asynchronously: steps leave out requests whose mask has not arrived."""
 
     def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
-        """Whether `allowed` answers at once, perhaps after waiting; has the mask computed if nobody asked for it yet.
+        """Whether the mask has arrived, waiting at most `wait_s`; asks for it if nobody has.
 
         Raises GrammarError if it will never come.
         """
@@ -53,14 +53,14 @@ def is_plain(params: SamplingParams) -> bool:
 
 
 def give_up_at() -> float:
-    """When waiting for masks that begins now is over, whoever they are of; on the clock of `perf_counter`."""
+    """The time at which waiting for any masks must end, starting now; on the clock of `perf_counter`."""
     return perf_counter() + WAIT_S
 
 
 def mask_ready(request: Request, path: Sequence[int] = (), give_up_s: float = 0.0) -> bool:
-    """Whether the grammar's mask after the known tokens plus `path` is there, perhaps after waiting until `give_up_s`.
+    """Whether the grammar's mask after the known tokens plus `path` has arrived, waiting until `give_up_s`.
 
-    Has it computed if nobody has. Where it will never come this is false too, and `allowed` says why.
+    Asks for it if nobody has. Also false if it will never come; `allowed` then raises the reason.
     """
     grammar = request.params.grammar
     if grammar is None or not isinstance(grammar, AsyncGrammarMask):
@@ -72,7 +72,7 @@ def mask_ready(request: Request, path: Sequence[int] = (), give_up_s: float = 0.
 
 
 def shape_draft(logits: Tensor, request: Request, path: Sequence[int], give_up_s: float) -> ShapedRow:
-    """`shape_row` for a row to draw drafts from: they may be drawn without a mask that is not there by `give_up_s`."""
+    """`shape_row` for a row to draw drafts from: a mask that has not arrived by `give_up_s` is left out."""
     return shape_row(logits, request, path, with_grammar=mask_ready(request, path, give_up_s))
 
 
@@ -107,7 +107,7 @@ def probabilities(row: ShapedRow) -> Tensor:
 
 
 def is_drawable(row: Tensor) -> bool:
-    """Some token has a finite logit and none is NaN or +inf."""
+    """Whether some token has a finite logit and none is NaN or +inf."""
     top = float(row.max())  # NaN wins torch's max
     return top == top and abs(top) != float("inf")
 
@@ -180,7 +180,7 @@ def _ban(row: Tensor, token_ids: Iterable[int]) -> None:
 
 
 def _completions(known: Sequence[int], path: Sequence[int], bad_words: Sequence[Sequence[int]]) -> set[int]:
-    """Last tokens of the bad words whose other tokens end the known tokens and the path."""
+    """Last tokens of the bad words whose other tokens are the last known tokens and the path."""
     longest = max(map(len, bad_words)) - 1
     tokens = (*known[max(0, len(known) - longest) :], *path)
     return {word[-1] for word in bad_words if tokens[max(0, len(tokens) - len(word) + 1) :] == tuple(word[:-1])}

@@ -1,4 +1,4 @@
-"""Does the rejection rule give the target's distribution? Asked of the very code that drafts and verifies.
+"""Tests that the rejection rule gives the target's distribution, with the code that drafts and verifies.
 
 Knows: a toy target and a toy drafter over a few tokens, small enough that the true law of their texts is a table.
 Does not know: real models. Drafts are drawn by TreeGrower, verified by RejectionVerifier, over several steps, so
@@ -25,7 +25,7 @@ from forerun.speculation.verify import Choice
 
 _VOCAB = 3
 _TEXT_LEN = 4
-_SMALLEST_P_VALUE = 1e-5  # what chance alone would go below once in 100,000 checks
+_SMALLEST_P_VALUE = 1e-5  # chance alone gives less once in 100,000 checks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class RuleCheck:
 
     @property
     def passed(self) -> bool:
-        """The counts fit the target's law."""
+        """Whether the counts fit the target's distribution."""
         return self.p_value > _SMALLEST_P_VALUE
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from torch import Tensor
 
-MAX_NODES: Final = 64  # one 64-bit ancestor mask a node
+MAX_NODES: Final = 64  # a node's ancestors are the bits of one 64-bit mask
 ROOT: Final = 0
 
 
@@ -37,7 +37,7 @@ class DraftTree:
         self._proposals: dict[int, Tensor] = {}
 
     def add(self, parent: int, token: int, source: str) -> int:
-        """Append a node and return its index; an equal child of the same parent is returned instead of doubled."""
+        """Append a node and return its index; an equal child of the same parent is returned instead of a new one."""
         for child in self._children[parent]:
             if self._tokens[child] == token:
                 return child
@@ -66,7 +66,7 @@ class DraftTree:
         return [self.add(parent, token, source) for token in tokens]
 
     def truncate(self, num_nodes: int) -> None:
-        """Take back all nodes but the first `num_nodes`."""
+        """Remove all nodes but the first `num_nodes`."""
         for node in range(len(self._tokens) - 1, num_nodes - 1, -1):
             self._children[self._parents[node]].pop()  # the newest child is the last
             self._proposals.pop(self._parents[node], None)
@@ -93,7 +93,7 @@ class DraftTree:
 
     @property
     def masks(self) -> Sequence[int]:
-        """Ancestors and self, one bit a node."""
+        """Ancestors and self, one bit per node."""
         return self._masks
 
     @property
@@ -103,7 +103,7 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        """No node has two children."""
+        """Whether no node has two children."""
         return all(len(children) <= 1 for children in self._children)
 
     def children(self, node: int) -> Sequence[int]:

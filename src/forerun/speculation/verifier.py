@@ -35,22 +35,22 @@ from forerun.speculation.verify import Choice
 
 
 class Candidate(NamedTuple):
-    """A draft to verify, and which row of the logits is its root's; those of its other nodes follow."""
+    """A draft to verify, and its root's row of the logits; the rows of its other nodes follow."""
 
     draft: Draft
     first_row: int
 
     @property
     def request(self) -> Request:
-        """Whose draft it is."""
+        """The draft's request."""
         return self.draft.request
 
 
 class CoupledVerifier:
     """Every token is the target's own choice under the position's noise.
 
-    All requests walk down together, a level at a time, and only rows on accepted paths are ever looked at. With
-    `at_once` the tokens of all nodes are chosen in one call before the walk, where nothing but the temperature matters:
+    All requests walk down together, a level at a time, and only rows on accepted paths are examined. With `at_once`,
+    for requests with no parameters but the temperature, the tokens of all nodes are chosen in one call before the walk:
     on a GPU that is cheaper than waiting for it at every level. Both choose the same tokens.
     """
 
@@ -211,7 +211,7 @@ def _placed(candidates: Sequence[Candidate]) -> list[tuple[Draft, int]]:
 
 
 def _are_as_they_lie(walks: Sequence[_Walk]) -> bool:
-    """The walks' rows of the logits follow each other, and go to the draw as they are."""
+    """Whether the walks' rows of the logits are contiguous and need no shaping."""
     first = walks[0].row
     return all(walk.row == first + i and is_plain(walk.candidate.request.params) for i, walk in enumerate(walks))
 
@@ -225,7 +225,7 @@ class RejectionVerifier:
         self._chain_rule = verify.verify_chain_block if chain_rule == "block" else verify.verify_chain_token
 
     def reads_pending(self, requests: Sequence[Request]) -> bool:
-        """Never: q is looked at before and while it decides."""
+        """Never: deciding needs q."""
         return False
 
     def verify(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:

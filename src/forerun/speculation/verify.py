@@ -1,6 +1,6 @@
-"""The acceptance rules. All of them; there is nothing else that decides what a user reads.
+"""All acceptance rules; nothing else decides what a user reads.
 
-Knows: draft trees and, per node, the target's distribution. Does not know: models, caches, how drafts came about.
+Knows: draft trees and, per node, the target's distribution. Does not know: models, caches, how drafts were made.
 
 *coupled*: the token after a node is the target's own choice argmax(log p + G(seed, position)), and G does not depend
 on the drafts; the walk follows those choices as far as the tree goes. The output is a function of the target, the
@@ -89,7 +89,7 @@ def verify_chain_token(tree: DraftTree, target: TargetDistribution, accept: Unif
 
 
 def verify_chain_block(tree: DraftTree, target: TargetDistribution, accept: Uniform, draw: Draw) -> Choice:
-    """Block verification on a chain: the longest prefix whose own test passes, tests being made of joint ratios.
+    """Block verification on a chain: the longest prefix whose own test passes, where tests use joint ratios.
 
     r_i = min(1, r_{i-1} p/q);  S_i = sum (r_i p - q)+;  h_i = S_i / (S_i + 1 - r_i), h_gamma = r_gamma.
     """
@@ -126,7 +126,7 @@ def _block_threshold(mass: float, r: float) -> float:
 
 
 def _or_target(left: Tensor, target: TargetDistribution, node: int) -> Tensor:
-    """`left`, or p where rounding left nothing (p equals q there)."""
+    """`left`, or p if rounding left nothing (then p equals q)."""
     return left if float(left.sum()) > 0.0 else target(node)
 
 
