@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
+from forerun.drafters.registry import file_stamp
 from forerun.learned import Kept, kept_files
 from forerun.policy.costs import CallCosts, Costs, PassCosts
 from forerun.policy.policy import AdaptivePolicy
@@ -117,6 +118,23 @@ def test_engines_keep_what_they_learn_unless_told_not_to(
     policy = again.engine.policy
     assert isinstance(policy, AdaptivePolicy) and policy.costs.knows_plain == keeps
     assert again.generate("One two one two", SamplingParams(max_tokens=12, seed=1))[0].outputs[0].token_ids == before
+
+
+def test_drafters_of_ones_own_are_told_apart_by_file_and_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    example = Path(__file__).resolve().parents[1] / "docs/examples/bigram.py"
+    stamps = []
+    for folder, added in (("a", ""), ("b", ""), ("b", "# changed"), ("b", "# changed")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "mine.py").write_text(example.read_text("utf-8") + added, "utf-8")
+        monkeypatch.chdir(tmp_path / folder)
+        stamps.append(file_stamp("mine.py:Bigram"))
+    assert len(set(stamps)) == 3 and stamps[2] == stamps[3] and file_stamp("suffix") == ""
+    LLM("mini", drafter="mine.py:Bigram", max_model_len=256).generate("One two", SamplingParams(max_tokens=4))
+    [(_, about)] = kept_files(tmp_path / "learned")
+    assert stamps[3] in about["options"]
 
 
 def test_the_command_lists_and_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from forerun.cache.prefix_cache import PrefixCache
 from forerun.config import EngineConfig, learned_folder
 from forerun.drafters.base import Drafter, DrafterContext
 from forerun.drafters.portfolio import Portfolio, build_portfolio
-from forerun.drafters.registry import spec_of
+from forerun.drafters.registry import file_stamp, spec_of
 from forerun.engine.engine import Engine, Verifier
 from forerun.engine.measuring import measure_calls, measure_passes
 from forerun.engine.scheduler import Limits, Scheduler
@@ -184,10 +184,11 @@ def _recall(
     if not isinstance(policy, AdaptivePolicy):
         return None
     device = f"{kernels.device} {config.kernels} {torch.get_num_threads()}"
+    stamps = [file_stamp(each.name) for each in (config.drafter, *config.drafter.members)]
     about = {
         "model": f"{config.model} ({model.weight_bytes} bytes, {config.dtype})",
         "drafter": f"{drafter.name} ({drafter.weight_bytes} bytes)",
-        "options": f"{config.drafter} {config.verification} {config.kv_cache_dtype}",
+        "options": f"{config.drafter}{''.join(stamps)} {config.verification} {config.kv_cache_dtype}",
         "machine": f"{platform.node()} {platform.machine()} {device}",
     }
     kept = Kept(learned_folder(), about)

@@ -29,7 +29,8 @@ def questions(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_report_is_written(run_json: Any, questions: str, tmp_path: Path) -> None:
+def test_a_report_is_written(run_json: Any, questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "new"
     options = ("--suite", "spec-bench", "--prompts", questions, "--drafters", "ngram,portfolio=ngram+draft")
     report = run_json("bench", "drafters", "mini", *options, *SHORT, "--fixed", "2", "--out", str(folder))
@@ -43,6 +44,7 @@ def test_a_report_is_written(run_json: Any, questions: str, tmp_path: Path) -> N
         assert {row["drafter"] for row in run["against_fixed"]} == set(names[1:3])
     assert "2 prompts of spec-bench" in (folder / "report.md").read_text("utf-8") and report["pass_ms"]["1"] > 0
     assert {"report.html", "report.md"} <= {path.name for path in folder.iterdir()}
+    assert not (tmp_path / "cache" / "learned").exists(), "a benchmark keeps out of what other runs learned"
 
 
 @pytest.mark.parametrize("columns", [80, 60, 40])

@@ -49,6 +49,7 @@ def speed(
     plain = open_llm(
         name, PLAIN, tree_width=sizes.tree_width, head_weights=sizes.head_weights, adaptive=adaptive,
         verification=verification, **values(loading), max_num_seqs=1, prefix_caching=False, across_requests=False,
+        keep_learned=False,
     )  # fmt: skip
     engines = engines_by_name(plain, wanted, sizes)
     _note_widened(plain)

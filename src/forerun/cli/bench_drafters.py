@@ -70,7 +70,7 @@ def drafters(
     _check(rules, verification, out_folder)
     plain = open_llm(
         name, PLAIN, max_num_seqs=1, prefix_caching=False, across_requests=False, verification=verification,
-        **values(loading),
+        keep_learned=False, **values(loading),
     )  # fmt: skip
     asked = {key: value for key, value in values(given).items() if value is not None and key != "draft_model"}
     drafting = {"across_requests": False, **asked}

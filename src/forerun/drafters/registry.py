@@ -6,6 +6,7 @@ Does not know: any drafter by name; engines.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import pkgutil
 import sys
@@ -101,6 +102,12 @@ def _spec_from_file(name: str) -> DrafterSpec:
     if isinstance(stated, DrafterSpec) and stated.build is build:
         return stated
     return DrafterSpec(name=name, build=build, help=f"what {path} says")
+
+
+def file_stamp(name: str) -> str:
+    """Which file the drafter FILE.py:CLASS comes from, and the hash of what it says; "" for one of this package."""
+    path = Path(name.rpartition(":")[0])
+    return f" {path.resolve()} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}" if ".py:" in name else ""
 
 
 @cache
