@@ -1,7 +1,7 @@
-"""Matrices of small integers with a scale for every group of inputs: what quantized storage formats turn into.
+"""Matrices of small integers with a scale per group of inputs: the form every quantized format is loaded as.
 
-Knows: the interchange form, which integers and scales it stands for, how activations become 8-bit integers, and the
-plain torch arithmetic that specifies the product. Does not know: file formats, nor how a backend lays it out.
+Knows: this interchange form, the integers and scales it stands for, how activations are quantized to 8 bits, and the
+plain torch arithmetic that specifies the product. Does not know: file formats, nor how a backend lays a matrix out.
 
 The product of a row is defined step by step, so that every backend can give the same bits:
 
@@ -203,7 +203,7 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def check_matrix(matrix: GroupedMatrix) -> None:
-    """Raise KernelError for a matrix no backend can pack: empty, other codes than bytes, an order that is none."""
+    """Raise KernelError for a matrix no backend can pack: empty, codes not bytes, order not a permutation."""
     num_outputs, num_inputs = matrix.shape
     if num_outputs < 1 or num_inputs < 1:
         raise KernelError(f"a grouped matrix of shape {[num_outputs, num_inputs]} is empty")

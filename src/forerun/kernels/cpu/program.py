@@ -1,9 +1,9 @@
 """The recorded forward: a model's ops written down once, then executed by one native call.
 
 Knows: how to stand in for the kernels while a forward pass runs once on placeholders, and what differs from run to
-run. Does not know: models. A recording asks of a forward pass that it is a straight line of kernel ops and of what
-`activation` lists of torch's; anything else done to an activation raises KernelError, and the caller stays with the
-eager ops. A replay calls the same C++ with the same sizes, so its bits are those of the eager ops.
+run. Does not know: models. A forward pass can be recorded if it is a straight line of kernel ops and of the torch ops
+that `activation` lists; anything else done to an activation raises KernelError, and the caller keeps running the eager
+ops. A replay calls the same C++ with the same sizes, so its bits are those of the eager ops.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Recorder(TorchFunctionMode):
     """
 
     def __init__(self, engine: _native.CpuEngine, max_rows: int, feature_size: int = 0, logits_a_row: int = 0) -> None:
-        """`max_rows`: rows a batch may have when the program runs. Memory grows with it, speed does not care.
+        """`max_rows`: rows a batch may have when the program runs. Memory grows with it, speed does not depend on it.
 
         `feature_size`: columns of the features a row brings beside its token. `logits_a_row`: how many rows of logits a
         forward without a choice of logit rows makes of each row; 0 for one that has the choice.
