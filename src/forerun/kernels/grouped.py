@@ -1,4 +1,4 @@
-"""Matrices of small integers with a scale per group of inputs: the form every quantized format is loaded as.
+"""Matrices of small integers with a scale per group of inputs: the form quantized formats are loaded as.
 
 Knows: this interchange form, the integers and scales it stands for, how activations are quantized to 8 bits, and the
 plain torch arithmetic that specifies the product. Does not know: file formats, nor how a backend lays a matrix out.
