@@ -31,15 +31,16 @@ Bind = Callable[[Sequence[LayerKV], Sequence[LayerKV]], Runner]  # given the tar
 
 
 class AutoregressiveDrafter:
-    """Drafts with the network that `bind` binds, with the name and options of its context.
+    """Drafts with the network that `make_runner` binds, with the name and options of its context.
 
-    `shift` is added to the position of each of its rows, `max_position` bounds them.
+    `shift` is added to the position of each of its rows; `max_position` bounds the positions.
     """
 
     runner: Runner  # once attached
 
     def __init__(
-        self, context: DrafterContext, follower: Follower, bind: Bind, max_position: int, weight_bytes: int = 0,
+        self, context: DrafterContext, follower: Follower, make_runner: Bind, max_position: int,
+        weight_bytes: int = 0,
         kv_specs: tuple[LayerSpec, ...] = (), shift: int = 0,
     ) -> None:  # fmt: skip
         self.name = context.spec.name
@@ -49,11 +50,12 @@ class AutoregressiveDrafter:
         self.weight_bytes = weight_bytes
         self.grower = context.grower
         self._width, self._block_size, self._max_rows = context.width, context.block_size, context.max_rows
-        self._follower, self._bind, self._max_position, self._shift = follower, bind, max_position, shift
+        self._follower, self._make_runner = follower, make_runner
+        self._max_position, self._shift = max_position, shift
 
     def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
         """Bind the network to the pool's layers: the target's and its own."""
-        self.runner = self._bind(target, own)
+        self.runner = self._make_runner(target, own)
 
     def begin(self, request: Request) -> None:
         """Nothing is computed yet."""

@@ -147,7 +147,11 @@ class Member:
         if self.is_off:
             return  # what its `end` raises now was said before
         self._count_error()
-        left = f"it rests for {self.health.rest_s:.0f} s" if self.is_off else f"it leaves the {len(requests)} concerned"
+        left = (
+            f"it rests for {self.health.rest_s:.0f} s"
+            if self.is_off
+            else f"not asked again for {len(requests)} requests"
+        )
         said = f"drafter {self.name} failed in {verb}: {type(error).__name__}: {error}; {left}; the text is the same"
         log.error(said, exc_info=error if self.num_errors == 1 else None)
 

@@ -15,7 +15,7 @@ from forerun.kernels.triton.graphs import Capture, GraphSize, LastUsed, size_for
 from forerun.models.batch import ForwardBatch
 
 Size = TypeVar("Size")
-Program = TypeVar("Program", bound="Capturable")
+Work = TypeVar("Work", bound="Capturable")
 
 
 class Capturable(Protocol):
@@ -25,15 +25,15 @@ class Capturable(Protocol):
         """All of the work; the host does not wait for the device."""
 
 
-class Programs(Generic[Size, Program]):
+class Programs(Generic[Size, Work]):
     """One program for every size of work, captured when that size is first met."""
 
-    def __init__(self, make: Callable[[Size], Program], capture: Capture) -> None:
+    def __init__(self, make: Callable[[Size], Work], capture: Capture) -> None:
         self._make = make
         self._capture = capture
-        self._captured: LastUsed[Size, tuple[Program, Callable[[], None]]] = LastUsed()
+        self._captured: LastUsed[Size, tuple[Work, Callable[[], None]]] = LastUsed()
 
-    def run(self, size: Size, fill: Callable[[Program], None], is_usual: bool) -> Program:
+    def run(self, size: Size, fill: Callable[[Work], None], is_usual: bool) -> Work:
         """Fill and run the program of a size; it is not captured if that size is unusual and may never come again."""
         known = self._captured.get(size)
         program = self._make(size) if known is None else known[0]

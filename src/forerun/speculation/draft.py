@@ -331,7 +331,8 @@ def pending_of(drafts: Sequence[Draft]) -> PendingDrafts | None:
 def hand_over(drafts: Sequence[Draft], drawn: Sequence[DrawnTree] | PendingTrees) -> list[set[int]]:
     """Add what was drawn for these drafts, now or when it is read.
 
-    -> of each draft the nodes whose KV lies in their own row, including the root; filled in when they are read.
+    -> of each draft the nodes whose KV lies in their own row, including the root; the set of a draft that stays
+    pending is filled in when its tree is read.
     """
     computed = [{ROOT} for _ in drafts]
 
