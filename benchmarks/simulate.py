@@ -305,13 +305,18 @@ def _record(llm: LLM, work: str, asked: Sequence[tuple[Sequence[int], int]], tem
 
 def main() -> None:
     """Record, or replay."""
-    parser = argparse.ArgumentParser(description="Recorded drafts under a policy.")
-    parser.add_argument("--machine", action="append", choices=["mini", "1b-int4"], help="all unless given")
-    parser.add_argument("--work", action="append", choices=WORKS, help="all unless given")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser = argparse.ArgumentParser(
+        description="Speed of a policy on recorded drafts, over plain decoding and over the best fixed number of "
+        "drafts: a line a case, then geometric means. All of it takes some two minutes."
+    )
+    parser.add_argument("--machine", action="append", choices=["mini", "1b-int4"], help="whose costs "
+                        "(traces/costs.json); all unless given")  # fmt: skip
+    parser.add_argument("--work", action="append", choices=WORKS, help="prompts one by one, short "
+                        "answers to long prompts, or 16 requests at once; all unless given")  # fmt: skip
+    parser.add_argument("--seeds", type=int, default=2, help="of the noise of times: runs of every policy")
     parser.add_argument("--half", choices=HALVES, default="all", help="choose rules and constants by one half of the "
                         "texts, report by the other")  # fmt: skip
-    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--record", action="store_true", help="write the traces of mini anew instead")
     parser.add_argument("--prompts", type=Path, help="Spec-Bench's question.jsonl, to record")
     parser.add_argument("--num-prompts", type=int, default=16, help="of spec, to record")
     given = parser.parse_args()

@@ -41,11 +41,11 @@ class ChainArgs(NamedTuple):
     num_chains: int
     vocab_size: int
     block_size: int
-    logits_stride: int  # floats between two steps' logits; 0: each step overwrites the last
+    logits_step: int  # floats between two steps' logits; 0: each step overwrites the last
     ids: int  # address
     log_chances: int  # address, 0 if they are not wanted
     shift: int
-    features_stride: int  # floats between two steps' features; 0: there are none
+    features_step: int  # floats between two steps' features; 0: there are none
     num_rivals: int
     rivals_scale: float
     least: float
@@ -106,11 +106,11 @@ class RecordedRunner(EagerRunner):
             num_chains=num_chains,
             vocab_size=vocab_size,
             block_size=self._block_size,
-            logits_stride=logits.stride(0) if keeps_logits else 0,
+            logits_step=logits.stride(0) if keeps_logits else 0,
             ids=ids.data_ptr(),
             log_chances=0 if log_chances is None else log_chances.data_ptr(),
             shift=self._passes.shift,
-            features_stride=0 if fed is None else fed.stride(0),
+            features_step=0 if fed is None else fed.stride(0),
             num_rivals=NUM_RIVALS,
             rivals_scale=RIVALS_SCALE,
             least=by_depth.least,
