@@ -30,7 +30,7 @@ T* at(Address address) {
     return reinterpret_cast<T*>(address);
 }
 
-// Multiply-adds above which an op gives the interpreter lock away; giving it away costs more than a short op.
+// Multiply-adds above which an op releases the GIL; releasing it costs more than a short op.
 constexpr int64_t kLongOp = 1 << 21;
 
 template <class Call>

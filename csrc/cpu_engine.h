@@ -44,7 +44,7 @@ public:
     // Best k of every row -> ids [r, k], scores [r, k] (may be null).
     void gumbel(GumbelArgs args, int64_t* ids, double* scores);
 
-    // Reads memory from end to end on all threads: what weights can at best be read with.
+    // Reads memory from end to end on all threads: the upper limit for reading weights.
     uint64_t stream_read(const void* data, int64_t size);
 
     static void move_rows(const KV& kv, int64_t num_kv, int64_t head_dim, const int32_t* sources,

@@ -11,7 +11,7 @@
 //   2, 3     one line of bit pairs: lines 0|1|2|3     3: a bit a byte of the four lines
 //   kTabled  as 4
 //
-// Scales lie unit by unit: first what they count (float16 [16], and likewise for offsets), where they count something,
+// Scales lie unit by unit: first their units (float16 [16], and those of the offsets), if there are any,
 // then group by group the scales [16] and the offsets [16].
 //
 //   scales   a group's scale and offset                                    groups of a unit

@@ -179,7 +179,7 @@ constexpr int kMaxGroupedRows = 4;
 constexpr int kGroupedWordRun = 1;
 constexpr int grouped_panels(int, int rows) { return rows == 1 ? 2 : 1; }
 
-// The lanes, which fit, as bytes.
+// Stores the lanes, whose values fit into bytes, as bytes.
 inline void store_bytes(int8_t* p, I x) {
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
     const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
@@ -204,7 +204,7 @@ inline Bytes bits_up(Bytes x) {
     const __m256i mask = _mm256_set1_epi8(MASK);
     return {_mm256_and_si256(_mm256_slli_epi16(x.a, N), mask), _mm256_and_si256(_mm256_slli_epi16(x.b, N), mask)};
 }
-// Byte i of the table, of 16, for every byte i.
+// Replaces every byte i by byte i of a table of 16.
 inline Bytes look_up(Bytes x, const uint8_t* table) {
     const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
     return {_mm256_shuffle_epi8(bytes, x.a), _mm256_shuffle_epi8(bytes, x.b)};

@@ -139,7 +139,7 @@ constexpr int kMaxGroupedRows = 12;
 constexpr int kGroupedWordRun = 1;
 constexpr int grouped_panels(int bits, int rows) { return rows <= (bits == 8 ? 8 : 4) ? 2 : 1; }
 
-// The lanes, which fit, as bytes.
+// Stores the lanes, whose values fit into bytes, as bytes.
 inline void store_bytes(int8_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v)); }
 
 struct Bytes {
@@ -155,7 +155,7 @@ template <int N, int MASK>
 inline Bytes bits_up(Bytes x) {
     return {_mm512_and_si512(_mm512_slli_epi16(x.v, N), _mm512_set1_epi8(MASK))};
 }
-// Byte i of the table, of 16, for every byte i.
+// Replaces every byte i by byte i of a table of 16.
 inline Bytes look_up(Bytes x, const uint8_t* table) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
     return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), x.v)};

@@ -85,7 +85,7 @@ inline F second_of(PanelPair<T> pair) {
     return load(pair.at + 16);
 }
 
-// The processor's own minimum and maximum treat NaN otherwise.
+// The processor's own minimum and maximum treat NaN differently.
 inline float32x4_t lesser(float32x4_t x, float32x4_t y) { return vbslq_f32(vcltq_f32(x, y), x, y); }
 inline float32x4_t greater(float32x4_t x, float32x4_t y) { return vbslq_f32(vcgtq_f32(x, y), x, y); }
 
@@ -212,7 +212,7 @@ constexpr int kMaxGroupedRows = 4;
 constexpr int kGroupedWordRun = 4;  // a row's 16 activations of a block are one register
 constexpr int grouped_panels(int, int rows) { return rows == 1 ? 2 : 1; }
 
-// The lanes, which fit, as bytes.
+// Stores the lanes, whose values fit into bytes, as bytes.
 inline void store_bytes(int8_t* p, I x) {
     const uint16x8_t lo = vmovn_high_u32(vmovn_u32(x.a), x.b), hi = vmovn_high_u32(vmovn_u32(x.c), x.d);
     vst1q_s8(p, vreinterpretq_s8_u8(vmovn_high_u16(vmovn_u16(lo), hi)));
@@ -233,7 +233,7 @@ template <int N, int MASK>
 inline Bytes bits_up(Bytes x) {
     return each<Bytes>([](auto p) { return vandq_u8(vshlq_n_u8(p, N), vdupq_n_u8(MASK)); }, x);
 }
-// Byte i of the table, of 16, for every byte i.
+// Replaces every byte i by byte i of a table of 16.
 inline Bytes look_up(Bytes x, const uint8_t* table) {
     const uint8x16_t bytes = vld1q_u8(table);
     return each<Bytes>([=](auto p) { return vqtbl1q_u8(bytes, p); }, x);

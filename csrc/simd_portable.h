@@ -194,7 +194,7 @@ constexpr int kMaxGroupedRows = 4;
 constexpr int kGroupedWordRun = 1;
 constexpr int grouped_panels(int, int) { return 1; }
 
-// The lanes, which fit, as bytes.
+// Stores the lanes, whose values fit into bytes, as bytes.
 inline void store_bytes(int8_t* p, const I& x) {
     for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(static_cast<int32_t>(x.v[i]));
 }
@@ -222,7 +222,7 @@ template <int N, int MASK>
 inline Bytes bits_up(const Bytes& x) {
     return bmap([&](int i) { return x.v[i] << N & MASK; });
 }
-// Byte i of the table, of 16, for every byte i.
+// Replaces every byte i by byte i of a table of 16.
 inline Bytes look_up(const Bytes& x, const uint8_t* table) {
     return bmap([&](int i) { return table[x.v[i]]; });
 }
