@@ -76,7 +76,7 @@ def _new(name: str) -> list[LLM]:
     return new_engines(mini.plain(), name)
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft", "portfolio=draft+draft"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft", "portfolio=ngram+draft"])
 def test_engines_on_a_transformers_model_in_turns(gpt2: Path, drafter: str) -> None:
     """Target and draft keep states of their own, by names that every engine counts from 0."""
     plain = LLM(str(gpt2), **{**FIXED, "max_model_len": 64})
