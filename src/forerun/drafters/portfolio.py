@@ -199,7 +199,7 @@ class Portfolio:
     def begin(self, request: Request) -> None:
         """Tell every member, even a paused one, so that every `end` has had its `begin`."""
         for member in self.members:
-            member.drafts_for(request)
+            member.drafts_for(request)  # a request that begins in a rest counts as failed
             member.call("begin", [request], request)
 
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:

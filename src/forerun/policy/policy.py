@@ -17,6 +17,7 @@ rest of the answer pays for it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -141,7 +142,7 @@ class AdaptivePolicy:
     read: WeakKeyDictionary[Request, dict[str, tuple[int, int]]] = field(default_factory=WeakKeyDictionary)
     trial: str | None = None  # the member that is tried
     _trial_left: int = 0  # steps
-    _num_trials: dict[str, int] = field(default_factory=dict)  # by member
+    _num_trials: Counter[str] = field(default_factory=Counter)  # by member
     _until_trial: int = 0  # steps until one is considered while others draft
     _rest: int = 0  # steps the current rest has
     _rest_left: int = 0
@@ -256,13 +257,13 @@ class AdaptivePolicy:
     def _begin_trial(self, requests: Sequence[Request], asked: Set[str]) -> None:
         """Try the member that was tried least, of those that were not asked and whose price is covered."""
         plain_s = self.plain_step_s(len(requests))
-        for member in sorted(self.costs.calls.keys() - asked, key=lambda name: (self._num_trials.get(name, 0), name)):
+        for member in sorted(self.costs.calls.keys() - asked, key=lambda name: (self._num_trials[name], name)):
             price_s = TRIAL_STEPS * self._price_s(member, len(requests))
             price_s += min(self.reading_s(member, request) for request in requests)
             if not self._might_pay(member, len(requests), plain_s):
                 price_s = math.inf  # tried all the same, but rarely: costs may be other than they seem
             if self.exploration.covers(price_s, plain_s):
-                self._num_trials[member] = self._num_trials.get(member, 0) + 1
+                self._num_trials[member] += 1
                 self.trial, self._trial_left, self._rest_left = member, TRIAL_STEPS, 0
                 return
 
@@ -327,11 +328,8 @@ class AdaptivePlan:
 
     def wanted(self, member: str, drafts: Sequence[Draft]) -> list[int]:
         """Drafts of the member that pay, request by request: planned again without requests it is not worth it for."""
-        gains, without, costs = (
-            [self._gains(member, draft) for draft in drafts],
-            self._outlook(drafts),
-            self.policy.costs,
-        )
+        gains = [self._gains(member, draft) for draft in drafts]
+        without, costs = self._outlook(drafts), self.policy.costs
         prices = costs.step_s, partial(costs.call_s, member)
         sizes, after = plan_call(gains, without, *prices)
         if not any(sizes):
