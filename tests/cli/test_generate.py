@@ -36,6 +36,17 @@ def test_the_precision_of_the_cache_can_be_chosen(run: Any, run_json: Any) -> No
     assert "kv_cache_dtype must be one of auto, float32, bfloat16, int8" in " ".join(said.split())
 
 
+def test_nothing_learned_is_kept_where_that_is_not_wanted(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    run("generate", PROMPT, *SHORT, "--no-keep-learned")
+    run("chat", *SHORT, "--no-keep-learned", stdin="Hello")
+    assert not list(tmp_path.iterdir())
+    run("generate", PROMPT, *SHORT)
+    assert len(list((tmp_path / "learned").iterdir())) == 1
+
+
 def test_prompts_come_from_arguments_files_and_stdin(run_json: Any, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT, "utf-8")

@@ -117,10 +117,11 @@ class DraftSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting(DraftSizes):
-    """Which drafter, how much it drafts, and how drafts are verified."""
+    """Which drafter, how much it drafts, how drafts are verified, and whether what is learned of them is kept."""
 
     drafter: DrafterName = None
     adaptive: Adaptive = True
+    keep_learned: Annotated[bool, _option("Keep what the policy learns for later runs.", DRAFTING)] = True
     verification: Verification = "coupled"
 
     def of(self, model: str) -> dict[str, Any]:

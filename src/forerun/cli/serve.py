@@ -114,7 +114,6 @@ class ServedEngine(opt.Loading):
     prefix_caching: Annotated[bool, _engine("Reuse computed prompts for later requests with the same beginning.")] = (
         True
     )
-    keep_learned: Annotated[bool, _engine("Keep what the policy learns for the next start.")] = True
     seed: Annotated[int, _engine("Seeds of requests without one are derived from this.")] = 0
     generation_config: opt.GenerationConfig = "auto"
 
