@@ -52,7 +52,7 @@ def test_a_new_policy_knows_what_the_last_one_learned(tmp_path: Path) -> None:
 def test_others_have_files_of_their_own(tmp_path: Path) -> None:
     Kept(tmp_path, ABOUT).save(taught())
     assert not Kept(tmp_path, {**ABOUT, "machine": "there"}).load(policy())
-    assert [about for _, about in kept_files(tmp_path)] == [ABOUT]
+    assert [kept.about for kept in kept_files(tmp_path)] == [ABOUT]
 
 
 def damaged() -> dict[str, Any]:
@@ -133,8 +133,8 @@ def test_drafters_of_ones_own_are_told_apart_by_file_and_content(
         stamps.append(file_stamp("mine.py:Bigram"))
     assert len(set(stamps)) == 3 and stamps[2] == stamps[3] and file_stamp("suffix") == ""
     LLM("mini", drafter="mine.py:Bigram", max_model_len=256).generate("One two", SamplingParams(max_tokens=4))
-    [(_, about)] = kept_files(tmp_path / "learned")
-    assert stamps[3] in about["options"]
+    [kept] = kept_files(tmp_path / "learned")
+    assert stamps[3] in kept.about["options"]
 
 
 def test_the_command_lists_and_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +143,20 @@ def test_the_command_lists_and_deletes(tmp_path: Path, monkeypatch: pytest.Monke
     from forerun.cli.app import app
 
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
-    Kept(tmp_path / "learned", ABOUT).save(taught())
+    about = {**ABOUT, "model": "/models/Llama-3.2-1B (5 bytes, auto)", "drafter": "portfolio=suffix+draft (7 bytes)"}
+    Kept(tmp_path / "learned", about).save(taught())
     (tmp_path / "learned" / "other.json").write_text("{")
-    [damaged, known] = sorted(json.loads(CliRunner().invoke(app, ["learned", "--json"]).stdout), key=len)
-    assert known["model"] == "m" and "model" not in damaged
+    said = json.loads(CliRunner().invoke(app, ["learned", "--json"]).stdout)
+    [damaged, known] = sorted(said, key=lambda each: len(each["about"]))
+    assert known["about"] == about and known["size_bytes"] > 0 and damaged["about"] == {}
+    assert known["plain_step_s"] == pytest.approx(1.5)
+    shares = known["acceptance_by_rank"]["m"]
+    assert shares == sorted(shares, reverse=True) and 0.0 < shares[-1] < shares[0] <= 1.0
+    lines = CliRunner().invoke(app, ["learned"]).stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and any(line.endswith("damaged, counts as none") for line in lines)
+    start = lines.index("  on here")
+    assert lines[start - 1].startswith("Llama-3.2-1B with portfolio=suffix+draft: 0 seconds old, ")
+    by_rank = " ".join(f"{share:.0%}" for share in shares)
+    assert lines[start + 1 : start + 3] == ["  a plain step takes 1500.00 ms", f"  m: acceptance by rank {by_rank}"]
     assert CliRunner().invoke(app, ["learned", "--delete"]).exit_code == 0
     assert kept_files(tmp_path / "learned") == []

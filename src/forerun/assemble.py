@@ -183,13 +183,12 @@ def _recall(
     """Let the policy begin with what is kept for this model, drafter and machine -> what keeps what it learns."""
     if not isinstance(policy, AdaptivePolicy):
         return None
-    device = f"{kernels.device} {config.kernels} {torch.get_num_threads()}"
     stamps = [file_stamp(each.name) for each in (config.drafter, *config.drafter.members)]
     about = {
         "model": f"{config.model} ({model.weight_bytes} bytes, {config.dtype})",
         "drafter": f"{drafter.name} ({drafter.weight_bytes} bytes)",
         "options": f"{config.drafter}{''.join(stamps)} {config.verification} {config.kv_cache_dtype}",
-        "machine": f"{platform.node()} {platform.machine()} {device}",
+        "machine": f"{platform.node()} {platform.machine()}, {kernels.name}, {kernels.reason}",
     }
     kept = Kept(learned_folder(), about)
     kept.load(policy)

@@ -16,6 +16,8 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final, TypeVar
@@ -27,6 +29,7 @@ from forerun.policy.policy import AdaptivePolicy
 VERSION: Final = 1  # of the files
 EVERY_S: Final = 2.0  # at least between two writes, each of which takes a millisecond
 _TALLIES: Final = ("ranks", "bands", "depths", "calls")
+_DAMAGED: Final = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
 _Entry = TypeVar("_Entry")
 
 
@@ -51,7 +54,7 @@ class Kept:
             if kept["version"] != VERSION:
                 return False
             _restore(policy, kept["learned"])
-        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        except _DAMAGED:
             return False
         return True
 
@@ -75,16 +78,39 @@ class Kept:
             return
 
 
-def kept_files(folder: Path) -> list[tuple[Path, dict[str, str]]]:
-    """Every file, and what it holds for; {} where that cannot be read."""
-    return [(path, _about(path)) for path in sorted(folder.glob("*.json"))]
+@dataclass(frozen=True, slots=True)
+class KeptFile:
+    """What one file says; `about` is empty where it cannot be read."""
+
+    path: Path
+    size_bytes: int
+    written_s: float  # since 1970
+    about: Mapping[str, str] = field(default_factory=dict)
+    plain_step_s: float | None = None  # of one request
+    acceptance_by_rank: Mapping[str, list[float]] = field(
+        default_factory=dict
+    )  # member -> share of its n-th likeliest nodes
 
 
-def _about(path: Path) -> dict[str, str]:
+def kept_files(folder: Path) -> list[KeptFile]:
+    """Every file, by its name."""
+    return [_read(path) for path in sorted(folder.glob("*.json"))]
+
+
+def _read(path: Path) -> KeptFile:
+    stat = path.stat()
     try:
-        return {str(name): str(value) for name, value in json.loads(path.read_text("utf-8"))["about"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}
+        kept = json.loads(path.read_text("utf-8"))
+        about = {str(name): str(value) for name, value in kept["about"].items()}
+        plain = _table(kept["learned"]["steps"], Mean).get((False, 1))
+        ranks = _table(kept["learned"]["ranks"], Tally)
+        members = {
+            str(name): list(accumulate((ranks[who, rank].rate for who, rank in sorted(ranks) if who == name), mul))
+            for name in sorted({member for member, _ in ranks})
+        }
+    except _DAMAGED:
+        return KeptFile(path, stat.st_size, stat.st_mtime)
+    return KeptFile(path, stat.st_size, stat.st_mtime, about, None if plain is None else plain.value, members)
 
 
 def _plain(policy: AdaptivePolicy) -> dict[str, Any]:

@@ -5,12 +5,21 @@ Knows: options and what is printed. Does not know: what is in the files (`foreru
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from time import time
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forerun.cli import options as opt
-from forerun.cli.console import out, print_json, print_note, table
+from forerun.cli.console import out, print_json, print_note
+
+if TYPE_CHECKING:
+    from forerun.learned import KeptFile
+
+_UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
 def learned(
@@ -24,14 +33,31 @@ def learned(
     folder = learned_folder()
     files = kept_files(folder)
     if delete:
-        for path, _ in files:
-            path.unlink(missing_ok=True)
+        for kept in files:
+            kept.path.unlink(missing_ok=True)
     if json:
-        print_json([{"path": str(path), "deleted": delete, **about} for path, about in files])
+        print_json([{**asdict(kept), "path": str(kept.path), "deleted": delete} for kept in files])
         return
-    if files and not delete:
-        result = table("model", "drafter", "machine", "file")
-        for path, about in files:
-            result.add_row(*(about.get(name, "damaged") for name in ("model", "drafter", "machine")), path.name)
-        out().print(result)
+    if not delete:
+        for kept in files:
+            out().print("\n".join(_lines(kept)), markup=False, soft_wrap=True)
     print_note(f"{len(files)} {'file' if len(files) == 1 else 'files'}{' deleted' if delete else ''} in {folder}")
+
+
+def _lines(kept: KeptFile) -> Iterator[str]:
+    if not kept.about:
+        yield f"{kept.path.name}: damaged, counts as none"
+        return
+    model, drafter = (kept.about.get(name, "").partition(" (")[0] for name in ("model", "drafter"))
+    yield f"{Path(model).name} with {drafter}: {_age(time() - kept.written_s)} old, {kept.size_bytes / 1e3:.1f} kB"
+    yield f"  on {kept.about.get('machine')}"
+    if kept.plain_step_s is not None:
+        yield f"  a plain step takes {kept.plain_step_s * 1e3:.2f} ms"
+    for name, shares in kept.acceptance_by_rank.items():
+        yield f"  {name}: acceptance by rank {' '.join(f'{share:.0%}' for share in shares)}"
+
+
+def _age(seconds: float) -> str:
+    """In the largest unit of which there are at least two."""
+    unit, size = next((each for each in _UNITS if seconds >= 2 * each[1]), _UNITS[-1])
+    return f"{max(seconds, 0) // size:.0f} {unit}"
