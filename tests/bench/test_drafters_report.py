@@ -63,7 +63,7 @@ def engines(**others: Drafting) -> dict[str, Any]:
 
 def a_report(**others: Drafting) -> dict[str, Any]:
     runs = run(engines(**others), CASES, PARAMS, repeats=2)
-    machine = {"cpu": "<a cpu>", "cores": 2, "isa": ["x"], "forerun": "0", "commit": "c", "date": "2026-01-01"}
+    machine = {"cpu": "<a cpu>", "cores": 2, "kernels": "x", "forerun": "0", "commit": "c", "date": "2026-01-01"}
     given = {"model": "m", "suite": "own", "max_tokens": 8, "repeats": 2, "verification": "coupled"}
     rest = {"num_prompts": 2, "num_too_long": 1, "left_out": {"mtp": "has no module"}, "fixed": ["fixed 2"]}
     wanted = [Entrant("fast|er", "fast|er"), Entrant("fixed 2", "fast|er", num_fixed=2)]

@@ -49,7 +49,7 @@ def test_bench_json(run_json: Any, prompts: str) -> None:
     assert [row["drafter"] for row in report["rows"]] == ["none", "ngram", "draft"]
     assert all(set(row) == ROW and row["identical"] is True for row in report["rows"])
     assert report["rows"][0]["speedup"] == 1.0 and report["rows"][0]["acceptance_length"] == 1.0
-    assert {"cpu", "cores", "isa", "commit", "forerun"} <= set(report["machine"])
+    assert {"cpu", "cores", "kernels", "commit", "forerun"} <= set(report["machine"])
     assert list(report["categories"]) == ["chat", "story", "other"] and report["num_prompts"] == 3
 
 
@@ -105,7 +105,11 @@ def test_the_precision_of_the_cache_reaches_the_engines(
 
 def test_bench_table(run: Any, prompts: str) -> None:
     options = ("--prompts", prompts, "--max-tokens", "4", "--repeats", "1", "--limit", "1", "-t", "1")
-    lines = run("bench", "speed", "--drafters", "ngram", *options).stdout.splitlines()
+    result = run("bench", "speed", "--drafters", "ngram", *options)
+    from forerun.kernels.select import select_kernels
+
+    kernels, lines = select_kernels(), result.stdout.splitlines()
+    assert f"cores, kernels {kernels.name} ({kernels.reason}), commit " in result.stderr
     assert [line.split()[0] for line in lines[2:5]] == ["drafter", "none", "ngram"]
     assert [line.split()[3] for line in lines[3:5]] == ["-", "-"]  # a single measurement has no interval
     assert lines[3].split()[2] == "1.00x" and lines[4].split()[2].startswith("~")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,13 @@ def describe_machine(kernels: Kernels | None = None) -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
     if kernels is not None:
-        facts["kernels"] = kernels.name
-        facts["isa"] = sorted(set(kernels.describe().values()))
+        facts["kernels"] = f"{kernels.name} ({kernels.reason})"
     return facts
+
+
+def machine_line(facts: Mapping[str, Any]) -> str:
+    """The facts that say how fast a machine is, and the code that was measured, in one line."""
+    return f"{facts['cpu']}, {facts['cores']} cores, kernels {facts['kernels']}, commit {facts['commit']}"
 
 
 def cpu_model() -> str:

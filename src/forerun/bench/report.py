@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from forerun.bench.machine import machine_line
 from forerun.errors import ConfigError
 
 MAX_DEPTHS: Final = 6  # columns of acceptance by depth
@@ -171,8 +172,7 @@ def summary(report: Mapping[str, Any]) -> str:
         f"{report['num_prompts']} prompts of {report['suite']}{left}, up to {report['max_tokens']} tokens each, "
         f"{report['repeats']} times, drafters taking turns prompt by prompt. Tokens/s are medians over prompts, "
         f"speed-ups geometric means over prompts of the median over repeats. Verification: "
-        f"{report['verification']}. {machine['cpu']}, {machine['cores']} cores, {', '.join(machine['isa'])}, "
-        f"forerun {machine['forerun']}, commit {machine['commit']}, {machine['date']}."
+        f"{report['verification']}. {machine_line(machine)}, forerun {machine['forerun']}, {machine['date']}."
     )
 
 

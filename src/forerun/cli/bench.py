@@ -109,6 +109,7 @@ def _on_terminal() -> bool:
 
 
 def _show(report: dict[str, Any]) -> None:
+    from forerun.bench.machine import machine_line
     from forerun.bench.report import NOISE
 
     console = out()
@@ -118,8 +119,7 @@ def _show(report: dict[str, Any]) -> None:
         console.print()
         console.print(_table(rows, report["category_details"][category], category))
     print_note(NOISE)
-    machine = report["machine"]
-    print_note(f"{machine['cpu']}, {machine['cores']} cores, {', '.join(machine['isa'])}, commit {machine['commit']}")
+    print_note(machine_line(report["machine"]))
     if report["num_too_long"]:
         print_note(f"{report['num_too_long']} prompts are longer than the context and were left out")
 

@@ -141,6 +141,7 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def _note_machine(report: dict[str, Any]) -> None:
-    machine = report["machine"]
+    from forerun.bench.machine import machine_line
+
     print_note(f"the memory was read at {report['read_gb_per_s']:.1f} GB/s meanwhile")
-    print_note(f"{machine['cpu']}, {machine['cores']} cores, {', '.join(machine['isa'])}, commit {machine['commit']}")
+    print_note(machine_line(report["machine"]))
