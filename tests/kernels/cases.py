@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -13,7 +14,14 @@ from forerun.kernels.attention import quantize_vectors
 from forerun.kernels.ops import AttentionRows, HeadLayout, Kernels, LayerKV
 from forerun.kernels.reference import ReferenceKernels
 
-ISAS = ("avx512", "avx2", "neon", "portable")
+IS_ARM = platform.machine() in ("aarch64", "arm64")
+# Of this architecture, the fastest first; the second ones multiply bytes in a way of their own.
+ISAS = ("neon", "portable") if IS_ARM else ("avx512", "avx2", "portable")
+BYTE_ISAS = (
+    ("neoni8mm", "neondot", "neon", "portable")
+    if IS_ARM
+    else ("avx512amx", "avx512vnni", "avx512", "avx2vnni", "avx2", "portable")
+)
 
 
 @cache

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.kernels.cases import attention_case, cpu_kernels, kernels_named
+from tests.kernels.cases import BYTE_ISAS, attention_case, cpu_kernels, kernels_named
 from torch import Tensor
 
 from forerun.errors import KernelError
@@ -14,7 +14,6 @@ from forerun.kernels.grouped import GroupedMatrix, quantize_row, steps_of
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import recording, select_kernels
 
-BYTE_ISAS = ("avx512amx", "avx512vnni", "avx512", "avx2vnni", "avx2", "neoni8mm", "neondot", "neon", "portable")
 BITS = (2, 3, 4, 5, 6, 7, 8)
 GROUP_SIZES = (16, 32, 48, 64, 128, 192, 256)
 
