@@ -9,7 +9,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.models.gguf_export import export_gguf
 from forerun.weights.resolve import resolve_model
-from tests.support.mini import PROMPTS
+from tests.support import mini
 
 pytest.importorskip("gguf")
 from tests.weights import gguf_makers as makers
@@ -46,7 +46,7 @@ def test_every_drafter_writes_the_tokens_of_plain_decoding(drafter: str, plain: 
     num_accepted = 0
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, max_tokens=24, seed=5, ignore_eos=True)
-        drafted, alone = llm.generate(PROMPTS, params), [plain.generate(prompt, params)[0] for prompt in PROMPTS]
-        assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in alone]
+        drafted = llm.generate(mini.PROMPTS, params)
+        assert [o.outputs[0].token_ids for o in drafted] == mini.alone(plain, mini.PROMPTS, params)
         num_accepted += sum(c.accepted for o in drafted for c in o.outputs[0].stats.drafters.values())
     assert num_accepted > 0, "nothing was accepted, so nothing was tested"

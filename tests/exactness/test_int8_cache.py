@@ -40,7 +40,7 @@ def tokens(outputs) -> list[tuple[int, ...]]:  # type: ignore[no-untyped-def]
 
 
 def alone(prompts, sampling) -> list[tuple[int, ...]]:  # type: ignore[no-untyped-def]
-    return [tokens(plain().generate(prompt, sampling))[0] for prompt in prompts]
+    return mini.alone(plain(), prompts, sampling)
 
 
 def test_target_and_drafter_layers_are_int8() -> None:

@@ -40,7 +40,7 @@ def tokens(outputs) -> list[tuple[int, ...]]:  # type: ignore[no-untyped-def]
 
 def alone(prompts, sampling) -> list[tuple[int, ...]]:  # type: ignore[no-untyped-def]
     """Plain decoding, one request at a time."""
-    return [tokens(mini.plain().generate(prompt, sampling))[0] for prompt in prompts]
+    return mini.alone(mini.plain(), prompts, sampling)
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)

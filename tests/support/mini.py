@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from forerun import LLM
+from forerun import LLM, SamplingParams
 
 PROMPTS = (
     "Once upon a time there was a little fox who",
@@ -26,3 +27,15 @@ def plain() -> LLM:
 def drafting(name: str, **options: Any) -> LLM:
     """The same weights with a drafter."""
     return plain().with_drafter(name, **options)
+
+
+_ALONE: dict[tuple[LLM, str, str], tuple[int, ...]] = {}
+
+
+def alone(llm: LLM, prompts: Sequence[Any], sampling: SamplingParams) -> list[tuple[int, ...]]:
+    """Tokens of each prompt on its own, by a plain engine; computed once a test process."""
+    for prompt in prompts:
+        if (llm, repr(prompt), repr(sampling)) not in _ALONE:
+            tokens = llm.generate([prompt], sampling)[0].outputs[0].token_ids
+            _ALONE[llm, repr(prompt), repr(sampling)] = tokens
+    return [_ALONE[llm, repr(prompt), repr(sampling)] for prompt in prompts]
