@@ -13,13 +13,26 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
+import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
 PREFILL_CHUNK = 512
 MAX_TOKENS = 64  # of a pass that is not a prompt
+IR_BITS = {  # the nearest of OpenVINO's own storages
+    **dict.fromkeys(("Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS"), 4),
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"), 8),
+    **dict.fromkeys(("F16", "BF16"), 16),
+}
+STORED = {  # engine -> storage that is compared: block type of the GGUF file the engine gets for it
+    "openvino": {"F16": "F16", "BF16": "F16", **{name: name for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")}},
+    "openvino-ir": dict.fromkeys(IR_BITS, "F16"),
+}
+GRAPH = "openvino_model.xml"  # as OpenVINO GenAI names it
 
 
 class PeerEngine(Protocol):
@@ -81,6 +94,7 @@ class LlamaCpp:
     def __init__(self, given: dict[str, Any]) -> None:
         import llama_cpp
 
+        logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # whose handler writes what llama.cpp says
         self._api: Any = llama_cpp
         self.version = llama_cpp.__version__
         self.compared = f"the GGUF file in {given['type']}, KV cache float16"
@@ -112,10 +126,22 @@ class LlamaCpp:
 
     def logits(self, tokens: int) -> list[float]:
         """See PeerEngine."""
-        own = self._new_context(tokens)
-        self._fill(own, tokens)
+        row: list[float] = self.all_logits(self._token_ids(tokens))[-1].tolist()
+        return row
+
+    def all_logits(self, ids: Sequence[int]) -> Any:
+        """Logits after each of `ids` and those before it -> [len(ids), V] float32."""
+        import numpy as np
+
+        own = self._new_context(len(ids))
         size = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
-        return list(self._api.llama_get_logits_ith(own, -1)[:size])
+        parts = []
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            part = ids[start : start + PREFILL_CHUNK]
+            self._decode(own, part, start, all_logits=True)
+            parts.append(np.ctypeslib.as_array(self._api.llama_get_logits(own), (len(part), size)).copy())
+        self._api.llama_free(own)
+        return np.concatenate(parts)
 
     def _filled_context(self, context: int) -> Any:
         """A context of its own for every length: attention looks at all cells in use."""
@@ -125,7 +151,7 @@ class LlamaCpp:
 
     def _fill(self, own: Any, count: int) -> None:
         for start in range(0, count, PREFILL_CHUNK):
-            self._decode(own, start, min(PREFILL_CHUNK, count - start), all_logits=False)
+            self._decode(own, self._token_ids(min(PREFILL_CHUNK, count - start)), start, all_logits=False)
 
     def _new_context(self, size: int) -> Any:
         params = self._api.llama_context_default_params()
@@ -139,18 +165,21 @@ class LlamaCpp:
 
     def _timed(self, own: Any, start: int, count: int) -> float:
         started = perf_counter()
-        self._decode(own, start, count, all_logits=True)
+        self._decode(own, self._token_ids(count), start, all_logits=True)
         seconds = perf_counter() - started
         self._forget(own, start)
         return seconds
 
-    def _decode(self, own: Any, start: int, count: int, all_logits: bool) -> None:
-        batch = self._api.llama_batch_init(count, 0, 1)
-        batch.n_tokens = count
-        for i in range(count):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token_id(i, self._given["vocab_size"]), start + i, 1
+    def _token_ids(self, count: int) -> list[int]:
+        return token_ids(count, self._given["vocab_size"])
+
+    def _decode(self, own: Any, ids: Sequence[int], start: int, all_logits: bool) -> None:
+        batch = self._api.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for i, token in enumerate(ids):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, start + i, 1
             batch.seq_id[i][0] = 0
-            batch.logits[i] = all_logits or i == count - 1
+            batch.logits[i] = all_logits or i == len(ids) - 1
         failed = self._api.llama_decode(own, batch)
         self._api.llama_synchronize(own)
         self._api.llama_batch_free(batch)
@@ -173,18 +202,19 @@ class OpenVino:
         self._np: Any = np
         self._tensor: Any = ov.Tensor
         self._vocab_size: int = given["vocab_size"]
-        file = Path(given["file"])
-        graph = file.with_name("openvino_model.xml")
-        if not graph.exists():
-            openvino_genai.LLMPipeline(str(file), "CPU", enable_save_ov_model=True)
+        folder, stored = self._model(converted(Path(given["file"])), given["type"])
         settings = {"INFERENCE_NUM_THREADS": given["threads"], "PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": 1}
-        compiled = ov.Core().compile_model(str(graph), "CPU", settings)
+        compiled = ov.Core().compile_model(str(folder / GRAPH), "CPU", settings)
         self.version = openvino_genai.__version__
         cache = compiled.get_property("KV_CACHE_PRECISION").to_string()
         precision = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
-        self.compared = f"the GGUF file in {given['type']}, converted by OpenVINO GenAI, KV cache {cache}, {precision}"
+        self.compared = f"{stored}, KV cache {cache}, {precision}"
         self._request = compiled.create_infer_request()
         self._states: dict[int, list[Any]] = {}
+
+    def _model(self, folder: Path, block_type: str) -> tuple[Path, str]:
+        """The folder of what is compiled, and how its weights are stored."""
+        return folder, f"the GGUF file in {STORED['openvino'][block_type]}, converted by OpenVINO GenAI"
 
     def chain(self, context: int, tokens: int) -> float:
         """See PeerEngine. The last known token is computed again first: after that the cache has room to grow in."""
@@ -228,7 +258,7 @@ class OpenVino:
         np = self._np
         self._request.infer(
             {
-                "input_ids": np.array([[token_id(i, self._vocab_size) for i in range(count)]], dtype=np.int64),
+                "input_ids": np.array([token_ids(count, self._vocab_size)], dtype=np.int64),
                 "attention_mask": np.ones((1, start + count), dtype=np.int64),
                 "position_ids": np.arange(start, start + count, dtype=np.int64)[None],
                 "beam_idx": np.zeros(1, dtype=np.int32),
@@ -236,12 +266,47 @@ class OpenVino:
         )
 
 
-ENGINES: dict[str, type[PeerEngine]] = {"forerun": Forerun, "llama.cpp": LlamaCpp, "openvino": OpenVino}
+class OpenVinoIr(OpenVino):
+    """The same with weights in OpenVINO's own storage."""
+
+    def _model(self, folder: Path, block_type: str) -> tuple[Path, str]:
+        bits = IR_BITS[block_type]
+        return compressed(folder, bits), f"an IR in {f'int{bits} made by NNCF' if bits < 16 else 'F16'}"
 
 
-def token_id(index: int, vocab_size: int) -> int:
+def converted(file: Path) -> Path:
+    """The folder of a GGUF file with the graph and the tokenizer OpenVINO GenAI makes of it, once."""
+    import openvino_genai
+
+    if not file.with_name(GRAPH).exists():
+        openvino_genai.LLMPipeline(str(file), "CPU", enable_save_ov_model=True)
+    return file.parent
+
+
+def compressed(folder: Path, bits: int) -> Path:
+    """A folder beside that graph with weights of so many bits, rounded by NNCF as OpenVINO advises, once."""
+    import nncf
+    import openvino as ov
+
+    target, mode = folder / f"int{bits}", nncf.CompressWeightsMode
+    if bits == 16 or (target / GRAPH).exists():
+        return folder if bits == 16 else target
+    given = {"mode": mode.INT8_ASYM} if bits == 8 else {"mode": mode.INT4_SYM, "group_size": 128, "ratio": 1.0}
+    target.mkdir(exist_ok=True)
+    for part in folder.glob("openvino_*tokenizer.*"):
+        shutil.copy(part, target)
+    ov.save_model(nncf.compress_weights(ov.Core().read_model(folder / GRAPH), **given), target / GRAPH)
+    return target
+
+
+ENGINES: dict[str, type[PeerEngine]] = {
+    "forerun": Forerun, "llama.cpp": LlamaCpp, "openvino": OpenVino, "openvino-ir": OpenVinoIr,
+}  # fmt: skip
+
+
+def token_ids(count: int, vocab_size: int) -> list[int]:
     """The tokens `bench.passes` takes."""
-    return (17 + 7919 * index) % vocab_size
+    return [(17 + 7919 * index) % vocab_size for index in range(count)]
 
 
 def answer(engine: PeerEngine, first: str, tokens: str) -> Any:

@@ -36,8 +36,18 @@ SCALES: dict[str, tuple[tuple[int, float], ...]] = {
     "Q5_K": ((0, 300), (2, 36)),
     "Q6_K": ((208, 1400),),
     "IQ4_NL": ((0, 70),),
+    "IQ4_XS": ((0, 1300),),
 }
 DENSE = {"F32": np.float32, "F16": np.float16}
+
+
+def model_file(shape: Shape, block_type: str, folder: Path) -> Path:
+    """The file of that block type in `folder`, written if it is not there; raises as `write_gguf`."""
+    file = folder / block_type / "model.gguf"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_gguf(shape, block_type, file)
+    return file
 
 
 def write_gguf(shape: Shape, block_type: str, path: Path) -> Path:

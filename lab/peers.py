@@ -1,15 +1,16 @@
-"""forerun, llama.cpp and OpenVINO on one shape and storage, in turns: a dated result, a table and a picture.
+"""forerun, llama.cpp and OpenVINO on one shape and storage, in turns: a dated result and a table.
 
     python lab/peers.py --shape qwen2.5-0.5b --weights Q4_0,Q8_0,BF16 --threads 2
 
-Needs `pip install gguf matplotlib llama-cpp-python openvino-genai`; engines that are not installed are left out and
-named. Writes benchmarks/results/DATE-peers-SHAPE.json, .md and .png.
+Needs `pip install llama-cpp-python openvino-genai nncf`; engines that are not installed are left out and named. Writes
+benchmarks/results/DATE-peers-SHAPE-WEIGHTS.json and .md.
 
 What is compared: one pass over M tokens after a context, with logits for all M, which is what verification costs.
 Random weights are written once into a GGUF file with one block type for all matrices. llama.cpp reads it, OpenVINO
-GenAI converts it (its reader knows Q4_0, Q4_1, Q8_0 and F16; it gets a file in F16 where the others have BF16), forerun
-loads it. So weights and threads are the same. Each engine keeps its own defaults for the KV cache and for activations;
-the result names them, and how near its logits are to forerun's (the cosine of the angle between both).
+GenAI converts it (it gets a file in F16 where the others have BF16), forerun loads it. So weights and threads are the
+same. Each engine keeps its own defaults for the KV cache and for activations; the result names them, and how near its
+logits are to forerun's (the cosine of the angle between both). `openvino-ir` is OpenVINO's own best path: other random
+weights in the same graph, rounded by NNCF to int4 in groups of 128 or to int8, whichever is nearest.
 
 Every engine is a process of its own on the same cores, and only one works at a time: the barriers of two would spin
 against each other. They take turns pass by pass; medians. Nothing else should run on the machine meanwhile.
@@ -35,11 +36,11 @@ from forerun.bench.bandwidth import reader
 from forerun.bench.machine import describe_machine
 from forerun.bench.shapes import Shape, read_shape
 from forerun.kernels.select import select_kernels
-from peer_files import write_gguf
+from peer_engines import STORED
+from peer_files import model_file
 
 HERE = Path(__file__).resolve().parent
-MODULES = {"forerun": "forerun", "llama.cpp": "llama_cpp", "openvino": "openvino_genai"}
-OPENVINO_TYPES = {"Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q8_0": "Q8_0", "F16": "F16", "BF16": "F16"}
+MODULES = {"forerun": "forerun", "llama.cpp": "llama_cpp", "openvino": "openvino_genai", "openvino-ir": "nncf"}
 CHECKED_TOKENS = 16
 PAUSE_S = 0.02  # between engines, for the threads of the last one to fall asleep
 Times = dict[tuple[str, str, int], list[float]]  # engine, context or "prefill", tokens
@@ -76,6 +77,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--context", default="128")
     parser.add_argument("--prefill", default="512")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--files", type=Path, help="a folder that keeps the models of this shape for another run")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", default=HERE.parent / "benchmarks" / "results", type=Path, help="a folder")
     return parser.parse_args()
@@ -83,19 +85,20 @@ def options() -> argparse.Namespace:
 
 def measure(shape: Shape, weights: str, engines: list[str], given: argparse.Namespace) -> dict[str, Any]:
     """One storage: write the files, start the engines, let them take turns."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
         workers, skipped = {}, {}
         for name in engines:
-            block_type = OPENVINO_TYPES.get(weights) if name == "openvino" else weights
-            if block_type is None:
-                skipped[name] = f"its GGUF reader does not know {weights}"
+            stored = STORED[name].get(weights) if name in STORED else weights
+            if stored is None:
+                skipped[name] = f"it cannot have {weights}"
                 continue
-            workers[name] = Worker(name, settings(shape, block_type, Path(folder), given))
+            file = model_file(shape, stored, given.files or Path(temporary))
+            workers[name] = Worker(name, {"file": str(file), **settings(shape, weights, given)})
         try:
             times, speeds = take_turns(workers, given)
-            near = agreement(workers)
+            near = agreement({name: worker for name, worker in workers.items() if name != "openvino-ir"})
             compared = {
-                name: {"version": worker.version, "compared": worker.compared, "cosine": near[name]}
+                name: {"version": worker.version, "compared": worker.compared, "cosine": near.get(name)}
                 for name, worker in workers.items()
             }
         finally:
@@ -111,17 +114,12 @@ def measure(shape: Shape, weights: str, engines: list[str], given: argparse.Name
     }
 
 
-def settings(shape: Shape, block_type: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """What an engine is started with; the file of a block type is written once."""
-    file = folder / block_type / "model.gguf"
-    if not file.exists():
-        file.parent.mkdir()
-        write_gguf(shape, block_type, file)
+def settings(shape: Shape, weights: str, given: argparse.Namespace) -> dict[str, Any]:
+    """What an engine is started with besides its file."""
     numbers = [int(number) for number in given.tokens.split(",")]
     longest = max(max(map(int, given.context.split(","))) + max(numbers), *map(int, given.prefill.split(",")))
     return {
-        "type": block_type,
-        "file": str(file),
+        "type": weights,
         "threads": given.threads,
         "max_rows": longest,
         "vocab_size": shape.config.vocab_size,
@@ -211,16 +209,16 @@ def rows_of(times: Times) -> list[dict[str, Any]]:
 
 
 def keep(result: dict[str, Any], folder: Path) -> None:
-    """JSON, Markdown and a picture."""
+    """JSON and Markdown."""
     folder.mkdir(parents=True, exist_ok=True)
     name = Path(result["shape"]).stem if result["shape"].endswith(".json") else result["shape"]
-    path = folder / f"{result['machine']['date']}-peers-{name}.json"
+    parts = [result["machine"]["date"], "peers", name, *(run["weights"] for run in result["runs"])]
+    path = folder / f"{'-'.join(parts)}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     text = markdown(result)
     path.with_suffix(".md").write_text(text + "\n", "utf-8")
-    draw(result, path.with_suffix(".png"))
     print(text)
-    print(f"\nkept in {path}, .md and .png", file=sys.stderr)
+    print(f"\nkept in {path} and .md", file=sys.stderr)
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -230,7 +228,7 @@ def markdown(result: dict[str, Any]) -> str:
         for context in sorted({row["context"] for row in run["rows"] if "context" in row}):
             parts.append(table(result["shape"], run, context))
         notes = [
-            f"{name} {about['version']}: {about['compared']}, cosine {about['cosine']}"
+            f"{name} {about['version']}: {about['compared']}, cosine {about['cosine'] or 'none: other weights'}"
             for name, about in run["engines"].items()
         ]
         notes += [f"{name} was left out: {reason}" for name, reason in run["skipped"].items()]
@@ -258,27 +256,6 @@ def table(shape: str, run: dict[str, Any], context: int) -> str:
         cells += [f"{row['tokens_per_s']:.0f}" for row in sorted(rates, key=lambda row: row["tokens"])]
         lines.append([engine, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """A panel a storage, a line an engine, at the first context."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    runs = result["runs"]
-    figure, panels = pyplot.subplots(1, len(runs), figsize=(5 * len(runs), 4), squeeze=False, layout="constrained")
-    for panel, run in zip(panels[0], runs, strict=True):
-        context = min(row["context"] for row in run["rows"] if "context" in row)
-        for engine in run["engines"]:
-            own = [row for row in run["rows"] if row["engine"] == engine and row.get("context") == context]
-            panel.plot([row["tokens"] for row in own], [row["ms"] for row in own], marker="o", label=engine)
-        panel.set(title=f"{result['shape']}, {run['weights']}, context {context}", xlabel="tokens a pass", ylabel="ms")
-        panel.set_ylim(bottom=0)
-        panel.grid(alpha=0.3)
-        panel.legend()
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@
         [--concurrency 16] [--num-requests 32] [--input-len 64] [--max-tokens 128]
 
 Random weights of a shape are written into a GGUF file that all engines read (`peer_files`; OpenVINO GenAI converts it
-once, and gets F16 for BF16). Prompts are token ids, no two alike; every answer has --max-tokens greedy tokens. forerun
-drafts nothing and has no prefix cache: this measures continuous batching alone. llama-server gets as many slots as
-requests at a time and the whole context for each. forerun and llama-server stream over HTTP; OpenVINO GenAI has no
-server of its own and is called in its process, which spares it that.
+once, and gets F16 for BF16; `openvino-ir` is the same graph with weights in OpenVINO's own int4 or int8). Prompts are
+token ids, no two alike; every answer has --max-tokens greedy tokens. forerun drafts nothing and has no prefix cache:
+this measures continuous batching alone. llama-server gets as many slots as requests at a time and the whole context for
+each. forerun and llama-server stream over HTTP; OpenVINO GenAI has no server of its own and is called in its process,
+which spares it that.
 
 Engines run one after the other, alone on the machine. Those that are missing are left out and named. Writes
 benchmarks/results/DATE-NAME.json and prints Markdown.
@@ -30,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -40,13 +42,13 @@ from forerun.bench.serve_load import LoadRun, OfferedLoad
 from forerun.bench.serve_report import Objective, summary
 from forerun.bench.serve_workload import Ask, RequestFields
 from forerun.bench.shapes import read_shape
-from peer_files import write_gguf
+from peer_engines import IR_BITS, STORED, compressed, converted
+from peer_files import model_file
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from serving import RESULTS, keep, machine, server
 
-OPENVINO_TYPES = {"Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q8_0": "Q8_0", "F16": "F16", "BF16": "F16"}
 START_S = 120.0  # for llama-server to load its file
 TIMEOUT_S = 600.0  # for a request
 WARM_UP, WARM_UP_TOKENS = "warm-up", 8  # a load that does not count
@@ -144,44 +146,38 @@ def missing(name: str, given: argparse.Namespace, weights: str) -> str | None:
     """Why an engine cannot be measured; None if it can."""
     if name == "llama-server" and not given.llama_server:
         return "no --llama-server was given"
-    if name == "openvino" and weights not in OPENVINO_TYPES:
-        return f"its GGUF reader does not know {weights}"
-    if name == "openvino" and not importlib.util.find_spec("openvino_genai"):
+    if name in STORED and weights not in STORED[name]:
+        return f"it cannot have {weights}"
+    if name in STORED and not importlib.util.find_spec("openvino_genai"):
         return "openvino-genai is not installed"
-    return None
-
-
-def model_file(given: argparse.Namespace, block_type: str, folder: Path) -> Path:
-    """The GGUF file of a block type, written once."""
-    file = folder / block_type / "model.gguf"
-    if not file.exists():
-        file.parent.mkdir()
-        write_gguf(read_shape(given.shape), block_type, file)
-    return file
+    return "nncf is not installed" if name == "openvino-ir" and not importlib.util.find_spec("nncf") else None
 
 
 def forerun(given: argparse.Namespace, weights: str, folder: Path) -> Report:
     """`forerun serve` without drafts and prefix cache."""
     arguments = ["--drafter", "none", "--no-prefix-caching", "--max-num-seqs", str(given.concurrency),
                  "--threads", str(given.threads), "--max-model-len", str(context(given))]  # fmt: skip
-    with server(str(model_file(given, weights, folder)), arguments) as (url, _):
+    file = model_file(read_shape(given.shape), weights, folder)
+    with server(str(file), arguments) as (url, _):
         return asyncio.run(over_http(url, given))
 
 
 def llama_server(given: argparse.Namespace, weights: str, folder: Path) -> Report:
     """llama-server with a slot a request."""
-    command = [str(given.llama_server), "-m", str(model_file(given, weights, folder)), "-np", str(given.concurrency),
+    file = model_file(read_shape(given.shape), weights, folder)
+    command = [str(given.llama_server), "-m", str(file), "-np", str(given.concurrency),
                "-c", str(given.concurrency * context(given)), "-t", str(given.threads), "--no-webui"]  # fmt: skip
     with started(command) as url:
         return asyncio.run(over_http(url, given))
 
 
-def openvino(given: argparse.Namespace, weights: str, folder: Path) -> Report:
+def openvino(given: argparse.Namespace, weights: str, folder: Path, name: str = "openvino") -> Report:
     """OpenVINO GenAI's continuous batching, in a process of its own."""
-    file = model_file(given, OPENVINO_TYPES[weights], folder)
+    file = model_file(read_shape(given.shape), STORED[name][weights], folder)
     asked = {name: ([p.ids for p in some], at_once, num_tokens(name, given))
              for name, (some, at_once) in loads(given).items()}  # fmt: skip
-    told = {"file": str(file), "threads": given.threads, "loads": asked}
+    bits = IR_BITS[weights] if name == "openvino-ir" else None
+    told = {"file": str(file), "bits": bits, "threads": given.threads, "loads": asked}
     tell = folder / "openvino.json"
     tell.write_text(json.dumps(told), "utf-8")
     command = [sys.executable, __file__, "openvino", str(tell)]
@@ -192,6 +188,7 @@ def openvino(given: argparse.Namespace, weights: str, folder: Path) -> Report:
 
 ENGINES: dict[str, Callable[[argparse.Namespace, str, Path], Report]] = {
     "forerun": forerun, "llama-server": llama_server, "openvino": openvino,
+    "openvino-ir": partial(openvino, name="openvino-ir"),
 }  # fmt: skip
 
 
@@ -277,7 +274,9 @@ def openvino_process(path: Path) -> None:
 
     told = json.loads(path.read_text("utf-8"))
     config = genai.GenerationConfig()
-    pipeline = continuous(Path(told["file"]), told["threads"], max(at_once for _, at_once, _ in told["loads"].values()))
+    folder = converted(Path(told["file"]))
+    folder = compressed(folder, told["bits"]) if told["bits"] else folder
+    pipeline = continuous(folder, told["threads"], max(at_once for _, at_once, _ in told["loads"].values()))
     found: Report = {}
     for name, (some, at_once, max_tokens) in told["loads"].items():
         config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
@@ -293,16 +292,14 @@ def openvino_process(path: Path) -> None:
     print("\n" + json.dumps(found), flush=True)
 
 
-def continuous(file: Path, threads: int, at_once: int) -> Any:
-    """A pipeline that works on `at_once` requests at a time; the GGUF file is converted when it is first needed."""
+def continuous(folder: Path, threads: int, at_once: int) -> Any:
+    """A pipeline that works on `at_once` requests at a time."""
     import openvino_genai as genai
 
-    if not file.with_name("openvino_model.xml").exists():
-        genai.LLMPipeline(str(file), "CPU", enable_save_ov_model=True)
     scheduling = genai.SchedulerConfig()
     scheduling.max_num_seqs, scheduling.cache_size, scheduling.enable_prefix_caching = at_once, 1, False
     properties = {"INFERENCE_NUM_THREADS": threads}
-    return genai.ContinuousBatchingPipeline(str(file.parent), scheduling, "CPU", properties)
+    return genai.ContinuousBatchingPipeline(str(folder), scheduling, "CPU", properties)
 
 
 # -- Markdown ---------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 import gguf
 import pytest
 
+import peer_files
 import peers
 from forerun.bench.shapes import Shape, read_shape
 from forerun.errors import ConfigError
@@ -24,10 +25,10 @@ def shape() -> Shape:
 
 
 @pytest.mark.parametrize(
-    "block_type", ["Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "BF16", "F16"]
+    "block_type", ["Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "BF16", "F16"]
 )
 def test_files_hold_ordinary_numbers(shape: Shape, block_type: str, tmp_path: Path) -> None:
-    path = peers.write_gguf(shape, block_type, tmp_path / "model.gguf")
+    path = peer_files.write_gguf(shape, block_type, tmp_path / "model.gguf")
     reader = gguf.GGUFReader(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     assert len(tensors) == 14 and reader.get_field("qwen2.attention.head_count_kv").contents() == 2
@@ -40,10 +41,12 @@ def test_files_hold_ordinary_numbers(shape: Shape, block_type: str, tmp_path: Pa
 
 def test_files_that_cannot_be_are_refused(shape: Shape, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no random GGUF of type Q9"):
-        peers.write_gguf(shape, "Q9", tmp_path / "model.gguf")
+        peer_files.write_gguf(shape, "Q9", tmp_path / "model.gguf")
     narrow = {**shape.raw, "hidden_size": 896, "num_attention_heads": 14}
     with pytest.raises(ConfigError, match="blocks of 256 \\(Q4_K\\) do not divide"):
-        peers.write_gguf(shape._replace(config=ModelConfig.read(narrow, shape.family)), "Q4_K", tmp_path / "model.gguf")
+        peer_files.write_gguf(
+            shape._replace(config=ModelConfig.read(narrow, shape.family)), "Q4_K", tmp_path / "model.gguf"
+        )
 
 
 class FakeWorker:
@@ -83,8 +86,8 @@ def test_engines_take_turns_and_the_first_turn_does_not_count(
               "machine": {"cpu": "c", "commit": "0", "date": "2026-01-01"}}  # fmt: skip
     peers.keep(result, tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {f"2026-01-01-peers-small.{end}" for end in ("json", "md", "png")}
-    assert json.loads((tmp_path / "2026-01-01-peers-small.json").read_text()) == result
+    assert names == {f"2026-01-01-peers-small-Q4_0.{end}" for end in ("json", "md")}
+    assert json.loads((tmp_path / "2026-01-01-peers-small-Q4_0.json").read_text()) == result
     said = capsys.readouterr().out
     assert "| b | 2.0 | 16.0 | 8.00 | 500 |" in said
     assert "c was left out: no reader" in said and "Not installed: d." in said
