@@ -58,22 +58,7 @@ inline F load_panel(const uint16_t* p) {
             _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))))};
 }
 inline F load_panel(const float* p) { return load(p); }
-template <class T>
-struct PanelPair {
-    const T* at;  // loaded when wanted: registers are few
-};
-template <class T>
-inline PanelPair<T> load_pair(const T* p) {
-    return {p};
-}
-template <class T>
-inline F first_of(PanelPair<T> pair) {
-    return load_panel(pair.at);
-}
-template <class T>
-inline F second_of(PanelPair<T> pair) {
-    return load_panel(pair.at + 16);
-}
+#include "panel_pair.inc"
 
 inline F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }

@@ -69,21 +69,10 @@ inline F load_half(const uint16_t* p) {  // float16
 // Weights of two neighbouring inputs.
 constexpr int pair_place(int input, int lane) { return 16 * input + lane; }
 template <class T>
-struct PanelPair {
-    const T* at;
-};
-template <class T>
-inline PanelPair<T> load_pair(const T* p) {
-    return {p};
+inline F load_panel(const T* p) {
+    return load(p);
 }
-template <class T>
-inline F first_of(PanelPair<T> pair) {
-    return load(pair.at);
-}
-template <class T>
-inline F second_of(PanelPair<T> pair) {
-    return load(pair.at + 16);
-}
+#include "panel_pair.inc"
 
 // The processor's own minimum and maximum treat NaN differently.
 inline float32x4_t lesser(float32x4_t x, float32x4_t y) { return vbslq_f32(vcltq_f32(x, y), x, y); }

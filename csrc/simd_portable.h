@@ -64,21 +64,10 @@ inline F load(const uint16_t* p) {  // bfloat16
 // Weights of two neighbouring inputs.
 constexpr int pair_place(int input, int lane) { return 16 * input + lane; }
 template <class T>
-struct PanelPair {
-    const T* at;
-};
-template <class T>
-inline PanelPair<T> load_pair(const T* p) {
-    return {p};
+inline F load_panel(const T* p) {
+    return load(p);
 }
-template <class T>
-inline F first_of(PanelPair<T> pair) {
-    return load(pair.at);
-}
-template <class T>
-inline F second_of(PanelPair<T> pair) {
-    return load(pair.at + 16);
-}
+#include "panel_pair.inc"
 
 inline F add(const F& x, const F& y) {
     return map([&](int i) { return x.v[i] + y.v[i]; });
