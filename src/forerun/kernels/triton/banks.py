@@ -21,7 +21,7 @@ from forerun.errors import KernelError
 from forerun.kernels.ops import PackedLinear
 from forerun.kernels.triton import grouped, linear
 from forerun.kernels.triton.common import EXACT, device_copy
-from forerun.kernels.triton.grouped_layout import GroupedLayout, TritonGrouped
+from forerun.kernels.triton.grouped_layout import TritonGrouped, TritonGroupedLayout
 from forerun.kernels.triton.linear import TritonLinear
 
 _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -92,7 +92,7 @@ class GroupedBank:
     """Matrices of small integers."""
 
     matrices: Sequence[TritonGrouped]
-    layout: GroupedLayout
+    layout: TritonGroupedLayout
     codes: Tensor  # [E] int64, addresses, and so are the next three
     scales: Tensor
     offsets: Tensor

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.kernels.triton.common import EXACT, round_to_integer
-from forerun.kernels.triton.grouped_layout import TILE_N, GroupedLayout, TritonGrouped
+from forerun.kernels.triton.grouped_layout import TILE_N, TritonGrouped, TritonGroupedLayout
 
 WANTED_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 MAX_ROWS = 64  # rows a program multiplies with codes it has read once
@@ -52,7 +52,7 @@ def grouped_linear(x: Tensor, packed: TritonGrouped, bias: Tensor | None) -> Ten
     return out
 
 
-def empty_rows(layout: GroupedLayout, num_rows: int, device: torch.device) -> QuantizedRows:
+def empty_rows(layout: TritonGroupedLayout, num_rows: int, device: torch.device) -> QuantizedRows:
     """Room for `num_rows` quantized rows."""
     return QuantizedRows(
         torch.empty(num_rows, layout.num_blocks, layout.block, dtype=torch.int8, device=device),
@@ -61,7 +61,7 @@ def empty_rows(layout: GroupedLayout, num_rows: int, device: torch.device) -> Qu
     )
 
 
-def quantize_sizes(layout: GroupedLayout) -> dict[str, Any]:
+def quantize_sizes(layout: TritonGroupedLayout) -> dict[str, Any]:
     """What `quantize` is compiled for."""
     return {
         "NUM_INPUTS": layout.num_inputs,
@@ -73,7 +73,7 @@ def quantize_sizes(layout: GroupedLayout) -> dict[str, Any]:
     }
 
 
-def product_sizes(layout: GroupedLayout, num_rows: int) -> tuple[tuple[int, int], dict[str, Any]]:
+def product_sizes(layout: TritonGroupedLayout, num_rows: int) -> tuple[tuple[int, int], dict[str, Any]]:
     """Programs along outputs and rows, and what `multiply` is compiled for, for up to `num_rows` rows."""
     block_m = min(MAX_ROWS, max(MIN_ROWS, triton.next_power_of_2(num_rows)))
     block_n = TILE_N if triton.cdiv(layout.num_outputs, 2 * TILE_N) < WANTED_PROGRAMS else 2 * TILE_N

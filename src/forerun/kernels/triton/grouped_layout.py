@@ -30,7 +30,7 @@ NIBBLE = 16  # codes below it take half a byte
 SIGN = 128  # subtracted from codes of eight bits, so that they fit a signed byte
 
 
-class GroupedLayout(NamedTuple):
+class TritonGroupedLayout(NamedTuple):
     """What a kernel must know of a packed matrix besides its tensors; alike for all experts of a bank."""
 
     num_outputs: int  # N
@@ -54,7 +54,7 @@ class GroupedLayout(NamedTuple):
 class TritonGrouped:
     """A grouped matrix on the device."""
 
-    layout: GroupedLayout
+    layout: TritonGroupedLayout
     codes: Tensor  # [N / 16, blocks or pairs of them, 16, block] uint8; int8 where a byte is one code
     scales: Tensor  # [num_groups, N] float16 where that is exact, else float32
     offsets: Tensor  # likewise; the scales once more where there are none
@@ -102,10 +102,10 @@ def block_columns(columns: int, group_size: int, even: bool) -> Tensor:
     return torch.stack(rows)  # [num_blocks, block]
 
 
-def _layout(matrix: GroupedMatrix, columns: Tensor, halves: bool) -> GroupedLayout:
+def _layout(matrix: GroupedMatrix, columns: Tensor, halves: bool) -> TritonGroupedLayout:
     num_outputs, num_inputs = matrix.shape
     pairs = matrix.group_size == SMALLEST_GROUP
-    return GroupedLayout(
+    return TritonGroupedLayout(
         num_outputs=num_outputs,
         num_inputs=num_inputs,
         block=columns.shape[1],
