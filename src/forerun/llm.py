@@ -16,7 +16,7 @@ import torch
 from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import Request, RequestOutput, SamplingParams
-from forerun.drafters.base import DrafterHealth, drafter_health
+from forerun.drafters.base import DrafterHealth
 from forerun.drafters.named import drafter_config
 from forerun.drafters.registry import check, drafter_of
 from forerun.engine.engine import Engine
@@ -224,9 +224,9 @@ class LLM:
         with torch.inference_mode():
             return self.engine.step()
 
-    def drafter_health(self) -> dict[str, DrafterHealth]:
+    def drafter_health(self) -> Mapping[str, DrafterHealth]:
         """How the drafters fare, by name."""
-        return drafter_health(self.engine.drafter)
+        return self.engine.drafter.health
 
     def abort(self, request_id: str) -> None:
         """End a request now; its blocks are free when this returns. Unknown ids are ignored."""

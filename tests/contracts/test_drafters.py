@@ -16,6 +16,8 @@ import pytest
 
 from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
+from forerun.drafters.base import DrafterHealth, EngineDrafter
+from forerun.drafters.portfolio import Portfolio
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.speculation.draft import Draft
@@ -103,14 +105,19 @@ def groups(num: int, **params: Any) -> list[RequestGroup]:
 class Watched:
     """Wraps a drafter and checks what passes between it and the engine."""
 
-    def __init__(self, inner: Any, vocab_size: int) -> None:
+    def __init__(self, inner: EngineDrafter, vocab_size: int) -> None:
+        assert isinstance(inner, Portfolio)
         self.inner = inner
         self.vocab_size = vocab_size
         self.alive: set[str] = set()
         self.proposed = 0
         for name in ("name", "max_nodes", "hidden_layers", "kv_specs", "weight_bytes"):
             setattr(self, name, getattr(inner, name))
-        self.wants_logits = getattr(inner, "wants_logits", False)
+        self.wants_logits, self.take_calls = inner.wants_logits, inner.take_calls
+
+    @property
+    def health(self) -> dict[str, DrafterHealth]:
+        return self.inner.health
 
     def begin(self, request) -> None:  # type: ignore[no-untyped-def]
         assert request.request_id not in self.alive
@@ -173,7 +180,7 @@ def test_trees_are_usable_and_nothing_stays(subject: Subject, options: dict[str,
     assert not seen.alive
     assert seen.proposed > 0
     ended = {sample.request.request_id for group in wanted for sample in group.samples}
-    for drafter in getattr(seen.inner, "members", (seen.inner,)):
+    for drafter in seen.inner.members:
         assert not reachable_strings(drafter) & ended, "state of ended requests is kept"
 
 

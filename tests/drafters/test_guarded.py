@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import Request, SamplingParams
-from forerun.drafters.base import Drafter, DrafterHealth, Observed, Stateless, drafter_health
+from forerun.drafters.base import Drafter, DrafterHealth, Observed, Stateless
 from forerun.drafters.ngram import NgramDrafter, select_index
 from forerun.drafters.portfolio import FIRST_REST_S, GOOD_S, LONGEST_REST_S, MAX_ERRORS, Member, Portfolio
 from forerun.engine.engine import Engine
@@ -118,7 +118,7 @@ def guarded(*drafters: Drafter, coupled: bool = True) -> Portfolio:
 
 
 def health(portfolio: Portfolio) -> DrafterHealth:
-    return drafter_health(portfolio)["failing"]
+    return portfolio.health["failing"]
 
 
 @pytest.mark.parametrize("fail", NONSENSE)
@@ -202,6 +202,8 @@ def test_after_a_rest_it_is_tried_again_with_new_requests(clock: Clock) -> None:
     for index in range(MAX_ERRORS):
         run(index)
     assert health(drafter) == DrafterHealth(MAX_ERRORS, FIRST_REST_S)
+    asked = Request("asked", (1, 2), SamplingParams(), seed=3)
+    assert not drafter.members[0].drafts_for(asked) and asked.failed_drafters == ()  # asking changes nothing
     during = run(3)
     assert during.samples[0].request.failed_drafters == ("failing",) and failing.num_calls == MAX_ERRORS
     old = Request("old", (1, 2), SamplingParams(), seed=3)

@@ -13,7 +13,6 @@ from torch import Tensor
 from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import SamplingParams
-from forerun.drafters.base import drafter_health
 from forerun.engine.engine import Engine
 from forerun.models.loader import load_model
 from forerun.policy.policy import AdaptivePolicy, FixedPolicy
@@ -78,7 +77,7 @@ def run(made: Engine, waits: list[Any], num: int = 2, temperature: float = 0.8) 
         waits.clear()
         made.step()
         counts.append(len(waits))
-    assert made.has_work and not any(health.num_errors for health in drafter_health(made.drafter).values())
+    assert made.has_work and not any(health.num_errors for health in made.drafter.health.values())
     return counts
 
 

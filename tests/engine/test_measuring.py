@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from forerun.drafters.base import DrafterHealth, drafter_health
+from forerun.drafters.base import DrafterHealth
 from forerun.engine import measuring
 from forerun.policy.policy import AdaptivePolicy
 from tests.support import mini
@@ -30,7 +30,7 @@ def test_a_drafter_without_weights_is_not_tried() -> None:
 
 def test_nothing_stays_of_the_text() -> None:
     engine = mini.drafting("mtp").engine
-    assert drafter_health(engine.drafter)["mtp"] == DrafterHealth(num_errors=0, rest_s=0.0)
+    assert engine.drafter.health["mtp"] == DrafterHealth(num_errors=0, rest_s=0.0)
     assert engine.scheduler.pool.num_used == 0
 
 

@@ -130,13 +130,16 @@ def test_a_pending_tree_is_the_one_that_is_read_at_once(width: int, num_pending:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_rows_of_pending_drafts_are_shown_with_their_tokens(width: int, num_pending: list[int]) -> None:
+def test_rows_of_pending_drafts_are_shown_with_their_tokens(
+    width: int, num_pending: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown: list[list[list[int]]] = []
     for verifier in (CoupledVerifier, ReadFirst):
         made, seen = with_draft(width), list[list[int]]()
         made.verifier = verifier(tiny.kernels(), at_once=True)
-        made.drafter.wants_logits = True  # type: ignore[attr-defined]
-        made.drafter.observe_logits = lambda ids, logits, seen=seen: seen.append(ids.tolist())  # type: ignore[attr-defined]
+        assert isinstance(made.drafter, Portfolio)
+        monkeypatch.setattr(made.drafter, "wants_logits", True)
+        monkeypatch.setattr(made.drafter, "observe_logits", lambda ids, logits, to=seen: to.append(ids.tolist()))
         tiny.run(made, tiny.groups(3, temperature=1.0, max_tokens=12))
         shown.append(seen)
     assert num_pending and shown[0] == shown[1]

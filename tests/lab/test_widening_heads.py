@@ -15,7 +15,6 @@ from torch import Tensor
 from forerun.assemble import assemble
 from forerun.bench.speed import WIDENED_FROM
 from forerun.config import DrafterConfig, EngineConfig
-from forerun.drafters.base import drafter_health
 from forerun.errors import ConfigError, UnsupportedError
 from forerun.models.loader import load_model
 from forerun.weights.checkpoint import Checkpoint
@@ -154,7 +153,7 @@ def drafts(model_folder: Path, head: Path, name: str, width: int) -> list[Any]:
 
     tiny.inner(made).propose = watched
     harness.run(made, [harness.fresh(group) for group in tiny.groups(2, temperature=0.0, max_tokens=12)])
-    assert not any(health.num_errors for health in drafter_health(made.drafter).values())
+    assert not any(health.num_errors for health in made.drafter.health.values())
     return seen
 
 

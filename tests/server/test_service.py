@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 
 from forerun import LLM, SamplingParams
 from forerun.core import RequestStats
+from forerun.drafters.portfolio import Portfolio
 from forerun.engine.outputs import RequestGroup
 from forerun.server.errors import ApiError
 from forerun.server.service import EngineService
@@ -242,7 +243,8 @@ def test_metrics_add_up(small: LLM) -> None:
 
 def test_a_drafter_that_rests_is_said_to(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     made = small.with_drafter("ngram", adaptive=False, ngram_min=1)
-    [member] = made.engine.drafter.members  # type: ignore[attr-defined]
+    assert isinstance(made.engine.drafter, Portfolio)
+    [member] = made.engine.drafter.members
     with client_of(made) as client:
         expected = client.post("/v1/completions", json=body(1)).json()["choices"]
         assert client.get("/health").json()["drafters"] == {"ngram": {"errors": 0, "rest_s": 0.0}}

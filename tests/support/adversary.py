@@ -44,12 +44,12 @@ class Adversary(Stateless):
 
     def _tree(self, draft: Draft) -> None:
         for _ in range(self._random.randint(0, draft.num_free)):
-            draft.tree.add(self._random.randrange(len(draft.tree)), self._token(), self.name)
+            draft.add(self._random.randrange(len(draft.tree)), self._token(), 0.0)
 
     def _duplicates(self, draft: Draft) -> None:
         token = self._token()
         for _ in range(draft.num_free):
-            draft.tree.add(self._random.randrange(len(draft.tree)), token, self.name)
+            draft.add(self._random.randrange(len(draft.tree)), token, 0.0)
 
     def _almost(self, draft: Draft, wrong: bool) -> None:
         assert self._truth is not None
@@ -60,8 +60,8 @@ class Adversary(Stateless):
             tokens[place] = (tokens[place] + 1) % self._vocab_size
         for _ in range(self._random.randint(0, 2)):  # siblings before the truth, so that its nodes are scattered
             if draft.num_free > len(tokens):
-                draft.tree.add(0, self._token(), self.name)
+                draft.add(0, self._token(), 0.0)
         node = 0
         for token in tokens:
-            if draft.num_free > 0 or draft.tree.child_with(node, token) is not None:
-                node = draft.tree.add(node, token, self.name)
+            if draft.num_free > 0:
+                node = draft.add(node, token, 0.0)

@@ -10,6 +10,7 @@ from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Drafter
+from forerun.drafters.portfolio import Member, Portfolio
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.stopping import OutputText
@@ -19,6 +20,7 @@ from forerun.models.base import Model, passes_of
 from forerun.policy.costs import Costs, PassCosts
 from forerun.policy.policy import AdaptivePolicy, FixedPolicy
 from forerun.runtime.bind import bind
+from forerun.speculation.verifier import CoupledVerifier
 from tests.support.toy import LetterDetokenizer, NoisyToy, ToyModel
 
 DRAFTERS = {
@@ -78,9 +80,15 @@ def engine(
     return made
 
 
+def portfolio_of(made: Engine, drafter: Drafter) -> Portfolio:
+    """A drafter as the only member of the engine's portfolio."""
+    is_coupled = isinstance(made.verifier, CoupledVerifier)
+    return Portfolio([Member(drafter, made.model.vocab_size)], drafter.name, drafter.max_nodes, is_coupled)
+
+
 def with_drafter(made: Engine, drafter: Drafter) -> Engine:
     """The same engine with a drafter of the test's own, always at its full size."""
-    made.drafter = drafter
+    made.drafter = drafter if isinstance(drafter, Portfolio) else portfolio_of(made, drafter)
     made.policy = FixedPolicy(drafter.max_nodes)
     kvs = made.kv_cache.layers[: len(made.model.kv_specs)]
     made.runner = bind(passes_of(made.model, drafter.hidden_layers), kernels(), kvs, made.kv_cache.block_size)

@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import RequestStats, SamplingParams
-from forerun.drafters.base import drafter_health
+from forerun.drafters.portfolio import Portfolio
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.kernels.ops import Kernels
@@ -101,7 +101,7 @@ def run(made: Engine, wanted: Sequence[RequestGroup]) -> tuple[list[list[list[in
     """Run fresh copies of the requests -> tokens by group and sample, stats of the first samples."""
     again = [harness.fresh(group) for group in wanted]
     tokens = harness.run(made, again)
-    assert not any(health.num_errors for health in drafter_health(made.drafter).values()), "a drafter raised"
+    assert not any(health.num_errors for health in made.drafter.health.values()), "a drafter raised"
     return tokens, [group.output().outputs[0].stats for group in again]
 
 
@@ -126,4 +126,5 @@ def num_accepted(stats: Sequence[RequestStats]) -> int:
 
 def inner(made: Engine) -> Any:
     """The drafter that a portfolio holds; the first of several."""
-    return made.drafter.members[0].drafter  # type: ignore[attr-defined]
+    assert isinstance(made.drafter, Portfolio)
+    return made.drafter.members[0].drafter

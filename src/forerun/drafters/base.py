@@ -9,7 +9,7 @@ A module of this package that has a `SPEC` is a drafter; `drafters.registry` fin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
@@ -151,11 +151,6 @@ class Drafter(Protocol):
         """Finished, aborted or preempted: forget the request's state."""
 
 
-def drafter_health(drafter: Drafter) -> dict[str, DrafterHealth]:
-    """The health of a portfolio's members; {} for other drafters."""
-    return {member.name: member.health for member in getattr(drafter, "members", ())}
-
-
 class Asked(NamedTuple):
     """What a drafter's call did for one request."""
 
@@ -175,10 +170,15 @@ class DraftCall(NamedTuple):
     asked: Sequence[Asked]
 
 
-def take_calls(drafter: Drafter) -> Sequence[DraftCall]:
-    """The calls of a portfolio's members since the last call; () for other drafters, which are not measured."""
-    take: Callable[[], Sequence[DraftCall]] | None = getattr(drafter, "take_calls", None)
-    return take() if take is not None else ()
+class EngineDrafter(Drafter, Protocol):
+    """What an engine asks for drafts: one drafter or several, whose calls are timed and whose errors are contained."""
+
+    @property
+    def health(self) -> Mapping[str, DrafterHealth]:
+        """How its drafters fare, by name."""
+
+    def take_calls(self) -> Sequence[DraftCall]:
+        """The calls of its drafters since the last call."""
 
 
 class LogitsReader(Protocol):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -105,10 +105,14 @@ class Member:
         return time.monotonic() < self._rests_until
 
     def drafts_for(self, request: Request) -> bool:
-        """Whether it has not failed for this request; a pause during the request counts as a failure."""
+        """Whether it is not paused and has not failed for this request."""
+        return not self.is_off and self.name not in request.failed_drafters
+
+    def leave_if_off(self, requests: Iterable[Request]) -> None:
+        """Count a pause as a failure for these requests, of which it sees only a part."""
         if self.is_off:
-            self._leave(request)
-        return self.name not in request.failed_drafters
+            for request in requests:
+                self._leave(request)
 
     def call(self, verb: str, requests: Sequence[Request], *given: Any) -> tuple[bool, Any]:
         """Call the drafter -> whether that succeeded, and the result; a failure counts for these requests."""
@@ -167,7 +171,7 @@ class Member:
 
 
 class Portfolio:
-    """Asks its members as planned."""
+    """Asks its members as planned. Implements `drafters.base.EngineDrafter`."""
 
     def __init__(
         self, members: Sequence[Member], name: str, max_nodes: int, coupled: bool,
@@ -199,12 +203,13 @@ class Portfolio:
     def begin(self, request: Request) -> None:
         """Tell every member, even a paused one, so that every `end` has had its `begin`."""
         for member in self.members:
-            member.drafts_for(request)  # a request that begins in a rest counts as failed
+            member.leave_if_off([request])
             member.call("begin", [request], request)
 
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
         """Tell every member of the requests it still drafts for."""
         for member in self.members:
+            member.leave_if_off(each.request for each in observed)
             seen = [each for each in observed if member.drafts_for(each.request)]
             if seen:
                 member.call("observe", [each.request for each in seen], seen, hidden)
@@ -219,6 +224,7 @@ class Portfolio:
         """Ask the members one after the other, as far as the drafts' plan allows."""
         might_be_pending = all(draft.may_be_pending for draft in drafts)
         for index, member in enumerate(self.members):
+            member.leave_if_off(draft.request for draft in drafts)
             self._ask(member, drafts, self.members[index + 1 :], might_be_pending)
 
     def _ask(self, member: Member, drafts: Sequence[Draft], behind: Sequence[Member], might_be_pending: bool) -> None:
@@ -257,8 +263,13 @@ class Portfolio:
         seconds = self._clock() - start if enqueueing_s is None else enqueueing_s
         self._calls.append(DraftCall(member.name, seconds, enqueueing_s is not None, gave))
 
+    @property
+    def health(self) -> dict[str, DrafterHealth]:
+        """See `EngineDrafter`."""
+        return {member.name: member.health for member in self.members}
+
     def take_calls(self) -> Sequence[DraftCall]:
-        """The members' calls since the last call."""
+        """See `EngineDrafter`."""
         calls, self._calls = self._calls, []
         return calls
 
@@ -284,6 +295,7 @@ class Portfolio:
         start = 0
         for member in self.members:
             end = start + len(member.num_ready(request))
+            member.leave_if_off([request])
             if member.drafts_for(request):
                 member.call("resume", [request], request, num_ready[start:end], self._own_states(member, boundary))
             start = end

@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.cache.boundaries import BoundaryStates
 from forerun.cache.kv_cache import KVCache, Move
 from forerun.core import Plan, Request, Resumed, ScheduledRequest
-from forerun.drafters.base import Drafter, Observed, logits_reader, take_calls
+from forerun.drafters.base import EngineDrafter, Observed, logits_reader
 from forerun.engine.logprobs import token_logprobs
 from forerun.engine.masks import MaskWaits, ask_ahead
 from forerun.engine.outputs import RequestGroup, SampleRecord, share_time
@@ -67,7 +67,7 @@ class Engine:
 
     model: Model
     runner: Runner  # executes the model's passes, with the hidden states the drafter needs
-    drafter: Drafter
+    drafter: EngineDrafter
     verifier: Verifier
     policy: Policy
     scheduler: Scheduler
@@ -157,7 +157,7 @@ class Engine:
             if entry.draft is not None
         ]
         num_span = sum(entry.item.num_span for entry in work)
-        result = StepResult(outcomes, take_calls(self.drafter), num_rows - num_span, num_span, self.timings.take())
+        result = StepResult(outcomes, self.drafter.take_calls(), num_rows - num_span, num_span, self.timings.take())
         self.policy.learn(result)
         share_time(result, self.records, self.policy.plain_step_s(len(outcomes)))
 
