@@ -1,6 +1,6 @@
 """Writing a Hugging Face folder as a GGUF file.
 
-Knows: which tensors get which type, how a configuration is spelled in GGUF's keys. Does not know: how blocks are
+Knows: which type each tensor gets, and the GGUF keys that hold a configuration. Does not know: how blocks are
 encoded (`quant.gguf_encode`), tokenizers (`weights.gguf_vocabulary`) or the container (`weights.gguf_write`).
 Source: llama.cpp convert_hf_to_gguf.py.
 """
@@ -37,8 +37,8 @@ def export_gguf(
 ) -> Path:
     """Write the model of `folder` to the file `out`, its matrices in the types of `mix` (one of FILE_TYPES).
 
-    name: what the file says it is, the folder's name if not given. progress(done, total) is called as tensors are
-    written. Raises UnsupportedError for models GGUF has no words for here, ConfigError for an unknown mix.
+    name: the model's name in the file; the folder's name by default. progress(done, total) is called as tensors are
+    written. Raises UnsupportedError for models that this module cannot write as GGUF, ConfigError for an unknown mix.
     """
     checkpoint = Checkpoint.open(folder)
     family = FAMILIES.get(str(checkpoint.config.get("model_type")))
@@ -81,13 +81,13 @@ def _config_metadata(config: ModelConfig) -> dict[str, Any]:
 
 
 def _context(config: ModelConfig) -> int:
-    """max_position_embeddings: what config.json said before a linear scaling stretched it."""
+    """The context length before linear rope scaling, which is what max_position_embeddings of config.json says."""
     stretched = config.rope.kind == "linear"
     return round(config.max_position / config.rope.factor) if stretched else config.max_position
 
 
 def _scaling(rope: RopeSpec) -> dict[str, Any]:
-    if rope.kind in ("default", "llama3"):  # llama3 is a tensor of divisors
+    if rope.kind in ("default", "llama3"):  # llama3 scaling is a tensor: see _rope_tensors
         return {}
     if rope.kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}
@@ -96,8 +96,8 @@ def _scaling(rope: RopeSpec) -> dict[str, Any]:
             "rope.scaling.original_context_length": rope.original_max_position,
             "rope.scaling.attn_factor": float(rope.amplitude),
         }
-    natural = 1.0 + 0.1 * math.log(rope.factor) if rope.factor > 1 else 1.0
-    if rope.kind != "yarn" or not rope.truncate or not math.isclose(rope.amplitude, natural):
+    default = 1.0 + 0.1 * math.log(rope.factor) if rope.factor > 1 else 1.0  # llama.cpp computes this amplitude
+    if rope.kind != "yarn" or not rope.truncate or not math.isclose(rope.amplitude, default):
         raise UnsupportedError(f"GGUF files have no keys for a {rope.kind} rope with these settings; use safetensors")
     return {
         "rope.scaling.type": "yarn",
@@ -117,11 +117,11 @@ def _window(config: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_tensors(config: ModelConfig) -> list[TensorToWrite]:
-    """Divisors of the frequencies, where the scaling is not a formula of llama.cpp's."""
+    """Divisors of the rope frequencies, for scalings that llama.cpp reads from a tensor."""
     rope = config.rope
     if rope.kind == "longrope":
         short = torch.tensor(rope.short_factors)
-        # Only positions of the original context can be used here, where the short factors hold for all.
+        # forerun runs these models within their original context only, where the short factors apply.
         return [_vector("rope_factors_long.weight", short), _vector("rope_factors_short.weight", short)]
     if rope.kind != "llama3":
         return []
@@ -141,14 +141,14 @@ def _vector(name: str, values: Tensor) -> TensorToWrite:
 
 
 def _tensors(checkpoint: Checkpoint, config: ModelConfig, mix: str) -> list[TensorToWrite]:
-    """Every tensor of the decoder, read and encoded when it is written."""
+    """Every tensor of the decoder; each is read and encoded when its turn to be written comes."""
     found: list[TensorToWrite] = []
     for name in sorted(checkpoint):
         own = gguf_name(name)
         if ".rotary_emb." in name or (own == "output.weight" and config.tie_embeddings):
             continue
         if not has_gguf_name(name):
-            raise UnsupportedError(f"{checkpoint.folder} has a tensor {name}, which GGUF has no name for here")
+            raise UnsupportedError(f"{checkpoint.folder} has a tensor {name}, for which forerun knows no GGUF name")
         shape = checkpoint.shape(name)
         kind = _type_of(own, shape, config, mix)
         found.append(TensorToWrite(own, kind, shape, partial(_encoded, checkpoint, name, kind, config)))
@@ -162,7 +162,7 @@ def _type_of(own: str, shape: tuple[int, ...], config: ModelConfig, mix: str) ->
 
 
 def _encoded(checkpoint: Checkpoint, name: str, kind: str, config: ModelConfig) -> Tensor:
-    """The bytes of one tensor, its rows in llama.cpp's order."""
+    """The bytes of one tensor, with its rows in the order that llama.cpp expects."""
     values, heads = checkpoint.tensor(name), reordered_heads(gguf_name(name))
     if heads is not None and ARCHITECTURES[config.model_type] == "llama":
         num_heads = config.heads.num_q if heads == "q" else config.heads.num_kv

@@ -35,7 +35,7 @@ DTYPES: dict[str, torch.dtype | None] = {
     "auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": None,
 }  # fmt: skip
 ADAPTER_FILE = "adapter_config.json"
-LONG_ROPE = "beyond the original context of a long-rope model all keys change, which forerun does not compute"
+LONG_ROPE = "past its original context a long-rope model rotates all its keys differently, which forerun does not do"
 INERT_TENSORS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
 
 
@@ -64,11 +64,11 @@ def load_model(
     """Load an embedded model, a folder, a GGUF file or a hub id.
 
     dtype: "auto" keeps the stored precision (a CPU computes float16 from a copy widened to float32, which is exact);
-    "float16" is the same for checkpoints that are stored so, and refuses others. max_position: positions to build for,
-    at most what the checkpoint can use. progress(done, total) is called as layers are read. implementation "auto" runs
-    families forerun knows natively and all others through transformers. generation_config: where sampling defaults and
-    end tokens come from, "auto" for the model's own file, "none", or a file or folder.
-    Raises the ModelErrors and ResourceError before any weight is read where that can be known.
+    "float16" does the same and refuses checkpoints that are not stored in float16. max_position: positions to build
+    for, at most what the checkpoint can use. progress(done, total) is called as layers are read. implementation: "auto"
+    runs the families that forerun implements itself and all others through transformers. generation_config: the source
+    of sampling defaults and end tokens, "auto" for the model's own file, "none", or a file or folder.
+    Raises ModelError and ResourceError, where possible before any weight is read.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
@@ -92,7 +92,9 @@ def _check_sampling(generation: GenerationConfig) -> None:
     try:
         SamplingParams(**generation.sampling)
     except SamplingError as error:
-        raise ConfigError(f"{generation.path}: {error}; mend it, or leave it out (generation_config 'none')") from error
+        raise ConfigError(
+            f"{generation.path}: {error}; correct the file, or ignore it with generation_config 'none'"
+        ) from error
 
 
 def find_family(raw: Mapping[str, Any]) -> Family | None:
@@ -101,7 +103,7 @@ def find_family(raw: Mapping[str, Any]) -> Family | None:
 
 
 def read_config(folder: Path) -> ModelConfig | None:
-    """The configuration of a folder or GGUF file without weights, None for models that run through transformers."""
+    """The configuration in a folder or GGUF file; None for a model that runs through transformers. Reads no weights."""
     if is_gguf(folder):
         return _gguf_config(GgufCheckpoint.open(folder))
     raw = _read_raw(folder)
@@ -110,7 +112,7 @@ def read_config(folder: Path) -> ModelConfig | None:
 
 
 def _read_raw(folder: Path) -> dict[str, Any]:
-    """A folder's config.json, after making sure that the folder holds a model and nothing that changes it."""
+    """A folder's config.json. Raises UnsupportedError for a PEFT adapter, which is no model by itself."""
     if (folder / ADAPTER_FILE).exists():
         base = str(read_json(folder / ADAPTER_FILE).get("base_model_name_or_path"))
         raise UnsupportedError(
@@ -162,7 +164,7 @@ def _load_gguf(
     path: Path, kernels: Kernels, dtype: str, max_position: int | None, progress: Progress | None,
     implementation: Implementation,
 ) -> LoadedModel:  # fmt: skip
-    """A model from a GGUF file alone. dtype is for its plain matrices; quantized ones stay as they are."""
+    """A model from a GGUF file alone. dtype: of unquantized matrices; quantized ones stay as stored."""
     if implementation == "transformers":
         raise UnsupportedError(f"{path} is a GGUF file, which forerun runs itself; leave `implementation` at 'auto'")
     checkpoint = GgufCheckpoint.open(path)
@@ -177,7 +179,7 @@ def _load_gguf(
 
 
 def _gguf_family(checkpoint: GgufCheckpoint) -> Family:
-    """The family, with longrope: a GGUF file may hold a divisor for every frequency whatever the family."""
+    """The family, with "longrope" allowed: a GGUF file of any family may hold a divisor for each rope frequency."""
     family = find_family(checkpoint.config)
     assert family is not None, checkpoint.config["model_type"]
     return replace(family, rope_kinds=(*family.rope_kinds, "longrope"))
@@ -194,7 +196,7 @@ def _build(
     config: ModelConfig, family: Family, checkpoint: Checkpoint | GgufCheckpoint, tokenizer: Tokenizer,
     kernels: Kernels, dtype: torch.dtype | None, positions: int, progress: Progress | None,
 ) -> Decoder:  # fmt: skip
-    """The decoder, after making sure that vocabulary, config and tensors belong together."""
+    """The decoder. Raises ModelError if vocabulary, config and tensors do not belong together."""
     check_vocabulary(tokenizer, config.vocab_size)
     model = Builder(config, family, checkpoint, kernels, dtype, positions).decoder(progress)
     _refuse_unread(checkpoint, config, family)
@@ -202,13 +204,13 @@ def _build(
 
 
 def _refuse_unread(checkpoint: Checkpoint | GgufCheckpoint, config: ModelConfig, family: Family) -> None:
-    """Tensors of the decoder that were not used mean that it computes something else than was trained."""
+    """Raise UnsupportedError if decoder tensors are left over: the model would not compute what it was trained to."""
     names = family.names
     layers = tuple(names.layer.format(index=index) + "." for index in range(config.num_layers))
     own = (*layers, f"{names.embedding}.", f"{names.final_norm}.", f"{names.lm_head}.")
     unused = [name for name in checkpoint.unread if name.startswith(own) and not name.endswith(INERT_TENSORS)]
     unused = [name for name in unused if not _adds_nothing(checkpoint, name)]
-    if config.tie_embeddings:  # a stored copy of the table, as transformers has it
+    if config.tie_embeddings:  # lm_head.weight is then a copy of the embedding, which transformers ignores too
         unused = [name for name in unused if name != f"{names.lm_head}.weight"]
     if unused:
         raise UnsupportedError(
@@ -219,14 +221,14 @@ def _refuse_unread(checkpoint: Checkpoint | GgufCheckpoint, config: ModelConfig,
 
 
 def _adds_nothing(checkpoint: Checkpoint | GgufCheckpoint, name: str) -> bool:
-    """Whether it is a bias of zeros, as AutoGPTQ writes one for every matrix."""
+    """Whether the tensor is a bias of zeros; AutoGPTQ writes one for every matrix."""
     return name.endswith(".bias") and not bool(checkpoint.tensor(name).any())
 
 
 def _bytes_needed(
     config: ModelConfig, family: Family, checkpoint: Checkpoint, dtype: torch.dtype | None, positions: int
 ) -> int:
-    if checkpoint.config.get("quantization_config"):  # kept as small as in the file; the float tensors may be widened
+    if checkpoint.config.get("quantization_config"):  # quantized matrices stay as stored; float tensors may be widened
         return checkpoint.nbytes + 8 * config.vocab_size * config.hidden_size
     stored = dtype or checkpoint.dtype(f"{family.names.embedding}.weight")
     return estimate_bytes(config, 2 if stored == torch.bfloat16 else 4, positions)
@@ -249,7 +251,7 @@ def _positions(possible: int, wanted: int | None, raw: Mapping[str, Any]) -> int
 def _load_through_transformers(
     folder: Path, raw: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None, max_position: int | None
 ) -> LoadedModel:
-    from forerun.models.hf_loading import load_hf_model, read_hf_config  # import transformers, which takes seconds
+    from forerun.models.hf_loading import load_hf_model, read_hf_config  # imports transformers, which takes seconds
 
     _model_type(raw)
     config = read_hf_config(folder, raw)

@@ -62,7 +62,7 @@ class HeadTensors:
 
 
 def holds_medusa(folder: Path) -> bool:
-    """Whether a folder holds Medusa heads in a layout we read. Raises ModelErrors where it holds no weights."""
+    """Whether a folder holds Medusa heads in a layout we read. Raises ModelError if it holds no weights."""
     if any((folder / name).is_file() for name in OWN_FILES):
         return True
     stored = Checkpoint.open(folder)

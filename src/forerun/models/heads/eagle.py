@@ -1,13 +1,18 @@
-"""EAGLE heads as published by SafeAILab, SpecForge and vLLM's speculators: versions 1, 2 (as 1), 3 and 3.1.
+"""EAGLE heads as published by SafeAILab, SpecForge and vLLM's speculators: EAGLE-1, -2, -3 and -3.1.
 
-Knows: their tensor names, config fields and where their norms stand. Does not know: how trees grow.
+Knows: the tensor names, the config fields and where each version applies its norms. Does not know: how trees grow.
 
-EAGLE-1     z = fc [embed(x); f]; layers without the first norm; the output, read by the target's lm_head, is the
-            next f. f of the target: the state after its final norm.
-EAGLE-3     g = fc [low; mid; high]; attention reads [input_layernorm embed(x); hidden_norm g], g is the residual;
-            logits = lm_head norm(y) over a draft vocabulary; y is fed back.
-Flags       norm_before_residual: hidden_norm g is the residual. norm_before_fc: one norm (input_norm) over the three
-            states. EAGLE-3.1: fc_norm, a norm for each of them, and norm_output, norm(y) is fed back.
+x is a token, f or g the feature of the token before it, y the output of the head's last layer. Checkpoints of EAGLE-2
+are those of EAGLE-1.
+
+EAGLE-1     The first layer reads z = fc [embed(x); f], without a norm before its attention. y is the next f, and the
+            target's lm_head turns it into logits. The target's own f is its hidden state after the final norm.
+EAGLE-3     g = fc [low; mid; high], of hidden states of three target layers. Attention of the first layer reads
+            [input_layernorm embed(x); hidden_norm g]; g is the residual. logits = lm_head norm(y) over a draft
+            vocabulary; y is the next g.
+Flags       norm_before_residual: the residual is hidden_norm g. norm_before_fc: one norm (input_norm) over the three
+            states together. EAGLE-3.1: fc_norm, one norm for each of the three states; norm_output, the next g is
+            norm(y).
 Sources: SafeAILab/EAGLE eagle/model/cnets1.py and cnets.py; vllm-project/speculators models/eagle3.
 """
 
@@ -42,17 +47,17 @@ HEAD_FIELDS = FLAGS | words(
 EAGLE_CONFIG = words("eagle_aux_hidden_state_layer_ids use_aux_hidden_state")
 SECTION = "transformer_layer_config"
 NUM_STATES = 3
-INERT = frozenset({"t2d"})  # says once more what d2t says
+INERT = frozenset({"t2d"})  # a mask of the target tokens that d2t lists
 MAX_LAYERS = 64
 
 
 def holds_eagle(folder: Path) -> bool:
-    """Whether a folder holds an EAGLE head. Raises ModelErrors where it holds no weights."""
+    """Whether a folder holds an EAGLE head. Raises ModelError if it holds no weights."""
     return Checkpoint.open(folder).has("fc.weight")
 
 
 def read_eagle(source: Checkpoint, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
-    """The EAGLE head of a folder, whichever version; raises ModelErrors that say what does not fit."""
+    """The EAGLE head in a folder, of any version. Raises ModelError if it does not fit the target."""
     choose_format = choose_for(weights)
     if source.config.get("speculators_model_type", "eagle3") != "eagle3":
         raise UnsupportedError(
@@ -65,7 +70,7 @@ def read_eagle(source: Checkpoint, target: Decoder, kernels: Kernels, weights: H
     if source.has("fc.weight") and source.has("layers.0.post_attention_layernorm.weight"):
         return _read_eagle1(source, target, kernels, choose_format)
     raise UnsupportedError(
-        f"{source.folder} is no EAGLE head of a known layout: it has neither midlayer.hidden_norm.weight nor "
+        f"{source.folder} is not an EAGLE head of a known layout: it has neither midlayer.hidden_norm.weight nor "
         "layers.0.hidden_norm.weight (EAGLE-3), nor fc.weight with layers.0.post_attention_layernorm.weight (EAGLE-1 "
         f"and -2); found are {', '.join(sorted(source)[:4]) or 'no tensors'}"
     )
@@ -76,7 +81,7 @@ def read_eagle(source: Checkpoint, target: Decoder, kernels: Kernels, weights: H
 
 @dataclass(frozen=True, slots=True)
 class Eagle1Entrance:
-    """z = fc [embed; f], read by an attention without a norm before it."""
+    """z = fc [embed; f] is both the input of the attention, without a norm, and the residual."""
 
     fc: Linear
 
@@ -87,7 +92,7 @@ class Eagle1Entrance:
 
 
 def as_it_is(states: Tensor) -> Tensor:
-    """The fusion of a single state."""
+    """The fusion of EAGLE-1, whose feature is one hidden state."""
     return states
 
 
@@ -131,7 +136,7 @@ def _num_layers(raw: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Entrance:
-    """The attention reads normed embedding and normed feature; the feature, normed or not, is the residual."""
+    """The attention reads the normalized embedding and feature; the residual is the feature, normalized or not."""
 
     input_norm: RMSNorm
     hidden_norm: RMSNorm
@@ -146,7 +151,7 @@ class Eagle3Entrance:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Fusion:
-    """g = fc [low; mid; high], after norms over each of them (fc_norm) or over all (norm_before_fc), if any."""
+    """g = fc [low; mid; high]; a norm may come before fc, for each state (fc_norm) or all three (norm_before_fc)."""
 
     fc: Linear
     each: tuple[RMSNorm, ...]
@@ -163,7 +168,7 @@ class Eagle3Fusion:
 
 
 class _Eagle3:
-    """Reads one EAGLE-3 checkpoint, whose first layer lies below `prefix`."""
+    """Reads one EAGLE-3 checkpoint. `prefix`: of the tensor names of its first layer."""
 
     def __init__(
         self, source: Checkpoint, target: Decoder, kernels: Kernels, prefix: str, choose_format: ChooseFormat
@@ -248,10 +253,10 @@ class _Eagle3:
         return self.target.parts.lm_head
 
     def _hidden_layers(self) -> tuple[int, ...]:
-        """Which of the target's states are fused: index i is the output of layer i - 1.
+        """The target's hidden states that are fused, where state i is the output of layer i - 1.
 
-        `eagle_aux_hidden_state_layer_ids` counts so at the top level (speculators, vLLM), but inside `eagle_config`
-        (SpecForge, SGLang) it names layers, whose outputs have the next index.
+        At the top level of config.json (speculators, vLLM) `eagle_aux_hidden_state_layer_ids` lists states; inside
+        `eagle_config` (SpecForge, SGLang) it lists layers, and the output of layer i is state i + 1.
         """
         nested = self.fields.get("eagle_config") or {}
         if (

@@ -61,7 +61,7 @@ class MtpEntrance:
 
 
 def read_mtp(source: Checkpoint, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
-    """The MTP module of a folder, the target's own or another; raises ModelErrors that say what does not fit."""
+    """The MTP module of a folder, the target's own or another; raises ModelError if it does not fit."""
     choose_format = choose_for(weights)
     deepseek = f"model.layers.{num_layers(target)}"
     if source.has(f"{deepseek}.eh_proj.weight"):
@@ -75,7 +75,7 @@ def read_mtp(source: Checkpoint, target: Decoder, kernels: Kernels, weights: Hea
 
 
 def holds_mtp(folder: Path) -> bool:
-    """Whether a folder holds an MTP module. Raises ModelErrors where it holds no weights."""
+    """Whether a folder holds an MTP module. Raises ModelError if it holds no weights."""
     stored = Checkpoint.open(folder)
     return stored.has(f"{MIMO}.0.input_proj.weight") or any(name.endswith(".eh_proj.weight") for name in stored)
 

@@ -1,5 +1,5 @@
 // The playground: sends a conversation to /playground/stream and shows each step of the answer.
-// Text of the model or of the user becomes text nodes, never markup.
+// Text of the model and of the user is inserted as text nodes, never as markup.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -87,7 +87,7 @@ class Run {
     this.show();
   }
 
-  get rate() { // tokens a second after the first step, which read the prompt
+  get rate() { // tokens per second, without the first step, which reads the prompt
     const [first, last] = [this.steps[0], this.steps.at(-1)];
     return (this.ids.length - first.tokens.length) / (last.time_s - first.time_s);
   }
@@ -114,7 +114,7 @@ function tokenSpan(run, index, token) {
   return span;
 }
 
-// -- what was rejected -----------------------------------------------------------------------------------------
+// -- the tooltip: rejected drafts of a token's step -----------------------------------------------------------------------------------------
 
 function showTip(span) {
   const { run, index, token } = span, step = run.steps[index];
@@ -222,7 +222,7 @@ function startTurn(text) {
 async function answer(text) {
   const box = startTurn(text), mode = $("mode").value;
   const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : Number($("seed").value);
-  const kinds = mode === "both" ? ["auto", "off"] : [mode]; // one after the other: together they would share each pass
+  const kinds = mode === "both" ? ["auto", "off"] : [mode]; // one after the other: two at a time would share passes and slow each other down
   const bodies = kinds.map((kind) => request(kind, seed));
   for (const [i, kind] of kinds.entries()) {
     const run = new Run(kind === "off" ? "plain" : "speculative", box);
@@ -246,7 +246,7 @@ async function send() {
   }
   const [run] = state.runs;
   if (run?.text) state.history.push({ role: "assistant", content: run.text });
-  else { // nothing was answered: the question is not part of the conversation, but may be sent again
+  else { // there is no answer: the question leaves the conversation and goes back into the message field
     state.history.pop();
     $("prompt").value ||= text;
   }

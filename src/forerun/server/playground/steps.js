@@ -1,5 +1,5 @@
-// One step of an answer: what was rejected, how depths fared, its tree as a picture. Knows nothing of the page.
-// A step is {nodes: [{id, text, parent, source}], accepted: [node], tokens: [{id, text, name, source}], time_s}.
+// Steps of an answer: the rejected drafts, acceptance by depth, the draft tree as an SVG picture. Does not use the page.
+// A step is what the server sends: {nodes: [{id, text, parent, source}], accepted: [node], tokens: [{id, text, name, source}], time_s}.
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -25,9 +25,9 @@ const visible = (text) => text.replaceAll(" ", "␣").replaceAll("\n", "⏎").re
 const short = (text) => ([...text].length > 10 ? [...text].slice(0, 9).join("") + "…" : text);
 const number = (value, digits = 1) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
 
-// -- what became of the drafts ---------------------------------------------------------------------------------
+// -- accepted and rejected drafts ---------------------------------------------------------------------------------
 
-function rejectedBranches(step) { // paths of rejected nodes, from where they left the accepted path to their leaves
+function rejectedBranches(step) { // a path of nodes for each rejected leaf, from below the last accepted node on it
   const taken = new Set([0, ...step.accepted]);
   const parents = new Set(step.nodes.map((node) => node.parent));
   const leaves = step.nodes.map((_, node) => node).filter((node) => !parents.has(node) && !taken.has(node));
@@ -44,7 +44,7 @@ function stepWords(step) {
   return `${what}, ${step.tokens.length} ${step.tokens.length === 1 ? "token" : "tokens"} from one pass`;
 }
 
-function depthCounts(steps) { // [{tried, accepted}] by depth from 1 on: steps with a node there, those accepting one
+function depthCounts(steps) { // [{tried, accepted}], depth 1 first: steps with a draft at that depth, and those in which one was accepted
   const counts = [];
   for (const step of steps) {
     const depths = [0];
@@ -60,7 +60,7 @@ function depthCounts(steps) { // [{tried, accepted}] by depth from 1 on: steps w
 
 // -- the tree --------------------------------------------------------------------------------------------------
 
-function layout(step) { // -> every node's depth and row; the model's own token is a node behind the accepted ones
+function layout(step) { // -> depth and row of every node; the token that the model itself chose is a node below the last accepted one
   const nodes = step.nodes.map((node) => ({ ...node, children: [] }));
   if (step.tokens.length > step.accepted.length) {
     const last = step.tokens.at(-1);
@@ -102,7 +102,7 @@ function edgeShape(parent, node) {
   return draw("path", { class: node.taken ? "taken" : "", d });
 }
 
-function treePicture(step, label, colour) { // `colour(source)` is the class of what a drafter drafted
+function treePicture(step, label, colour) { // `colour(source)`: the CSS class for a drafter's tokens
   const { nodes, rows, columns } = layout(step);
   const [width, height] = [columns * CELL_W, rows * CELL_H + 8];
   const picture = draw("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
