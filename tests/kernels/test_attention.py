@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from tests.kernels.cases import (
     ISAS,
     KV_DTYPES,
+    AttentionCase,
     attention_case,
     attention_truth,
     cpu_kernels,
@@ -17,6 +19,7 @@ from tests.kernels.cases import (
     rms_error,
     spoil,
 )
+from torch import Tensor
 
 from forerun.kernels.ops import HeadLayout
 
@@ -40,14 +43,20 @@ def test_error_is_at_most_twice_torchs(isa: str, heads: HeadLayout) -> None:
     assert rms_error(case.run(kernels_named(isa)), exact) <= 2 * rms_error(torchs, exact) + 1e-8
 
 
+@cache  # one for all backends
+def with_truth(block_size: int, dtype: torch.dtype, window: int) -> tuple[AttentionCase, Tensor, Tensor]:
+    """A case, and what it gives in float64 and in torch's float32."""
+    heads = HeadLayout(4, 2, 32, 32)
+    case = attention_case([3, 250, 530], num_nodes=5, heads=heads, block_size=block_size, dtype=dtype)
+    return case, *attention_truth(case, window=window)
+
+
 @pytest.mark.parametrize("isa", BACKENDS)
 @pytest.mark.parametrize("block_size", (4, 8, 12, 16, 32))
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("window", (0, 1, 20, 300, -1, -30))
 def test_block_sizes_windows_and_dtypes(isa: str, block_size: int, dtype: torch.dtype, window: int) -> None:
-    heads = HeadLayout(4, 2, 32, 32)
-    case = attention_case([3, 250, 530], num_nodes=5, heads=heads, block_size=block_size, dtype=dtype)
-    exact, torchs = attention_truth(case, window=window)
+    case, exact, torchs = with_truth(block_size, dtype, window)
     assert rms_error(case.run(kernels_named(isa), window=window), exact) <= 2 * rms_error(torchs, exact) + 1e-8
 
 
@@ -66,19 +75,23 @@ def test_a_row_has_the_same_bits_in_every_batch(isa: str, dtype: torch.dtype, wi
         assert torch.equal(case.pick(order).run(kernels, window=window), alone[order])
 
 
+@cache  # one for all backends
+def with_paths(block_size: int, dtype: torch.dtype) -> tuple[AttentionCase, dict[int, AttentionCase]]:
+    """Trees, and every third row of them as the end of a plain sequence in blocks of 8 or 16."""
+    heads = HeadLayout(3, 1, 48, 48)
+    case = attention_case([1, 13, 250, 505], num_nodes=20, heads=heads, block_size=block_size, dtype=dtype)
+    return case, {row: laid_out_plainly(case, row, (8, 16)[row % 2]) for row in range(0, 80, 3)}
+
+
 @pytest.mark.parametrize("isa", BACKENDS)
 @pytest.mark.parametrize("block_size", (4, 16, 32))
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_row(isa: str, block_size: int, dtype: torch.dtype) -> None:
-    kernels = kernels_named(isa)
-    heads = HeadLayout(3, 1, 48, 48)
-    case = attention_case([1, 13, 250, 505], num_nodes=20, heads=heads, block_size=block_size, dtype=dtype)
+    kernels, (case, paths) = kernels_named(isa), with_paths(block_size, dtype)
     for window in (0, 33, -1):
         out = case.run(kernels, window=window)
-        for row in range(0, 80, 3):
-            for plain_block_size in (8, 16):
-                plain = laid_out_plainly(case, row, plain_block_size)
-                assert torch.equal(plain.run(kernels, window=window)[0], out[row])
+        for row, plain in paths.items():
+            assert torch.equal(plain.run(kernels, window=window)[0], out[row])
 
 
 @pytest.mark.parametrize("isa", BACKENDS)
