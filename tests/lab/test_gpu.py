@@ -126,7 +126,7 @@ def test_engines_and_their_peers_on_the_kernels_there_are(tmp_path: Path) -> Non
     if kernels.name == "reference":
         pytest.skip("without kernels it takes minutes")
     sizes = BenchSizes(("llama-3.2-1b",), (8,), batches=(2,), prompts=2, peer_prompts=1, runs=1, passes=2,
-                  temperatures=(0.0, 1.0), max_tokens=4, max_model_len=256, long_model_len=320)  # fmt: skip
+                  temperatures=(0.0,), max_tokens=4, max_model_len=256, long_model_len=320)  # fmt: skip
     widening, device = WideningProcess(tmp_path), torch.device("cpu")
     bench = Bench(kernels, sizes, tmp_path, "mini", "mini-draft", timer(device), 1e10, False, widening, "auto")
     widening.begin("mini", HEADS, (), device)
@@ -137,8 +137,7 @@ def test_engines_and_their_peers_on_the_kernels_there_are(tmp_path: Path) -> Non
     rows = parts["speed"]["rows"]
     cases = [(row["temperature"], row["model"], row["batch"], row["is_long"]) for row in rows
              if row["drafter"] == "none"]  # fmt: skip
-    short = [*product(("widened", "mini"), (2,), [False]), ("mini", 2, True)]
-    assert cases == [(temperature, *case) for temperature in (0.0, 1.0) for case in short]
+    assert cases == [(0.0, "widened", 2, False), (0.0, "mini", 2, False), (0.0, "mini", 2, True)]
     assert all(row["identical"] and not row["num_failed"] for row in rows) and gpu_report.wrong(parts) == []
     drafters = {row["drafter"].partition("=")[0] for row in rows}
     assert drafters == {"none", *HEADS, "draft", *needing_nothing(), "portfolio", "fixed eagle"}

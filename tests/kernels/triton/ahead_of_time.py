@@ -1,7 +1,7 @@
 """Compiles kernels for an H200 without one; run as a program, since the interpreter must be off from the start.
 
 `python -m tests.kernels.triton.ahead_of_time MODULE...` compiles what each module's `kernels()` lists and prints a JSON
-list with an entry for each. An entry of `kernels()` is a kernel, its arguments (a type such as "*fp32" or "i32" for
+list for each module. An entry of `kernels()` is a kernel, its arguments (a type such as "*fp32" or "i32" for
 what is given at run time, anything else for constants) and its launch options.
 """
 
@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,15 @@ TYPES = re.compile(r"\*?(fp64|fp32|fp16|bf16|i8|i32|i64|u1|u8|u32|u64)")
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def compiled_in_subprocess(module: str, cache: Path) -> list[dict[str, Any]]:
-    """What the program says about a module, compiled afresh into `cache`."""
+def compiled_in_subprocess(modules: Sequence[str], cache: Path) -> list[list[dict[str, Any]]]:
+    """What the program says about each module, compiled afresh into `cache`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-m", "tests.kernels.triton.ahead_of_time", module]
+    command = [sys.executable, "-m", "tests.kernels.triton.ahead_of_time", *modules]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
-    entries: list[dict[str, Any]] = json.loads(result.stdout)
-    return entries
+    lists: list[list[dict[str, Any]]] = json.loads(result.stdout)
+    return lists
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -71,4 +72,4 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 if __name__ == "__main__":
     lists = [importlib.import_module(name).kernels() for name in sys.argv[1:]]
-    print(json.dumps([compile_kernel(*entry) for entries in lists for entry in entries]))
+    print(json.dumps([[compile_kernel(*entry) for entry in entries] for entries in lists]))

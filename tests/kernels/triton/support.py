@@ -40,3 +40,4 @@ def rows_of_one_sequence(case: AttentionCase, lengths: list[int]) -> AttentionCa
 
 
 SMALL = HeadLayout(4, 2, 16, 16)
+ONE_KV_HEAD = HeadLayout(4, 1, 16, 16)  # half the programs

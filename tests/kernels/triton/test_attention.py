@@ -16,7 +16,7 @@ from tests.kernels.cases import (
     rms_error,
     spoil,
 )
-from tests.kernels.triton.support import SMALL, rows_of_one_sequence, run
+from tests.kernels.triton.support import ONE_KV_HEAD, SMALL, rows_of_one_sequence, run
 from torch import Tensor
 
 from forerun.errors import KernelError
@@ -53,7 +53,7 @@ def test_error_is_at_most_twice_torchs(
 
 @pytest.mark.parametrize(("dtype", "window"), [(FLOAT, 0), (BRAIN, 40), (INT8, -2)])
 def test_a_row_has_the_same_bits_in_every_batch(kernels: Any, dtype: torch.dtype, window: int) -> None:
-    case = attention_case([5, 255], num_nodes=4, heads=HeadLayout(4, 1, 16, 16), dtype=dtype)
+    case = attention_case([5, 255], num_nodes=4, heads=ONE_KV_HEAD, dtype=dtype)
     whole = run(case, kernels, window)
     for row in (1, 7):
         assert torch.equal(run(case.row(row), kernels, window), whole[[row]])
@@ -79,7 +79,7 @@ def test_a_span_has_the_bits_of_its_rows_alone(
     """Neighbouring rows that share no counted key, some, or all, across a split's end; in turns and in windows."""
     from forerun.kernels.triton import attention_plan
 
-    case = attention_case([300], num_nodes=1, heads=HeadLayout(4, 1, 16, 16), dtype=BRAIN)
+    case = attention_case([300], num_nodes=1, heads=ONE_KV_HEAD, dtype=BRAIN)
     case = rows_of_one_sequence(case, list(range(253, 260)))
     together = run(case, kernels, window)
     check_error(case, together, window)
@@ -131,7 +131,7 @@ def test_the_last_of_64_nodes_uses_the_sign_bit(kernels: Any) -> None:
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_garbage_in_unseen_slots_does_not_matter(kernels: Any, dtype: torch.dtype) -> None:
-    case = attention_case([21, 258], num_nodes=2, heads=SMALL, dtype=dtype)
+    case = attention_case([21, 258], num_nodes=2, heads=ONE_KV_HEAD, dtype=dtype)
     clean = run(case, kernels)
     seen = torch.zeros(case.kv.values.shape[0], 16, dtype=torch.bool)
     for sequence, prefix in enumerate((21, 258)):
@@ -143,7 +143,7 @@ def test_garbage_in_unseen_slots_does_not_matter(kernels: Any, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_a_spoilt_key_reaches_the_rows_that_see_it_and_no_other(kernels: Any, dtype: torch.dtype) -> None:
-    case = attention_case([70, 9], num_nodes=4, heads=SMALL, dtype=dtype)
+    case = attention_case([70, 9], num_nodes=4, heads=ONE_KV_HEAD, dtype=dtype)
     chain = torch.tensor([1, 3, 7, 15, 1, 3, 7, 15])
     case = replace(case, rows=replace(case.rows, tree_masks=chain))
     clean = run(case, kernels)

@@ -35,7 +35,7 @@ def requests() -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize(("width", "lengths"), [(1, (1, 2)), (2, (3, 4))])
+@pytest.mark.parametrize(("width", "lengths"), [(1, (1, 2)), (2, (2, 3))])
 def test_enqueued_drafts_are_the_levels(
     kernels: Any, device: torch.device, tmp_path: Path, width: int, lengths: tuple[int, int]
 ) -> None:
@@ -46,7 +46,7 @@ def test_enqueued_drafts_are_the_levels(
         kvs = KVCache(kernels, model.kv_specs, BLOCKS_EACH * NUM, BLOCK_SIZE).layers
         grower = TreeGrower(kernels, True)
         drafter: Any = draft_model.build(
-            context_of(draft_model.SPEC, model, kernels, grower, BLOCK_SIZE, max_draft_tokens=4, tree_width=width)
+            context_of(draft_model.SPEC, model, kernels, grower, BLOCK_SIZE, max_draft_tokens=3, tree_width=width)
         )
         capture: Any = CudaCapture(device) if device.type == "cuda" else Enqueued()
         passes = passes_of(model)

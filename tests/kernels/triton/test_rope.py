@@ -45,8 +45,7 @@ def rotated(
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("dtype", KV_DTYPES)
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("dtype", "norms"), zip(KV_DTYPES, (True, False, True), strict=True))
 def test_rope_against_the_reference(kernels: Any, heads: HeadLayout, dtype: torch.dtype, norms: bool) -> None:
     everything = torch.arange(6)
     block_size = 4 if norms else 16

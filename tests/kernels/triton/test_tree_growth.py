@@ -83,7 +83,7 @@ def assert_same(found: TreeNodes | NodeRows, expected: TreeNodes | NodeRows) -> 
         assert own.dtype is other.dtype and torch.equal(own.cpu(), other), name
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     budgets=st.lists(st.integers(0, 63), min_size=1, max_size=3),
     width=st.sampled_from([1, 3, 4]),  # each is compiled where there is a GPU

@@ -1,0 +1,45 @@
+"""The kernels compile for an H200, which needs no GPU, and fit its multiprocessors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.kernels.triton.ahead_of_time import compiled_in_subprocess
+
+SHARED_BYTES = 227 << 10  # of a multiprocessor, CUDA C++ programming guide, table of compute capabilities, 9.0
+MODULES = ("tests.kernels.triton.products_list", "tests.kernels.triton.attention_list")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """The kernels of each module, compiled by one process."""
+    pytest.importorskip("triton")
+    return compiled_in_subprocess(MODULES, tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.mark.slow
+def test_products_experts_and_sampling(compiled: list[list[dict[str, Any]]]) -> None:
+    entries = compiled[0]
+    names = [entry["name"] for entry in entries]
+    assert len(names) == 20 and names.count("multiply") == 8
+    for entry in entries:
+        assert entry["shared"] <= SHARED_BYTES // 2, entry  # two programs at a time
+        assert entry["stack"] == 0, entry  # nothing spilled
+        if entry["name"] != "multiply":  # which asks for the fused sums it has
+            assert "fma.rn.f32" not in entry["instructions"], entry
+    assert sum("cp.async" in entry["instructions"] for entry in entries if entry["name"] == "multiply") == 8
+
+
+@pytest.mark.slow
+def test_attention_and_what_is_around_it(compiled: list[list[dict[str, Any]]]) -> None:
+    entries = compiled[1]
+    assert len(entries) == 12
+    for entry in entries:
+        assert entry["shared"] <= SHARED_BYTES // 2, entry  # two programs at a time
+        assert "fma.rn.f32" not in entry["instructions"], entry  # nothing was fused behind our back
+        if "attention" in entry["name"]:
+            assert entry["instructions"] == ["cp.async", "mma.sync"], entry  # loads run ahead, tensor cores
+            assert entry["stack"] <= 128, entry  # a few registers spill
+        else:
+            assert entry["stack"] == 0, entry  # nothing spilled
