@@ -47,7 +47,7 @@ def test_a_report_is_written(run_json: Any, questions: str, tmp_path: Path, monk
     assert not (tmp_path / "cache" / "learned").exists(), "a benchmark keeps out of what other runs learned"
 
 
-@pytest.mark.parametrize("columns", [80, 60, 40])
+@pytest.mark.parametrize("columns", [80, 40])
 def test_tables_fit_narrow_terminals(
     run: Any, questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:

@@ -24,7 +24,7 @@ from tests.models import factory
 from tests.support import mini
 from tests.support.random_requests import COMMON, HEADS, NATIVE, PLAIN, Asked, Clock, Dice, EvenOdd, World
 
-SECONDS = 10.0
+SECONDS = 6.0
 LEAST_SCENARIOS = 6  # however slow the machine is: each world twice
 
 

@@ -56,7 +56,7 @@ def test_methods_are_nearer_than_rounding(bits: int, trained: Path, tmp_path: Pa
     truth, text = load_model(trained, factory.make_kernels()), models.prose()
     errors = {
         name: models.logit_error(
-            models.quantized(trained, tmp_path / name, text[::2], method=name, bits=bits, group_size=64, sym=False),
+            models.quantized(trained, tmp_path / name, text[::4], method=name, bits=bits, group_size=64, sym=False),
             truth,
             text[1::2][:6],
         )

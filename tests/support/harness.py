@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from forerun.assemble import assemble
@@ -137,19 +138,24 @@ def run(
 
 
 # A group is kept beside its tokens: while it lives, no other grammar has the address that its representation shows.
-_PLAIN: dict[tuple[Any, str, str], tuple[RequestGroup, list[list[int]]]] = {}
+_ALONE: dict[tuple[Any, ...], tuple[RequestGroup, list[list[int]]]] = {}
 
 
-def plain(groups: Sequence[RequestGroup], **options: Any) -> list[list[list[int]]]:
-    """What plain decoding gives, one request at a time on an engine of its own; computed once a test process."""
-    return [_plain(fresh(group), **options) for group in groups]
+def plain(groups: Sequence[RequestGroup], model: Model | None = None, **options: Any) -> list[list[list[int]]]:
+    """What plain decoding gives, one request at a time."""
+    return alone(groups, partial(engine, "none", model, **options), model, repr(options))
 
 
-def _plain(group: RequestGroup, model: Model | None = None, **options: Any) -> list[list[int]]:
-    key = (model, repr(options), repr([sample.request for sample in group.samples]))
-    if key not in _PLAIN:
-        _PLAIN[key] = group, run(engine("none", model, **options), [group])[0]
-    return _PLAIN[key][1]
+def alone(groups: Sequence[RequestGroup], make: Callable[[], Engine], *about: Any) -> list[list[list[int]]]:
+    """What an engine of its own gives each group; computed once a test process for what the engines are `about`."""
+    return [_alone(fresh(group), make, *about) for group in groups]
+
+
+def _alone(group: RequestGroup, make: Callable[[], Engine], *about: Any) -> list[list[int]]:
+    key = (*about, repr([sample.request for sample in group.samples]))
+    if key not in _ALONE:
+        _ALONE[key] = group, run(make(), [group])[0]
+    return _ALONE[key][1]
 
 
 def fresh(group: RequestGroup) -> RequestGroup:

@@ -6,7 +6,7 @@ import json
 import random
 import tempfile
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -107,17 +107,12 @@ def run(made: Engine, wanted: Sequence[RequestGroup]) -> tuple[list[list[list[in
 
 def plain(model: Decoder, wanted: Sequence[RequestGroup]) -> list[list[list[int]]]:
     """Plain decoding, one request at a time."""
-    return [run(engine(model), [group])[0][0] for group in wanted]
+    return harness.alone(wanted, partial(engine, model), model)
 
 
 def expected(num_layers: int, num: int, **params: Any) -> list[list[list[int]]]:
-    """What `target(num_layers)` says to `groups(num, **params)`, computed once."""
-    return _expected(num_layers, num, tuple(sorted(params.items())))
-
-
-@lru_cache(maxsize=32)
-def _expected(num_layers: int, num: int, params: tuple[tuple[str, Any], ...]) -> list[list[list[int]]]:
-    return plain(target(num_layers), groups(num, **dict(params)))
+    """What `target(num_layers)` says to `groups(num, **params)`."""
+    return plain(target(num_layers), groups(num, **params))
 
 
 def num_accepted(stats: Sequence[RequestStats]) -> int:
