@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from time import time
 from typing import Any
 
 import pytest
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, SamplingParams, assemble, learned
 from forerun.drafters.registry import file_stamp
 from forerun.learned import Kept, kept_files
 from forerun.policy.costs import CallCosts, Costs, PassCosts
@@ -47,6 +48,31 @@ def test_a_new_policy_knows_what_the_last_one_learned(tmp_path: Path) -> None:
     assert new.costs.draws_levels("m")
     assert new.acceptance == known.acceptance or new.acceptance.ranks == known.acceptance.ranks
     assert new.acceptance.bands == known.acceptance.bands
+
+
+def test_what_was_measured_within_a_day_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {"m": CallCosts(draws_levels=True)}
+    assert Kept(tmp_path, ABOUT).costs([1, 8], wanted) is None
+    Kept(tmp_path, ABOUT).save(taught())
+    later = Kept(tmp_path, ABOUT)
+    costs = later.costs([1, 8], wanted)
+    assert costs is not None and costs.passes.points == policy().costs.passes.points
+    assert costs.call_s("m", 4, 1) == 0.25 and costs.draws_levels("m")
+    assert later.costs([1, 2, 8], wanted) is None and later.costs([1, 8], {**wanted, "other": CallCosts()}) is None
+    now = time()
+    monkeypatch.setattr(learned, "time", lambda: now + learned.MAX_AGE_S)
+    later.save(taught())  # the same measurements, which do not get younger by it
+    assert Kept(tmp_path, ABOUT).costs([1, 8], wanted) is None
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, None])
+def test_passes_that_take_no_time_are_measured_again(tmp_path: Path, seconds: Any) -> None:
+    kept = Kept(tmp_path, ABOUT)
+    kept.save(taught())
+    content = json.loads(kept.path.read_text("utf-8"))
+    content["learned"]["passes"][0][1] = seconds
+    kept.path.write_text(json.dumps(content), "utf-8")
+    assert kept.costs([1, 8], {"m": CallCosts()}) is None
 
 
 def test_others_have_files_of_their_own(tmp_path: Path) -> None:
@@ -114,6 +140,8 @@ def test_engines_keep_what_they_learn_unless_told_not_to(
     llm = LLM("mini", drafter="suffix", keep_learned=keeps, max_model_len=256)
     before = llm.generate("One two one two", SamplingParams(max_tokens=12, seed=1))[0].outputs[0].token_ids
     assert len(kept_files(tmp_path / "learned")) == keeps
+    if keeps:
+        monkeypatch.setattr(assemble, "measure_passes", None)  # is not called
     again = llm.with_drafter("suffix")
     policy = again.engine.policy
     assert isinstance(policy, AdaptivePolicy) and policy.costs.knows_plain == keeps

@@ -29,7 +29,7 @@ from forerun.kernels.threads import single_torch_thread
 from forerun.learned import Kept
 from forerun.models.base import LayerSpec, Model, passes_of, with_own_state
 from forerun.models.memory import check_memory, memory_of
-from forerun.policy.costs import Costs, PassCosts, rows_to_measure
+from forerun.policy.costs import CallCosts, Costs, PassCosts, rows_to_measure
 from forerun.policy.policy import AdaptivePolicy, FixedPolicy, Policy
 from forerun.runtime.bind import bind
 from forerun.runtime.runner import Runner
@@ -55,9 +55,9 @@ def assemble(
     runner = bind(passes_of(model, drafter.hidden_layers), kernels, own_kvs, config.block_size)
     computes_itself = runner.replays and kernels.device.type == "cpu"
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
-    policy = _policy(config, runner, drafter, kv_cache)
+    kept = _kept(config, drafter, model, kernels) if config.keep_learned else None
+    policy = _policy(config, runner, drafter, kv_cache, kept)
     model.release("")  # what was measured
-    keep = _recall(config, policy, drafter, model, kernels) if config.keep_learned else None
     return Engine(
         model=model,
         runner=runner,
@@ -67,7 +67,7 @@ def assemble(
         scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs)),
         kv_cache=kv_cache,
         torch_threads=single_torch_thread if computes_itself else nullcontext,
-        keep=keep,
+        keep=_recall(kept, policy),
     )
 
 
@@ -164,25 +164,24 @@ def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int, 
     return min(wanted, budget // per_block) if per_block else wanted
 
 
-def _policy(config: EngineConfig, runner: Runner, drafter: Portfolio, kv_cache: KVCache) -> Policy:
+def _policy(config: EngineConfig, runner: Runner, drafter: Portfolio, kv_cache: KVCache, kept: Kept | None) -> Policy:
     if drafter.max_nodes <= 1 or not config.drafter.adaptive:
         return FixedPolicy(drafter.max_nodes)
     max_rows = min(config.max_num_batched_tokens, kv_cache.num_rows)
     rows = rows_to_measure(drafter.max_nodes * config.max_num_seqs, max_rows)
-    costs = Costs(PassCosts(measure_passes(rows, runner, kv_cache)))
+    unknown = {member.name: CallCosts(draws_levels=member.drafter.weight_bytes > 0) for member in drafter.members}
     is_coupled, is_host = config.verification == "coupled", kv_cache.device.type == "cpu"
-    for member in drafter.members:
-        alone = Portfolio([member], member.name, drafter.max_nodes, is_coupled)
-        costs.calls[member.name] = measure_calls(alone, runner, kv_cache)
+    costs = kept.costs(rows, unknown) if kept is not None else None
+    if costs is None:
+        costs = Costs(PassCosts(measure_passes(rows, runner, kv_cache)))
+        for member in drafter.members:
+            alone = Portfolio([member], member.name, drafter.max_nodes, is_coupled)
+            costs.calls[member.name] = measure_calls(alone, runner, kv_cache)
     return AdaptivePolicy(drafter.max_nodes, costs, may_prune=is_coupled, looks_at_drafts=is_host)
 
 
-def _recall(
-    config: EngineConfig, policy: Policy, drafter: Drafter, model: Model, kernels: Kernels
-) -> Callable[[], None] | None:
-    """Let the policy begin with what is kept for this model, drafter and machine -> what keeps what it learns."""
-    if not isinstance(policy, AdaptivePolicy):
-        return None
+def _kept(config: EngineConfig, drafter: Drafter, model: Model, kernels: Kernels) -> Kept:
+    """The file of what was learned for this model, drafter and machine."""
     stamps = [file_stamp(each.name) for each in (config.drafter, *config.drafter.members)]
     about = {
         "model": f"{config.model} ({model.weight_bytes} bytes, {config.dtype})",
@@ -190,6 +189,12 @@ def _recall(
         "options": f"{config.drafter}{''.join(stamps)} {config.verification} {config.kv_cache_dtype}",
         "machine": f"{platform.node()} {platform.machine()}, {kernels.name}, {kernels.reason}",
     }
-    kept = Kept(learned_folder(), about)
+    return Kept(learned_folder(), about)
+
+
+def _recall(kept: Kept | None, policy: Policy) -> Callable[[], None] | None:
+    """Let the policy begin with what is kept -> what keeps what it learns."""
+    if kept is None or not isinstance(policy, AdaptivePolicy):
+        return None
     kept.load(policy)
     return partial(kept.save, policy)

@@ -14,20 +14,21 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any, Final, TypeVar
 
 from forerun.policy.acceptance import Tally
-from forerun.policy.costs import CallCosts, Costs, Mean
+from forerun.policy.costs import CallCosts, Costs, Mean, PassCosts
 from forerun.policy.policy import AdaptivePolicy
 
 VERSION: Final = 1  # of the files
 EVERY_S: Final = 2.0  # at least between two writes, each of which takes a millisecond
+MAX_AGE_S: Final = 86400.0  # of measured passes: the machine may have been busy then, or have changed
 _TALLIES: Final = ("ranks", "bands", "depths", "calls")
 _DAMAGED: Final = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
 _Entry = TypeVar("_Entry")
@@ -40,6 +41,7 @@ class Kept:
     folder: Path
     about: Mapping[str, str]
     _written_s: float = field(default=-math.inf)
+    _measured_s: float = field(default_factory=time)  # when passes were
 
     @property
     def path(self) -> Path:
@@ -47,16 +49,34 @@ class Kept:
         key = hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()
         return self.folder / f"{key[:16]}.json"
 
+    def costs(self, rows: Sequence[int], calls: Mapping[str, CallCosts]) -> Costs | None:
+        """Costs of passes at exactly these row counts and of these drafters; None where they must be measured."""
+        try:
+            kept = self._learned()
+            passes = {_count(num_rows): _seconds(seconds) for num_rows, seconds in kept["passes"]}
+            measured_s = _number(kept["measured_s"])
+            known = {name: _call(unknown, kept, name) for name, unknown in calls.items()}
+        except _DAMAGED:
+            return None
+        if set(passes) != set(rows) or not 0.0 <= time() - measured_s < MAX_AGE_S:
+            return None
+        self._measured_s = measured_s
+        return Costs(PassCosts(passes), calls=known)
+
     def load(self, policy: AdaptivePolicy) -> bool:
         """Let a new policy begin where another one ended; False, and nothing changed, where there is no such file."""
         try:
-            kept = json.loads(self.path.read_text("utf-8"))
-            if kept["version"] != VERSION:
-                return False
-            _restore(policy, kept["learned"])
+            _restore(policy, self._learned())
         except _DAMAGED:
             return False
         return True
+
+    def _learned(self) -> Any:
+        """What was learned, unchecked. Raises whatever is wrong with the file."""
+        kept = json.loads(self.path.read_text("utf-8"))
+        if kept["version"] != VERSION:
+            raise ValueError(f"version {kept['version']}")
+        return kept["learned"]
 
     def save(self, policy: AdaptivePolicy) -> None:
         """Write what the policy knows, unless that was done just now or cannot be done."""
@@ -64,7 +84,7 @@ class Kept:
         if now - self._written_s < EVERY_S:
             return
         self._written_s = now
-        text = json.dumps({"version": VERSION, "about": self.about, "learned": _plain(policy)})
+        text = json.dumps({"version": VERSION, "about": self.about, "learned": _plain(policy, self._measured_s)})
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self.folder, suffix=".new")
@@ -113,10 +133,12 @@ def _read(path: Path) -> KeptFile:
     return KeptFile(path, stat.st_size, stat.st_mtime, about, None if plain is None else plain.value, members)
 
 
-def _plain(policy: AdaptivePolicy) -> dict[str, Any]:
-    """Tables as lists of rows: key, then what is known. Steps in seconds, since passes are measured anew each time."""
+def _plain(policy: AdaptivePolicy, measured_s: float) -> dict[str, Any]:
+    """Tables as lists of rows: key, then what is known. Steps in seconds, since passes may be measured anew."""
     costs = policy.costs
     return {
+        "measured_s": measured_s,
+        "passes": list(costs.passes.points.items()),
         "steps": [[*key, mean.value * costs.passes(key[1]), mean.num] for key, mean in costs.slowness.items()],
         "by_size": {name: _rows(call.by_size) for name, call in costs.calls.items()},
         "by_depth": {name: _rows(call.by_depth) for name, call in costs.calls.items()},
@@ -168,6 +190,12 @@ def _count(value: Any) -> int:
     if type(value) is not int or value < 1:
         raise ValueError(f"no number of requests, drafts or levels: {value!r}")
     return value
+
+
+def _seconds(value: Any) -> float:
+    if (seconds := _number(value)) == 0:
+        raise ValueError("a pass takes time")
+    return float(seconds)
 
 
 def _number(value: Any) -> Any:
