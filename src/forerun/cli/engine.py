@@ -5,6 +5,8 @@ Knows: the offline API. Does not know: options of single commands.
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -46,20 +48,34 @@ def open_to_answer(
     name: str, sampling: opt.Sampling, drafting: opt.Drafting, loading: opt.Loading, **options: Any
 ) -> LLM:
     """An engine with these groups of options."""
+    _import_engine()
     options |= {**drafting.of(name), **values(loading), "generation_config": sampling.generation_config}
     return open_llm(name, **options)
 
 
 def prepare(model: str, drafter: str, draft_model: str | None = None, **options: Any) -> None:
     """Before anything is loaded: check the options, and download models from the hub."""
-    with err().status("starting"):
-        from forerun.llm import engine_config
+    _import_engine()
+    from forerun.llm import engine_config
 
     wanted = {**options, "drafter": drafter, "draft_model": draft_model}
     drafters = engine_config(model, wanted).drafter
     for name in (model, drafters.model, *(member.model for member in drafters.members)):
         if name is not None:
             fetch(name)
+
+
+def _import_engine() -> None:
+    """Import torch and the engine. Their million objects are never garbage, so nobody looks there, now or later."""
+    if "forerun.llm" in sys.modules:
+        return
+    gc.disable()
+    try:
+        with err().status("starting"):
+            import forerun.llm  # noqa: F401
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def fetch(model: str) -> Path:
