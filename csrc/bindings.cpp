@@ -243,6 +243,7 @@ NB_MODULE(_native, module) {
         .def("move_rows", &move_rows);
     bind_op(engine, "linear", &CpuEngine::linear);
     bind_op(engine, "grouped", &CpuEngine::grouped);
+    bind_op(engine, "grouped_rows", &CpuEngine::grouped_rows);
     bind_op(engine, "rms_norm", &CpuEngine::rms_norm);
     bind_op(engine, "gated_act", &CpuEngine::gated_act);
     bind_op(engine, "embedding", &CpuEngine::embedding);

@@ -141,6 +141,11 @@ void CpuEngine::embedding(const EmbeddingArgs& args) {
     share(table_->embedding, args, args.m, args.h / 8);
 }
 
+void CpuEngine::grouped_rows(const GroupedRowsArgs& args) {
+    check_range("token id", args.ids, args.m, args.n);
+    share(&unpack_grouped_rows, args, args.m, args.k * 8);
+}
+
 void CpuEngine::rope_and_cache(const RopeArgs& args) {
     check_range("position", args.positions, args.m, args.max_position);
     check_range("cache slot", args.slots, args.m, args.num_blocks * args.kv.block_size);

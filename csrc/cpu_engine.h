@@ -27,6 +27,7 @@ public:
     void linear(const LinearArgs& args);
     void pack_grouped(const PackGroupedArgs& args);
     void grouped(const GroupedArgs& args);
+    void grouped_rows(const GroupedRowsArgs& args);    // throws std::out_of_range
     void rms_norm(const NormArgs& args);
     void gated_act(const GatedArgs& args);
     void embedding(const EmbeddingArgs& args);         // throws std::out_of_range

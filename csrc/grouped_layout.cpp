@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "half.h"
+
 namespace forerun {
 namespace {
 
@@ -69,6 +71,64 @@ void pack_scales(const PackGroupedArgs& args, int64_t row, int lane, uint8_t* to
     pack_numbers(args.offset_units, row, num_units, 2, to + 2 * kLanes, of_unit);
 }
 
+// What put_low has put there.
+int get_low(const uint8_t* plane, int64_t block, int line, int place, int bits) {
+    const int lines_a_byte = 8 / bits;
+    const int byte = plane[block * 32 * bits + line / lines_a_byte * kLine + place];
+    return byte >> line % lines_a_byte * bits & ((1 << bits) - 1);
+}
+
+int get_high(const uint8_t* plane, int64_t block, int line, int place, int bits) {
+    if (bits == 2) return get_low(plane, block, line, place, 2);
+    return plane[block * 32 + line * 8 + place / 8] >> place % 8 & 1;
+}
+
+// What the code of input i stands for, zero not yet taken away.
+int get_code(const GroupedLayout& layout, const uint8_t* panel, int lane, int64_t i) {
+    const int bits = code_bits(layout.storage), low = low_bits(bits), high = bits - low;
+    const int64_t block = i / kGroupedBlock;
+    const int line = static_cast<int>(i % kGroupedBlock / 4), place = lane * 4 + static_cast<int>(i % 4);
+    int code = get_low(panel, block, line, place, low);
+    if (high) code |= get_high(panel + layout.high_at, block, line, place, high) << low;
+    return layout.storage == kTabled ? layout.table[code] : code;
+}
+
+float get_half(const uint8_t* at) {
+    uint16_t half;
+    std::memcpy(&half, at, 2);
+    return half_to_float(half);
+}
+
+// Number `place` of a group: its scale, or 16 entries later its offset.
+float get_scale(const GroupedLayout& layout, const uint8_t* panel, int64_t group, int place) {
+    const uint8_t* unit = panel + layout.scales_at + group / layout.groups_a_unit * layout.unit_bytes;
+    const uint8_t* at = unit + layout.head_bytes + group % layout.groups_a_unit * layout.group_bytes;
+    float scale;
+    switch (layout.scales) {
+        case ScaleKind::kFloat32: std::memcpy(&scale, at + 4 * place, 4); return scale;
+        case ScaleKind::kFloat16: return get_half(at + 2 * place);
+        case ScaleKind::kBytes: return get_half(unit + 2 * place) * static_cast<float>(static_cast<int8_t>(at[place]));
+        default: break;
+    }
+    const int both = at[place % kLanes];
+    return get_half(unit + 2 * place) * static_cast<float>(place < kLanes ? both & 15 : both >> 4);
+}
+
+void unpack_row(const GroupedRowsArgs& args, int64_t row, float* to) {
+    const GroupedLayout& layout = args.layout;
+    const uint8_t* panel = args.weight + row / kLanes * layout.panel_bytes;
+    const int lane = static_cast<int>(row % kLanes);
+    for (int64_t group = 0; group < layout.num_groups; ++group) {
+        const float scale = get_scale(layout, panel, group, lane);
+        const float offset = layout.has_offsets ? get_scale(layout, panel, group, kLanes + lane) : 0.0f;
+        const int64_t end = std::min(args.k, (group + 1) * layout.group_size);
+        for (int64_t i = group * layout.group_size; i < end; ++i) {
+            const float value = static_cast<float>(get_code(layout, panel, lane, i) - args.zero) * scale;
+            to[args.order ? args.order[i] : i] = layout.has_offsets ? value - offset : value;
+        }
+    }
+}
+
 }  // namespace
 
 GroupedLayout grouped_layout(int64_t k, int64_t group_size, int storage, ScaleKind scales, bool has_offsets,
@@ -107,6 +167,10 @@ void pack_grouped_panels(const PackGroupedArgs& args, int64_t begin, int64_t end
             pack_scales(args, row, lane, panel + layout.scales_at);
         }
     }
+}
+
+void unpack_grouped_rows(const GroupedRowsArgs& args, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) unpack_row(args, args.ids[row], args.y + row * args.k);
 }
 
 }  // namespace forerun

@@ -1,4 +1,4 @@
-// Where the numbers of a packed grouped matrix lie, and how one is packed.
+// Where the numbers of a packed grouped matrix lie, how one is packed and its rows are read back.
 // Knows: planes, panels, sizes. Does not know: arithmetic (grouped.inc), threads, Python.
 //
 // A matrix is cut into panels of 16 outputs, one after the other. A panel holds a low plane, maybe a high plane, then
@@ -43,5 +43,24 @@ struct PackGroupedArgs {
 };
 
 void pack_grouped_panels(const PackGroupedArgs& args, int64_t begin, int64_t end);  // unit: a panel
+
+// Rows of a packed matrix as floats: scale * (code - zero) - offset, rounded after each operation.
+struct GroupedRowsArgs {
+    const int64_t* ids;     // [m]
+    const uint8_t* weight;  // [panels, panel_bytes]
+    float* y;               // [m, k]
+    const int64_t* order;   // [k], as for GroupedArgs, or null
+    int64_t m, n, k;
+    int64_t zero;
+    GroupedLayout layout;
+
+    template <class F>
+    auto given(F call) {
+        return call(ids, weight, y, order, m, n, k, zero, layout);
+    }
+    int64_t work() const { return m * k * 8; }
+};
+
+void unpack_grouped_rows(const GroupedRowsArgs& args, int64_t begin, int64_t end);  // unit: a row
 
 }  // namespace forerun

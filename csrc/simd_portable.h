@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "half.h"
 #include "repeat.h"
 
 namespace forerun::FORERUN_ISA {
@@ -222,12 +223,6 @@ inline Bytes either(const Bytes& x, const Bytes& y) {
 template <int BIT>
 inline Bytes set_bits(const Bytes& x, const uint8_t* p) {
     return bmap([&](int i) { return x.v[i] | (p[i / 8] >> i % 8 & 1) * BIT; });
-}
-inline float half_to_float(uint16_t half) {
-    const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, rest = half & 0x7FFFu;
-    if (rest >= 0x7C00u) return bits_to_float(sign | 0x7F800000u | (rest & 0x3FFu) << 13);
-    const float size = bits_to_float(rest << 13) * bits_to_float(0x77800000u);  // 2^112: exact, subnormals included
-    return bits_to_float(sign | float_to_bits(size));
 }
 inline F load_half(const uint16_t* p) {
     return map([=](int i) { return half_to_float(p[i]); });

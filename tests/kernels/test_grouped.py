@@ -121,6 +121,17 @@ def test_counted_scales_and_looked_up_codes_have_the_bits_of_plain_ones(isa: str
             assert torch.equal(_run(kernels, matrix, x), _run(kernels, matrix.plain(), x)), case
 
 
+def test_rows_read_back_are_what_the_matrix_stands_for() -> None:
+    kernels, reference, ids = cpu_kernels(), kernels_named("reference"), torch.tensor([5, 0, 36, 5])
+    for case in _cases():
+        matrix = case.matrix()
+        expected = matrix.dequantize()[ids]
+        assert torch.equal(kernels.embedding(ids, kernels.pack_grouped(matrix)), expected), case
+        assert torch.equal(reference.embedding(ids, reference.pack_grouped(matrix)), expected), case
+    with pytest.raises(IndexError, match="37"):
+        kernels.embedding(torch.tensor([37]), kernels.pack_grouped(Case().matrix()))
+
+
 @pytest.mark.parametrize("isa", BYTE_ISAS)
 def test_whole_numbers_are_exact(isa: str) -> None:
     """With 127 as the largest activation of each step the 8-bit activations are the activations."""
@@ -267,10 +278,11 @@ def test_no_rows_give_no_rows() -> None:
     assert _run(cpu_kernels(), Case().matrix(), torch.empty(0, 272)).shape == (0, 37)
 
 
-def test_a_recorded_product_is_the_eager_one() -> None:
+@pytest.mark.parametrize("grouped_table", [False, True])
+def test_a_recorded_product_is_the_eager_one(grouped_table: bool) -> None:
     program_module = pytest.importorskip("forerun.kernels.cpu.program")
     kernels = select_kernels("cpu", threads=2)
-    table = torch.randn(50, 272)
+    table = kernels.pack_grouped(Case(50).matrix()) if grouped_table else torch.randn(50, 272)
     bias = torch.randn(272)
     packed = [kernels.pack_grouped(Case(272, 272, bits, order=bits == 8).matrix(bits)) for bits in (4, 8)]
 

@@ -116,6 +116,17 @@ def test_matrices_are_worth_what_the_reference_says(types: str, tmp_path: Path) 
     assert torch.equal(table, worth["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize("case", ["llama", "qwen2"])  # the second one's output layer is the table
+def test_a_table_in_blocks_stays_as_small(case: str, tmp_path: Path) -> None:
+    _, path, worth = make(tmp_path, case, QUANTIZED["Q8_0"], makers.SIZES)
+    parts = load_model(path, factory.make_kernels()).model.parts  # type: ignore[attr-defined]
+    table = worth["model.embed_tokens.weight"]
+    assert torch.equal(parts.embedding(torch.arange(len(table))), table)
+    assert (parts.embedding.nbytes == 0) is parts.tie_embeddings and parts.embedding.nbytes < table.nbytes / 3
+    widened = load_model(path, factory.make_kernels(), dtype="float32").model.parts  # type: ignore[attr-defined]
+    assert widened.embedding.nbytes == table.nbytes
+
+
 def test_quantized_models_keep_their_bits_in_chunks_and_trees(tmp_path: Path) -> None:
     _, path, _ = make(tmp_path, "qwen2", QUANTIZED["Q4_K_M"], makers.SIZES)
     model = load_model(path, factory.make_kernels()).model

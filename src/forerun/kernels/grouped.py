@@ -96,6 +96,12 @@ class GroupedMatrix:
         """The same matrix without units and table."""
         return self.multiplied_out().looked_up()
 
+    def rows(self, row_ids: Tensor) -> GroupedMatrix:
+        """Rows `row_ids` [M] int64 of it."""
+        names = ("codes", "scales", "offsets", "units", "offset_units")
+        held = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(self, **{name: numbers[row_ids] for name, numbers in held.items()})
+
     def dequantize(self) -> Tensor:
         """The matrix it stands for, inputs in their own order -> [N, K] float32."""
         plain, columns = self.plain(), self.codes.shape[1]

@@ -103,6 +103,8 @@ class ReferenceKernels(Kernels):
 
     def embedding(self, token_ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
         """See `Kernels.embedding`."""
+        if isinstance(table, ReferenceGrouped):
+            return table.matrix.rows(token_ids).dequantize()
         if isinstance(table, ReferenceLinear):
             table = table.weight
         if not isinstance(table, Tensor):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from forerun.kernels.ops import Kernels
+from forerun.kernels.ops import Kernels, PackedLinear
 
 
 class Embedding(Protocol):
@@ -29,12 +29,13 @@ class Embedding(Protocol):
 
 
 class TableEmbedding:
-    """A table of its own."""
+    """A table in memory, dense or packed."""
 
-    def __init__(self, kernels: Kernels, table: Tensor) -> None:
-        """`table` [V, H] float32 or bfloat16."""
+    def __init__(self, kernels: Kernels, table: Tensor | PackedLinear, shared: bool = False) -> None:
+        """`table` [V, H]: float32, bfloat16, or packed; `shared`: it is the matrix of a tied output layer."""
         self._kernels = kernels
         self._table = table
+        self._shared = shared
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -43,39 +44,9 @@ class TableEmbedding:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table."""
-        return self._table.nbytes
+        """Bytes of the table, 0 if it is shared."""
+        return 0 if self._shared else self._table.nbytes
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """See `Embedding`."""
         return self._kernels.embedding(token_ids, self._table)
-
-
-class RowWeight(Protocol):
-    """A stored matrix whose rows can be read one by one."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-
-    def rows(self, row_ids: Tensor) -> Tensor:
-        """Rows `row_ids` [M] int64 -> [M, K] float32."""
-
-
-class TiedEmbedding:
-    """The rows of the output layer's matrix."""
-
-    nbytes = 0
-
-    def __init__(self, weight: RowWeight) -> None:
-        """`weight` [V, H]."""
-        self._weight = weight
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(V, H)."""
-        return self._weight.shape
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """See `Embedding`."""
-        return self._weight.rows(token_ids)

@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.errors import CheckpointError
 from forerun.kernels.ops import Kernels
 from forerun.layers.attention import Attention, AttentionShape, HeadNorms
-from forerun.layers.embedding import Embedding, TableEmbedding, TiedEmbedding
+from forerun.layers.embedding import Embedding, TableEmbedding
 from forerun.layers.linear import Linear
 from forerun.layers.mla import LatentAttention
 from forerun.layers.mlp import GatedMLP
@@ -29,7 +29,7 @@ from forerun.models.family import Family
 from forerun.quant.base import RowPart, TensorSource, WeightFormat
 from forerun.quant.dense import DenseWeight
 from forerun.quant.formats import find_format
-from forerun.quant.gguf import read_floats
+from forerun.quant.gguf import keeps_blocks, read_floats
 
 Progress = Callable[[int, int], None]  # (layers done, layers in all)
 
@@ -148,9 +148,14 @@ class Builder:
         return aligned(self.source.tensor(name, (size,)).float()).to(self.kernels.device)  # [size]
 
     def _embedding(self, head: Linear) -> Embedding:
-        """The table; if it is tied to the output layer and that format can read single rows, those rows."""
-        if self.config.tie_embeddings and isinstance(head.weight, DenseWeight):
-            return TiedEmbedding(head.weight)
+        """The table; if it is tied to the output layer and rows can be read from that one's matrix, that matrix."""
+        module = self.family.names.embedding
+        in_blocks = self.dtype is None and keeps_blocks(self.source, f"{module}.weight", self.kernels)
+        tied = self.config.tie_embeddings and (in_blocks or isinstance(head.weight, DenseWeight))
+        if tied or in_blocks:
+            weight = head.weight if tied else self._table_module(module).weight
+            assert weight.packed is not None
+            return TableEmbedding(self.kernels, weight.packed, shared=tied)
         table = self._stored_table()
         dtype = self.dtype or (torch.float32 if table.dtype == torch.float16 else table.dtype)
         return TableEmbedding(self.kernels, aligned(table.to(dtype)).to(self.kernels.device))
@@ -166,7 +171,10 @@ class Builder:
         return read_floats(self.source, name, (self.config.vocab_size, self.config.hidden_size))  # [V, H]
 
     def _lm_head(self) -> Linear:
-        module = self.family.names.embedding if self.config.tie_embeddings else self.family.names.lm_head
+        names = self.family.names
+        return self._table_module(names.embedding if self.config.tie_embeddings else names.lm_head)
+
+    def _table_module(self, module: str) -> Linear:
         return self.linear([RowPart(module, self.config.vocab_size)], self.config.hidden_size, has_bias=False)
 
 

@@ -24,6 +24,7 @@ from forerun.models.families import FAMILIES
 from forerun.models.family import Family
 from forerun.models.memory import check_memory
 from forerun.models.storage import check_float16
+from forerun.quant.gguf import keeps_blocks
 from forerun.weights.checkpoint import Checkpoint, read_json
 from forerun.weights.generation import GenerationConfig, end_ids
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
@@ -170,7 +171,8 @@ def _load_gguf(
     checkpoint = GgufCheckpoint.open(path)
     family, config = _gguf_family(checkpoint), _gguf_config(checkpoint)
     positions = _positions(config.max_position, max_position, checkpoint.config)
-    table_bytes = config.vocab_size * config.hidden_size * 4  # the embedding, decoded to float32
+    in_blocks = DTYPES[dtype] is None and keeps_blocks(checkpoint, f"{family.names.embedding}.weight", kernels)
+    table_bytes = 0 if in_blocks else config.vocab_size * config.hidden_size * 4  # the embedding as float32
     needed = checkpoint.nbytes + table_bytes + positions * config.rope.rotary_dim * 4
     check_memory(needed, f"loading {path}", kernels.device)
     tokenizer = checkpoint.tokenizer()

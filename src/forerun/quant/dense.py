@@ -42,10 +42,6 @@ class DenseWeight:
         """x [M, K] -> [M, N]."""
         return self._kernels.linear(x, self._packed, bias)
 
-    def rows(self, row_ids: Tensor) -> Tensor:
-        """Rows `row_ids` [M] int64 of the matrix -> [M, K] float32."""
-        return self._kernels.embedding(row_ids, self._packed)
-
     def dequantize(self) -> Tensor:
         """The matrix itself: multiplying by the identity adds only zeros, so every entry comes back exactly."""
         identity = torch.eye(self.shape[1], device=self._kernels.device)  # [K, K]

@@ -114,7 +114,12 @@ class CpuKernels(ReferenceKernels):
     def embedding(self, token_ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
         """See `Kernels.embedding`."""
         vocab_size, width = table.shape
-        out = empty(token_ids.shape[0], width)
+        out, ids = empty(token_ids.shape[0], width), _address(token_ids, torch.int64)
+        if isinstance(table, CpuGrouped):
+            address, order, zero = table.address, table.order_address, table.zero
+            sizes = (out.shape[0], vocab_size, width)
+            self.engine.grouped_rows(ids, address, out.data_ptr(), order, *sizes, zero, table.layout)
+            return out
         packed = isinstance(table, CpuLinear)
         if isinstance(table, CpuLinear):
             address, code = table.address, table.dtype_code
@@ -122,7 +127,6 @@ class CpuKernels(ReferenceKernels):
             address, code = table.data_ptr(), _dtype_code(table)
         else:
             raise KernelError(f"an embedding table packed by {type(table).__name__} given to the C++ kernels")
-        ids = _address(token_ids, torch.int64)
         self.engine.embedding(ids, address, out.data_ptr(), out.shape[0], width, vocab_size, code, packed)
         return out
 
