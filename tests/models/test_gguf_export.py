@@ -107,7 +107,7 @@ def test_tensors_without_a_name_are_refused(tmp_path: Path) -> None:
     folder = factory.make_checkpoint("llama", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "model.layers.0.mlp.extra.weight": torch.ones(4)}, folder / "model.safetensors")
-    with pytest.raises(UnsupportedError, match=r"has a tensor model.layers.0.mlp.extra.weight, which GGUF"):
+    with pytest.raises(UnsupportedError, match=r"has a tensor .*extra.weight, for which forerun knows no GGUF name"):
         export_gguf(folder, tmp_path / "m.gguf", "F32")
 
 
