@@ -4,8 +4,9 @@ Knows: what nodes would bring and what rows and calls cost. Does not know: reque
 
 A step is planned for all its requests together: their rows share one pass, and one call drafts for all of them. Nodes
 are taken in the order of what they bring (greedy choice is optimal for a given number of rows: TETRIS, arXiv
-2502.15197), and of all numbers of nodes the one with the most tokens per second is chosen, none among them
-(SmartSpec's goodput, arXiv 2406.14066).
+2502.15197). Of all numbers of nodes, none among them, the one is chosen that leaves the most tokens over what its
+seconds are worth at the speed of decoding so far: over many steps that gives the most tokens per second (renewal
+reward), which the best ratio of every single step does not.
 """
 
 from __future__ import annotations
@@ -22,11 +23,6 @@ class Outlook(NamedTuple):
     num_rows: int
     seconds: float
 
-    @property
-    def speed(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
-
 
 class CallPlan(NamedTuple):
     """How many nodes each request gets of one call, and what that makes of the step."""
@@ -40,24 +36,28 @@ def plan_call(
     without: Outlook,
     step_s: Callable[[int], float],
     call_s: Callable[[int, int], float],
+    speed: float,
 ) -> CallPlan:
     """The best sizes. `gains` [requests][nodes] are the tokens each next node of a request is expected to add.
 
-    `step_s` gives the seconds of a step by its rows, `call_s` those of a call by drafts and requests.
+    `step_s` gives the seconds of a step by its rows, `call_s` those of a call by drafts and requests; `speed` is in
+    tokens a second.
     """
     tokens, best_tokens, best_s = without.tokens, without.tokens, without.seconds
-    num_asked = most = num_best = 0
-    order, most_tokens = _best_first(gains), tokens + sum(map(sum, gains))
+    best, num_asked, most, num_best = best_tokens - speed * best_s, 0, 0, 0
+    order, left = _best_first(gains), sum(map(sum, gains))
     for count, (_, place, index) in enumerate(order, 1):
         tokens += gains[index][place]
         if place == 0:
             num_asked += 1
         if place >= most:
             most = place + 1
+        left -= gains[index][place]
         seconds = step_s(without.num_rows + count) + call_s(most, num_asked)
-        if tokens * best_s > best_tokens * seconds:
-            best_tokens, best_s, num_best = tokens, seconds, count
-        elif most_tokens * best_s < best_tokens * seconds:
+        value = tokens - speed * seconds
+        if value > best:
+            best, best_tokens, best_s, num_best = value, tokens, seconds, count
+        elif value + left < best:
             break  # nor would it pay if all that is left came for nothing
     sizes = [0] * len(gains)
     for _, _, index in order[:num_best]:
@@ -98,23 +98,23 @@ def found_by_depth(depths: Sequence[int], log_chances: Sequence[float]) -> list[
 
 
 def worth_verifying(
-    log_chances: Sequence[Sequence[float]], without: Outlook, step_s: Callable[[int], float]
+    log_chances: Sequence[Sequence[float]], num_rows: int, step_s: Callable[[int], float], speed: float
 ) -> list[list[int]]:
     """The nodes to keep of each tree, given the log chances of all, the root's first -> ascending, the root among them.
 
-    Over all requests the likeliest, as many as give the most tokens per second. Nodes follow their parents, which are
-    never less likely.
+    Over all requests the likeliest, as many as are worth their rows beside `num_rows` others. Nodes follow their
+    parents, which are never less likely.
     """
     ranked = sorted(
         (-chance, node, i) for i, tree in enumerate(log_chances) for node, chance in enumerate(tree) if node
     )
-    tokens, best, best_speed = without.tokens, 0, without.speed
+    tokens, num_best, best = 0.0, 0, -speed * step_s(num_rows)
     for count, (minus_chance, _, _) in enumerate(ranked, 1):
         tokens += math.exp(-minus_chance)
-        speed = tokens / step_s(without.num_rows + count)
-        if speed > best_speed:
-            best, best_speed = count, speed
+        value = tokens - speed * step_s(num_rows + count)
+        if value > best:
+            num_best, best = count, value
     kept: list[list[int]] = [[0] for _ in log_chances]
-    for _, node, index in ranked[:best]:
+    for _, node, index in ranked[:num_best]:
         kept[index].append(node)
     return [sorted(nodes) for nodes in kept]

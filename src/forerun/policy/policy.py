@@ -26,15 +26,12 @@ from weakref import WeakKeyDictionary
 
 from forerun.core import Request
 from forerun.drafters.base import DraftCall
-from forerun.policy.acceptance import LEAST, Acceptance
+from forerun.policy.acceptance import LEAST, MEMORY, PRIOR, Acceptance, Tally
 from forerun.policy.costs import RISE, Costs
 from forerun.policy.exploration import SPREAD, Exploration
 from forerun.policy.planner import Outlook, expected_gains, found_by_depth, plan_call, worth_verifying
 from forerun.speculation.draft import Draft, DraftPlan, Proposal, Unlimited
 
-# What a level must promise, in tokens a plain pass would give in its time, for what follows it has a price, too. Means
-# on the traces of mini and 1b-int4: 0.964 and 1.003; with 1.0 0.954 and 0.995, with 3.4 0.955 and 1.012.
-LEVEL_VALUE: Final = 1.73
 # The first step of a trial is slow, drafts being out of the caches and behind. Four steps: batches 0.96, two: 0.99.
 TRIAL_STEPS, TRIAL_DRAFTS = 2, 3
 USUAL_OUTPUT: Final = 128.0  # tokens an answer is expected to have until some were seen: soon forgotten
@@ -138,6 +135,7 @@ class AdaptivePolicy:
     acceptance: Acceptance = field(default_factory=Acceptance)
     exploration: Exploration = field(default_factory=Exploration)
     usual_output: float = USUAL_OUTPUT
+    speedup: Tally = field(default_factory=partial(Tally, PRIOR, PRIOR))  # plain steps' time for its tokens over its time
     # of each request and member: tokens known when it was last asked, and preemptions by then
     read: WeakKeyDictionary[Request, dict[str, tuple[int, int]]] = field(default_factory=WeakKeyDictionary)
     trial: str | None = None  # the member that is tried
@@ -198,6 +196,7 @@ class AdaptivePolicy:
         rest_s, calls_s = self._learn_step(result)
         reading_s = sum(map(self._learn_call, result.calls, calls_s))
         spent_s = rest_s + sum(calls_s) - reading_s
+        self.speedup.add(spent_s / plain_s, num_tokens / num, MEMORY)
         self.exploration.book(spent_s, reading_s, plain_s, num_tokens / num, bool(result.calls))
         for request, draft, tokens in result.outcomes:
             if result.calls and tokens:
@@ -272,7 +271,7 @@ class AdaptivePolicy:
         gains = expected_gains((1.0 - LEAST,), (), self.max_nodes - 1)
         prices = self.costs.step_s, partial(self.costs.call_s, member)
         plain = Outlook(num_requests, num_requests, plain_s)
-        return plan_call([gains] * num_requests, plain, *prices).after.speed > plain.speed
+        return any(plan_call([gains] * num_requests, plain, *prices, num_requests / plain_s).sizes)
 
     def _price_s(self, member: str, num_requests: int) -> float:
         """Seconds by which a few drafts for one request make a plain step longer."""
@@ -292,6 +291,11 @@ class AdaptivePlan:
     def looks_at_drafts(self) -> bool:
         """See `StepPlan`."""
         return self.policy.looks_at_drafts
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second that decoding gives at this load: what a second is worth."""
+        return max(self.policy.speedup.rate, 1.0) * self.num_requests / self.policy.plain_step_s(self.num_requests)
 
     def max_nodes(self, request: Request) -> int:
         """A fair share of the rows whose cost is known; none where nobody would be asked."""
@@ -331,10 +335,10 @@ class AdaptivePlan:
         gains = [self._gains(member, draft) for draft in drafts]
         without, costs = self._outlook(drafts), self.policy.costs
         prices = costs.step_s, partial(costs.call_s, member)
-        sizes, after = plan_call(gains, without, *prices)
+        sizes, after = plan_call(gains, without, *prices, self.speed)
         if not any(sizes):
             return sizes
-        saved_s = after.tokens / without.speed - after.seconds  # a step
+        saved_s = after.tokens * without.seconds / without.tokens - after.seconds  # a step
         brought = [sum(of_request[:size]) for of_request, size in zip(gains, sizes, strict=True)]
         token_s, call_s = saved_s / sum(brought), costs.call_s(member, max(sizes), 1)
         worth = [
@@ -343,7 +347,7 @@ class AdaptivePlan:
         ]
         if all(worth):
             return sizes
-        return plan_call([g if w else [] for g, w in zip(gains, worth, strict=True)], without, *prices).sizes
+        return plan_call([g if w else [] for g, w in zip(gains, worth, strict=True)], without, *prices, self.speed).sizes
 
     def _is_worth(self, member: str, request: Request, tokens: float, saved_s: float, call_s: float) -> bool:
         """Whether what drafts save pays for calls that find nothing, and over the rest of the answer for reading."""
@@ -367,8 +371,7 @@ class AdaptivePlan:
         n, costs = self.num_requests, self.policy.costs
         most = self.policy.max_nodes
         row_s = max(costs.step_s(n + most) - costs.step_s(n + 1), 0.0) / max(most - 1, 1)
-        price = (costs.level_s(member) + row_s) / costs.step_s(n, False)
-        return min(LEVEL_VALUE * price, 1.0)
+        return min(self.speed / n * (costs.level_s(member) + row_s), 1.0)
 
     def log_chances(self, proposal: Proposal) -> Sequence[float]:
         """By how often such estimates were right."""
@@ -378,10 +381,9 @@ class AdaptivePlan:
         """Over all requests the likeliest nodes are kept, as long as they raise the expected tokens per second."""
         if not self.policy.may_prune or any(draft.pending is not None for draft in drafts):
             return
-        n, costs = self.num_requests, self.policy.costs
-        # Without nodes the step would still not be as quick as a plain one: caches hold what drafted.
-        without = Outlook(n, n, max(2 * costs.step_s(n + 1) - costs.step_s(n + 2), costs.step_s(n, False)))
-        kept = worth_verifying([draft.survival for draft in drafts], without, costs.step_s)
+        kept = worth_verifying(
+            [draft.survival for draft in drafts], self.num_requests, self.policy.costs.step_s, self.speed
+        )
         for draft, nodes in zip(drafts, kept, strict=True):
             if len(nodes) < len(draft.tree):
                 draft.keep(nodes)
