@@ -9,53 +9,60 @@ import pytest
 from forerun.policy.exploration import FIRST, MOST, SHARE, Exploration
 
 
-def lose(budget: Exploration, num_steps: int, step_s: float = 2.0) -> tuple[float, int]:
-    """Steps that draft in vain whenever they may, and are plain else -> seconds, steps with drafts."""
+def lose(account: Exploration, num_steps: int, spent: float = 2.0) -> tuple[float, int]:
+    """Steps that draft in vain whenever they may, and are plain else -> plain steps of their time, steps with drafts."""
     total = drafted = 0.0
     for _ in range(num_steps):
-        drafts = budget.may_draft
-        seconds = step_s if drafts else 1.0
-        budget.book(seconds, 0.0, 1.0, 1.0, drafts)
-        total, drafted = total + seconds, drafted + drafts
+        drafts = account.may_draft
+        took = spent if drafts else 1.0
+        account.book(took, 0.0, 1, drafts)
+        total, drafted = total + took, drafted + drafts
     return total, int(drafted)
 
 
-@pytest.mark.parametrize("step_s", [1.2, 2.0, 3.0])
-def test_losses_are_bounded(step_s: float) -> None:
-    total, drafted = lose(Exploration(), 2000, step_s)
+def rest(account: Exploration, num_steps: int) -> None:
+    for _ in range(num_steps):
+        account.book(1.0, 0.0, 1, False)
+
+
+@pytest.mark.parametrize("spent", [1.2, 2.0, 3.0])
+def test_losses_are_bounded(spent: float) -> None:
+    total, drafted = lose(Exploration(), 2000, spent)
     assert total <= 2000 + FIRST + MOST / 4 + 1.1 * SHARE * total and drafted > 0
 
 
 def test_gains_pay_for_losses_but_not_for_ever() -> None:
-    budget = Exploration()
+    account = Exploration()
     for _ in range(1000):
-        budget.book(1.0, 0.0, 1.0, 2.0, True)
-    assert budget.balance_s == MOST
-    _, drafted = lose(budget, 100)
+        account.book(1.0, 0.0, 2, True)
+    assert account.balance == MOST
+    _, drafted = lose(account, 100)
     assert MOST <= drafted <= MOST + 2
 
 
+def test_many_requests_spend_it_in_fewer_steps() -> None:
+    account = Exploration()
+    account.book(32.0, 0.0, 16, True)
+    assert not account.may_draft
+
+
 def test_reading_is_paid_over_the_steps_that_follow() -> None:
-    budget = Exploration()
-    budget.book(1.0, 5.0, 1.0, 1.0, False)
-    assert budget.balance_s > FIRST - 1.0
+    account = Exploration()
+    account.book(1.0, 5.0, 1, False)
+    assert account.balance > FIRST - 1.0
     for _ in range(300):
-        budget.book(1e-9, 0.0, 1.0, 1.0, False)
-    assert budget.balance_s == pytest.approx(FIRST - 5.0, abs=0.1)
+        account.book(1e-9, 0.0, 1, False)
+    assert account.balance == pytest.approx(FIRST - 5.0, abs=0.1)
 
 
 def test_a_trial_waits_until_the_balance_covers_it() -> None:
-    budget = Exploration()
-    assert not budget.covers(0.1, 1.0)
-    budget.book(1.0, 0.0, 1.0, 1.0, False)
-    assert budget.covers(FIRST, 1.0) and not budget.covers(FIRST + 1.0, 1.0)
-    for _ in range(200):
-        budget.book(1.0, 0.0, 1.0, 1.0, False)
-    assert budget.covers(FIRST + 1.0, 1.0)
+    account = Exploration()
+    assert account.covers(FIRST) and not account.covers(FIRST + 1.0)
+    rest(account, 200)
+    assert account.covers(FIRST + 1.0)
 
 
 def test_any_trial_is_covered_some_day() -> None:
-    budget = Exploration()
-    for _ in range(round(MOST / SHARE)):
-        budget.book(1.0, 0.0, 1.0, 1.0, False)
-    assert budget.covers(math.inf, 1.0)
+    account = Exploration()
+    rest(account, round(MOST / SHARE))
+    assert account.covers(math.inf)

@@ -45,6 +45,7 @@ def test_members_share_one_tree_and_each_is_told_what_it_proposed(wanted: list[l
         found = draft.proposal_of(member)
         assert found[2:] == expected[2:], "as if it had a tree of its own"
         assert [draft.tree.tokens[node] for node in found.nodes] == list(found.tokens)
+        draft.believe(found, found.log_chances)
     assert {node for proposal in draft.proposals for node in proposal.nodes} | {ROOT} == set(range(len(draft.tree)))
 
 
@@ -148,4 +149,4 @@ def test_a_probability_is_no_log_chance(said: float) -> None:
     draft = new_draft()
     with pytest.raises(DrafterError, match="give the logarithm of a path's chance, at most 0"):
         draft.add_drawn(ROOT, [3, 4], [-0.5, said], None)
-    assert draft.survival == [0.0, -0.5, 0.0] and draft.proposals[0].log_chances == (0.0, -0.5, 0.0)
+    assert draft.survival == [0.0, -0.5, 0.0] and draft.proposal_of(draft.member).log_chances == (0.0, -0.5, 0.0)

@@ -257,7 +257,8 @@ class Portfolio:
         gave = []
         for draft in asked:
             proposal, request = draft.proposal_of(member.name), draft.request
-            draft.believe(proposal, draft.plan.log_chances(proposal))
+            if len(proposal.nodes) > 1:
+                draft.believe(proposal, draft.plan.log_chances(proposal))
             num_known, depth = len(request.token_ids), max(proposal.depths)
             gave.append(Asked(request, num_known, draft.num_caught_up, len(proposal.nodes) - 1, depth))
         seconds = self._clock() - start if enqueueing_s is None else enqueueing_s

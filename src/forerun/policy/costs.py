@@ -53,6 +53,7 @@ class PassCosts:
         self._rows = sorted(seconds_by_rows)
         descending = (seconds_by_rows[rows] for rows in reversed(self._rows))
         self._seconds = list(accumulate(descending, min))[::-1]
+        self._known: dict[int, float] = {}  # by rows, also between and beyond those measured
 
     @property
     def points(self) -> dict[int, float]:
@@ -72,6 +73,11 @@ class PassCosts:
 
     def __call__(self, num_rows: int) -> float:
         """Linear between measured points and beyond the last."""
+        if num_rows not in self._known:
+            self._known[num_rows] = self._between(num_rows)
+        return self._known[num_rows]
+
+    def _between(self, num_rows: int) -> float:
         if len(self._rows) == 1:
             return self._seconds[0]
         high = min(max(bisect_left(self._rows, num_rows), 1), len(self._rows) - 1)

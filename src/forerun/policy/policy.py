@@ -135,7 +135,9 @@ class AdaptivePolicy:
     acceptance: Acceptance = field(default_factory=Acceptance)
     exploration: Exploration = field(default_factory=Exploration)
     usual_output: float = USUAL_OUTPUT
-    speedup: Tally = field(default_factory=partial(Tally, PRIOR, PRIOR))  # plain steps' time for its tokens over its time
+    speedup: Tally = field(
+        default_factory=partial(Tally, PRIOR, PRIOR)
+    )  # plain steps' time for its tokens over its time
     # of each request and member: tokens known when it was last asked, and preemptions by then
     read: WeakKeyDictionary[Request, dict[str, tuple[int, int]]] = field(default_factory=WeakKeyDictionary)
     trial: str | None = None  # the member that is tried
@@ -197,7 +199,8 @@ class AdaptivePolicy:
         reading_s = sum(map(self._learn_call, result.calls, calls_s))
         spent_s = rest_s + sum(calls_s) - reading_s
         self.speedup.add(spent_s / plain_s, num_tokens / num, MEMORY)
-        self.exploration.book(spent_s, reading_s, plain_s, num_tokens / num, bool(result.calls))
+        plain_speed = num / plain_s
+        self.exploration.book(spent_s * plain_speed, reading_s * plain_speed, num_tokens, bool(result.calls))
         for request, draft, tokens in result.outcomes:
             if result.calls and tokens:
                 for proposal in draft.proposals:
@@ -261,7 +264,7 @@ class AdaptivePolicy:
             price_s += min(self.reading_s(member, request) for request in requests)
             if not self._might_pay(member, len(requests), plain_s):
                 price_s = math.inf  # tried all the same, but rarely: costs may be other than they seem
-            if self.exploration.covers(price_s, plain_s):
+            if self.exploration.covers(price_s * len(requests) / plain_s):
                 self._num_trials[member] += 1
                 self.trial, self._trial_left, self._rest_left = member, TRIAL_STEPS, 0
                 return
@@ -311,8 +314,8 @@ class AdaptivePlan:
         if policy.trial == member and not any(sizes):
             best = max(range(len(drafts)), key=partial(self._promise, member, drafts))
             return [min(TRIAL_DRAFTS, drafts[best].room) if index == best else 0 for index in range(len(drafts))]
-        if self._may_choose and policy.costs.draws_levels(member):  # it stops by itself
-            return [draft.room if size else 0 for draft, size in zip(drafts, sizes, strict=True)]
+        if self._may_choose and policy.costs.draws_levels(member):  # it stops by itself; few it draws as a chain
+            return [draft.room if size > TRIAL_DRAFTS else size for draft, size in zip(drafts, sizes, strict=True)]
         return sizes
 
     def _promise(self, member: str, drafts: Sequence[Draft], index: int) -> tuple[float, float]:
@@ -331,7 +334,7 @@ class AdaptivePlan:
         return expected_gains(self.policy.acceptance.rates(draft.request, member), found, draft.room)
 
     def wanted(self, member: str, drafts: Sequence[Draft]) -> list[int]:
-        """Drafts of the member that pay, request by request: planned again without requests it is not worth it for."""
+        """Drafts of the member that pay, request by request."""
         gains = [self._gains(member, draft) for draft in drafts]
         without, costs = self._outlook(drafts), self.policy.costs
         prices = costs.step_s, partial(costs.call_s, member)
@@ -339,20 +342,16 @@ class AdaptivePlan:
         if not any(sizes):
             return sizes
         saved_s = after.tokens * without.seconds / without.tokens - after.seconds  # a step
-        brought = [sum(of_request[:size]) for of_request, size in zip(gains, sizes, strict=True)]
-        token_s, call_s = saved_s / sum(brought), costs.call_s(member, max(sizes), 1)
-        worth = [
-            size == 0 or self._is_worth(member, draft.request, tokens, token_s * tokens, call_s)
-            for size, tokens, draft in zip(sizes, brought, drafts, strict=True)
+        token_s, call_s = saved_s / (after.tokens - without.tokens), costs.call_s(member, max(sizes), 1)
+        return [
+            size if self._is_worth(member, draft.request, sum(of_request[:size]), token_s, call_s) else 0
+            for size, of_request, draft in zip(sizes, gains, drafts, strict=True)
         ]
-        if all(worth):
-            return sizes
-        return plan_call([g if w else [] for g, w in zip(gains, worth, strict=True)], without, *prices, self.speed).sizes
 
-    def _is_worth(self, member: str, request: Request, tokens: float, saved_s: float, call_s: float) -> bool:
+    def _is_worth(self, member: str, request: Request, tokens: float, token_s: float, call_s: float) -> bool:
         """Whether what drafts save pays for calls that find nothing, and over the rest of the answer for reading."""
         found, num_steps = self.policy.acceptance.found(member), self.policy.num_left(request) / (1.0 + tokens)
-        saved_s = found * saved_s - (1.0 - found) * call_s
+        saved_s = found * tokens * token_s - (1.0 - found) * call_s
         return saved_s > 0.0 and num_steps * saved_s >= self.policy.reading_s(member, request)
 
     def _outlook(self, drafts: Sequence[Draft]) -> Outlook:

@@ -103,6 +103,7 @@ class Draft:
     num_wanted: int = field(init=False)  # nodes the drafter was asked for
     pending: PendingDrafts | None = None  # set while the tree is still on a device; there is no tree until it is read
     survival: list[float] = field(init=False)  # log chance of each node's whole path
+    proposals: list[Proposal] = field(default_factory=list)  # those that were believed, in the drafters' order
     _tree: DraftTree = field(init=False)
     _own: dict[str, dict[int, float]] = field(default_factory=dict)  # node -> log chance, by drafter, as proposed
     _kept: Sequence[int] | None = None
@@ -205,11 +206,6 @@ class Draft:
 
     # -- what was proposed --------------------------------------------------------------------------------------
 
-    @property
-    def proposals(self) -> list[Proposal]:
-        """What each drafter proposed, in their order."""
-        return [self.proposal_of(member) for member in self._own]
-
     def proposal_of(self, member: str) -> Proposal:
         """What one drafter proposed; the root alone where that is nothing."""
         own, tree = self._own.get(member, _ROOT_ALONE), self.tree
@@ -226,6 +222,7 @@ class Draft:
 
     def believe(self, proposal: Proposal, log_survival: Sequence[float]) -> None:
         """Replace a proposal's log chances by these; a node that others proposed, too, keeps its best one."""
+        self.proposals.append(proposal)
         for node, chance in zip(proposal.nodes, log_survival, strict=True):
             is_new = node >= self._num_before
             self.survival[node] = chance if is_new else max(self.survival[node], chance)
