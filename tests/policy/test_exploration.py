@@ -10,7 +10,7 @@ from forerun.policy.exploration import FIRST, MOST, SHARE, Exploration
 
 
 def lose(account: Exploration, num_steps: int, spent: float = 2.0) -> tuple[float, int]:
-    """Steps that draft in vain whenever they may, and are plain else -> plain steps of their time, steps with drafts."""
+    """Steps draft in vain whenever they may, else are plain -> their time in plain steps, steps with drafts."""
     total = drafted = 0.0
     for _ in range(num_steps):
         drafts = account.may_draft

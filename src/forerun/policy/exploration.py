@@ -3,9 +3,9 @@
 Knows: what steps gave, and what plain ones would have given in their time. Does not know: drafters, requests,
 estimates.
 
-Estimates may be wrong all at once: a chance believed too high, a cost too low. The account sees only what steps took and
-gave. It earns 1 % of the tokens and what drafting really gains, and pays what drafting loses; nothing is drafted while
-it is in debt. What is not expected to pay is tried when the balance covers its price: gains pay for trials.
+Estimates may be wrong all at once: a chance believed too high, a cost too low. The account sees only what steps took
+and gave. It earns 1 % of the tokens and what drafting really gains, and pays what drafting loses; nothing is drafted
+while it is in debt. What is not expected to pay is tried when the balance covers its price: gains pay for trials.
 
 It counts tokens, so that at any load it starts with as many observations: chance alone takes drafting that gains 0.15
 tokens a step, more or less 1, below 0 from 4 tokens in 30 % of all cases, from 8 in 9 % (gambler's ruin).
