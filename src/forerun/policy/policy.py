@@ -231,11 +231,12 @@ class AdaptivePolicy:
         return rest_s, calls_s
 
     def _learn_call(self, call: DraftCall, seconds: float) -> float:
+        num_drafts = depth = num_read = 0
         for asked in call.asked:
             self.read.setdefault(asked.request, {})[call.member] = asked.num_known, asked.request.num_preemptions
             self.acceptance.learn_call(call.member, asked.num_drafts > 0)
-        num_drafts, depth = max(a.num_drafts for a in call.asked), max(a.depth for a in call.asked)
-        num_read = sum(asked.num_read for asked in call.asked)
+            num_drafts, depth = max(num_drafts, asked.num_drafts), max(depth, asked.depth)
+            num_read += asked.num_read
         return self.costs.learn_call(call.member, len(call.asked), num_drafts, depth, num_read, seconds)
 
     def _settle(self, result: StepResult) -> None:
