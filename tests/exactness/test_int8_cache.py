@@ -73,8 +73,8 @@ def test_chunks(rows: int) -> None:
 @pytest.mark.parametrize("drafter", ("draft", "draft-tree"))
 def test_preemption(drafter: str) -> None:
     prompts = [text * 4 for text in mini.PROMPTS]
-    outputs = drafting(drafter, num_kv_blocks=16, max_model_len=256).generate(prompts, params(1.0, max_tokens=60))
-    assert tokens(outputs) == alone(prompts, params(1.0, max_tokens=60))
+    outputs = drafting(drafter, num_kv_blocks=16, max_model_len=256).generate(prompts, params(1.0, max_tokens=32))
+    assert tokens(outputs) == alone(prompts, params(1.0, max_tokens=32))
     assert sum(o.outputs[0].stats.num_preemptions for o in outputs) > 0, "nothing was preempted"
 
 

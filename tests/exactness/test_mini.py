@@ -78,8 +78,8 @@ def test_chunks(rows: int) -> None:
 def test_preemption(drafter: str) -> None:
     prompts = [text * 4 for text in mini.PROMPTS]
     llm = drafting(drafter, num_kv_blocks=16, max_model_len=256)
-    outputs = llm.generate(prompts, params(1.0, max_tokens=60))
-    assert tokens(outputs) == alone(prompts, params(1.0, max_tokens=60))
+    outputs = llm.generate(prompts, params(1.0, max_tokens=32))
+    assert tokens(outputs) == alone(prompts, params(1.0, max_tokens=32))
     assert sum(o.outputs[0].stats.num_preemptions for o in outputs) > 0, "nothing was preempted"
 
 
@@ -94,7 +94,7 @@ def test_preemption(drafter: str) -> None:
     ],
 )
 def test_sampling_parameters(sampling) -> None:  # type: ignore[no-untyped-def]
-    wanted = params(0.9, **sampling)
+    wanted = params(0.9, max_tokens=24, **sampling)
     outputs = drafting("draft").generate(mini.PROMPTS, wanted)
     plain = mini.plain().generate(mini.PROMPTS, wanted)
     assert tokens(outputs) == tokens(plain)
