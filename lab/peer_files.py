@@ -22,7 +22,9 @@ from forerun.errors import ConfigError
 
 Bytes = npt.NDArray[np.uint8]
 PERIOD = 100_003  # blocks; a prime, so that no two rows begin alike
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
+FILE_TYPES = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q6_K": 18, "BF16": 32,
+}  # fmt: skip
 # Where the float16 numbers of a block lie, and the spread of the integers each multiplies: scale, then minimum.
 SCALES: dict[str, tuple[tuple[int, float], ...]] = {
     "Q8_0": ((0, 74),),
