@@ -9,14 +9,17 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <tuple>
 #include <type_traits>
 
+#include "batch_rows.h"
 #include "chain.h"
 #include "cpu_engine.h"
 #include "memory.h"
 #include "program.h"
 #include "suffix_text.h"
+#include "tree_walk.h"
 
 namespace nb = nanobind;
 
@@ -149,17 +152,148 @@ void move_rows(CpuEngine&, Address keys, Address values, Address key_scales, Add
     CpuEngine::move_rows(kv, num_kv, head_dim, at<int32_t>(sources), at<int32_t>(targets), num);
 }
 
+// The numbers of a Python sequence; 64-bit words keep their bits.
+std::vector<int64_t> numbers(PyObject* given) {
+    const nb::object items = nb::steal(PySequence_Fast(given, "a sequence of numbers is needed"));
+    if (!items.is_valid()) throw nb::python_error();
+    const auto num = static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr()));
+    std::vector<int64_t> found(num);
+    for (size_t i = 0; i < num; ++i) {
+        PyObject* item = PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
+        found[i] = static_cast<int64_t>(PyLong_AsUnsignedLongLongMask(item));
+    }
+    if (PyErr_Occurred()) throw nb::python_error();
+    return found;
+}
+
+void read(int64_t& field, PyObject* given) {
+    field = static_cast<int64_t>(PyLong_AsUnsignedLongLongMask(given));  // a 64-bit seed keeps its bits
+    if (field == -1 && PyErr_Occurred()) throw nb::python_error();
+}
+void read(double& field, PyObject* given) { field = nb::cast<double>(nb::handle(given)); }
+void read(bool& field, PyObject* given) { field = nb::cast<bool>(nb::handle(given)); }
+void read(std::vector<int64_t>& field, PyObject* given) { field = numbers(given); }
+void read(std::vector<double>& field, PyObject* given) { field = nb::cast<std::vector<double>>(nb::handle(given)); }
+
+// What a NamedTuple holds, field by field.
+template <class... Fields>
+void read_all(const nb::handle& given, Py_ssize_t first, Fields&... fields) {
+    if (!PyTuple_Check(given.ptr()) || PyTuple_GET_SIZE(given.ptr()) != first + Py_ssize_t{sizeof...(fields)})
+        throw std::invalid_argument("a tuple of other fields was given");
+    Py_ssize_t index = first;
+    (read(fields, PyTuple_GET_ITEM(given.ptr(), index++)), ...);
+}
+
+BatchRows batch_of(const nb::sequence& given, int64_t block_size, int64_t shift) {
+    std::vector<SequenceRows> sequences;
+    for (const nb::handle each : given) {
+        SequenceRows& rows = sequences.emplace_back();
+        read_all(each, 1, rows.block_table, rows.start, rows.span, rows.tree_start, rows.tree_tokens, rows.tree_rows,
+                 rows.tree_masks, rows.tree_depths, rows.span_logits);  // the first is the request's id
+    }
+    return {sequences, block_size, shift};
+}
+
+// Those of a batch and, behind them, those of outputs and features.
+std::vector<Address> all_addresses(const BatchRows& batch, const std::vector<Address>& others) {
+    std::vector<Address> addresses = batch.addresses();
+    addresses.insert(addresses.end(), others.begin(), others.end());
+    return addresses;
+}
+
+void run_batch(Program& program, const nb::sequence& sequences, int64_t block_size, int64_t shift,
+               const std::vector<Address>& others) {
+    const BatchRows batch = batch_of(sequences, block_size, shift);
+    const std::vector<Address> addresses = all_addresses(batch, others);
+    const nb::gil_scoped_release released;
+    program.run(addresses, batch.sizes());
+}
+
+nb::list walk_plain_trees(CpuEngine& engine, Address logits, int64_t vocab, const nb::sequence& given) {
+    Program::refuse("walking trees");
+    std::vector<PlainTree> trees;
+    for (const nb::handle each : given) {
+        PlainTree& tree = trees.emplace_back();
+        read_all(each, 0, tree.first_row, tree.tokens, tree.parents, tree.verified, tree.temperature, tree.seed,
+                 tree.position, tree.stream);
+    }
+    std::vector<WalkedPath> paths;
+    call(static_cast<int64_t>(trees.size()) * vocab * 64,
+         [&] { paths = walk_trees(engine, at<float>(logits), vocab, trees); });
+    nb::list found;
+    for (const WalkedPath& path : paths) {
+        found.append(nb::make_tuple(nb::tuple(nb::cast(path.nodes)), path.token));
+    }
+    return found;
+}
+
 void run_program(Program& program, const std::vector<Address>& addresses, int64_t rows, int64_t logit_rows,
                  int64_t max_blocks, int64_t max_visible) {
     const nb::gil_scoped_release released;
     program.run(addresses, {rows, logit_rows, max_blocks, max_visible});
 }
 
-void draft_chains(CpuEngine& engine, Program& first, Program& next, const std::vector<Address>& addresses,
-                  int64_t rows, int64_t max_blocks, int64_t max_visible, const FieldsOf<ChainArgs>::Values& given) {
-    const auto args = std::apply([](const auto&... values) { return make<ChainArgs>(values...); }, given);
-    const nb::gil_scoped_release released;
-    run_chains(engine, first, next, addresses, {rows, args.r, max_blocks, max_visible}, args);
+// What Python gives for chains to draft, in the order of ChainArgs in src/forerun/runtime/recorded.py.
+struct ChainsGiven {
+    std::vector<double> temperatures;
+    std::vector<int64_t> seeds, streams, positions, num_active;
+    int64_t vocab, block_size, shift, logits_step, features_step, num_rivals;
+    double rivals_scale, least;
+    bool says_chances;
+
+    ChainsGiven(const nb::handle& given) {
+        read_all(given, 0, temperatures, seeds, streams, positions, num_active, vocab, block_size, shift, logits_step,
+                 features_step, num_rivals, rivals_scale, least, says_chances);
+    }
+};
+
+// The tokens of every chain, and the log chances of its paths.
+nb::list drafted(const ChainArgs& args) {
+    nb::list chains;
+    for (int64_t i = 0; i < args.r; ++i) {
+        nb::list tokens, log_chances;
+        double path = 0.0;
+        for (int64_t at = i; at < args.steps * args.r && args.ids[at] >= 0; at += args.r) {
+            if (args.log_chances) path += std::min(args.log_chances[at], 0.0);
+            tokens.append(args.ids[at]);
+            log_chances.append(path);
+        }
+        chains.append(nb::make_tuple(tokens, log_chances));
+    }
+    return chains;
+}
+
+nb::list draft_chains(CpuEngine& engine, Program& first, Program& next, const nb::sequence& sequences,
+                      const std::vector<Address>& others, const nb::handle& chains) {
+    const ChainsGiven given(chains);
+    const size_t steps = given.num_active.size(), num = given.seeds.size();
+    std::vector<int64_t> ids(steps * num);
+    std::vector<double> log_chances(given.says_chances ? ids.size() : 0);
+    ChainArgs args{};
+    args.temperatures = given.temperatures.data();
+    args.seeds = given.seeds.data();
+    args.streams = given.streams.data();
+    args.noise_positions = given.positions.data();
+    args.num_active = given.num_active.data();
+    args.steps = static_cast<int64_t>(steps);
+    args.r = static_cast<int64_t>(num);
+    args.vocab = given.vocab;
+    args.block_size = given.block_size;
+    args.logits_step = given.logits_step;
+    args.ids = ids.data();
+    args.log_chances = given.says_chances ? log_chances.data() : nullptr;
+    args.shift = given.shift;
+    args.features_step = given.features_step;
+    args.num_rivals = given.num_rivals;
+    args.rivals_scale = given.rivals_scale;
+    args.least = given.least;
+    const BatchRows batch = batch_of(sequences, args.block_size, args.shift);
+    const std::vector<Address> addresses = all_addresses(batch, others);
+    {
+        const nb::gil_scoped_release released;
+        run_chains(engine, first, next, addresses, batch.sizes(), args);
+    }
+    return drafted(args);
 }
 
 // NotRecordable is a KernelError in Python.
@@ -216,7 +350,8 @@ NB_MODULE(_native, module) {
         .def("stop", &Program::stop)
         .def("bind", &Program::bind)
         .def("finish", &Program::finish)
-        .def("run", &run_program);
+        .def("run", &run_program)
+        .def("run_batch", &run_batch);
     nb::class_<GroupedLayout>(module, "GroupedLayout")
         .def("__init__", [](GroupedLayout* self, int64_t k, int64_t group_size, int storage, int scales, bool offsets,
                             int64_t groups_a_unit, Address table) {
@@ -236,6 +371,7 @@ NB_MODULE(_native, module) {
         .def("pack_grouped", &pack_grouped)
         .def("gumbel", &gumbel)
         .def("draft_chains", &draft_chains)
+        .def("walk_trees", &walk_plain_trees)
         .def("stream_read", [](CpuEngine& self, Address data, int64_t size) {
             const nb::gil_scoped_release released;
             return self.stream_read(at<void>(data), size);

@@ -42,13 +42,6 @@ struct ChainArgs {
     int64_t num_rivals;
     double rivals_scale;
     double least;  // with `log_chances`: drawing ends where the chances of all chains to be right so far sum to less
-
-    // In the order of ChainArgs in src/forerun/runtime/recorded.py.
-    template <class F>
-    auto given(F call) {
-        return call(temperatures, seeds, streams, noise_positions, num_active, steps, r, vocab, block_size, logits_step,
-                    ids, log_chances, shift, features_step, num_rivals, rivals_scale, least);
-    }
 };
 
 // Runs `first` on a batch whose r logit rows are the roots of r sequences, draws a token for each row, runs `next` on

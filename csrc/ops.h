@@ -318,7 +318,8 @@ struct AttentionArgs {
 };
 
 struct GumbelArgs {
-    const float* logits;         // [r, v]
+    const float* logits;         // [., v]
+    const int64_t* rows;         // [r]: which of them; null: the first r
     const double* temperatures;  // [r]
     const int64_t *seeds, *positions, *streams;  // [r]
     int64_t r, v, k;

@@ -207,8 +207,8 @@ void run_gumbel(Run& run, int64_t v, int64_t k, double temperature) {
     Array<double> temperatures(r, [&](int64_t) { return temperature; }), scores(r * parts * k);
     Array<int64_t> seeds(r, [&](int64_t) { return from.next(); }), positions(r, [&](int64_t) { return from.next(); });
     Array<int64_t> streams(r, [](int64_t i) { return i; }), ids(r * parts * k);
-    const GumbelArgs args{logits.begin(), temperatures.begin(), seeds.begin(), positions.begin(), streams.begin(), r, v,
-                          k, parts, part_size, maxima.begin(), ids.begin(), scores.begin()};
+    const GumbelArgs args{logits.begin(), nullptr, temperatures.begin(), seeds.begin(), positions.begin(), streams.begin(),
+                          r, v, k, parts, part_size, maxima.begin(), ids.begin(), scores.begin()};
     FORERUN_CALL(run, gumbel_maxima, args, r * parts);
     FORERUN_CALL(run, gumbel_search, args, r * parts);
     run.print(join("gumbel", {v, k, static_cast<int64_t>(10 * temperature)}), maxima, ids, scores);

@@ -214,13 +214,21 @@ class Request:
         return self.max_len - len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledRequest:
-    """What one request does in one step: a span of known tokens, then (if it has a root) a tree."""
+    """What one request does in one step: a span of known tokens, then (if it has a root) a tree.
+
+    The scheduler alone changes it, while it plans the step.
+    """
 
     request: Request
     num_span: int  # known tokens to compute before the root
     max_nodes: int  # tree nodes, the root included; 0: the span stops short of the root
+
+    @property
+    def end(self) -> int:
+        """The logical row after the last one that the request may write."""
+        return self.request.num_computed + self.num_span + self.max_nodes
 
     @property
     def reaches_root(self) -> bool:
@@ -242,8 +250,7 @@ class Resumed(NamedTuple):
     num_copied: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """One step's work."""
 
     scheduled: tuple[ScheduledRequest, ...]
@@ -253,7 +260,7 @@ class Plan:
     @property
     def deciding(self) -> tuple[ScheduledRequest, ...]:
         """Those whose next token is chosen in this step."""
-        return tuple(item for item in self.scheduled if item.reaches_root)
+        return tuple([item for item in self.scheduled if item.reaches_root])
 
 
 class TokenLogprob(NamedTuple):

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.kernels.cases import BYTE_ISAS, attention_case, cpu_kernels, kernels_named
+from tests.kernels.cases import BYTE_ISAS, cpu_kernels, kernels_named
 from torch import Tensor
 
 from forerun.errors import KernelError
 from forerun.kernels.grouped import GroupedMatrix, quantize_row, steps_of
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import recording, select_kernels
+from forerun.models.batch import ForwardBatch, SequenceRows
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
 GROUP_SIZES = (16, 32, 48, 64, 128, 192, 256)
@@ -280,7 +281,7 @@ def test_no_rows_give_no_rows() -> None:
 
 @pytest.mark.parametrize("grouped_table", [False, True])
 def test_a_recorded_product_is_the_eager_one(grouped_table: bool) -> None:
-    program_module = pytest.importorskip("forerun.kernels.cpu.program")
+    pytest.importorskip("forerun.kernels.cpu.program")
     kernels = select_kernels("cpu", threads=2)
     table = kernels.pack_grouped(Case(50).matrix()) if grouped_table else torch.randn(50, 272)
     bias = torch.randn(272)
@@ -293,8 +294,7 @@ def test_a_recorded_product_is_the_eager_one(grouped_table: bool) -> None:
     with recording(kernels, 20) as recorder:
         assert recorder is not None
         program = recorder.finish([forward(recorder.inputs.token_ids)])
-    rows = attention_case([5]).rows
     for num_rows in (1, 3, 13, 20):
         ids = torch.randint(0, 50, (num_rows,))
-        inputs = program_module.Inputs(ids, ids.int(), ids.int(), rows, ids)
-        assert torch.equal(program.run(inputs)[0], forward(ids))
+        batch = ForwardBatch.build([SequenceRows("", [0, 1], 0, ids.tolist(), num_rows, span_logits=True)], 16)
+        assert torch.equal(program.run(batch)[0], forward(ids))

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.kernels.cases import KV_DTYPES, attention_case, cpu_kernels, pool_of, tensors_of
+from tests.kernels.cases import KV_DTYPES, cpu_kernels, pool_of, tensors_of
 from torch import Tensor
 
 from forerun.errors import KernelError
-from forerun.kernels.ops import AttentionRows, HeadLayout, Kernels, LayerKV, NoiseKeys, PackedLinear
+from forerun.kernels.ops import HeadLayout, Kernels, LayerKV, NoiseKeys, PackedLinear
 from forerun.kernels.select import recording, select_kernels
+from forerun.models.batch import ForwardBatch, SequenceRows
 
 HEADS = HeadLayout(4, 2, 16, 16)
 HIDDEN, FEED_FORWARD, VOCAB, LAYERS = 48, 80, 100, 3
 TEMPERATURES, NOISE = torch.zeros(8, dtype=torch.float64), NoiseKeys(*torch.zeros(3, 8, dtype=torch.int64))
 
-inputs_module = pytest.importorskip("forerun.kernels.cpu.program")
-Inputs = inputs_module.Inputs
+program_module = pytest.importorskip("forerun.kernels.cpu.program")
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Toy:
             kernels.pack_linear(torch.randn(VOCAB, HIDDEN, generator=generator)),
         )
 
-    def forward(self, inputs: inputs_module.Inputs, kvs: list[LayerKV]) -> list[Tensor]:
+    def forward(self, inputs: ForwardBatch | program_module.Inputs, kvs: list[LayerKV]) -> list[Tensor]:
         """Logits at the logit rows, the middle residual stream."""
         k = self.kernels
         residual = k.embedding(inputs.token_ids, self.table)
@@ -78,19 +79,27 @@ def _kvs(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[LayerKV]:
     ]
 
 
-def _batch(prefixes: list[int], num_nodes: int, logit_rows: list[int] | None = None) -> inputs_module.Inputs:
-    """Random trees behind prefixes of these lengths."""
-    case = attention_case(prefixes, num_nodes, HEADS)
-    rows: AttentionRows = case.rows
-    num_rows = len(rows.seq_ids)
-    logical = rows.tree_starts[rows.seq_ids.long()].long() + torch.arange(num_rows) % num_nodes
-    blocks = rows.block_tables[rows.seq_ids.long(), logical // 16].long()
-    ids = torch.arange(num_rows) * 7 % VOCAB
-    wanted = torch.tensor(list(range(num_rows)) if logit_rows is None else logit_rows, dtype=torch.int64)
-    return Inputs(ids, logical.int(), (blocks * 16 + logical % 16).int(), rows, wanted)
+def _batch(
+    prefixes: list[int], num_nodes: int, span: int = 0, span_logits: bool = False, shift: int = 0
+) -> ForwardBatch:
+    """Random trees behind prefixes of these lengths, of which the last `span` tokens are computed, too."""
+    dice, free = random.Random(len(prefixes) + num_nodes), list(range(100))
+    dice.shuffle(free)
+    sequences = []
+    for prefix in prefixes:
+        table = [free.pop() for _ in range(-(-(prefix + num_nodes) // 16))]
+        masks, depths = [1], [0]
+        for node in range(1, num_nodes):
+            parent = dice.randrange(node)
+            masks.append(masks[parent] | 1 << node)
+            depths.append(depths[parent] + 1)
+        tokens = [dice.randrange(VOCAB) for _ in range(span + num_nodes)]
+        tree = (tokens[span:], range(num_nodes), masks[:num_nodes], depths[:num_nodes])
+        sequences.append(SequenceRows("", table, prefix - span, tokens[:span], prefix, *tree, span_logits))
+    return ForwardBatch.build(sequences, 16, shift)
 
 
-def _record(toy: Toy, kvs: list[LayerKV], max_rows: int) -> inputs_module.Program:
+def _record(toy: Toy, kvs: list[LayerKV], max_rows: int) -> program_module.Program:
     with recording(toy.kernels, max_rows) as recorder:
         assert recorder is not None
         return recorder.finish(toy.forward(recorder.inputs, kvs))
@@ -107,8 +116,17 @@ def test_a_replay_has_the_bits_of_the_eager_ops(toy: Toy, dtype: torch.dtype) ->
     recorded, eager = _kvs(dtype=dtype), _kvs(dtype=dtype)
     program = _record(toy, recorded, 64)
     assert program.num_steps == 3 + LAYERS * 9 + 1 + 2
-    batches = [_batch([5], 1), _batch([40], 8), _batch([3, 300, 17], 6), _batch([9] * 8, 8), _batch([30], 8, [2, 5])]
-    for batch in [*batches, *reversed(batches), _batch([30], 5, [])]:
+    batches = [
+        _batch([5], 1),
+        _batch([40], 8),
+        _batch([3, 300, 17], 6),
+        _batch([9] * 8, 8),
+        _batch([30], 6, 2),
+        _batch([20, 40], 5, 7, span_logits=True),
+        _batch([3], 50, 1, shift=-1),
+        _batch([2, 60], 3, 2, shift=-3),
+    ]
+    for batch in [*batches, *reversed(batches), _batch([30], 0, 5)]:
         results = zip(program.run(batch), toy.forward(batch, eager), strict=True)
         assert all(torch.equal(replayed, expected) for replayed, expected in results)
         for one, other in zip(recorded, eager, strict=True):
@@ -212,15 +230,13 @@ def test_bad_batches_are_refused(toy: Toy) -> None:
     program = _record(toy, _kvs(), 8)
     with pytest.raises(KernelError, match="at most 8"):
         program.run(_batch([5], 9))
-    batch = _batch([5], 3)
-    for wrong in (
-        replace(batch.rows, seq_ids=batch.rows.seq_ids.long()),
-        replace(batch.rows, tree_masks=batch.rows.tree_masks.int()),
-    ):
-        with pytest.raises(KernelError, match="contiguous"):
-            program.run(Inputs(batch.token_ids, batch.positions, batch.slots, wrong, batch.logit_rows))
+    strange = SequenceRows("", [0], 0, (VOCAB,), 1)
     with pytest.raises(IndexError):
-        program.run(Inputs(batch.token_ids + VOCAB, batch.positions, batch.slots, batch.rows, batch.logit_rows))
+        program.run(ForwardBatch.build([strange], 16))
+    with pytest.raises(IndexError):  # its block table is too short
+        program.run(ForwardBatch.build([strange._replace(span=(0,), start=16)], 16))
+    with pytest.raises(TypeError):
+        program.run(ForwardBatch.build([strange._replace(span=("a",))], 16))
 
 
 def test_the_reference_does_not_record() -> None:

@@ -72,7 +72,7 @@ def case(layout: str) -> Case:
         return Case(read_eagle(open_head(path), target, tiny.kernels()), target)
 
 
-def tree_batch(num_span: int, parents: list[int], start: int) -> ForwardBatch:
+def tree_batch(num_span: int, parents: list[int], start: int, shift: int = 0) -> ForwardBatch:
     masks, depths = factory.tree_masks(parents)
     rows = SequenceRows(
         request_id="r",
@@ -85,7 +85,7 @@ def tree_batch(num_span: int, parents: list[int], start: int) -> ForwardBatch:
         tree_masks=masks,
         tree_depths=depths,
     )
-    return ForwardBatch.build([rows], BLOCK_SIZE)
+    return ForwardBatch.build([rows], BLOCK_SIZE, shift)
 
 
 def random_rows(num: int, width: int, seed: int = 0) -> Tensor:
@@ -124,8 +124,7 @@ def test_rows_at_position_0_of_a_head_that_blanks_them_are_computed_by_the_head(
     )
     states = random_rows(4, made.head.state_size)
     for start in (0, 1, 2):
-        batch = tree_batch(3, [-1], start)
-        batch.positions.sub_(1).clamp_(min=0)
+        batch = tree_batch(3, [-1], start, shift=-1)
         assert torch.equal(runner.run(batch, states).logits, made.head.read(batch, states, plain).logits)
 
 

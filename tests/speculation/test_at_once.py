@@ -1,8 +1,9 @@
-"""Choosing all nodes' tokens before the walk decides what walking level by level does."""
+"""Walking down all plain trees in one call decides what walking level by level does."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,6 +50,11 @@ def random_draft(request: Request, dice: random.Random) -> Draft:
     return draft
 
 
+def level_by_level(params: SamplingParams) -> SamplingParams:
+    """The same distribution by parameters that shape logits."""
+    return replace(params, logit_bias={0: 0.0})
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_both_ways_decide_alike(seed: int) -> None:
     dice = random.Random(seed)
@@ -59,8 +65,11 @@ def test_both_ways_decide_alike(seed: int) -> None:
         num_rows += candidates[-1].draft.num_nodes
     logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed))
     logits[dice.randrange(num_rows)] = torch.nan
-    step, whole = (CoupledVerifier(ReferenceKernels(), at_once).verify(logits, candidates) for at_once in (False, True))
-    for one, other in zip(step, whole, strict=True):
+    verifier = CoupledVerifier(ReferenceKernels())
+    whole = verifier.verify(logits, candidates)
+    for request in requests:
+        request.params = level_by_level(request.params)
+    for one, other in zip(verifier.verify(logits, candidates), whole, strict=True):
         assert isinstance(one, LogitsError) == isinstance(other, LogitsError)
         assert isinstance(one, LogitsError) or one == other
 
@@ -69,7 +78,7 @@ def test_plain_requests_ask_once_however_deep_the_walk_is() -> None:
     draft = Draft(Request("a", (0,), PARAMS[0], 0), MAX_NODES)
     draft.add_chain([1, 1, 1])
     logits = torch.nn.functional.one_hot(torch.ones(4, dtype=torch.int64), VOCAB).float()
-    for at_once, calls in ((True, 1), (False, 4)):
-        kernels = Counting()
-        [choice] = CoupledVerifier(kernels, at_once).verify(logits, [Candidate(draft, 0)])
+    for params, calls in ((PARAMS[0], 1), (level_by_level(PARAMS[0]), 4)):
+        draft.request.params, kernels = params, Counting()
+        [choice] = CoupledVerifier(kernels).verify(logits, [Candidate(draft, 0)])
         assert not isinstance(choice, LogitsError) and choice.nodes == (0, 1, 2, 3) and kernels.num_calls == calls

@@ -94,11 +94,11 @@ def watch_chains(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     stacks: list[list[str]] = []
     native = _native.CpuEngine.draft_chains
 
-    def noted(*args: object) -> None:
+    def noted(*args: object) -> object:
         named = [Path(frame.filename) for frame in reversed(inspect.stack(context=0)[1:])]
         ours = [path.relative_to(PACKAGE).as_posix() for path in named if path.is_relative_to(PACKAGE)]
         stacks.append([file for file, _ in groupby(ours)])
-        native(*args)
+        return native(*args)
 
     monkeypatch.setattr(_native.CpuEngine, "draft_chains", noted)
     return stacks

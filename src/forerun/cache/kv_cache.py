@@ -43,7 +43,7 @@ class KVCache:
         return -(-num_rows // self.block_size)
 
     def commit(self, moves: Iterable[Move]) -> None:
-        """Move accepted tree rows to the rows after their root, in every layer. A chain has nothing to move."""
+        """Move accepted tree rows to the rows after their root, in every layer."""
         sources, targets = [], []
         for move in moves:
             for source, target in zip(move.sources, move.targets, strict=True):

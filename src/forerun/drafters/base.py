@@ -85,8 +85,7 @@ class DrafterContext:
         return 1 if self.spec.chains_if_quick and is_quick else self.spec.tree_width or 1
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
+class Observed(NamedTuple):
     """What one step computed for a request: span tokens and accepted nodes.
 
     `rows` are the rows of the step's batch that computed them: those of the span, then those of the nodes. `nodes` are

@@ -189,17 +189,17 @@ class Engine:
     def _draft(self, plan: Plan, wanted: StepPlan) -> list[_Work]:
         """A tree for every request that reaches its root, grown where there is room for drafts."""
         requests = [item.request for item in plan.deciding]
-        may_be_pending = bool(self._kvs) and not wanted.looks_at_drafts and self.verifier.reads_pending(requests)
-        drafts = {
-            item.request.request_id: Draft(item.request, item.max_nodes, may_be_pending, wanted)
-            for item in plan.deciding
-        }
-        growing = [draft for draft in drafts.values() if draft.max_nodes > 1]
+        may_be_pending = self.verifier.reads_pending(requests) and bool(self._kvs) and not wanted.looks_at_drafts
+        work = [
+            self._work(item, Draft(item.request, item.max_nodes, may_be_pending, wanted) if item.reaches_root else None)
+            for item in plan.scheduled
+        ]
+        growing = [draft for entry in work if (draft := entry.draft) is not None and draft.max_nodes > 1]
         if growing:
             self.drafter.propose(growing)
             wanted.prune(growing)
             ask_ahead([draft for draft in growing if draft.pending is None])
-        return [self._work(item, drafts.get(item.request.request_id)) for item in plan.scheduled]
+        return work
 
     def _work(self, item: ScheduledRequest, draft: Draft | None) -> _Work:
         record = self.records[item.request.request_id]
@@ -218,11 +218,10 @@ class Engine:
             num_rows += entry.item.num_span + num_nodes
             num_logits += num_nodes + (entry.item.num_span if entry.span_logits else 0)
         batch = ForwardBatch.build(sequences, self.kv_cache.block_size)
-        roots = _roots(work)
-        pending = pending_of([draft for draft, _ in roots])
+        waiting = [(draft, row) for draft, row in _roots(work) if draft.pending is not None]
+        pending = pending_of([draft for draft, _ in waiting])
         if pending is None:
             return batch
-        waiting = [(draft, row) for draft, row in roots if draft.pending is not None]
         return replace(batch, pending=pending.rows(waiting, self.model.vocab_size))
 
     # -- verify, commit -----------------------------------------------------------------------------------------
@@ -264,7 +263,8 @@ class Engine:
             seen = self._take(entry, choice, out.logits)
             observed.append(seen)
             paths.append(CommittedPath(seen.request.request_id, seen.nodes))
-            moves.append(_move(seen, root))
+            if seen.nodes and seen.nodes[-1] >= len(seen.nodes):
+                moves.append(_move(seen, root))
         self.kv_cache.commit(moves)
         self.model.commit(paths)
         return observed
@@ -292,10 +292,10 @@ class Engine:
         """Append the accepted tokens and the one after them, up to the request's end -> (nodes, tokens)."""
         assert entry.draft is not None
         draft, tree, record = entry.draft, entry.draft.tree, entry.record
-        tokens = [*(tree.tokens[node] for node in choice.nodes[1:]), choice.token]
+        tokens = [*[tree.tokens[node] for node in choice.nodes[1:]], choice.token]
         num_taken = record.text.take(tokens)
         nodes = choice.nodes[: num_taken + 1]
-        sources = [*(tree.sources[node] for node in nodes[1:]), ""][:num_taken]
+        sources = [*[tree.sources[node] for node in nodes[1:]], ""][:num_taken]
         record.drafted(draft, nodes[1:])
         # token i was chosen after node i of the path
         rows = [entry.root_logit + draft.row_of(node) for node in nodes[:num_taken]]

@@ -92,10 +92,10 @@ class SampleRecord:
 
     def drafted(self, draft: Draft, accepted: Sequence[int]) -> None:
         """A step verified a draft and accepted some of its nodes."""
-        nodes, sources, depths = draft.verified[1:], draft.tree.sources, draft.tree.depths
-        if not nodes:
+        if draft.num_nodes == 1:
             self.figures.num_plain_steps += 1
             return
+        nodes, sources, depths = draft.verified[1:], draft.tree.sources, draft.tree.depths
         self.figures.trees.count([depths[node] for node in nodes], [depths[node] for node in accepted])
         for name in {sources[node] for node in nodes}:
             own, right = ([depths[n] for n in these if sources[n] == name] for these in (nodes, accepted))

@@ -44,27 +44,13 @@ class Limits:
 
 
 @dataclass(slots=True)
-class _Item:
-    """A request's share of the step that is being planned."""
-
-    request: Request
-    num_span: int
-    max_nodes: int
-
-    @property
-    def end(self) -> int:
-        """The logical row after the last one that the request may write."""
-        return self.request.num_computed + self.num_span + self.max_nodes
-
-
-@dataclass(slots=True)
 class _Step:
     """The plan so far."""
 
     rows_left: int
     prefill_left: int
     may_choose: Callable[[Request], bool]
-    items: list[_Item] = field(default_factory=list)
+    items: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     resumed: list[Resumed] = field(default_factory=list)
 
@@ -73,7 +59,7 @@ class _Step:
         """Whether another prompt can begin."""
         return min(self.rows_left, self.prefill_left) > 0
 
-    def take(self, item: _Item, is_prefill: bool) -> None:
+    def take(self, item: ScheduledRequest, is_prefill: bool) -> None:
         """Add an item and count its rows."""
         self.items.append(item)
         num_rows = item.num_span + item.max_nodes
@@ -82,8 +68,7 @@ class _Step:
 
     def plan(self) -> Plan:
         """The finished plan."""
-        scheduled = tuple(ScheduledRequest(item.request, item.num_span, item.max_nodes) for item in self.items)
-        return Plan(scheduled, tuple(self.preempted), tuple(self.resumed))
+        return Plan(tuple(self.items), tuple(self.preempted), tuple(self.resumed))
 
 
 class Scheduler:
@@ -180,7 +165,7 @@ class Scheduler:
     def _begin(self, may_choose: Callable[[Request], bool]) -> _Step:
         """An empty plan. While requests decode, prefill leaves a row for each of them and has a limit of its own."""
         rows = self.limits.max_num_rows
-        num_decoding = sum(_is_decoding(request) for request in self.running)
+        num_decoding = sum([_is_decoding(request) for request in self.running])
         if num_decoding == 0:
             return _Step(rows, rows, may_choose)
         most = self.limits.max_num_prefill_rows
@@ -194,7 +179,7 @@ class Scheduler:
             return
         num_span = request.root_position - request.num_computed
         chooses = num_span < rows and step.may_choose(request)
-        item = _Item(request, num_span, 1) if chooses else _Item(request, min(num_span, rows), 0)
+        item = ScheduledRequest(request, num_span, 1) if chooses else ScheduledRequest(request, min(num_span, rows), 0)
         if item.num_span + item.max_nodes == 0:
             return
         while not self._reserve(request, item.end):
@@ -208,9 +193,10 @@ class Scheduler:
     def _grow_trees(self, step: _Step, node_budget: NodeBudget) -> None:
         """Share the remaining rows among requests that choose a token, none getting more than the policy wants."""
         items = [item for item in step.items if item.max_nodes > 0]
+        wishes = [(self._more_nodes(item, node_budget(item.request)), item) for item in items]
+        wishes = [wish for wish in wishes if wish[0] > 0]
         most = self.limits.max_num_nodes
         left = step.rows_left if most is None else min(step.rows_left, most - len(items))
-        wishes = [(self._more_nodes(item, node_budget(item.request)), item) for item in items]
         wishes.sort(key=_wanted)
         for num_served, (wanted, item) in enumerate(wishes):
             num_nodes = min(wanted, left // (len(wishes) - num_served), self._rows_within_reach(item))
@@ -219,12 +205,12 @@ class Scheduler:
                 left -= num_nodes
                 self._reserve(item.request, item.end)
 
-    def _more_nodes(self, item: _Item, wanted: int) -> int:
+    def _more_nodes(self, item: ScheduledRequest, wanted: int) -> int:
         """Useful tree nodes besides the root, at most as many as the policy wants."""
         request, longest = item.request, self.limits.max_model_len
         return min(wanted, request.num_remaining, longest - len(request.token_ids)) - 1
 
-    def _rows_within_reach(self, item: _Item) -> int:
+    def _rows_within_reach(self, item: ScheduledRequest) -> int:
         """Rows after the item's last one in blocks that its request owns or that are available."""
         return (len(item.request.block_ids) + self.pool.num_available) * self._block_size - item.end
 
@@ -382,7 +368,7 @@ def _turn(request: Request) -> tuple[float, int]:
     return request.turn
 
 
-def _wanted(wish: tuple[int, _Item]) -> int:
+def _wanted(wish: tuple[int, ScheduledRequest]) -> int:
     return wish[0]
 
 

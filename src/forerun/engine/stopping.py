@@ -26,11 +26,12 @@ class Detokenizer(Protocol):
 
 @dataclass(slots=True)
 class OutputText:
-    """The text of one request, and what ends it."""
+    """The text of one request, and what ends it. Without stop strings tokens are spelled when the text is wanted."""
 
     request: Request
     detokenizer: Detokenizer
     text: str = ""
+    _unspelled: list[int] = field(default_factory=list)  # tokens behind the text
     _matched: list[int] = field(default_factory=list)  # by stop string: how many of its first characters end the text
 
     def __post_init__(self) -> None:
@@ -50,16 +51,28 @@ class OutputText:
         enough = request.num_output >= request.params.min_tokens
         if enough and token in request.stop_token_ids:
             if request.params.include_stop_str_in_output:
-                self.text += self.detokenizer.feed([token])
-            self.text += self.detokenizer.finish()
+                self._unspelled.append(token)
+            self._finish()
             request.finish_reason, request.stop_reason = "stop", token
         elif not self._completes_stop(token) and request.num_remaining <= 0:
-            self.text += self.detokenizer.finish()
+            self._finish()
             request.finish_reason = "length"
         return request.finish_reason is not None
 
+    def _finish(self) -> None:
+        self._spell()
+        self.text += self.detokenizer.finish()
+
+    def _spell(self) -> None:
+        if self._unspelled:
+            self.text += self.detokenizer.feed(self._unspelled)
+            self._unspelled.clear()
+
     def _completes_stop(self, token: int) -> bool:
         """Append the token's text; returns whether that completes a stop string and so ends the request."""
+        if not self._matched:
+            self._unspelled.append(token)
+            return False
         found = self._read(self.detokenizer.feed([token]))
         if found is None or self.request.num_output < self.request.params.min_tokens:
             return False
@@ -79,6 +92,7 @@ class OutputText:
 
     def visible(self) -> str:
         """The text that may be shown now: while the request runs, without the beginning of a stop string at its end."""
+        self._spell()
         if self.request.finish_reason is not None:
             return self.text
         return self.text[: len(self.text) - max(self._matched, default=0)]

@@ -38,6 +38,7 @@ from forerun.kernels.ops import (
     Routing,
 )
 from forerun.kernels.tree_growth import grow_trees, keep_trees
+from forerun.kernels.tree_walk import walk_trees
 
 _CHUNK = 512
 
@@ -292,7 +293,7 @@ class ReferenceKernels(Kernels):
         chances = rival_log_chances(scores)
         return ids[:, :width], chances.masked_fill(ids < 0, float("-inf"))[:, :width]
 
-    grow_trees, keep_trees = staticmethod(grow_trees), staticmethod(keep_trees)
+    grow_trees, keep_trees, walk_trees = staticmethod(grow_trees), staticmethod(keep_trees), walk_trees
 
 
 def check_weight(weight: Tensor) -> None:

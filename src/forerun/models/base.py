@@ -60,8 +60,7 @@ class Passes:
     past_start: Passes | None = None  # the same passes without branches, for batches without rows at position 0
 
 
-@dataclass(frozen=True, slots=True)
-class CommittedPath:
+class CommittedPath(NamedTuple):
     """Where a sequence stands after a step: `nodes` of its tree were accepted, the others are dropped."""
 
     request_id: str

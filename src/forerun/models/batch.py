@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +21,8 @@ from forerun.kernels.ops import AttentionRows
 from forerun.speculation.draft import PendingRows
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceRows:
-    """One sequence's share of a batch.
+class SequenceRows(NamedTuple):
+    """One sequence's share of a batch; its fields in this order are what csrc/batch_rows.h reads.
 
     `tree_rows` lists the tree nodes to compute now (all of them for verification, the frontier while a tree grows);
     `tree_masks[i]` and `tree_depths[i]` describe node `tree_rows[i]`. Logits come for every tree row, and for every
@@ -41,9 +41,13 @@ class SequenceRows:
     span_logits: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForwardBatch:
-    """The rows of one forward pass."""
+    """The rows of one forward pass.
+
+    A batch that was laid out from sequences has its tensors from when one of them is first read: a recorded pass, which
+    lays the sequences out in C++, reads none.
+    """
 
     token_ids: Tensor  # [M] int64
     positions: Tensor  # [M] int32
@@ -53,11 +57,32 @@ class ForwardBatch:
     sequences: tuple[SequenceRows, ...]
     all_logits: bool  # every row wants logits: logit_rows is 0 .. M-1
     pending: PendingRows | None = None  # rows whose contents are on the device only
+    block_size: int = 0  # of the pool the sequences lie in
+    shift: int = 0  # what was added to positions
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A tensor that nobody has read so far."""
+            if name not in _MADE_WHEN_READ:
+                raise AttributeError(name)
+            columns = _Columns(self.block_size)
+            for index, sequence in enumerate(self.sequences):
+                columns.add(index, sequence)
+            columns.fill(self)
+            return getattr(self, name)
 
     @property
     def num_rows(self) -> int:
         """M."""
-        return self.token_ids.shape[0]
+        if not self.sequences:
+            return self.token_ids.shape[0]
+        return sum(len(rows.span) + len(rows.tree_tokens) for rows in self.sequences)
+
+    @property
+    def num_logit_rows(self) -> int:
+        """R, of a batch that was laid out from sequences."""
+        return sum(len(rows.tree_tokens) + len(rows.span) * rows.span_logits for rows in self.sequences)
 
     def on(self, device: torch.device) -> ForwardBatch:
         """The batch on the device of a model's kernels (itself if it is there); a batch is built on the host."""
@@ -101,17 +126,16 @@ class ForwardBatch:
     @staticmethod
     def build(sequences: Sequence[SequenceRows], block_size: int, shift: int = 0) -> ForwardBatch:
         """Lay the sequences out one after the other, each span before its tree; `shift` is added to positions."""
-        builder = _Columns(block_size)
-        for index, sequence in enumerate(sequences):
-            builder.add(index, sequence)
-        batch = builder.finish(tuple(sequences))
-        if shift:
-            batch.positions.add_(shift).clamp_(min=0)
+        batch = object.__new__(ForwardBatch)
+        batch.sequences, batch.pending, batch.block_size, batch.shift = tuple(sequences), None, block_size, shift
         return batch
 
 
+_MADE_WHEN_READ = ("token_ids", "positions", "slots", "rows", "logit_rows", "all_logits")
+
+
 class _Columns:
-    """The columns of the batch as plain lists."""
+    """The columns of the batch as plain lists: the reference for csrc/batch_rows.cpp."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -152,8 +176,9 @@ class _Columns:
         self.prefix_lens.append(prefix_len)
         self.tree_masks.append(mask - (1 << 64) if mask >> 63 else mask)
 
-    def finish(self, sequences: tuple[SequenceRows, ...]) -> ForwardBatch:
-        """The columns as tensors; two allocations hold them all, since a small model's pass is hardly longer."""
+    def fill(self, batch: ForwardBatch) -> None:
+        """Give the batch its tensors; two allocations hold them all, since a small model's pass is hardly longer."""
+        sequences = batch.sequences
         num_rows, num_logits, num_sequences = len(self.token_ids), len(self.logit_rows), len(sequences)
         wide = torch.from_numpy(np.array([*self.token_ids, *self.tree_masks, *self.logit_rows], dtype=np.int64))
         token_ids, tree_masks, logit_rows = wide.split_with_sizes([num_rows, num_rows, num_logits])
@@ -164,7 +189,7 @@ class _Columns:
         positions, slots, seq_ids, prefix_lens, tree_starts, block_tables = narrow.split_with_sizes(
             [num_rows] * 4 + [num_sequences, num_sequences * width]
         )
-        rows = AttentionRows(
+        batch.rows = AttentionRows(
             seq_ids=seq_ids,  # [M]
             prefix_lens=prefix_lens,  # [M]
             tree_masks=tree_masks,  # [M]
@@ -172,7 +197,10 @@ class _Columns:
             block_tables=block_tables.view(num_sequences, width),  # [S, max_blocks]
             max_visible=max(self.positions) + 1,
         )
-        return ForwardBatch(token_ids, positions, slots, rows, logit_rows, sequences, num_logits == num_rows)
+        if batch.shift:
+            positions.add_(batch.shift).clamp_(min=0)
+        batch.token_ids, batch.positions, batch.slots, batch.logit_rows = token_ids, positions, slots, logit_rows
+        batch.all_logits = num_logits == num_rows
 
 
 def _moved(columns: list[Tensor], device: torch.device) -> list[Tensor]:

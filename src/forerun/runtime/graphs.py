@@ -107,8 +107,8 @@ class GraphRunner(EagerRunner):
         if noise.by_depth is None or self._passes.hidden_layers or (records and width > 1):
             return self._draw_levels(batch, features, noise, width)
         if records:
-            return noise.recorded(*self._trees.draw_chains(batch, features, noise.by_depth()))
-        return self._trees.enqueue(batch, features, noise.by_depth(), width)
+            return noise.recorded(*self._trees.draw_chains(batch, features, noise.by_depth.tensors()))
+        return self._trees.enqueue(batch, features, noise.by_depth.tensors(), width)
 
 
 class CapturedRows:

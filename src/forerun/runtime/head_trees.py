@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.chances import LEAST_RANKS, head_log_chances
-from forerun.kernels.ops import ChainNoise, Kernels, NoiseKeys
+from forerun.kernels.ops import ChainTensors, Kernels, NoiseKeys
 from forerun.kernels.tree_growth import ancestry
 from forerun.kernels.triton.graphs import Capture, size_for
 from forerun.models.base import RowPasses
@@ -47,7 +47,7 @@ class HeadTrees:
         self._num_heads = passes.num_depths
         self._programs = Programs(partial(_HeadTreeProgram, passes, kernels), capture)
 
-    def enqueue(self, x: Tensor, noise: ChainNoise, width: int) -> PendingTrees:
+    def enqueue(self, x: Tensor, noise: ChainTensors, width: int) -> PendingTrees:
         """A tree below the token chosen from each of the states x [R, H], the largest tree first.
 
         `noise`: of chains as long as the trees may have nodes, whose positions are those of the levels.
@@ -71,7 +71,7 @@ class _HeadTreeProgram:
         self._out = torch.zeros(3, num, num_nodes, dtype=torch.int64, device=device)
         self._shape = torch.zeros(2, num, num_nodes, dtype=torch.int64, device=device)  # depths, masks
 
-    def fill(self, x: Tensor, noise: ChainNoise) -> None:
+    def fill(self, x: Tensor, noise: ChainTensors) -> None:
         """Copy states [R, H] and what is known of their trees over; the host does not wait.
 
         Unused trees have no nodes.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from forerun.config import MAX_TREE_NODES
-from forerun.kernels.ops import ChainNoise
+from forerun.kernels.ops import ChainTensors
 from forerun.kernels.triton.graphs import Capture, GraphSize, LastUsed, size_for
 from forerun.models.batch import ForwardBatch
 
@@ -47,7 +47,7 @@ class Programs(Generic[Size, Work]):
         return program
 
 
-def batch_size(batch: ForwardBatch, noise: ChainNoise) -> tuple[GraphSize, bool]:
+def batch_size(batch: ForwardBatch, noise: ChainTensors) -> tuple[GraphSize, bool]:
     """What a program for these roots (one a sequence) must have room for, and whether that is a usual size."""
     num_levels, num = noise.positions.shape
     assert num == batch.rows.tree_starts.shape[0] == batch.logit_rows.shape[0]

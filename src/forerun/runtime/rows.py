@@ -54,7 +54,7 @@ class RowRunner:
         assert features is not None
         can_rank = [noise.can_rank(index) for index in range(len(noise.requests))]
         if self._trees is not None and noise.by_depth is not None and all(can_rank):
-            return self._trees.enqueue(features, noise.by_depth(), width)
+            return self._trees.enqueue(features, noise.by_depth.tensors(), width)
         logits = self.logits(features, min(self._passes.num_depths, noise.sizes[0]))  # [R, depths, V]
         drawn: dict[int, DrawnTree] = {}
         for draw, wanted in ((_products, True), (_levels, False)):

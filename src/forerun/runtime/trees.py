@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forerun.kernels.ops import AttentionRows, ChainNoise, Kernels, LayerKV, NoiseKeys
+from forerun.kernels.ops import AttentionRows, ChainTensors, Kernels, LayerKV, NoiseKeys
 from forerun.kernels.tree_growth import NodeRows, TreeRoom, new_trees
 from forerun.kernels.triton.graphs import Capture, GraphSize
 from forerun.models.base import Passes, PassOutput
@@ -74,7 +74,7 @@ class DeviceTrees:
         self._vocab_size = passes.vocab_size
         self._programs = Programs(partial(_TreeProgram, passes, kvs, kernels), capture)
 
-    def enqueue(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, width: int) -> PendingTrees:
+    def enqueue(self, batch: ForwardBatch, features: Tensor | None, noise: ChainTensors, width: int) -> PendingTrees:
         """A tree below each of the batch's logit rows, which are one root a sequence, the largest tree first.
 
         `noise`: of chains as long as the trees may have nodes, whose positions are those of the levels. `features`
@@ -83,7 +83,7 @@ class DeviceTrees:
         return self._program(batch, features, noise, width, False).drafts(noise.positions.shape[1])
 
     def draw_chains(
-        self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise
+        self, batch: ForwardBatch, features: Tensor | None, noise: ChainTensors
     ) -> tuple[list[DrawnTree], Tensor]:
         """Trees of width 1, and the logits they were drawn from [steps, R, V], which lie where the next call's will.
 
@@ -94,7 +94,7 @@ class DeviceTrees:
         return program.drafts(num).read(), program.logits[:num_steps, :num]
 
     def _program(
-        self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise, width: int, keeps_logits: bool
+        self, batch: ForwardBatch, features: Tensor | None, noise: ChainTensors, width: int, keeps_logits: bool
     ) -> _TreeProgram:
         """That of the fitting size, which was given its work."""
         num_nodes = noise.positions.shape[0]
@@ -124,7 +124,7 @@ class _TreeProgram:
 
     # -- before ------------------------------------------------------------------------------------------------
 
-    def fill(self, batch: ForwardBatch, features: Tensor | None, noise: ChainNoise) -> None:
+    def fill(self, batch: ForwardBatch, features: Tensor | None, noise: ChainTensors) -> None:
         """Copy a batch and what is known of its trees over; the host does not wait."""
         rows, (num_rows, num_trees, _) = batch.rows, self._size.batch
         budgets = (noise.num_active[:, None] > torch.arange(noise.positions.shape[1])).sum(0)  # [R]

@@ -17,10 +17,9 @@ temperature 0 there is no noise, and the same softmax is of q, sharpened, among 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +29,7 @@ from torch import Tensor
 from forerun.core import Request
 from forerun.kernels.chances import rival_log_chances
 from forerun.kernels.device import all_to_host
-from forerun.kernels.ops import NUM_RIVALS, ChainNoise, Chains, Kernels, NoiseKeys
+from forerun.kernels.ops import NUM_RIVALS, ChainNoise, Kernels, NoiseKeys, words
 from forerun.speculation.draft import Draft
 from forerun.speculation.drawn import DrawnTree
 from forerun.speculation.noise import Purpose, step_position, stream_id
@@ -111,19 +110,19 @@ class TreeGrower:
         records = [self._records(request.params.temperature) for request in requests]
         least = min(draft.least for draft in drafts)
         is_plain_ = all(is_plain(request.params) for request in requests)
-        by_depth = partial(self._by_depth, requests, sizes, least) if is_plain_ else None
+        by_depth = self._by_depth(requests, sizes, least) if is_plain_ else None
         return TreeNoise(self, requests, sizes, records, least, by_depth)
 
     def _by_depth(self, requests: Sequence[Request], sizes: Sequence[int], least: float) -> ChainNoise:
         steps = range(sizes[0])
-        wide = [*(request.seed for request in requests), *(self._stream(request) for request in requests)]
-        wide += [self._noise_position(request, step, step) for step in steps for request in requests]  # node = depth
-        wide += [sum(size > step for size in sizes) for step in steps]
-        num = len(requests)
-        parts = _signed(wide).split_with_sizes([num, num, num * len(steps), len(steps)])
-        seeds, streams, positions, num_active = parts
-        heat = as_temperatures([request.params.temperature for request in requests])
-        return ChainNoise(heat, seeds, streams, positions.view(len(steps), num), num_active, least)
+        return ChainNoise(
+            [request.params.temperature for request in requests],
+            [request.seed for request in requests],
+            [self._stream(request) for request in requests],
+            [self._noise_position(request, step, step) for step in steps for request in requests],  # node = depth
+            [sum([size > step for size in sizes]) for step in steps],
+            least,
+        )
 
     def rank_depths(self, requests: Sequence[Request], logits: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
         """See `TreeNoise.rank_depths`."""
@@ -149,8 +148,7 @@ class TreeNoise:
     sizes: Sequence[int]  # nodes each tree may have below its root
     records: Sequence[bool]  # whether q must be kept beside a tree's nodes
     least: float  # see `Draft.least`
-    # Makes the noise of chains of these sizes; None if logits must be shaped by each node's path.
-    by_depth: Callable[[], ChainNoise] | None
+    by_depth: ChainNoise | None  # of chains of these sizes; None if logits must be shaped by each node's path
 
     def of(self, chosen: Sequence[int]) -> TreeNoise:
         """The noise of some trees, ascending, to be drawn on the host."""
@@ -178,21 +176,17 @@ class TreeNoise:
         """
         return self._grower.rank_depths(self.requests, logits, num_ranks)
 
-    def chains(self, chains: Chains, log_chances: Tensor | None) -> list[DrawnTree]:
-        """Chains drawn with `by_depth`, ended by -1, as trees.
+    def chains(self, drawn: Sequence[tuple[Sequence[int], Sequence[float]]], logits: Tensor | None) -> list[DrawnTree]:
+        """Chains drawn with `by_depth` as trees, given each one's tokens and the log chances of its paths.
 
-        log_chances [steps, R]: of each token given those before it; None if all go by rank. The last token of
-        the longest possible chain has not been through the network.
+        logits [steps, R, vocab_size]: what they were drawn from, if that was kept. The last token of the longest
+        possible chain has not been through the network.
         """
         trees = []
-        for index, (column, size) in enumerate(zip(chains.ids.T.tolist(), self.sizes, strict=True)):
-            tokens = list(takewhile(lambda token: token >= 0, column))
-            nodes = range(1, len(tokens) + 1)
-            steps = [0.0] * len(tokens) if log_chances is None else log_chances[: len(tokens), index].tolist()
-            survival = list(accumulate(min(chance, 0.0) for chance in steps))
-            places = [node if node < size else -1 for node in nodes]
-            trees.append(DrawnTree(tokens, range(len(tokens)), survival, places, {}))
-        return trees if chains.logits is None else self.recorded(trees, chains.logits)
+        for (tokens, log_chances), size in zip(drawn, self.sizes, strict=True):
+            places = [node if node < size else -1 for node in range(1, len(tokens) + 1)]
+            trees.append(DrawnTree(tokens, range(len(tokens)), log_chances, places, {}))
+        return trees if logits is None else self.recorded(trees, logits)
 
     def recorded(self, chains: Sequence[DrawnTree], logits: Tensor) -> list[DrawnTree]:
         """Chains and, where it must be kept, the q they were drawn from: of logits [steps, R, vocab_size]."""
@@ -223,12 +217,7 @@ def _shape(places: Sequence[Place], logits: Tensor) -> tuple[Tensor, list[float]
 
 def noise_keys(seeds: Sequence[int], positions: Sequence[int], streams: Sequence[int]) -> NoiseKeys:
     """Keys as tensors; 64-bit seeds keep their bits."""
-    return NoiseKeys(*_signed([*seeds, *positions, *streams]).split_with_sizes([len(seeds)] * 3))  # each [R]
-
-
-def _signed(values: Sequence[int]) -> Tensor:
-    """64-bit words by their bits -> [len(values)] int64."""
-    return torch.from_numpy(np.array([v - (1 << 64) if v >> 63 else v for v in values], dtype=np.int64))
+    return NoiseKeys(*words([*seeds, *positions, *streams]).split_with_sizes([len(seeds)] * 3))  # each [R]
 
 
 def as_temperatures(values: Sequence[float]) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from forerun.core import Request
 from forerun.errors import LogitsError
-from forerun.kernels.device import all_to_host, indices_on, to_device, to_host
-from forerun.kernels.ops import Kernels, NoiseKeys
+from forerun.kernels.device import all_to_host, to_device, to_host
+from forerun.kernels.ops import Kernels, NoiseKeys, PlainTree
 from forerun.speculation import verify
 from forerun.speculation.draft import Draft, PendingDrafts, pending_of
 from forerun.speculation.growth import as_temperatures, noise_keys
@@ -49,14 +49,14 @@ class Candidate(NamedTuple):
 class CoupledVerifier:
     """Every token is the target's own choice under the position's noise.
 
-    All requests walk down together, a level at a time, and only rows on accepted paths are examined. With `at_once`,
-    for requests with no parameters but the temperature, the tokens of all nodes are chosen in one call before the walk:
-    on a GPU that is cheaper than waiting for it at every level. Both choose the same tokens.
+    Requests with no parameters but the temperature are decided by the kernels, in one call. The others walk down
+    together, a level at a time, so that only rows on accepted paths are shaped. Both choose the same tokens.
     """
 
     coupled = True
 
     def __init__(self, kernels: Kernels, at_once: bool = False) -> None:
+        """`at_once`: the kernels choose the tokens of all nodes before the walk, so that drafts may be pending."""
         self._kernels = kernels
         self._at_once = at_once
 
@@ -68,10 +68,26 @@ class CoupledVerifier:
         pending = pending_of([candidate.draft for candidate in candidates])
         if pending is not None:
             return self._verify_pending(logits, candidates, pending)
+        plain = [candidate for candidate in candidates if is_plain(candidate.request.params)]
+        decided = self._walk_plain(logits, plain)
+        if len(plain) == len(candidates):
+            return decided
+        shaped = [candidate for candidate in candidates if not is_plain(candidate.request.params)]
+        either = iter(decided), iter(self._walk_shaped(logits, shaped))
+        return [next(either[not is_plain(candidate.request.params)]) for candidate in candidates]
+
+    def _walk_plain(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
+        """Whose rows go to the draw as they are."""
+        paths = self._kernels.walk_trees(logits, [_plain_tree(candidate) for candidate in candidates])
+        return [
+            Choice(path.nodes, path.token) if path.token >= 0 else bad_logits(candidate.request)
+            for path, candidate in zip(paths, candidates, strict=True)
+        ]
+
+    def _walk_shaped(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
+        """Level by level."""
         walks = [_Walk(candidate) for candidate in candidates]
-        if self._at_once:
-            self._walk_plain(logits, [walk for walk in walks if is_plain(walk.candidate.request.params)])
-        active = [walk for walk in walks if walk.outcome is None]
+        active = walks
         while active:
             tokens = self._choose(logits, active)
             active = [walk for walk, token in zip(active, tokens, strict=True) if walk.advance(token)]
@@ -116,43 +132,29 @@ class CoupledVerifier:
         keys = NoiseKeys(seeds, roots + depths, streams)
         return self._kernels.gumbel_argmax(logits.index_select(0, rows), heat.view(torch.float64), keys)
 
-    def _walk_plain(self, logits: Tensor, walks: Sequence[_Walk]) -> None:
-        """Walk to the end along tokens that are chosen for all nodes in one call."""
-        places = [(walk.candidate, row) for walk in walks for row in range(walk.candidate.draft.num_nodes)]
-        if not places:
-            return
-        rows = [candidate.first_row + row for candidate, row in places]
-        picked = logits if rows == list(range(len(logits))) else logits[indices_on(rows, logits.device)]  # [nodes, V]
-        requests = [candidate.request for candidate, _ in places]
-        depths = [depth for walk in walks for depth in walk.candidate.draft.rows().depths]
-        positions = [request.root_position + depth + 1 for request, depth in zip(requests, depths, strict=True)]
-        chosen = self._argmax(picked, requests, positions, [request.params.temperature for request in requests])
-        tokens = iter(chosen)
-        for walk in walks:
-            walk.follow([next(tokens) for _ in range(walk.candidate.draft.num_nodes)])
-
     def _choose(self, logits: Tensor, walks: Sequence[_Walk]) -> list[int]:
         """The target's token after each walk's current node; -1 where there is none."""
-        requests, positions = [walk.candidate.request for walk in walks], [walk.position for walk in walks]
-        if _are_as_they_lie(walks):  # plain decoding of many: their rows are megabytes, which need not be copied
-            first = walks[0].row
-            temperatures = [request.params.temperature for request in requests]
-            return self._argmax(logits[first : first + len(walks)], requests, positions, temperatures)
-        rows = [walk.shape(logits) for walk in walks]
-        stacked = torch.stack([row.logits for row in rows])  # [n, V]
-        return self._argmax(stacked, requests, positions, [row.temperature for row in rows])
-
-    def _argmax(
-        self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int], temperatures: Sequence[float]
-    ) -> list[int]:
-        """The choice of every row [n, V] under the noise of its position; -1 where there is none."""
+        rows, requests = [walk.shape(logits) for walk in walks], [walk.candidate.request for walk in walks]
         keys = noise_keys(
             [request.seed for request in requests],
-            positions,
+            [walk.position for walk in walks],
             [stream_id(request.sample_index, Purpose.TARGET) for request in requests],
         )
-        chosen: list[int] = to_host(self._kernels.gumbel_argmax(logits, as_temperatures(temperatures), keys)).tolist()
+        heat = as_temperatures([row.temperature for row in rows])
+        stacked = torch.stack([row.logits for row in rows])  # [n, V]
+        chosen: list[int] = to_host(self._kernels.gumbel_argmax(stacked, heat, keys)).tolist()
         return chosen
+
+
+def _plain_tree(candidate: Candidate) -> PlainTree:
+    """What the kernels must know of a draft."""
+    draft, request = candidate.draft, candidate.request
+    stream = stream_id(request.sample_index, Purpose.TARGET)
+    heat, position = request.params.temperature, request.root_position + 1
+    tree = draft.tree
+    return PlainTree(
+        candidate.first_row, tree.tokens, tree.parents, draft.verified, heat, request.seed, position, stream
+    )
 
 
 class _Walk:
@@ -208,12 +210,6 @@ def _placed(candidates: Sequence[Candidate]) -> list[tuple[Draft, int]]:
     drafts = [candidate.draft for candidate in candidates]
     ends = accumulate(draft.num_nodes for draft in drafts)
     return [(d, end - d.num_nodes) for d, end in zip(drafts, ends, strict=True) if d.pending is not None]
-
-
-def _are_as_they_lie(walks: Sequence[_Walk]) -> bool:
-    """Whether the walks' rows of the logits are contiguous and need no shaping."""
-    first = walks[0].row
-    return all(walk.row == first + i and is_plain(walk.candidate.request.params) for i, walk in enumerate(walks))
 
 
 class RejectionVerifier:

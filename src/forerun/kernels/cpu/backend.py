@@ -30,7 +30,9 @@ from forerun.kernels.ops import (
     PackedExperts,
     PackedHeads,
     PackedLinear,
+    PlainTree,
     Routing,
+    WalkedPath,
 )
 from forerun.kernels.reference import (
     ReferenceKernels,
@@ -335,6 +337,11 @@ class CpuKernels(ReferenceKernels):
         scores = empty(logits.shape[0], k, dtype=torch.float64)
         self._gumbel(logits, temperatures, keys, k, ids, scores.data_ptr())
         return ids, scores
+
+    def walk_trees(self, logits: Tensor, trees: Sequence[PlainTree]) -> list[WalkedPath]:
+        """See `Kernels.walk_trees`: a level at a time, since drawing a row of a large vocabulary is slow."""
+        found = self.engine.walk_trees(_floats(logits), logits.shape[1], trees)
+        return [WalkedPath(nodes, token) for nodes, token in found]
 
     def _gumbel(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys, k: int, ids: Tensor, scores: int) -> None:
         num_rows, vocab_size = logits.shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -22,11 +22,27 @@ from forerun.kernels.cpu.activation import Activation
 from forerun.kernels.ops import AttentionRows
 
 _INT32, _INT64 = torch.int32, torch.int64
-_INPUT_DTYPES = (_INT64, _INT32, _INT32, _INT64, _INT32, _INT32, _INT64, _INT32, _INT32)
+NUM_INPUTS = 9  # of a forward, beside features
+
+
+class LaidOut(Protocol):
+    """Rows of sequences, as csrc/batch_rows.h lays them out."""
+
+    sequences: tuple[Any, ...]
+    block_size: int
+    shift: int
+
+    @property
+    def num_rows(self) -> int:
+        """Of the sequences together."""
+
+    @property
+    def num_logit_rows(self) -> int:
+        """Of them, that want logits."""
 
 
 class Inputs:
-    """What a forward is told about its batch, as tensors: real ones, or placeholders while recording."""
+    """What a forward is told about its batch, as placeholders for tensors while it is recorded."""
 
     __slots__ = ("features", "logit_rows", "positions", "rows", "slots", "token_ids")
 
@@ -88,37 +104,33 @@ class Program:
         """Ops a run executes."""
         return self.native.num_steps
 
-    def run(self, inputs: Inputs) -> list[Tensor]:
-        """Execute the ops -> the recorded outputs, in fresh tensors."""
-        num_rows, num_logit_rows = inputs.token_ids.shape[0], inputs.logit_rows.shape[0]
-        if max(num_rows, num_logit_rows) > self.max_rows:
-            raise KernelError(
-                f"{max(num_rows, num_logit_rows)} rows given to a program recorded for at most {self.max_rows}"
-            )
-        outputs = [torch.empty(num_logit_rows if per_logit else num_rows, width) for per_logit, width in self._outputs]
-        rows = inputs.rows
-        addresses = self.addresses(inputs, outputs)
-        self.native.run(addresses, num_rows, num_logit_rows, rows.block_tables.shape[1], rows.max_visible)
+    def run(self, batch: LaidOut, features: Tensor | None = None) -> list[Tensor]:
+        """Execute the ops on a batch's rows -> the recorded outputs, in fresh tensors."""
+        outputs = self._outputs_for(batch.num_rows, batch.num_logit_rows)
+        addresses = self.addresses(batch, outputs, features)
+        self.native.run_batch(batch.sequences, batch.block_size, batch.shift, addresses)
         return outputs
 
     def run_on(self, features: Tensor, num_logit_rows: int) -> list[Tensor]:
         """As `run`, for a forward that reads features [M, width] and nothing else of its batch."""
-        num_rows = features.shape[0]
-        if num_rows > self.max_rows:
-            raise KernelError(f"{num_rows} rows given to a program recorded for at most {self.max_rows}")
-        outputs = [torch.empty(num_logit_rows if per_logit else num_rows, width) for per_logit, width in self._outputs]
-        unread = [0] * len(_INPUT_DTYPES)
+        outputs = self._outputs_for(features.shape[0], num_logit_rows)
+        unread = [0] * NUM_INPUTS
         addresses = [*unread, *(output.data_ptr() for output in outputs), self._features_address(features)]
-        self.native.run(addresses, num_rows, num_logit_rows, 1, 1)
+        self.native.run(addresses, features.shape[0], num_logit_rows, 1, 1)
         return outputs
 
-    def addresses(self, inputs: Inputs, outputs: Sequence[Tensor]) -> list[int]:
-        """Where a run finds its inputs and puts its outputs, in the order of the program's address slots."""
-        addresses = [tensor.data_ptr() for tensor in (*_checked(inputs), *outputs)]
+    def addresses(self, batch: LaidOut, outputs: Sequence[Tensor], features: Tensor | None) -> list[int]:
+        """Where a run puts its outputs and finds features, in the order of the program's last address slots."""
+        addresses = [output.data_ptr() for output in outputs]
         if self._feature_size:
-            assert inputs.features is not None and inputs.features.shape[0] == inputs.token_ids.shape[0]
-            addresses.append(self._features_address(inputs.features))
+            assert features is not None and features.shape[0] == batch.num_rows
+            addresses.append(self._features_address(features))
         return addresses
+
+    def _outputs_for(self, num_rows: int, num_logit_rows: int) -> list[Tensor]:
+        if num_rows > self.max_rows:
+            raise KernelError(f"{num_rows} rows given to a program recorded for at most {self.max_rows}")
+        return [torch.empty(num_logit_rows if per_logit else num_rows, width) for per_logit, width in self._outputs]
 
     def _features_address(self, features: Tensor) -> int:
         is_plain = features.dtype is torch.float32 and features.is_contiguous()
@@ -242,12 +254,3 @@ class Recorder(TorchFunctionMode):
     def _release(self, memory: Tensor) -> None:
         self._born.pop(memory.data_ptr(), None)
         self._free.append(memory)
-
-
-def _checked(inputs: Inputs) -> tuple[Tensor, ...]:
-    """The tensors, after making sure that C++ reads what they hold."""
-    tensors = inputs.tensors()
-    for tensor, placeholder_dtype in zip(tensors, _INPUT_DTYPES, strict=True):
-        if tensor.dtype is not placeholder_dtype or not tensor.is_contiguous():
-            raise KernelError(f"a recorded forward was given {tensor.dtype}, it needs contiguous {placeholder_dtype}")
-    return tensors

@@ -21,6 +21,7 @@ from forerun.kernels.ops import (
     PackedHeads,
     PackedLinear,
 )
+from forerun.kernels.tree_walk import walk_trees
 from forerun.kernels.triton import attention, experts, latent, linear, moves, norms, rope, sampling, tree_growth
 from forerun.kernels.triton.grouped import grouped_linear
 from forerun.kernels.triton.grouped_layout import TritonGrouped, pack_grouped
@@ -44,6 +45,7 @@ class TritonKernels(Kernels):
     route, pack_experts = staticmethod(experts.route), staticmethod(experts.pack_experts)
     experts = staticmethod(experts.apply_experts)
     grow_trees, keep_trees = staticmethod(tree_growth.grow_trees), staticmethod(tree_growth.keep_trees)
+    walk_trees = walk_trees
 
     def __init__(self, device: torch.device) -> None:
         """Raises KernelError for a device that Triton does not compile for."""
