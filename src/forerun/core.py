@@ -226,11 +226,6 @@ class ScheduledRequest:
     max_nodes: int  # tree nodes, the root included; 0: the span stops short of the root
 
     @property
-    def end(self) -> int:
-        """The logical row after the last one that the request may write."""
-        return self.request.num_computed + self.num_span + self.max_nodes
-
-    @property
     def reaches_root(self) -> bool:
         """The step chooses this request's next token."""
         return self.max_nodes > 0
@@ -325,7 +320,8 @@ class DrafterCount:
         return self
 
     def _reach(self, depth: int) -> None:
-        self.depths += [DepthCount() for _ in range(depth - len(self.depths))]
+        while len(self.depths) < depth:
+            self.depths.append(DepthCount())
 
 
 def speedup(plain_s: float, drafted_s: float) -> float | None:

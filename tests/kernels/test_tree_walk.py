@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.kernels.cases import ISAS, cpu_kernels, kernels_named
 
-from forerun.kernels.ops import PlainTree, WalkedPath
+from forerun.kernels.draws import PlainTree
 
 REFERENCE = kernels_named("reference")
 
@@ -50,8 +50,6 @@ def test_a_chain_is_followed_as_far_as_it_is_right_and_no_token_is_minus_one() -
     logits = torch.nn.functional.one_hot(torch.tensor([3, 1, 4, 1]), 7).float()
     tree = PlainTree(0, (0, 3, 1, 5), (-1, 0, 1, 2), range(4), 0.0, 0, 1, 0)
     for kernels in (REFERENCE, cpu_kernels()):
-        assert kernels.walk_trees(logits, [tree]) == [WalkedPath((0, 1, 2), 4)]
-        assert kernels.walk_trees(logits.index_fill(0, torch.tensor([1]), torch.nan), [tree]) == [
-            WalkedPath((0, 1), -1)
-        ]
+        assert kernels.walk_trees(logits, [tree]) == [((0, 1, 2), 4)]
+        assert kernels.walk_trees(logits.index_fill(0, torch.tensor([1]), torch.nan), [tree]) == [((0, 1), -1)]
         assert kernels.walk_trees(logits, []) == []

@@ -147,14 +147,6 @@ def _rows(request: Request, start: int, end: int) -> SequenceRows:
     """Rows of known tokens start .. end-1; the request's last known token is the root of a tree."""
     root = request.root_position
     has_root = end > root
-    return SequenceRows(
-        request_id=request.request_id,
-        block_table=request.block_ids,
-        start=start,
-        span=request.token_ids[start : min(end, root)],
-        tree_start=min(end, root),
-        tree_tokens=request.token_ids[root:end],
-        tree_rows=(ROOT,) * has_root,
-        tree_masks=(1,) * has_root,
-        tree_depths=(0,) * has_root,
-    )
+    tree = ((ROOT,) * has_root, (1,) * has_root, (0,) * has_root)  # rows, masks, depths
+    span, tokens = request.token_ids[start : min(end, root)], request.token_ids[root:end]
+    return SequenceRows(request.request_id, request.block_ids, start, span, min(end, root), tokens, *tree)

@@ -29,7 +29,7 @@ from forerun.models.base import CommittedPath, Model, PassOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.policy.policy import Outcome, Policy, StepPlan, StepResult
 from forerun.runtime.runner import Runner
-from forerun.speculation.draft import Draft, pending_of
+from forerun.speculation.draft import NO_ROWS, Draft, pending_of
 from forerun.speculation.verifier import Candidate
 from forerun.speculation.verify import Choice
 
@@ -156,7 +156,7 @@ class Engine:
             for entry, seen in zip(work, observed, strict=True)
             if entry.draft is not None
         ]
-        num_span = sum(entry.item.num_span for entry in work)
+        num_span = sum([entry.item.num_span for entry in work])
         result = StepResult(outcomes, self.drafter.take_calls(), num_rows - num_span, num_span, self.timings.take())
         self.policy.learn(result)
         share_time(result, self.records, self.policy.plain_step_s(len(outcomes)))
@@ -265,7 +265,8 @@ class Engine:
             paths.append(CommittedPath(seen.request.request_id, seen.nodes))
             if seen.nodes and seen.nodes[-1] >= len(seen.nodes):
                 moves.append(_move(seen, root))
-        self.kv_cache.commit(moves)
+        if moves:
+            self.kv_cache.commit(moves)
         self.model.commit(paths)
         return observed
 
@@ -344,6 +345,8 @@ class Engine:
 
     def _end(self, requests: Sequence[Request]) -> None:
         """Remove ended requests everywhere; a group is removed with its last sample."""
+        if not requests:
+            return
         self.scheduler.finish(requests)
         for request in requests:
             self.drafter.end(request.request_id)
@@ -352,7 +355,7 @@ class Engine:
             self.masks.end(request)
             if request.parent_id in self.groups and self.groups[request.parent_id].finished:
                 del self.groups[request.parent_id]
-        if requests and self.keep is not None:
+        if self.keep is not None:
             self.keep()
 
 
@@ -377,20 +380,11 @@ def _join(span: range, nodes: Sequence[int]) -> Sequence[int]:
 
 
 def _sequence(entry: _Work) -> SequenceRows:
-    request, tree = entry.item.request, None if entry.draft is None else entry.draft.rows()
+    request = entry.item.request
     start, end = request.num_computed, request.num_computed + entry.item.num_span
-    return SequenceRows(
-        request_id=request.request_id,
-        block_table=request.block_ids,
-        start=start,
-        span=request.token_ids[start:end],
-        tree_start=end,
-        tree_tokens=tree.tokens if tree else (),
-        tree_rows=tree.nodes if tree else (),
-        tree_masks=tree.masks if tree else (),
-        tree_depths=tree.depths if tree else (),
-        span_logits=entry.span_logits,
-    )
+    tree = NO_ROWS if entry.draft is None else entry.draft.rows()
+    span = request.token_ids[start:end]
+    return SequenceRows(request.request_id, request.block_ids, start, span, end, *tree, entry.span_logits)
 
 
 def _move(seen: Observed, root: int) -> Move:

@@ -25,6 +25,8 @@ class MaskWaits:
     def begin_step(self, running: Sequence[Request]) -> None:
         """Wait a moment for masks that no step has waited for yet."""
         asked = [request for request in running if not self._ready(request, 0.0)]
+        if not asked:
+            return
         give_up = give_up_at()
         for request in asked:
             if request.request_id not in self._late and not self._ready(request, max(0.0, give_up - perf_counter())):

@@ -96,10 +96,13 @@ class SampleRecord:
             self.figures.num_plain_steps += 1
             return
         nodes, sources, depths = draft.verified[1:], draft.tree.sources, draft.tree.depths
-        self.figures.trees.count([depths[node] for node in nodes], [depths[node] for node in accepted])
-        for name in {sources[node] for node in nodes}:
-            own, right = ([depths[n] for n in these if sources[n] == name] for these in (nodes, accepted))
-            self.drafters.setdefault(name, DrafterCount()).count(own, right)
+        drafted, right = [depths[node] for node in nodes], [depths[node] for node in accepted]
+        self.figures.trees.count(drafted, right)
+        names = {sources[node] for node in nodes}
+        for name in names:
+            if len(names) > 1:
+                drafted, right = [[depths[n] for n in these if sources[n] == name] for these in (nodes, accepted)]
+            self.drafters.setdefault(name, DrafterCount()).count(drafted, right)
 
     def traced(self, draft: Draft, accepted: Sequence[int], emitted: Sequence[int]) -> None:
         """Record a step if a trace was asked for; called after `emitted`."""
@@ -158,7 +161,7 @@ class SampleRecord:
 
 def share_time(result: StepResult, records: Mapping[str, SampleRecord], plain_step_s: float | None) -> None:
     """Give every request that chose tokens its share of a step's time; without drafts it would take `plain_step_s`."""
-    num, num_asked = len(result.outcomes), sum(outcome.draft.max_nodes > 1 for outcome in result.outcomes)
+    num, num_asked = len(result.outcomes), sum([outcome.draft.max_nodes > 1 for outcome in result.outcomes])
     for outcome in result.outcomes:
         record = records[outcome.request.request_id]
         if outcome.draft.max_nodes > 1:

@@ -182,7 +182,7 @@ class Scheduler:
         item = ScheduledRequest(request, num_span, 1) if chooses else ScheduledRequest(request, min(num_span, rows), 0)
         if item.num_span + item.max_nodes == 0:
             return
-        while not self._reserve(request, item.end):
+        while not self._reserve(request, _end(item)):
             victim = self.running[-1]
             self._preempt(victim)
             step.preempted.append(victim)
@@ -203,7 +203,7 @@ class Scheduler:
             if num_nodes > 0:
                 item.max_nodes += num_nodes
                 left -= num_nodes
-                self._reserve(item.request, item.end)
+                self._reserve(item.request, _end(item))
 
     def _more_nodes(self, item: ScheduledRequest, wanted: int) -> int:
         """Useful tree nodes besides the root, at most as many as the policy wants."""
@@ -212,7 +212,7 @@ class Scheduler:
 
     def _rows_within_reach(self, item: ScheduledRequest) -> int:
         """Rows after the item's last one in blocks that its request owns or that are available."""
-        return (len(item.request.block_ids) + self.pool.num_available) * self._block_size - item.end
+        return (len(item.request.block_ids) + self.pool.num_available) * self._block_size - _end(item)
 
     def _reserve(self, request: Request, num_rows: int) -> bool:
         """Make sure that the request owns blocks for `num_rows` rows; returns whether it does."""
@@ -362,6 +362,11 @@ class Scheduler:
         for request in self.running:
             speculative = request.block_ids[request.num_computed // self._block_size :]
             assert not any(map(self.pool.is_kept, speculative)), f"{request.request_id} may write into kept blocks"
+
+
+def _end(item: ScheduledRequest) -> int:
+    """The logical row after the last one that the request may write."""
+    return item.request.num_computed + item.num_span + item.max_nodes
 
 
 def _turn(request: Request) -> tuple[float, int]:

@@ -39,8 +39,13 @@ class OutputText:
 
     def take(self, tokens: Sequence[int]) -> int:
         """Append accepted tokens to the request up to the one that ends it -> how many were taken."""
+        request = self.request
+        if not self._matched and len(tokens) < request.num_remaining and request.stop_token_ids.isdisjoint(tokens):
+            request.token_ids += tokens
+            self._unspelled += tokens
+            return len(tokens)
         for count, token in enumerate(tokens, 1):
-            self.request.token_ids.append(token)
+            request.token_ids.append(token)
             if self._ends(token):
                 return count
         return len(tokens)

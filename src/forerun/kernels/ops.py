@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.errors import KernelError
+from forerun.kernels.draws import PlainTree
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.tree_growth import NodeRows, TreeNodes, TreeRoom
 
@@ -168,60 +168,6 @@ class NoiseKeys(NamedTuple):
     seeds: Tensor  # [R] int64 (read as 64 unsigned bits)
     positions: Tensor  # [R] int64: absolute position of the token to be chosen
     streams: Tensor  # [R] int64: which of several samples (`n`), and the purpose
-
-
-class PlainTree(NamedTuple):
-    """A draft tree to verify, whose rows of logits need no shaping; csrc/tree_walk.h reads the fields in this order."""
-
-    first_row: int  # of the logits: that of the root; those of the other verified nodes follow
-    tokens: Sequence[int]  # of all nodes, the root first
-    parents: Sequence[int]
-    verified: Sequence[int]  # nodes, ascending, the root first, every one with its parent
-    temperature: float
-    seed: int
-    position: int  # of the token after the root
-    stream: int
-
-
-class WalkedPath(NamedTuple):
-    """A way down a tree."""
-
-    nodes: tuple[int, ...]  # the root first
-    token: int  # chosen after the last of them; -1: its row of the logits allows none
-
-
-class ChainNoise(NamedTuple):
-    """The noise of R chains that are drawn token by token, longest chain first."""
-
-    temperatures: Sequence[float]  # [R]
-    seeds: Sequence[int]  # [R]
-    streams: Sequence[int]  # [R]
-    positions: Sequence[int]  # [steps * R], step by step: what `NoiseKeys.positions` is
-    num_active: Sequence[int]  # [steps]: how many chains, from the first, have a token at that step
-    least: float = 0.0  # drawing ends where the chains' chances to be right so far add up to less; see `Draft`
-
-    def tensors(self) -> ChainTensors:
-        """For kernels that draw on a device."""
-        num, steps = len(self.seeds), len(self.num_active)
-        wide = words([*self.seeds, *self.streams, *self.positions, *self.num_active])
-        seeds, streams, positions, num_active = wide.split_with_sizes([num, num, num * steps, steps])
-        heat = torch.tensor(self.temperatures, dtype=torch.float64)
-        return ChainTensors(heat, seeds, streams, positions.view(steps, num), num_active)
-
-
-class ChainTensors(NamedTuple):
-    """The columns of `ChainNoise` on the host."""
-
-    temperatures: Tensor  # [R] float64
-    seeds: Tensor  # [R] int64
-    streams: Tensor  # [R] int64
-    positions: Tensor  # [steps, R] int64
-    num_active: Tensor  # [steps] int64
-
-
-def words(values: Sequence[int]) -> Tensor:
-    """64-bit words by their bits -> [len(values)] int64."""
-    return torch.from_numpy(np.array([v - (1 << 64) if v >> 63 else v for v in values], dtype=np.int64))
 
 
 NUM_RIVALS = 8  # how many of a row's best scores (logits / T + noise) tell how sure the best is
@@ -404,10 +350,11 @@ class Kernels(Protocol):
         Places with a score of -inf (and whole rows that `gumbel_argmax` answers -1 for) hold id -1.
         """
 
-    def walk_trees(self, logits: Tensor, trees: Sequence[PlainTree]) -> list[WalkedPath]:
+    def walk_trees(self, logits: Tensor, trees: Sequence[PlainTree]) -> list[tuple[tuple[int, ...], int]]:
         """Follow the tokens that `gumbel_argmax` chooses at the nodes of every tree, until one has no node.
 
-        logits [R, V] as for `gumbel_argmax`. Here the host waits for a device.
+        logits [R, V]. -> each tree's nodes, the root first, and the token chosen after the last of them, which is -1
+        where `gumbel_argmax` gives that. Here the host waits for a device.
         """
 
     def gumbel_chances(

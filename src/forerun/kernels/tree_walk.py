@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.device import indices_on, to_host
-from forerun.kernels.ops import Kernels, NoiseKeys, PlainTree, WalkedPath, words
+from forerun.kernels.draws import PlainTree, words
+from forerun.kernels.ops import Kernels, NoiseKeys
 
 
-def walk_trees(kernels: Kernels, logits: Tensor, trees: Sequence[PlainTree]) -> list[WalkedPath]:
+def walk_trees(kernels: Kernels, logits: Tensor, trees: Sequence[PlainTree]) -> list[tuple[tuple[int, ...], int]]:
     """See `Kernels.walk_trees`."""
     if not trees:
         return []
@@ -40,11 +41,11 @@ def _depths(tree: PlainTree) -> list[int]:
     return list(depths.values())
 
 
-def _walk(tree: PlainTree, chosen: Sequence[int]) -> WalkedPath:
+def _walk(tree: PlainTree, chosen: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Along the tokens chosen after every verified node, as far as the tree goes."""
     after = dict(zip(tree.verified, chosen, strict=True))
     children = {(tree.parents[node], tree.tokens[node]): node for node in tree.verified[1:]}
     nodes = [0]
     while (child := children.get((nodes[-1], after[nodes[-1]]))) is not None:
         nodes.append(child)
-    return WalkedPath(tuple(nodes), after[nodes[-1]])
+    return tuple(nodes), after[nodes[-1]]

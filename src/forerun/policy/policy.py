@@ -53,8 +53,7 @@ class StepSeconds(NamedTuple):
     step_s: float  # all of it
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What a step did and what it took."""
 
     outcomes: Sequence[Outcome]

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.chances import LEAST_RANKS, head_log_chances
-from forerun.kernels.ops import ChainTensors, Kernels, NoiseKeys
+from forerun.kernels.draws import ChainTensors
+from forerun.kernels.ops import Kernels, NoiseKeys
 from forerun.kernels.tree_growth import ancestry
 from forerun.kernels.triton.graphs import Capture, size_for
 from forerun.models.base import RowPasses

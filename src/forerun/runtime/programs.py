@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from forerun.config import MAX_TREE_NODES
-from forerun.kernels.ops import ChainTensors
+from forerun.kernels.draws import ChainTensors
 from forerun.kernels.triton.graphs import Capture, GraphSize, LastUsed, size_for
 from forerun.models.batch import ForwardBatch
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from forerun.errors import KernelError
-from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, ChainNoise, Kernels, LayerKV
+from forerun.kernels.draws import ChainNoise
+from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, Kernels, LayerKV
 from forerun.kernels.select import recording
 from forerun.models.base import Pass, Passes, PassOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
@@ -57,6 +58,7 @@ class RecordedRunner(EagerRunner):
         super().__init__(passes, kvs, block_size)
         self._first = first
         self._below = below
+        self._scratch = torch.empty(0, first.widths[0])
 
     def run(self, batch: ForwardBatch, features: Tensor | None = None) -> PassOutput:
         """See `Runner`."""
@@ -84,7 +86,7 @@ class RecordedRunner(EagerRunner):
         steps, num_chains = len(by_depth.num_active), len(by_depth.seeds)
         keeps_logits = any(noise.records)
         vocab_size, *fed_size = self._first.widths
-        logits = torch.empty(steps if keeps_logits else 1, num_chains, vocab_size)
+        logits = torch.empty(steps, num_chains, vocab_size) if keeps_logits else self._scratch_for(num_chains)
         fed = torch.empty(2, num_chains, *fed_size) if fed_size else None  # two levels take turns
         chains = ChainArgs(
             *by_depth[:5],
@@ -102,6 +104,12 @@ class RecordedRunner(EagerRunner):
         addresses = first.addresses(batch, [logits] if fed is None else [logits, fed], _contiguous(features))
         drawn = first.engine.draft_chains(first.native, self._below.native, batch.sequences, addresses, chains)
         return noise.chains(drawn, logits if keeps_logits else None)
+
+    def _scratch_for(self, num_chains: int) -> Tensor:
+        """Logits [num_chains, V] that nobody reads after a call; the memory of the last call, where it fits."""
+        if self._scratch.shape[0] != num_chains:
+            self._scratch = torch.empty(num_chains, self._first.widths[0])
+        return self._scratch
 
     def _serves(self, batch: ForwardBatch) -> bool:
         """Whether a batch is of a kind that was recorded."""

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forerun.kernels.ops import AttentionRows, ChainTensors, Kernels, LayerKV, NoiseKeys
+from forerun.kernels.draws import ChainTensors
+from forerun.kernels.ops import AttentionRows, Kernels, LayerKV, NoiseKeys
 from forerun.kernels.tree_growth import NodeRows, TreeRoom, new_trees
 from forerun.kernels.triton.graphs import Capture, GraphSize
 from forerun.models.base import Passes, PassOutput

@@ -19,7 +19,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import torch
@@ -85,6 +84,7 @@ class TreeRows(NamedTuple):
     depths: Sequence[int]
 
 
+NO_ROWS = TreeRows((), (), (), ())  # of a request whose root is not reached
 _ROUNDING = 1e-3  # by which a log chance may be above 0
 _CHAIN_MASKS = tuple((2 << node) - 1 for node in range(MAX_NODES))
 
@@ -175,12 +175,14 @@ class Draft:
 
     def add_tree(self, tree: DrawnTree) -> set[int]:
         """Add a tree below the root, as far as it fits -> the new nodes whose KV is in their own row."""
-        nodes, first = [ROOT], 0
-        for parent, siblings in groupby(tree.parents):
-            last = first + len(list(siblings))
-            tokens, survival = tree.tokens[first:last], tree.log_chances[first:last]
-            nodes += self._hang(nodes[parent], tokens, survival, tree.drawn_from.get(parent))
-            first = last
+        nodes, room = [ROOT], self.num_free
+        own = self._own.setdefault(self.member, {ROOT: 0.0}) if tree.tokens else {}
+        for token, above, said in zip(tree.tokens[:room], tree.parents, tree.log_chances, strict=False):
+            parent = nodes[above]
+            if above in tree.drawn_from and not self.tree.children(parent):
+                self.tree.draw_children(parent, (), tree.drawn_from[above], self.member)
+            nodes.append(self.tree.add(parent, token, self.member))
+            self._note(nodes[-1], said, own)
         return {node for node, place in zip(nodes[1:], tree.places, strict=True) if node == place}
 
     def _hang(self, parent: int, tokens: Sequence[int], log_survival: Sequence[float], q: Tensor | None) -> list[int]:
@@ -191,11 +193,15 @@ class Draft:
         own = self._own.setdefault(self.member, {ROOT: 0.0})
         nodes = self.tree.draw_children(parent, kept, q, self.member)
         for node, said in zip(nodes, log_survival, strict=False):
-            chance = said if said <= 0.0 else 0.0  # NaN, too
-            own.setdefault(node, chance)
-            if node == len(self.survival):
-                self.survival.append(chance)
+            self._note(node, said, own)
         return nodes
+
+    def _note(self, node: int, said: float, own: dict[int, float]) -> None:
+        """The drafter gave a node, new or not, this log chance."""
+        chance = said if said <= 0.0 else 0.0  # NaN, too
+        own.setdefault(node, chance)
+        if node == len(self.survival):
+            self.survival.append(chance)
 
     def take_back(self) -> None:
         """Undo what was proposed since the drafter was asked; the root stays."""
@@ -210,13 +216,17 @@ class Draft:
         """What one drafter proposed; the root alone where that is nothing."""
         own, tree = self._own.get(member, _ROOT_ALONE), self.tree
         nodes = tuple(own)
+        if nodes == tuple(range(len(tree))):  # the only drafter
+            return Proposal(
+                member, nodes, tuple(tree.tokens), tuple(tree.parents), tuple(tree.depths), tuple(own.values())
+            )
         places = {node: place for place, node in enumerate(nodes)}
         return Proposal(
             member,
             nodes,
-            tuple(tree.tokens[node] for node in nodes),
-            tuple(places.get(tree.parents[node], -1) for node in nodes),
-            tuple(tree.depths[node] for node in nodes),
+            tuple([tree.tokens[node] for node in nodes]),
+            tuple([places.get(tree.parents[node], -1) for node in nodes]),
+            tuple([tree.depths[node] for node in nodes]),
             tuple(own.values()),
         )
 
@@ -322,7 +332,10 @@ class PendingDrafts:
 
 def pending_of(drafts: Sequence[Draft]) -> PendingDrafts | None:
     """The pending trees among these drafts, if any: all those of a step are one object."""
-    return next((draft.pending for draft in drafts if draft.pending is not None), None)
+    for draft in drafts:
+        if draft.pending is not None:
+            return draft.pending
+    return None
 
 
 def hand_over(drafts: Sequence[Draft], drawn: Sequence[DrawnTree] | PendingTrees) -> list[set[int]]:

@@ -29,7 +29,8 @@ from torch import Tensor
 from forerun.core import Request
 from forerun.kernels.chances import rival_log_chances
 from forerun.kernels.device import all_to_host
-from forerun.kernels.ops import NUM_RIVALS, ChainNoise, Kernels, NoiseKeys, words
+from forerun.kernels.draws import ChainNoise, words
+from forerun.kernels.ops import NUM_RIVALS, Kernels, NoiseKeys
 from forerun.speculation.draft import Draft
 from forerun.speculation.drawn import DrawnTree
 from forerun.speculation.noise import Purpose, step_position, stream_id
@@ -108,9 +109,9 @@ class TreeGrower:
         requests, sizes = [draft.request for draft in drafts], [draft.num_free for draft in drafts]
         assert sizes == sorted(sizes, reverse=True)
         records = [self._records(request.params.temperature) for request in requests]
-        least = min(draft.least for draft in drafts)
-        is_plain_ = all(is_plain(request.params) for request in requests)
-        by_depth = self._by_depth(requests, sizes, least) if is_plain_ else None
+        least = min([draft.least for draft in drafts])
+        plain = all(is_plain(request.params) for request in requests)
+        by_depth = self._by_depth(requests, sizes, least) if plain else None
         return TreeNoise(self, requests, sizes, records, least, by_depth)
 
     def _by_depth(self, requests: Sequence[Request], sizes: Sequence[int], least: float) -> ChainNoise:

@@ -17,7 +17,8 @@ from torch import Tensor
 from forerun.core import Request
 from forerun.errors import LogitsError
 from forerun.kernels.device import all_to_host, to_device, to_host
-from forerun.kernels.ops import Kernels, NoiseKeys, PlainTree
+from forerun.kernels.draws import PlainTree
+from forerun.kernels.ops import Kernels, NoiseKeys
 from forerun.speculation import verify
 from forerun.speculation.draft import Draft, PendingDrafts, pending_of
 from forerun.speculation.growth import as_temperatures, noise_keys
@@ -80,8 +81,8 @@ class CoupledVerifier:
         """Whose rows go to the draw as they are."""
         paths = self._kernels.walk_trees(logits, [_plain_tree(candidate) for candidate in candidates])
         return [
-            Choice(path.nodes, path.token) if path.token >= 0 else bad_logits(candidate.request)
-            for path, candidate in zip(paths, candidates, strict=True)
+            Choice(nodes, token) if token >= 0 else bad_logits(candidate.request)
+            for (nodes, token), candidate in zip(paths, candidates, strict=True)
         ]
 
     def _walk_shaped(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:

@@ -18,6 +18,7 @@ from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.arena import WeightArena
 from forerun.kernels.cpu.grouped import CpuGrouped, pack_matrix
 from forerun.kernels.cpu.packed import CpuExperts, CpuHeads, CpuLinear, head_rows, own_experts, own_heads, pack_bank
+from forerun.kernels.draws import PlainTree
 from forerun.kernels.experts import check_routing
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import (
@@ -30,9 +31,7 @@ from forerun.kernels.ops import (
     PackedExperts,
     PackedHeads,
     PackedLinear,
-    PlainTree,
     Routing,
-    WalkedPath,
 )
 from forerun.kernels.reference import (
     ReferenceKernels,
@@ -338,10 +337,9 @@ class CpuKernels(ReferenceKernels):
         self._gumbel(logits, temperatures, keys, k, ids, scores.data_ptr())
         return ids, scores
 
-    def walk_trees(self, logits: Tensor, trees: Sequence[PlainTree]) -> list[WalkedPath]:
+    def walk_trees(self, logits: Tensor, trees: Sequence[PlainTree]) -> list[tuple[tuple[int, ...], int]]:
         """See `Kernels.walk_trees`: a level at a time, since drawing a row of a large vocabulary is slow."""
-        found = self.engine.walk_trees(_floats(logits), logits.shape[1], trees)
-        return [WalkedPath(nodes, token) for nodes, token in found]
+        return self.engine.walk_trees(_floats(logits), logits.shape[1], trees)
 
     def _gumbel(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys, k: int, ids: Tensor, scores: int) -> None:
         num_rows, vocab_size = logits.shape
