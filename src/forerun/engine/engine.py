@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.cache.boundaries import BoundaryStates
 from forerun.cache.kv_cache import KVCache, Move
-from forerun.core import Plan, Request, Resumed, ScheduledRequest
+from forerun.core import Plan, PositionLogprobs, Request, Resumed, ScheduledRequest
 from forerun.drafters.base import EngineDrafter, Observed, logits_reader
 from forerun.engine.logprobs import token_logprobs
 from forerun.engine.masks import MaskWaits, ask_ahead
@@ -298,9 +298,11 @@ class Engine:
         nodes = choice.nodes[: num_taken + 1]
         sources = [*[tree.sources[node] for node in nodes[1:]], ""][:num_taken]
         record.drafted(draft, nodes[1:])
-        # token i was chosen after node i of the path
-        rows = [entry.root_logit + draft.row_of(node) for node in nodes[:num_taken]]
-        record.emitted(sources, token_logprobs(logits, rows, tokens[:num_taken], entry.item.request.params.logprobs))
+        num_top, logprobs = entry.item.request.params.logprobs, list[PositionLogprobs]()
+        if num_top is not None:  # token i was chosen after node i of the path
+            rows = [entry.root_logit + draft.row_of(node) for node in nodes[:num_taken]]
+            logprobs = token_logprobs(logits, rows, tokens[:num_taken], num_top)
+        record.emitted(sources, logprobs)
         record.traced(draft, nodes[1:], tokens[:num_taken])
         return nodes, tuple(tokens[:num_taken])
 

@@ -20,12 +20,8 @@ def position_logprobs(logits: Tensor, token: int, num_top: int) -> PositionLogpr
     return PositionLogprobs(TokenLogprob(float(row[token]), rank, token), _best(row, num_top))
 
 
-def token_logprobs(
-    logits: Tensor, rows: Sequence[int], tokens: Sequence[int], num_top: int | None
-) -> list[PositionLogprobs]:
-    """Log-probabilities of tokens chosen from these rows of logits [R, vocab_size]; [] if num_top is None."""
-    if num_top is None:
-        return []
+def token_logprobs(logits: Tensor, rows: Sequence[int], tokens: Sequence[int], num_top: int) -> list[PositionLogprobs]:
+    """Log-probabilities of tokens chosen from these rows of logits [R, vocab_size]."""
     return [position_logprobs(logits[row], token, num_top) for row, token in zip(rows, tokens, strict=True)]
 
 

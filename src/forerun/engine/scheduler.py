@@ -195,6 +195,8 @@ class Scheduler:
         items = [item for item in step.items if item.max_nodes > 0]
         wishes = [(self._more_nodes(item, node_budget(item.request)), item) for item in items]
         wishes = [wish for wish in wishes if wish[0] > 0]
+        if not wishes:
+            return
         most = self.limits.max_num_nodes
         left = step.rows_left if most is None else min(step.rows_left, most - len(items))
         wishes.sort(key=_wanted)

@@ -4,7 +4,7 @@ Knows: draft trees and, per node, the target's distribution. Does not know: mode
 
 *coupled*: the token after a node is the target's own choice argmax(log p + G(seed, position)), and G does not depend
 on the drafts; the walk follows those choices as far as the tree goes. The output is a function of the target, the
-prompt and the seed alone.
+prompt and the seed alone. Where only the temperature matters kernels walk by the same rule (`Kernels.walk_trees`).
 
 *rejection*: drafts are accepted or replaced so that the output has the target's distribution, whatever q was.
   token      Leviathan et al., arXiv 2211.17192, algorithm 1            (chains)
