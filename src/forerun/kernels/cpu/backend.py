@@ -121,8 +121,7 @@ class CpuKernels(ReferenceKernels):
             sizes = (out.shape[0], vocab_size, width)
             self.engine.grouped_rows(ids, address, out.data_ptr(), order, *sizes, zero, table.layout)
             return out
-        packed = isinstance(table, CpuLinear)
-        if isinstance(table, CpuLinear):
+        if packed := isinstance(table, CpuLinear):
             address, code = table.address, table.dtype_code
         elif isinstance(table, Tensor):
             address, code = table.data_ptr(), _dtype_code(table)
@@ -346,9 +345,7 @@ class CpuKernels(ReferenceKernels):
         self.engine.gumbel(
             _floats(logits),
             _address(temperatures, torch.float64),
-            _address(keys.seeds, torch.int64),
-            _address(keys.positions, torch.int64),
-            _address(keys.streams, torch.int64),
+            *(_address(key, torch.int64) for key in keys),
             num_rows,
             vocab_size,
             k,
