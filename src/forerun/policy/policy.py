@@ -197,7 +197,7 @@ class AdaptivePolicy:
         rest_s, calls_s = self._learn_step(result)
         reading_s = sum(map(self._learn_call, result.calls, calls_s))
         spent_s = rest_s + sum(calls_s) - reading_s
-        self.speedup.add(spent_s / plain_s, num_tokens / num, MEMORY)
+        self.speedup.add(max(spent_s / plain_s, 1.0), num_tokens / num, MEMORY)  # no step is quicker than a plain one
         plain_speed = num / plain_s
         self.exploration.book(spent_s * plain_speed, reading_s * plain_speed, num_tokens, bool(result.calls))
         for request, draft, tokens in result.outcomes:
@@ -341,8 +341,9 @@ class AdaptivePlan:
         sizes, after = plan_call(gains, without, *prices, self.speed)
         if not any(sizes):
             return sizes
-        saved_s = after.tokens * without.seconds / without.tokens - after.seconds  # a step
-        token_s, call_s = saved_s / (after.tokens - without.tokens), costs.call_s(member, max(sizes), 1)
+        brought = after.tokens - without.tokens
+        saved_s = brought / self.speed - (after.seconds - without.seconds)  # a step
+        token_s, call_s = saved_s / brought, costs.call_s(member, max(sizes), 1)
         return [
             size if self._is_worth(member, draft.request, sum(of_request[:size]), token_s, call_s) else 0
             for size, of_request, draft in zip(sizes, gains, drafts, strict=True)
