@@ -267,7 +267,9 @@ HEADER = "| | tokens/s | requests/s | TTFT p50, ms | TPOT p50, ms | TPOT p99, ms
 def markdown(result: Report) -> str:
     """A table a measurement, and what they were taken on."""
     facts = result["machine"]
-    place = f"{facts['cpu']}, {facts['cores']} cores, {', '.join(facts['isa'])}, commit {facts['commit']}"
+    from forerun.bench.machine import machine_line
+
+    place = machine_line(facts)
     told = [TELL[name](result) for name in MEASUREMENTS if name in result]
     return "\n\n".join([*told, f"{place}, {facts['date']}: `{result['command']}`"])
 

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from forerun.bench.machine import machine_line
 from forerun.bench.report import NOISE, decode_gain, gain, spread
 
 RESULTS = Path(__file__).with_name("results")
@@ -54,10 +55,9 @@ def run(given: dict[str, str], temperature: str) -> dict[str, Any]:
 def markdown(runs: list[dict[str, Any]]) -> str:
     """A table of all prompts, one of categories, and what they were taken on."""
     machine = runs[0]["report"]["machine"]
-    place = f"{machine['cpu']}, {machine['cores']} cores, {', '.join(machine['isa'])}, commit {machine['commit']}"
     commands = "\n".join(run["command"] for run in runs)
     tables = [all_prompts(runs), *(categories(run["report"]) for run in runs)]
-    return "\n\n".join([*tables, f"{NOISE}.", f"{place}, {machine['date']}:", f"```\n{commands}\n```"])
+    return "\n\n".join([*tables, f"{NOISE}.", f"{machine_line(machine)}, {machine['date']}:", f"```\n{commands}\n```"])
 
 
 def all_prompts(runs: list[dict[str, Any]]) -> str:

@@ -311,7 +311,7 @@ COLUMNS = ("engine", "alone, tokens/s", "together, tokens/s", "times", "TTFT p50
 def markdown(result: Report) -> str:
     """A table a storage, and what it was taken on."""
     facts = result["machine"]
-    place = f"{facts['cpu']}, {result['threads']} threads, {', '.join(facts['isa'])}, commit {facts['commit']}"
+    place = f"{facts['cpu']}, {result['threads']} threads, kernels {facts['kernels']}, commit {facts['commit']}"
     told = (
         f"{result['shape']}, prompts of {result['input_len']} tokens, answers of {result['max_tokens']}, "
         f"{result['concurrency']} at a time."
