@@ -394,11 +394,17 @@ def test_the_client_creates_streams_and_continues(api: Any) -> None:
 
 def test_the_client_parses_schemas_and_calls(api: Any) -> None:
     pytest.importorskip("xgrammar")
-    parsed = api.responses.parse(model="mini", input="A digit", text_format=Count)
+    parsed = api.responses.parse(model="mini", input="A digit", text_format=Count, extra_body=ASKED)
     assert isinstance(parsed.output_parsed, Count)
     choice: Any = {"type": "function", "name": "add"}
-    asked: dict[str, Any] = {"model": "mini", "input": "Add", "tools": [TOOL], "tool_choice": choice}
-    call = api.responses.create(**asked, max_output_tokens=200).output[0]
+    asked: dict[str, Any] = {
+        "model": "mini",
+        "input": "Add",
+        "tools": [TOOL],
+        "tool_choice": choice,
+        "extra_body": ASKED,
+    }
+    call = api.responses.create(**asked, max_output_tokens=200).output[0]  # seeded: unlucky digits fill 200 tokens
     assert (call.type, call.name) == ("function_call", "add") and isinstance(json.loads(call.arguments)["a"], int)
     items = [{"role": "user", "content": "Add"}, call, {
         "type": "function_call_output", "call_id": call.call_id, "output": "3"}]  # fmt: skip
