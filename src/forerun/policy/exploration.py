@@ -19,10 +19,9 @@ from typing import Final
 from forerun.policy.costs import MAX_JUMP
 
 SHARE: Final = 0.01  # of the tokens that may be lost
-# Figures: `benchmarks/simulate.py --half choose --machine mini`, a new policy and one that has seen such work.
-FIRST: Final = (
-    8.0  # tokens that may be lost at the beginning: 0.961 and 0.969; with 4 0.964 and 0.967, 16 0.948 and 0.969
-)
+# Tokens that may be lost at the beginning. `benchmarks/simulate.py --half choose --machine mini`, a new policy and one
+# that has seen such work: 0.961 and 0.969 of the best fixed number; with 4 0.964 and 0.967, with 16 0.948 and 0.969.
+FIRST: Final = 8.0
 MOST: Final = 32.0  # and later at once, after any gain: with 64 the same
 # Steps over which reading a prompt for drafts is paid, and most steps of a rest: 0.964 and 1.003 (mini, 1b-int4); half
 # as many 0.965 and 1.000, twice as many 0.970 and 1.003.
