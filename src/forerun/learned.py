@@ -107,9 +107,8 @@ class KeptFile:
     written_s: float  # since 1970
     about: Mapping[str, str] = field(default_factory=dict)
     plain_step_s: float | None = None  # of one request
-    acceptance_by_rank: Mapping[str, list[float]] = field(
-        default_factory=dict
-    )  # member -> share of its n-th likeliest nodes
+    # member -> how often its n-th likeliest node was right
+    acceptance_by_rank: Mapping[str, list[float]] = field(default_factory=dict)
 
 
 def kept_files(folder: Path) -> list[KeptFile]:

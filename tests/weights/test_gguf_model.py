@@ -15,6 +15,7 @@ from forerun.cli.app import app as cli
 from forerun.core import SamplingParams
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.llm import LLM
+from forerun.models.decoder import Decoder, DecoderParts
 from forerun.models.loader import load_model, read_config
 from forerun.weights.gguf_checkpoint import GgufCheckpoint
 from forerun.weights.resolve import resolve_model
@@ -98,10 +99,16 @@ def test_quantized_differs_from_its_float_values_only_by_rounded_activations(
     assert error < float((found - unquantized).norm() / unquantized.norm())
 
 
+def parts_of(path: Path, **options: Any) -> DecoderParts:
+    model = load_model(path, factory.make_kernels(), **options).model
+    assert isinstance(model, Decoder)
+    return model.parts
+
+
 @pytest.mark.parametrize("types", QUANTIZED)
 def test_matrices_are_worth_what_the_reference_says(types: str, tmp_path: Path) -> None:
     _, path, worth = make(tmp_path, "llama", QUANTIZED[types], makers.SIZES)
-    parts = load_model(path, factory.make_kernels()).model.parts  # type: ignore[attr-defined]
+    parts = parts_of(path)
     layer, prefix = parts.layers[1], "model.layers.1."
     rows = [worth[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
     for found, expected in [
@@ -119,11 +126,11 @@ def test_matrices_are_worth_what_the_reference_says(types: str, tmp_path: Path) 
 @pytest.mark.parametrize("case", ["llama", "qwen2"])  # the second one's output layer is the table
 def test_a_table_in_blocks_stays_as_small(case: str, tmp_path: Path) -> None:
     _, path, worth = make(tmp_path, case, QUANTIZED["Q8_0"], makers.SIZES)
-    parts = load_model(path, factory.make_kernels()).model.parts  # type: ignore[attr-defined]
+    parts = parts_of(path)
     table = worth["model.embed_tokens.weight"]
     assert torch.equal(parts.embedding(torch.arange(len(table))), table)
     assert (parts.embedding.nbytes == 0) is parts.tie_embeddings and parts.embedding.nbytes < table.nbytes / 3
-    widened = load_model(path, factory.make_kernels(), dtype="float32").model.parts  # type: ignore[attr-defined]
+    widened = parts_of(path, dtype="float32")
     assert widened.embedding.nbytes == table.nbytes
 
 

@@ -134,9 +134,8 @@ class AdaptivePolicy:
     acceptance: Acceptance = field(default_factory=Acceptance)
     exploration: Exploration = field(default_factory=Exploration)
     usual_output: float = USUAL_OUTPUT
-    speedup: Tally = field(
-        default_factory=partial(Tally, PRIOR, PRIOR)
-    )  # plain steps' time for its tokens over its time
+    # lately: the steps' time in plain steps, and the tokens a request they gave
+    speedup: Tally = field(default_factory=partial(Tally, PRIOR, PRIOR))
     # of each request and member: tokens known when it was last asked, and preemptions by then
     read: WeakKeyDictionary[Request, dict[str, tuple[int, int]]] = field(default_factory=WeakKeyDictionary)
     trial: str | None = None  # the member that is tried
@@ -336,13 +335,13 @@ class AdaptivePlan:
     def wanted(self, member: str, drafts: Sequence[Draft]) -> list[int]:
         """Drafts of the member that pay, request by request."""
         gains = [self._gains(member, draft) for draft in drafts]
-        without, costs = self._outlook(drafts), self.policy.costs
+        without, costs, speed = self._outlook(drafts), self.policy.costs, self.speed
         prices = costs.step_s, partial(costs.call_s, member)
-        sizes, after = plan_call(gains, without, *prices, self.speed)
+        sizes, after = plan_call(gains, without, *prices, speed)
         if not any(sizes):
             return sizes
         brought = after.tokens - without.tokens
-        saved_s = brought / self.speed - (after.seconds - without.seconds)  # a step
+        saved_s = brought / speed - (after.seconds - without.seconds)  # a step
         token_s, call_s = saved_s / brought, costs.call_s(member, max(sizes), 1)
         return [
             size if self._is_worth(member, draft.request, sum(of_request[:size]), token_s, call_s) else 0
