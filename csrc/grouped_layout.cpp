@@ -1,6 +1,7 @@
 #include "grouped_layout.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "half.h"
@@ -107,6 +108,9 @@ float get_scale(const GroupedLayout& layout, const uint8_t* panel, int64_t group
     switch (layout.scales) {
         case ScaleKind::kFloat32: std::memcpy(&scale, at + 4 * place, 4); return scale;
         case ScaleKind::kFloat16: return get_half(at + 2 * place);
+        case ScaleKind::kPowers: return std::ldexp(1.0f, at[place] - 128);
+        case ScaleKind::kFloat8: return at[place] < 8 ? std::ldexp(at[place], -10)
+                                                      : std::ldexp(8 + at[place] % 8, at[place] / 8 - 11);
         case ScaleKind::kBytes: return get_half(unit + 2 * place) * static_cast<float>(static_cast<int8_t>(at[place]));
         default: break;
     }

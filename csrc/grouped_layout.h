@@ -18,6 +18,8 @@
 //   0, 1     float32, float16                                              1, nothing to count
 //   2        signed bytes                                                  any number
 //   3        one byte for both, the scale below 16 in its low half         likewise
+//   4        a byte e for 2^(e - 128), no offsets                          1
+//   5        e4m3 without a sign of twice the scale, no offsets            1
 #pragma once
 
 #include <cstdint>

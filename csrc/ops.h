@@ -50,7 +50,7 @@ struct PackArgs {
 };
 
 // How scales and offsets are stored: as they are, or as whole numbers that count a float16 of their unit.
-enum class ScaleKind : int32_t { kFloat32 = 0, kFloat16 = 1, kBytes = 2, kNibbles = 3 };
+enum class ScaleKind : int32_t { kFloat32 = 0, kFloat16 = 1, kBytes = 2, kNibbles = 3, kPowers = 4, kFloat8 = 5 };
 constexpr int kTabled = 9;  // a storage besides numbers of bits: 4 bits, which stand for a byte of `table`
 
 // See grouped_layout.h.

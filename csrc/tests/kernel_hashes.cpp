@@ -236,7 +236,9 @@ void run_grouped(Run& run, const GroupedCase& c) {
     if (c.m == 5) put_oddities(x);
     Array<int64_t> order(c.k, [&](int64_t i) { return (i * 7 + 3) % c.k; });
     Array<uint8_t> counts(groups, [&](int64_t) { return from.below(256); });
-    const void* all[] = {floats.begin(), halves.begin(), counts.begin(), counts.begin()};
+    Array<uint8_t> powers(groups, [&](int64_t i) { return i % 50 ? 96 + from.below(64) : i / 50 % 2; });
+    Array<uint8_t> floats8(groups, [&](int64_t) { return from.below(127); });
+    const void* all[] = {floats.begin(), halves.begin(), counts.begin(), counts.begin(), powers.begin(), floats8.begin()};
     const void* scales = all[static_cast<int>(c.scales)];
     const void* units = counted ? halves.begin() : nullptr;
     const void* offsets = c.offsets && c.scales != ScaleKind::kNibbles ? scales : nullptr;
@@ -265,9 +267,10 @@ void run_all_grouped(Run& run) {
         for (int64_t m : {1, 5, 9}) run_grouped(run, {m, 50, 512, 32, storage, ScaleKind::kBytes, m == 5, false});
         run_grouped(run, {4, 50, 512, 16, storage, ScaleKind::kNibbles, true, false});
     }
-    for (ScaleKind scales : {kHalf, ScaleKind::kBytes}) {
+    for (ScaleKind scales : {kHalf, ScaleKind::kBytes, ScaleKind::kPowers}) {
         run_grouped(run, {6, 50, 512, 32, 4, scales, false, false, true});
     }
+    run_grouped(run, {6, 50, 512, 16, 4, ScaleKind::kFloat8, false, false, true});
 }
 
 bool run_all(const KernelTable& table) {

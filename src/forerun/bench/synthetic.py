@@ -90,7 +90,8 @@ class RandomGroupedFormat:
         groups, middle = -(-columns // group_size), (1 << layout.bits) / 2  # offsets are so many scales
         codes, table = tiled(self._codes, (rows, columns)), _TABLE if layout.tabled else None
         together = math.gcd(groups, layout.groups_a_unit)  # fewer for shapes that no file of this type has
-        scales = tiled((self._scales / (spread * math.sqrt(columns))).half(), (rows, groups // together))
+        sizes = _as_stored(self._scales / (spread * math.sqrt(columns)), layout.scales)
+        scales = tiled(sizes, (rows, groups // together))
         if layout.groups_a_unit == 1:
             offsets = scales.float() * middle if layout.offsets else None
             return GroupedMatrix(codes, scales.float(), layout.bits, layout.zero, group_size, offsets, table=table)
@@ -99,6 +100,13 @@ class RandomGroupedFormat:
         return GroupedMatrix(
             codes, counts, layout.bits, layout.zero, group_size, moved[0], None, units, moved[1], table
         )
+
+
+def _as_stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales that a file with scales of `dtype` could have, if not as small as these."""
+    if dtype is torch.float8_e4m3fn:  # files of this kind have a larger scale beside it
+        return scales.clamp(min=torch.finfo(dtype).tiny).to(dtype).float() / 2
+    return scales.to(dtype).float() if dtype is torch.float8_e8m0fnu else scales.to(dtype)
 
 
 def tiled(values: Tensor, shape: Sequence[int]) -> Tensor:

@@ -28,6 +28,7 @@ class Grouped:
     offsets: bool
     groups_a_unit: int = 1  # above 1: scales are small integers times a float16 for so many groups
     tabled: bool = False  # codes are indices of a table of 8-bit integers
+    scales: torch.dtype = torch.float16  # whose numbers they are, or with float8_e4m3fn halves of those
 
 
 # The blocks of ggml-common.h as integers and scales.
@@ -53,8 +54,8 @@ GGUF_TYPES: dict[str, Grouped] = {
     "iq3_s": Grouped(4, 32, 128, False, 8, tabled=True),
     "tq1_0": Grouped(2, 256, 1, False),
     "tq2_0": Grouped(2, 256, 1, False),
-    "mxfp4": Grouped(4, 32, 128, False, tabled=True),
-    "nvfp4": Grouped(4, 16, 128, False, tabled=True),
+    "mxfp4": Grouped(4, 32, 128, False, tabled=True, scales=torch.float8_e8m0fnu),
+    "nvfp4": Grouped(4, 16, 128, False, tabled=True, scales=torch.float8_e4m3fn),
 }
 GGUF_DENSE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 

@@ -16,7 +16,7 @@ from forerun.kernels.cpu.arena import WeightArena
 from forerun.kernels.grouped import GroupedMatrix, check_matrix, scales_fit_half
 
 STORAGES = (2, 3, 4, 5, 6, 8)  # bits a packed code may occupy
-FLOAT32, FLOAT16, BYTES, NIBBLES = range(4)  # csrc: ScaleKind
+FLOAT32, FLOAT16, BYTES, NIBBLES, POWERS, FLOAT8 = range(6)  # csrc: ScaleKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class CpuGrouped:
 def pack_matrix(matrix: GroupedMatrix, engine: _native.CpuEngine, arena: WeightArena) -> CpuGrouped:
     """Lay `matrix` out for the C++ kernels; raises KernelError where its tensors are not what C++ would read."""
     check_matrix(matrix)
-    (num_outputs, num_inputs), kind = matrix.shape, _scale_kind(matrix)
-    scales, offsets = _stored_scales(matrix, kind)
+    num_outputs, num_inputs = matrix.shape
+    kind, scales, offsets = _stored_scales(matrix)
     table, storage, has_offsets = _whole(matrix.table), _storage(matrix), matrix.offsets is not None
     sizes = (num_inputs, matrix.group_size, storage, kind, has_offsets, matrix.groups_a_unit)
     layout = _native.GroupedLayout(*sizes, _address(table))
@@ -52,22 +52,38 @@ def pack_matrix(matrix: GroupedMatrix, engine: _native.CpuEngine, arena: WeightA
     return CpuGrouped(panels, panels.data_ptr(), order, _address(order), matrix.shape, matrix.zero, layout)
 
 
-def _scale_kind(matrix: GroupedMatrix) -> int:
+def _stored_scales(matrix: GroupedMatrix) -> tuple[int, Tensor, Tensor | None]:
+    """Their kind, scales and offsets as C++ reads them: one tensor where a byte holds both."""
+    scales, offsets = matrix.scales.contiguous(), _whole(matrix.offsets)
     if matrix.units is None:
-        return FLOAT16 if scales_fit_half(matrix) else FLOAT32
-    both = () if matrix.offsets is None else (matrix.scales, matrix.offsets)
-    small = all(int(counts.min()) >= 0 and int(counts.max()) < 16 for counts in both)
-    return NIBBLES if both and small else BYTES
+        return _stored_floats(matrix, scales, offsets)
+    if offsets is not None and all(int(counts.min()) >= 0 and int(counts.max()) < 16 for counts in (scales, offsets)):
+        return NIBBLES, scales | offsets << 4, None
+    return BYTES, scales, offsets
 
 
-def _stored_scales(matrix: GroupedMatrix, kind: int) -> tuple[Tensor, Tensor | None]:
-    """Scales and offsets as C++ reads them: one tensor where a byte holds both."""
-    if kind == NIBBLES:
-        assert matrix.offsets is not None
-        return (matrix.scales | matrix.offsets << 4).contiguous(), None
-    if kind == FLOAT16:
-        return matrix.scales.half().contiguous(), None if matrix.offsets is None else matrix.offsets.half().contiguous()
-    return matrix.scales.contiguous(), _whole(matrix.offsets)
+def _stored_floats(matrix: GroupedMatrix, scales: Tensor, offsets: Tensor | None) -> tuple[int, Tensor, Tensor | None]:
+    """Float32 scales and offsets in the fewest bytes that hold them exactly."""
+    for kind, as_bytes in ((POWERS, _power_bytes), (FLOAT8, _float8_bytes)):
+        if offsets is None and as_bytes(scales[:1]) is not None and (stored := as_bytes(scales)) is not None:
+            return kind, stored, None
+    if scales_fit_half(matrix):
+        return FLOAT16, scales.half(), None if offsets is None else offsets.half()
+    return FLOAT32, scales, offsets
+
+
+def _power_bytes(scales: Tensor) -> Tensor | None:
+    """Powers of two: their exponents, counted from -128."""
+    mantissas, exponents = torch.frexp(scales)
+    fit = (mantissas == 0.5) & (exponents >= -127)
+    return (exponents + 127).byte() if bool(fit.all()) else None
+
+
+def _float8_bytes(scales: Tensor) -> Tensor | None:
+    """Halves of numbers that e4m3 has."""
+    small = (2 * scales).to(torch.float8_e4m3fn)
+    exact = torch.equal(small.float(), 2 * scales) and not bool(scales.signbit().any())
+    return small.view(torch.uint8) if exact else None
 
 
 def _storage(matrix: GroupedMatrix) -> int:
