@@ -1,15 +1,19 @@
-"""Following a request: states in any pieces are the states, and nobody is followed whom it does not pay to follow."""
+"""Following a request: states in any pieces are the states; when rows are read, and who is not followed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.following import Follow, Thrift, side_by_side
+from forerun.core import Request, SamplingParams
+from forerun.drafters.base import Observed
+from forerun.drafters.following import MOST_UNREAD, FeatureFollower, Follow, Thrift, side_by_side
 
 WIDTH = 3
 
@@ -49,6 +53,41 @@ def test_what_others_computed_without_leaving_states_is_lost() -> None:
     sound = Follow(8, 7, states(7, 1))
     sound.add(8, 2, piece(8, 2))
     assert not sound.is_broken(10) and torch.equal(sound.take(8, 11), states(7, 3))
+
+
+def decoded(request: Request, num_rows: int, num_nodes: int) -> Observed:
+    """A step that computed `num_rows` rows of known tokens, the last `num_nodes` of them nodes of a draft."""
+    request.num_computed += num_rows
+    request.token_ids.extend([7] * (request.num_computed + 1 - len(request.token_ids)))
+    return Observed(request, range(num_rows), tuple(range(num_nodes)), (7,) * num_nodes)
+
+
+def test_prompts_and_ended_requests_are_read_at_once_decoded_tokens_of_all_together() -> None:
+    head: Any = SimpleNamespace(hidden_layers=(0,), sees_slot_zero=False, state_size=WIDTH)
+    options = SimpleNamespace(adaptive=False)
+    context: Any = SimpleNamespace(kernels=SimpleNamespace(device=torch.device("cpu")), options=options)
+    follower, reads = FeatureFollower(head, context), list[dict[str, int]]()
+    requests = [Request(name, (1,) * 10, SamplingParams(), 0) for name in "ab"]
+
+    def step(num_rows: int, num_nodes: int) -> dict[str, int]:
+        """-> how far each request was read."""
+        reads.append({})
+        seen = [decoded(request, num_rows, num_nodes) for request in requests]
+        follower.observe(seen, {0: torch.zeros(num_rows, WIDTH)}, read)
+        return reads[-1]
+
+    def read(ends: Any) -> None:
+        for request, end in ends:
+            reads[-1][request.request_id] = end
+            follower.read(request, end)
+
+    assert step(10, 0) == {"a": 10, "b": 10}, "a prompt"
+    quiet = MOST_UNREAD // 2
+    assert [step(1, 1) for _ in range(quiet)] == [{}] * quiet
+    assert follower.num_ready(requests[0]) == (10,), "the prefix cache is told of no row that is not computed"
+    assert step(1, 1) == {"a": 11 + quiet, "b": 11 + quiet}
+    requests[1].finish_reason = "stop"
+    assert step(1, 1) == {"b": 12 + quiet}, "nobody reads it later"
 
 
 def steps(thrift: Thrift, num: int, wanted: bool, share: float, start: float) -> float:

@@ -7,9 +7,11 @@ networks, batches, how drafts are drawn.
 before: it depends on tokens up to j, so blocks of its KV can be shared by their prefix. It was trained to stand at
 position j - 1, that of the state. Position 0 has no row.
 
-**When heads read.** Rows of known tokens are computed from the target's true states: those that complete a block at
-once, so that what is published of a block is valid, the others when drafts are next wanted. While drafting the head is
-fed its own output; those rows are computed again once the tokens are known.
+**When heads read.** Rows of known tokens are computed from the target's true states. Rows of a prompt are computed at
+once, because other requests may wait for its blocks; those of decoded tokens when drafts are next wanted, when the
+request ends, or when `MOST_UNREAD` wait, in one pass for all requests. Until then the prefix cache knows that these
+rows are missing. While drafting the head is fed its own output; those rows are computed again once the tokens are
+known.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from forerun.models.base import CommittedPath, Model
 from forerun.models.heads.head import DraftHead
 from forerun.speculation.draft import Draft
 
-EAGER_LAG = 16  # known rows that are computed at once even where no block is complete
+MOST_UNREAD = 64  # decoded tokens of all requests whose states are kept unread
 
 Span = tuple[Request, int, int]  # rows start .. end-1 of a request's known tokens
 Read = Callable[[Iterable[tuple[Request, int]]], None]  # computes the known rows below each request's end
@@ -135,7 +137,6 @@ class FeatureFollower(Follower):
         self._first_row = 0 if head.sees_slot_zero else 1
         # before the first token: a row at position 0, where there is one, is fed zeros
         self._before = torch.zeros(1 - self._first_row, head.state_size, device=context.kernels.device)  # [1 or 0, W]
-        self._block_size = context.block_size
         self._follows: dict[str, Follow] = {}
         self._left: set[str] = set()  # requests that are not followed
         self._thrift = Thrift() if context.options.adaptive else None
@@ -174,15 +175,17 @@ class FeatureFollower(Follower):
         """Keep the states of what became known; compute rows that complete a block, or have become many."""
         began = perf_counter()
         layers = [hidden[layer] for layer in self.hidden_layers]
-        late = [seen.request for seen in observed if self._add(seen, layers)]
-        if late:
-            read((request, request.num_computed) for request in late)
+        followed = [seen for seen in observed if self._add(seen, layers)]
+        num_unread = sum([seen.request.num_computed - self.start(seen.request) for seen in followed])
+        due = [seen.request for seen in followed if num_unread > MOST_UNREAD or _is_due(seen)]
+        if due:
+            read((request, request.num_computed) for request in due)
         if self._thrift is not None:
             self._thrift.learn(self._was_wanted, began, perf_counter() - began)
         self._was_wanted = False
 
     def _add(self, seen: Observed, layers: Sequence[Tensor]) -> bool:
-        """Keep a request's states; whether there are rows to compute now."""
+        """Keep a request's states; whether all rows can be computed now."""
         request, start = seen.request, seen.request.num_computed - len(seen.rows)
         follow = self._following(request, start) if seen.rows else None
         if follow is None:
@@ -193,7 +196,7 @@ class FeatureFollower(Follower):
             self._left.add(request.request_id)
             del self._follows[request.request_id]
             return False
-        return self._is_late(follow, request.num_computed)
+        return follow.reaches(request.num_computed)
 
     def _following(self, request: Request, start: int) -> Follow | None:
         """How a request is followed, if it is."""
@@ -214,10 +217,6 @@ class FeatureFollower(Follower):
         self._left.add(request.request_id)
         return False
 
-    def _is_late(self, follow: Follow, num_computed: int) -> bool:
-        completes = num_computed - num_computed % self._block_size > follow.num_ready
-        return (completes or num_computed - follow.num_ready > EAGER_LAG) and follow.reaches(num_computed)
-
     def num_ready(self, request: Request) -> tuple[int, ...]:
         """What is computed of known tokens."""
         follow = self._follows.get(request.request_id)
@@ -234,6 +233,11 @@ class FeatureFollower(Follower):
         """Forget the request."""
         self._follows.pop(request_id, None)
         self._left.discard(request_id)
+
+
+def _is_due(seen: Observed) -> bool:
+    """Others may go on from these rows soon, or nobody computes them later."""
+    return len(seen.rows) > len(seen.nodes) or seen.request.finish_reason is not None
 
 
 def side_by_side(layers: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
