@@ -236,34 +236,52 @@ inline I dot(I acc, const Bytes (&w)[4], const int32_t* words, int stride) {
 // Pairs of products are summed in 16 bits: 8-bit weights would overflow, so those become signed by taking away
 // kByteBias, and their signs go over to the activations: 2 * 128 * 127 fits.
 constexpr int kByteBias = 128;
+struct SignedBytes {
+    Bytes size, sign;
+};
 template <int BITS>
-using Weights = Bytes;
+struct WeightsOf {
+    using Type = Bytes;
+};
+template <>
+struct WeightsOf<8> {
+    using Type = SignedBytes;
+};
 template <int BITS>
-inline Bytes prepare(Bytes x) {
-    if (BITS < 8) return x;
-    const __m256i bias = _mm256_set1_epi8(-128);
-    return {_mm256_xor_si256(x.a, bias), _mm256_xor_si256(x.b, bias)};
-}
+using Weights = typename WeightsOf<BITS>::Type;
 template <int BITS>
-inline __m256i pair_sums(__m256i w, __m256i q) {
-    return BITS < 8 ? _mm256_maddubs_epi16(w, q) : _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(q, w));
-}
-template <int BITS>
-inline I dot(I acc, const Bytes (&w)[4], const int32_t* words, int stride) {
-    constexpr int kSums = BITS <= 5 ? 4 : BITS <= 6 ? 2 : 1;  // lines whose pair sums add up without overflow
-    const __m256i ones = _mm256_set1_epi16(1);
-    for (int j = 0; j < 4; j += kSums) {
-        __m256i q = _mm256_set1_epi32(words[j * stride]);
-        __m256i a = pair_sums<BITS>(w[j].a, q), b = pair_sums<BITS>(w[j].b, q);
-        for (int i = 1; i < kSums; ++i) {
-            q = _mm256_set1_epi32(words[(j + i) * stride]);
-            a = _mm256_add_epi16(a, pair_sums<BITS>(w[j + i].a, q));
-            b = _mm256_add_epi16(b, pair_sums<BITS>(w[j + i].b, q));
-        }
-        acc.a = _mm256_add_epi32(acc.a, _mm256_madd_epi16(a, ones));
-        acc.b = _mm256_add_epi32(acc.b, _mm256_madd_epi16(b, ones));
+inline Weights<BITS> prepare(Bytes x) {
+    if constexpr (BITS < 8) {
+        return x;
+    } else {
+        const __m256i bias = _mm256_set1_epi8(-128);
+        const Bytes w = {_mm256_xor_si256(x.a, bias), _mm256_xor_si256(x.b, bias)};
+        return {{_mm256_abs_epi8(w.a), _mm256_abs_epi8(w.b)}, w};
     }
-    return acc;
+}
+#define FORERUN_PAIR_SUMS
+struct Pairs {
+    __m256i a, b;
+};
+template <int BITS>
+inline Pairs pair_sums(const Weights<BITS>& w, const int32_t* word) {
+    const __m256i q = _mm256_set1_epi32(*word);
+    if constexpr (BITS < 8) {
+        return {_mm256_maddubs_epi16(w.a, q), _mm256_maddubs_epi16(w.b, q)};
+    } else {
+        return {_mm256_maddubs_epi16(w.size.a, _mm256_sign_epi8(q, w.sign.a)),
+                _mm256_maddubs_epi16(w.size.b, _mm256_sign_epi8(q, w.sign.b))};
+    }
+}
+inline Pairs add_pairs(Pairs x, Pairs y) {
+    x = {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)};
+    asm("" : "+x"(x.a), "+x"(x.b));  // else gcc makes a tree of a chain, for which there are not enough registers
+    return x;
+}
+inline void add_all_pairs(I& sums, Pairs x) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    sums = {_mm256_add_epi32(sums.a, _mm256_madd_epi16(x.a, ones)),
+            _mm256_add_epi32(sums.b, _mm256_madd_epi16(x.b, ones))};
 }
 #endif
 

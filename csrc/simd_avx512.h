@@ -137,7 +137,12 @@ FORERUN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const cha
 // Grouped weights (grouped.inc). A line is 64 bytes: unsigned weights of 16 outputs times 4 inputs, output by output.
 constexpr int kMaxGroupedRows = 12;
 constexpr int kGroupedWordRun = 1;
-constexpr int grouped_panels(int bits, int rows) { return rows <= (bits == 8 ? 8 : 4) ? 2 : 1; }
+#ifdef __AVX512VNNI__
+// Sums of two panels leave no registers for totals above 8 rows, which costs little where steps are long.
+constexpr int grouped_panels(int blocks, int rows) { return rows <= 8 || blocks == 0 ? 2 : 1; }
+#else
+constexpr int grouped_panels(int, int rows) { return rows <= 4 ? 2 : 1; }
+#endif
 
 // Stores the lanes, whose values fit into bytes, as bytes.
 inline void store_bytes(int8_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v)); }
@@ -180,26 +185,31 @@ template <int BITS>
 inline Bytes prepare(Bytes x) {
     return x;
 }
-// What the intrinsic stands for, but compilers load the word by an instruction of its own, for want of which a tile of
-// one panel would run out of issue slots.
+// What the intrinsics stand for, but gcc copies sums between them and loads the word of a single panel by an instruction
+// of its own, for want of which a tile would run out of issue slots.
+FORERUN_INLINE void add_word(__m512i& sum, __m512i w, __m512i word) {
+    asm("vpdpbusd %1, %2, %0" : "+v"(sum) : "v"(word), "v"(w));
+}
 FORERUN_INLINE void add_word(__m512i& sum, __m512i w, const int32_t& word) {
     asm("vpdpbusd %1%{1to16%}, %2, %0" : "+v"(sum) : "m"(word), "v"(w));
 }
-// Adds the products of four lines with 16 activations of each row, four of them at words + row, words + ROWS + row, ...
-// A row's sums wait for each other, so rows take turns.
-#define FORERUN_ADD_PRODUCTS
-template <int BITS, int ROWS, int PANELS>
-FORERUN_INLINE void add_products(I (&sums)[ROWS][PANELS], const Bytes (&w)[PANELS][4], const int32_t* words) {
-    repeat<4>([&](auto j) FORERUN_FLAT {
+FORERUN_INLINE __m512i broadcast_word(const int32_t& word) {
+    __m512i all;
+    asm("vpbroadcastd %1, %0" : "=v"(all) : "m"(word));
+    return all;
+}
+// A row's sums wait for each other, so rows take turns; one load of a word serves all panels.
+#define FORERUN_ADD_LINES
+template <int BITS, int ROWS, int PANELS, int LINES, class Line>
+FORERUN_INLINE void add_lines(I (&sums)[ROWS][PANELS], const int32_t* words, Line line) {
+    repeat<LINES>([&](auto j) FORERUN_FLAT {
+        Bytes w[PANELS];
+        repeat<PANELS>([&](auto p) FORERUN_FLAT { w[p] = line(p, j); });
         repeat<ROWS>([&](auto r) FORERUN_FLAT {
-            if constexpr (PANELS == 1) {
-                add_word(sums[r][0].v, w[0][j].v, words[j * ROWS + r]);
-            } else {  // one load for all panels: two a cycle is as many as there are products
-                const __m512i word = _mm512_set1_epi32(words[j * ROWS + r]);
-                repeat<PANELS>([&](auto p) FORERUN_FLAT {
-                    sums[r][p].v = _mm512_dpbusd_epi32(sums[r][p].v, w[p][j].v, word);
-                });
-            }
+            const int32_t& from = words[j * ROWS + r];
+            if constexpr (PANELS == 1) return add_word(sums[r][0].v, w[0].v, from);
+            const __m512i word = broadcast_word(from);
+            repeat<PANELS>([&](auto p) FORERUN_FLAT { add_word(sums[r][p].v, w[p].v, word); });
         });
     });
 }
@@ -218,23 +228,23 @@ inline Weights<BITS> prepare(Bytes x) {
     const __m512i w = _mm512_xor_si512(x.v, _mm512_set1_epi8(-128));
     return {_mm512_abs_epi8(w), _mm512_movepi8_mask(w)};
 }
+#define FORERUN_PAIR_SUMS
+struct Pairs {
+    __m512i v;
+};
 template <int BITS>
-inline __m512i pair_sums(const Weights<BITS>& w, int32_t word) {
-    __m512i q = _mm512_set1_epi32(word);
+inline Pairs pair_sums(const Weights<BITS>& w, const int32_t* word) {
+    __m512i q = _mm512_set1_epi32(*word);
     if (BITS == 8) q = _mm512_mask_sub_epi8(q, w.negative, _mm512_setzero_si512(), q);
-    return _mm512_maddubs_epi16(w.size, q);
+    return {_mm512_maddubs_epi16(w.size, q)};
 }
-template <int BITS>
-inline I dot(I acc, const Weights<BITS> (&w)[4], const int32_t* words, int stride) {
-    constexpr int kSums = BITS <= 5 ? 4 : BITS <= 6 ? 2 : 1;  // lines whose pair sums add up without overflow
-    for (int j = 0; j < 4; j += kSums) {
-        __m512i sums = pair_sums<BITS>(w[j], words[j * stride]);
-        for (int i = 1; i < kSums; ++i) {
-            sums = _mm512_add_epi16(sums, pair_sums<BITS>(w[j + i], words[(j + i) * stride]));
-        }
-        acc.v = _mm512_add_epi32(acc.v, _mm512_madd_epi16(sums, _mm512_set1_epi16(1)));
-    }
-    return acc;
+inline Pairs add_pairs(Pairs x, Pairs y) {
+    x = {_mm512_add_epi16(x.v, y.v)};
+    asm("" : "+v"(x.v));  // else gcc makes a tree of a chain, for which there are not enough registers
+    return x;
+}
+inline void add_all_pairs(I& sums, Pairs x) {
+    sums.v = _mm512_add_epi32(sums.v, _mm512_madd_epi16(x.v, _mm512_set1_epi16(1)));
 }
 #endif
 

@@ -264,7 +264,7 @@ void run_all_grouped(Run& run) {
         run_grouped(run, {3, 37, 271, 16, storage, kFloat, true, true});
         run_grouped(run, {13, 40, 512, 256, storage, kHalf, false, false});
         run_grouped(run, {17, 16, 128, 128, storage, kFloat, storage == 4, false});
-        for (int64_t m : {1, 5, 9}) run_grouped(run, {m, 50, 512, 32, storage, ScaleKind::kBytes, m == 5, false});
+        for (int64_t m : {1, 5, 9, 12}) run_grouped(run, {m, 50, 512, 32, storage, ScaleKind::kBytes, m == 5, false});
         run_grouped(run, {4, 50, 512, 16, storage, ScaleKind::kNibbles, true, false});
     }
     for (ScaleKind scales : {kHalf, ScaleKind::kBytes, ScaleKind::kPowers}) {
