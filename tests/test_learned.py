@@ -30,8 +30,8 @@ def taught() -> AdaptivePolicy:
     for _ in range(5):
         made.costs.learn_step(1, drafts=False, seconds=1.5)
         made.costs.learn_step(8, drafts=True, seconds=3.0)
-        made.costs.learn_call("m", 1, 4, 4, 0, 0.25)
-        made.costs.learn_call("m", 1, 4, 4, 100, 1.25)
+        made.costs.calls["m"].learn(1, 4, 4, 0, 0.25)
+        made.costs.calls["m"].learn(1, 4, 4, 100, 1.25)
     show_right(made, "m", 4, 3)
     made.usual_output = 30.0
     return made
@@ -44,8 +44,8 @@ def test_a_new_policy_knows_what_the_last_one_learned(tmp_path: Path) -> None:
     assert new.costs.knows_plain and new.usual_output == 30.0
     for rows, drafts in ((1, False), (8, True)):
         assert new.costs.step_s(rows, drafts) == pytest.approx(known.costs.step_s(rows, drafts)), "in seconds"
-    assert new.costs.call_s("m", 4, 1) == 0.25 and new.costs.reading_s("m", 100) == pytest.approx(1.0)
-    assert new.costs.draws_levels("m")
+    assert new.costs.calls["m"].call_s(4, 1) == 0.25 and new.costs.calls["m"].reading_s(100) == pytest.approx(1.0)
+    assert new.costs.calls["m"].draws_levels
     assert new.acceptance == known.acceptance or new.acceptance.ranks == known.acceptance.ranks
     assert new.acceptance.bands == known.acceptance.bands
 
@@ -57,7 +57,7 @@ def test_what_was_measured_within_a_day_is_not_measured_again(tmp_path: Path, mo
     later = Kept(tmp_path, ABOUT)
     costs = later.costs([1, 8], wanted)
     assert costs is not None and costs.passes.points == policy().costs.passes.points
-    assert costs.call_s("m", 4, 1) == 0.25 and costs.draws_levels("m")
+    assert costs.calls["m"].call_s(4, 1) == 0.25 and costs.calls["m"].draws_levels
     assert later.costs([1, 2, 8], wanted) is None and later.costs([1, 8], {**wanted, "other": CallCosts()}) is None
     now = time()
     monkeypatch.setattr(learned, "time", lambda: now + learned.MAX_AGE_S)
@@ -114,7 +114,7 @@ def test_calls_of_sizes_that_do_not_exist_change_nothing(tmp_path: Path, table: 
     content = json.loads(kept.path.read_text("utf-8"))
     content["learned"][table]["m"][0][0] = key
     kept.path.write_text(json.dumps(content), "utf-8")
-    assert not kept.load(made) and not made.costs.slowness and made.costs.call_s("m", 4, 1) == 0.0
+    assert not kept.load(made) and not made.costs.slowness and made.costs.calls["m"].call_s(4, 1) == 0.0
 
 
 def test_where_nothing_can_be_written_nothing_is(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """One sequence being generated. Of `n` samples each is a request of its own.
 
@@ -184,6 +184,9 @@ class Request:
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the request was first admitted
     failed_drafters: tuple[str, ...] = ()  # raised, or proposed nonsense; they are not asked for it again
+    last_asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # by drafter: tokens known, and preemptions
+    # by drafter: right drafts that were expected, and those that were found; the policy lets both fade
+    right_drafts: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -251,11 +254,6 @@ class Plan(NamedTuple):
     scheduled: tuple[ScheduledRequest, ...]
     preempted: tuple[Request, ...] = ()
     resumed: tuple[Resumed, ...] = ()
-
-    @property
-    def deciding(self) -> tuple[ScheduledRequest, ...]:
-        """Those whose next token is chosen in this step."""
-        return tuple([item for item in self.scheduled if item.reaches_root])
 
 
 class TokenLogprob(NamedTuple):

@@ -79,14 +79,6 @@ def test_a_request_fares_as_usual_until_it_has_shown_otherwise() -> None:
     assert rates == sorted(rates) and rates[0] < 0.5 * rates[2] and min(rates) >= LEAST
 
 
-def test_requests_that_are_gone_leave_nothing() -> None:
-    known, asked = Acceptance(), request()
-    known.learn(asked, chain([2]), [2])
-    assert len(known.requests) == 1
-    del asked
-    assert len(known.requests) == 0
-
-
 def test_calls_that_find_nothing_are_counted() -> None:
     known = Acceptance()
     assert known.found("m") == 1.0

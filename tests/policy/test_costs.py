@@ -51,22 +51,21 @@ def test_steps_with_drafts_and_plain_ones_are_followed_apart() -> None:
 def test_calls_cost_by_drafts_and_requests() -> None:
     costs = CallCosts()
     assert costs.call_s(1, 1) == 0.0
-    costs.learn(1, 2, 2, 0.2)
-    costs.learn(16, 2, 2, 0.5)
+    costs.learn(1, 2, 2, 0, 0.2)
+    costs.learn(16, 2, 2, 0, 0.5)
     assert costs.call_s(2, 1) == 0.2 and costs.call_s(2, 16) == 0.5
     assert costs.call_s(4, 1) == pytest.approx(0.4) and costs.call_s(2, 4) == pytest.approx(0.4)
-    costs.learn(1, 6, 6, 0.6)
+    costs.learn(1, 6, 6, 0, 0.6)
     assert costs.level_s == pytest.approx(0.1)
-    costs.learn(1, 0, 0, 9.0)
+    costs.learn(1, 0, 0, 0, 9.0)
     assert costs.call_s(2, 1) == 0.2, "a call that gave nothing says nothing of drafting"
 
 
 def test_reading_is_told_from_drafting() -> None:
-    costs = Costs(PassCosts({1: 1.0}))
-    costs.calls["m"] = CallCosts()
-    costs.calls["m"].expect(4, 4, 0.1)
-    assert costs.reading_s("m", 900) == 0.0, "not known yet"
-    assert costs.learn_call("m", 1, 4, 4, 100, 1.1) == pytest.approx(1.0)
-    assert costs.reading_s("m", LONG_LAG - 1) == 0.0 and costs.reading_s("m", 50) == pytest.approx(0.5)
-    assert costs.call_s("m", 4, 1) == 0.1
-    assert costs.learn_call("m", 1, 4, 4, 2, 0.2) == 0.0 and costs.call_s("m", 4, 1) == 0.2
+    costs = CallCosts()
+    costs.expect(4, 4, 0.1)
+    assert costs.reading_s(900) == 0.0, "not known yet"
+    assert costs.learn(1, 4, 4, 100, 1.1) == pytest.approx(1.0)
+    assert costs.reading_s(LONG_LAG - 1) == 0.0 and costs.reading_s(50) == pytest.approx(0.5)
+    assert costs.call_s(4, 1) == 0.1
+    assert costs.learn(1, 4, 4, 2, 0.2) == 0.0 and costs.call_s(4, 1) == 0.2

@@ -54,7 +54,8 @@ def step(made: AdaptivePolicy, requests: Sequence[Request], right: int, draft_s:
             draft.add_chain(range(2, 2 + size))
             proposal = draft.proposal_of("m")
             draft.believe(proposal, plan.log_chances(proposal))
-            asked.append(Asked(draft.request, len(draft.request.token_ids), 0, size, size))
+            draft.request.last_asked["m"] = len(draft.request.token_ids), 0
+            asked.append(Asked(draft.request, 0, size, size))
             calls_s = max(calls_s, draft_s * size)
     plan.prune(growing)
     outcomes = []
@@ -134,7 +135,7 @@ def test_what_earlier_members_found_makes_a_costly_one_needless() -> None:
 def test_a_prompt_that_must_be_read_first_has_to_pay() -> None:
     made = policy()
     show_right(made, "m", 4)
-    made.costs.learn_call("m", 1, 4, 4, 900, 90.0)
+    made.costs.calls["m"].learn(1, 4, 4, 900, 90.0)
     assert sizes(made, Draft(request(known=900), 16)) != [0]
     assert sizes(made, Draft(request(known=900, max_tokens=20), 16)) == [0]
     assert sizes(made, Draft(request(known=30, max_tokens=20), 16)) != [0]
@@ -199,10 +200,10 @@ def test_drafts_drawn_in_the_time_of_the_pass_are_told_from_it(num_span: int) ->
     for _ in range(40):
         draft = Draft(one, 5, member="m")
         draft.add_chain([2, 3, 4, 5])
-        call = DraftCall("m", 0.01, True, [Asked(one, 1, 0, 4, 4)])
+        call = DraftCall("m", 0.01, True, [Asked(one, 0, 4, 4)])
         seconds = StepSeconds(0.01, FLAT(5) + 0.5 + num_span, FLAT(5) + 0.51 + num_span)
         made.learn(StepResult([Outcome(one, draft, [2, 1])], [call], 5, num_span, seconds))
-    assert made.costs.call_s("m", 4, 1) == pytest.approx(0.51 if num_span == 0 else 0.1, rel=0.02)
+    assert made.costs.calls["m"].call_s(4, 1) == pytest.approx(0.51 if num_span == 0 else 0.1, rel=0.02)
     assert made.plain_step_s(1) == pytest.approx(1.0)
 
 
@@ -224,7 +225,7 @@ def learn_call(made: AdaptivePolicy, is_pending: bool, drawn_s: float, num_span:
     draft.add_chain([2, 3, 4, 5])
     call_s = ENQUEUED_S if is_pending else ENQUEUED_S + drawn_s
     seconds = FLAT(5) + ENQUEUED_S + drawn_s + 0.5 * (num_span > 0)
-    calls = [DraftCall("m", call_s, is_pending, [Asked(one, 1, 0, 4, 4)])]
+    calls = [DraftCall("m", call_s, is_pending, [Asked(one, 0, 4, 4)])]
     outcomes = [Outcome(one, draft, [2, 9])]
     made.learn(StepResult(outcomes, calls, 5, num_span, StepSeconds(call_s, seconds - call_s, seconds)))
 
@@ -235,7 +236,7 @@ def test_a_pending_call_costs_what_it_would_have_if_it_had_been_waited_for(is_pe
     plain_s = made.plain_step_s(1)
     for _ in range(40):
         learn_call(made, is_pending, drawn_s=0.3)
-    assert made.costs.call_s("m", 4, 1) == pytest.approx(ENQUEUED_S + 0.3, rel=0.02)
+    assert made.costs.calls["m"].call_s(4, 1) == pytest.approx(ENQUEUED_S + 0.3, rel=0.02)
     assert made.plain_step_s(1) == plain_s, "plain steps do not look dearer for what drafts took"
 
 
@@ -243,7 +244,7 @@ def test_a_pending_call_beside_a_prompt_teaches_no_time() -> None:
     made = policy(looks_at_drafts=False)
     for _ in range(10):
         learn_call(made, True, drawn_s=0.3)
-    known, slowness = made.costs.call_s("m", 4, 1), deepcopy(made.costs.slowness)
+    known, slowness = made.costs.calls["m"].call_s(4, 1), deepcopy(made.costs.slowness)
     for _ in range(10):
         learn_call(made, True, drawn_s=0.3, num_span=50)
-    assert made.costs.call_s("m", 4, 1) == pytest.approx(known) and made.costs.slowness == slowness
+    assert made.costs.calls["m"].call_s(4, 1) == pytest.approx(known) and made.costs.slowness == slowness

@@ -18,7 +18,7 @@ from forerun.engine.stopping import OutputText
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
 from forerun.models.base import Model, passes_of
-from forerun.policy.costs import Costs, PassCosts
+from forerun.policy.costs import CallCosts, Costs, PassCosts
 from forerun.policy.policy import AdaptivePolicy, FixedPolicy
 from forerun.runtime.bind import bind
 from forerun.speculation.verifier import CoupledVerifier
@@ -76,7 +76,7 @@ def engine(
     toy_draft = draft or (NoisyToy(target, 0.7) if isinstance(target, ToyModel) else target)
     made = assemble(config, target, kernels(), lambda name: toy_draft)
     if isinstance(made.policy, AdaptivePolicy):  # a toy's rows cost too much to be worth drafting
-        made.policy.costs = Costs(PassCosts({1: 1.0}))
+        made.policy.costs = Costs(PassCosts({1: 1.0}), calls={name: CallCosts() for name in made.policy.costs.calls})
         made.policy.costs.learn_step(1, drafts=False, seconds=1.0)
     return made
 

@@ -154,8 +154,7 @@ class Asked(NamedTuple):
     """What a drafter's call did for one request."""
 
     request: Request
-    num_known: int  # tokens there were
-    num_read: int  # of them had been missed before, and were read now
+    num_read: int  # known tokens it had missed before, and read now
     num_drafts: int
     depth: int
 

@@ -209,7 +209,7 @@ class Portfolio:
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
         """Tell every member of the requests it still drafts for."""
         for member in self.members:
-            member.leave_if_off(each.request for each in observed)
+            member.leave_if_off([each.request for each in observed])
             seen = [each for each in observed if member.drafts_for(each.request)]
             if seen:
                 member.call("observe", [each.request for each in seen], seen, hidden)
@@ -224,7 +224,7 @@ class Portfolio:
         """Ask the members one after the other, as far as the drafts' plan allows."""
         might_be_pending = all(draft.may_be_pending for draft in drafts)
         for index, member in enumerate(self.members):
-            member.leave_if_off(draft.request for draft in drafts)
+            member.leave_if_off([draft.request for draft in drafts])
             self._ask(member, drafts, self.members[index + 1 :], might_be_pending)
 
     def _ask(self, member: Member, drafts: Sequence[Draft], behind: Sequence[Member], might_be_pending: bool) -> None:
@@ -259,8 +259,8 @@ class Portfolio:
             proposal, request = draft.proposal_of(member.name), draft.request
             if len(proposal.nodes) > 1:
                 draft.believe(proposal, draft.plan.log_chances(proposal))
-            num_known, depth = len(request.token_ids), max(proposal.depths)
-            gave.append(Asked(request, num_known, draft.num_caught_up, len(proposal.nodes) - 1, depth))
+            request.last_asked[member.name] = len(request.token_ids), request.num_preemptions
+            gave.append(Asked(request, draft.num_caught_up, len(proposal.nodes) - 1, max(proposal.depths)))
         seconds = self._clock() - start if enqueueing_s is None else enqueueing_s
         self._calls.append(DraftCall(member.name, seconds, enqueueing_s is not None, gave))
 
@@ -325,9 +325,9 @@ def find_nonsense(draft: Draft, vocab_size: int) -> str | None:
         return f"the tree has {len(tree)} nodes, but {draft.max_nodes} were allowed"
     if tree.tokens[ROOT] != draft.request.token_ids[-1]:
         return f"the root holds token {tree.tokens[ROOT]}, but the last known token is {draft.request.token_ids[-1]}"
-    strange = next((t for t in tree.tokens if not isinstance(t, int) or not 0 <= t < vocab_size), None)
-    if strange is not None:
-        return f"the tree holds token {strange!r}; the vocabulary is 0 to {vocab_size - 1}, as int"
+    strange = [token for token in tree.tokens if not isinstance(token, int) or not 0 <= token < vocab_size]
+    if strange:
+        return f"the tree holds token {strange[0]!r}; the vocabulary is 0 to {vocab_size - 1}, as int"
     if len(draft.survival) != len(tree):
         return f"{len(draft.survival)} chances for {len(tree)} nodes: add nodes by draft.add"
     return None

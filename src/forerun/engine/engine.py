@@ -188,7 +188,7 @@ class Engine:
 
     def _draft(self, plan: Plan, wanted: StepPlan) -> list[_Work]:
         """A tree for every request that reaches its root, grown where there is room for drafts."""
-        requests = [item.request for item in plan.deciding]
+        requests = [item.request for item in plan.scheduled if item.reaches_root]
         may_be_pending = self.verifier.reads_pending(requests) and bool(self._kvs) and not wanted.looks_at_drafts
         work = [
             self._work(item, Draft(item.request, item.max_nodes, may_be_pending, wanted) if item.reaches_root else None)

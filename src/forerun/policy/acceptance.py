@@ -15,7 +15,6 @@ from bisect import bisect_left
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 from forerun.core import Request
 from forerun.speculation.draft import Proposal
@@ -56,8 +55,6 @@ class Acceptance:
     bands: dict[tuple[str, int, int], Tally] = field(default_factory=dict)  # by drafter, depth and band of estimates
     depths: dict[tuple[str, int], Tally] = field(default_factory=dict)  # right nodes with a right child
     calls: dict[str, Tally] = field(default_factory=dict)  # requests a drafter was asked for, and proposed anything
-    # steps of a request that found a right node beside those that were expected to
-    requests: WeakKeyDictionary[Request, dict[str, Tally]] = field(default_factory=WeakKeyDictionary)
 
     # -- queries ------------------------------------------------------------------------------------------------
 
@@ -72,12 +69,11 @@ class Acceptance:
         The product of the first n is the chance of the n-th node, whatever the shape of the tree. The last one holds
         for all ranks behind it.
         """
-        factor, own = 1.0, self.requests.get(request, {}).get(member)
-        if own is not None:
-            prior = PRIOR * _believed(_rate(self.ranks.get((member, 1))))
-            factor = (own.right + prior) / (own.tested + prior)
-        rates = (_rate(self.ranks.get((member, rank))) for rank in range(1, NUM_KINDS + 1))
-        return [_believed(rate * factor) for rate in rates]
+        usual = [_rate(self.ranks.get((member, rank))) for rank in range(1, NUM_KINDS + 1)]
+        expected, right = request.right_drafts.get(member, (0.0, 0.0))
+        prior = PRIOR * _believed(usual[0])
+        factor = (right + prior) / (expected + prior)
+        return [_believed(rate * factor) for rate in usual]
 
     def log_chances(self, proposal: Proposal) -> list[float]:
         """Log chance of the whole path to every node of a proposal, the root's being 0."""
@@ -93,13 +89,10 @@ class Acceptance:
 
     def learn(self, request: Request, proposal: Proposal, tokens: Sequence[int]) -> None:
         """These tokens followed the root."""
-        children: dict[int, list[int]] = {}
-        for place, parent in enumerate(proposal.parents):
-            children.setdefault(parent, []).append(place)
         path, expected, num_tested = [0], 0.0, 0
         for token in tokens:
-            places = children.get(path[-1])
-            if places is None:
+            places = [place for place, parent in enumerate(proposal.parents) if parent == path[-1]]
+            if not places:
                 break
             right = next((place for place in places if proposal.tokens[place] == token), None)
             expected += self._learn_children(proposal, places, right)
@@ -108,7 +101,9 @@ class Acceptance:
                 break
             path.append(right)
         if num_tested:
-            self._learn_request(request, proposal.member, num_tested, expected, len(path) - 1)
+            before, memory = request.right_drafts.get(proposal.member, (0.0, 0.0)), MEMORY**num_tested
+            now = before[0] * memory + expected, before[1] * memory + (len(path) - 1)
+            request.right_drafts[proposal.member] = now
         self._learn_ranks(proposal, set(path[1:]), path[-1] if len(path) > len(tokens) else None)
 
     def learn_call(self, member: str, found: bool) -> None:
@@ -125,19 +120,13 @@ class Acceptance:
         depth.add(1.0, right is not None, MEMORY)
         return expected
 
-    def _learn_request(self, request: Request, member: str, num: int, expected: float, right: int) -> None:
-        of_request = self.requests.setdefault(request, {})
-        if member not in of_request:
-            of_request[member] = Tally(0.0, 0.0)
-        of_request[member].add(expected, right, MEMORY**num)
-
     def _learn_ranks(self, proposal: Proposal, right: Set[int], end: int | None) -> None:
         """Count how often the node of a rank was right beside how often the one before it was.
 
         What follows place `end`, with which the known text ends, was neither right nor wrong.
         """
         chances = proposal.log_chances
-        order = sorted(range(1, len(chances)), key=lambda place: (-chances[place], place))
+        order = sorted(range(1, len(chances)), key=chances.__getitem__, reverse=True)  # equal ones as they are
         before, num_left = True, len(right)
         for rank, place in enumerate(order, 1):
             if proposal.parents[place] == end or not (before or num_left):

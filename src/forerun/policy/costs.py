@@ -53,7 +53,6 @@ class PassCosts:
         self._rows = sorted(seconds_by_rows)
         descending = (seconds_by_rows[rows] for rows in reversed(self._rows))
         self._seconds = list(accumulate(descending, min))[::-1]
-        self._known: dict[int, float] = {}  # by rows, also between and beyond those measured
 
     @property
     def points(self) -> dict[int, float]:
@@ -73,11 +72,6 @@ class PassCosts:
 
     def __call__(self, num_rows: int) -> float:
         """Linear between measured points and beyond the last."""
-        if num_rows not in self._known:
-            self._known[num_rows] = self._between(num_rows)
-        return self._known[num_rows]
-
-    def _between(self, num_rows: int) -> float:
         if len(self._rows) == 1:
             return self._seconds[0]
         high = min(max(bisect_left(self._rows, num_rows), 1), len(self._rows) - 1)
@@ -103,10 +97,8 @@ class CallCosts:
         """
         if not self.by_size:
             return 0.0
-        known = self._most_like.get((num_drafts, num_requests))
-        if known is None:
-            known = self._most_like[num_drafts, num_requests] = self._find_most_like(num_drafts, num_requests)
-        return known[0].value * known[1]
+        mean, factor = self._most_like.get((num_drafts, num_requests)) or self._find_most_like(num_drafts, num_requests)
+        return mean.value * factor
 
     def _find_most_like(self, num_drafts: int, num_requests: int) -> tuple[Mean, float]:
         """What is known of the calls most like these, and how many times as long these should take."""
@@ -116,7 +108,12 @@ class CallCosts:
 
         requests, size = min(self.by_size, key=distance)
         more = max(1.0, num_drafts / size) * max(1.0, math.sqrt(num_requests / requests))
+        self._most_like[num_drafts, num_requests] = self.by_size[requests, size], more
         return self.by_size[requests, size], more
+
+    def reading_s(self, num_tokens: int) -> float:
+        """What the drafter needs for tokens it has missed. The few every step leaves are a part of its calls."""
+        return num_tokens * self.reading.value if self.reading is not None and num_tokens >= LONG_LAG else 0.0
 
     @property
     def level_s(self) -> float:
@@ -137,23 +134,29 @@ class CallCosts:
         """What reading took when it was tried alone."""
         self.reading = Mean(max(seconds, 0.0) / num_tokens)
 
-    def learn(self, num_requests: int, num_drafts: int, depth: int, seconds: float) -> None:
-        """A call drew at most so many drafts and levels for each of so many requests."""
-        if num_drafts == 0:
-            return
-        key = _power_of_2(num_requests), num_drafts
-        if key not in self.by_size:
-            self.by_size[key] = Mean(seconds)
-            self._most_like.clear()
-        self.by_size[key].learn(seconds)
-        if num_requests == 1:
-            self.by_depth.setdefault(depth, Mean(seconds)).learn(seconds)
+    def learn(self, num_requests: int, num_drafts: int, depth: int, num_read: int, seconds: float) -> float:
+        """A call drew at most so many drafts and levels for each request, and read so many tokens for all of them.
 
-    def learn_reading(self, num_tokens: int, seconds: float) -> None:
-        """Reading so many tokens took this long."""
+        -> seconds of it that went into reading.
+        """
+        if num_read >= LONG_LAG * num_requests:
+            return self._learn_reading(num_requests, num_drafts, num_read, seconds)
+        if num_drafts > 0:
+            key = _power_of_2(num_requests), num_drafts
+            if key not in self.by_size:
+                self.by_size[key] = Mean(seconds)
+                self._most_like.clear()
+            self.by_size[key].learn(seconds)
+            if num_requests == 1:
+                self.by_depth.setdefault(depth, Mean(seconds)).learn(seconds)
+        return 0.0
+
+    def _learn_reading(self, num_requests: int, num_drafts: int, num_read: int, seconds: float) -> float:
+        reading_s = max(seconds - self.call_s(max(num_drafts, 1), num_requests), seconds / 2)
         if self.reading is None:
-            self.reading = Mean(seconds / num_tokens)
-        self.reading.learn(seconds / num_tokens)
+            self.reading = Mean(0.0)
+        self.reading.learn(reading_s / num_read)
+        return reading_s
 
 
 @dataclass(slots=True)
@@ -162,7 +165,7 @@ class Costs:
 
     passes: PassCosts
     slowness: dict[tuple[bool, int], Mean] = field(default_factory=dict)  # by (drafts, rows): step over pass alone
-    calls: dict[str, CallCosts] = field(default_factory=dict)  # by drafter
+    calls: dict[str, CallCosts] = field(default_factory=dict)  # of every drafter
     _most_like: dict[tuple[bool, int], tuple[Mean, float]] = field(default_factory=dict, compare=False)
 
     # -- queries ------------------------------------------------------------------------------------------------
@@ -172,36 +175,18 @@ class Costs:
         """Some step without drafts was measured."""
         return any(not drafts for drafts, _ in self.slowness)
 
-    def draws_levels(self, member: str) -> bool:
-        """Whether a drafter draws by a network, one level at a time."""
-        return member in self.calls and self.calls[member].draws_levels
-
-    def level_s(self, member: str) -> float:
-        """One level more of a drafter."""
-        return self.calls[member].level_s if member in self.calls else 0.0
-
     def step_s(self, num_rows: int, drafts: bool = True) -> float:
         """A step around a pass over so many rows, calls of drafters apart."""
-        known = self._most_like.get((drafts, num_rows))
-        if known is None:
-            known = self._most_like[drafts, num_rows] = self._find_most_like(drafts, num_rows), self.passes(num_rows)
-        return known[0].value * known[1]
+        slowness, pass_s = self._most_like.get((drafts, num_rows)) or self._find_most_like(drafts, num_rows)
+        return slowness.value * pass_s
 
-    def _find_most_like(self, drafts: bool, num_rows: int) -> Mean:
+    def _find_most_like(self, drafts: bool, num_rows: int) -> tuple[Mean, float]:
         """At the nearest number of rows known; of plain steps where none with drafts is known, and likewise."""
         point = self.passes.nearest(num_rows)
         kinds = sorted(self.slowness, key=lambda kind: (kind[0] != drafts, abs(math.log(kind[1] / point))))
-        return self.slowness[kinds[0]] if kinds else Mean(1.0)
-
-    def call_s(self, member: str, num_drafts: int, num_requests: int) -> float:
-        """A call of a drafter for so many drafts each."""
-        calls = self.calls.get(member)
-        return calls.call_s(num_drafts, num_requests) if calls is not None else 0.0
-
-    def reading_s(self, member: str, num_tokens: int) -> float:
-        """What a drafter needs for tokens it has missed. The few every step leaves are a part of its calls."""
-        reading = self.calls[member].reading if member in self.calls else None
-        return num_tokens * reading.value if reading is not None and num_tokens >= LONG_LAG else 0.0
+        found = self.slowness[kinds[0]] if kinds else Mean(1.0), self.passes(num_rows)
+        self._most_like[drafts, num_rows] = found
+        return found
 
     # -- learning -----------------------------------------------------------------------------------------------
 
@@ -213,19 +198,8 @@ class Costs:
         if kind not in self.slowness:
             self.slowness[kind] = Mean(1.0)
             self._most_like.clear()
-        self.slowness[kind].learn(seconds / self.passes(num_rows))
-
-    def learn_call(
-        self, member: str, num_requests: int, num_drafts: int, depth: int, num_read: int, seconds: float
-    ) -> float:
-        """A call for so many requests, that also read so many tokens -> seconds of it that went into reading."""
-        costs = self.calls.setdefault(member, CallCosts())
-        if num_read >= LONG_LAG * num_requests:
-            reading_s = max(seconds - self.call_s(member, max(num_drafts, 1), num_requests), seconds / 2)
-            costs.learn_reading(num_read, reading_s)
-            return reading_s
-        costs.learn(num_requests, num_drafts, depth, seconds)
-        return 0.0
+        slowness, pass_s = self._most_like.get((drafts, num_rows)) or self._find_most_like(drafts, num_rows)
+        slowness.learn(seconds / pass_s)
 
 
 def rows_to_measure(max_nodes: int, max_rows: int) -> Sequence[int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -47,12 +48,9 @@ def plan_call(
     best, num_asked, most, num_best = best_tokens - speed * best_s, 0, 0, 0
     order, left = _best_first(gains), sum(map(sum, gains))
     for count, (_, place, index) in enumerate(order, 1):
-        tokens += gains[index][place]
-        if place == 0:
-            num_asked += 1
-        if place >= most:
-            most = place + 1
-        left -= gains[index][place]
+        gain = gains[index][place]
+        tokens, left = tokens + gain, left - gain
+        num_asked, most = num_asked + (place == 0), max(most, place + 1)
         seconds = step_s(without.num_rows + count) + call_s(most, num_asked)
         value = tokens - speed * seconds
         if value > best:
@@ -67,13 +65,8 @@ def plan_call(
 
 def _best_first(gains: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
     """(minus what it brings, place among its request's, request) of every node, none before one it follows."""
-    order = []
-    for index, of_request in enumerate(gains):
-        least = math.inf
-        for place, gain in enumerate(of_request):
-            least = min(least, gain)
-            order.append((-least, place, index))
-    return sorted(order) if len(gains) > 1 else order
+    least = [accumulate(of_request, min) for of_request in gains]
+    return sorted([(-gain, place, index) for index, so_far in enumerate(least) for place, gain in enumerate(so_far)])
 
 
 def expected_gains(rates: Sequence[float], found: Sequence[float], num_nodes: int) -> list[float]:
@@ -106,7 +99,7 @@ def worth_verifying(
     parents, which are never less likely.
     """
     ranked = sorted(
-        (-chance, node, i) for i, tree in enumerate(log_chances) for node, chance in enumerate(tree) if node
+        [(-chance, node, i) for i, tree in enumerate(log_chances) for node, chance in enumerate(tree) if node]
     )
     tokens, num_best, best = 0.0, 0, -speed * step_s(num_rows)
     for count, (minus_chance, _, _) in enumerate(ranked, 1):

@@ -22,7 +22,6 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Final, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
 
 from forerun.core import Request
 from forerun.drafters.base import DraftCall
@@ -30,7 +29,7 @@ from forerun.policy.acceptance import LEAST, MEMORY, PRIOR, Acceptance, Tally
 from forerun.policy.costs import RISE, Costs
 from forerun.policy.exploration import SPREAD, Exploration
 from forerun.policy.planner import Outlook, expected_gains, found_by_depth, plan_call, worth_verifying
-from forerun.speculation.draft import Draft, DraftPlan, Proposal, Unlimited
+from forerun.speculation.draft import Draft, DraftPlan, Proposal, Unlimited, pending_of
 
 # The first step of a trial is slow, drafts being out of the caches and behind. Four steps: batches 0.96, two: 0.99.
 TRIAL_STEPS, TRIAL_DRAFTS = 2, 3
@@ -136,8 +135,6 @@ class AdaptivePolicy:
     usual_output: float = USUAL_OUTPUT
     # lately: the steps' time in plain steps, and the tokens a request they gave
     speedup: Tally = field(default_factory=partial(Tally, PRIOR, PRIOR))
-    # of each request and member: tokens known when it was last asked, and preemptions by then
-    read: WeakKeyDictionary[Request, dict[str, tuple[int, int]]] = field(default_factory=WeakKeyDictionary)
     trial: str | None = None  # the member that is tried
     _trial_left: int = 0  # steps
     _num_trials: Counter[str] = field(default_factory=Counter)  # by member
@@ -149,10 +146,13 @@ class AdaptivePolicy:
 
     def plan(self, requests: Sequence[Request]) -> StepPlan:
         """Nobody drafts while the policy rests, drafts have lost too much, or what a plain step takes is not known."""
-        is_new = any(request.num_output == 0 for request in requests)
-        rests = self._rest_left > 0 and not is_new
-        is_open = self.exploration.may_draft
-        return AdaptivePlan(self, max(len(requests), 1), not rests and is_open and self.costs.knows_plain)
+        rests = self._rest_left > 0 and all(request.num_output > 0 for request in requests)
+        is_open = not rests and self.exploration.may_draft and self.costs.knows_plain
+        return self._plan(max(len(requests), 1), is_open)
+
+    def _plan(self, num_requests: int, is_open: bool) -> AdaptivePlan:
+        speed = max(self.speedup.rate, 1.0) * num_requests / self.plain_step_s(num_requests)
+        return AdaptivePlan(self, num_requests, is_open, speed)
 
     def plain_step_s(self, num_requests: int) -> float:
         """A step without drafts."""
@@ -164,17 +164,16 @@ class AdaptivePolicy:
 
     def reading_s(self, member: str, request: Request) -> float:
         """Seconds the member needs for what it has missed of a request: nothing that lay in the prefix cache."""
-        never_asked = request.num_cached_tokens, 0
-        num_read, num_preemptions = self.read.get(request, {}).get(member, never_asked)
+        num_read, num_preemptions = request.last_asked.get(member, (request.num_cached_tokens, 0))
         if request.num_preemptions > num_preemptions:
             num_read = 0
-        return self.costs.reading_s(member, len(request.token_ids) - num_read)
+        return self.costs.calls[member].reading_s(len(request.token_ids) - num_read)
 
     def explain(self, request: Request) -> str | None:
         """No member's drafts are right often enough for what they cost: how often they are, member by member."""
         if not self.exploration.may_draft:
             return "drafts have cost more than they gained lately; they go on once 1% of the time has paid for that"
-        plan, draft = AdaptivePlan(self, 1, True), Draft(request, self.max_nodes)
+        plan, draft = self._plan(1, True), Draft(request, self.max_nodes)
         if any(plan.wanted(member, [draft])[0] for member in self.costs.calls):
             return None
         said = [self._missing(request, member) for member in sorted(self.costs.calls)]
@@ -189,7 +188,7 @@ class AdaptivePolicy:
 
     def learn(self, result: StepResult) -> None:
         """Costs, chances, and whether it paid."""
-        num_tokens = sum(len(outcome.tokens) for outcome in result.outcomes)
+        num_tokens = sum([len(outcome.tokens) for outcome in result.outcomes])
         if num_tokens == 0:
             return
         num, plain_s = len(result.outcomes), self.plain_step_s(len(result.outcomes))
@@ -219,7 +218,8 @@ class AdaptivePolicy:
         if result.calls and (last := result.calls[-1]).is_pending:
             if result.num_span:
                 most = max(asked.num_drafts for asked in last.asked)
-                calls_s[-1] = max(self.costs.call_s(last.member, max(most, 1), len(last.asked)), last.seconds)
+                usual_call_s = self.costs.calls[last.member].call_s(max(most, 1), len(last.asked))
+                calls_s[-1] = max(usual_call_s, last.seconds)
             else:
                 calls_s[-1] += max(rest_s - usual_s, 0.0)
             return usual_s if result.num_span else min(rest_s, usual_s), calls_s
@@ -231,11 +231,10 @@ class AdaptivePolicy:
     def _learn_call(self, call: DraftCall, seconds: float) -> float:
         num_drafts = depth = num_read = 0
         for asked in call.asked:
-            self.read.setdefault(asked.request, {})[call.member] = asked.num_known, asked.request.num_preemptions
             self.acceptance.learn_call(call.member, asked.num_drafts > 0)
             num_drafts, depth = max(num_drafts, asked.num_drafts), max(depth, asked.depth)
             num_read += asked.num_read
-        return self.costs.learn_call(call.member, len(call.asked), num_drafts, depth, num_read, seconds)
+        return self.costs.calls[call.member].learn(len(call.asked), num_drafts, depth, num_read, seconds)
 
     def _settle(self, result: StepResult) -> None:
         """Rests grow while nobody is worth asking. Now and then, who was not asked is considered for a trial."""
@@ -271,13 +270,14 @@ class AdaptivePolicy:
     def _might_pay(self, member: str, num_requests: int, plain_s: float) -> bool:
         """Whether drafts that are as often right as is ever believed would gain anything at this load."""
         gains = expected_gains((1.0 - LEAST,), (), self.max_nodes - 1)
-        prices = self.costs.step_s, partial(self.costs.call_s, member)
+        prices = self.costs.step_s, self.costs.calls[member].call_s
         plain = Outlook(num_requests, num_requests, plain_s)
         return any(plan_call([gains] * num_requests, plain, *prices, num_requests / plain_s).sizes)
 
     def _price_s(self, member: str, num_requests: int) -> float:
         """Seconds by which a few drafts for one request make a plain step longer."""
-        step_s = self.costs.step_s(num_requests + TRIAL_DRAFTS) + self.costs.call_s(member, TRIAL_DRAFTS, 1)
+        call_s = self.costs.calls[member].call_s(TRIAL_DRAFTS, 1)
+        step_s = self.costs.step_s(num_requests + TRIAL_DRAFTS) + call_s
         return max(step_s - self.plain_step_s(num_requests), 0.0)
 
 
@@ -288,16 +288,12 @@ class AdaptivePlan:
     policy: AdaptivePolicy
     num_requests: int
     is_open: bool  # somebody may be asked
+    speed: float  # tokens a second that decoding gives at this load: what a second is worth
 
     @property
     def looks_at_drafts(self) -> bool:
         """See `StepPlan`."""
         return self.policy.looks_at_drafts
-
-    @property
-    def speed(self) -> float:
-        """Tokens a second that decoding gives at this load: what a second is worth."""
-        return max(self.policy.speedup.rate, 1.0) * self.num_requests / self.policy.plain_step_s(self.num_requests)
 
     def max_nodes(self, request: Request) -> int:
         """A fair share of the rows whose cost is known; none where nobody would be asked."""
@@ -313,7 +309,7 @@ class AdaptivePlan:
         if policy.trial == member and not any(sizes):
             best = max(range(len(drafts)), key=partial(self._promise, member, drafts))
             return [min(TRIAL_DRAFTS, drafts[best].room) if index == best else 0 for index in range(len(drafts))]
-        if self._may_choose and policy.costs.draws_levels(member):  # it stops by itself; few it draws as a chain
+        if self._may_choose and policy.costs.calls[member].draws_levels:  # it stops by itself; few it draws as a chain
             return [draft.room if size > TRIAL_DRAFTS else size for draft, size in zip(drafts, sizes, strict=True)]
         return sizes
 
@@ -335,29 +331,29 @@ class AdaptivePlan:
     def wanted(self, member: str, drafts: Sequence[Draft]) -> list[int]:
         """Drafts of the member that pay, request by request."""
         gains = [self._gains(member, draft) for draft in drafts]
-        without, costs, speed = self._outlook(drafts), self.policy.costs, self.speed
-        prices = costs.step_s, partial(costs.call_s, member)
-        sizes, after = plan_call(gains, without, *prices, speed)
+        without, costs = self._outlook(drafts), self.policy.costs
+        call_s = costs.calls[member].call_s
+        sizes, after = plan_call(gains, without, costs.step_s, call_s, self.speed)
         if not any(sizes):
             return sizes
         brought = after.tokens - without.tokens
-        saved_s = brought / speed - (after.seconds - without.seconds)  # a step
-        token_s, call_s = saved_s / brought, costs.call_s(member, max(sizes), 1)
+        saved_s = brought / self.speed - (after.seconds - without.seconds)  # a step
+        token_s, miss_s = saved_s / brought, call_s(max(sizes), 1)
         return [
-            size if self._is_worth(member, draft.request, sum(of_request[:size]), token_s, call_s) else 0
+            size if self._is_worth(member, draft.request, sum(of_request[:size]), token_s, miss_s) else 0
             for size, of_request, draft in zip(sizes, gains, drafts, strict=True)
         ]
 
-    def _is_worth(self, member: str, request: Request, tokens: float, token_s: float, call_s: float) -> bool:
+    def _is_worth(self, member: str, request: Request, tokens: float, token_s: float, miss_s: float) -> bool:
         """Whether what drafts save pays for calls that find nothing, and over the rest of the answer for reading."""
         found, num_steps = self.policy.acceptance.found(member), self.policy.num_left(request) / (1.0 + tokens)
-        saved_s = found * tokens * token_s - (1.0 - found) * call_s
+        saved_s = found * tokens * token_s - (1.0 - found) * miss_s
         return saved_s > 0.0 and num_steps * saved_s >= self.policy.reading_s(member, request)
 
     def _outlook(self, drafts: Sequence[Draft]) -> Outlook:
         """The step as it is so far: other requests get one token each."""
         n, costs = self.num_requests, self.policy.costs
-        num_nodes = sum(len(draft.tree) - 1 for draft in drafts)
+        num_nodes = sum([len(draft.tree) - 1 for draft in drafts])
         if num_nodes == 0:
             return Outlook(n, n, costs.step_s(n, False))
         found = sum(sum(found_by_depth(d.tree.depths, d.survival)) for d in drafts if len(d.tree) > 1)
@@ -370,7 +366,7 @@ class AdaptivePlan:
         n, costs = self.num_requests, self.policy.costs
         most = self.policy.max_nodes
         row_s = max(costs.step_s(n + most) - costs.step_s(n + 1), 0.0) / max(most - 1, 1)
-        return min(self.speed / n * (costs.level_s(member) + row_s), 1.0)
+        return min(self.speed / n * (costs.calls[member].level_s + row_s), 1.0)
 
     def log_chances(self, proposal: Proposal) -> Sequence[float]:
         """By how often such estimates were right."""
@@ -378,7 +374,7 @@ class AdaptivePlan:
 
     def prune(self, drafts: Sequence[Draft]) -> None:
         """Over all requests the likeliest nodes are kept, as long as they raise the expected tokens per second."""
-        if not self.policy.may_prune or any(draft.pending is not None for draft in drafts):
+        if not self.policy.may_prune or pending_of(drafts) is not None:
             return
         kept = worth_verifying(
             [draft.survival for draft in drafts], self.num_requests, self.policy.costs.step_s, self.speed
