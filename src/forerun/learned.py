@@ -52,7 +52,7 @@ class Kept:
     def costs(self, rows: Sequence[int], calls: Mapping[str, CallCosts]) -> Costs | None:
         """Costs of passes at exactly these row counts and of these drafters; None where they must be measured."""
         try:
-            kept = self._learned()
+            kept = _contents(self.path)["learned"]
             passes = {_count(num_rows): _seconds(seconds) for num_rows, seconds in kept["passes"]}
             measured_s = _number(kept["measured_s"])
             known = {name: _call(unknown, kept, name) for name, unknown in calls.items()}
@@ -66,17 +66,10 @@ class Kept:
     def load(self, policy: AdaptivePolicy) -> bool:
         """Let a new policy begin where another one ended; False, and nothing changed, where there is no such file."""
         try:
-            _restore(policy, self._learned())
+            _restore(policy, _contents(self.path)["learned"])
         except _DAMAGED:
             return False
         return True
-
-    def _learned(self) -> Any:
-        """What was learned, unchecked. Raises whatever is wrong with the file."""
-        kept = json.loads(self.path.read_text("utf-8"))
-        if kept["version"] != VERSION:
-            raise ValueError(f"version {kept['version']}")
-        return kept["learned"]
 
     def save(self, policy: AdaptivePolicy) -> None:
         """Write what the policy knows, unless that was done just now or cannot be done."""
@@ -119,7 +112,7 @@ def kept_files(folder: Path) -> list[KeptFile]:
 def _read(path: Path) -> KeptFile:
     stat = path.stat()
     try:
-        kept = json.loads(path.read_text("utf-8"))
+        kept = _contents(path)
         about = {str(name): str(value) for name, value in kept["about"].items()}
         plain = _table(kept["learned"]["steps"], Mean).get((False, 1))
         ranks = _table(kept["learned"]["ranks"], Tally)
@@ -130,6 +123,14 @@ def _read(path: Path) -> KeptFile:
     except _DAMAGED:
         return KeptFile(path, stat.st_size, stat.st_mtime)
     return KeptFile(path, stat.st_size, stat.st_mtime, about, None if plain is None else plain.value, members)
+
+
+def _contents(path: Path) -> Any:
+    """What is in a file of this version, unchecked. Raises whatever is wrong with it."""
+    kept = json.loads(path.read_text("utf-8"))
+    if kept["version"] != VERSION:
+        raise ValueError(f"version {kept['version']}")
+    return kept
 
 
 def _plain(policy: AdaptivePolicy, measured_s: float) -> dict[str, Any]:
