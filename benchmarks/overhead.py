@@ -4,12 +4,14 @@
 
 Prints JSON: medians over decoding steps, in milliseconds. "plain" and "ngram_4" are the engine alone (an n-gram draft
 is a lookup); in "draft_4" the phase "draft" also holds the draft model's own forwards, which are not overhead.
+"adaptive" is "draft_4" with the policy that decides how much is drafted, in the steps where it drafts 4.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 from forerun import LLM, DrafterConfig, SamplingParams
@@ -39,7 +41,9 @@ def measure(model: str, draft_model: str | None, max_tokens: int) -> dict[str, A
     engines["ngram_4"] = (ngram, NUM_DRAFTED)
     draft = draft_model or ("mini-draft" if model == "mini" else None)
     if draft:
-        engines["draft_4"] = (plain.with_drafter(DrafterConfig(name="draft", model=draft, **fixed)), NUM_DRAFTED)
+        drafter = DrafterConfig(name="draft", model=draft, **fixed)
+        engines["draft_4"] = (plain.with_drafter(drafter), NUM_DRAFTED)
+        engines["adaptive"] = (plain.with_drafter(replace(drafter, adaptive=True)), NUM_DRAFTED)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     prompt = plain.tokenizer.encode(TEXT)
     results = {name: _run(llm, prompt, params, num) for name, (llm, num) in engines.items()}

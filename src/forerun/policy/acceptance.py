@@ -21,9 +21,10 @@ from forerun.speculation.draft import Proposal
 
 _EDGES: Final = (0.03, 0.08, 0.15, 0.3, 0.5, 0.7, 0.9)  # between bands of estimates; one of exactly 1 is no estimate
 _LOG_EDGES: Final = tuple(map(math.log, _EDGES))
-_MIDDLES: Final = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
 NUM_KINDS: Final = 4  # ranks and depths from here on are one kind
 USUAL_CHANCE: Final = 0.6  # of a node, until some were seen: the drafters trained here have 0.3 to 0.85 at T = 0 and 1
+# What is believed of a band until some of it were seen; the last band is that of nodes without an estimate.
+_MIDDLES: Final = (*((a + b) / 2 for a, b in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True)), USUAL_CHANCE)
 LEAST: Final = 0.03  # chance below which, and above whose complement, nothing is believed: drafts always surprise
 MEMORY: Final = 0.99  # what a node counts for after the next of its kind: kinds change within some hundred steps
 PRIOR: Final = 10.0  # nodes that what is usual counts for beside a kind's own, and beside a request's
@@ -45,6 +46,9 @@ class Tally:
     def rate(self) -> float:
         """The share of right ones."""
         return self.right / max(self.tested, LEAST)
+
+
+_UNSEEN: Final = Tally(1.0, USUAL_CHANCE)
 
 
 @dataclass(slots=True)
@@ -69,7 +73,7 @@ class Acceptance:
         The product of the first n is the chance of the n-th node, whatever the shape of the tree. The last one holds
         for all ranks behind it.
         """
-        usual = [_rate(self.ranks.get((member, rank))) for rank in range(1, NUM_KINDS + 1)]
+        usual = [self.ranks.get((member, rank), _UNSEEN).rate for rank in range(1, NUM_KINDS + 1)]
         expected, right = request.right_drafts.get(member, (0.0, 0.0))
         prior = PRIOR * _believed(usual[0])
         factor = (right + prior) / (expected + prior)
@@ -78,11 +82,10 @@ class Acceptance:
     def log_chances(self, proposal: Proposal) -> list[float]:
         """Log chance of the whole path to every node of a proposal, the root's being 0."""
         result = [0.0]
-        for place in range(1, len(proposal.nodes)):
-            kind = _kind(proposal, place)
-            tally = self.bands.get(kind)
-            chance = tally.rate if tally is not None else _middle(kind[2])
-            result.append(result[proposal.parents[place]] + math.log(_believed(chance)))
+        for place, parent in enumerate(proposal.parents[1:], 1):
+            tally = self.bands.get(kind := _kind(proposal, place))
+            chance = _MIDDLES[kind[2]] if tally is None else tally.rate
+            result.append(result[parent] + math.log(_believed(chance)))
         return result
 
     # -- learning -----------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ class Acceptance:
         """Count the children of a right node -> the chance that one of them was expected to have at this depth."""
         for place in places:
             kind = _kind(proposal, place)
-            _tally(self.bands, kind, _middle(kind[2])).add(1.0, place == right, MEMORY)
+            _tally(self.bands, kind, _MIDDLES[kind[2]]).add(1.0, place == right, MEMORY)
         depth = _tally(self.depths, (proposal.member, min(proposal.depths[places[0]], NUM_KINDS)), USUAL_CHANCE)
         expected = depth.rate
         depth.add(1.0, right is not None, MEMORY)
@@ -148,19 +151,10 @@ def _tally(tallies: dict[Any, Tally], key: Any, chance: float) -> Tally:
 
 
 def _believed(chance: float) -> float:
-    return min(max(chance, LEAST), 1.0 - LEAST)
-
-
-def _rate(tally: Tally | None) -> float:
-    return USUAL_CHANCE if tally is None else tally.rate
+    return chance if LEAST <= chance <= 1.0 - LEAST else LEAST if chance < LEAST else 1.0 - LEAST
 
 
 def _kind(proposal: Proposal, place: int) -> tuple[str, int, int]:
     log_estimate = proposal.log_chances[place] - proposal.log_chances[proposal.parents[place]]
-    band = len(_MIDDLES) if log_estimate >= 0.0 else bisect_left(_LOG_EDGES, log_estimate)
+    band = len(_MIDDLES) - 1 if log_estimate >= 0.0 else bisect_left(_LOG_EDGES, log_estimate)
     return proposal.member, min(proposal.depths[place], NUM_KINDS), band
-
-
-def _middle(band: int) -> float:
-    """What is believed of a band until some of it were seen; the last is that of nodes without an estimate."""
-    return _MIDDLES[band] if band < len(_MIDDLES) else USUAL_CHANCE

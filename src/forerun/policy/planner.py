@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, islice, repeat
+from operator import mul
 from typing import NamedTuple
 
 
@@ -25,24 +26,17 @@ class Outlook(NamedTuple):
     seconds: float
 
 
-class CallPlan(NamedTuple):
-    """How many nodes each request gets of one call, and what that makes of the step."""
-
-    sizes: list[int]
-    after: Outlook
-
-
 def plan_call(
     gains: Sequence[Sequence[float]],
     without: Outlook,
     step_s: Callable[[int], float],
     call_s: Callable[[int, int], float],
     speed: float,
-) -> CallPlan:
-    """The best sizes. `gains` [requests][nodes] are the tokens each next node of a request is expected to add.
+) -> tuple[list[int], Outlook]:
+    """How many nodes each request should get of one call, and what that makes of the step.
 
-    `step_s` gives the seconds of a step by its rows, `call_s` those of a call by drafts and requests; `speed` is in
-    tokens a second.
+    `gains` [requests][nodes] are the tokens each next node of a request is expected to add. `step_s` gives the
+    seconds of a step by its rows, `call_s` those of a call by drafts and requests; `speed` is in tokens a second.
     """
     tokens, best_tokens, best_s = without.tokens, without.tokens, without.seconds
     best, num_asked, most, num_best = best_tokens - speed * best_s, 0, 0, 0
@@ -60,7 +54,7 @@ def plan_call(
     sizes = [0] * len(gains)
     for _, _, index in order[:num_best]:
         sizes[index] += 1
-    return CallPlan(sizes, Outlook(best_tokens, without.num_rows + num_best, best_s))
+    return sizes, Outlook(best_tokens, without.num_rows + num_best, best_s)
 
 
 def _best_first(gains: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
@@ -75,11 +69,8 @@ def expected_gains(rates: Sequence[float], found: Sequence[float], num_nodes: in
     The likeliest nodes come first: a node's chance is `rates` [rank] times that of the one before it. A right one adds
     a token unless an earlier drafter's node holds it, of which `found` [depth] is the chance, as if all were chains.
     """
-    gains, chance = list[float](), 1.0
-    for place in range(num_nodes):
-        chance *= rates[min(place, len(rates) - 1)]
-        gains.append(chance * (1.0 - found[place]) if place < len(found) else chance)
-    return gains
+    chances = islice(accumulate(chain(rates, repeat(rates[-1])), mul), num_nodes)
+    return [chance * (1.0 - held) for chance, held in zip(chances, chain(found, repeat(0.0)), strict=False)]
 
 
 def found_by_depth(depths: Sequence[int], log_chances: Sequence[float]) -> list[float]:

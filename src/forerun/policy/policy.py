@@ -272,7 +272,8 @@ class AdaptivePolicy:
         gains = expected_gains((1.0 - LEAST,), (), self.max_nodes - 1)
         prices = self.costs.step_s, self.costs.calls[member].call_s
         plain = Outlook(num_requests, num_requests, plain_s)
-        return any(plan_call([gains] * num_requests, plain, *prices, num_requests / plain_s).sizes)
+        sizes, _ = plan_call([gains] * num_requests, plain, *prices, num_requests / plain_s)
+        return any(sizes)
 
     def _price_s(self, member: str, num_requests: int) -> float:
         """Seconds by which a few drafts for one request make a plain step longer."""
