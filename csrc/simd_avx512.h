@@ -138,8 +138,8 @@ FORERUN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const cha
 constexpr int kMaxGroupedRows = 12;
 constexpr int kGroupedWordRun = 1;
 #ifdef __AVX512VNNI__
-// Sums of two panels leave no registers for totals above 8 rows, which costs little where steps are long.
-constexpr int grouped_panels(int blocks, int rows) { return rows <= 8 || blocks == 0 ? 2 : 1; }
+// Above 6 rows the sums and totals of two panels do not fit the registers, which costs little where steps are long.
+constexpr int grouped_panels(int blocks, int rows) { return rows <= 6 || blocks == 0 ? 2 : 1; }
 #else
 constexpr int grouped_panels(int, int rows) { return rows <= 4 ? 2 : 1; }
 #endif
