@@ -21,9 +21,9 @@ import gpu_report
 from gpu_watch import Noted, read_state, supervise
 
 LAB = Path(__file__).resolve().parents[2] / "lab"
-# Two parts are tested elsewhere: "speed" below, on the CPU's kernels, as engines take minutes under the interpreter;
-# "compiling" below and in test_gpu_compile.py.
-PARTS = ["roofline", "curve", "attention", "check", "products", "peers"]
+# Three parts are tested elsewhere: "speed" and "peers" below, on the CPU's kernels, as engines take minutes under the
+# interpreter; "compiling" below and in test_gpu_compile.py.
+PARTS = ["roofline", "curve", "attention", "check", "products"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +35,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_the_rehearsal_runs_and_finds_nothing_wrong(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    pytest.importorskip("transformers")
     done = run("--rehearse", "--parts", ",".join(PARTS), "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(next(tmp_path.glob("*-gpu-rehearsal.json")).read_text())
@@ -45,9 +44,6 @@ def test_the_rehearsal_runs_and_finds_nothing_wrong(tmp_path: Path) -> None:
     assert all(row["as_reference"] and row["row_has_its_bits"] for row in parts["products"]["rows"])
     assert all(row["unsplit_has_the_bits"] and row["as_reference"] for row in parts["attention"]["rows"])
     assert parts["check"]["rows"] == [{"PASSED": 2}]
-    assert {(row["model"], row["method"]) for row in parts["peers"]["rows"]} == set(
-        product(("widened", "mini"), ("generate", "assisted"))
-    )
     assert [line["found"] for line in result["lines"] if line["what"].startswith(("bf16", "4-bit", "EAGLE"))] == [
         None
     ] * 7
@@ -142,7 +138,8 @@ def test_engines_and_their_peers_on_the_kernels_there_are(tmp_path: Path) -> Non
     drafters = {row["drafter"].partition("=")[0] for row in rows}
     assert drafters == {"none", *HEADS, "draft", *needing_nothing(), "portfolio", "fixed eagle"}
     assert max(row["acceptance_length"] for row in rows) > 1.5
-    assert len(parts["peers"]["rows"]) == 4 and all(row["tokens_per_s"] > 0 for row in parts["peers"]["rows"])
+    found = {(row["model"], row["method"]): row["tokens_per_s"] for row in parts["peers"]["rows"]}
+    assert found.keys() == set(product(("widened", "mini"), ("generate", "assisted"))) and min(found.values()) > 0
     told = {line["what"]: line["found"] for line in gpu_report.lines(parts)}
     assert told["answers that are not plain decoding's"] == 0
     assert told["EAGLE-3, widened to 8B, batch 1: times plain"] is None  # it was widened to another size
