@@ -122,10 +122,11 @@ void pack(CpuEngine& engine, Address weight, Address packed, int64_t n, int64_t 
 }
 
 void pack_grouped(CpuEngine& engine, Address codes, Address scales, Address offsets, Address units,
-                  Address offset_units, Address packed, int64_t n, int64_t k, const GroupedLayout& layout) {
+                  Address offset_units, Address points, Address packed, int64_t n, int64_t k,
+                  const GroupedLayout& layout) {
     Program::refuse("packing");
-    const PackGroupedArgs args{at<uint8_t>(codes), at<void>(scales),    at<void>(offsets), at<void>(units),
-                               at<void>(offset_units), at<uint8_t>(packed), n, k, layout};
+    const PackGroupedArgs args{at<uint8_t>(codes),     at<void>(scales),     at<void>(offsets),   at<void>(units),
+                               at<void>(offset_units), at<uint16_t>(points), at<uint8_t>(packed), n, k, layout};
     call(n * k, [&] { engine.pack_grouped(args); });
 }
 
@@ -354,9 +355,11 @@ NB_MODULE(_native, module) {
         .def("run_batch", &run_batch);
     nb::class_<GroupedLayout>(module, "GroupedLayout")
         .def("__init__", [](GroupedLayout* self, int64_t k, int64_t group_size, int storage, int scales, bool offsets,
-                            int64_t groups_a_unit, Address table) {
+                            int64_t groups_a_unit, Address table, float unit_scale, Address points, int run,
+                            int point_bits, int signs) {
+            const GridLayout grid = points ? grid_layout(at<uint8_t>(points), run, point_bits, signs) : GridLayout{};
             new (self) GroupedLayout(grouped_layout(k, group_size, storage, ScaleKind{scales}, offsets, groups_a_unit,
-                                                    at<uint8_t>(table)));
+                                                    at<uint8_t>(table), unit_scale, grid));
         })
         .def_ro("panel_bytes", &GroupedLayout::panel_bytes);
     nb::class_<ExpertBank>(module, "ExpertBank")

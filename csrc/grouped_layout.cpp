@@ -32,7 +32,42 @@ void put_high(uint8_t* plane, int64_t block, int line, int place, int bits, uint
     *to = static_cast<uint8_t>(*to | (code & 1) << place % 8);
 }
 
+// Where the signs of eight codes lie, which are stored for all outputs side by side.
+struct SignPlace {
+    int64_t byte;
+    int bit;
+};
+
+SignPlace sign_place(const GridLayout& grid, int64_t i, int lane) {
+    const int line = static_cast<int>(i % 8 / 4), width = line ? grid.signs - 4 : 4;
+    const int bit = lane * width + static_cast<int>(i % 4);
+    const int64_t cell = i / kStretch * grid.stretch_bytes + grid.signs_at + i % kStretch / 8 * 2 * grid.signs;
+    return {cell + line * 8 + bit / 8, bit % 8};
+}
+
+void pack_grid_row(const PackGroupedArgs& args, int64_t row, int lane, uint8_t* panel) {
+    const GridLayout& grid = args.layout.grid;
+    const int64_t num_points = args.k / kStretch * grid.rows;
+    for (int64_t i = 0; i < num_points; ++i) {
+        const int point = args.points[row * num_points + i];
+        uint8_t* stretch = panel + i / grid.rows * grid.stretch_bytes;
+        const int64_t at = i % grid.rows;
+        stretch[at * kLanes + lane] = static_cast<uint8_t>(point);
+        for (int bit = 0; bit < grid.high_bits; ++bit) {
+            uint8_t* to = stretch + grid.high_at + (bit * grid.rows / 8 + at / 8) * kLanes + lane;
+            *to = static_cast<uint8_t>(*to | (point >> (8 + bit) & 1) << at % 8);
+        }
+    }
+    for (int64_t i = 0; i < args.k; ++i) {
+        if (i % 8 >= grid.signs) continue;
+        const SignPlace place = sign_place(grid, i, lane);
+        const int sign = args.codes[row * args.k + i] >> 3 & 1;
+        panel[place.byte] = static_cast<uint8_t>(panel[place.byte] | sign << place.bit);
+    }
+}
+
 void pack_row(const PackGroupedArgs& args, int64_t row, int lane, uint8_t* panel) {
+    if (args.layout.storage == kGrid) return pack_grid_row(args, row, lane, panel);
     const int bits = code_bits(args.layout.storage), low = low_bits(bits), high = bits - low;
     const uint8_t* codes = args.codes + row * args.k;
     for (int64_t i = 0; i < args.k; ++i) {
@@ -50,6 +85,10 @@ void pack_row(const PackGroupedArgs& args, int64_t row, int lane, uint8_t* panel
 
 int64_t scale_size(ScaleKind kind) { return kind == ScaleKind::kFloat32 ? 4 : kind == ScaleKind::kFloat16 ? 2 : 1; }
 
+bool two_groups_a_byte(ScaleKind kind) { return kind == ScaleKind::kOddNibbles || kind == ScaleKind::kSignedNibbles; }
+
+int64_t groups_a_number(ScaleKind kind) { return two_groups_a_byte(kind) ? 2 : 1; }
+
 // One row's numbers for groups or units, `size` bytes each: number i goes to to + place(i).
 template <class Place>
 void pack_numbers(const void* numbers, int64_t row, int64_t count, int64_t size, uint8_t* to, Place place) {
@@ -61,13 +100,14 @@ void pack_numbers(const void* numbers, int64_t row, int64_t count, int64_t size,
 void pack_scales(const PackGroupedArgs& args, int64_t row, int lane, uint8_t* to) {
     const GroupedLayout& layout = args.layout;
     const int64_t size = scale_size(layout.scales), num_units = layout.num_groups / layout.groups_a_unit;
+    const int64_t together = groups_a_number(layout.scales), count = layout.num_groups / together;
     const auto of_group = [&](int64_t i) {
-        const int64_t unit = i / layout.groups_a_unit * layout.unit_bytes;
-        return unit + layout.head_bytes + i % layout.groups_a_unit * layout.group_bytes + lane * size;
+        const int64_t group = i * together, unit = group / layout.groups_a_unit * layout.unit_bytes;
+        return unit + layout.head_bytes + group % layout.groups_a_unit * layout.group_bytes + lane * size;
     };
     const auto of_unit = [&](int64_t i) { return i * layout.unit_bytes + lane * 2; };
-    pack_numbers(args.scales, row, layout.num_groups, size, to, of_group);
-    pack_numbers(args.offsets, row, layout.num_groups, size, to + size * kLanes, of_group);
+    pack_numbers(args.scales, row, count, size, to, of_group);
+    pack_numbers(args.offsets, row, count, size, to + size * kLanes, of_group);
     pack_numbers(args.units, row, num_units, 2, to, of_unit);
     pack_numbers(args.offset_units, row, num_units, 2, to + 2 * kLanes, of_unit);
 }
@@ -84,8 +124,30 @@ int get_high(const uint8_t* plane, int64_t block, int line, int place, int bits)
     return plane[block * 32 + line * 8 + place / 8] >> place % 8 & 1;
 }
 
+int get_sign(const GridLayout& grid, const uint8_t* panel, int lane, int64_t i) {
+    if (i % 8 < grid.signs) {
+        const SignPlace place = sign_place(grid, i, lane);
+        return panel[place.byte] >> place.bit & 1;
+    }
+    int odd = 0;
+    for (int j = 0; j < grid.signs; ++j) odd ^= get_sign(grid, panel, lane, i / 8 * 8 + j);
+    return odd;
+}
+
+int get_grid_code(const GridLayout& grid, const uint8_t* panel, int lane, int64_t i) {
+    const uint8_t* stretch = panel + i / kStretch * grid.stretch_bytes;
+    const int64_t run = kStretch / grid.rows, row = i % kStretch / run;
+    int point = stretch[row * kLanes + lane];
+    for (int bit = 0; bit < grid.high_bits; ++bit) {
+        const int high = stretch[grid.high_at + (bit * grid.rows / 8 + row / 8) * kLanes + lane];
+        point |= (high >> row % 8 & 1) << (8 + bit);
+    }
+    return grid.points[point * run + i % run] | get_sign(grid, panel, lane, i) << 3;
+}
+
 // What the code of input i stands for, zero not yet taken away.
 int get_code(const GroupedLayout& layout, const uint8_t* panel, int lane, int64_t i) {
+    if (layout.storage == kGrid) return layout.table[get_grid_code(layout.grid, panel, lane, i)];
     const int bits = code_bits(layout.storage), low = low_bits(bits), high = bits - low;
     const int64_t block = i / kGroupedBlock;
     const int line = static_cast<int>(i % kGroupedBlock / 4), place = lane * 4 + static_cast<int>(i % 4);
@@ -103,19 +165,26 @@ float get_half(const uint8_t* at) {
 // Number `place` of a group: its scale, or 16 entries later its offset.
 float get_scale(const GroupedLayout& layout, const uint8_t* panel, int64_t group, int place) {
     const uint8_t* unit = panel + layout.scales_at + group / layout.groups_a_unit * layout.unit_bytes;
-    const uint8_t* at = unit + layout.head_bytes + group % layout.groups_a_unit * layout.group_bytes;
+    const int64_t place_in_unit = group % layout.groups_a_unit, together = groups_a_number(layout.scales);
+    const uint8_t* at = unit + layout.head_bytes + place_in_unit / together * together * layout.group_bytes;
+    const auto counting = [&](int what) {
+        const float of = get_half(unit + 2 * (together == 2 ? place % kLanes : place));
+        return layout.unit_scale * of * static_cast<float>(what);
+    };
+    const int byte = at[place % kLanes], half = place_in_unit % 2 ? byte >> 4 : byte & 15, odd = half % 8 * 2 + 1;
     float scale;
     switch (layout.scales) {
         case ScaleKind::kFloat32: std::memcpy(&scale, at + 4 * place, 4); return scale;
         case ScaleKind::kFloat16: return get_half(at + 2 * place);
-        case ScaleKind::kPowers: return std::ldexp(1.0f, at[place] - 128);
-        case ScaleKind::kFloat8: return at[place] < 8 ? std::ldexp(at[place], -10)
-                                                      : std::ldexp(8 + at[place] % 8, at[place] / 8 - 11);
-        case ScaleKind::kBytes: return get_half(unit + 2 * place) * static_cast<float>(static_cast<int8_t>(at[place]));
-        default: break;
+        case ScaleKind::kPowers: return std::ldexp(1.0f, byte - 128);
+        case ScaleKind::kFloat8:
+            return byte < 8 ? std::ldexp(static_cast<float>(byte), -10)
+                            : std::ldexp(static_cast<float>(8 + byte % 8), byte / 8 - 11);
+        case ScaleKind::kBytes: return counting(static_cast<int8_t>(at[place]));
+        case ScaleKind::kNibbles: return counting(place < kLanes ? byte & 15 : byte >> 4);
+        case ScaleKind::kOddNibbles: return counting(2 * half + 1);
+        default: return counting(place < kLanes ? 8 * odd : half < 8 ? -odd : odd);
     }
-    const int both = at[place % kLanes];
-    return get_half(unit + 2 * place) * static_cast<float>(place < kLanes ? both & 15 : both >> 4);
 }
 
 void unpack_row(const GroupedRowsArgs& args, int64_t row, float* to) {
@@ -135,13 +204,27 @@ void unpack_row(const GroupedRowsArgs& args, int64_t row, float* to) {
 
 }  // namespace
 
+GridLayout grid_layout(const uint8_t* points, int run, int bits, int signs) {
+    GridLayout grid{};
+    grid.points = points;
+    grid.rows = static_cast<int>(kStretch) / run;
+    grid.high_bits = bits - 8;
+    grid.signs = signs;
+    grid.high_at = grid.rows * kLanes;
+    grid.signs_at = grid.high_at + grid.high_bits * grid.rows / 8 * kLanes;
+    grid.stretch_bytes = grid.signs_at + kStretch / 8 * 2 * signs;
+    return grid;
+}
+
 GroupedLayout grouped_layout(int64_t k, int64_t group_size, int storage, ScaleKind scales, bool has_offsets,
-                             int64_t groups_a_unit, const uint8_t* table) {
+                             int64_t groups_a_unit, const uint8_t* table, float unit_scale, GridLayout grid) {
     GroupedLayout layout{};
-    layout.storage = table ? kTabled : storage;
+    layout.storage = grid.points ? kGrid : table ? kTabled : storage;
+    layout.unit_scale = unit_scale;
+    layout.grid = grid;
     layout.scales = scales;
     layout.has_offsets = has_offsets;
-    if (table) std::copy_n(table, sizeof layout.table, layout.table);
+    for (size_t i = 0; i < sizeof layout.table; ++i) layout.table[i] = table ? table[i] : static_cast<uint8_t>(i);
     layout.group_size = group_size = std::min(group_size, k);
     layout.k_padded = divide_up(k, kGroupedBlock) * kGroupedBlock;
     layout.num_groups = divide_up(k, group_size);
@@ -150,11 +233,15 @@ GroupedLayout grouped_layout(int64_t k, int64_t group_size, int storage, ScaleKi
     const int low = low_bits(storage);
     layout.high_at = plane_bytes(layout.k_padded, low);
     layout.scales_at = layout.high_at + plane_bytes(layout.k_padded, storage - low);
+    if (grid.points) layout.scales_at = lines(layout.k_padded / kStretch * grid.stretch_bytes);
     layout.groups_a_unit = groups_a_unit;
+    const bool pairs = two_groups_a_byte(scales);
     const bool counted = scales == ScaleKind::kBytes || scales == ScaleKind::kNibbles;
     const int numbers = has_offsets ? 2 : 1;
-    layout.head_bytes = counted ? 2 * kLanes * numbers : 0;
-    layout.group_bytes = scales == ScaleKind::kNibbles ? kLanes : scale_size(scales) * kLanes * numbers;
+    layout.head_bytes = pairs ? 2 * kLanes : counted ? 2 * kLanes * numbers : 0;
+    layout.group_bytes = scale_size(scales) * kLanes * numbers;
+    if (pairs) layout.group_bytes = kLanes / 2;
+    if (scales == ScaleKind::kNibbles) layout.group_bytes = kLanes;
     layout.unit_bytes = layout.head_bytes + layout.group_bytes * groups_a_unit;
     layout.panel_bytes = layout.scales_at + lines(layout.num_groups / groups_a_unit * layout.unit_bytes);
     return layout;

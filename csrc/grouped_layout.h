@@ -10,6 +10,12 @@
 //   4, 5, 6  two lines of nibbles: lines 0|1, 2|3     5: a bit a byte of the four lines; 6: as the low plane of 2
 //   2, 3     one line of bit pairs: lines 0|1|2|3     3: a bit a byte of the four lines
 //   kTabled  as 4
+//   kGrid    see below
+//
+// Points of a grid: every 4 or 8 neighbouring codes are one of its points, to which signs add 8. 64 inputs, a stretch,
+// are rows of bytes for 16 outputs each: the low bytes of the points' numbers, run by run; their further bits, the
+// lowest first, a byte for 8 runs; then of every 8 codes two lines of signs, a bit a byte as above. Where 7 signs are
+// stored, the second line has three inputs, and the eighth sign makes the number of signs even.
 //
 // Scales lie unit by unit: first their units (float16 [16], and those of the offsets), if there are any,
 // then group by group the scales [16] and the offsets [16].
@@ -20,6 +26,9 @@
 //   3        one byte for both, the scale below 16 in its low half         likewise
 //   4        a byte e for 2^(e - 128), no offsets                          1
 //   5        e4m3 without a sign of twice the scale, no offsets            1
+//   6        half a byte n for the scale 2 n + 1, the even group's low     an even number
+//   7        likewise n < 8 for the scale 8 (2 n + 1), with an offset of   likewise; one unit for both
+//            2 n + 1, which is negative unless 8 is added to n
 #pragma once
 
 #include <cstdint>
@@ -28,10 +37,13 @@
 
 namespace forerun {
 
+// points: [number, run] codes. number < 2^bits, 8 bits at least. signs: 8, 7 or 0.
+GridLayout grid_layout(const uint8_t* points, int run, int bits, int signs);
+
 // storage: bits a code occupies, one of 2, 3, 4, 5, 6, 8. groups_a_unit: 1 where scales count nothing. table: 16 bytes
-// that codes of 4 bits stand for, or null.
+// that codes of 4 bits stand for, or null. With a grid k is a multiple of 64, and so are 512 inputs of whole groups.
 GroupedLayout grouped_layout(int64_t k, int64_t group_size, int storage, ScaleKind scales, bool has_offsets,
-                             int64_t groups_a_unit, const uint8_t* table);
+                             int64_t groups_a_unit, const uint8_t* table, float unit_scale = 1, GridLayout grid = {});
 
 struct PackGroupedArgs {
     const uint8_t* codes;  // [n, k], each below 2^storage
@@ -39,6 +51,7 @@ struct PackGroupedArgs {
     const void* offsets;   // likewise, or null
     const void* units;     // [n, num_units] float16, or null: what scales count
     const void* offset_units;
+    const uint16_t* points;  // [n, k / run], or null: numbers of points of the grid
     uint8_t* packed;  // [panels, panel_bytes]
     int64_t n, k;
     GroupedLayout layout;

@@ -50,8 +50,28 @@ struct PackArgs {
 };
 
 // How scales and offsets are stored: as they are, or as whole numbers that count a float16 of their unit.
-enum class ScaleKind : int32_t { kFloat32 = 0, kFloat16 = 1, kBytes = 2, kNibbles = 3, kPowers = 4, kFloat8 = 5 };
-constexpr int kTabled = 9;  // a storage besides numbers of bits: 4 bits, which stand for a byte of `table`
+enum class ScaleKind : int32_t {
+    kFloat32 = 0,
+    kFloat16 = 1,
+    kBytes = 2,
+    kNibbles = 3,
+    kPowers = 4,
+    kFloat8 = 5,
+    kOddNibbles = 6,
+    kSignedNibbles = 7,
+};
+// Storages besides numbers of bits: 4 bits, which stand for a byte of `table`, and points of a grid.
+constexpr int kTabled = 9, kGrid = 10;
+constexpr int64_t kStretch = 64;  // inputs whose points of a grid lie together
+
+// Runs of neighbouring codes that are points of a grid, their signs aside; see grouped_layout.h.
+struct GridLayout {
+    const uint8_t* points;  // [number, codes of a run], or null: no grid
+    int64_t stretch_bytes, high_at, signs_at;
+    int rows;       // of points in a stretch: 8 or 16
+    int high_bits;  // of the number of a point, beyond eight
+    int signs;      // stored of eight codes: 8, 7 or 0
+};
 
 // See grouped_layout.h.
 struct GroupedLayout {
@@ -61,14 +81,16 @@ struct GroupedLayout {
     int64_t groups_a_unit;
     int64_t unit_bytes, head_bytes, group_bytes;  // of scales: of a unit, of what they count, of a group
     int64_t panel_bytes;
-    int storage;  // bits a code occupies, or kTabled
+    int storage;  // bits a code occupies, kTabled or kGrid
     ScaleKind scales;
     bool has_offsets;
+    float unit_scale;  // what units are multiples of
     uint8_t table[16];
+    GridLayout grid;
 };
 
-constexpr int code_bits(int storage) { return storage == kTabled ? 4 : storage; }
-constexpr int dot_bits(int storage) { return storage == kTabled ? 8 : storage; }  // of what is multiplied
+constexpr int code_bits(int storage) { return storage >= kTabled ? 4 : storage; }
+constexpr int dot_bits(int storage) { return storage >= kTabled ? 8 : storage; }  // of what is multiplied
 
 struct GroupedArgs {
     const float* x;         // [m, k]

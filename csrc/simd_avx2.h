@@ -178,6 +178,10 @@ inline Bytes load_line(const uint8_t* p) {
     return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
 }
+inline void store_line(uint8_t* p, Bytes x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), x.b);
+}
 // (bytes >> N) & MASK, where MASK keeps no bit that came from a neighbour.
 template <int N, int MASK>
 inline Bytes bits_down(Bytes x) {
@@ -208,6 +212,38 @@ inline Bytes set_bits(Bytes x, const uint8_t* p) {
     uint32_t masks[2];
     std::memcpy(masks, p, 8);
     return {_mm256_or_si256(x.a, spread_bits<BIT>(masks[0])), _mm256_or_si256(x.b, spread_bits<BIT>(masks[1]))};
+}
+// Runs of codes of 16 outputs (grid.inc), eight as two lines and four as a line.
+#define FORERUN_LOAD_RUNS
+inline __m128i two_eights(const uint8_t* points, const uint16_t* numbers) {
+    long long second;
+    std::memcpy(&second, points + numbers[1] * 8, 8);
+    return _mm_insert_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(points + numbers[0] * 8)), second, 1);
+}
+inline __m128i four_fours(const uint8_t* points, const uint16_t* numbers) {
+    int words[4];
+    for (int i = 0; i < 4; ++i) std::memcpy(words + i, points + numbers[i] * 4, 4);
+    return _mm_setr_epi32(words[0], words[1], words[2], words[3]);
+}
+template <class Part>
+inline __m256i join_parts(Part part, int first) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(part(first)), part(first + 4), 1);
+}
+inline void load_eights(const uint8_t* points, const uint16_t* numbers, Bytes (&lines)[2]) {
+    const auto part = [&](int i) { return two_eights(points, numbers + i); };
+    __m256i low[2], high[2];
+    for (int i = 0; i < 2; ++i) {
+        const __m256 x = _mm256_castsi256_ps(join_parts(part, 8 * i));
+        const __m256 y = _mm256_castsi256_ps(join_parts(part, 8 * i + 2));
+        low[i] = _mm256_castps_si256(_mm256_shuffle_ps(x, y, 0x88));
+        high[i] = _mm256_castps_si256(_mm256_shuffle_ps(x, y, 0xDD));
+    }
+    lines[0] = {low[0], low[1]};
+    lines[1] = {high[0], high[1]};
+}
+inline Bytes load_fours(const uint8_t* points, const uint16_t* numbers) {
+    const auto part = [&](int i) { return four_fours(points, numbers + i); };
+    return {join_parts(part, 0), join_parts(part, 8)};
 }
 inline F load_half(const uint16_t* p) {  // float16
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),

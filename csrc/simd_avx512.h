@@ -151,6 +151,7 @@ struct Bytes {
     __m512i v;
 };
 inline Bytes load_line(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_line(uint8_t* p, Bytes x) { _mm512_storeu_si512(p, x.v); }
 // (bytes >> N) & MASK, where MASK keeps no bit that came from a neighbour.
 template <int N, int MASK>
 inline Bytes bits_down(Bytes x) {
@@ -172,6 +173,34 @@ inline Bytes set_bits(Bytes x, const uint8_t* p) {
     uint64_t mask;
     std::memcpy(&mask, p, 8);
     return {_mm512_mask_add_epi8(x.v, mask, x.v, _mm512_set1_epi8(BIT))};
+}
+// Runs of codes of 16 outputs (grid.inc), eight as two lines and four as a line. Inserting them one by one takes less
+// than half the time of gathering them, or of storing words and loading lines (measured on Cascade Lake).
+#define FORERUN_LOAD_RUNS
+inline __m128i two_eights(const uint8_t* points, const uint16_t* numbers) {
+    long long second;
+    std::memcpy(&second, points + numbers[1] * 8, 8);
+    return _mm_insert_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(points + numbers[0] * 8)), second, 1);
+}
+inline __m128i four_fours(const uint8_t* points, const uint16_t* numbers) {
+    int words[4];
+    for (int i = 0; i < 4; ++i) std::memcpy(words + i, points + numbers[i] * 4, 4);
+    return _mm_setr_epi32(words[0], words[1], words[2], words[3]);
+}
+template <class Part>
+inline __m512i join_parts(Part part) {
+    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(part(0)), part(4), 1);
+    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(part(8)), part(12), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+inline void load_eights(const uint8_t* points, const uint16_t* numbers, Bytes (&lines)[2]) {
+    const __m512 x = _mm512_castsi512_ps(join_parts([&](int i) { return two_eights(points, numbers + i); }));
+    const __m512 y = _mm512_castsi512_ps(join_parts([&](int i) { return two_eights(points, numbers + i + 2); }));
+    lines[0] = {_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88))};
+    lines[1] = {_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xDD))};
+}
+inline Bytes load_fours(const uint8_t* points, const uint16_t* numbers) {
+    return {join_parts([&](int i) { return four_fours(points, numbers + i); })};
 }
 inline F load_half(const uint16_t* p) {  // float16
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};

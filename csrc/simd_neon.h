@@ -208,6 +208,12 @@ inline void store_bytes(int8_t* p, I x) {
 }
 
 inline Bytes load_line(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}; }
+inline void store_line(uint8_t* p, Bytes x) {
+    vst1q_u8(p, x.a);
+    vst1q_u8(p + 16, x.b);
+    vst1q_u8(p + 32, x.c);
+    vst1q_u8(p + 48, x.d);
+}
 // (bytes >> N) & MASK
 template <int N, int MASK>
 inline Bytes bits_down(Bytes x) {

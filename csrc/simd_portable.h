@@ -203,6 +203,7 @@ inline Bytes load_line(const uint8_t* p) {
     std::memcpy(r.v, p, sizeof r.v);
     return r;
 }
+inline void store_line(uint8_t* p, const Bytes& x) { std::memcpy(p, x.v, sizeof x.v); }
 // (bytes >> N) & MASK
 template <int N, int MASK>
 inline Bytes bits_down(const Bytes& x) {

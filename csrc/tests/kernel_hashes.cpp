@@ -220,14 +220,19 @@ struct GroupedCase {
     ScaleKind scales;
     bool offsets, order;
     bool tabled = false;
+    int run = 0, point_bits = 0, signs = 0;  // of a grid
 };
 
 void run_grouped(Run& run, const GroupedCase& c) {
     constexpr uint8_t kTable[16] = {3, 250, 128, 127, 0, 255, 1, 77, 200, 90, 31, 164, 140, 111, 12, 222};
-    const bool counted = c.scales == ScaleKind::kBytes || c.scales == ScaleKind::kNibbles;
-    const GroupedLayout layout = grouped_layout(c.k, c.group_size, c.storage, c.scales, c.offsets, counted ? 8 : 1,
-                                                c.tabled ? kTable : nullptr);
+    const bool paired = c.scales >= ScaleKind::kOddNibbles;
+    const bool counted = c.scales == ScaleKind::kBytes || c.scales == ScaleKind::kNibbles || paired;
     Generator from{static_cast<uint64_t>(c.m * c.k + c.storage)};
+    Array<uint8_t> points(static_cast<int64_t>(c.run) << c.point_bits, [&](int64_t) { return from.below(8); });
+    const GridLayout grid = c.run ? grid_layout(points.begin(), c.run, c.point_bits, c.signs) : GridLayout{};
+    const GroupedLayout layout = grouped_layout(c.k, c.group_size, c.storage, c.scales, c.offsets, counted ? 8 : 1,
+                                                c.tabled ? kTable : nullptr, c.run ? 0.125f : 1.0f, grid);
+    Array<uint16_t> numbers_of_points(c.n * c.k, [&](int64_t) { return c.run ? from.below(1 << c.point_bits) : 0; });
     const int64_t panels = divide_up(c.n, kLanes), rows_per_unit = 48, groups = c.n * layout.num_groups;
     Array<uint8_t> codes(c.n * c.k, [&](int64_t) { return from.below(1 << c.storage); });
     Array<uint8_t> weight(panels * layout.panel_bytes);
@@ -238,12 +243,14 @@ void run_grouped(Run& run, const GroupedCase& c) {
     Array<uint8_t> counts(groups, [&](int64_t) { return from.below(256); });
     Array<uint8_t> powers(groups, [&](int64_t i) { return i % 50 ? 96 + from.below(64) : i / 50 % 2; });
     Array<uint8_t> floats8(groups, [&](int64_t) { return from.below(127); });
-    const void* all[] = {floats.begin(), halves.begin(), counts.begin(), counts.begin(), powers.begin(), floats8.begin()};
+    const void* all[] = {floats.begin(), halves.begin(),  counts.begin(), counts.begin(),
+                         powers.begin(), floats8.begin(), counts.begin(), counts.begin()};
     const void* scales = all[static_cast<int>(c.scales)];
     const void* units = counted ? halves.begin() : nullptr;
-    const void* offsets = c.offsets && c.scales != ScaleKind::kNibbles ? scales : nullptr;
-    pack_grouped_panels({codes.begin(), scales, offsets, units, c.offsets ? units : nullptr, weight.begin(), c.n, c.k,
-                         layout}, 0, panels);
+    const void* offsets = c.offsets && c.scales != ScaleKind::kNibbles && !paired ? scales : nullptr;
+    const void* offset_units = c.offsets && !paired ? units : nullptr;
+    pack_grouped_panels({codes.begin(), scales, offsets, units, offset_units, numbers_of_points.begin(), weight.begin(), c.n,
+                         c.k, layout}, 0, panels);
     const int64_t row_words = divide_up(layout.k_padded, 64) * 16;
     const int64_t section = c.m < 4 ? divide_up(c.k, layout.group_size) * layout.group_size : 2 * layout.group_size;
     Array<int32_t> words(c.m * row_words);
@@ -254,7 +261,8 @@ void run_grouped(Run& run, const GroupedCase& c) {
     FORERUN_CALL(run, grouped_quantize, args, divide_up(c.k, section));
     FORERUN_CALL(run, grouped, args, divide_up(panels, 2) * divide_up(c.m, rows_per_unit));
     const int64_t kind = static_cast<int64_t>(c.scales);
-    run.print(join("grouped", {c.m, c.k, c.group_size, c.storage, kind, c.offsets, c.order, c.tabled}), y);
+    const std::string name = join("grouped", {c.m, c.k, c.group_size, c.storage, kind, c.offsets, c.order, c.tabled});
+    run.print(name + join("", {c.run, c.point_bits, c.signs}), y);
 }
 
 void run_all_grouped(Run& run) {
@@ -271,6 +279,15 @@ void run_all_grouped(Run& run) {
         run_grouped(run, {6, 50, 512, 32, 4, scales, false, false, true});
     }
     run_grouped(run, {6, 50, 512, 16, 4, ScaleKind::kFloat8, false, false, true});
+    constexpr ScaleKind kOdd = ScaleKind::kOddNibbles, kSigned = ScaleKind::kSignedNibbles;
+    for (int64_t m : {1, 3, 13}) {
+        run_grouped(run, {m, 50, 768, 32, 4, kOdd, false, false, true, 8, 8, 7});
+        run_grouped(run, {m, 50, 768, 16, 4, kOdd, false, false, true, 8, 10, 8});
+        run_grouped(run, {m, 50, 768, 32, 4, kOdd, false, false, true, 4, 8, 7});
+        run_grouped(run, {m, 50, 768, 32, 4, kOdd, false, false, true, 4, 9, 8});
+        run_grouped(run, {m, 50, 768, 32, 2, kSigned, true, false, false, 8, 11, 0});
+        run_grouped(run, {m, 50, 768, 256, 2, kHalf, false, false, false, 8, 13, 0});
+    }
 }
 
 bool run_all(const KernelTable& table) {

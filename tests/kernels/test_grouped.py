@@ -10,7 +10,7 @@ from tests.kernels.cases import BYTE_ISAS, cpu_kernels, kernels_named
 from torch import Tensor
 
 from forerun.errors import KernelError
-from forerun.kernels.grouped import GroupedMatrix, quantize_row, steps_of
+from forerun.kernels.grouped import GroupedMatrix, PointGrid, quantize_row, steps_of
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import recording, select_kernels
 from forerun.models.batch import ForwardBatch, SequenceRows
@@ -33,6 +33,8 @@ class Case:
     groups_a_unit: int = 1  # more: scales are whole numbers below `most`
     most: int = 64
     tabled: bool = False  # codes of 4 bits
+    run: int = 0  # of the points of a grid
+    signs: int = 0
 
     def matrix(self, seed: int = 0) -> GroupedMatrix:
         """Codes of every value, scales that float16 can hold or not."""
@@ -51,7 +53,20 @@ class Case:
         order = torch.randperm(k, generator=generator) if self.order else None
         table = torch.randint(0, 256, (16,), generator=generator, dtype=torch.uint8) if self.tabled else None
         plain = GroupedMatrix(codes, numbers(0.01), self.bits, zero, self.group_size, offsets, order, table=table)
-        return plain if self.groups_a_unit == 1 else self._counting(plain, generator)
+        plain = plain if self.groups_a_unit == 1 else self._counting(plain, generator)
+        return self._on_grid(plain, generator) if self.run else plain
+
+    def _on_grid(self, matrix: GroupedMatrix, generator: torch.Generator) -> GroupedMatrix:
+        """Codes of random points, the last ones too, with signs; scales that count are odd."""
+        rows, columns = matrix.shape
+        values = torch.randint(0, 8 if self.tabled else 3, (600, self.run), generator=generator, dtype=torch.uint8)
+        grid = PointGrid(values, self.signs)
+        points = torch.randint(0, 600, (rows, columns // self.run), generator=generator, dtype=torch.int16)
+        signs = torch.randint(0, 2, (rows, columns // 8, 8), generator=generator, dtype=torch.uint8)
+        signs[:, :, self.signs :] = signs[:, :, : self.signs].sum(dim=2, keepdim=True) % 2
+        codes = grid.points[points.int()].view(rows, columns) | signs.view(rows, columns) << 3
+        scales = matrix.scales if matrix.units is None else (matrix.scales & 15) * 2 + 1
+        return replace(matrix, codes=codes, points=points, grid=grid, scales=scales, unit_scale=0.125)
 
     def _counting(self, matrix: GroupedMatrix, generator: torch.Generator) -> GroupedMatrix:
         """The same codes with scales and offsets that count units; scales below 0 too, unless a byte holds both."""
@@ -75,6 +90,11 @@ COUNTING_CASES = [
     Case(bits=2, group_size=16, num_inputs=512, offsets=True, groups_a_unit=16, most=16),
     Case(bits=4, group_size=32, num_inputs=512, groups_a_unit=8, tabled=True),
     Case(bits=4, group_size=32, num_inputs=480, tabled=True),
+    Case(bits=4, group_size=16, num_inputs=576, groups_a_unit=4, tabled=True, run=8, signs=7),
+    Case(bits=4, group_size=32, num_inputs=1088, groups_a_unit=2, tabled=True, run=4, signs=8, order=True),
+    Case(bits=4, group_size=64, num_inputs=320, tabled=True, run=8, signs=8),
+    Case(bits=4, group_size=32, num_inputs=480, groups_a_unit=5, tabled=True, run=4, signs=7),  # no whole stretches
+    Case(bits=2, group_size=128, num_inputs=640, offsets=True, run=8),
     Case(bits=7, group_size=48, num_inputs=288, offsets=True, groups_a_unit=3, order=True),
     Case(bits=6, group_size=192, num_inputs=768, offsets=True, groups_a_unit=2),
 ]
@@ -271,6 +291,11 @@ def test_wrong_matrices_and_tensors_are_refused() -> None:
             kernels.pack_grouped(replace(matrix, input_order=order))
     with pytest.raises(KernelError, match="uint8"):
         kernels.pack_grouped(replace(matrix, codes=matrix.codes.int()))
+    on_grid = Case(bits=4, num_inputs=320, tabled=True, run=8, signs=8).matrix()
+    assert on_grid.points is not None
+    for points in (None, on_grid.points[:, 1:], on_grid.points.int(), on_grid.points + 600, on_grid.points - 600):
+        with pytest.raises(KernelError, match="points"):
+            kernels.pack_grouped(replace(on_grid, points=points))
     with pytest.raises(KernelError, match="packed by"):
         kernels.linear(torch.randn(2, 272), kernels_named("reference").pack_grouped(matrix))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from forerun.bench.shapes import Shape
 from forerun.bench.weight_kinds import Grouped, WeightKind
 from forerun.errors import CheckpointError
-from forerun.kernels.grouped import GroupedMatrix
+from forerun.kernels.grouped import GroupedMatrix, PointGrid
 from forerun.kernels.ops import Kernels
 from forerun.models.build import Builder
 from forerun.models.config import ModelConfig, num_parameters
@@ -71,6 +72,7 @@ class RandomGroupedFormat:
         self._scales = torch.rand(PERIOD, generator=generator) + 0.5  # [PERIOD]
         most = 16 if layout.bits == 2 else 64  # as in files
         self._counts = torch.randint(1, most, (PERIOD,), generator=generator, dtype=torch.int8)  # of units
+        self._numbers = torch.randint(0, 1 << 15, (PERIOD,), generator=generator, dtype=torch.int16)  # of points
 
     def matches(self, source: TensorSource, prefix: str) -> bool:
         """Always true."""
@@ -94,12 +96,35 @@ class RandomGroupedFormat:
         scales = tiled(sizes, (rows, groups // together))
         if layout.groups_a_unit == 1:
             offsets = scales.float() * middle if layout.offsets else None
-            return GroupedMatrix(codes, scales.float(), layout.bits, layout.zero, group_size, offsets, table=table)
+            return self._on_grid(
+                GroupedMatrix(codes, scales.float(), layout.bits, layout.zero, group_size, offsets, table=table)
+            )
         units, counts = (scales / 32).half(), tiled(self._counts, (rows, groups))
         moved = (counts, (units * middle).half()) if layout.offsets else (None, None)
-        return GroupedMatrix(
-            codes, counts, layout.bits, layout.zero, group_size, moved[0], None, units, moved[1], table
+        return self._on_grid(
+            GroupedMatrix(codes, counts, layout.bits, layout.zero, group_size, moved[0], None, units, moved[1], table)
         )
+
+    def _on_grid(self, matrix: GroupedMatrix) -> GroupedMatrix:
+        """The matrix with codes of random points of a grid and odd scales, where files of the type have those."""
+        layout, (rows, columns) = self._layout.points, matrix.shape
+        if layout is None or columns % 8:
+            return matrix
+        below = 3 if matrix.table is None else 8
+        grid = PointGrid(tiled(self._codes % below, (1 << layout.bits, layout.run)), layout.signs)
+        points = tiled(self._numbers % (1 << layout.bits), (rows, columns // layout.run))
+        codes = grid.points[points.int()].view(-1, 8)
+        signs = tiled(self._codes >> 3, (rows, columns)).view(-1, 8)
+        if layout.signs == 7:
+            signs[:, 7] = signs[:, :7].sum(dim=1) % 2
+        codes = (codes | signs << 3 if layout.signs else codes).view(rows, columns)
+        matrix = replace(matrix, codes=codes, grid=grid, points=points)
+        if matrix.units is None:
+            return matrix
+        if matrix.offsets is None:
+            return replace(matrix, scales=matrix.scales % 16 * 2 + 1)
+        odd = matrix.scales % 8 * 2 + 1
+        return replace(matrix, scales=8 * odd, offsets=odd, offset_units=matrix.units)
 
 
 def _as_stored(scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,15 @@ GGUF = "gguf:"
 
 
 @dataclass(frozen=True, slots=True)
+class Points:
+    """The layout of a `PointGrid`."""
+
+    run: int
+    bits: int  # of the number of a point
+    signs: int
+
+
+@dataclass(frozen=True, slots=True)
 class Grouped:
     """The layout of a `GroupedMatrix`."""
 
@@ -28,6 +37,7 @@ class Grouped:
     offsets: bool
     groups_a_unit: int = 1  # above 1: scales are small integers times a float16 for so many groups
     tabled: bool = False  # codes are indices of a table of 8-bit integers
+    points: Points | None = None  # scales that count are then odd
     scales: torch.dtype = torch.float16  # whose numbers they are, or with float8_e4m3fn halves of those
 
 
@@ -45,14 +55,14 @@ GGUF_TYPES: dict[str, Grouped] = {
     "q6_k": Grouped(6, 16, 32, False, 16),
     "iq4_nl": Grouped(4, 32, 128, False, tabled=True),
     "iq4_xs": Grouped(4, 32, 128, False, 8, tabled=True),
-    "iq1_s": Grouped(2, 32, 1, True, 8),
-    "iq1_m": Grouped(4, 16, 128, False, 16, tabled=True),
-    "iq2_xxs": Grouped(4, 32, 128, False, 8, tabled=True),
-    "iq2_xs": Grouped(4, 16, 128, False, 16, tabled=True),
-    "iq2_s": Grouped(4, 16, 128, False, 16, tabled=True),
-    "iq3_xxs": Grouped(4, 32, 128, False, 8, tabled=True),
-    "iq3_s": Grouped(4, 32, 128, False, 8, tabled=True),
-    "tq1_0": Grouped(2, 256, 1, False),
+    "iq1_s": Grouped(2, 32, 1, True, 8, points=Points(8, 11, 0)),
+    "iq1_m": Grouped(4, 16, 128, False, 16, tabled=True, points=Points(8, 12, 0)),
+    "iq2_xxs": Grouped(4, 32, 128, False, 8, tabled=True, points=Points(8, 8, 7)),
+    "iq2_xs": Grouped(4, 16, 128, False, 16, tabled=True, points=Points(8, 9, 7)),
+    "iq2_s": Grouped(4, 16, 128, False, 16, tabled=True, points=Points(8, 10, 8)),
+    "iq3_xxs": Grouped(4, 32, 128, False, 8, tabled=True, points=Points(4, 8, 7)),
+    "iq3_s": Grouped(4, 32, 128, False, 8, tabled=True, points=Points(4, 9, 8)),
+    "tq1_0": Grouped(2, 256, 1, False, points=Points(8, 13, 0)),
     "tq2_0": Grouped(2, 256, 1, False),
     "mxfp4": Grouped(4, 32, 128, False, tabled=True, scales=torch.float8_e8m0fnu),
     "nvfp4": Grouped(4, 16, 128, False, tabled=True, scales=torch.float8_e4m3fn),

@@ -30,13 +30,32 @@ SMALLEST_GROUP = 16
 MAX_STEP = 128
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PointGrid:
+    """Points that runs of neighbouring codes form; of the codes of a point 8 may be added to any, their sign."""
+
+    points: Tensor  # [P, 4 or 8] uint8, contiguous; P is 2 ** 8 to 2 ** 15
+    signs: int  # how many of eight neighbouring codes have signs: 8; 7, and the eighth makes their number even; 0
+
+    @property
+    def run(self) -> int:
+        """Codes of a point."""
+        return self.points.shape[1]
+
+    @property
+    def bits(self) -> int:
+        """Of the number of a point."""
+        return (len(self.points) - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedMatrix:
     """w[n, k] = scales[n, g] * (codes[n, k] - zero) - offsets[n, g], where g = k // group_size.
 
     `codes` hold at most 2 ** bits different values; with a `table` they are indices into it. Column k multiplies input
     `input_order[k]`. The last group may be shorter than the others. With `units`, which neighbouring groups share,
-    scales and offsets are whole numbers that count them: unit * count in float32 is what they stand for.
+    scales and offsets are whole numbers that count them: unit_scale * unit * count in float32 is what they stand for.
+    With a `grid` the codes are those of its `points`, and a backend may store the points' numbers instead.
     """
 
     codes: Tensor  # [N, K] uint8
@@ -49,6 +68,9 @@ class GroupedMatrix:
     units: Tensor | None = None  # [N, num_units] float16; as many groups share each
     offset_units: Tensor | None = None  # [N, num_units] float16, where there are units and offsets
     table: Tensor | None = None  # [16] uint8
+    unit_scale: float = 1.0  # a power of two
+    grid: PointGrid | None = None
+    points: Tensor | None = None  # [N, K / run] int16, where there is a grid
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
@@ -83,22 +105,28 @@ class GroupedMatrix:
         if self.units is None:
             return self
         span = self.groups_a_unit
-        offsets = None if self.offset_units is None else _counted(self.offset_units, self.offsets, span)
-        return replace(
-            self, scales=_counted(self.units, self.scales, span), offsets=offsets, units=None, offset_units=None
-        )
+        units, offsets = self.units.float() * self.unit_scale, None
+        if self.offset_units is not None:
+            offsets = _counted(self.offset_units.float() * self.unit_scale, self.offsets, span)
+        scales = _counted(units, self.scales, span)
+        return replace(self, scales=scales, offsets=offsets, units=None, offset_units=None, unit_scale=1.0)
 
     def looked_up(self) -> GroupedMatrix:
         """The same matrix without a table: codes are bytes."""
-        return self if self.table is None else replace(self, codes=self.table[self.codes.int()], bits=8, table=None)
+        plain = self.off_grid()
+        return plain if self.table is None else replace(plain, codes=self.table[self.codes.int()], bits=8, table=None)
+
+    def off_grid(self) -> GroupedMatrix:
+        """The same matrix without a grid."""
+        return self if self.grid is None else replace(self, grid=None, points=None)
 
     def plain(self) -> GroupedMatrix:
-        """The same matrix without units and table."""
+        """The same matrix without units, table and grid."""
         return self.multiplied_out().looked_up()
 
     def rows(self, row_ids: Tensor) -> GroupedMatrix:
         """Rows `row_ids` [M] int64 of it."""
-        names = ("codes", "scales", "offsets", "units", "offset_units")
+        names = ("codes", "scales", "offsets", "units", "offset_units", "points")
         held = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: numbers[row_ids] for name, numbers in held.items()})
 
@@ -122,9 +150,9 @@ def _check_numbers(name: str, numbers: Tensor | None, kind: torch.dtype, shape: 
 
 
 def _counted(units: Tensor, counts: Tensor | None, span: int) -> Tensor:
-    """units [N, U] float16 times counts [N, U * span] int8 -> [N, U * span] float32, exact."""
+    """units [N, U] float32 times counts [N, U * span] int8 -> [N, U * span] float32, exact for units of float16."""
     assert counts is not None
-    return units.float().repeat_interleave(span, dim=1) * counts.float()
+    return units.repeat_interleave(span, dim=1) * counts.float()
 
 
 class Step(NamedTuple):
@@ -209,17 +237,27 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def check_matrix(matrix: GroupedMatrix) -> None:
-    """Raise KernelError for a matrix no backend can pack: empty, codes not bytes, order not a permutation."""
+    """Raise KernelError for a matrix no backend can pack: empty, codes not bytes, no such points, no permutation."""
     num_outputs, num_inputs = matrix.shape
     if num_outputs < 1 or num_inputs < 1:
         raise KernelError(f"a grouped matrix of shape {[num_outputs, num_inputs]} is empty")
     if matrix.codes.dtype is not torch.uint8:
         raise KernelError(f"codes of a grouped matrix are uint8, not {matrix.codes.dtype}")
+    if matrix.grid is not None:
+        _check_points(matrix, matrix.grid)
     order = matrix.input_order
     if order is None:
         return
     if order.dtype is not torch.int64 or not torch.equal(order.cpu().sort().values, torch.arange(num_inputs)):
         raise KernelError(f"input_order must be an int64 permutation of 0 .. {num_inputs - 1}")
+
+
+def _check_points(matrix: GroupedMatrix, grid: PointGrid) -> None:
+    (rows, columns), points = matrix.shape, matrix.points
+    if points is None or points.dtype is not torch.int16 or points.shape != (rows, columns / grid.run):
+        raise KernelError(f"{[rows, columns]} codes on a grid of runs of {grid.run} come without as many int16 points")
+    if int(points.min()) < 0 or int(points.max()) >= len(grid.points):
+        raise KernelError(f"points must be 0 .. {len(grid.points) - 1}, numbers of the grid's")
 
 
 def scales_fit_half(matrix: GroupedMatrix) -> bool:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from forerun.kernels.grouped import PointGrid
+
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # ggml: kvalues_iq4nl
 E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # floats of 4 bits, doubled
 BYTE_ZERO = 128  # what stands for 0 in a table of bytes
@@ -27,8 +29,9 @@ class Decoded(NamedTuple):
     codes: Array  # [b, block size] uint8
     scales: Array  # [b, groups of a block] float32, or int8 multiples of a unit
     offsets: Array | None = None  # like scales; subtracted
-    units: Array | None = None  # [b, 1] float16, or float32 where it is a fraction of the stored float16
-    offset_units: Array | None = None  # [b, 1] float16, or float32 where it is a fraction of the stored float16
+    units: Array | None = None  # [b, 1] float16
+    offset_units: Array | None = None  # [b, 1] float16
+    points: Array | None = None  # [b, runs] int16, with a grid: whose points the codes are
 
 
 class BlockType(NamedTuple):
@@ -41,6 +44,8 @@ class BlockType(NamedTuple):
     bits: int
     zero: int
     table: tuple[int, ...] | None = None  # values of codes, around 0
+    unit_scale: float = 1.0  # see GroupedMatrix
+    grid: Callable[[], PointGrid] | None = None
 
 
 # -- pieces of blocks ---------------------------------------------------------------------------------------------
@@ -142,18 +147,6 @@ def _iq4_xs(blocks: Array) -> Decoded:
     return Decoded(spread(blocks[:, 8:], 16, 4), scales.view(np.int8), units=unit(blocks, 0))
 
 
-def _tq1_0(blocks: Array) -> Decoded:
-    codes = (_trits(blocks[:, :32], 5), _trits(blocks[:, 32:48], 5), _trits(blocks[:, 48:52], 4))
-    return Decoded(np.concatenate(codes, axis=1), half(blocks, 52))
-
-
-def _trits(packed: Array, count: int) -> Array:
-    """The `count` highest digits, in base 3, of bytes as fractions of 256: first the highest of all bytes -> [b, n]."""
-    fractions = packed[:, None] * (3 ** np.arange(count)).astype(np.uint8)[:, None]  # less their whole parts
-    digits = (fractions.astype(np.uint16) * 3 >> 8).astype(np.uint8)
-    return digits.reshape(len(packed), -1)
-
-
 def _tq2_0(blocks: Array) -> Decoded:
     return Decoded(spread(blocks[:, :64], 32, 2), half(blocks, 64))
 
@@ -183,7 +176,6 @@ INTEGER_TYPES = {
     "Q6_K": BlockType(_q6_k, size=256, nbytes=210, group=16, bits=6, zero=32),
     "IQ4_NL": BlockType(_iq4_nl, size=32, nbytes=18, group=32, bits=4, zero=BYTE_ZERO, table=IQ4_VALUES),
     "IQ4_XS": BlockType(_iq4_xs, size=256, nbytes=136, group=32, bits=4, zero=BYTE_ZERO, table=IQ4_VALUES),
-    "TQ1_0": BlockType(_tq1_0, size=256, nbytes=54, group=256, bits=2, zero=1),
     "TQ2_0": BlockType(_tq2_0, size=256, nbytes=66, group=256, bits=2, zero=1),
     "MXFP4": BlockType(_mxfp4, size=32, nbytes=17, group=32, bits=4, zero=BYTE_ZERO, table=E2M1_VALUES),
     "NVFP4": BlockType(_nvfp4, size=64, nbytes=36, group=16, bits=4, zero=BYTE_ZERO, table=E2M1_VALUES),

@@ -30,7 +30,7 @@ def decode_rows(name: str, rows: Tensor) -> GroupedMatrix:
     Raises CheckpointError for scales that are not finite.
     """
     kind, num_rows = BLOCK_TYPES[name], rows.shape[0]
-    decoded = _with_half_units(_decode(kind, rows.reshape(-1, kind.nbytes).numpy()))
+    decoded = _decode(kind, rows.reshape(-1, kind.nbytes).numpy())
     if not all(np.isfinite(numbers).all() for numbers in decoded[1:] if numbers is not None):
         raise CheckpointError(f"its {name} blocks have scales that are not finite; the file is damaged, copy it again")
 
@@ -47,6 +47,9 @@ def decode_rows(name: str, rows: Tensor) -> GroupedMatrix:
         units=by_row(decoded.units),
         offset_units=by_row(decoded.offset_units),
         table=None if kind.table is None else torch.tensor([value + kind.zero for value in kind.table]).byte(),
+        unit_scale=kind.unit_scale,
+        grid=None if kind.grid is None else kind.grid(),
+        points=by_row(decoded.points),
     )
 
 
@@ -72,23 +75,6 @@ def _decode(kind: BlockType, blocks: Array) -> Decoded:
     return Decoded(codes, scales, *others)
 
 
-def _with_half_units(decoded: Decoded) -> Decoded:
-    """Units as float16; where that would round one of them, which is a fraction of a tiny float16, no units at all."""
-    units, offset_units = decoded.units, decoded.offset_units
-    if units is None or (_fits_half(units) and (offset_units is None or _fits_half(offset_units))):
-        return decoded._replace(units=_half(units), offset_units=_half(offset_units))
-    offsets = None if decoded.offsets is None or offset_units is None else decoded.offsets * offset_units
-    return Decoded(decoded.codes, decoded.scales * units, offsets)  # float32 [b, groups], exact
-
-
-def _fits_half(numbers: Array) -> bool:
-    return bool((numbers.astype(np.float16) == numbers).all())
-
-
-def _half(numbers: Array | None) -> Array | None:
-    return None if numbers is None else numbers.astype(np.float16)
-
-
 def _concatenated(parts: Sequence[Array | None]) -> Array | None:
     present = [part for part in parts if part is not None]
     return np.concatenate(present) if present else None
@@ -98,12 +84,17 @@ def join_matrices(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix:
     """One matrix with the rows of all, which may be of different block types; every value stays as it is.
 
     The result has the smallest group size, the largest zero point and as many bits as its codes then need. It keeps
-    units if all matrices have units for the same number of inputs, and a table if all have the same one.
+    units if all matrices have units for the same number of inputs, and a table or grid if all have the same one.
     """
     if len(matrices) == 1:
         return matrices[0]
-    if len({(matrix.units is None, matrix.group_size * matrix.groups_a_unit) for matrix in matrices}) > 1:
+    counted = [
+        (matrix.units is None, matrix.group_size * matrix.groups_a_unit, matrix.unit_scale) for matrix in matrices
+    ]
+    if len(set(counted)) > 1:
         matrices = [matrix.multiplied_out() for matrix in matrices]
+    if len({matrix.grid for matrix in matrices}) > 1:
+        matrices = [matrix.off_grid() for matrix in matrices]
     if len({None if matrix.table is None else tuple(matrix.table.tolist()) for matrix in matrices}) > 1:
         matrices = [matrix.looked_up() for matrix in matrices]
     group, zero = min(matrix.group_size for matrix in matrices), max(matrix.zero for matrix in matrices)
@@ -116,13 +107,16 @@ def join_matrices(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix:
         zero=zero,
         group_size=group,
         offsets=torch.cat([_offsets(matrix, group) for matrix in matrices]) if has_offsets else None,
-        units=_units([matrix.units for matrix in matrices]),
-        offset_units=_units([_offset_units(matrix) for matrix in matrices]) if has_offsets else None,
+        units=_together([matrix.units for matrix in matrices]),
+        offset_units=_together([_offset_units(matrix) for matrix in matrices]) if has_offsets else None,
         table=matrices[0].table,
+        unit_scale=matrices[0].unit_scale,
+        grid=matrices[0].grid,
+        points=_together([matrix.points for matrix in matrices]),
     )
 
 
-def _units(tables: Sequence[Tensor | None]) -> Tensor | None:
+def _together(tables: Sequence[Tensor | None]) -> Tensor | None:
     present = [table for table in tables if table is not None]
     return torch.cat(present) if present else None
 

@@ -41,8 +41,9 @@ class Program:
 class GroupedLayout:
     panel_bytes: int
     def __init__(
-        self, k: int, group_size: int, storage: int, scales: int, has_offsets: bool, groups_a_unit: int, table: int, /
-    ) -> None: ...
+        self, k: int, group_size: int, storage: int, scales: int, has_offsets: bool, groups_a_unit: int, table: int,
+        unit_scale: float, points: int, run: int, point_bits: int, signs: int, /,
+    ) -> None: ...  # fmt: skip
 
 class ExpertBank:
     def __init__(self, h: int, f: int, activation: int, /) -> None: ...
