@@ -145,12 +145,12 @@ void gumbel(CpuEngine& engine, Address logits, Address temperatures, Address see
     call(r * v * 64, [&] { engine.gumbel(args, at<int64_t>(ids), at<double>(scores)); });
 }
 
-void move_rows(CpuEngine&, Address keys, Address values, Address key_scales, Address value_scales, int64_t block_size,
+void move_rows(CpuEngine& engine, Address keys, Address values, Address key_scales, Address value_scales, int64_t block_size,
                int dtype, int64_t num_kv, int64_t head_dim, Address sources, Address targets, int64_t num) {
     Program::refuse("moving rows of a pool");
     const KV kv{at<void>(keys), at<void>(values), at<float>(key_scales), at<float>(value_scales), block_size,
                 Dtype{dtype}};
-    CpuEngine::move_rows(kv, num_kv, head_dim, at<int32_t>(sources), at<int32_t>(targets), num);
+    engine.move_rows(kv, num_kv, head_dim, at<int32_t>(sources), at<int32_t>(targets), num);
 }
 
 // The numbers of a Python sequence; 64-bit words keep their bits.
@@ -336,13 +336,16 @@ NB_MODULE(_native, module) {
     module.attr("MAX_HEAD_DIM") = kMaxHeadDim;
     module.attr("MAX_HEADS_PER_GROUP") = kMaxHeadsPerGroup;
     module.def("available_isas", &CpuEngine::available);
-    module.def("prefer_huge_pages", [](Address address, size_t size) { prefer_huge_pages(at<void>(address), size); });
+    module.def("prefer_huge_pages", &prefer_huge_pages);
+    module.def("spread_over_nodes", &spread_over_nodes);
     nb::register_exception_translator(&translate);
 
     nb::class_<CpuEngine> engine(module, "CpuEngine");
-    engine.def(nb::init<int, const std::string&>())
+    engine.def(nb::init<int, const std::string&, const std::vector<ThreadPool::Cpus>&>())
         .def_prop_ro("isa", [](const CpuEngine& self) { return std::string(self.isa()); })
-        .def_prop_ro("num_threads", &CpuEngine::num_threads);
+        .def_prop_ro("num_threads", &CpuEngine::num_threads)
+        .def_prop_ro("num_jobs", &CpuEngine::num_jobs)
+        .def("owned_panels", &CpuEngine::owned_panels);
 
     nb::class_<Program>(module, "Program")
         .def(nb::init<CpuEngine&>(), nb::keep_alive<1, 2>())
@@ -370,16 +373,13 @@ NB_MODULE(_native, module) {
         .def("add_grouped", &add_grouped);
     bind_suffix(module);
 
-    engine.def("pack", &pack)
-        .def("pack_grouped", &pack_grouped)
-        .def("gumbel", &gumbel)
-        .def("draft_chains", &draft_chains)
+    engine.def("pack", &pack).def("pack_grouped", &pack_grouped);
+    engine.def("gumbel", &gumbel).def("draft_chains", &draft_chains)
         .def("walk_trees", &walk_plain_trees)
         .def("stream_read", [](CpuEngine& self, Address data, int64_t size) {
             const nb::gil_scoped_release released;
             return self.stream_read(at<void>(data), size);
-        })
-        .def("move_rows", &move_rows);
+        }).def("move_rows", &move_rows);
     bind_op(engine, "linear", &CpuEngine::linear);
     bind_op(engine, "grouped", &CpuEngine::grouped);
     bind_op(engine, "grouped_rows", &CpuEngine::grouped_rows);

@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t kWorthSharing = 4000;
 constexpr int64_t kChunksPerThread = 8;      // so that a descheduled thread holds up a small part only
 constexpr int64_t kSmallestChunk = 1000;     // nanoseconds
+constexpr int64_t kLeastUnits = 4;           // a thread should own of a matrix
 constexpr int64_t kRowBlockBytes = 192 << 10;  // activations that stay in the second-level cache beside a panel
 constexpr int64_t kGroupedRowBytes = 512 << 10;  // likewise, activations of one byte
 constexpr int64_t kFewRows = 64;             // whose activations are quantized some inputs at a time
@@ -39,21 +40,10 @@ const KernelTable* pick_table(const std::string& isa) {
     throw std::invalid_argument("instruction set '" + isa + "' is not available on this CPU");
 }
 
-template <class Args>
-struct Job {
-    void (*kernel)(const Args&, int64_t, int64_t);
-    const Args* args;
-    int64_t units, chunk;
-
-    static void run(const void* job_pointer, int64_t index) {
-        const Job& job = *static_cast<const Job*>(job_pointer);
-        job.kernel(*job.args, index * job.chunk, std::min(job.units, (index + 1) * job.chunk));
-    }
-};
-
 }  // namespace
 
-CpuEngine::CpuEngine(int num_threads, const std::string& isa) : table_(pick_table(isa)), pool_(num_threads) {}
+CpuEngine::CpuEngine(int num_threads, const std::string& isa, const std::vector<ThreadPool::Cpus>& pins)
+    : table_(pick_table(isa)), pool_(num_threads, pins) {}
 
 std::vector<std::string> CpuEngine::available() {
     std::vector<std::string> names;
@@ -63,57 +53,94 @@ std::vector<std::string> CpuEngine::available() {
     return names;
 }
 
-template <class Args>
-void CpuEngine::share(void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t units,
-                      int64_t work_per_unit) {
-    if (units <= 0) return;
-    if (pool_.num_threads() == 1 || units * work_per_unit < kWorthSharing) return kernel(args, 0, units);
-    const int64_t even = divide_up(units, pool_.num_threads() * kChunksPerThread);
-    const int64_t chunk = std::max<int64_t>({1, even, kSmallestChunk / std::max<int64_t>(1, work_per_unit)});
-    const Job<Args> job{kernel, &args, units, chunk};
-    pool_.run(&Job<Args>::run, &job, divide_up(units, chunk));
+// As many as there are threads, or a multiple of it, unless there is too little to do: then every thread owns the same
+// part of the units of a matrix, however the matrix is cut for this many rows.
+int64_t CpuEngine::num_chunks(int64_t units, int64_t work_per_unit) const {
+    const int64_t threads = pool_.num_threads(), work = units * work_per_unit;
+    if (threads == 1 || work < kWorthSharing) return 1;
+    const int64_t most = std::min({units, threads * kChunksPerThread, work / kSmallestChunk});
+    return most > threads ? most / threads * threads : most;
 }
 
-void CpuEngine::pack(const PackArgs& args) { share(table_->pack, args, divide_up(args.n, kLanes), args.k * 16); }
+// Panels are packed by the threads that will read them, so that their memory lies near.
+void CpuEngine::pack(const PackArgs& args) { share(table_->pack, args, divide_up(args.n, kLanes), args.k * 16, true); }
 
-void CpuEngine::linear(const LinearArgs& given) {
-    LinearArgs args = given;
-    const bool split = table_->split_activations && args.dtype == Dtype::kBFloat16 && args.k % kSplitInputs == 0 &&
-                       args.n * args.k > kSplitFrom;  // by the matrix alone, never by the rows
-    const int64_t panels = divide_up(args.n, kLanes), group = table_->panel_group, row_tile = split ? 16 : 6;
+// By the matrix alone, never by the rows.
+bool CpuEngine::splits(const LinearArgs& args) const {
+    return table_->split_activations && args.dtype == Dtype::kBFloat16 && args.k % kSplitInputs == 0 &&
+           args.n * args.k > kSplitFrom;
+}
+
+// So many as are wanted, fewer where a thread would own few units: with many threads two panels more or less count.
+int64_t CpuEngine::panels_in_unit(int64_t n, int64_t wanted) const {
+    const int64_t panels = divide_up(n, kLanes), threads = pool_.num_threads();
+    const int64_t group = panels < threads * table_->panel_group * kLeastUnits ? 1 : table_->panel_group;
+    const int64_t balanced = std::max<int64_t>(1, panels / (threads * kChunksPerThread));
+    return divide_up(std::min(wanted, balanced), group) * group;
+}
+
+CpuEngine::Cut<LinearArgs> CpuEngine::cut(LinearArgs args) const {
+    const bool split = splits(args);
+    const int64_t row_tile = split ? 16 : 6, step = 2 * row_tile;
     const int64_t panel_bytes = args.k * kLanes * element_size(args.dtype);
     const int64_t row_bytes = args.k * static_cast<int64_t>(sizeof(float));
-    const int64_t step = 2 * row_tile;
     args.rows_per_unit = std::max(2 * step, kRowBlockBytes / std::max<int64_t>(row_bytes, 1) / step * step);
     const int64_t rows = std::min(args.m, args.rows_per_unit);
     const int64_t part = std::max<int64_t>(1, panel_bytes * divide_up(rows, row_tile));
-    const int64_t wanted = split ? kSplitPanels : std::max<int64_t>(1, kUnitBytes / part);
-    const int64_t balanced = std::max<int64_t>(1, panels / (pool_.num_threads() * kChunksPerThread));
-    args.panels_per_unit = divide_up(std::min(wanted, balanced), group) * group;
-    const int64_t units = divide_up(panels, args.panels_per_unit) * divide_up(args.m, args.rows_per_unit);
+    args.panels_per_unit = panels_in_unit(args.n, split ? kSplitPanels : std::max<int64_t>(1, kUnitBytes / part));
+    const int64_t groups = divide_up(divide_up(args.n, kLanes), args.panels_per_unit);
     const int64_t work = args.panels_per_unit * args.k * divide_up(rows, split ? 16 : 4);
-    if (!split) return share(table_->linear, args, units, work);
+    return {args, groups * divide_up(args.m, args.rows_per_unit), work};
+}
+
+void CpuEngine::linear(const LinearArgs& given) {
+    Cut<LinearArgs> product = cut(given);
+    LinearArgs& args = product.args;
+    if (!splits(args)) return share(table_->linear, args, product.units, product.work_per_unit);
     const Scratch::Piece piece = scratch_.take(static_cast<size_t>(args.m * args.k) * 3 * sizeof(uint16_t));
     args.parts = static_cast<uint16_t*>(piece.memory());
     share(table_->split_activations, args, args.m, args.k / 4);
-    share(table_->linear, args, units, work);
+    share(table_->linear, args, product.units, product.work_per_unit);
 }
 
 void CpuEngine::pack_grouped(const PackGroupedArgs& args) {
-    share(&pack_grouped_panels, args, divide_up(args.n, kLanes), args.k * 16);
+    share(&pack_grouped_panels, args, divide_up(args.n, kLanes), args.k * 16, true);
+}
+
+CpuEngine::Cut<GroupedArgs> CpuEngine::cut(GroupedArgs args) const {
+    const GroupedLayout& layout = args.layout;
+    args.rows_per_unit = std::clamp<int64_t>(kGroupedRowBytes / layout.k_padded / 48 * 48, 48, kMaxUnitRows);
+    const int64_t rows = std::min(args.m, args.rows_per_unit);
+    const int64_t wanted = std::max<int64_t>(1, kUnitBytes / (layout.panel_bytes * divide_up(rows, 12)));
+    args.panels_per_unit = panels_in_unit(args.n, wanted);
+    const int64_t groups = divide_up(divide_up(args.n, kLanes), args.panels_per_unit);
+    const int64_t work = args.panels_per_unit * args.k * divide_up(rows, 4) / 2;
+    return {args, groups * divide_up(args.m, args.rows_per_unit), work};
+}
+
+std::vector<int64_t> CpuEngine::owned_panels(int64_t m, int64_t n, int64_t k, const GroupedLayout& layout) const {
+    GroupedArgs args{};
+    args.m = m;
+    args.n = n;
+    args.k = k;
+    args.layout = layout;
+    const Cut<GroupedArgs> product = cut(args);
+    const Job<GroupedArgs> job{nullptr, nullptr, product.units, num_chunks(product.units, product.work_per_unit)};
+    std::vector<int64_t> owned;
+    for (int64_t thread = 0, begin = 0; thread < num_threads(); ++thread) {
+        const int64_t unit = job.begin(ThreadPool::first_chunk(thread + 1, num_threads(), job.chunks));
+        const int64_t end = std::min(divide_up(n, kLanes), unit * product.args.panels_per_unit);
+        owned.push_back(end - begin);
+        begin = end;
+    }
+    return owned;
 }
 
 void CpuEngine::grouped(const GroupedArgs& given) {
     if (given.m <= 0) return;
-    GroupedArgs args = given;
+    Cut<GroupedArgs> product = cut(given);
+    GroupedArgs& args = product.args;
     const GroupedLayout& layout = args.layout;
-    const int64_t panels = divide_up(args.n, kLanes), group = table_->panel_group;
-    args.rows_per_unit = std::clamp<int64_t>(kGroupedRowBytes / layout.k_padded / 48 * 48, 48, kMaxUnitRows);
-    const int64_t rows = std::min(args.m, args.rows_per_unit);
-    const int64_t wanted = std::max<int64_t>(1, kUnitBytes / (layout.panel_bytes * divide_up(rows, 12)));
-    const int64_t balanced = std::max<int64_t>(1, panels / (pool_.num_threads() * kChunksPerThread));
-    args.panels_per_unit = divide_up(std::min(wanted, balanced), group) * group;
-    const int64_t units = divide_up(panels, args.panels_per_unit) * divide_up(args.m, args.rows_per_unit);
     args.row_words = divide_up(layout.k_padded, kLine) * kLine / 4;
     const size_t words = static_cast<size_t>(args.m * args.row_words);
     const size_t steps = static_cast<size_t>(args.m * layout.num_steps * 3);
@@ -127,7 +154,7 @@ void CpuEngine::grouped(const GroupedArgs& given) {
     args.section_rows = few ? args.m : 1;
     const int64_t quantizing = divide_up(args.k, args.section) * divide_up(args.m, args.section_rows);
     share(table_->grouped_quantize, args, quantizing, args.section_rows * args.section / 4);
-    share(table_->grouped, args, units, args.panels_per_unit * args.k * divide_up(rows, 4) / 2);
+    share(table_->grouped, args, product.units, product.work_per_unit);
 }
 
 void CpuEngine::rms_norm(const NormArgs& args) { share(table_->rms_norm, args, args.m, args.h / 4); }
@@ -226,8 +253,8 @@ void CpuEngine::attention(const AttentionArgs& given) {
     const bool apart = args.max_splits > 1 && pairs < pool_.num_threads() * kUnitsPerThread && pool_.num_threads() > 1;
     if (!apart) return share(table_->attention, args, pairs, work);
     const size_t size = static_cast<size_t>(args.m * heads.num_q * args.max_splits * (args.value_dim + 2));
-    const std::unique_ptr<float[]> partials(new float[size]);
-    args.partials = partials.get();
+    const Scratch::Piece piece = scratch_.take(size * sizeof(float));
+    args.partials = static_cast<float*>(piece.memory());
     share(table_->attention_split, args, pairs * args.max_splits, work / args.max_splits + 1);
     share(table_->attention_combine, args, args.m * heads.num_kv, args.max_splits * heads.head_dim);
 }
@@ -278,36 +305,54 @@ void CpuEngine::gumbel(GumbelArgs args, int64_t* ids, double* scores) {
 
 namespace {
 
+struct Moves {
+    KV kv;
+    int64_t num_kv, head_dim;
+    const int32_t *sources, *targets;
+    int64_t num;
+};
+
+// One head's share of a row, whose block's heads lie one behind the other.
 template <class T>
-void move_slot(const KV& kv, int64_t num_kv, int64_t head_dim, int64_t source, int64_t target) {
-    const int64_t b = kv.block_size, head_size = head_dim * b;
-    const int64_t from = source / b * num_kv * head_size, to = target / b * num_kv * head_size;
+void move_head(const KV& kv, int64_t head_dim, int64_t from, int64_t source, int64_t to, int64_t target) {
+    const int64_t b = kv.block_size;
     T* keys = static_cast<T*>(kv.keys);
     T* values = static_cast<T*>(kv.values);
-    for (int64_t head = 0; head < num_kv; ++head) {
-        const int64_t from_head = from + head * head_size, to_head = to + head * head_size;
-        for (int64_t i = 0; i < head_dim; ++i) {
-            if (keys) keys[to_head + i * b + target % b] = keys[from_head + i * b + source % b];
-            values[to_head + target % b * head_dim + i] = values[from_head + source % b * head_dim + i];
+    for (int64_t i = 0; i < head_dim; ++i) {
+        if (keys) keys[(to * head_dim + i) * b + target] = keys[(from * head_dim + i) * b + source];
+        values[(to * b + target) * head_dim + i] = values[(from * b + source) * head_dim + i];
+    }
+}
+
+void move_any_head(const KV& kv, int64_t head_dim, int64_t from, int64_t source, int64_t to, int64_t target) {
+    switch (kv.dtype) {
+        case Dtype::kFloat32: return move_head<float>(kv, head_dim, from, source, to, target);
+        case Dtype::kBFloat16: return move_head<uint16_t>(kv, head_dim, from, source, to, target);
+        case Dtype::kInt8: move_head<int8_t>(kv, head_dim, from, source, to, target);
+    }
+    for (float* scales : {kv.key_scales, kv.value_scales}) {
+        scales[to * kv.block_size + target] = scales[from * kv.block_size + source];
+    }
+}
+
+// All rows' heads [begin, end), in the order of the rows: a row may move to where another one came from.
+void move_heads(const Moves& moves, int64_t begin, int64_t end) {
+    const int64_t b = moves.kv.block_size;
+    for (int64_t head = begin; head < end; ++head) {
+        for (int64_t i = 0; i < moves.num; ++i) {
+            const int64_t source = moves.sources[i], target = moves.targets[i];
+            move_any_head(moves.kv, moves.head_dim, source / b * moves.num_kv + head, source % b,
+                          target / b * moves.num_kv + head, target % b);
         }
     }
 }
 
-void move_scales(float* scales, int64_t num_kv, int64_t b, int64_t source, int64_t target) {
-    const int64_t from = source / b * num_kv * b + source % b, to = target / b * num_kv * b + target % b;
-    for (int64_t head = 0; head < num_kv; ++head) scales[to + head * b] = scales[from + head * b];
-}
-
-void move_any_slot(const KV& kv, int64_t num_kv, int64_t head_dim, int64_t source, int64_t target) {
-    switch (kv.dtype) {
-        case Dtype::kFloat32: return move_slot<float>(kv, num_kv, head_dim, source, target);
-        case Dtype::kBFloat16: return move_slot<uint16_t>(kv, num_kv, head_dim, source, target);
-        case Dtype::kInt8: move_slot<int8_t>(kv, num_kv, head_dim, source, target);
-    }
-    for (float* scales : {kv.key_scales, kv.value_scales}) move_scales(scales, num_kv, kv.block_size, source, target);
-}
-
 }  // namespace
+
+void CpuEngine::move_rows(const KV& kv, int64_t num_kv, int64_t head_dim, const int32_t* sources,
+                          const int32_t* targets, int64_t num) {
+    share(&move_heads, Moves{kv, num_kv, head_dim, sources, targets, num}, num_kv, num * head_dim * 2);
+}
 
 uint64_t CpuEngine::stream_read(const void* data, int64_t size) {
     struct Reading {
@@ -322,11 +367,6 @@ uint64_t CpuEngine::stream_read(const void* data, int64_t size) {
     };
     pool_.run(read, &reading, size / kReadPiece);
     return reading.mixed.load();
-}
-
-void CpuEngine::move_rows(const KV& kv, int64_t num_kv, int64_t head_dim, const int32_t* sources,
-                          const int32_t* targets, int64_t num) {
-    for (int64_t i = 0; i < num; ++i) move_any_slot(kv, num_kv, head_dim, sources[i], targets[i]);
 }
 
 }  // namespace forerun

@@ -22,9 +22,9 @@ struct Rows {
     }
     int64_t size() const { return static_cast<int64_t>(ids.size()); }
     // The rows of x [m, h] side by side: where they are, or copied to `space`.
-    const float* gather(const float* x, int64_t h, float* space) const {
+    const float* gather(CpuEngine& engine, const float* x, int64_t h, float* space) const {
         if (ids.back() - ids.front() + 1 == size()) return x + ids.front() * h;
-        for (size_t i = 0; i < ids.size(); ++i) std::copy_n(x + ids[i] * h, h, space + static_cast<int64_t>(i) * h);
+        engine.select_rows({x, ids.data(), space, size(), h});
         return space;
     }
 };
@@ -44,13 +44,22 @@ void multiply(CpuEngine& engine, const ExpertMatrix& matrix, const float* x, flo
     engine.linear(args);
 }
 
-void add_weighted(const ExpertsArgs& args, int64_t expert, const Rows& rows, const float* outputs) {
+struct Addition {
+    const ExpertsArgs& args;
+    int64_t expert;
+    const Rows& rows;
+    const float* outputs;  // of the expert for these rows
+};
+
+void add_weighted(const Addition& addition, int64_t begin, int64_t end) {
+    const ExpertsArgs& args = addition.args;
     const int64_t h = args.bank->h;
-    for (const int64_t row : rows.ids) {
-        const float weight = args.weights[row * args.bank->size() + expert];
+    for (int64_t at = begin; at < end; ++at) {
+        const int64_t row = addition.rows.ids[static_cast<size_t>(at)];
+        const float weight = args.weights[row * args.bank->size() + addition.expert];
+        const float* output = addition.outputs + at * h;
         float* y = args.y + row * h;
-        for (int64_t i = 0; i < h; ++i) y[i] += weight * outputs[i];
-        outputs += h;
+        for (int64_t i = 0; i < h; ++i) y[i] += weight * output[i];
     }
 }
 
@@ -60,7 +69,7 @@ void CpuEngine::experts(const ExpertsArgs& args) {
     if (args.m <= 0) return;
     const ExpertBank& bank = *args.bank;
     const int64_t h = bank.h, f = bank.f;
-    args.base ? std::copy_n(args.base, args.m * h, args.y) : std::fill_n(args.y, args.m * h, 0.0f);
+    args.base ? select_rows({args.base, nullptr, args.y, args.m, h}) : fill({args.y, args.m, h, 0.0f});
     const Scratch::Piece piece = scratch_.take(static_cast<size_t>(args.m * (2 * h + 3 * f)) * sizeof(float));
     float* gathered = static_cast<float*>(piece.memory());
     float* outputs = gathered + args.m * h;
@@ -71,10 +80,10 @@ void CpuEngine::experts(const ExpertsArgs& args) {
         rows.choose(args, expert);
         if (rows.ids.empty()) continue;
         const auto at = static_cast<size_t>(expert);
-        multiply(*this, bank.gate_up[at], rows.gather(args.x, h, gathered), gate_up, rows.size());
+        multiply(*this, bank.gate_up[at], rows.gather(*this, args.x, h, gathered), gate_up, rows.size());
         gated_act({gate_up, gated, rows.size(), f, bank.activation});
         multiply(*this, bank.down[at], gated, outputs, rows.size());
-        add_weighted(args, expert, rows, outputs);
+        share(&add_weighted, Addition{args, expert, rows, outputs}, rows.size(), h / 8);
     }
 }
 

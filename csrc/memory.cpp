@@ -2,19 +2,41 @@
 
 #ifdef __linux__
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace forerun {
 
-void prefer_huge_pages(void* address, size_t size) {
+void prefer_huge_pages(uintptr_t address, size_t size) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     constexpr uintptr_t kHugePage = 2u << 20;
-    const uintptr_t begin = (reinterpret_cast<uintptr_t>(address) + kHugePage - 1) / kHugePage * kHugePage;
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(address) + size) / kHugePage * kHugePage;
+    const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
+    const uintptr_t end = (address + size) / kHugePage * kHugePage;
     if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #else
     (void)address;
     (void)size;
+#endif
+}
+
+bool spread_over_nodes(uintptr_t address, size_t size, const std::vector<int>& nodes) {
+#if defined(__linux__) && defined(SYS_mbind) && defined(SYS_get_mempolicy)
+    constexpr size_t kMostNodes = 1024, kWord = 8 * sizeof(unsigned long);
+    constexpr int kDefault = 0, kInterleave = 3;  // as in linux/mempolicy.h
+    int policy = kDefault;
+    if (syscall(SYS_get_mempolicy, &policy, nullptr, 0, nullptr, 0) != 0 || policy != kDefault) return false;
+    unsigned long mask[kMostNodes / kWord] = {};
+    for (const int node : nodes) mask[static_cast<size_t>(node) % kMostNodes / kWord] |= 1ul << node % kWord;
+    const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t begin = address / page * page;
+    const size_t length = address + size - begin;
+    return syscall(SYS_mbind, begin, length, kInterleave, mask, kMostNodes, 0) == 0;
+#else
+    (void)address;
+    (void)size;
+    (void)nodes;
+    return false;
 #endif
 }
 

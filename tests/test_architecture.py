@@ -178,6 +178,7 @@ OPTIONS = {
         "device",
         "kernels",
         "threads",
+        "pin_threads",
         "seed",
         "generation_config",
     ),

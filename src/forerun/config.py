@@ -22,7 +22,7 @@ _OPTIONAL_SIZES = (
     "max_model_len", "num_kv_blocks", "kv_cache_bytes", "threads",
     "max_num_prefill_tokens", "max_num_batched_nodes", "max_num_waiting",
 )  # fmt: skip
-_OF_LOADING = ("model", "dtype", "implementation", "device", "kernels", "threads", "generation_config")
+_OF_LOADING = ("model", "dtype", "implementation", "device", "kernels", "threads", "pin_threads", "generation_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,8 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # None: a quarter of the memory available at start
     device: str = "auto"  # "cpu", "cuda", or "auto": a GPU where there is one
     kernels: str = "auto"
-    threads: int | None = None
+    threads: int | None = None  # None: the physical cores this process may use
+    pin_threads: bool | None = None  # each thread on a core of its own; None: see `kernels.cores.pins`
     seed: int = 0  # for requests that bring none
     generation_config: str = "auto"  # sampling defaults and end tokens: the model's own, "none", or a file or folder
 
@@ -102,6 +103,7 @@ class EngineConfig:
         _range("priority_s", self.priority_s, 0, 86400)
         _choice("prefix_caching", self.prefix_caching, (True, False))
         _choice("keep_learned", self.keep_learned, (True, False))
+        _choice("pin_threads", self.pin_threads, (None, True, False))
         for name in _OPTIONAL_SIZES:
             if getattr(self, name) is not None:
                 _range(name, getattr(self, name), 1, 2**50)

@@ -314,7 +314,7 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
 
 
 def _load(config: EngineConfig) -> _Shared:
-    kernels = select_kernels(config.kernels, config.threads, device=config.device)
+    kernels = select_kernels(config.kernels, config.threads, device=config.device, pin=config.pin_threads)
     loaded = _load_model(
         config.model, kernels, dtype=config.dtype, max_position=config.max_model_len,
         implementation=config.implementation, generation_config=config.generation_config,

@@ -1,13 +1,17 @@
-"""How many threads are used unless told otherwise."""
+"""How many threads are used unless told otherwise, and where they stay, on recorded machines."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from forerun.kernels.cores import usable_cores
+from forerun.errors import KernelError
+from forerun.kernels.cores import Core, memory_nodes, physical_cores, pins, usable_cores
+
+Allow = Callable[[range | set[int]], None]
 
 
 def write(path: Path, text: str) -> None:
@@ -15,27 +19,112 @@ def write(path: Path, text: str) -> None:
     path.write_text(text + "\n")
 
 
+def write_twins(root: Path, *lists: str) -> None:
+    """A list a core, of first and second CPUs such as 0,4; a single CPU has no twin."""
+    for twins in lists:
+        for cpu in twins.split(","):
+            write(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", twins)
+
+
+def write_nodes(root: Path, *lists: str) -> None:
+    for node, cpus in enumerate(lists):
+        write(root / f"sys/devices/system/node/node{node}/cpulist", cpus)
+
+
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def allow(monkeypatch: pytest.MonkeyPatch) -> Allow:
+    """Sets which CPUs this process may use."""
+
+    def use(cpus: range | set[int]) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cpus), raising=False)
+        monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mask: None, raising=False)
+
+    return use
+
+
+@pytest.fixture
+def root(tmp_path: Path, allow: Allow) -> Path:
     """Eight logical CPUs, 0 and 4 twins, 1 and 5, ...; this process may use all."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    for cpu in range(8):
-        twins = f"{cpu % 4},{cpu % 4 + 4}"
-        write(tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", twins)
+    allow(range(8))
+    write_twins(tmp_path, "0,4", "1,5", "2,6", "3,7")
     return tmp_path
 
 
-def test_twins_count_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_sockets(tmp_path: Path, allow: Allow) -> Path:
+    """Two sockets of 32 cores with twins: node 0 has CPUs 0 to 31 and 64 to 95."""
+    allow(range(128))
+    write_twins(tmp_path, *(f"{cpu},{cpu + 64}" for cpu in range(64)))
+    write_nodes(tmp_path, "0-31,64-95", "32-63,96-127")
+    return tmp_path
+
+
+def test_twins_count_once(root: Path, allow: Allow) -> None:
     assert usable_cores(root) == 4
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 5})
+    allow({1, 2, 5})
     assert usable_cores(root) == 2
+
+
+def test_two_sockets(two_sockets: Path) -> None:
+    cores = physical_cores(range(128), two_sockets)
+    assert cores == [Core(cpu // 32, (cpu, cpu + 64)) for cpu in range(64)]
+    assert usable_cores(two_sockets) == 64 and memory_nodes(two_sockets) == [0, 1]
+    assert pins(64, root=two_sockets) == [core.cpus for core in cores], "a thread a core, a node's one after the other"
+
+
+def test_nodes_whose_cpus_alternate(tmp_path: Path, allow: Allow) -> None:
+    allow(range(4))
+    write_twins(tmp_path, "0", "1", "2", "3")
+    write_nodes(tmp_path, "0,2", "1,3")
+    assert pins(4, root=tmp_path) == [(0,), (2,), (1,), (3,)]
+
+
+def test_nobody_is_pinned_where_others_may_want_the_cores(two_sockets: Path, allow: Allow) -> None:
+    assert pins(32, root=two_sockets) == [], "the other cores are for somebody else"
+    assert pins(64, asked=False, root=two_sockets) == []
+    write(two_sockets / "proc/self/cgroup", "0::/")
+    write(two_sockets / "sys/fs/cgroup/cpu.max", "4800000 100000")
+    assert usable_cores(two_sockets) == 48 and pins(48, root=two_sockets) == [], "a quota: others run on these cores"
+    allow({*range(32), *range(64, 96)})
+    assert usable_cores(two_sockets) == 32 and pins(32, root=two_sockets) == [], "one node: the system does it as well"
+
+
+def test_pinning_that_is_asked_for(two_sockets: Path, allow: Allow, monkeypatch: pytest.MonkeyPatch) -> None:
+    allow({3, 40, 67, 90})
+    assert pins(3, asked=True, root=two_sockets) == [(3, 67), (90,), (40,)], "only CPUs this process may use"
+    with pytest.raises(KernelError, match="there are 3 for 4 threads: lower threads"):
+        pins(4, asked=True, root=two_sockets)
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    with pytest.raises(KernelError, match="this system does not pin threads"):
+        pins(1, asked=True, root=two_sockets)
+
+
+def test_a_laptop_with_fast_and_slow_cores(tmp_path: Path, allow: Allow) -> None:
+    """Six fast cores with twins, eight slow ones without; all count, since fast threads take over from slow ones."""
+    allow(range(20))
+    write_twins(tmp_path, *(f"{cpu},{cpu + 1}" for cpu in range(0, 12, 2)), *map(str, range(12, 20)))
+    write_nodes(tmp_path, "0-19")
+    assert usable_cores(tmp_path) == 14 and pins(14, root=tmp_path) == []
+
+
+def test_arm_without_twins(tmp_path: Path, allow: Allow) -> None:
+    allow(range(80))
+    write_twins(tmp_path, *map(str, range(80)))
+    write_nodes(tmp_path, "0-79")
+    assert usable_cores(tmp_path) == 80 and pins(80, root=tmp_path) == []
+
+
+def test_a_container_with_three_cpus(two_sockets: Path, allow: Allow) -> None:
+    allow({5, 6, 69})
+    assert physical_cores({5, 6, 69}, two_sockets) == [Core(0, (5, 69)), Core(0, (6,))]
+    assert usable_cores(two_sockets) == 2 and memory_nodes(two_sockets) == [0]
 
 
 @pytest.mark.parametrize(
     ("limits", "cores"),
     [
         ({"": "max 100000"}, 4),
-        ({"": "200000 100000"}, 2),
+        ({"": "250000 100000"}, 2),
         ({"a/b": "350000 100000"}, 3),
         ({"a/b": "max 100000", "a": "150000 100000"}, 1),
         ({"a/b": "50000 100000"}, 1),
@@ -50,6 +139,17 @@ def test_limits_of_control_groups(root: Path, limits: dict[str, str], cores: int
     assert usable_cores(root) == cores
 
 
+@pytest.mark.parametrize(("quota", "cores"), [("250000", 2), ("-1", 4)])
+@pytest.mark.parametrize("folder", ["", "docker/abc"])  # as a container sees its own group, and as the host does
+def test_limits_of_control_groups_of_version_1(root: Path, folder: str, quota: str, cores: int) -> None:
+    write(root / "proc/self/cgroup", "5:cpuset:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc")
+    group = root / "sys/fs/cgroup/cpu,cpuacct" / folder
+    write(group / "cpu.cfs_quota_us", quota)
+    write(group / "cpu.cfs_period_us", "100000")
+    assert usable_cores(root) == cores
+
+
 def test_a_system_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert usable_cores(tmp_path) == os.cpu_count()
+    assert pins(os.cpu_count() or 1, root=tmp_path) == []

@@ -9,10 +9,9 @@ their own, on their own threads, that is used.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import ResourceError
+from forerun.kernels import pages
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
 from forerun.models.memory import available_bytes
@@ -98,12 +98,8 @@ def _size(path: Path) -> int:
 
 
 def _buffer(num_bytes: int) -> Tensor:
-    """Newly mapped memory, with huge pages if available -> [num_bytes / 4] float32, every page touched."""
-    memory = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
+    """Newly mapped memory -> [num_bytes / 4] float32, nothing of it zero pages."""
+    return pages.zeros((num_bytes // 4,), torch.float32).fill_(1.0)
 
 
 def _shares(buffer: Tensor, num_threads: int) -> Tensor:

@@ -80,6 +80,10 @@ class Machine:
     device: Annotated[str, _option("cpu, cuda, or auto for a GPU where there is one.", ENGINE)] = "auto"
     kernels: KernelsName = "auto"
     threads: Threads = None
+    pin_threads: Annotated[
+        bool | None,
+        _option("Each thread on a core of its own. Default: on machines with several memory nodes.", ENGINE),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

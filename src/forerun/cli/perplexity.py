@@ -31,7 +31,8 @@ def perplexity(
 
     texts = read_texts(text)
     name = target.name
-    loaded = load(name, select_kernels(machine.kernels, machine.threads, device=machine.device))
+    kernels = select_kernels(machine.kernels, machine.threads, device=machine.device, pin=machine.pin_threads)
+    loaded = load(name, kernels)
     found = measure(loaded, cut(texts, loaded.tokenizer, sequence_length(loaded, length), limit))
     report = {
         "model": name,

@@ -1,39 +1,103 @@
-"""How many threads are worth having: the physical cores this process may use.
+"""How many threads are worth having, and on which CPUs they stay: one for each physical core this process may use.
 
-Knows: affinity, hyper-twins, and the CPU limits of control groups (version 2), as Linux tells them. Does not know: the
-threads. Two hyper-threads share the units that multiply, and a barrier waits for the slower one; a thread beyond a
-group's limit is stopped for most of each period while the others wait for it.
+Knows: affinity, hyper-twins, memory nodes, and the CPU limits of control groups (versions 1 and 2), as Linux tells
+them. Does not know: the threads. Two hyper-threads share the units that multiply, and a barrier waits for the slower
+one; a thread beyond a group's limit is stopped for most of each period while the others wait for it.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-GROUPS = Path("sys/fs/cgroup")  # below the root
+from forerun.errors import KernelError
+
+GROUPS = Path("sys/fs/cgroup")  # below the root, as the next
+CPUS = Path("sys/devices/system/cpu")
+NODES = Path("sys/devices/system/node")
+ROOT = Path("/")
 
 
-def usable_cores(root: Path = Path("/")) -> int:
-    """Physical cores, at least 1; logical ones where the system (below `root`) does not tell which are twins."""
+class Core(NamedTuple):
+    """A physical core, as far as this process may use it."""
+
+    node: int  # whose memory is near
+    cpus: tuple[int, ...]  # logical ones, ascending
+
+
+def physical_cores(cpus: Iterable[int], root: Path = ROOT) -> list[Core]:
+    """The cores of these logical CPUs, a node's one after the other; each CPU a core where `root` tells no twins."""
+    nodes = {cpu: int(path.name[4:]) for path in (root / NODES).glob("node[0-9]*") for cpu in _listed(path / "cpulist")}
+    twins: dict[int, list[int]] = {}
+    for cpu in sorted(cpus):
+        first = min(_listed(root / CPUS / f"cpu{cpu}/topology/thread_siblings_list"), default=cpu)
+        twins.setdefault(first, []).append(cpu)
+    return sorted(Core(nodes.get(each[0], 0), tuple(each)) for each in twins.values())
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Physical cores that this process may keep busy, at least 1."""
+    return max(1, min([len(physical_cores(_allowed(), root)), *_limits(root)]))
+
+
+def memory_nodes(root: Path = ROOT) -> list[int]:
+    """The nodes of the CPUs that this process may use."""
+    return sorted({core.node for core in physical_cores(_allowed(), root)})
+
+
+def pins(num_threads: int, asked: bool | None = None, root: Path = ROOT) -> list[tuple[int, ...]]:
+    """The CPUs each thread stays on, [] for no pinning. Raises KernelError where it is asked for but cannot be.
+
+    asked: None for pinning only where it gains and nobody else is meant to use the cores: memory has several nodes,
+    and there is a thread for every core that this process may use.
+    """
+    if asked is None:
+        cores = physical_cores(_allowed(), root)
+        asked = len(memory_nodes(root)) > 1 and num_threads == len(cores) == usable_cores(root)
+    if not asked:
+        return []
+    if not hasattr(os, "sched_setaffinity"):
+        raise KernelError("pin_threads was asked for, but this system does not pin threads: leave it out")
+    cores = physical_cores(_allowed(), root)
+    if num_threads > len(cores):
+        raise KernelError(
+            f"pin_threads gives each thread a physical core, and there are {len(cores)} for {num_threads} threads: "
+            "lower threads, or leave it out"
+        )
+    return [core.cpus for core in cores[:num_threads]]
+
+
+def _allowed() -> Iterable[int]:
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    cpus = range(os.cpu_count() or 1) if affinity is None else affinity(0)
-    cores = {_twins_of(cpu, root) for cpu in cpus}
-    return max(1, min([len(cores), *_limits(root)]))
-
-
-def _twins_of(cpu: int, root: Path) -> str:
-    """The logical CPUs on the same core."""
-    return _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
+    return range(os.cpu_count() or 1) if affinity is None else affinity(0)
 
 
 def _limits(root: Path) -> list[int]:
-    """Whole CPUs that this process's control group and those around it allow."""
-    lines = _text(root / "proc/self/cgroup").splitlines()
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    folder = root / GROUPS / own
-    folders = [folder, *folder.parents]
-    given = [_text(path / "cpu.max").split() for path in folders if path.is_relative_to(root / GROUPS)]
-    return [int(pair[0]) // int(pair[1]) for pair in given if len(pair) == 2 and pair[0] != "max"]
+    """Whole CPUs that this process's control groups and those around them allow."""
+    quotas = [quota for line in _text(root / "proc/self/cgroup").splitlines() for quota in _quotas(line, root)]
+    return [int(pair[0]) // int(pair[1]) for pair in quotas if len(pair) == 2 and pair[0] not in ("max", "-1")]
+
+
+def _quotas(line: str, root: Path) -> Iterator[list[str]]:
+    """Time and period of the groups that a line of /proc/self/cgroup names, from the innermost on."""
+    _, _, rest = line.partition(":")
+    controllers, _, own = rest.partition(":")
+    if controllers and "cpu" not in controllers.split(","):
+        return
+    mount = root / GROUPS / controllers  # version 2 has no controllers here
+    folder = mount / own.lstrip("/")
+    for path in (folder, *folder.parents):
+        if path.is_relative_to(mount):
+            old = f"{_text(path / 'cpu.cfs_quota_us')} {_text(path / 'cpu.cfs_period_us')}"
+            yield (old if controllers else _text(path / "cpu.max")).split()
+
+
+def _listed(path: Path) -> list[int]:
+    """The numbers of a list such as 0-3,8."""
+    ends = [part.split("-") for part in _text(path).split(",") if part]
+    return [cpu for part in ends for cpu in range(int(part[0]), int(part[-1]) + 1)]
 
 
 def _text(path: Path) -> str:

@@ -21,12 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from forerun.errors import KernelError
+from forerun.kernels import pages
 from forerun.kernels.draws import PlainTree
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.tree_growth import NodeRows, TreeNodes, TreeRoom
@@ -120,12 +122,14 @@ class LayerKV:
         device: torch.device | None = None,
     ) -> LayerKV:  # fmt: skip
         """An empty pool of `dtype`, with scales if it is int8, without keys if it is for latents; None: on the host."""
+        on_host = device is None or device.type == "cpu"
+        make = pages.zeros if on_host else partial(torch.zeros, device=device)
         scales = (num_blocks, num_kv, block_size) if dtype is torch.int8 else None
         return cls(
-            torch.zeros(num_blocks, num_kv, 0 if latent else head_dim, block_size, dtype=dtype, device=device),
-            torch.zeros(num_blocks, num_kv, block_size, head_dim, dtype=dtype, device=device),
-            None if scales is None else torch.zeros(scales, device=device),
-            None if scales is None else torch.zeros(scales, device=device),
+            make((num_blocks, num_kv, 0 if latent else head_dim, block_size), dtype=dtype),
+            make((num_blocks, num_kv, block_size, head_dim), dtype=dtype),
+            None if scales is None else make(scales, dtype=torch.float32),
+            None if scales is None else make(scales, dtype=torch.float32),
         )
 
     @property

@@ -25,7 +25,7 @@ BACKENDS = ("auto", "cpu", "triton", "reference")
 
 
 def select_kernels(
-    name: str = "auto", threads: int | None = None, isa: str | None = None, device: str = "cpu"
+    name: str = "auto", threads: int | None = None, isa: str | None = None, device: str = "cpu", pin: bool | None = None
 ) -> Kernels:
     """The kernels to use: "cpu" (C++), "triton" (a GPU), "reference" (torch), or "auto" for the best on `device`.
 
@@ -40,7 +40,7 @@ def select_kernels(
         raise KernelError(f"kernels {name!r} run on the CPU, but device 'cuda' was asked for: choose kernels 'triton'")
     if name == "triton" or device == "cuda" or (device == "auto" and name == "auto" and _can_use_gpu()):
         return _triton_kernels(device)
-    return _host_kernels(name, threads, isa)
+    return _host_kernels(name, threads, isa, pin)
 
 
 def _can_use_gpu() -> bool:
@@ -59,7 +59,7 @@ def _triton_kernels(device: str) -> Kernels:
     return _because(reason, backend)
 
 
-def _host_kernels(name: str, threads: int | None, isa: str | None) -> Kernels:
+def _host_kernels(name: str, threads: int | None, isa: str | None, pin: bool | None) -> Kernels:
     if name == "reference":
         return _because("asked for", ReferenceKernels())
     try:
@@ -74,8 +74,8 @@ def _host_kernels(name: str, threads: int | None, isa: str | None) -> Kernels:
     cores = os.cpu_count() or 1
     if threads is not None and not 1 <= threads <= cores:
         raise KernelError(f"threads must be from 1 to {cores}, the cores of this machine; got {threads}")
-    backend = CpuKernels(threads, isa)
-    reason = f"{backend.engine.isa} on {backend.num_threads} thread(s)"
+    backend = CpuKernels(threads, isa, pin)
+    reason = f"{backend.engine.isa} on {backend.num_threads} thread(s){', a core each' * backend.is_pinned}"
     if has_cuda() and find_spec("triton") is None:
         reason += "; for the GPU that is there install triton (pip install 'forerun[gpu]')"
     return _because(reason, backend)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, empty
 
 from forerun.errors import KernelError
-from forerun.kernels.cores import usable_cores
+from forerun.kernels.cores import pins, usable_cores
 from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.arena import WeightArena
 from forerun.kernels.cpu.grouped import CpuGrouped, pack_matrix
@@ -52,14 +52,15 @@ class CpuKernels(ReferenceKernels):
 
     device = torch.device("cpu")
 
-    def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
-        """`threads`: None for every physical core this process may use. `isa`: None for the best this CPU has."""
+    def __init__(self, threads: int | None = None, isa: str | None = None, pin: bool | None = None) -> None:
+        """None: a thread a physical core that this process may use, the best `isa` there is, pinned as `cores.pins`."""
         num_threads = usable_cores() if threads is None else threads
         if num_threads < 1:
             raise KernelError(f"threads must be at least 1, not {threads}")
         if isa is not None and isa not in _native.available_isas():
             raise KernelError(f"isa {isa!r} is not available here; choose from {', '.join(_native.available_isas())}")
-        self.engine = _native.CpuEngine(num_threads, isa or "")
+        pinned = pins(num_threads, pin)
+        self.engine, self.is_pinned = _native.CpuEngine(num_threads, isa or "", pinned), bool(pinned)
         self.name = f"cpu-{self.engine.isa}"
         self._arena = WeightArena()
 
