@@ -204,7 +204,8 @@ def test_packed_matrices_take_no_more_than_their_blocks(name: str) -> None:
     rows = valid_blocks(name, shape=(64, 2048))
     if name == "NVFP4":
         rows.view(-1, 36)[:, :4] &= 127  # files have no signs there
-    assert cpu_kernels().pack_grouped(decode_rows(name, rows)).nbytes <= 1.05 * rows.nbytes
+    most = 64 * 2048 * 4.2 / 8 if name.startswith("IQ3") else 1.05 * rows.nbytes  # IQ3: four bits a code
+    assert cpu_kernels().pack_grouped(decode_rows(name, rows)).nbytes <= most
 
 
 @pytest.mark.parametrize("isa", BYTE_ISAS)

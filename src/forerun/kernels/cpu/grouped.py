@@ -42,7 +42,9 @@ class CpuGrouped:
 def pack_matrix(matrix: GroupedMatrix, engine: _native.CpuEngine, arena: WeightArena) -> CpuGrouped:
     """Lay `matrix` out for the C++ kernels; raises KernelError where its tensors are not what C++ would read."""
     check_matrix(matrix)
-    if matrix.shape[1] % STRETCH or SECTION % matrix.group_size:
+    # Runs of four are read eight times as slowly as codes of four bits, for a fifth of the memory (docs/log.md).
+    slow = matrix.grid is not None and matrix.grid.run == 4
+    if slow or matrix.shape[1] % STRETCH or SECTION % matrix.group_size:
         matrix = matrix.off_grid()
     num_outputs, num_inputs = matrix.shape
     kind, scales, offsets = _stored_scales(matrix)
