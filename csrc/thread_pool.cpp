@@ -120,7 +120,7 @@ void ThreadPool::compute(int64_t self, uint64_t job) {
     for (int64_t i = 1; self == 0 && i < num; ++i) take_over(i, job);
     if (self == 0) return;
     const int64_t padded = static_cast<int64_t>(groups_.size()) * kGroup;
-    for (int64_t i = 1; i < std::min(kGroup, num); ++i) {
+    for (int64_t i = 1; i < kGroup; ++i) {  // some of a group that is not full are not there
         const int64_t neighbour = self / kGroup * kGroup + (self + i) % kGroup;
         if (neighbour < num) take_over(neighbour, job);
     }
