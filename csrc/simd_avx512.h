@@ -177,16 +177,7 @@ inline Bytes set_bits(Bytes x, const uint8_t* p) {
 // Runs of codes of 16 outputs (grid.inc), eight as two lines and four as a line. Inserting them one by one takes less
 // than half the time of gathering them, or of storing words and loading lines (measured on Cascade Lake).
 #define FORERUN_LOAD_RUNS
-inline __m128i two_eights(const uint8_t* points, const uint16_t* numbers) {
-    long long second;
-    std::memcpy(&second, points + numbers[1] * 8, 8);
-    return _mm_insert_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(points + numbers[0] * 8)), second, 1);
-}
-inline __m128i four_fours(const uint8_t* points, const uint16_t* numbers) {
-    int words[4];
-    for (int i = 0; i < 4; ++i) std::memcpy(words + i, points + numbers[i] * 4, 4);
-    return _mm_setr_epi32(words[0], words[1], words[2], words[3]);
-}
+#include "grid_runs.inc"
 template <class Part>
 inline __m512i join_parts(Part part) {
     const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(part(0)), part(4), 1);
