@@ -53,14 +53,14 @@ def pins(num_threads: int, asked: bool | None = None, root: Path = ROOT) -> list
     asked: None for pinning only where it gains and nobody else is meant to use the cores: memory has several nodes,
     and there is a thread for every core that this process may use.
     """
-    if asked is None:
-        cores = physical_cores(_allowed(), root)
-        asked = len(memory_nodes(root)) > 1 and num_threads == len(cores) == usable_cores(root)
-    if not asked:
+    if asked is False:
+        return []
+    cores = physical_cores(_allowed(), root)
+    nodes = {core.node for core in cores}
+    if asked is None and (len(nodes) < 2 or not num_threads == len(cores) == usable_cores(root)):
         return []
     if not hasattr(os, "sched_setaffinity"):
         raise KernelError("pin_threads was asked for, but this system does not pin threads: leave it out")
-    cores = physical_cores(_allowed(), root)
     if num_threads > len(cores):
         raise KernelError(
             f"pin_threads gives each thread a physical core, and there are {len(cores)} for {num_threads} threads: "
