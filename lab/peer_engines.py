@@ -28,7 +28,7 @@ IR_BITS = {  # the nearest of OpenVINO's own storages
     **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"), 8),
     **dict.fromkeys(("F16", "BF16"), 16),
 }
-STORED = {  # engine -> storage that is compared: block type of the GGUF file the engine gets for it
+STORED = {  # engine that cannot read all -> storage that is compared: block type of the GGUF file it gets for it
     "openvino": {"F16": "F16", "BF16": "F16", **{name: name for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")}},
     "openvino-ir": dict.fromkeys(IR_BITS, "F16"),
 }
@@ -92,17 +92,8 @@ class LlamaCpp:
     """llama_decode on the GGUF file, as llama-cpp-python's ctypes bindings give it."""
 
     def __init__(self, given: dict[str, Any]) -> None:
-        import llama_cpp
-
-        logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # whose handler writes what llama.cpp says
-        self._api: Any = llama_cpp
-        self.version = llama_cpp.__version__
-        self.compared = f"the GGUF file in {given['type']}, KV cache float16"
         self._given = given
-        llama_cpp.llama_backend_init()
-        params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = 0
-        self._model = llama_cpp.llama_model_load_from_file(str(given["file"]).encode(), params)
+        self._model = self._loaded(str(given["file"]).encode())
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {given['file']}")
         self._contexts: dict[int, Any] = {}  # known tokens -> llama_context
@@ -154,11 +145,7 @@ class LlamaCpp:
             self._decode(own, self._token_ids(min(PREFILL_CHUNK, count - start)), start, all_logits=False)
 
     def _new_context(self, size: int) -> Any:
-        params = self._api.llama_context_default_params()
-        params.n_ctx = -(-size // 256) * 256
-        params.n_batch = params.n_ubatch = PREFILL_CHUNK
-        params.n_threads = params.n_threads_batch = self._given["threads"]
-        own = self._api.llama_init_from_model(self._model, params)
+        own = self._context(-(-size // 256) * 256)
         if not own:
             raise RuntimeError("llama.cpp cannot make a context")
         return own
@@ -174,21 +161,73 @@ class LlamaCpp:
         return token_ids(count, self._given["vocab_size"])
 
     def _decode(self, own: Any, ids: Sequence[int], start: int, all_logits: bool) -> None:
+        if failed := self._pass(own, ids, start, all_logits):
+            raise RuntimeError(f"llama_decode returned {failed}")
+
+    def _loaded(self, file: bytes) -> Any:
+        """The model; not true if that failed."""
+        import llama_cpp
+
+        logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # whose handler writes what llama.cpp says
+        self._api: Any = llama_cpp
+        self.version = llama_cpp.__version__
+        self.compared = f"the GGUF file in {self._given['type']}, KV cache float16"
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = 0
+        return llama_cpp.llama_model_load_from_file(file, params)
+
+    def _context(self, size: int) -> Any:
+        """A context for so many tokens; not true if that failed."""
+        params = self._api.llama_context_default_params()
+        params.n_ctx = size
+        params.n_batch = params.n_ubatch = PREFILL_CHUNK
+        params.n_threads = params.n_threads_batch = self._given["threads"]
+        return self._api.llama_init_from_model(self._model, params)
+
+    def _pass(self, own: Any, ids: Sequence[int], start: int, all_logits: bool) -> int:
+        """What llama_decode returns, when it has ended."""
         batch = self._api.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)
         for i, token in enumerate(ids):
             batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, start + i, 1
             batch.seq_id[i][0] = 0
             batch.logits[i] = all_logits or i == len(ids) - 1
-        failed = self._api.llama_decode(own, batch)
+        failed: int = self._api.llama_decode(own, batch)
         self._api.llama_synchronize(own)
         self._api.llama_batch_free(batch)
-        if failed:
-            raise RuntimeError(f"llama_decode returned {failed}")
+        return failed
 
     def _forget(self, own: Any, start: int) -> None:
         """Drop positions from `start` on."""
         self._api.llama_memory_seq_rm(self._api.llama_get_memory(own), 0, start, -1)
+
+
+class IkLlama(LlamaCpp):
+    """ik_llama.cpp with the weights repacked while loading, by the library that is built from `ik_llama.cpp` here."""
+
+    def _loaded(self, file: bytes) -> Any:
+        address, floats = ctypes.c_void_p, ctypes.POINTER(ctypes.c_float)
+        self._api = ctypes.CDLL(self._given["ik_llama"])
+        for name in ("ik_load", "ik_context", "llama_model_get_vocab"):
+            getattr(self._api, name).restype = address
+        self._api.llama_model_get_vocab.argtypes = self._api.llama_vocab_n_tokens.argtypes = [address]
+        self._api.llama_get_logits.restype, self._api.ik_commit.restype = floats, ctypes.c_char_p
+        self.version = self._api.ik_commit().decode()
+        self.compared = f"the GGUF file in {self._given['type']}, repacked while loading, KV cache float16"
+        return address(self._api.ik_load(file))
+
+    def _context(self, size: int) -> Any:
+        own = self._api.ik_context(self._model, size, PREFILL_CHUNK, self._given["threads"])
+        return ctypes.c_void_p(own)
+
+    def _pass(self, own: Any, ids: Sequence[int], start: int, all_logits: bool) -> int:
+        numbers = (ctypes.c_int32 * len(ids))(*ids)
+        failed: int = self._api.ik_decode(own, numbers, len(ids), start, all_logits)
+        return failed
+
+    def _forget(self, own: Any, start: int) -> None:
+        self._api.llama_kv_cache_seq_rm(own, 0, start, -1)
 
 
 class OpenVino:
@@ -300,8 +339,14 @@ def compressed(folder: Path, bits: int) -> Path:
 
 
 ENGINES: dict[str, type[PeerEngine]] = {
-    "forerun": Forerun, "llama.cpp": LlamaCpp, "openvino": OpenVino, "openvino-ir": OpenVinoIr,
+    "forerun": Forerun, "llama.cpp": LlamaCpp, "ik_llama.cpp": IkLlama,
+    "openvino": OpenVino, "openvino-ir": OpenVinoIr,
 }  # fmt: skip
+
+
+def file_type(engine: str, weights: str) -> str:
+    """Block type of the GGUF file an engine gets where `weights` are compared."""
+    return STORED.get(engine, {}).get(weights, weights)
 
 
 def token_ids(count: int, vocab_size: int) -> list[int]:

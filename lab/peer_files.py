@@ -1,7 +1,8 @@
 """GGUF files of a shape with random weights, for engines that read models from files.
 
 Knows: the names and metadata llama.cpp and OpenVINO GenAI ask for, the block sizes of GGUF. Does not know: engines.
-Every matrix has the one block type asked for (the quantizer's own files mix several). The integers are random bytes,
+Every matrix has the one block type asked for (the quantizer's own files mix several), or the one llama.cpp's quantizer
+takes instead where rows are not whole blocks of 256. The integers are random bytes,
 only the scales inside a block are written on purpose, so that a file of a gigabyte takes seconds and every pass has
 ordinary numbers. Norms and biases are float32. The vocabulary is made up: nothing is tokenized.
 """
@@ -40,6 +41,9 @@ SCALES: dict[str, tuple[tuple[int, float], ...]] = {
     "IQ4_NL": ((0, 70),),
     "IQ4_XS": ((0, 1300),),
 }
+NARROW = {  # for rows that are not whole blocks of 256
+    "Q2_K": "Q4_0", "Q3_K": "Q4_0", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
+}  # fmt: skip
 DENSE = {"F32": np.float32, "F16": np.float16}
 
 
@@ -59,18 +63,29 @@ def write_gguf(shape: Shape, block_type: str, path: Path) -> Path:
     writer = gguf.GGUFWriter(path, shape.config.model_type)
     _add_sizes(writer, shape, block_type)
     _add_vocabulary(writer, shape.config.vocab_size)
-    kind = gguf.GGMLQuantizationType[block_type]
     random = np.random.default_rng(0)
     for name, dimensions in _tensors(shape):
         if len(dimensions) == 1:
             writer.add_tensor(name, (1 + 0.1 * random.standard_normal(dimensions)).astype(np.float32))
         else:
-            writer.add_tensor(name, _matrix(random, name, dimensions, block_type), raw_dtype=kind)
+            stored = _type(block_type, dimensions[1])
+            kind = gguf.GGMLQuantizationType[stored]
+            writer.add_tensor(name, _matrix(random, name, dimensions, stored), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def stored_types(shape: Shape, block_type: str) -> set[str]:
+    """The block types of the matrices in its file."""
+    return {_type(block_type, dimensions[1]) for _, dimensions in _tensors(shape) if len(dimensions) == 2}
+
+
+def _type(block_type: str, columns: int) -> str:
+    """Of a matrix with rows of so many columns."""
+    return NARROW.get(block_type, block_type) if columns % 256 else block_type
 
 
 def _add_sizes(writer: Any, shape: Shape, block_type: str) -> None:

@@ -1,16 +1,17 @@
-"""forerun, llama.cpp and OpenVINO on one shape and storage, in turns: a dated result and a table.
+"""forerun, llama.cpp, ik_llama.cpp and OpenVINO on one shape and storage, in turns: a dated result and a table.
 
     python lab/peers.py --shape qwen2.5-0.5b --weights Q4_0,Q8_0,BF16 --threads 2
 
-Needs `pip install llama-cpp-python openvino-genai nncf`; engines that are not installed are left out and named. Writes
-benchmarks/results/DATE-peers-SHAPE-WEIGHTS.json and .md.
+Needs `pip install llama-cpp-python openvino-genai nncf`, and `--ik-llama LIBRARY` (README.md says how to build it);
+engines that are not there are left out and named. Writes benchmarks/results/DATE-peers-SHAPE-WEIGHTS.json and .md.
 
 What is compared: one pass over M tokens after a context, with logits for all M, which is what verification costs.
-Random weights are written once into a GGUF file with one block type for all matrices. llama.cpp reads it, OpenVINO
-GenAI converts it (it gets a file in F16 where the others have BF16), forerun loads it. So weights and threads are the
-same. Each engine keeps its own defaults for the KV cache and for activations; the result names them, and how near its
-logits are to forerun's (the cosine of the angle between both). `openvino-ir` is OpenVINO's own best path: other random
-weights in the same graph, rounded by NNCF to int4 in groups of 128 or to int8, whichever is nearest.
+Random weights are written once into a GGUF file with one block type for all matrices. llama.cpp reads it, ik_llama.cpp
+repacks it while loading, OpenVINO GenAI converts it (it gets a file in F16 where the others have BF16), forerun loads
+it. So weights and threads are the same. Each engine keeps its own defaults for the KV cache and for activations; the
+result names them, and how near its logits are to forerun's (the cosine of the angle between both). `openvino-ir` is
+OpenVINO's own best path: other random weights in the same graph, rounded by NNCF to int4 in groups of 128 or to int8,
+whichever is nearest.
 
 Every engine is a process of its own on the same cores, and only one works at a time: the barriers of two would spin
 against each other. They take turns pass by pass; medians. Nothing else should run on the machine meanwhile.
@@ -36,11 +37,12 @@ from forerun.bench.bandwidth import reader
 from forerun.bench.machine import describe_machine
 from forerun.bench.shapes import Shape, read_shape
 from forerun.kernels.select import select_kernels
-from peer_engines import STORED
-from peer_files import model_file
+from peer_engines import STORED, file_type
+from peer_files import model_file, stored_types
 
 HERE = Path(__file__).resolve().parent
 MODULES = {"forerun": "forerun", "llama.cpp": "llama_cpp", "openvino": "openvino_genai", "openvino-ir": "nncf"}
+IK_LLAMA = "ik_llama.cpp"  # a library, no module
 CHECKED_TOKENS = 16
 PAUSE_S = 0.02  # between engines, for the threads of the last one to fall asleep
 Times = dict[tuple[str, str, int], list[float]]  # engine, context or "prefill", tokens
@@ -51,10 +53,10 @@ def main() -> None:
     given = options()
     shape, cores = read_shape(given.shape), sorted(os.sched_getaffinity(0))[: given.threads]
     os.sched_setaffinity(0, cores)  # inherited by every engine
-    engines = {name: bool(importlib.util.find_spec(MODULES[name])) for name in given.engines.split(",")}
+    engines = {name: installed(name, given.ik_llama) for name in given.engines.split(",")}
     missing = [name for name, there in engines.items() if not there]
-    installed = [name for name, there in engines.items() if there]
-    runs = [measure(shape, weights, installed, given) for weights in given.weights.split(",")]
+    present = [name for name, there in engines.items() if there]
+    runs = [measure(shape, weights, present, given) for weights in given.weights.split(",")]
     result = {
         "command": " ".join(["python lab/peers.py", *sys.argv[1:]]),
         "shape": given.shape,
@@ -72,7 +74,8 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="forerun beside other engines, one pass over M tokens.")
     parser.add_argument("--shape", default="qwen2.5-0.5b")
     parser.add_argument("--weights", default="Q4_0,Q8_0,BF16", help="block types of GGUF")
-    parser.add_argument("--engines", default=",".join(MODULES))
+    parser.add_argument("--engines", default=",".join((*MODULES, IK_LLAMA)))
+    parser.add_argument("--ik-llama", type=Path, help="the library built from lab/ik_llama.cpp")
     parser.add_argument("--tokens", default="1,2,3,4,6,8,12,16,24,32")
     parser.add_argument("--context", default="128")
     parser.add_argument("--prefill", default="512")
@@ -83,16 +86,22 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def installed(name: str, ik_llama: Path | None) -> bool:
+    """Whether an engine is there."""
+    if name == IK_LLAMA:
+        return ik_llama is not None and ik_llama.exists()
+    return importlib.util.find_spec(MODULES[name]) is not None
+
+
 def measure(shape: Shape, weights: str, engines: list[str], given: argparse.Namespace) -> dict[str, Any]:
     """One storage: write the files, start the engines, let them take turns."""
     with tempfile.TemporaryDirectory() as temporary:
         workers, skipped = {}, {}
         for name in engines:
-            stored = STORED[name].get(weights) if name in STORED else weights
-            if stored is None:
-                skipped[name] = f"it cannot have {weights}"
+            if why_not := unread(name, shape, weights):
+                skipped[name] = why_not
                 continue
-            file = model_file(shape, stored, given.files or Path(temporary))
+            file = model_file(shape, file_type(name, weights), given.files or Path(temporary))
             workers[name] = Worker(name, {"file": str(file), **settings(shape, weights, given)})
         try:
             times, speeds = take_turns(workers, given)
@@ -114,6 +123,12 @@ def measure(shape: Shape, weights: str, engines: list[str], given: argparse.Name
     }
 
 
+def unread(name: str, shape: Shape, weights: str) -> str | None:
+    """Why an engine cannot have a storage; None if it can."""
+    types = stored_types(shape, file_type(name, weights)) - STORED[name].keys() if name in STORED else ()
+    return f"it cannot have {', '.join(sorted(types))}" if types else None
+
+
 def settings(shape: Shape, weights: str, given: argparse.Namespace) -> dict[str, Any]:
     """What an engine is started with besides its file."""
     numbers = [int(number) for number in given.tokens.split(",")]
@@ -123,6 +138,7 @@ def settings(shape: Shape, weights: str, given: argparse.Namespace) -> dict[str,
         "threads": given.threads,
         "max_rows": longest,
         "vocab_size": shape.config.vocab_size,
+        "ik_llama": str(given.ik_llama and given.ik_llama.resolve()),
     }
 
 

@@ -42,8 +42,9 @@ from forerun.bench.serve_load import LoadRun, OfferedLoad
 from forerun.bench.serve_report import Objective, summary
 from forerun.bench.serve_workload import Ask, RequestFields
 from forerun.bench.shapes import read_shape
-from peer_engines import IR_BITS, STORED, compressed, converted
+from peer_engines import IR_BITS, STORED, compressed, converted, file_type
 from peer_files import model_file
+from peers import unread
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -57,8 +58,8 @@ Report = dict[str, Any]
 
 def main() -> None:
     """Answer as OpenVINO's process if asked to, else measure, keep, print."""
-    if sys.argv[1:2] == ["openvino"]:
-        openvino_process(Path(sys.argv[2]))
+    if sys.argv[1:] == ["openvino"]:
+        openvino_process(json.load(sys.stdin))
         return
     given = options()
     result: Report = {
@@ -82,6 +83,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--num-alone", type=int, default=4, help="requests of the measurement one at a time")
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--files", type=Path, help="a folder that keeps the models of this shape for another run")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--name", default="serving-peers")
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
@@ -89,8 +91,8 @@ def options() -> argparse.Namespace:
 
 
 def settings(given: argparse.Namespace) -> Report:
-    """What was asked for, as plain values."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()}
+    """What was asked for, without paths."""
+    return {name: value for name, value in vars(given).items() if not isinstance(value, Path)}
 
 
 # -- what is asked ----------------------------------------------------------------------------------------------
@@ -134,11 +136,12 @@ def loads(given: argparse.Namespace) -> dict[str, tuple[list[Prompt], int]]:
 def measure(given: argparse.Namespace, weights: str) -> Report:
     """Every engine on one storage, one after the other."""
     found: Report = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.files or Path(temporary)
         for name in given.engines:
             why_not = missing(name, given, weights)
             print(f"{weights}: {name}{f' is left out: {why_not}' if why_not else ''}", file=sys.stderr)
-            found[name] = {"left_out": why_not} if why_not else ENGINES[name](given, weights, Path(folder))
+            found[name] = {"left_out": why_not} if why_not else ENGINES[name](given, weights, folder)
     return found
 
 
@@ -146,8 +149,8 @@ def missing(name: str, given: argparse.Namespace, weights: str) -> str | None:
     """Why an engine cannot be measured; None if it can."""
     if name == "llama-server" and not given.llama_server:
         return "no --llama-server was given"
-    if name in STORED and weights not in STORED[name]:
-        return f"it cannot have {weights}"
+    if why_not := unread(name, read_shape(given.shape), weights):
+        return why_not
     if name in STORED and not importlib.util.find_spec("openvino_genai"):
         return "openvino-genai is not installed"
     return "nncf is not installed" if name == "openvino-ir" and not importlib.util.find_spec("nncf") else None
@@ -173,15 +176,13 @@ def llama_server(given: argparse.Namespace, weights: str, folder: Path) -> Repor
 
 def openvino(given: argparse.Namespace, weights: str, folder: Path, name: str = "openvino") -> Report:
     """OpenVINO GenAI's continuous batching, in a process of its own."""
-    file = model_file(read_shape(given.shape), STORED[name][weights], folder)
+    file = model_file(read_shape(given.shape), file_type(name, weights), folder)
     asked = {name: ([p.ids for p in some], at_once, num_tokens(name, given))
              for name, (some, at_once) in loads(given).items()}  # fmt: skip
     bits = IR_BITS[weights] if name == "openvino-ir" else None
     told = {"file": str(file), "bits": bits, "threads": given.threads, "loads": asked}
-    tell = folder / "openvino.json"
-    tell.write_text(json.dumps(told), "utf-8")
-    command = [sys.executable, __file__, "openvino", str(tell)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    command = [sys.executable, __file__, "openvino"]
+    done = subprocess.run(command, input=json.dumps(told), stdout=subprocess.PIPE, check=True, text=True)
     report: Report = json.loads(done.stdout.splitlines()[-1])
     return report
 
@@ -266,13 +267,12 @@ def row(figures: Report) -> Report:
 # -- OpenVINO's process -----------------------------------------------------------------------------------------
 
 
-def openvino_process(path: Path) -> None:
+def openvino_process(told: Report) -> None:
     """Load the file named there, generate all loads, print what they took."""
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
 
-    told = json.loads(path.read_text("utf-8"))
     config = genai.GenerationConfig()
     folder = converted(Path(told["file"]))
     folder = compressed(folder, told["bits"]) if told["bits"] else folder

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import gguf
 import pytest
 
+import peer_engines
 import peer_files
 import peers
 from forerun.bench.shapes import Shape, read_shape
@@ -22,6 +25,10 @@ def shape() -> Shape:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 300}
     raw = {**known.raw, **sizes, "num_attention_heads": 4}
     return known._replace(raw=raw, config=ModelConfig.read(raw, known.family))
+
+
+def with_hidden_size(shape: Shape, size: int) -> Shape:
+    return shape._replace(config=ModelConfig.read({**shape.raw, "hidden_size": size}, shape.family))
 
 
 @pytest.mark.parametrize(
@@ -42,11 +49,21 @@ def test_files_hold_ordinary_numbers(shape: Shape, block_type: str, tmp_path: Pa
 def test_files_that_cannot_be_are_refused(shape: Shape, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no random GGUF of type Q9"):
         peer_files.write_gguf(shape, "Q9", tmp_path / "model.gguf")
-    narrow = {**shape.raw, "hidden_size": 896, "num_attention_heads": 14}
-    with pytest.raises(ConfigError, match="blocks of 256 \\(Q4_K\\) do not divide"):
-        peer_files.write_gguf(
-            shape._replace(config=ModelConfig.read(narrow, shape.family)), "Q4_K", tmp_path / "model.gguf"
-        )
+    with pytest.raises(ConfigError, match="blocks of 32 \\(Q8_0\\) do not divide"):
+        peer_files.write_gguf(with_hidden_size(shape, 72), "Q8_0", tmp_path / "model.gguf")
+
+
+def test_narrow_rows_have_the_type_of_the_quantizer_and_engines_without_it_are_left_out(
+    shape: Shape, tmp_path: Path
+) -> None:
+    narrow = with_hidden_size(shape, 320)
+    reader = gguf.GGUFReader(peer_files.write_gguf(narrow, "Q4_K", tmp_path / "model.gguf"))
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert types["blk.0.attn_q.weight"] == "Q5_0" and types["blk.0.ffn_down.weight"] == "Q4_K"
+    assert peers.unread("openvino", narrow, "Q4_K") == "it cannot have Q5_0"
+    assert peers.unread("openvino", shape, "Q2_K") == "it cannot have Q2_K"
+    readers = (("openvino", shape), ("openvino-ir", narrow), ("llama.cpp", narrow))
+    assert [peers.unread(name, some, "Q4_K") for name, some in readers] == [None] * 3
 
 
 class FakeWorker:
@@ -64,6 +81,28 @@ class FakeWorker:
         case = (self.name, first, tokens)
         self.log.append(case)
         return self.factor * tokens * (1e-3 if self.log.count(case) > 1 else 1e-2)
+
+
+def test_ik_llama_decodes_the_tokens_the_others_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = MagicMock(**{"ik_commit.return_value": b"8337e4cd", "ik_load.return_value": 1,
+                           "ik_context.return_value": 2, "ik_decode.return_value": 0})  # fmt: skip
+    monkeypatch.setattr(ctypes, "CDLL", {"ik.so": library}.__getitem__)
+    engine = peer_engines.IkLlama(
+        {"ik_llama": "ik.so", "file": "model.gguf", "type": "Q4_K", "threads": 2, "vocab_size": 300}
+    )
+    assert engine.version == "8337e4cd" and "Q4_K, repacked" in engine.compared
+    engine.chain(128, 8)
+    library.ik_load.assert_called_once_with(b"model.gguf")
+    assert library.ik_context.call_args.args[1:] == (256, 512, 2)
+    passes = [(list(call.args[1]), *call.args[2:]) for call in library.ik_decode.call_args_list]
+    chain = (peer_engines.token_ids(8, 300), 8, 128, True)
+    assert passes == [(peer_engines.token_ids(128, 300), 128, 0, False), chain, chain]
+    assert [call.args[1:] for call in library.llama_kv_cache_seq_rm.call_args_list] == [(0, 128, -1)] * 2
+    library.ik_decode.return_value = 1
+    with pytest.raises(RuntimeError, match="llama_decode returned 1"):
+        engine.prefill(8)
+    assert not peers.installed("ik_llama.cpp", None) and not peers.installed("ik_llama.cpp", tmp_path / "ik.so")
+    assert peers.installed("ik_llama.cpp", tmp_path)
 
 
 def test_engines_take_turns_and_the_first_turn_does_not_count(
