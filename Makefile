@@ -13,12 +13,13 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 SOURCES := $(shell find src csrc CMakeLists.txt -type f -not -name '*.py[co]' 2>/dev/null)
 
-.PHONY: help venv install demo test check format bench clean
+.PHONY: help venv install demo test check docs format bench clean
 
 help:
 	@echo "make demo     install, then the same text plainly and with speculation, side by side"
 	@echo "make test     install, then every test"
 	@echo "make check    ruff, mypy --strict, architecture test"
+	@echo "make docs     the documentation as a site in site/, which needs no network"
 	@echo "make bench    speed on the shipped prompts, and engine overhead"
 	@echo "make format   rewrite the code in the project's style"
 	@echo "make clean    remove the virtual environment and build outputs"
@@ -55,6 +56,9 @@ check: install
 	$(BIN)/mypy --strict src/forerun
 	$(BIN)/python -m pytest -q -n 0 tests/test_architecture.py
 
+docs: install
+	$(BIN)/mkdocs build --strict --quiet
+
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -64,4 +68,4 @@ bench: install
 	$(BIN)/python benchmarks/overhead.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""Speed of every drafter on a prompt file at temperatures 0 and 1: a dated result and the README's tables.
+"""Speed of every drafter on a prompt file at temperatures 0 and 1: a dated result and tables for docs/benchmarks.md.
 
     python benchmarks/spec_bench.py --prompts question.jsonl [--model mini] [--limit 60] [--name spec-bench]
 

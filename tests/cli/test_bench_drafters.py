@@ -129,5 +129,5 @@ def test_the_documented_drafter_works(run_json: Any, questions: str, monkeypatch
 
 def test_the_documented_drafter_is_short_and_in_the_documentation() -> None:
     assert len(EXAMPLE.read_text("utf-8").splitlines()) < 60
-    text = (EXAMPLE.parents[1] / "drafters.md").read_text("utf-8")
+    text = (EXAMPLE.parents[1] / "writing-a-drafter.md").read_text("utf-8")
     assert "examples/bigram.py" in text

@@ -36,6 +36,7 @@ NOT_RUN = {
 # What is added to a command so that it takes seconds; where an option comes twice the last one counts.
 LITTLE = ("--limit", "1", "--max-tokens", "3", "--repeats", "1")
 CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("demo",): ("--max-tokens", "4", "--repeats", "1"),
     ("generate",): ("--max-tokens", "4"),
     ("chat",): ("--max-tokens", "4"),
     ("run",): ("--max-tokens", "4"),
@@ -210,6 +211,14 @@ def alternatives(words: list[str]) -> list[list[str]]:
     if several is None:
         return [words]
     return [[*words[:several], word, *words[several + 1 :]] for word in words[several].split("|")]
+
+
+def test_messages_of_troubleshooting_are_real() -> None:
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "src" / "forerun").rglob("*.py"))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+    messages = re.findall(r"^\| (?:\d{3} \| )?`([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) > 30
+    assert not [part for message in messages for part in message.split(" ... ") if part not in source]
 
 
 def test_what_is_not_run_is_still_there() -> None:
