@@ -27,7 +27,11 @@ from forerun import LLM, SamplingParams
 from forerun.cli.app import app
 from forerun.engine.outputs import StepTrace
 
-DEMO = ("demo", "Repeat this sentence five times: The little fox ran over the hill to look for the old boat.")
+DEMO = (
+    "demo", "--max-tokens", "20",
+    "Repeat: Once upon a time there was a little bird. It lived in a tall tree by the river. Every morning it sang to "
+    "the sun. One day the wind was strong, and the bird flew over the hill to see the sea.",
+)  # fmt: skip
 DEMO_WIDTH = 100  # columns
 QUESTION = "Tell me a story about a little bird."
 LETTER, ROW = 8.4, 36  # pixels: a letter of the font below, and from row to row
