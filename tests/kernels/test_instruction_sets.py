@@ -12,19 +12,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from tests.support.programs import NOT_INSTALLED, program
+from tests.support.programs import ROOT, build_target, native_test, program
 
-ROOT = Path(__file__).resolve().parents[2]
 ARM_BUILD = ROOT / "build" / "aarch64"
 ARM_COMPILER = "aarch64-linux-gnu-g++"
 ARM_CPUS = {"max": {"neoni8mm", "neondot", "neon", "portable"}, "cortex-a53": {"neon", "portable"}}
 
 Hashes = dict[str, dict[str, str]]  # instruction set -> case -> hash
-
-
-def _build(folder: Path) -> Path:
-    subprocess.run([program("cmake"), "--build", folder, "--target", "kernel_hashes", "-j1"], check=True)
-    return folder / "kernel_hashes"
 
 
 def _hashes(*command: str | Path) -> Hashes:
@@ -45,10 +39,7 @@ def _assert_same(found: Hashes, expected: dict[str, str]) -> None:
 @pytest.fixture(scope="module")
 def own_hashes() -> Hashes:
     """Of the instruction sets that this machine has."""
-    builds = sorted(ROOT.glob("build/cp*/build.ninja"), key=lambda path: path.stat().st_mtime)
-    if not builds:
-        pytest.skip(f"{NOT_INSTALLED} forerun from this checkout (make install)")
-    return _hashes(_build(builds[-1].parent))
+    return _hashes(native_test("kernel_hashes"))
 
 
 @pytest.mark.slow
@@ -69,7 +60,7 @@ def test_arm_gives_the_same_bits(own_hashes: Hashes) -> None:
     options = (f"-DCMAKE_CXX_COMPILER={compiler}", "-DFORERUN_OPTIMIZE=-O1")
     configure = [program("cmake"), "-S", ROOT, "-B", ARM_BUILD, *options, *system]
     subprocess.run(configure, check=True)
-    arm_program = _build(ARM_BUILD)
+    arm_program = build_target(ARM_BUILD, "kernel_hashes")
     for cpu, isas in ARM_CPUS.items():
         found = _hashes(emulator, "-cpu", cpu, arm_program)
         assert set(found) == isas

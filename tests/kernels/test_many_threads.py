@@ -1,13 +1,16 @@
-"""A pass on many more threads than there are cores: the same bits, as many barriers, the weights in even parts."""
+"""A pass on many more threads than there are cores: the same bits, as many barriers, the weights in even parts, and
+none waits for one that is held up."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.kernels.cases import cpu_kernels
+from tests.support.programs import native_test
 
 from forerun.bench.passes import TimedPasses
 from forerun.bench.shapes import SHAPES, read_shape
@@ -118,3 +121,11 @@ def test_what_was_moved_while_other_rows_move_is_what_lay_there_before() -> None
         cpu_kernels(threads=1).move_rows([one], rows + 7, rows)
         cpu_kernels(threads=16).move_rows([many], rows + 7, rows)
         assert torch.equal(one.keys, many.keys) and torch.equal(one.values, many.values)
+
+
+def test_the_others_do_the_chunks_of_a_caller_that_is_held_up() -> None:
+    """csrc/tests/thread_pool.cpp holds it up until they have; of 2 to 4 threads none helped it once."""
+    printed = subprocess.run([native_test("thread_pool")], check=True, stdout=subprocess.PIPE, text=True).stdout
+    pools = [tuple(map(int, line.split())) for line in printed.splitlines()]
+    assert [threads for threads, _, _ in pools] == [2, 3, 7, 8, 9, 17]
+    assert all(own <= 1 for _, _, own in pools), pools

@@ -1,0 +1,44 @@
+// Holds up the caller of a pool in the first chunk that it takes until the others have done all the rest, and prints
+//   THREADS CHUNKS CHUNKS_OF_THE_CALLER
+// of pools of several sizes (tests/kernels/test_many_threads.py).
+#include "../thread_pool.h"
+
+#include <cstdio>
+
+namespace {
+
+using namespace forerun;
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kChunksPerThread = 8;
+constexpr auto kPatience = std::chrono::seconds(20);  // then nobody will help
+
+struct Job {
+    std::thread::id caller;
+    int64_t chunks;
+    std::atomic<int64_t> by_caller{0}, by_others{0};
+
+    static void run(const void* pointer, int64_t) {
+        Job& job = **static_cast<Job* const*>(pointer);
+        if (std::this_thread::get_id() != job.caller) {
+            job.by_others.fetch_add(1);
+            return;
+        }
+        if (job.by_caller.fetch_add(1) > 0) return;
+        const auto give_up = Clock::now() + kPatience;
+        while (job.by_others.load() + 1 < job.chunks && Clock::now() < give_up) std::this_thread::yield();
+    }
+};
+
+}  // namespace
+
+int main() {
+    for (int threads : {2, 3, 7, 8, 9, 17}) {
+        ThreadPool pool(threads, {});
+        Job job{std::this_thread::get_id(), threads * kChunksPerThread};
+        Job* const context = &job;
+        pool.run(&Job::run, &context, job.chunks);
+        const auto chunks = static_cast<long long>(job.chunks), own = static_cast<long long>(job.by_caller.load());
+        std::printf("%d %lld %lld\n", threads, chunks, own);
+    }
+}
