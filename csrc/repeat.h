@@ -30,7 +30,8 @@ FORERUN_INLINE void repeat_each([[maybe_unused]] Body body, Ints<I...>) {
     (body(Index<I>{}), ...);
 }
 
-// body(0), ..., body(N - 1), each index a constant with a `value`.
+// body(0), ..., body(N - 1), each index a constant with a `value`. A body that takes it as an int is compiled once and not
+// N times, which took half of the time that tiles took to compile.
 template <int N, class Body>
 FORERUN_INLINE void repeat(Body body) {
     repeat_each(body, Count<N>{});

@@ -139,7 +139,7 @@ constexpr int kMaxGroupedRows = 12;
 constexpr int kGroupedWordRun = 1;
 #ifdef __AVX512VNNI__
 // Above 6 rows the sums and totals of two panels do not fit the registers, which costs little where steps are long.
-constexpr int grouped_panels(int blocks, int rows) { return rows <= 6 || blocks == 0 ? 2 : 1; }
+constexpr int grouped_panels(int steps, int rows) { return rows <= 6 || steps == 0 ? 2 : 1; }  // steps: see grouped.inc
 #else
 constexpr int grouped_panels(int, int rows) { return rows <= 4 ? 2 : 1; }
 #endif
@@ -224,12 +224,12 @@ template <int BITS, int ROWS, int PANELS, int LINES, class Line>
 FORERUN_INLINE void add_lines(I (&sums)[ROWS][PANELS], const int32_t* words, Line line) {
     repeat<LINES>([&](auto j) FORERUN_FLAT {
         Bytes w[PANELS];
-        repeat<PANELS>([&](auto p) FORERUN_FLAT { w[p] = line(p, j); });
-        repeat<ROWS>([&](auto r) FORERUN_FLAT {
+        repeat<PANELS>([&](int p) FORERUN_FLAT { w[p] = line(p, j); });
+        repeat<ROWS>([&](int r) FORERUN_FLAT {
             const int32_t& from = words[j * ROWS + r];
             if constexpr (PANELS == 1) return add_word(sums[r][0].v, w[0].v, from);
             const __m512i word = broadcast_word(from);
-            repeat<PANELS>([&](auto p) FORERUN_FLAT { add_word(sums[r][p].v, w[p].v, word); });
+            repeat<PANELS>([&](int p) FORERUN_FLAT { add_word(sums[r][p].v, w[p].v, word); });
         });
     });
 }

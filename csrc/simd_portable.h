@@ -82,10 +82,11 @@ inline F mul(const F& x, const F& y) {
 inline F div(const F& x, const F& y) {
     return map([&](int i) { return x.v[i] / y.v[i]; });
 }
-inline F fma(const F& x, const F& y, const F& z) {
+// Not inlined, as `dot` is not: a call costs little beside what it does, and a tile would hold many copies.
+[[gnu::noinline]] inline F fma(const F& x, const F& y, const F& z) {
     return map([&](int i) { return __builtin_fmaf(x.v[i], y.v[i], z.v[i]); });
 }
-inline F fnma(const F& x, const F& y, const F& z) {
+[[gnu::noinline]] inline F fnma(const F& x, const F& y, const F& z) {
     return map([&](int i) { return __builtin_fmaf(-x.v[i], y.v[i], z.v[i]); });
 }
 inline F min(const F& x, const F& y) {
@@ -238,7 +239,7 @@ inline const Bytes& prepare(const Bytes& x) {
 }
 // acc plus the products of four lines with 16 activations, four of them at words, words + stride, ...
 template <int BITS>
-inline I dot(I acc, const Bytes (&w)[4], const int32_t* words, int stride) {
+[[gnu::noinline]] I dot(I acc, const Bytes (&w)[4], const int32_t* words, int stride) {
     for (int j = 0; j < 4; ++j) {
         int8_t q[4];
         std::memcpy(q, words + j * stride, 4);
