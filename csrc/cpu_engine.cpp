@@ -89,6 +89,7 @@ CpuEngine::Cut<LinearArgs> CpuEngine::cut(LinearArgs args) const {
     const int64_t part = std::max<int64_t>(1, panel_bytes * divide_up(rows, row_tile));
     args.panels_per_unit = panels_in_unit(args.n, split ? kSplitPanels : std::max<int64_t>(1, kUnitBytes / part));
     const int64_t groups = divide_up(divide_up(args.n, kLanes), args.panels_per_unit);
+    args.groups_owned = divide_up(groups, pool_.num_threads());
     const int64_t work = args.panels_per_unit * args.k * divide_up(rows, split ? 16 : 4);
     return {args, groups * divide_up(args.m, args.rows_per_unit), work};
 }
@@ -114,6 +115,7 @@ CpuEngine::Cut<GroupedArgs> CpuEngine::cut(GroupedArgs args) const {
     const int64_t wanted = std::max<int64_t>(1, kUnitBytes / (layout.panel_bytes * divide_up(rows, 12)));
     args.panels_per_unit = panels_in_unit(args.n, wanted);
     const int64_t groups = divide_up(divide_up(args.n, kLanes), args.panels_per_unit);
+    args.groups_owned = divide_up(groups, pool_.num_threads());
     const int64_t work = args.panels_per_unit * args.k * divide_up(rows, 4) / 2;
     return {args, groups * divide_up(args.m, args.rows_per_unit), work};
 }
@@ -216,7 +218,7 @@ void multiply_heads(const HeadJob& job, int64_t begin, int64_t end) {
         const char* weight =
             static_cast<const char*>(args.weight) + head * panels * stored_k * kLanes * element_size(args.dtype);
         move_columns(from, args.heads * x_head, x, k, k, m);
-        job.table->linear({x, weight, nullptr, y, m, n, k, args.dtype, panels, m, nullptr}, 0, 1);
+        job.table->linear({x, weight, nullptr, y, m, n, k, args.dtype, panels, m, 1, nullptr}, 0, 1);
         move_columns(y, n, to, args.heads * y_head, n, m);
         move_columns(from + k, args.heads * x_head, to + n, args.heads * y_head, args.passed, m);
     }

@@ -33,6 +33,7 @@ struct LinearArgs {
     int64_t m, n, k;
     Dtype dtype;
     int64_t panels_per_unit, rows_per_unit;  // a unit is a group of panels times a block of rows
+    int64_t groups_owned;  // by a thread, whose units are neighbours
     uint16_t* parts;  // [m * 3 * k] where activations are split into parts for it, else null
 
     template <class F>
@@ -101,7 +102,7 @@ struct GroupedArgs {
     int64_t m, n, k;
     int64_t zero;  // what a code of 0 stands for is -zero
     GroupedLayout layout;
-    int64_t panels_per_unit, rows_per_unit;  // set by the engine, as are the next
+    int64_t panels_per_unit, rows_per_unit, groups_owned;  // as of LinearArgs; set by the engine, as are the next
     int64_t section, section_rows;           // inputs, whole groups, and rows of a unit of quantizing
     int64_t row_words;                       // k / 4, filled up to whole lines of 64 bytes
     int32_t* words;                          // [m, row_words] scratch: the activations as integers

@@ -25,7 +25,7 @@ void run_linear(Run& run, int64_t m, int64_t n, int64_t k, int64_t rows_per_unit
     auto x = numbers<float>(from, m * k), bias = numbers<float>(from, n);
     auto panels = packed<T>(run, weight, n, k);
     Floats y(m * n);
-    LinearArgs args{x.begin(), panels.begin(), bias.begin(), y.begin(), m, n, k, kDtype<T>, 4, rows_per_unit, nullptr};
+    LinearArgs args{x.begin(), panels.begin(), bias.begin(), y.begin(), m, n, k, kDtype<T>, 4, rows_per_unit, 1, nullptr};
     Array<uint16_t> parts(3 * m * k);
     if (run.table().split_activations && sizeof(T) == 2 && k % 32 == 0) {
         args.parts = parts.begin();
@@ -256,7 +256,7 @@ void run_grouped(Run& run, const GroupedCase& c) {
     Array<int32_t> words(c.m * row_words);
     Floats steps(c.m * layout.num_steps * 3), y(c.m * c.n);
     const GroupedArgs args{x.begin(), weight.begin(), bias.begin(), y.begin(), c.order ? order.begin() : nullptr, c.m,
-                           c.n, c.k, (1 << c.storage) / 2, layout, 2, rows_per_unit, section, c.m, row_words,
+                           c.n, c.k, (1 << c.storage) / 2, layout, 2, rows_per_unit, 2, section, c.m, row_words,
                            words.begin(), steps.begin()};
     FORERUN_CALL(run, grouped_quantize, args, divide_up(c.k, section));
     FORERUN_CALL(run, grouped, args, divide_up(panels, 2) * divide_up(c.m, rows_per_unit));
