@@ -15,6 +15,7 @@ constexpr int64_t kWorthSharing = 4000;
 constexpr int64_t kChunksPerThread = 8;      // so that a descheduled thread holds up a small part only
 constexpr int64_t kSmallestChunk = 1000;     // nanoseconds
 constexpr int64_t kLeastUnits = 4;           // a thread should own of a matrix
+constexpr int64_t kActivations = 512;        // of a row that are computed as one unit
 constexpr int64_t kRowBlockBytes = 192 << 10;  // activations that stay in the second-level cache beside a panel
 constexpr int64_t kGroupedRowBytes = 512 << 10;  // likewise, activations of one byte
 constexpr int64_t kFewRows = 64;             // whose activations are quantized some inputs at a time
@@ -163,7 +164,11 @@ void CpuEngine::rms_norm(const NormArgs& args) { share(table_->rms_norm, args, a
 
 void CpuEngine::add(const AddArgs& args) { share(table_->add_rows, args, args.m, args.h / 8); }
 
-void CpuEngine::gated_act(const GatedArgs& args) { share(table_->gated_act, args, args.m, args.f); }
+void CpuEngine::gated_act(const GatedArgs& given) {
+    GatedArgs args = given;
+    args.piece = std::min(std::max<int64_t>(args.f, 1), kActivations);
+    share(table_->gated_act, args, args.m * divide_up(args.f, args.piece), args.piece);
+}
 
 void CpuEngine::embedding(const EmbeddingArgs& args) {
     check_range("token id", args.ids, args.m, args.v);

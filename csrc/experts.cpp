@@ -81,7 +81,7 @@ void CpuEngine::experts(const ExpertsArgs& args) {
         if (rows.ids.empty()) continue;
         const auto at = static_cast<size_t>(expert);
         multiply(*this, bank.gate_up[at], rows.gather(*this, args.x, h, gathered), gate_up, rows.size());
-        gated_act({gate_up, gated, rows.size(), f, bank.activation});
+        gated_act({gate_up, gated, rows.size(), f, bank.activation, 0});
         multiply(*this, bank.down[at], gated, outputs, rows.size());
         share(&add_weighted, Addition{args, expert, rows, outputs}, rows.size(), h / 8);
     }

@@ -10,9 +10,9 @@ namespace forerun {
 #define FORERUN_KERNELS(KERNEL)                                           \
     KERNEL(pack, PackArgs)                    /* a panel */               \
     KERNEL(linear, LinearArgs)                /* panels x rows */         \
+    KERNEL(gated_act, GatedArgs)              /* row x piece */           \
     KERNEL(rms_norm, NormArgs)                /* a row, also below */     \
     KERNEL(add_rows, AddArgs)                                             \
-    KERNEL(gated_act, GatedArgs)                                          \
     KERNEL(embedding, EmbeddingArgs)                                      \
     KERNEL(rope_and_cache, RopeArgs)                                      \
     KERNEL(latent_rope, LatentRopeArgs)                                   \

@@ -135,6 +135,7 @@ struct GatedArgs {
     float* y;        // [m, f]
     int64_t m, f;
     Activation activation;
+    int64_t piece;  // of a row that is a unit, set by the engine
 
     template <class F>
     auto given(F call) {

@@ -79,7 +79,7 @@ void run_rowwise(Run& run, int64_t h) {
     run.print(join("add_rows", {h}), y);
     put_oddities(both);
     for (Activation activation : {Activation::kSilu, Activation::kGeluTanh}) {
-        FORERUN_CALL(run, gated_act, (GatedArgs{both.begin(), gated.begin(), m, h, activation}), m);
+        FORERUN_CALL(run, gated_act, (GatedArgs{both.begin(), gated.begin(), m, h, activation, 48}), m * divide_up(h, 48));
         run.print(join("gated_act", {h, static_cast<int64_t>(activation)}), gated);
     }
 }
