@@ -163,6 +163,8 @@ def _matrix(random: np.random.Generator, name: str, dimensions: tuple[int, ...],
 
 def _blocks(random: np.random.Generator, block_type: str, count: int, num_bytes: int, scale: float) -> Bytes:
     blocks = random.integers(0, 256, (min(count, PERIOD), num_bytes), dtype=np.uint8)
+    if block_type == "Q8_0":
+        blocks[blocks == 0x80] = 0x81  # no quantizer writes -128, and ik_llama.cpp adds 127 to make bytes
     for place, spread in SCALES[block_type]:
         sizes = scale / spread * random.uniform(0.5, 1.5, len(blocks))
         signs = random.choice((-1, 1), len(blocks))  # integers of a block need not have mean 0

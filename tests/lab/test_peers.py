@@ -44,6 +44,7 @@ def test_files_hold_ordinary_numbers(shape: Shape, block_type: str, tmp_path: Pa
     values = gguf.dequantize(down.data, down.tensor_type)
     assert 0.2 < float(values.std()) * 512**0.5 < 5 and values.shape == (256, 512)
     assert tensors["blk.0.attn_q.bias"].tensor_type.name == "F32"
+    assert block_type != "Q8_0" or not (down.data.reshape(-1, 34)[:, 2:] == 0x80).any()  # -128 is no quantizer's
 
 
 def test_files_that_cannot_be_are_refused(shape: Shape, tmp_path: Path) -> None:
