@@ -57,7 +57,8 @@ check: install
 	$(BIN)/python -m pytest -q -n 0 tests/test_architecture.py
 
 docs: install
-	$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 format: install
 	$(BIN)/ruff format .
