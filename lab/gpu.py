@@ -14,7 +14,8 @@ matters most first:
 * speed: every drafter against plain decoding on mini widened to the 8B shape (a process of its own writes that model
   meanwhile) and on mini, batches of 1, 32 and 8;
 * check: the tests of the Triton kernels on the GPU, every op against the reference, row invariance included;
-* products: every matrix of these shapes, 1 to 64 rows, by CUDA events, caches cold;
+* products: every matrix of these shapes, 1 to 64 rows, by CUDA events, caches cold; one matrix in every GGUF type, with
+  the bits a weight takes on the GPU;
 * peers: transformers' `generate` and assisted generation on the same models.
 
 Ends with status 1 if a row had other bits in a batch, an op other numbers than the reference, a drafter other tokens
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 SECONDS = {
-    "compiling": 40, "roofline": 5, "curve": 95, "attention": 25, "speed": 140, "check": 70, "products": 40, "peers": 35
+    "compiling": 40, "roofline": 5, "curve": 95, "attention": 25, "speed": 140, "check": 65, "products": 55, "peers": 30
 }  # fmt: skip
 GRACE_S = 60  # beyond its time a part is given so long for the case it is at, then it is stopped
 VERSIONS = ("torch", "triton", "transformers", "numpy")

@@ -35,14 +35,14 @@ from triton.runtime.jit import JITFunction
 
 from forerun.bench.shapes import read_shape
 from forerun.bench.synthetic import RandomGroupedFormat, RandomSource
-from forerun.bench.weight_kinds import Grouped, read_kind
+from forerun.bench.weight_kinds import GGUF, GGUF_TYPES, Grouped, read_kind
 from forerun.config import MAX_TREE_NODES
 from forerun.drafters.eagle import SPEC as EAGLE
 from forerun.kernels.ops import LayerKV, NoiseKeys
 from forerun.kernels.tree_growth import TreeRoom, new_trees
 from forerun.kernels.triton import moves
 from forerun.kernels.triton.backend import TritonKernels
-from forerun.kernels.triton.grouped_layout import TILE_N, TritonGrouped, pack_grouped
+from forerun.kernels.triton.grouped_layout import TILE_N, GroupedTensors, TritonGrouped, pack_grouped
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.build import Builder
 from forerun.models.decoder import Decoder
@@ -56,6 +56,9 @@ MOST_SHARED = 227 << 10  # bytes of shared memory a program may have there
 MOST_PROGRAMS = ((1 << 31) - 1, 65535, 65535)  # along the three dimensions of a grid
 SHAPES = ("llama-3.1-8b", "llama-3.2-1b")
 WEIGHTS = ("bf16", "int4")
+FORMATS = tuple(f"{GGUF}{name}" for name in GGUF_TYPES)
+FORMAT_SHAPE = (2048, 8192)  # outputs and inputs: "down" of the 1B shape
+FORMAT_ROWS = (1, 16)
 WIDTHS = (EAGLE.tree_width or 1, 16)  # of trees: the usual one, the widest there may be
 BLOCK_SIZE = 16  # positions a block of the pool has
 META = torch.device("meta")
@@ -166,11 +169,14 @@ class PaperKernels(TritonKernels):
     def pack_grouped(self, matrix: Any) -> TritonGrouped:
         """Laid out as one of 16 outputs with codes of every size, of which the layout is all that counts."""
         found = packed_small(matrix.layout, matrix.num_inputs)
+        num_tiles, table = -(-matrix.num_outputs // TILE_N), found.tensors.table.to(META)
+        grown = {
+            id(tensor): torch.empty(num_tiles, *tensor.shape[1:], dtype=tensor.dtype, device=META)
+            for tensor in found.tensors
+        }
+        tensors = GroupedTensors(*(grown[id(tensor)] for tensor in found.tensors))._replace(table=table)
         layout = found.layout._replace(num_outputs=matrix.num_outputs)
-        shape = (-(-matrix.num_outputs // TILE_N), *found.codes.shape[1:])
-        codes = torch.empty(shape, dtype=found.codes.dtype, device=META)
-        scales = torch.empty(layout.num_groups, matrix.num_outputs, dtype=found.scales.dtype, device=META)
-        return TritonGrouped(layout, codes, scales, scales, found.inputs.to(META))
+        return TritonGrouped(layout, tensors, found.inputs.to(META), has_order=False)
 
 
 @cache
@@ -227,6 +233,18 @@ def run_model(model: Decoder, kernels: PaperKernels, case: Case) -> None:
     kernels.move_rows(kvs, torch.empty(3, dtype=torch.int32), torch.empty(3, dtype=torch.int32))
 
 
+@torch.no_grad()
+def run_format(kernels: PaperKernels, weights: str, rows: Sequence[int]) -> None:
+    """Products with a matrix in one storage, and its rows read back."""
+    layout = read_kind(weights).grouped
+    assert layout is not None
+    matrix: Any = PaperMatrix(layout, *FORMAT_SHAPE)
+    packed = kernels.pack_grouped(matrix)
+    for number in rows:
+        kernels.linear(torch.empty(number, FORMAT_SHAPE[1], device=META), packed)
+    kernels.embedding(torch.empty(1, dtype=torch.int64, device=META), packed)
+
+
 def chain(context: int, num: int, num_blocks: int) -> ForwardBatch:
     """`num` nodes one below the other, as many as a tree may have, the rest of them known tokens."""
     nodes = min(num, MAX_TREE_NODES)
@@ -257,14 +275,14 @@ def grow_trees(kernels: PaperKernels, width: int) -> None:
 
 
 def ahead(
-    shapes: Sequence[str], weights: Sequence[str], rows: Sequence[int], trees: Sequence[int], device: torch.device,
-    timeout_s: float,
+    shapes: Sequence[str], weights: Sequence[str], rows: Sequence[int], trees: Sequence[int],
+    formats: Sequence[str], device: torch.device, timeout_s: float,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of a run of this program for a GPU, on all cores; raises TimeoutExpired and CalledProcessError."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else divmod(ARCHITECTURE, 10)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        lists = {"--shapes": shapes, "--weights": weights, "--rows": rows, "--trees": trees}
+        lists = {"--shapes": shapes, "--weights": weights, "--rows": rows, "--trees": trees, "--formats": formats}
         command = [sys.executable, __file__, *(f"{name}={','.join(map(str, own))}" for name, own in lists.items())]
         command += [f"--architecture={10 * major + minor}", f"--processes={os.cpu_count() or 1}", f"--json={out}"]
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -309,6 +327,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--weights", default=",".join(WEIGHTS), help="%(default)s")
     parser.add_argument("--rows", default="1,32,64,300", help="of a pass: %(default)s")
     parser.add_argument("--trees", default=",".join(map(str, WIDTHS)), help="children of a node: %(default)s")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="of single matrices: %(default)s")
     parser.add_argument("--contexts", default="131008", help="known tokens before it: %(default)s")
     parser.add_argument("--pools", default="model", help="KV as the model has it (model), int8, or both: %(default)s")
     parser.add_argument("--architecture", type=int, default=ARCHITECTURE)
@@ -326,6 +345,8 @@ def compile_here(given: argparse.Namespace) -> list[dict[str, Any]]:
         kernels = PaperKernels()
         widths = [int(width) for width in given.trees.split(",") if width]
         work = [(partial(grow_trees, kernels, width), f"trees of {width}") for width in widths]
+        formats = [name for name in given.formats.split(",") if name]
+        work += [(partial(run_format, kernels, name, FORMAT_ROWS), name) for name in formats]
         work += [(partial(run_case, kernels, case), " ".join(map(str, case))) for case in cases(given)]
         for run, name in work[index::num]:
             try:

@@ -95,7 +95,8 @@ def compiling(bench: Bench, due: Due, noted: Noted) -> None:
     models += [str(bench.widening.shape)] if bench.widening.shape.exists() else []
     shapes = list(dict.fromkeys((*bench.sizes.shapes, *models)))
     sizes, left_s = bench.sizes, max(1.0, due.left_s)
-    rows = ahead(shapes, sizes.weights, sizes.compiled_rows, sizes.tree_widths, bench.device, left_s)
+    kinds = (sizes.weights, sizes.compiled_rows, sizes.tree_widths, sizes.formats)
+    rows = ahead(shapes, *kinds, bench.device, left_s)
     spilling = sum(row.get("stack", 0) > 0 for row in rows)
     noted.rows({"kernels": len(rows), "spilling": spilling, "registers": max(row.get("registers", 0) for row in rows),
                 "shared": max(row.get("shared", 0) for row in rows)})  # fmt: skip
@@ -124,12 +125,13 @@ def roofline(bench: Bench, due: Due, noted: Noted) -> None:
 
 
 def products(bench: Bench, due: Due, noted: Noted) -> None:
-    """Every matrix of a layer and the output layer, by rows."""
+    """Every matrix of a layer and the output layer, by rows; then one matrix in every storage there is."""
     cases = [
         (shape, weights, name)
         for shape, weights in product(reversed(bench.sizes.shapes), bench.sizes.weights)
         for name in matrices(read_shape(shape).config)
     ]
+    cases += [(bench.sizes.shapes[0], weights, "down") for weights in bench.sizes.formats]
     in_time(cases, due, noted, lambda case: " ".join(case), partial(product_rows, bench))
 
 
@@ -152,15 +154,17 @@ def product_rows(bench: Bench, case: tuple[str, str, str]) -> Iterator[dict[str,
     kind, sizes = read_kind(weights), bench.sizes
     packed: Any = random_weight(kind, num_outputs, num_inputs, bench.kernels).packed
     copies = [packed, *(deepcopy(packed) for _ in range(min(MOST_COPIES, -(-sizes.cold_bytes // packed.nbytes)) - 1))]
-    x = torch.randn(max(sizes.rows), num_inputs, generator=torch.Generator().manual_seed(0)).to(bench.device)
+    rows = sizes.format_rows if weights in sizes.formats else sizes.rows
+    x = torch.randn(max(rows), num_inputs, generator=torch.Generator().manual_seed(0)).to(bench.device)
     alone = bench.kernels.linear(x[:1].clone(), packed)
     base = {"shape": shape, "weights": weights, "matrix": name, "outputs": num_outputs, "inputs": num_inputs}
+    base["bits_per_weight"] = round(8 * packed.nbytes / (num_outputs * num_inputs), 3)
     expected = random_weight(kind, min(CHECKED_OUTPUTS, num_outputs), num_inputs, ReferenceKernels())
     base |= compared(
         bench.kernels.linear(x[:CHECKED_ROWS].clone(), packed), expected.matmul(x[:CHECKED_ROWS].cpu(), None)
     )
     of_one = None
-    for number in sizes.rows:
+    for number in rows:
         given = x[:number].clone()
         seconds = bench.seconds([partial(bench.kernels.linear, given, copy) for copy in copies], sizes.repeats)
         same = torch.equal(bench.kernels.linear(given, packed)[:1], alone)

@@ -19,7 +19,7 @@ from forerun.bench.synthetic import RandomSource
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
 from forerun.kernels.triton.graphs import CudaCapture
-from gpu_compile import WIDTHS
+from gpu_compile import FORMAT_ROWS, FORMATS, WIDTHS
 from gpu_watch import Noted
 from gpu_widen import WideningProcess
 
@@ -37,6 +37,8 @@ class BenchSizes:
     compiled_rows: tuple[int, ...] = (1, 32, 64, 300)  # of each kind of kernel some
     tree_widths: tuple[int, ...] = WIDTHS  # of trees grown on the GPU
     weights: tuple[str, ...] = ("bf16", "int4")
+    formats: tuple[str, ...] = FORMATS  # of single matrices
+    format_rows: tuple[int, ...] = FORMAT_ROWS
     repeats: int = 7
     cold_bytes: int = 512 << 20  # matrices read in turn, so that no cache of a GPU keeps them
     copy_bytes: int = 2 << 30
@@ -60,8 +62,8 @@ ON_GPU = BenchSizes(("llama-3.2-1b", "llama-3.1-8b"), (1024, 8192, 32768, 131072
 def rehearsal(tiny: Path) -> BenchSizes:
     """Everything once, on a model of one narrow layer."""
     return BenchSizes(
-        (str(tiny),), (300,), rows=(1, 3), compiled_rows=(3,), tree_widths=(), repeats=1, cold_bytes=1,
-        copy_bytes=1 << 16, matmul_size=32,
+        (str(tiny),), (300,), rows=(1, 3), formats=("gguf:q4_k",), compiled_rows=(3,), tree_widths=(), repeats=1,
+        cold_bytes=1, copy_bytes=1 << 16, matmul_size=32,
         tests=("tests/kernels/triton/test_rowwise.py", "-k", "edges"), batches=(2,), temperatures=(0.0,),
         prompts=1, peer_prompts=1, runs=1, passes=1, passes_a_turn=1, max_tokens=2, max_model_len=64,
         long_model_len=0,

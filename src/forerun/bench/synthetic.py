@@ -28,7 +28,7 @@ from forerun.quant.grouped import GroupedWeight
 
 PERIOD = 1_000_003  # a prime, so that no two rows of a matrix begin alike
 SEED = 0
-_TABLE = torch.arange(8, 256, 16, dtype=torch.uint8)
+_TABLE = torch.cat([torch.arange(136, 256, 16), torch.arange(120, 0, -16)]).byte()  # around 128, the negatives last
 
 
 class RandomSource:
@@ -73,6 +73,7 @@ class RandomGroupedFormat:
         most = 16 if layout.bits == 2 else 64  # as in files
         self._counts = torch.randint(1, most, (PERIOD,), generator=generator, dtype=torch.int8)  # of units
         self._numbers = torch.randint(0, 1 << 15, (PERIOD,), generator=generator, dtype=torch.int16)  # of points
+        self._grid = self._random_grid()
 
     def matches(self, source: TensorSource, prefix: str) -> bool:
         """Always true."""
@@ -105,19 +106,24 @@ class RandomGroupedFormat:
             GroupedMatrix(codes, counts, layout.bits, layout.zero, group_size, moved[0], None, units, moved[1], table)
         )
 
+    def _random_grid(self) -> PointGrid | None:
+        """Random points, the same for all matrices."""
+        points, below = self._layout.points, 8 if self._layout.tabled else 3
+        if points is None:
+            return None
+        return PointGrid(tiled(self._codes % below, (1 << points.bits, points.run)), points.signs)
+
     def _on_grid(self, matrix: GroupedMatrix) -> GroupedMatrix:
         """The matrix with codes of random points of a grid and odd scales, where files of the type have those."""
-        layout, (rows, columns) = self._layout.points, matrix.shape
-        if layout is None or columns % 8:
+        grid, (rows, columns) = self._grid, matrix.shape
+        if grid is None or columns % 8:
             return matrix
-        below = 3 if matrix.table is None else 8
-        grid = PointGrid(tiled(self._codes % below, (1 << layout.bits, layout.run)), layout.signs)
-        points = tiled(self._numbers % (1 << layout.bits), (rows, columns // layout.run))
+        points = tiled(self._numbers % len(grid.points), (rows, columns // grid.run))
         codes = grid.points[points.int()].view(-1, 8)
         signs = tiled(self._codes >> 3, (rows, columns)).view(-1, 8)
-        if layout.signs == 7:
+        if grid.signs == 7:
             signs[:, 7] = signs[:, :7].sum(dim=1) % 2
-        codes = (codes | signs << 3 if layout.signs else codes).view(rows, columns)
+        codes = (codes | signs << 3 if grid.signs else codes).view(rows, columns)
         matrix = replace(matrix, codes=codes, grid=grid, points=points)
         if matrix.units is None:
             return matrix

@@ -258,9 +258,3 @@ def _check_points(matrix: GroupedMatrix, grid: PointGrid) -> None:
         raise KernelError(f"{[rows, columns]} codes on a grid of runs of {grid.run} come without as many int16 points")
     if int(points.min()) < 0 or int(points.max()) >= len(grid.points):
         raise KernelError(f"points must be 0 .. {len(grid.points) - 1}, numbers of the grid's")
-
-
-def scales_fit_half(matrix: GroupedMatrix) -> bool:
-    """Whether float16 holds every scale and offset exactly."""
-    held = (matrix.scales,) if matrix.offsets is None else (matrix.scales, matrix.offsets)
-    return all(torch.equal(values.half().float(), values) for values in held)

@@ -233,8 +233,8 @@ class Kernels(Protocol):
     def embedding(self, token_ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
         """Rows `token_ids` [M] int64 of `table` [V, H] (float32 or bfloat16) widened to float32 -> [M, H].
 
-        The table may be one that was packed by `pack_linear`, so that a tied output layer and it are one; on CPUs by
-        `pack_grouped`, too, whose rows are then what `GroupedMatrix.dequantize` says, to the bit.
+        The table may be one that was packed by `pack_linear`, so that a tied output layer and it are one, or by
+        `pack_grouped`, whose rows are then what `GroupedMatrix.dequantize` says, to the bit.
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

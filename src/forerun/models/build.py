@@ -150,7 +150,7 @@ class Builder:
     def _embedding(self, head: Linear) -> Embedding:
         """The table; if it is tied to the output layer and rows can be read from that one's matrix, that matrix."""
         module = self.family.names.embedding
-        in_blocks = self.dtype is None and keeps_blocks(self.source, f"{module}.weight", self.kernels)
+        in_blocks = self.dtype is None and keeps_blocks(self.source, f"{module}.weight")
         tied = self.config.tie_embeddings and (in_blocks or isinstance(head.weight, DenseWeight))
         if tied or in_blocks:
             weight = head.weight if tied else self._table_module(module).weight

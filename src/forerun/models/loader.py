@@ -171,7 +171,7 @@ def _load_gguf(
     checkpoint = GgufCheckpoint.open(path)
     family, config = _gguf_family(checkpoint), _gguf_config(checkpoint)
     positions = _positions(config.max_position, max_position, checkpoint.config)
-    in_blocks = DTYPES[dtype] is None and keeps_blocks(checkpoint, f"{family.names.embedding}.weight", kernels)
+    in_blocks = DTYPES[dtype] is None and keeps_blocks(checkpoint, f"{family.names.embedding}.weight")
     table_bytes = 0 if in_blocks else config.vocab_size * config.hidden_size * 4  # the embedding as float32
     needed = checkpoint.nbytes + table_bytes + positions * config.rope.rotary_dim * 4
     check_memory(needed, f"loading {path}", kernels.device)

@@ -67,9 +67,9 @@ class GgufFormat:
         return GroupedWeight(kernels, join_matrices([_read(source, part, columns) for part in parts]))
 
 
-def keeps_blocks(source: TensorSource, name: str, kernels: Kernels) -> bool:
-    """Whether the table `name` stays as small as in its blocks; Triton's kernels read single rows of floats alone."""
-    return kernels.name != "triton" and isinstance(source, BlockSource) and source.block_type(name) is not None
+def keeps_blocks(source: TensorSource, name: str) -> bool:
+    """Whether the table `name` stays as small as in its blocks."""
+    return isinstance(source, BlockSource) and source.block_type(name) is not None
 
 
 def read_floats(source: TensorSource, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:

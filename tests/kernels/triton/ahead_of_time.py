@@ -1,8 +1,9 @@
-"""Compiles kernels for an H200 without one; run as a program, since the interpreter must be off from the start.
+"""Compiles kernels for GPUs without one; run as a program, since the interpreter must be off from the start.
 
 `python -m tests.kernels.triton.ahead_of_time MODULE...` compiles what each module's `kernels()` lists and prints a JSON
-list for each module. An entry of `kernels()` is a kernel, its arguments (a type such as "*fp32" or "i32" for
-what is given at run time, anything else for constants) and its launch options.
+list for each module. An entry of `kernels()` is a kernel, its arguments (a type such as "*fp32" or "i32" for what is
+given at run time, anything else for constants) and its launch options, to which "architecture" may be added: 90, an
+H200, unless given; 80 is an A100.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], options: dict[str, An
     constants = {name: value for name, value in arguments.items() if name not in types}
     places = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=places)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    options = dict(options)
+    target = GPUTarget("cuda", options.pop("architecture", 90), 32)
+    compiled = triton.compile(source, target=target, options=options)
     registers, stack = resources(compiled.asm["cubin"])
     found = sorted(set(re.findall(r"mma\.sync|cp\.async(?=\.c[ag])|fma\.rn\.f32|fma\.rn\.f64", compiled.asm["ptx"])))
     return {

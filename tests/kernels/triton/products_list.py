@@ -19,10 +19,15 @@ def kernels() -> list[Entry]:
         dense(64, tl.bfloat16, "*bf16", listed=True),
         dense(17, tl.float16, "*fp16", listed=False),
         dense(1, tl.float32, "*fp32", listed=False),
-        *small(4, 128, num_rows=1, listed=False),
-        *small(4, 32, num_rows=64, listed=True),
-        *small(6, 16, num_rows=1, listed=False),
-        *small(8, 256, num_rows=40, listed=True),
+        small("int4", 1),
+        small("gguf:q5_k", 64, listed=True),
+        small("gguf:q6_k", 1, architecture=80),
+        small("int8:256", 40, listed=True),
+        small("gguf:iq4_xs", 1),
+        small("gguf:iq2_xxs", 1),
+        quantizing("gguf:q4_k", listed=True),
+        quantizing("gguf:q6_k", listed=False),
+        rows_read_back("gguf:q2_k"),
         *moving(),
         *choosing(),
     ]
@@ -39,28 +44,57 @@ def dense(num_rows: int, kind: Any, name: str, listed: bool) -> Entry:
     return arranged(linear.multiply, types | strides | sizes | flags)
 
 
-def small(bits: int, group_size: int, num_rows: int, listed: bool) -> list[Entry]:
+def small(weights: str, num_rows: int, listed: bool = False, architecture: int = 90) -> Entry:
+    """Products of a matrix in one storage."""
+    from forerun.kernels.triton import grouped
+
+    packed = packed_small(weights)
+    types = {"quantized": "*i8", "row_scales": "*fp32", "sums": "*i32", "bias": "*fp32", "out": "*fp32"}
+    types |= {"starts": "*i32", "num_rows": "i32"} | held(packed, listed)
+    _, sizes = grouped.product_sizes(packed.layout._replace(num_outputs=4096), num_rows)
+    sizes |= {"HAS_BIAS": not listed, "LISTED": listed, "architecture": architecture}
+    return arranged(grouped.multiply, types | sizes)
+
+
+def quantizing(weights: str, listed: bool) -> Entry:
+    """Activations on their way to integers."""
+    from forerun.kernels.triton import grouped
+
+    rows = {"x": "*fp32", "inputs": "*i64" if listed else "*i32", "codes": "*i8", "scales": "*fp32", "sums": "*i32"}
+    sizes = grouped.quantize_sizes(packed_small(weights).layout)
+    flags = {"LISTED": listed, "GATHERED": listed}
+    return arranged(grouped.quantize, rows | SLOTS | {"ends": "*i32", "num_rows": "i32"} | sizes | flags)
+
+
+def rows_read_back(weights: str) -> Entry:
+    """Rows of an embedding table in one storage."""
+    from forerun.kernels.triton import grouped
+
+    packed = packed_small(weights)
+    types = {"token_ids": "*i64", "inputs": "*i32", "out": "*fp32", "num_rows": "i32"} | held(packed, listed=False)
+    sizes = grouped.stored_sizes(packed.layout) | {"NUM_INPUTS": 512, "ROWS": 16, "num_warps": 2}
+    return arranged(grouped.embed, types | sizes)
+
+
+def packed_small(weights: str) -> Any:
+    """64 outputs and 512 inputs in one storage."""
     import torch
 
-    from forerun.kernels.grouped import GroupedMatrix
-    from forerun.kernels.triton import grouped
+    from forerun.bench.synthetic import RandomGroupedFormat
+    from forerun.bench.weight_kinds import read_kind
     from forerun.kernels.triton.grouped_layout import pack_grouped
 
-    codes, scales = torch.full((64, 512), (1 << bits) - 1, dtype=torch.uint8), torch.ones(64, 512 // group_size)
-    matrix = GroupedMatrix(codes, scales, bits, 1 << (bits - 1), group_size, scales if listed else None)
-    layout = pack_grouped(matrix, torch.device("cpu")).layout
-    types = {"quantized": "*i8", "row_scales": "*fp32", "sums": "*i32", "codes": "*u8" if layout.halves else "*i8"}
-    types |= {"scales": "*fp16", "offsets": "*fp16"} | (
-        dict.fromkeys(("codes", "scales", "offsets"), "*i64") if listed else {}
-    )
-    types |= {"bias": "*fp32", "out": "*fp32", "starts": "*i32", "num_rows": "i32"}
-    _, sizes = grouped.product_sizes(layout._replace(num_outputs=4096), num_rows)
-    rows = {"x": "*fp32", "inputs": "*i64" if listed else "*i32", "codes": "*i8", "scales": "*fp32", "sums": "*i32"}
-    rows |= SLOTS | {"ends": "*i32", "num_rows": "i32"}
-    return [
-        arranged(grouped.multiply, types | sizes | {"HAS_BIAS": not listed, "LISTED": listed}),
-        arranged(grouped.quantize, rows | grouped.quantize_sizes(layout) | {"LISTED": listed, "GATHERED": listed}),
-    ]
+    layout = read_kind(weights).grouped
+    assert layout is not None
+    return pack_grouped(RandomGroupedFormat(layout).matrix(64, 512), torch.device("cpu"))
+
+
+def held(packed: Any, listed: bool) -> dict[str, str]:
+    """Types of a packed matrix's tensors, or of lists of their addresses."""
+    import torch
+
+    names = {torch.uint8: "*u8", torch.int8: "*i8", torch.float16: "*fp16", torch.float32: "*fp32"}
+    return {name: "*i64" if listed else names[tensor.dtype] for name, tensor in packed.tensors._asdict().items()}
 
 
 def moving() -> list[Entry]:

@@ -12,6 +12,7 @@ from tests.models import factory
 from forerun import LLM, SamplingParams
 from forerun.errors import KernelError, ResourceError
 from forerun.kernels.select import select_kernels
+from forerun.models.loader import load_model
 from forerun.speculation.verifier import CoupledVerifier
 
 PROMPTS = ([5, 9, 5, 9], [7, 7])
@@ -69,6 +70,19 @@ def test_trees_of_a_draft_model_change_nothing(folder: Path, plain: LLM, expecte
     outputs = drafted.generate(list(PROMPTS), GREEDY)
     assert [output.outputs[0].token_ids for output in outputs] == expected["greedy"]
     assert num_nodes(outputs, "accepted") > 0
+
+
+def test_embeddings_of_a_gguf_file_stay_in_their_blocks(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("gguf")
+    from tests.weights import gguf_makers as makers
+
+    model = factory.random_hf_model("llama", {**makers.SIZES, "num_hidden_layers": 1})
+    folder, path = factory.save_checkpoint(model, tmp_path / "folder"), tmp_path / "model.gguf"
+    table = makers.write_model(path, folder, model, "llama", "Q6_K")["model.embed_tokens.weight"]
+    kernels = select_kernels("triton", device="cuda" if torch.cuda.is_available() else "cpu")
+    embedding = load_model(path, kernels).model.parts.embedding
+    assert torch.equal(embedding(torch.arange(len(table))).cpu(), table) and embedding.nbytes < table.nbytes / 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -72,6 +72,24 @@ def test_the_sum_is_that_of_the_single_experts_in_their_order(kernels: Any, stor
     assert torch.equal(experts(kernels, x, weights, packed, base), expected)
 
 
+@pytest.mark.parametrize("name", ["Q2_K", "IQ4_XS", "IQ1_S"])
+def test_a_bank_of_blocks_of_a_file_has_the_bits_of_its_matrices(kernels: Any, name: str) -> None:
+    pytest.importorskip("gguf")
+    from tests.quant.test_gguf_blocks import valid_blocks
+
+    from forerun.kernels.triton.banks import pack_bank
+    from forerun.kernels.triton.experts import list_slots
+    from forerun.quant.gguf_decode import decode_rows
+
+    packed = [kernels.pack_grouped(decode_rows(name, valid_blocks(name, seed, (20, 256)))) for seed in range(3)]
+    weights, x = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]]), torch.randn(2, 256).to(kernels.device)
+    slots, slot_of = list_slots(weights.to(kernels.device))
+    found = pack_bank(packed, (20, 256)).multiply(x, slots, gathered=True)
+    for row, expert in weights.nonzero().tolist():
+        alone = kernels.linear(x[row : row + 1].clone(), packed[expert])
+        assert torch.equal(found[slot_of[expert, row]], alone[0])
+
+
 @pytest.mark.parametrize("storage", STORAGES[1:])
 def test_a_row_has_the_same_bits_in_every_batch(kernels: Any, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (x, weights, base), packed = case(18, FEW), pack(kernels, 4, storage)

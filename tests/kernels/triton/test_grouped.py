@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tests.kernels.cases import kernels_named
 from tests.kernels.test_grouped import COUNTING_CASES, Case
+from tests.quant.test_gguf_blocks import valid_blocks
 from torch import Tensor
 
 from forerun.errors import KernelError
 from forerun.kernels.grouped import GroupedMatrix
+from forerun.quant.gguf_decode import BLOCK_TYPES, decode_rows
 
 CASES = [
     Case(num_inputs=300, group_size=128, offsets=True, order=True),  # a last group that is short
@@ -23,7 +26,7 @@ CASES = [
     Case(bits=8, num_outputs=5, num_inputs=7, group_size=7, offsets=True),
     Case(bits=5, num_inputs=256, group_size=64),
     Case(bits=7, num_inputs=100, group_size=100, half=False),
-    *COUNTING_CASES[3:6],  # multiplied out and looked up when they are packed
+    *(replace(case, num_outputs=20) for case in COUNTING_CASES),
 ]
 
 
@@ -51,6 +54,34 @@ def test_gives_the_bits_of_the_specification(kernels: Any, case: Case) -> None:
     assert found[3:].isnan().all() and not found[:3].isnan().any()
 
 
+@pytest.mark.parametrize("case", CASES[::2], ids=lambda case: f"{case.bits}-{case.group_size}")
+def test_rows_read_back_are_what_the_matrix_stands_for(kernels: Any, case: Case) -> None:
+    matrix, ids = case.matrix(), torch.tensor([3, 0, case.num_outputs - 1, 3, case.num_outputs, -1])
+    found = kernels.embedding(ids, kernels.pack_grouped(matrix)).cpu()
+    assert torch.equal(found[:4], matrix.dequantize()[ids[:4]]) and found[4:].isnan().all()
+    assert kernels.embedding(ids[:0], kernels.pack_grouped(matrix)).shape == (0, case.num_inputs)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_every_type_of_file_is_read_as_it_is_stored(kernels: Any, name: str) -> None:
+    """Codes, points, signs and scales of every value, in products and as rows."""
+    matrix, reference = decode_rows(name, valid_blocks(name, shape=(16, 256))), kernels_named("reference")
+    packed, x = kernels.pack_grouped(matrix), torch.randn(2, 256, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(kernels.embedding(torch.arange(16), packed).cpu(), matrix.dequantize())
+    assert same(linear(kernels, x, packed), reference.linear(x, reference.pack_grouped(matrix)))
+
+
+def test_every_scale_of_a_byte_is_the_one_it_stands_for(kernels: Any) -> None:
+    for name, num, scales in (("MXFP4", 256, 1), ("NVFP4", 128, 4)):
+        kind = BLOCK_TYPES[name]
+        rows = torch.randint(0, 256, (num, kind.nbytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+        rows[:, :scales] = torch.arange(num)[:, None]
+        matrix = decode_rows(name, rows)
+        packed = kernels.pack_grouped(matrix)
+        assert packed.layout.scales in ("powers", "float8")
+        assert torch.equal(kernels.embedding(torch.arange(num), packed).cpu(), matrix.dequantize())
+
+
 @pytest.mark.parametrize("case", CASES[:4:2], ids=lambda case: f"{case.bits}-{case.group_size}")
 def test_a_row_has_the_same_bits_in_every_batch(kernels: Any, case: Case) -> None:
     packed, x = kernels.pack_grouped(case.matrix()), torch.randn(66, case.num_inputs)
@@ -60,15 +91,22 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels: Any, case: Case) -> Non
         assert torch.equal(linear(kernels, x[:num_rows][order], packed)[order.argsort()][:3], alone)
 
 
-def test_four_bits_take_half_a_byte() -> None:
+def test_codes_take_their_own_bits(kernels: Any) -> None:
+    for bits in range(2, 9):
+        packed = kernels.pack_grouped(Case(64, 1024, bits, 128).matrix())
+        assert packed.nbytes == 64 * 1024 * bits // 8 + 64 * (1024 // 128) * 2
+        ordered = kernels.pack_grouped(Case(64, 1024, bits, 128, order=True).matrix())
+        assert ordered.nbytes == packed.nbytes + 4 * 1024
+
+
+def test_experts_of_zeros_are_stored_as_the_others() -> None:
     pytest.importorskip("triton")
     from forerun.kernels.triton.grouped_layout import pack_grouped
 
-    host = torch.device("cpu")
-    small, large = (Case(64, 1024, bits, 128).matrix() for bits in (4, 8))
-    assert pack_grouped(small, host).codes.nbytes == 64 * 1024 // 2
-    assert pack_grouped(large, host).codes.nbytes == 64 * 1024
-    assert pack_grouped(small, host).scales.dtype is torch.float16
+    for name in ("Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS"):
+        rows = valid_blocks(name, shape=(16, 512))
+        layouts = [pack_grouped(decode_rows(name, part), torch.device("cpu")).layout for part in (rows, 0 * rows)]
+        assert layouts[0] == layouts[1], name
 
 
 def test_misfits_are_refused(kernels: Any) -> None:

@@ -23,7 +23,7 @@ from forerun.kernels.ops import (
 )
 from forerun.kernels.tree_walk import walk_trees
 from forerun.kernels.triton import attention, experts, latent, linear, moves, norms, rope, sampling, tree_growth
-from forerun.kernels.triton.grouped import grouped_linear
+from forerun.kernels.triton.grouped import grouped_linear, grouped_rows
 from forerun.kernels.triton.grouped_layout import TritonGrouped, pack_grouped
 from forerun.kernels.triton.linear import TritonLinear
 
@@ -81,7 +81,8 @@ class TritonKernels(Kernels):
 
     def embedding(self, token_ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
         """See `Kernels.embedding`."""
-        return linear.embedding(to_device(token_ids, self.device), table)
+        ids = to_device(token_ids, self.device)
+        return grouped_rows(ids, table) if isinstance(table, TritonGrouped) else linear.embedding(ids, table)
 
     def pack_heads(self, weight: Tensor) -> PackedHeads:
         """See `Kernels.pack_heads`."""

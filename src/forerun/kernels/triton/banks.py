@@ -9,7 +9,7 @@ at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from forerun.errors import KernelError
 from forerun.kernels.ops import PackedLinear
 from forerun.kernels.triton import grouped, linear
 from forerun.kernels.triton.common import EXACT, device_copy
-from forerun.kernels.triton.grouped_layout import TritonGrouped, TritonGroupedLayout
+from forerun.kernels.triton.grouped_layout import GroupedTensors, TritonGrouped, TritonGroupedLayout
 from forerun.kernels.triton.linear import TritonLinear
 
 _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -93,10 +93,8 @@ class GroupedBank:
 
     matrices: Sequence[TritonGrouped]
     layout: TritonGroupedLayout
-    codes: Tensor  # [E] int64, addresses, and so are the next three
-    scales: Tensor
-    offsets: Tensor
-    inputs: Tensor
+    tensors: GroupedTensors  # [E] int64 each, addresses
+    inputs: Tensor  # likewise
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -106,8 +104,7 @@ class GroupedBank:
     @property
     def bytes_a_slot(self) -> int:
         """Outputs, and the inputs as integers with their scales and sums."""
-        layout = self.layout
-        return 4 * self.shape[0] + layout.num_blocks * (layout.block + 4) + 4 * layout.num_steps
+        return 4 * self.shape[0] + grouped.bytes_a_row(self.layout)
 
     def multiply(self, x: Tensor, slots: Slots, gathered: bool) -> Tensor:
         """See `Bank`."""
@@ -119,7 +116,7 @@ class GroupedBank:
         out = torch.empty(slots.room, self.layout.num_outputs, device=x.device)
         (along_n, along_m), sizes = grouped.product_sizes(self.layout, slots.num_rows)
         grouped.multiply[(along_n, len(self.matrices), along_m)](
-            *rows, self.codes, self.scales, self.offsets, x, out, slots.starts, slots.room,
+            *rows, *self.tensors, x, out, slots.starts, slots.room,
             **sizes, HAS_BIAS=False, LISTED=True, **EXACT,
         )  # fmt: skip
         return out
@@ -147,19 +144,13 @@ def _all(matrices: Sequence[PackedLinear], kind: type[Packed]) -> list[Packed] |
 
 def _dense_bank(matrices: Sequence[TritonLinear]) -> DenseBank:
     _must_agree([matrix.weight.dtype for matrix in matrices])
-    return DenseBank(matrices, _addresses(matrices, lambda matrix: matrix.weight))
+    return DenseBank(matrices, _addresses([matrix.weight for matrix in matrices]))
 
 
 def _grouped_bank(matrices: Sequence[TritonGrouped]) -> GroupedBank:
     _must_agree([matrix.layout for matrix in matrices])
-    return GroupedBank(
-        matrices,
-        matrices[0].layout,
-        codes=_addresses(matrices, lambda matrix: matrix.codes),
-        scales=_addresses(matrices, lambda matrix: matrix.scales),
-        offsets=_addresses(matrices, lambda matrix: matrix.offsets),
-        inputs=_addresses(matrices, lambda matrix: matrix.inputs),
-    )
+    tensors = GroupedTensors(*map(_addresses, zip(*(matrix.tensors for matrix in matrices), strict=True)))
+    return GroupedBank(matrices, matrices[0].layout, tensors, _addresses([matrix.inputs for matrix in matrices]))
 
 
 def _must_agree(stored: Sequence[Any]) -> None:
@@ -171,6 +162,5 @@ def _must_agree(stored: Sequence[Any]) -> None:
         )
 
 
-def _addresses(matrices: Sequence[Packed], tensor_of: Callable[[Packed], Tensor]) -> Tensor:
-    tensors = [tensor_of(matrix) for matrix in matrices]
+def _addresses(tensors: Sequence[Tensor]) -> Tensor:
     return device_copy([tensor.data_ptr() for tensor in tensors], tensors[0].device)  # [E]

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.kernels.triton.common import EXACT, round_to_integer
-from forerun.kernels.triton.grouped_layout import TILE_N, TritonGrouped, TritonGroupedLayout
+from forerun.kernels.triton.grouped_layout import TILE_N, TOGETHER, TritonGrouped, TritonGroupedLayout
+from forerun.kernels.triton.grouped_tiles import PIECE, load_codes, load_scales, section_tiles
 
 WANTED_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 MAX_ROWS = 64  # rows a program multiplies with codes it has read once
@@ -31,8 +32,8 @@ class QuantizedRows(NamedTuple):
     """Rows as 8-bit integers, block by block."""
 
     codes: Tensor  # [rows, num_blocks, block] int8
-    scales: Tensor  # [num_blocks, rows] float32; NaN for a block that is not finite
-    sums: Tensor  # [num_steps, rows] int32
+    scales: Tensor  # [num_blocks / 8, rows, 8] float32; NaN for a block that is not finite
+    sums: Tensor  # [num_steps / 8, rows, 8] int32
 
 
 def grouped_linear(x: Tensor, packed: TritonGrouped, bias: Tensor | None) -> Tensor:
@@ -46,8 +47,20 @@ def grouped_linear(x: Tensor, packed: TritonGrouped, bias: Tensor | None) -> Ten
         )
         (along_n, along_m), sizes = product_sizes(layout, num_rows)
         multiply[(along_n, 1, along_m)](
-            *rows, packed.codes, packed.scales, packed.offsets, x if bias is None else bias, out, x, num_rows,
+            *rows, *packed.tensors, x if bias is None else bias, out, x, num_rows,
             **sizes, HAS_BIAS=bias is not None, LISTED=False, **EXACT,
+        )  # fmt: skip
+    return out
+
+
+def grouped_rows(token_ids: Tensor, packed: TritonGrouped) -> Tensor:
+    """Rows `token_ids` [M] of what the matrix stands for -> [M, K]; NaN for those outside it."""
+    layout, num_rows = packed.layout, token_ids.shape[0]
+    out = torch.empty(num_rows, layout.num_inputs, device=token_ids.device)
+    if num_rows:
+        embed[(triton.cdiv(num_rows, TILE_N), layout.num_blocks // layout.blocks_a_section)](
+            token_ids, packed.inputs, *packed.tensors, out, num_rows,
+            **stored_sizes(layout), NUM_INPUTS=layout.num_inputs, ROWS=TILE_N, num_warps=2, **EXACT,
         )  # fmt: skip
     return out
 
@@ -56,9 +69,14 @@ def empty_rows(layout: TritonGroupedLayout, num_rows: int, device: torch.device)
     """Room for `num_rows` quantized rows."""
     return QuantizedRows(
         torch.empty(num_rows, layout.num_blocks, layout.block, dtype=torch.int8, device=device),
-        torch.empty(layout.num_blocks, num_rows, device=device),
-        torch.empty(layout.num_steps, num_rows, dtype=torch.int32, device=device),
+        torch.empty(-(-layout.num_blocks // TOGETHER), num_rows, TOGETHER, device=device),
+        torch.empty(-(-layout.num_steps // TOGETHER), num_rows, TOGETHER, dtype=torch.int32, device=device),
     )
+
+
+def bytes_a_row(layout: TritonGroupedLayout) -> int:
+    """Work space a quantized row takes, at most."""
+    return layout.num_blocks * (layout.block + 4) + 4 * layout.num_steps + 2 * 4 * TOGETHER
 
 
 def quantize_sizes(layout: TritonGroupedLayout) -> dict[str, Any]:
@@ -67,7 +85,7 @@ def quantize_sizes(layout: TritonGroupedLayout) -> dict[str, Any]:
         "NUM_INPUTS": layout.num_inputs,
         "NUM_BLOCKS": layout.num_blocks,
         "BLOCK": layout.block,
-        "PAIRS": layout.blocks_a_group == 0,
+        "PAIRS": layout.pairs,
         "ROWS": QUANTIZED_ROWS,
         "num_warps": 4,
     }
@@ -79,19 +97,33 @@ def product_sizes(layout: TritonGroupedLayout, num_rows: int) -> tuple[tuple[int
     block_n = TILE_N if triton.cdiv(layout.num_outputs, 2 * TILE_N) < WANTED_PROGRAMS else 2 * TILE_N
     grid = (triton.cdiv(layout.num_outputs, block_n), triton.cdiv(num_rows, block_m))
     return grid, {
+        **stored_sizes(layout),
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "num_warps": 2 if block_m == MIN_ROWS else 4,
+        "num_stages": 4 if block_m == MIN_ROWS else 3,
+    }
+
+
+def stored_sizes(layout: TritonGroupedLayout) -> dict[str, Any]:
+    """What kernels that read a packed matrix are compiled for."""
+    return {
         "NUM_OUTPUTS": layout.num_outputs,
         "NUM_BLOCKS": layout.num_blocks,
         "NUM_GROUPS": layout.num_groups,
         "BLOCK": layout.block,
-        "BLOCKS_A_GROUP": layout.blocks_a_group,
-        "HALVES": layout.halves,
+        "BLOCKS": layout.blocks_a_section,
+        "PAIRS": layout.pairs,
+        "STEPS_A_GROUP": layout.steps_a_group,
+        "GROUPS_A_UNIT": layout.groups_a_unit,
+        "BITS": layout.bits,
+        "SPAN": layout.span,
+        "RUN": layout.run,
+        "SIGNS": layout.signs,
         "SHIFT": layout.shift,
+        "SCALES": layout.scales,
         "HAS_OFFSETS": layout.has_offsets,
-        "HALF_SCALES": layout.half_scales,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "num_warps": 2 if block_m == MIN_ROWS else 4,
-        "num_stages": 5,
+        "UNIT_SCALE": layout.unit_scale,
     }
 
 
@@ -129,24 +161,31 @@ def quantize(
     whole = tl.where(finite[:, None], tl.minimum(tl.maximum(whole, -127.0), 127.0), 0.0).to(tl.int32)
     at = (rows[:, None].to(tl.int64) * NUM_BLOCKS + block) * BLOCK + places[None, :]
     tl.store(codes + at, whole.to(tl.int8), mask=inside[:, None])
-    tl.store(scales + block * num_rows + rows, tl.where(finite, scale, float("nan")), mask=inside)
+    tl.store(scales + place_of_row(block, rows, num_rows), tl.where(finite, scale, float("nan")), mask=inside)
     if PAIRS:
         head = tl.sum(tl.where(places[None, :] < 16, whole, 0), axis=1)
-        tl.store(sums + 2 * block * num_rows + rows, head, mask=inside)
-        tl.store(sums + (2 * block + 1) * num_rows + rows, tl.sum(whole, axis=1) - head, mask=inside)
+        tl.store(sums + place_of_row(2 * block, rows, num_rows), head, mask=inside)
+        tl.store(sums + place_of_row(2 * block + 1, rows, num_rows), tl.sum(whole, axis=1) - head, mask=inside)
     else:
-        tl.store(sums + block * num_rows + rows, tl.sum(whole, axis=1), mask=inside)
+        tl.store(sums + place_of_row(block, rows, num_rows), tl.sum(whole, axis=1), mask=inside)
+
+
+@triton.jit
+def place_of_row(number, rows, num_rows):
+    """Where scale or sum `number` of each of `rows` lies."""
+    return (number // 8 * num_rows + rows) * 8 + number % 8
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply(
-    quantized, row_scales, sums, codes, scales, offsets, bias, out, starts, num_rows,
+    quantized, row_scales, sums, codes, table, scales, offsets, units, offset_units, bias, out, starts, num_rows,
     NUM_OUTPUTS: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS_A_GROUP: tl.constexpr, HALVES: tl.constexpr, SHIFT: tl.constexpr, HAS_OFFSETS: tl.constexpr,
-    HALF_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, LISTED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr, PAIRS: tl.constexpr, STEPS_A_GROUP: tl.constexpr, GROUPS_A_UNIT: tl.constexpr,
+    BITS: tl.constexpr, SPAN: tl.constexpr, RUN: tl.constexpr, SIGNS: tl.constexpr, SHIFT: tl.constexpr,
+    SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr, UNIT_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LISTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_M quantized rows times BLOCK_N outputs; LISTED: of the slots of one matrix of a bank."""
+    """BLOCK_M quantized rows times BLOCK_N outputs; LISTED: of the slots of one matrix. A round takes a section."""
     first, end = tl.program_id(2) * BLOCK_M, num_rows
     if LISTED:
         matrix = tl.program_id(1)
@@ -154,84 +193,117 @@ def multiply(
         end = tl.load(starts + matrix + 1)
         if first >= end:
             return
-        kind: tl.constexpr = tl.float16 if HALF_SCALES else tl.float32
-        codes = tl.multiple_of(tl.load(codes + matrix).to(tl.pointer_type(tl.uint8 if HALVES else tl.int8)), 16)
-        scales = tl.multiple_of(tl.load(scales + matrix).to(tl.pointer_type(kind)), 16)
-        offsets = tl.multiple_of(tl.load(offsets + matrix).to(tl.pointer_type(kind)), 16)
+        whole: tl.constexpr = tl.int8 if SCALES == "bytes" else tl.uint8
+        kind: tl.constexpr = tl.float32 if SCALES == "float32" else tl.float16 if SCALES == "float16" else whole
+        codes, table = listed(codes, matrix, tl.uint8), listed(table, matrix, tl.int8)
+        scales, offsets = listed(scales, matrix, kind), listed(offsets, matrix, kind)
+        units, offset_units = listed(units, matrix, tl.float16), listed(offset_units, matrix, tl.float16)
     rows = first + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    bytes_a_block: tl.constexpr = 2 if HALVES else 1
-    tiles: tl.constexpr = NUM_BLOCKS // bytes_a_block
-    places = codes + (columns // 16).to(tl.int64)[:, None] * (tiles * 16 * BLOCK) + (columns % 16)[:, None] * BLOCK
-    places += tl.arange(0, BLOCK)[None, :]  # [BLOCK_N, BLOCK]
-    for tile in range(tiles):
-        packed = tl.load(places + tile * 16 * BLOCK, mask=columns[:, None] < NUM_OUTPUTS, other=0)
-        if HALVES:
-            low, high = (packed & 15).to(tl.int8), (packed >> 4).to(tl.int8)
-            total = add_block(
-                total, low, 2 * tile, quantized, row_scales, sums, scales, offsets, rows, end, num_rows, columns,
-                NUM_OUTPUTS, NUM_BLOCKS, NUM_GROUPS, BLOCK, BLOCKS_A_GROUP, SHIFT, HAS_OFFSETS,
-            )  # fmt: skip
-            total = add_block(
-                total, high, 2 * tile + 1, quantized, row_scales, sums, scales, offsets, rows, end, num_rows, columns,
-                NUM_OUTPUTS, NUM_BLOCKS, NUM_GROUPS, BLOCK, BLOCKS_A_GROUP, SHIFT, HAS_OFFSETS,
-            )  # fmt: skip
-        else:
-            total = add_block(
-                total, packed, tile, quantized, row_scales, sums, scales, offsets, rows, end, num_rows, columns,
-                NUM_OUTPUTS, NUM_BLOCKS, NUM_GROUPS, BLOCK, BLOCKS_A_GROUP, SHIFT, HAS_OFFSETS,
+    none = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    steps: tl.constexpr = BLOCKS * 2 if PAIRS else BLOCKS
+    pieces: tl.constexpr = BLOCK // PIECE
+    inputs, inside = tl.arange(0, PIECE)[None, :], rows < end
+    at_rows = quantized + rows[:, None].to(tl.int64) * (NUM_BLOCKS * BLOCK) + inputs
+    for section in range(NUM_BLOCKS // BLOCKS):
+        tiles = section_tiles(codes, columns, section, NUM_BLOCKS // BLOCKS, BLOCKS * pieces, BITS, SPAN)
+        for number in tl.static_range(BLOCKS):
+            block = section * BLOCKS + number
+            a = tl.load(row_scales + place_of_row(block, rows, num_rows), mask=inside, other=0.0)  # [BLOCK_M]
+            dots, head = none, none
+            for piece in tl.static_range(pieces):
+                q = tl.load(at_rows + block * BLOCK + piece * PIECE, mask=inside[:, None], other=0)  # [BLOCK_M, PIECE]
+                w = load_codes(
+                    tiles, table, columns[:, None] < NUM_OUTPUTS, number * pieces + piece, BLOCKS * pieces,
+                    BITS, SPAN, RUN, SIGNS,
+                )  # fmt: skip
+                dots = tl.dot(q, tl.trans(w), dots, out_dtype=tl.int32)
+                if PAIRS:
+                    head = tl.dot(tl.where(inputs < 16, q, tl.zeros_like(q)), tl.trans(w), head, out_dtype=tl.int32)
+            if PAIRS:
+                total = add_step(
+                    total, head, a, section, 2 * number, sums, scales, offsets, units, offset_units, rows, end,
+                    num_rows, columns, NUM_OUTPUTS, NUM_GROUPS, steps, STEPS_A_GROUP, GROUPS_A_UNIT, SHIFT, SCALES,
+                    HAS_OFFSETS, UNIT_SCALE,
+                )  # fmt: skip
+            total = add_step(
+                total, dots - head, a, section, steps // BLOCKS * (number + 1) - 1, sums, scales, offsets, units,
+                offset_units, rows, end, num_rows, columns, NUM_OUTPUTS, NUM_GROUPS, steps, STEPS_A_GROUP,
+                GROUPS_A_UNIT, SHIFT, SCALES, HAS_OFFSETS, UNIT_SCALE,
             )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=columns < NUM_OUTPUTS, other=0.0)[None, :]
-    mask = (rows[:, None] < end) & (columns[None, :] < NUM_OUTPUTS)
+    mask = inside[:, None] & (columns[None, :] < NUM_OUTPUTS)
     tl.store(out + rows[:, None].to(tl.int64) * NUM_OUTPUTS + columns[None, :], total, mask=mask)
 
 
 @triton.jit
-def add_block(
-    total, codes, block, quantized, row_scales, sums, scales, offsets, rows, end, num_rows, columns,
-    NUM_OUTPUTS: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS_A_GROUP: tl.constexpr, SHIFT: tl.constexpr, HAS_OFFSETS: tl.constexpr,
-):  # fmt: skip
-    """total [BLOCK_M, BLOCK_N] plus one block's steps; codes [BLOCK_N, BLOCK] int8."""
-    places = tl.arange(0, BLOCK)
-    at = rows[:, None].to(tl.int64) * (NUM_BLOCKS * BLOCK) + block * BLOCK + places[None, :]
-    q = tl.load(quantized + at, mask=rows[:, None] < end, other=0)  # [BLOCK_M, BLOCK] int8
-    a = tl.load(row_scales + block * num_rows + rows, mask=rows < end, other=0.0)  # [BLOCK_M]
-    if BLOCKS_A_GROUP:
-        dots = tl.dot(q, tl.trans(codes), out_dtype=tl.int32)  # [BLOCK_M, BLOCK_N]
-        return add_step(
-            total, dots, a, block, block // BLOCKS_A_GROUP, sums, scales, offsets, rows, end, num_rows, columns,
-            NUM_OUTPUTS, NUM_GROUPS, SHIFT, HAS_OFFSETS,
-        )  # fmt: skip
-    else:
-        zero = tl.zeros_like(q)
-        first = tl.dot(tl.where(places[None, :] < 16, q, zero), tl.trans(codes), out_dtype=tl.int32)
-        total = add_step(
-            total, first, a, 2 * block, 2 * block, sums, scales, offsets, rows, end, num_rows, columns,
-            NUM_OUTPUTS, NUM_GROUPS, SHIFT, HAS_OFFSETS,
-        )  # fmt: skip
-        second = tl.dot(tl.where(places[None, :] < 16, zero, q), tl.trans(codes), out_dtype=tl.int32)
-        return add_step(
-            total, second, a, 2 * block + 1, 2 * block + 1, sums, scales, offsets, rows, end, num_rows, columns,
-            NUM_OUTPUTS, NUM_GROUPS, SHIFT, HAS_OFFSETS,
-        )  # fmt: skip
-
-
-@triton.jit
 def add_step(
-    total, dots, a, step, group, sums, scales, offsets, rows, end, num_rows, columns,
-    NUM_OUTPUTS: tl.constexpr, NUM_GROUPS: tl.constexpr, SHIFT: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    total, dots, a, section, step: tl.constexpr, sums, scales, offsets, units, offset_units, rows, end, num_rows,
+    columns, NUM_OUTPUTS: tl.constexpr, NUM_GROUPS: tl.constexpr, STEPS: tl.constexpr, STEPS_A_GROUP: tl.constexpr,
+    GROUPS_A_UNIT: tl.constexpr, SHIFT: tl.constexpr, SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    UNIT_SCALE: tl.constexpr,
 ):  # fmt: skip
     """total plus one step, exactly as `forerun.kernels.grouped` has it; dots [BLOCK_M, BLOCK_N] int32."""
-    sums_of_rows = tl.load(sums + step * num_rows + rows, mask=rows < end, other=0)  # [BLOCK_M]
-    inside = (columns < NUM_OUTPUTS) & (group < NUM_GROUPS)
-    scale = tl.load(scales + group * NUM_OUTPUTS + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_N]
+    at = place_of_row(section * STEPS + step, rows, num_rows)
+    sums_of_rows = tl.load(sums + at, mask=rows < end, other=0)  # [BLOCK_M]
+    scale, offset = load_scales(
+        scales, offsets, units, offset_units, columns, section, step, NUM_OUTPUTS, NUM_GROUPS, STEPS, STEPS_A_GROUP,
+        GROUPS_A_UNIT, SCALES, HAS_OFFSETS, UNIT_SCALE,
+    )  # fmt: skip
     whole = (dots + SHIFT * sums_of_rows[:, None]).to(tl.float32)
     total = tl.fma(scale[None, :] * a[:, None], whole, total)
     if HAS_OFFSETS:
-        offset = tl.load(offsets + group * NUM_OUTPUTS + columns, mask=inside, other=0.0).to(tl.float32)
         shares = tl.broadcast_to(sums_of_rows.to(tl.float32)[:, None], total.shape)
         total = tl.fma(-(offset[None, :] * a[:, None]), shares, total)
     return total
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def embed(
+    token_ids, inputs, codes, table, scales, offsets, units, offset_units, out, num_rows,
+    NUM_OUTPUTS: tl.constexpr, NUM_INPUTS: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PAIRS: tl.constexpr, STEPS_A_GROUP: tl.constexpr,
+    GROUPS_A_UNIT: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr, RUN: tl.constexpr, SIGNS: tl.constexpr,
+    SHIFT: tl.constexpr, SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr, UNIT_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """One section of ROWS rows of the matrix, as floats in the inputs' own order; NaN for a token outside it."""
+    rows, section = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    tokens = tl.load(token_ids + rows, mask=rows < num_rows, other=0)
+    known = (tokens >= 0) & (tokens < NUM_OUTPUTS)
+    columns, places = tl.where(known, tokens, 0), tl.arange(0, PIECE)
+    pieces: tl.constexpr = BLOCK // PIECE
+    steps: tl.constexpr = BLOCKS * 2 if PAIRS else BLOCKS
+    tiles = section_tiles(codes, columns, section, NUM_BLOCKS // BLOCKS, BLOCKS * pieces, BITS, SPAN)
+    for number in tl.static_range(BLOCKS):
+        scale, offset = load_scales(
+            scales, offsets, units, offset_units, columns, section, steps // BLOCKS * number, NUM_OUTPUTS, NUM_GROUPS,
+            steps, STEPS_A_GROUP, GROUPS_A_UNIT, SCALES, HAS_OFFSETS, UNIT_SCALE,
+        )  # fmt: skip
+        tail, tail_offset = load_scales(
+            scales, offsets, units, offset_units, columns, section, steps // BLOCKS * (number + 1) - 1, NUM_OUTPUTS,
+            NUM_GROUPS, steps, STEPS_A_GROUP, GROUPS_A_UNIT, SCALES, HAS_OFFSETS, UNIT_SCALE,
+        )  # fmt: skip
+        is_head = (places < 16)[None, :]  # of a pair; else both are the same
+        scale = tl.where(is_head, scale[:, None], tail[:, None])  # [ROWS, PIECE]
+        offset = tl.where(is_head, offset[:, None], tail_offset[:, None])
+        for piece in tl.static_range(pieces):
+            w = load_codes(
+                tiles, table, known[:, None], number * pieces + piece, BLOCKS * pieces, BITS, SPAN, RUN, SIGNS
+            )
+            values = (w.to(tl.int32) + SHIFT).to(tl.float32) * scale
+            if HAS_OFFSETS:
+                values -= offset
+            at = ((section * BLOCKS + number) * pieces + piece) * PIECE + places
+            own = tl.load(inputs + at)[None, :]  # [1, PIECE]
+            values = tl.where(known[:, None], values, float("nan"))
+            mask = (rows < num_rows)[:, None] & (own >= 0)
+            tl.store(out + rows[:, None].to(tl.int64) * NUM_INPUTS + own, values, mask=mask)
+
+
+@triton.jit
+def listed(addresses, matrix, KIND: tl.constexpr):
+    """The pointer of one matrix of a bank."""
+    return tl.multiple_of(tl.load(addresses + matrix).to(tl.pointer_type(KIND)), 16)
