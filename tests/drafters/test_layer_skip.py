@@ -292,7 +292,8 @@ def apply_layer(model: Decoder, index: int, states: torch.Tensor, tokens: list[i
         rows = SequenceRows("r", runner.table, position, [0], position + 1)
         residual = state[None].clone()
         layer = model.parts.layers[index]
-        last = layer(layer.attention_norm(residual), residual, ForwardBatch.build([rows], 4), runner.kvs[index])
+        batch = ForwardBatch.build([rows], 4)
+        last, residual = layer(layer.attention_norm(residual), residual, batch, runner.kvs[index])
         made.append(residual + last)
     return torch.cat(made)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.loader import LoadedModel, load_model
 from tests.models import factory
 from tests.models.factory import CASES, Runner
@@ -64,6 +65,17 @@ def test_decode_gives_the_bits_of_prefill(loaded: LoadedModel, prefilled: torch.
     runner.span(tokens()[4:17], 4)
     for position, token in enumerate(tokens()[17:], 17):
         assert torch.equal(runner.root(token, position), prefilled[position]), position
+
+
+def test_a_chunk_without_logits_leaves_the_same_bits(loaded: LoadedModel) -> None:
+    whole, chunk, known = Runner(loaded.model, 40), Runner(loaded.model, 40), tokens()
+    shown = whole.span(known, hidden=(0, 1))
+    rows = SequenceRows("r", chunk.table, 0, known, len(known))
+    out = loaded.model.forward(ForwardBatch.build([rows], chunk.block_size), chunk.kvs, (0, 1))
+    assert out.logits.shape == (0, loaded.model.vocab_size)
+    assert all(torch.equal(out.hidden[layer], shown.hidden[layer]) for layer in (0, 1))
+    for ours, theirs in zip(chunk.kvs, whole.kvs, strict=True):
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
 
 
 def test_chunks_and_trees_give_the_bits_of_prefill(loaded: LoadedModel, prefilled: torch.Tensor) -> None:

@@ -58,8 +58,8 @@ class Attention:
         """The weights of the norms inside."""
         return () if self.norms is None else (self.norms.query, self.norms.key)
 
-    def __call__(self, x: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor, rows: AttentionRows) -> Tensor:
-        """x [M, H] -> [M, H]; the rows' keys and values are written to `slots` of `kv`."""
+    def store(self, x: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor) -> Tensor:
+        """Write the keys and values of x [M, H] to `slots` of `kv` -> [M, row_size], the rotated queries first."""
         shape, norms = self.shape, self.norms
         qkv = self.qkv(x)  # [M, row_size]
         self._kernels.rope_and_cache(
@@ -73,5 +73,12 @@ class Attention:
             k_norm=None if norms is None else norms.key,
             eps=shape.norm_eps,
         )
+        return qkv
+
+    def __call__(
+        self, x: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor, rows: AttentionRows, wanted: Tensor | None
+    ) -> Tensor:
+        """x [M, H] -> [M, H], or [R, H] of the rows `wanted` [R]; `store` is a part of it."""
+        shape, qkv = self.shape, self.store(x, kv, positions, slots)
         mixed = self._kernels.attention(qkv, shape.heads, kv, rows, shape.scale, shape.window)  # [M, Q * D]
-        return self.out(mixed)
+        return self.out(mixed if wanted is None else mixed.index_select(0, wanted))

@@ -88,13 +88,20 @@ class LatentAttention:
         query = self.weights.query
         return (self.weights.norm, *((query.norm.weight,) if isinstance(query, LowRank) else ()))
 
-    def __call__(self, x: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor, rows: AttentionRows) -> Tensor:
-        """x [M, H] -> [M, H]; the rows' latents are written to `slots` of `kv`."""
+    def store(self, x: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor) -> Tensor:
+        """Write the latents of x [M, H] to `slots` of `kv` -> rotated queries [M, Q * key_dim]."""
         shape, weights = self.shape, self.weights
         queries = weights.absorb(weights.query(x))  # [M, Q * key_dim]
         latents = weights.down(x)  # [M, key_dim]
         self._kernels.latent_rope_and_cache(
             queries, latents, shape.layout, self.rope_table, positions, slots, kv, weights.norm, shape.norm_eps
         )
+        return queries
+
+    def __call__(
+        self, x: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor, rows: AttentionRows, wanted: Tensor | None
+    ) -> Tensor:
+        """x [M, H] -> [M, H], or [R, H] of the rows `wanted` [R]; `store` is a part of it."""
+        shape, weights, queries = self.shape, self.weights, self.store(x, kv, positions, slots)
         mixed = self._kernels.latent_attention(queries, shape.layout, kv, rows, shape.scale)  # [M, Q * rank]
-        return weights.out(weights.expand(mixed))
+        return weights.out(weights.expand(mixed if wanted is None else mixed.index_select(0, wanted)))

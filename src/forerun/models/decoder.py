@@ -3,7 +3,8 @@
 Knows: the order of ops in a forward pass. Does not know: families, storage formats, files, who called.
 
 The pass is a straight line of kernel calls that looks at no row count (except for a prefill chunk without logits), so
-that a backend may record it once and replay it.
+that a backend may record it once and replay it. The last layer computes keys and values for all rows, and the rest for
+those whose logits are wanted: nobody reads the others.
 """
 
 from __future__ import annotations
@@ -49,11 +50,17 @@ class DecoderLayer:
     mlp_norm: RMSNorm
     mlp: FeedForward
 
-    def __call__(self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-        """x [M, H] normalised by attention_norm -> the layer's last addend [M, H]; residual is added to in place."""
-        x = self.attention(x, kv, batch.positions, batch.slots, batch.rows)  # [M, H]
+    def __call__(
+        self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv: LayerKV, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x [M, H] normalised by attention_norm, residual [M, H] -> the layer's last addend and the residual stream.
+
+        Both are [M, H], or [R, H] of the rows `wanted` [R]. The residual may be added to in place.
+        """
+        x = self.attention(x, kv, batch.positions, batch.slots, batch.rows, wanted)
+        residual = residual if wanted is None else residual.index_select(0, wanted)
         x = self.mlp_norm.add(x, residual)
-        return self.mlp(x)
+        return self.mlp(x), residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +94,24 @@ class Decoder:
         batch, hidden = batch.on(self.device), dict[int, Tensor]()
         residual = self.parts.embedding(batch.token_ids)  # [M, H]
         x = self._norm_before(0)(residual)
-        for index, layer in enumerate(self.parts.layers):
+        *layers, last = self.parts.layers
+        for index, layer in enumerate(layers):
             _keep(hidden, hidden_layers, index, residual)
-            x = layer(x, residual, batch, kvs[index])
+            x, residual = layer(x, residual, batch, kvs[index])
             x = self._norm_before(index + 1).add(x, residual)
-        _keep(hidden, hidden_layers, len(self.parts.layers), residual)
-        _keep(hidden, hidden_layers, len(self.parts.layers) + 1, x)
-        return PassOutput(self._logits(x, batch), hidden)
+        _keep(hidden, hidden_layers, len(layers), residual)
+        shown = any(index > len(layers) for index in hidden_layers)
+        wanted = None if shown or batch.all_logits else batch.logit_rows
+        if wanted is not None and wanted.shape[0] == 0:
+            last.attention.store(x, kvs[-1], batch.positions, batch.slots)
+            return PassOutput(x.new_empty(0, self.vocab_size), hidden)
+        x, residual = last(x, residual, batch, kvs[-1], wanted)
+        x = self.parts.final_norm.add(x, residual)
+        _keep(hidden, hidden_layers, len(layers) + 1, residual)
+        _keep(hidden, hidden_layers, len(layers) + 2, x)
+        if shown and not batch.all_logits:
+            x = x.index_select(0, batch.logit_rows)  # [R, H]
+        return PassOutput(self.parts.lm_head(x) if x.shape[0] else x.new_empty(0, self.vocab_size), hidden)
 
     def commit(self, paths: Sequence[CommittedPath]) -> None:
         """All state is in the pool: nothing to do."""
@@ -105,13 +123,6 @@ class Decoder:
         """The norm whose input is the output of layer index - 1."""
         layers = self.parts.layers
         return layers[index].attention_norm if index < len(layers) else self.parts.final_norm
-
-    def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        if not batch.all_logits:
-            x = x.index_select(0, batch.logit_rows)  # [R, H]
-        if x.shape[0] == 0:
-            return x.new_empty((0, self.vocab_size))
-        return self.parts.lm_head(x)  # [R, V]
 
 
 def _keep(hidden: dict[int, Tensor], wanted: Sequence[int], index: int, state: Tensor) -> None:

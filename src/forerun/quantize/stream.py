@@ -141,4 +141,5 @@ def _watched(linears: Sequence[Linear]) -> Iterator[list[_Meter]]:
 def _run(layer: DecoderLayer, residual: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
     """residual [T, H] before the layer -> after it."""
     x = layer.attention_norm(residual)
-    return residual + layer(x, residual, batch, kv)  # the call itself adds to residual in place, before the sum
+    x, residual = layer(x, residual, batch, kv)
+    return residual + x

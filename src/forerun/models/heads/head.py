@@ -54,11 +54,14 @@ class HeadLayer:
     mlp_norm: RMSNorm
     mlp: FeedForward
 
-    def __call__(self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-        """x, normalised, -> the layer's last addend [M, H]; residual [M, H] is added to in place."""
-        x = self.attention(x, kv, batch.positions, batch.slots, batch.rows)  # [M, H]
+    def __call__(
+        self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv: LayerKV, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """x, normalised, and residual, both [M, H] -> as of `DecoderLayer`."""
+        x = self.attention(x, kv, batch.positions, batch.slots, batch.rows, wanted)
+        residual = residual if wanted is None else residual.index_select(0, wanted)
         x = self.mlp_norm.add(x, residual)
-        return self.mlp(x)
+        return self.mlp(x), residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,8 @@ class Exit:
     vocabulary: DraftVocabulary | None  # None: the output layer's rows are the target's tokens
     feeds_normed: bool  # the next feature is the normed state
 
-    def __call__(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> PassOutput:
-        """x [M, H] the last addend, residual [M, H] -> the output at the batch's logit rows."""
-        state = residual.index_select(0, batch.logit_rows)  # [R, H]
-        x = x.index_select(0, batch.logit_rows)
+    def __call__(self, x: Tensor, state: Tensor) -> PassOutput:
+        """x [R, H] the last addend, state [R, H] the residual stream, which is added to in place."""
         normed = self.norm.add(x, state) if self.norm is not None else state.add_(x)
         logits = self.lm_head(normed)  # [R, draft vocabulary]
         if self.vocabulary is not None:
@@ -137,12 +138,15 @@ class DraftHead:
         if parts.masks_start:
             embedded = embedded.masked_fill(batch.positions[:, None] == 0, 0.0)
         x, residual = parts.entrance(embedded, features)
-        for layer, kv in zip(parts.layers, kvs, strict=True):
+        *layers, last = parts.layers
+        for layer, kv in zip(layers, kvs, strict=False):
             x = x if layer.norm is None else layer.norm.add(x, residual)
-            x = layer(x, residual, batch, kv)
-        if batch.logit_rows.shape[0] == 0:
+            x, residual = layer(x, residual, batch, kv, None)
+        x = x if last.norm is None else last.norm.add(x, residual)
+        if batch.logit_rows.shape[0] == 0:  # known tokens: the head itself will read no more of them than their KV
+            last.attention.store(x, kvs[-1], batch.positions, batch.slots)
             return PassOutput(x.new_empty(0, self.vocab_size))
-        return parts.exit(x, residual, batch)
+        return parts.exit(*last(x, residual, batch, kvs[-1], batch.logit_rows))
 
     @property
     def passes(self) -> Passes:
