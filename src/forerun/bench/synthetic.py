@@ -17,17 +17,19 @@ from torch import Tensor
 from forerun.bench.shapes import Shape
 from forerun.bench.weight_kinds import Grouped, WeightKind
 from forerun.errors import CheckpointError
-from forerun.kernels.grouped import GroupedMatrix, PointGrid
+from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import Kernels
 from forerun.models.build import Builder
 from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.decoder import Decoder
 from forerun.quant.base import RowPart, TensorSource, WeightFormat
 from forerun.quant.dense import DenseFormat
+from forerun.quant.gguf_grids import GRID_TYPES
 from forerun.quant.grouped import GroupedWeight
 
 PERIOD = 1_000_003  # a prime, so that no two rows of a matrix begin alike
 SEED = 0
+_GRID_BLOCKS = 8191  # a prime, too; of 256 codes
 _TABLE = torch.cat([torch.arange(136, 256, 16), torch.arange(120, 0, -16)]).byte()  # around 128, the negatives last
 
 
@@ -72,8 +74,10 @@ class RandomGroupedFormat:
         self._scales = torch.rand(PERIOD, generator=generator) + 0.5  # [PERIOD]
         most = 16 if layout.bits == 2 else 64  # as in files
         self._counts = torch.randint(1, most, (PERIOD,), generator=generator, dtype=torch.int8)  # of units
-        self._numbers = torch.randint(0, 1 << 15, (PERIOD,), generator=generator, dtype=torch.int16)  # of points
-        self._grid = self._random_grid()
+        self._kind = None if layout.grid_type is None else GRID_TYPES[layout.grid_type]
+        if self._kind is not None:
+            blocks = torch.randint(0, 256, (_GRID_BLOCKS, self._kind.nbytes), generator=generator, dtype=torch.uint8)
+            self._decoded = self._kind.decode(blocks.numpy())
 
     def matches(self, source: TensorSource, prefix: str) -> bool:
         """Always true."""
@@ -106,31 +110,23 @@ class RandomGroupedFormat:
             GroupedMatrix(codes, counts, layout.bits, layout.zero, group_size, moved[0], None, units, moved[1], table)
         )
 
-    def _random_grid(self) -> PointGrid | None:
-        """Random points, the same for all matrices."""
-        points, below = self._layout.points, 8 if self._layout.tabled else 3
-        if points is None:
-            return None
-        return PointGrid(tiled(self._codes % below, (1 << points.bits, points.run)), points.signs)
-
     def _on_grid(self, matrix: GroupedMatrix) -> GroupedMatrix:
-        """The matrix with codes of random points of a grid and odd scales, where files of the type have those."""
-        grid, (rows, columns) = self._grid, matrix.shape
-        if grid is None or columns % 8:
+        """The matrix with codes, points and counts of units from random blocks, where files of the type have a grid."""
+        (rows, columns), groups = matrix.shape, matrix.scales.shape[1]
+        if self._kind is None or self._kind.grid is None or columns % 8:
             return matrix
-        points = tiled(self._numbers % len(grid.points), (rows, columns // grid.run))
-        codes = grid.points[points.int()].view(-1, 8)
-        signs = tiled(self._codes >> 3, (rows, columns)).view(-1, 8)
-        if grid.signs == 7:
-            signs[:, 7] = signs[:, :7].sum(dim=1) % 2
-        codes = (codes | signs << 3 if grid.signs else codes).view(rows, columns)
+        decoded, grid = self._decoded, self._kind.grid()
+
+        def taken(numbers: Any, count: int) -> Tensor:
+            return tiled(torch.from_numpy(numbers).flatten(), (rows, count))
+
+        codes, points = taken(decoded.codes, columns), taken(decoded.points, columns // grid.run)
         matrix = replace(matrix, codes=codes, grid=grid, points=points)
-        if matrix.units is None:
-            return matrix
-        if matrix.offsets is None:
-            return replace(matrix, scales=matrix.scales % 16 * 2 + 1)
-        odd = matrix.scales % 8 * 2 + 1
-        return replace(matrix, scales=8 * odd, offsets=odd, offset_units=matrix.units)
+        if decoded.units is not None:
+            matrix = replace(matrix, scales=taken(decoded.scales, groups))
+        if decoded.offsets is not None:
+            matrix = replace(matrix, offsets=taken(decoded.offsets, groups), offset_units=matrix.units)
+        return matrix
 
 
 def _as_stored(scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,15 +19,6 @@ GGUF = "gguf:"
 
 
 @dataclass(frozen=True, slots=True)
-class Points:
-    """The layout of a `PointGrid`."""
-
-    run: int
-    bits: int  # of the number of a point
-    signs: int
-
-
-@dataclass(frozen=True, slots=True)
 class Grouped:
     """The layout of a `GroupedMatrix`."""
 
@@ -37,7 +28,7 @@ class Grouped:
     offsets: bool
     groups_a_unit: int = 1  # above 1: scales are small integers times a float16 for so many groups
     tabled: bool = False  # codes are indices of a table of 8-bit integers
-    points: Points | None = None  # scales that count are then odd
+    grid_type: str | None = None  # of GGUF, whose codes are points of a grid
     scales: torch.dtype = torch.float16  # whose numbers they are, or with float8_e4m3fn halves of those
 
 
@@ -55,14 +46,14 @@ GGUF_TYPES: dict[str, Grouped] = {
     "q6_k": Grouped(6, 16, 32, False, 16),
     "iq4_nl": Grouped(4, 32, 128, False, tabled=True),
     "iq4_xs": Grouped(4, 32, 128, False, 8, tabled=True),
-    "iq1_s": Grouped(2, 32, 1, True, 8, points=Points(8, 11, 0)),
-    "iq1_m": Grouped(4, 16, 128, False, 16, tabled=True, points=Points(8, 12, 0)),
-    "iq2_xxs": Grouped(4, 32, 128, False, 8, tabled=True, points=Points(8, 8, 7)),
-    "iq2_xs": Grouped(4, 16, 128, False, 16, tabled=True, points=Points(8, 9, 7)),
-    "iq2_s": Grouped(4, 16, 128, False, 16, tabled=True, points=Points(8, 10, 8)),
-    "iq3_xxs": Grouped(4, 32, 128, False, 8, tabled=True, points=Points(4, 8, 7)),
-    "iq3_s": Grouped(4, 32, 128, False, 8, tabled=True, points=Points(4, 9, 8)),
-    "tq1_0": Grouped(2, 256, 1, False, points=Points(8, 13, 0)),
+    "iq1_s": Grouped(2, 32, 1, True, 8, grid_type="IQ1_S"),
+    "iq1_m": Grouped(4, 16, 128, False, 16, tabled=True, grid_type="IQ1_M"),
+    "iq2_xxs": Grouped(4, 32, 128, False, 8, tabled=True, grid_type="IQ2_XXS"),
+    "iq2_xs": Grouped(4, 16, 128, False, 16, tabled=True, grid_type="IQ2_XS"),
+    "iq2_s": Grouped(4, 16, 128, False, 16, tabled=True, grid_type="IQ2_S"),
+    "iq3_xxs": Grouped(4, 32, 128, False, 8, tabled=True, grid_type="IQ3_XXS"),
+    "iq3_s": Grouped(4, 32, 128, False, 8, tabled=True, grid_type="IQ3_S"),
+    "tq1_0": Grouped(2, 256, 1, False, grid_type="TQ1_0"),
     "tq2_0": Grouped(2, 256, 1, False),
     "mxfp4": Grouped(4, 32, 128, False, tabled=True, scales=torch.float8_e8m0fnu),
     "nvfp4": Grouped(4, 16, 128, False, tabled=True, scales=torch.float8_e4m3fn),
