@@ -360,7 +360,7 @@ NB_MODULE(_native, module) {
         .def("__init__", [](GroupedLayout* self, int64_t k, int64_t group_size, int storage, int scales, bool offsets,
                             int64_t groups_a_unit, Address table, float unit_scale, Address points, int run,
                             int point_bits, int signs) {
-            const GridLayout grid = points ? grid_layout(at<uint8_t>(points), run, point_bits, signs) : GridLayout{};
+            const GridLayout grid = points ? grid_layout(at<uint16_t>(points), run, point_bits, signs) : GridLayout{};
             new (self) GroupedLayout(grouped_layout(k, group_size, storage, ScaleKind{scales}, offsets, groups_a_unit,
                                                     at<uint8_t>(table), unit_scale, grid));
         })

@@ -32,35 +32,50 @@ void put_high(uint8_t* plane, int64_t block, int line, int place, int bits, uint
     *to = static_cast<uint8_t>(*to | (code & 1) << place % 8);
 }
 
-// Where the signs of eight codes lie, which are stored for all outputs side by side.
-struct SignPlace {
+struct BitPlace {
     int64_t byte;
     int bit;
 };
 
-SignPlace sign_place(const GridLayout& grid, int64_t i, int lane) {
-    const int line = static_cast<int>(i % 8 / 4), width = line ? grid.signs - 4 : 4;
-    const int bit = lane * width + static_cast<int>(i % 4);
-    const int64_t cell = i / kStretch * grid.stretch_bytes + grid.signs_at + i % kStretch / 8 * 2 * grid.signs;
-    return {cell + line * 8 + bit / 8, bit % 8};
+constexpr int64_t kGridLine = 2 * kLanes;
+
+int64_t grid_lines(int run) { return kStretch / 2 / run; }
+
+int64_t stretch_at(const GridLayout& grid, int64_t i) { return i / kStretch * grid.stretch_bytes; }
+
+// Bit `bit` of the number of the point that input i belongs to; the lowest eight are a byte.
+BitPlace number_place(const GridLayout& grid, int64_t i, int lane, int bit) {
+    const int64_t line = i % kStretch / 16 * (8 / grid.run) + i % 8 / grid.run, lines = grid_lines(grid.run);
+    const int64_t at = stretch_at(grid, i) + lane * 2 + i % 16 / 8;
+    if (bit < 8) return {at + line * kGridLine, bit};
+    return {at + (lines + (bit - 8) * lines / 8 + line / 8) * kGridLine, static_cast<int>(line % 8)};
+}
+
+BitPlace sign_place(const GridLayout& grid, int64_t i, int lane) {
+    const int j = static_cast<int>(i % 32), block = j / 16, line = j % 8 / 2;
+    int word = block * 4 + line, bit = lane * 4 + j % 16 / 8 * 2 + j % 2;
+    if (grid.signs < 8) {
+        const bool shared = grid.signs == 1 || line == 3;
+        word = shared ? grid.signs - 1 : block * 3 + line;
+        bit += shared ? block : 0;
+    }
+    const int64_t at = stretch_at(grid, i) + grid.signs_at + i % kStretch / 32 * 8 * grid.signs;
+    return {at + word * 8 + bit / 8, bit % 8};
 }
 
 void pack_grid_row(const PackGroupedArgs& args, int64_t row, int lane, uint8_t* panel) {
     const GridLayout& grid = args.layout.grid;
-    const int64_t num_points = args.k / kStretch * grid.rows;
-    for (int64_t i = 0; i < num_points; ++i) {
-        const int point = args.points[row * num_points + i];
-        uint8_t* stretch = panel + i / grid.rows * grid.stretch_bytes;
-        const int64_t at = i % grid.rows;
-        stretch[at * kLanes + lane] = static_cast<uint8_t>(point);
-        for (int bit = 0; bit < grid.high_bits; ++bit) {
-            uint8_t* to = stretch + grid.high_at + (bit * grid.rows / 8 + at / 8) * kLanes + lane;
-            *to = static_cast<uint8_t>(*to | (point >> (8 + bit) & 1) << at % 8);
+    for (int64_t i = 0; i < args.k; i += grid.run) {
+        const int point = args.points[(row * args.k + i) / grid.run];
+        panel[number_place(grid, i, lane, 0).byte] = static_cast<uint8_t>(point);
+        for (int bit = 8; bit < grid.bits; ++bit) {
+            const BitPlace place = number_place(grid, i, lane, bit);
+            panel[place.byte] = static_cast<uint8_t>(panel[place.byte] | (point >> bit & 1) << place.bit);
         }
     }
     for (int64_t i = 0; i < args.k; ++i) {
         if (i % 8 >= grid.signs) continue;
-        const SignPlace place = sign_place(grid, i, lane);
+        const BitPlace place = sign_place(grid, i, lane);
         const int sign = args.codes[row * args.k + i] >> 3 & 1;
         panel[place.byte] = static_cast<uint8_t>(panel[place.byte] | sign << place.bit);
     }
@@ -126,7 +141,7 @@ int get_high(const uint8_t* plane, int64_t block, int line, int place, int bits)
 
 int get_sign(const GridLayout& grid, const uint8_t* panel, int lane, int64_t i) {
     if (i % 8 < grid.signs) {
-        const SignPlace place = sign_place(grid, i, lane);
+        const BitPlace place = sign_place(grid, i, lane);
         return panel[place.byte] >> place.bit & 1;
     }
     int odd = 0;
@@ -135,14 +150,13 @@ int get_sign(const GridLayout& grid, const uint8_t* panel, int lane, int64_t i) 
 }
 
 int get_grid_code(const GridLayout& grid, const uint8_t* panel, int lane, int64_t i) {
-    const uint8_t* stretch = panel + i / kStretch * grid.stretch_bytes;
-    const int64_t run = kStretch / grid.rows, row = i % kStretch / run;
-    int point = stretch[row * kLanes + lane];
-    for (int bit = 0; bit < grid.high_bits; ++bit) {
-        const int high = stretch[grid.high_at + (bit * grid.rows / 8 + row / 8) * kLanes + lane];
-        point |= (high >> row % 8 & 1) << (8 + bit);
+    int number = panel[number_place(grid, i, lane, 0).byte];
+    for (int bit = 8; bit < grid.bits; ++bit) {
+        const BitPlace place = number_place(grid, i, lane, bit);
+        number |= (panel[place.byte] >> place.bit & 1) << bit;
     }
-    return grid.points[point * run + i % run] | get_sign(grid, panel, lane, i) << 3;
+    const int j = static_cast<int>(i % grid.run), shift = j % 2 * 8 + j / 2 % 2 * 4 + j / 4 * 2;
+    return (grid.points[number] >> shift & (grid.run == 8 ? 3 : 15)) | get_sign(grid, panel, lane, i) << 3;
 }
 
 // What the code of input i stands for, zero not yet taken away.
@@ -204,16 +218,9 @@ void unpack_row(const GroupedRowsArgs& args, int64_t row, float* to) {
 
 }  // namespace
 
-GridLayout grid_layout(const uint8_t* points, int run, int bits, int signs) {
-    GridLayout grid{};
-    grid.points = points;
-    grid.rows = static_cast<int>(kStretch) / run;
-    grid.high_bits = bits - 8;
-    grid.signs = signs;
-    grid.high_at = grid.rows * kLanes;
-    grid.signs_at = grid.high_at + grid.high_bits * grid.rows / 8 * kLanes;
-    grid.stretch_bytes = grid.signs_at + kStretch / 8 * 2 * signs;
-    return grid;
+GridLayout grid_layout(const uint16_t* points, int run, int bits, int signs) {
+    const int64_t signs_at = grid_lines(run) * bits / 8 * kGridLine;
+    return {points, signs_at + kStretch / 32 * 8 * signs, signs_at, run, bits, signs};
 }
 
 GroupedLayout grouped_layout(int64_t k, int64_t group_size, int storage, ScaleKind scales, bool has_offsets,

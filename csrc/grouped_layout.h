@@ -12,10 +12,14 @@
 //   kTabled  as 4
 //   kGrid    see below
 //
-// Points of a grid: every 4 or 8 neighbouring codes are one of its points, to which signs add 8. 64 inputs, a stretch,
-// are rows of bytes for 16 outputs each: the low bytes of the points' numbers, run by run; their further bits, the
-// lowest first, a byte for 8 runs; then of every 8 codes two lines of signs, a bit a byte as above. Where 7 signs are
-// stored, the second line has three inputs, and the eighth sign makes the number of signs even.
+// Points of a grid: every 8 or 4 neighbouring codes are one of its points, to which signs add 8. A point is a word of 16
+// bits, code j at bit 8 * (j % 2) + 4 * (j / 2 % 2) + 2 * (j / 4). Words of inputs 0 .. 7 and 8 .. 15 of 16 outputs in
+// turns are lines of bit pairs, or where runs have four codes of nibbles, of a block whose inputs are reordered: line j
+// has 2 j, 2 j + 1, 2 j + 8, 2 j + 9. 128 inputs, a stretch, are lines of 32 bytes: of each such line the low bytes of
+// the points' numbers; their further bits, the lowest first, a byte for 8 lines; then of every two blocks the signs, a
+// bit a byte of their eight lines. Where 7 signs of 8 codes are stored, the eighth makes the number of signs even: the
+// bits of the odd inputs are missing in each block's last line, so that the two share their 8 bytes. Where 1 is stored,
+// which all have, the blocks share one such line.
 //
 // Scales lie unit by unit: first their units (float16 [16], and those of the offsets), if there are any,
 // then group by group the scales [16] and the offsets [16].
@@ -37,11 +41,11 @@
 
 namespace forerun {
 
-// points: [number, run] codes. number < 2^bits, 8 bits at least. signs: 8, 7 or 0.
-GridLayout grid_layout(const uint8_t* points, int run, int bits, int signs);
+// See GridLayout. Runs of four codes have 7 or 8 signs.
+GridLayout grid_layout(const uint16_t* points, int run, int bits, int signs);
 
 // storage: bits a code occupies, one of 2, 3, 4, 5, 6, 8. groups_a_unit: 1 where scales count nothing. table: 16 bytes
-// that codes of 4 bits stand for, or null. With a grid k is a multiple of 64, and so are 512 inputs of whole groups.
+// that codes of 4 bits stand for, or null. With a grid k is a multiple of 128, and 512 one of group_size.
 GroupedLayout grouped_layout(int64_t k, int64_t group_size, int storage, ScaleKind scales, bool has_offsets,
                              int64_t groups_a_unit, const uint8_t* table, float unit_scale = 1, GridLayout grid = {});
 

@@ -63,15 +63,15 @@ enum class ScaleKind : int32_t {
 };
 // Storages besides numbers of bits: 4 bits, which stand for a byte of `table`, and points of a grid.
 constexpr int kTabled = 9, kGrid = 10;
-constexpr int64_t kStretch = 64;  // inputs whose points of a grid lie together
+constexpr int64_t kStretch = 128;  // inputs whose points of a grid lie together
 
 // Runs of neighbouring codes that are points of a grid, their signs aside; see grouped_layout.h.
 struct GridLayout {
-    const uint8_t* points;  // [number, codes of a run], or null: no grid
-    int64_t stretch_bytes, high_at, signs_at;
-    int rows;       // of points in a stretch: 8 or 16
-    int high_bits;  // of the number of a point, beyond eight
-    int signs;      // stored of eight codes: 8, 7 or 0
+    const uint16_t* points;  // [2^bits], or null: no grid
+    int64_t stretch_bytes, signs_at;
+    int run;    // codes of a point: 8 or 4
+    int bits;   // of the number of a point, 8 at least
+    int signs;  // stored of eight codes: 8, 7, 1 or 0
 };
 
 // See grouped_layout.h.

@@ -204,7 +204,8 @@ inline __m256i spread_bits(uint32_t bits) {
     const __m256i which = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201u));
     const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
     const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(bits)), byte);
-    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, which), which), _mm256_set1_epi8(BIT));
+    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, which), which),
+                            _mm256_set1_epi8(static_cast<char>(BIT)));
 }
 // Sets BIT, which is clear, in every byte whose bit among the 64 at p is set.
 template <int BIT>
@@ -212,29 +213,6 @@ inline Bytes set_bits(Bytes x, const uint8_t* p) {
     uint32_t masks[2];
     std::memcpy(masks, p, 8);
     return {_mm256_or_si256(x.a, spread_bits<BIT>(masks[0])), _mm256_or_si256(x.b, spread_bits<BIT>(masks[1]))};
-}
-// Runs of codes of 16 outputs (grid.inc), eight as two lines and four as a line.
-#define FORERUN_LOAD_RUNS
-#include "grid_runs.inc"
-template <class Part>
-inline __m256i join_parts(Part part, int first) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(part(first)), part(first + 4), 1);
-}
-inline void load_eights(const uint8_t* points, const uint16_t* numbers, Bytes (&lines)[2]) {
-    const auto part = [&](int i) { return two_eights(points, numbers + i); };
-    __m256i low[2], high[2];
-    for (int i = 0; i < 2; ++i) {
-        const __m256 x = _mm256_castsi256_ps(join_parts(part, 8 * i));
-        const __m256 y = _mm256_castsi256_ps(join_parts(part, 8 * i + 2));
-        low[i] = _mm256_castps_si256(_mm256_shuffle_ps(x, y, 0x88));
-        high[i] = _mm256_castps_si256(_mm256_shuffle_ps(x, y, 0xDD));
-    }
-    lines[0] = {low[0], low[1]};
-    lines[1] = {high[0], high[1]};
-}
-inline Bytes load_fours(const uint8_t* points, const uint16_t* numbers) {
-    const auto part = [&](int i) { return four_fours(points, numbers + i); };
-    return {join_parts(part, 0), join_parts(part, 8)};
 }
 inline F load_half(const uint16_t* p) {  // float16
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),

@@ -172,26 +172,33 @@ template <int BIT>
 inline Bytes set_bits(Bytes x, const uint8_t* p) {
     uint64_t mask;
     std::memcpy(&mask, p, 8);
-    return {_mm512_mask_add_epi8(x.v, mask, x.v, _mm512_set1_epi8(BIT))};
+    return {_mm512_mask_add_epi8(x.v, mask, x.v, _mm512_set1_epi8(static_cast<char>(BIT)))};
 }
-// Runs of codes of 16 outputs (grid.inc), eight as two lines and four as a line. Inserting them one by one takes less
-// than half the time of gathering them, or of storing words and loading lines (measured on Cascade Lake).
-#define FORERUN_LOAD_RUNS
-#include "grid_runs.inc"
-template <class Part>
-inline __m512i join_parts(Part part) {
-    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(part(0)), part(4), 1);
-    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(part(8)), part(12), 1);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+// Points of a grid by their numbers (grid.inc), out of a table of REGISTERS * 32.
+template <int REGISTERS>
+inline __m512i pick_points(const __m512i* table, __m512i numbers) {
+    if constexpr (REGISTERS == 2) {
+        return _mm512_permutex2var_epi16(table[0], numbers, table[1]);
+    } else {
+        const __mmask32 above = _mm512_test_epi16_mask(numbers, _mm512_set1_epi16(16 * REGISTERS));
+        const __m512i low = pick_points<REGISTERS / 2>(table, numbers);
+        return _mm512_mask_mov_epi16(low, above, pick_points<REGISTERS / 2>(table + REGISTERS / 2, numbers));
+    }
 }
-inline void load_eights(const uint8_t* points, const uint16_t* numbers, Bytes (&lines)[2]) {
-    const __m512 x = _mm512_castsi512_ps(join_parts([&](int i) { return two_eights(points, numbers + i); }));
-    const __m512 y = _mm512_castsi512_ps(join_parts([&](int i) { return two_eights(points, numbers + i + 2); }));
-    lines[0] = {_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88))};
-    lines[1] = {_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xDD))};
+template <int REGISTERS>
+inline bool pick_all(const uint16_t* points, uint16_t* numbers, int count) {
+    __m512i table[REGISTERS];
+    for (int i = 0; i < REGISTERS; ++i) table[i] = _mm512_loadu_si512(points + 32 * i);
+    for (int i = 0; i < count; i += 32) {
+        _mm512_storeu_si512(numbers + i, pick_points<REGISTERS>(table, _mm512_loadu_si512(numbers + i)));
+    }
+    return true;
 }
-inline Bytes load_fours(const uint8_t* points, const uint16_t* numbers) {
-    return {join_parts([&](int i) { return four_fours(points, numbers + i); })};
+// Replaces numbers by points, 32 at a time, and returns true, if there are as few as 2^bits of them that this pays.
+#define FORERUN_FEW_POINTS
+inline bool look_up_few(const uint16_t* points, int bits, uint16_t* numbers, int count) {
+    if (bits <= 8) return pick_all<8>(points, numbers, count);
+    return bits == 9 && pick_all<16>(points, numbers, count);
 }
 inline F load_half(const uint16_t* p) {  // float16
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};

@@ -228,7 +228,7 @@ void run_grouped(Run& run, const GroupedCase& c) {
     const bool paired = c.scales >= ScaleKind::kOddNibbles;
     const bool counted = c.scales == ScaleKind::kBytes || c.scales == ScaleKind::kNibbles || paired;
     Generator from{static_cast<uint64_t>(c.m * c.k + c.storage)};
-    Array<uint8_t> points(static_cast<int64_t>(c.run) << c.point_bits, [&](int64_t) { return from.below(8); });
+    Array<uint16_t> points(c.run ? 1 << c.point_bits : 0, [&](int64_t) { return from.below(1 << 16) & 0x7777; });
     const GridLayout grid = c.run ? grid_layout(points.begin(), c.run, c.point_bits, c.signs) : GridLayout{};
     const GroupedLayout layout = grouped_layout(c.k, c.group_size, c.storage, c.scales, c.offsets, counted ? 8 : 1,
                                                 c.tabled ? kTable : nullptr, c.run ? 0.125f : 1.0f, grid);
@@ -287,6 +287,7 @@ void run_all_grouped(Run& run) {
         run_grouped(run, {m, 50, 768, 32, 4, kOdd, false, false, true, 4, 9, 8});
         run_grouped(run, {m, 50, 768, 32, 2, kSigned, true, false, false, 8, 11, 0});
         run_grouped(run, {m, 50, 768, 256, 2, kHalf, false, false, false, 8, 13, 0});
+        run_grouped(run, {m, 50, 768, 16, 4, kOdd, false, false, true, 8, 11, 1});
     }
 }
 

@@ -59,9 +59,10 @@ class Case:
     def _on_grid(self, matrix: GroupedMatrix, generator: torch.Generator) -> GroupedMatrix:
         """Codes of random points, the last ones too, with signs; scales that count are odd."""
         rows, columns = matrix.shape
-        values = torch.randint(0, 8 if self.tabled else 3, (600, self.run), generator=generator, dtype=torch.uint8)
+        count = {32: 200, 64: 400}.get(self.group_size, 600)
+        values = torch.randint(0, 32 // self.run, (count, self.run), generator=generator, dtype=torch.uint8)
         grid = PointGrid(values, self.signs)
-        points = torch.randint(0, 600, (rows, columns // self.run), generator=generator, dtype=torch.int16)
+        points = torch.randint(0, count, (rows, columns // self.run), generator=generator, dtype=torch.int16)
         signs = torch.randint(0, 2, (rows, columns // 8, 8), generator=generator, dtype=torch.uint8)
         signs[:, :, self.signs :] = signs[:, :, : self.signs].sum(dim=2, keepdim=True) % 2
         codes = grid.points[points.int()].view(rows, columns) | signs.view(rows, columns) << 3
@@ -90,9 +91,10 @@ COUNTING_CASES = [
     Case(bits=2, group_size=16, num_inputs=512, offsets=True, groups_a_unit=16, most=16),
     Case(bits=4, group_size=32, num_inputs=512, groups_a_unit=8, tabled=True),
     Case(bits=4, group_size=32, num_inputs=480, tabled=True),
-    Case(bits=4, group_size=16, num_inputs=576, groups_a_unit=4, tabled=True, run=8, signs=7),
-    Case(bits=4, group_size=32, num_inputs=1088, groups_a_unit=2, tabled=True, run=4, signs=8, order=True),
-    Case(bits=4, group_size=64, num_inputs=320, tabled=True, run=8, signs=8),
+    Case(bits=4, group_size=16, num_inputs=640, groups_a_unit=4, tabled=True, run=8, signs=7),
+    Case(bits=4, group_size=32, num_inputs=1152, groups_a_unit=2, tabled=True, run=4, signs=8, order=True),
+    Case(bits=4, group_size=64, num_inputs=384, tabled=True, run=8, signs=8),
+    Case(bits=4, group_size=32, num_inputs=256, tabled=True, run=8, signs=1),
     Case(bits=4, group_size=32, num_inputs=480, groups_a_unit=5, tabled=True, run=4, signs=7),  # no whole stretches
     Case(bits=2, group_size=128, num_inputs=640, offsets=True, run=8),
     Case(bits=7, group_size=48, num_inputs=288, offsets=True, groups_a_unit=3, order=True),
@@ -293,6 +295,9 @@ def test_wrong_matrices_and_tensors_are_refused() -> None:
         kernels.pack_grouped(replace(matrix, codes=matrix.codes.int()))
     on_grid = Case(bits=4, num_inputs=320, tabled=True, run=8, signs=8).matrix()
     assert on_grid.points is not None
+    assert on_grid.grid is not None
+    with pytest.raises(KernelError, match="below 4"):
+        kernels.pack_grouped(replace(on_grid, grid=replace(on_grid.grid, points=on_grid.grid.points + 1)))
     for points in (None, on_grid.points[:, 1:], on_grid.points.int(), on_grid.points + 600, on_grid.points - 600):
         with pytest.raises(KernelError, match="points"):
             kernels.pack_grouped(replace(on_grid, points=points))

@@ -34,8 +34,8 @@ MAX_STEP = 128
 class PointGrid:
     """Points that runs of neighbouring codes form; of the codes of a point 8 may be added to any, their sign."""
 
-    points: Tensor  # [P, 4 or 8] uint8, contiguous; P is 2 ** 8 to 2 ** 15
-    signs: int  # how many of eight neighbouring codes have signs: 8; 7, and the eighth makes their number even; 0
+    points: Tensor  # [P, 4] uint8 below 8, or [P, 8] below 4; P is 129 to 2 ** 15
+    signs: int  # of eight neighbouring codes: 8; 7, and the eighth makes their number even; 1 for all; 0
 
     @property
     def run(self) -> int:
@@ -256,5 +256,7 @@ def _check_points(matrix: GroupedMatrix, grid: PointGrid) -> None:
     (rows, columns), points = matrix.shape, matrix.points
     if points is None or points.dtype is not torch.int16 or points.shape != (rows, columns / grid.run):
         raise KernelError(f"{[rows, columns]} codes on a grid of runs of {grid.run} come without as many int16 points")
+    if int(grid.points.max()) >= 32 // grid.run:
+        raise KernelError(f"codes of points of {grid.run} must be below {32 // grid.run}")
     if int(points.min()) < 0 or int(points.max()) >= len(grid.points):
         raise KernelError(f"points must be 0 .. {len(grid.points) - 1}, numbers of the grid's")

@@ -17,7 +17,7 @@ import torch
 from forerun.kernels.grouped import PointGrid
 from forerun.quant.gguf_blocks import BYTE_ZERO, Array, BlockType, Decoded, half, spread, unit
 
-_SIGN = 8  # of a code: its entry is negative, or in IQ1_M an eighth less than the point instead of more
+_SIGN = 8  # of a code: its entry is negative, or in IQ1_M an eighth less than the point's instead of more
 _SIGN_BYTES = np.array([seven | seven.bit_count() % 2 << 7 for seven in range(128)], np.uint8)  # even parity
 _UNUSED = (0,) * 5
 _IQ2_VALUES = (8, 25, 43, *_UNUSED, -8, -25, -43, *_UNUSED)
@@ -33,7 +33,7 @@ Decode = Callable[[Array], Decoded]
 def _points(name: str) -> Array:
     """The points of a type's grid -> [points, entries of a point] uint8, which of the grid's values an entry has.
 
-    IQ1_M has all points twice, then with the sign; TQ1_0 every run of eight digits in base 3, the lowest first.
+    TQ1_0 has every run of eight digits in base 3, the lowest first.
     """
     if name == "TQ1_0":
         return (np.arange(3**_TRITS)[:, None] // 3 ** np.arange(_TRITS) % 3).astype(np.uint8)
@@ -41,8 +41,8 @@ def _points(name: str) -> Array:
 
     kind = getattr(quants, name)
     kind.init_grid()
-    values = np.searchsorted(kind.grid_map, kind.grid.reshape(kind.grid_shape)).astype(np.uint8)
-    return np.concatenate((values, values | _SIGN)) if name == "IQ1_M" else values
+    values: Array = np.searchsorted(kind.grid_map, kind.grid.reshape(kind.grid_shape)).astype(np.uint8)
+    return values
 
 
 @cache
@@ -121,10 +121,11 @@ def _iq1_s(blocks: Array) -> Decoded:
 
 def _iq1_m(blocks: Array) -> Decoded:
     words, high = _words(blocks, 48, 56, 2), spread(blocks[:, 32:48], 1, 4)  # [b, 4], [b, 32]
-    points = blocks[:, :32] | high.astype(np.uint16) << 8
+    points = blocks[:, :32] | (high & 7).astype(np.uint16) << 8
     bits = (words >> 12) << np.arange(0, 16, 4, dtype=np.uint16)  # the float16, a quarter in each word
     units = np.bitwise_or.reduce(bits, axis=1, keepdims=True).view("<f2")
-    return _on_grid(_codes("IQ1_M", points), _odd(_cut(words, 3)), units, points)
+    codes = _codes("IQ1_M", points, (high >> 3) * np.uint8(255))
+    return _on_grid(codes, _odd(_cut(words, 3)), units, points)
 
 
 def _tq1_0(blocks: Array) -> Decoded:
@@ -148,7 +149,7 @@ def _tabled(name: str, decode: Decode, nbytes: int, group: int, values: Values, 
 
 GRID_TYPES = {
     "IQ1_S": BlockType(_iq1_s, 256, 50, 32, 2, 1, unit_scale=1 / 8, grid=partial(_grid, "IQ1_S", 0)),
-    "IQ1_M": _tabled("IQ1_M", _iq1_m, 56, 16, _IQ1_VALUES, 0, 1 / 8),
+    "IQ1_M": _tabled("IQ1_M", _iq1_m, 56, 16, _IQ1_VALUES, 1, 1 / 8),
     "IQ2_XXS": _tabled("IQ2_XXS", _iq2_xxs, 66, 32, _IQ2_VALUES, 7, 1 / 8),
     "IQ2_XS": _tabled("IQ2_XS", _iq2_xs, 74, 16, _IQ2_VALUES, 7, 1 / 8),
     "IQ2_S": _tabled("IQ2_S", _iq2_s, 82, 16, _IQ2_VALUES, 8, 1 / 8),
