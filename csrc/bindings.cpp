@@ -332,6 +332,7 @@ void bind_suffix(nb::module_& module) {
 
 NB_MODULE(_native, module) {
     using namespace forerun;
+    nb::set_leak_warnings(false);  // the command line leaves its modules to the end of the process (gc.freeze)
     module.attr("LANES") = kLanes;
     module.attr("MAX_HEAD_DIM") = kMaxHeadDim;
     module.attr("MAX_HEADS_PER_GROUP") = kMaxHeadsPerGroup;
@@ -339,7 +340,6 @@ NB_MODULE(_native, module) {
     module.def("prefer_huge_pages", &prefer_huge_pages);
     module.def("spread_over_nodes", &spread_over_nodes);
     nb::register_exception_translator(&translate);
-
     nb::class_<CpuEngine> engine(module, "CpuEngine");
     engine.def(nb::init<int, const std::string&, const std::vector<ThreadPool::Cpus>&>())
         .def_prop_ro("isa", [](const CpuEngine& self) { return std::string(self.isa()); })
