@@ -5,7 +5,8 @@ FROM python:${PYTHON}-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /forerun
 COPY . .
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+# As for wheels that are published, a failed compilation ends the build instead of leaving the kernels out.
+RUN CIBUILDWHEEL=1 pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:${PYTHON}-slim
 # First and by itself, from the index of CPU builds: from the default index torch comes with several gigabytes of CUDA.

@@ -1,10 +1,11 @@
-"""In CI a test that skips for want of data fails; everywhere else it skips."""
+"""In CI a test that skips for want of data fails, everywhere else it skips; what an sdist leaves out."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,9 @@ def test_a_skip_for_want_of_data_fails_in_ci(tmp_path: Path, is_ci: bool, said: 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert said in done.stdout and done.returncode == is_ci, done.stdout
     assert ("../shared/data has no nothing" in done.stdout) == is_ci
+
+
+def test_what_a_source_distribution_leaves_out_is_anchored() -> None:
+    """Else `tests` would mean csrc/tests, too, which CMakeLists.txt names: no kernels could be built from an sdist."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["scikit-build"]
+    assert all(pattern.startswith("/") for pattern in settings["sdist"]["exclude"])

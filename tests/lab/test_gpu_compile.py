@@ -56,7 +56,7 @@ def test_a_pass_at_the_8b_shape_compiles_and_fits(tmp_path: Path, monkeypatch: p
 def test_latents_and_experts_compile_and_fit(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     deepseek = str(factory.make_checkpoint("deepseek", tmp_path / "deepseek"))  # which has both
-    arguments = ("--shapes", deepseek, "--weights", "bf16", "--rows", "3", "--contexts", "40", "--trees=")
+    arguments = ("--shapes", deepseek, "--weights", "bf16", "--rows", "3", "--contexts", "40", "--trees=", "--formats=")
     status, rows = compile_kernels(tmp_path, *arguments)
     wanted = {"_route", "_activate", "_add_up", "_latent_kernel", "_latent_attention_kernel"}
     assert status == 0 and {row["kernel"] for row in rows} >= wanted and not any(row["problems"] for row in rows)

@@ -69,9 +69,10 @@ def _floats(matrix: GroupedMatrix) -> StoredScales:
     """Float32 scales and offsets in the fewest bytes that hold them exactly."""
     scales, offsets = matrix.scales, matrix.offsets
     if matrix.table is not None and offsets is None:
-        for kind, as_bytes in (("powers", _power_bytes), ("float8", _float8_bytes)):
-            if as_bytes(scales[:1]) is not None and (stored := as_bytes(scales)) is not None:
-                return StoredScales(kind, stored)
+        # by the group size, that of MXFP4 or of NVFP4: an expert's numbers alone may fit both
+        kind, as_bytes = ("powers", _power_bytes) if matrix.group_size == 32 else ("float8", _float8_bytes)
+        if as_bytes(scales[:1]) is not None and (stored := as_bytes(scales)) is not None:
+            return StoredScales(kind, stored)
     held = (scales,) if offsets is None else (scales, offsets)
     if all(torch.equal(values.half().float(), values) for values in held):
         return StoredScales("float16", scales.half(), None if offsets is None else offsets.half())

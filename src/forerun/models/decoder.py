@@ -3,8 +3,8 @@
 Knows: the order of ops in a forward pass. Does not know: families, storage formats, files, who called.
 
 The pass is a straight line of kernel calls that looks at no row count (except for a prefill chunk without logits), so
-that a backend may record it once and replay it. The last layer computes keys and values for all rows, and the rest for
-those whose logits are wanted: nobody reads the others.
+that a backend may record it once and replay it. In the last layer what follows attention is computed for the rows whose
+logits are wanted, and if there are none, nothing but keys and values: nobody reads the rest.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class Decoder:
         assert len(kvs) == len(self.parts.layers), (len(kvs), len(self.parts.layers))
         batch, hidden = batch.on(self.device), dict[int, Tensor]()
         residual = self.parts.embedding(batch.token_ids)  # [M, H]
-        x = self._norm_before(0)(residual)
+        x = self.parts.layers[0].attention_norm(residual)
         *layers, last = self.parts.layers
         for index, layer in enumerate(layers):
             _keep(hidden, hidden_layers, index, residual)
             x, residual = layer(x, residual, batch, kvs[index])
-            x = self._norm_before(index + 1).add(x, residual)
+            x = self.parts.layers[index + 1].attention_norm.add(x, residual)
         _keep(hidden, hidden_layers, len(layers), residual)
         shown = any(index > len(layers) for index in hidden_layers)
         wanted = None if shown or batch.all_logits else batch.logit_rows
@@ -118,11 +118,6 @@ class Decoder:
 
     def release(self, request_id: str) -> None:
         """All state is in the pool: nothing to do."""
-
-    def _norm_before(self, index: int) -> RMSNorm:
-        """The norm whose input is the output of layer index - 1."""
-        layers = self.parts.layers
-        return layers[index].attention_norm if index < len(layers) else self.parts.final_norm
 
 
 def _keep(hidden: dict[int, Tensor], wanted: Sequence[int], index: int, state: Tensor) -> None:

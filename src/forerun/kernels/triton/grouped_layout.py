@@ -63,11 +63,6 @@ class TritonGroupedLayout(NamedTuple):
     unit_scale: float
 
     @property
-    def steps_a_section(self) -> int:
-        """Steps of the arithmetic a section has."""
-        return self.blocks_a_section * (2 if self.pairs else 1)
-
-    @property
     def num_steps(self) -> int:
         """Sums of activations a row needs."""
         return self.num_blocks * (2 if self.pairs else 1)
