@@ -298,6 +298,10 @@ def test_wrong_matrices_and_tensors_are_refused() -> None:
     assert on_grid.grid is not None
     with pytest.raises(KernelError, match="below 4"):
         kernels.pack_grouped(replace(on_grid, grid=replace(on_grid.grid, points=on_grid.grid.points + 1)))
+    few, many = on_grid.grid.points[:128], on_grid.grid.points.repeat(200, 1)
+    for grid_points in (few, many):
+        with pytest.raises(KernelError, match="129 to 32768 points"):
+            kernels.pack_grouped(replace(on_grid, grid=replace(on_grid.grid, points=grid_points)))
     for points in (None, on_grid.points[:, 1:], on_grid.points.int(), on_grid.points + 600, on_grid.points - 600):
         with pytest.raises(KernelError, match="points"):
             kernels.pack_grouped(replace(on_grid, points=points))

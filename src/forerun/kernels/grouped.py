@@ -254,6 +254,8 @@ def check_matrix(matrix: GroupedMatrix) -> None:
 
 def _check_points(matrix: GroupedMatrix, grid: PointGrid) -> None:
     (rows, columns), points = matrix.shape, matrix.points
+    if not 129 <= len(grid.points) <= 1 << 15:  # numbers of 8 to 15 bits: AVX-512 reads tables of 256 and more
+        raise KernelError(f"a grid has 129 to {1 << 15} points, not {len(grid.points)}")
     if points is None or points.dtype is not torch.int16 or points.shape != (rows, columns / grid.run):
         raise KernelError(f"{[rows, columns]} codes on a grid of runs of {grid.run} come without as many int16 points")
     if int(grid.points.max()) >= 32 // grid.run:
