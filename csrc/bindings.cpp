@@ -107,13 +107,13 @@ void add_matrix(ExpertBank& bank, const ExpertMatrix& matrix, bool is_down) {
     (is_down ? bank.down : bank.gate_up).push_back(matrix);
 }
 
-void add_linear(ExpertBank& bank, bool is_down, Address weight, int64_t n, int64_t k, int dtype) {
-    add_matrix(bank, {false, make<LinearArgs>(0, weight, 0, 0, 0, n, k, dtype), {}}, is_down);
+void add_linear(ExpertBank& bank, bool is_down, Address bias, Address weight, int64_t n, int64_t k, int dtype) {
+    add_matrix(bank, {false, make<LinearArgs>(0, weight, bias, 0, 0, n, k, dtype), {}}, is_down);
 }
 
-void add_grouped(ExpertBank& bank, bool is_down, Address weight, Address order, int64_t n, int64_t k, int64_t zero,
-                 const GroupedLayout& layout) {
-    add_matrix(bank, {true, {}, make<GroupedArgs>(0, weight, 0, 0, order, 0, n, k, zero, layout)}, is_down);
+void add_grouped(ExpertBank& bank, bool is_down, Address bias, Address weight, Address order, int64_t n, int64_t k,
+                 int64_t zero, const GroupedLayout& layout) {
+    add_matrix(bank, {true, {}, make<GroupedArgs>(0, weight, bias, 0, order, 0, n, k, zero, layout)}, is_down);
 }
 
 void pack(CpuEngine& engine, Address weight, Address packed, int64_t n, int64_t k, int dtype) {
@@ -366,8 +366,8 @@ NB_MODULE(_native, module) {
         })
         .def_ro("panel_bytes", &GroupedLayout::panel_bytes);
     nb::class_<ExpertBank>(module, "ExpertBank")
-        .def("__init__", [](ExpertBank* self, int64_t h, int64_t f, int activation) {
-            new (self) ExpertBank{h, f, Activation{activation}, {}, {}};
+        .def("__init__", [](ExpertBank* self, int64_t h, int64_t f, int activation, bool scales_inputs) {
+            new (self) ExpertBank{h, f, Activation{activation}, scales_inputs, {}, {}};
         })
         .def("add_linear", &add_linear)
         .def("add_grouped", &add_grouped);

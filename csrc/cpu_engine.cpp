@@ -254,7 +254,8 @@ void CpuEngine::attention(const AttentionArgs& given) {
     args.max_splits = divide_up(max_visible, kAttentionSplit);
     args.rows_per_unit = rows_together(args);
     const int64_t pairs = divide_up(args.m, args.rows_per_unit) * heads.num_kv;
-    const int64_t visible = args.window > 0 ? std::min(max_visible, args.window) : max_visible;
+    const int64_t most = args.window > 0 ? args.window : args.chunk > 0 ? args.chunk : max_visible;
+    const int64_t visible = std::min(max_visible, most);
     const int64_t queries = args.rows_per_unit * (heads.num_q / heads.num_kv);
     const int64_t work = visible * heads.head_dim * queries / 8;  // for a pair
     const bool apart = args.max_splits > 1 && pairs < pool_.num_threads() * kUnitsPerThread && pool_.num_threads() > 1;

@@ -21,10 +21,18 @@ struct Rows {
         }
     }
     int64_t size() const { return static_cast<int64_t>(ids.size()); }
-    // The rows of x [m, h] side by side: where they are, or copied to `space`.
-    const float* gather(CpuEngine& engine, const float* x, int64_t h, float* space) const {
-        if (ids.back() - ids.front() + 1 == size()) return x + ids.front() * h;
-        engine.select_rows({x, ids.data(), space, size(), h});
+    float weight(const ExpertsArgs& args, int64_t expert, int64_t at) const {
+        return args.weights[ids[static_cast<size_t>(at)] * args.bank->size() + expert];
+    }
+    // What an expert reads [size, h]: the rows side by side, where they are or copied to `space`.
+    const float* gather(CpuEngine& engine, const ExpertsArgs& args, int64_t expert, float* space) const {
+        const int64_t h = args.bank->h;
+        const bool scaled = args.bank->scales_inputs;
+        if (!scaled && ids.back() - ids.front() + 1 == size()) return args.x + ids.front() * h;
+        engine.select_rows({args.x, ids.data(), space, size(), h});
+        for (int64_t at = 0; scaled && at < size(); ++at) {
+            for (int64_t i = 0; i < h; ++i) space[at * h + i] *= weight(args, expert, at);
+        }
         return space;
     }
 };
@@ -56,7 +64,7 @@ void add_weighted(const Addition& addition, int64_t begin, int64_t end) {
     const int64_t h = args.bank->h;
     for (int64_t at = begin; at < end; ++at) {
         const int64_t row = addition.rows.ids[static_cast<size_t>(at)];
-        const float weight = args.weights[row * args.bank->size() + addition.expert];
+        const float weight = args.bank->scales_inputs ? 1.0f : addition.rows.weight(args, addition.expert, at);
         const float* output = addition.outputs + at * h;
         float* y = args.y + row * h;
         for (int64_t i = 0; i < h; ++i) y[i] += weight * output[i];
@@ -80,7 +88,7 @@ void CpuEngine::experts(const ExpertsArgs& args) {
         rows.choose(args, expert);
         if (rows.ids.empty()) continue;
         const auto at = static_cast<size_t>(expert);
-        multiply(*this, bank.gate_up[at], rows.gather(*this, args.x, h, gathered), gate_up, rows.size());
+        multiply(*this, bank.gate_up[at], rows.gather(*this, args, expert, gathered), gate_up, rows.size());
         gated_act({gate_up, gated, rows.size(), f, bank.activation, 0});
         multiply(*this, bank.down[at], gated, outputs, rows.size());
         share(&add_weighted, Addition{args, expert, rows, outputs}, rows.size(), h / 8);

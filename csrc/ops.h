@@ -13,7 +13,7 @@
 namespace forerun {
 
 enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };  // int8: KV only
-enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
+enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClippedSwiglu = 2 };
 
 constexpr int64_t kLanes = 16;            // outputs in a weight panel, keys in a score group
 constexpr int64_t kChunk = 128;           // inputs summed before they join the running total
@@ -326,6 +326,8 @@ struct AttentionArgs {
     int64_t max_blocks;
     float scale;
     int64_t window;
+    int64_t chunk;       // > 0: visible keys below the last multiple of it that a row reaches do not count
+    const float* sinks;  // [Q]: a score of each head beside its keys', which has no value; or null
     int64_t m;
     int64_t max_visible;  // an upper bound of the keys a row sees
     int64_t max_splits;     // set by the engine, as are the next two
@@ -336,7 +338,7 @@ struct AttentionArgs {
     auto given(F call) {
         return call(qkv, y, heads.num_q, heads.num_kv, heads.head_dim, value_dim, q_stride, kv.keys, kv.values,
                     kv.key_scales, kv.value_scales, kv.block_size, kv.dtype, seq_ids, prefix_lens, tree_masks, tree_starts,
-                    block_tables, max_blocks, scale, window, m, max_visible);
+                    block_tables, max_blocks, scale, window, chunk, sinks, m, max_visible);
     }
     int64_t work() const { return m * heads.num_q * heads.head_dim * max_visible * 2; }
 };

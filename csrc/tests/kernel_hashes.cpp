@@ -154,6 +154,8 @@ struct Rows {
 struct AttentionCase {
     int64_t num_q, num_kv, head_dim, value_dim, block_size, window, rows_per_unit;
     bool latent;  // keys and values are the same vectors
+    int64_t chunk = 0;
+    bool sinks = false;
 };
 
 template <class T>
@@ -164,6 +166,7 @@ void run_attention(Run& run, const AttentionCase& c) {
     auto keys = numbers<T>(from, entries * c.head_dim), values = numbers<T>(from, entries * c.head_dim);
     auto key_scales = numbers<float>(from, entries), value_scales = numbers<float>(from, entries);
     auto qkv = numbers<float>(from, Rows::kNum * c.num_q * c.head_dim);
+    auto sinks = numbers<float>(from, c.num_q);
     Floats y(Rows::kNum * c.num_q * c.value_dim), split_y(Rows::kNum * c.num_q * c.value_dim);
     const bool scaled = sizeof(T) == 1;
     const KV kv{c.latent ? nullptr : keys.begin(), values.begin(), scaled ? key_scales.begin() : nullptr,
@@ -172,9 +175,9 @@ void run_attention(Run& run, const AttentionCase& c) {
     const Heads heads{c.num_q, c.num_kv, c.head_dim, 0};
     AttentionArgs args{qkv.begin(), y.begin(), heads, c.value_dim, c.num_q * c.head_dim, kv, rows.seq_ids.begin(),
                        rows.prefix_lens.begin(), rows.tree_masks.begin(), rows.tree_starts.begin(),
-                       rows.block_tables.begin(), Rows::kMaxBlocks, 0.125f, c.window, Rows::kNum, Rows::kMaxVisible,
-                       max_splits, c.rows_per_unit, nullptr};
-    const std::string sizes = join("", {c.num_q, c.head_dim, c.block_size, c.window}) + "-" + kDtypeName<T>;
+                       rows.block_tables.begin(), Rows::kMaxBlocks, 0.125f, c.window, c.chunk, c.sinks ? sinks.begin() : nullptr,
+                       Rows::kNum, Rows::kMaxVisible, max_splits, c.rows_per_unit, nullptr};
+    const std::string sizes = join("", {c.num_q, c.head_dim, c.block_size, c.window, c.chunk}) + "-" + kDtypeName<T>;
     const int64_t pairs = divide_up(Rows::kNum, c.rows_per_unit) * c.num_kv;
     FORERUN_CALL(run, attention, args, pairs);
     run.print("attention" + sizes, y);
@@ -189,7 +192,8 @@ void run_attention(Run& run, const AttentionCase& c) {
 void run_all_attention(Run& run) {
     const AttentionCase plain{6, 2, 80, 80, 16, 0, 4, false}, odd{3, 1, 44, 44, 5, 0, 2, false};
     const AttentionCase windowed{2, 2, 32, 32, 8, 70, 1, false}, latent{4, 1, 56, 40, 8, 0, 3, true};
-    for (const AttentionCase& c : {plain, odd, windowed}) {
+    const AttentionCase sunk{4, 2, 64, 64, 16, 40, 4, false, 0, true}, chunked{2, 1, 64, 64, 16, 0, 4, false, 64};
+    for (const AttentionCase& c : {plain, odd, windowed, sunk, chunked}) {
         run_attention<float>(run, c);
         run_attention<uint16_t>(run, c);
         run_attention<int8_t>(run, c);

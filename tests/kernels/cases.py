@@ -45,6 +45,12 @@ def rms_error(value: Tensor, truth: Tensor) -> float:
     return float((value.double() - truth.double()).square().mean().sqrt())
 
 
+def clipped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The gate of gpt-oss's experts, as transformers writes it."""
+    gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
@@ -93,6 +99,8 @@ class AttentionCase:
     kv: LayerKV
     rows: AttentionRows
     qkv: Tensor
+    chunk: int = 0
+    sinks: Tensor | None = None  # [Q]
 
     def row(self, index: int) -> AttentionCase:
         """The same with one row only."""
@@ -110,7 +118,7 @@ class AttentionCase:
 
     def run(self, kernels: Kernels, scale: float = 0.125, window: int = 0) -> Tensor:
         """The op."""
-        return kernels.attention(self.qkv, self.heads, self.kv, self.rows, scale, window)
+        return kernels.attention(self.qkv, self.heads, self.kv, self.rows, scale, window, self.chunk, self.sinks)
 
 
 def random_tree(num_nodes: int, generator: torch.Generator) -> list[int]:
@@ -181,7 +189,7 @@ def laid_out_plainly(case: AttentionCase, row: int, block_size: int, seed: int =
         block_tables=table.int()[None].contiguous(),
         max_visible=len(visible),
     )
-    return AttentionCase(case.heads, kv, rows, case.qkv[row : row + 1])
+    return replace(case, kv=kv, rows=rows, qkv=case.qkv[row : row + 1])
 
 
 def attention_truth(case: AttentionCase, scale: float = 0.125, window: int = 0) -> Tensor:
@@ -195,7 +203,10 @@ def attention_truth(case: AttentionCase, scale: float = 0.125, window: int = 0) 
 
 def _attend_row(case: AttentionCase, row: int, scale: float, window: int, dtype: torch.dtype) -> Tensor:
     logical = torch.tensor(visible_logical(case, row))
-    logical = logical[-window:] if window > 0 else logical[min(-window, len(logical) - 1) :]
+    if case.chunk:
+        logical = logical[(len(logical) - 1) // case.chunk * case.chunk :]
+    else:
+        logical = logical[-window:] if window > 0 else logical[min(-window, len(logical) - 1) :]
     table = case.rows.block_tables[int(case.rows.seq_ids[row])].long()
     blocks, offsets = table[logical // case.kv.block_size], logical % case.kv.block_size
     keys = case.kv.keys[blocks, :, :, offsets].to(dtype)  # [L, G, D]
@@ -205,5 +216,8 @@ def _attend_row(case: AttentionCase, row: int, scale: float, window: int, dtype:
         values = values * case.kv.value_scales[blocks, :, offsets].to(dtype)[..., None]
     heads = case.heads
     query = case.qkv[row, : heads.num_q * heads.head_dim].view(heads.num_kv, -1, heads.head_dim).to(dtype)
-    weights = torch.softmax(torch.einsum("ghd,lgd->ghl", query, keys) * scale, dim=-1)
+    scores = torch.einsum("ghd,lgd->ghl", query, keys) * scale
+    if case.sinks is not None:  # keys without values
+        scores = torch.cat([scores, case.sinks.to(dtype).view(heads.num_kv, -1, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : len(logical)]
     return torch.einsum("ghl,lgd->ghd", weights, values).reshape(-1)

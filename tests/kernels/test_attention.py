@@ -249,3 +249,47 @@ def test_a_span_has_the_bits_of_its_rows_alone(isa: str, window: int) -> None:
         assert torch.equal(together, alone)
         exact, torchs = attention_truth(case, window=window)
         assert rms_error(together, exact) <= 2 * rms_error(torchs, exact) + 1e-8
+
+
+SINKS = torch.tensor([-3.0, 0.0, 1.5, 4.0, -60.0, 90.0])  # beside scores of about 1
+CHUNKED = [(0, SINKS), (40, SINKS), (64, None), (300, SINKS)]  # of which the second is no divisor of a split
+
+
+@pytest.mark.parametrize("isa", BACKENDS)
+@pytest.mark.parametrize(("chunk", "sinks"), CHUNKED)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_sinks_and_chunks(isa: str, chunk: int, sinks: Tensor | None, dtype: torch.dtype) -> None:
+    """Against softmax with one more score; each row alone, and on a plain sequence, has the same bits."""
+    kernels = kernels_named(isa)
+    case = replace(attention_case([3, 38, 255, 599], num_nodes=6, dtype=dtype), chunk=chunk, sinks=sinks)
+    out = case.run(kernels)
+    exact, torchs = attention_truth(case)
+    assert rms_error(out, exact) <= 2 * rms_error(torchs, exact) + 1e-8
+    for row in (0, 5, 9, 14, 21):
+        assert torch.equal(case.row(row).run(kernels)[0], out[row])
+        assert torch.equal(laid_out_plainly(case, row, 8).run(kernels)[0], out[row])
+
+
+@pytest.mark.parametrize("isa", BACKENDS)
+def test_a_window_with_sinks(isa: str) -> None:
+    case = replace(attention_case([3, 300], num_nodes=6), sinks=SINKS)
+    exact, torchs = attention_truth(case, window=50)
+    assert rms_error(case.run(kernels_named(isa), window=50), exact) <= 2 * rms_error(torchs, exact) + 1e-8
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("chunk", "sinks"), CHUNKED)
+def test_sinks_have_the_same_bits_everywhere(isa: str, chunk: int, sinks: Tensor | None) -> None:
+    case = replace(attention_case([2, 700], num_nodes=4), chunk=chunk, sinks=sinks)
+    expected = case.run(cpu_kernels("portable", 1))
+    for threads in (1, 2, 5):
+        assert torch.equal(case.run(cpu_kernels(isa, threads)), expected)
+        assert torch.equal(case.row(7).run(cpu_kernels(isa, threads)), expected[7:])
+
+
+@pytest.mark.parametrize("isa", BACKENDS)
+def test_a_sink_above_all_scores_leaves_nothing(isa: str) -> None:
+    case = attention_case([30], num_nodes=2)
+    small = replace(case, sinks=torch.full((6,), -1e4))
+    assert torch.equal(small.run(kernels_named(isa)), case.run(kernels_named(isa)))
+    assert not replace(case, sinks=torch.full((6,), 1e4)).run(kernels_named(isa)).any()

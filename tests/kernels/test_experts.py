@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.cases import ISAS, cpu_kernels, kernels_named, rms_error
+from tests.kernels.cases import ISAS, clipped_swiglu, cpu_kernels, kernels_named, rms_error
 from torch import Tensor
 from torch.nn import functional
 
 from forerun.errors import KernelError
 from forerun.kernels.grouped import GroupedMatrix
-from forerun.kernels.ops import Kernels, PackedExperts, Routing
+from forerun.kernels.ops import ExpertBiases, Kernels, PackedExperts, Routing
 
 BACKENDS = ("reference", *ISAS)
 MIXTRAL = Routing(8, 2)
@@ -89,14 +89,24 @@ def grouped(weight: Tensor) -> GroupedMatrix:
     return GroupedMatrix(codes.to(torch.uint8), scales, 4, 8, 16, None, None)
 
 
-def pack(kernels: Kernels, num_experts: int, storage: str, activation: str = "silu") -> PackedExperts:
+def biases_of(num_experts: int) -> ExpertBiases:
+    generator = torch.Generator().manual_seed(5)
+    return ExpertBiases(*(torch.randn(num_experts, size, generator=generator) for size in (2 * FFN, HIDDEN)))
+
+
+def pack(
+    kernels: Kernels, num_experts: int, storage: str, activation: str = "silu", biased: bool = False,
+    scales_inputs: bool = False,
+) -> PackedExperts:  # fmt: skip
     def packed(weight: Tensor):  # type: ignore[no-untyped-def]
         if storage == "int4":
             return kernels.pack_grouped(grouped(weight))
         return kernels.pack_linear(weight.to(getattr(torch, storage)))
 
     pairs = matrices(num_experts)
-    return kernels.pack_experts([packed(up) for up, _ in pairs], [packed(down) for _, down in pairs], activation)
+    added = ExpertBiases(*(b.to(kernels.device) for b in biases_of(num_experts))) if biased else None
+    ups, downs = [packed(up) for up, _ in pairs], [packed(down) for _, down in pairs]
+    return kernels.pack_experts(ups, downs, activation, added, scales_inputs)
 
 
 def plain_sum(x: Tensor, weights: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
@@ -146,6 +156,39 @@ def test_the_sum_is_that_of_the_single_ops_in_the_order_of_the_experts(
     assert torch.equal(kernels.experts(x, weights, experts, base), expected)
 
 
+def clipped_sum(x: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """With biases and gpt-oss's gate."""
+    total, biases = torch.zeros_like(x).to(dtype), biases_of(weights.shape[1])
+    for index, (up, down) in enumerate(matrices(weights.shape[1])):
+        gate, value = (x.to(dtype) @ up.to(dtype).T + biases.gate_up[index].to(dtype)).chunk(2, dim=1)
+        out = clipped_swiglu(gate, value) @ down.to(dtype).T + biases.down[index].to(dtype)
+        total = total + weights[:, index, None].to(dtype) * out
+    return total
+
+
+@pytest.mark.parametrize("isa", BACKENDS)
+def test_biases_and_the_clipped_gate(isa: str) -> None:
+    kernels, (x, weights, _) = kernels_named(isa), case(25)
+    truth = clipped_sum(x, weights, torch.float64)
+    found = kernels.experts(x, weights, pack(kernels, 8, "float32", "clipped_swiglu", biased=True))
+    assert rms_error(found, truth) <= 2 * rms_error(clipped_sum(x, weights, torch.float32), truth)
+    small = kernels.experts(x, weights, pack(kernels, 8, "int4", "clipped_swiglu", biased=True))
+    assert 0 < rms_error(small, truth) < 0.3 * float(truth.std())
+
+
+@pytest.mark.parametrize("isa", BACKENDS)
+def test_weights_may_multiply_what_is_read(isa: str) -> None:
+    kernels, (x, weights, base) = kernels_named(isa), case(6)
+    experts, plain = pack(kernels, 8, "float32", scales_inputs=True), pack(kernels, 8, "float32")
+    expected = base.clone()
+    for index in range(8):
+        rows = weights[:, index].nonzero()[:, 0]
+        one = torch.zeros(len(rows), 8)
+        one[:, index] = 1.0
+        expected[rows] += kernels.experts(weights[rows, index, None] * x[rows], one, plain)
+    assert torch.equal(kernels.experts(x, weights, experts, base), expected)
+
+
 @pytest.mark.parametrize("isa", ("reference", "avx512", "avx2"))
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "int4"])
 def test_a_row_has_the_same_bits_in_every_batch(isa: str, storage: str) -> None:
@@ -170,7 +213,8 @@ def test_instruction_sets_and_thread_counts_agree_bit_by_bit(isa: str, storage: 
     results = []
     for kernels in (cpu_kernels("portable", 1), cpu_kernels(isa, 1), cpu_kernels(isa, 3)):
         weights = kernels.route(logits, correction, DEEPSEEK)
-        results.append((weights, kernels.experts(x, weights, pack(kernels, 32, storage), base)))
+        packed = pack(kernels, 32, storage, "clipped_swiglu", biased=True)
+        results.append((weights, kernels.experts(x, weights, packed, base)))
     for weights, out in results[1:]:
         assert torch.equal(weights, results[0][0]) and torch.equal(out, results[0][1])
 

@@ -7,7 +7,16 @@ from fractions import Fraction
 
 import pytest
 import torch
-from tests.kernels.cases import ISAS, KV_DTYPES, cpu_kernels, kernels_named, pool_of, rms_error, tensors_of
+from tests.kernels.cases import (
+    ISAS,
+    KV_DTYPES,
+    clipped_swiglu,
+    cpu_kernels,
+    kernels_named,
+    pool_of,
+    rms_error,
+    tensors_of,
+)
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,7 +31,7 @@ def _ops(width: int) -> dict[str, tuple[Op, Callable[[Tensor], Tensor]]]:
     """Name -> (the op, its definition in the dtype of its argument)."""
     generator = torch.Generator().manual_seed(width)
     weight = torch.randn(width, generator=generator)
-    up = torch.randn(1, width, generator=generator)
+    up = 5 * torch.randn(1, width, generator=generator)
 
     def rms(x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight.to(x.dtype)
@@ -35,6 +44,7 @@ def _ops(width: int) -> dict[str, tuple[Op, Callable[[Tensor], Tensor]]]:
         "add_rms_norm": (lambda k, x: k.add_rms_norm(x, x * 3, weight, 1e-5), lambda x: rms(x + x * 3)),
         "silu": (gated("silu"), lambda x: functional.silu(x) * up.to(x.dtype)),
         "gelu_tanh": (gated("gelu_tanh"), lambda x: functional.gelu(x, approximate="tanh") * up.to(x.dtype)),
+        "clipped_swiglu": (gated("clipped_swiglu"), lambda x: clipped_swiglu(x, up.to(x.dtype))),
     }
 
 
@@ -70,6 +80,14 @@ def test_instruction_sets_agree_bit_by_bit(isa: str, width: int) -> None:
         ours, portable = op(cpu_kernels(isa), x), op(cpu_kernels("portable", 1), x)
         assert torch.equal(ours.nan_to_num(), portable.nan_to_num()), name
         assert torch.equal(ours.isnan(), portable.isnan()), name
+
+
+@pytest.mark.parametrize("isa", ("reference", *ISAS))
+def test_a_clipped_gate_lets_nothing_but_numbers_be_clipped(isa: str) -> None:
+    gate = torch.tensor([[7.5, 1e30, torch.inf, -1e30, torch.nan, 1.0, 1.0, 1.0]])
+    up = torch.tensor([[1.0, -9.0, 9.0, 1.0, 1.0, torch.inf, -torch.inf, torch.nan]])
+    out = kernels_named(isa).gated_act(torch.cat([gate, up], 1), "clipped_swiglu")
+    assert torch.allclose(out, clipped_swiglu(gate, up), rtol=1e-6, atol=1e-30, equal_nan=True)
 
 
 @pytest.mark.parametrize("isa", ISAS)

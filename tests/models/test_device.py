@@ -49,7 +49,7 @@ class MetaKernels(ReferenceKernels):
     def pack_heads(self, weight: Tensor) -> ReferenceHeads:
         return ReferenceHeads(weight.to(META))
 
-    def pack_experts(self, gate_up: Any, down: Any, activation: str) -> Any:
+    def pack_experts(self, gate_up: Any, down: Any, activation: str, *_: Any) -> Any:
         return (gate_up, down)
 
 
@@ -95,7 +95,7 @@ def batch() -> ForwardBatch:
     return ForwardBatch.build([rows], 4)
 
 
-@pytest.mark.parametrize("case", ["llama-tied-biased", "qwen3", "mixtral", "qwen2-moe", "deepseek"])
+@pytest.mark.parametrize("case", ["llama-tied-biased", "qwen3", "mixtral", "qwen2-moe", "deepseek", "gpt-oss"])
 def test_a_forward_stays_on_the_device_of_its_kernels(case: str, tmp_path: Path) -> None:
     kernels: Any = MetaKernels()
     model: Any = load_model(factory.make_checkpoint(case, tmp_path), kernels).model

@@ -68,8 +68,15 @@ class Seen(NamedTuple):
     value_scales: Tensor  # [L]
 
 
-def attend(query: Tensor, seen: Seen, scale: float, first: int) -> Tensor:
-    """Attention of the heads of one group [Hg, D] over what they see, split by split -> [Hg, D]."""
+def first_counted(num_visible: int, window: int, chunk: int) -> int:
+    """The first visible index that counts for a row that sees so many keys."""
+    if chunk > 0:
+        return (num_visible - 1) // chunk * chunk
+    return max(0, num_visible - window) if window > 0 else min(-window, num_visible - 1)
+
+
+def attend(query: Tensor, seen: Seen, scale: float, first: int, sinks: Tensor | None = None) -> Tensor:
+    """Attention of the heads of one group [Hg, D] over what they see, split by split -> [Hg, D]; sinks [Hg, 1]."""
     top = torch.full((query.shape[0], 1), -torch.inf)
     total = torch.zeros(query.shape[0], 1)
     out = torch.zeros(query.shape[0], seen.values.shape[1])
@@ -82,4 +89,4 @@ def attend(query: Tensor, seen: Seen, scale: float, first: int) -> Tensor:
         total = total * shrink + weights.sum(dim=1, keepdim=True)
         out = out * shrink + (weights * seen.value_scales[part]) @ seen.values[part].clone()
         top = new_top
-    return out / total
+    return out / (total if sinks is None else total + torch.exp(sinks - top))

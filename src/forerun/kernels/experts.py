@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import KernelError
-from forerun.kernels.ops import PackedExperts, PackedLinear, Routing
+from forerun.kernels.ops import ExpertBiases, PackedExperts, PackedLinear, Routing
 
 SMALLEST_SUM = 1e-20  # added to the sum of the chosen scores, which sigmoids may leave at 0
 GROUP_VOTES = 2  # best scores of a group that decide about it
@@ -25,6 +25,8 @@ class ReferenceExperts:
     gate_up: tuple[PackedLinear, ...]
     down: tuple[PackedLinear, ...]
     activation: str
+    biases: ExpertBiases | None
+    scales_inputs: bool
 
     @property
     def num_experts(self) -> int:
@@ -76,7 +78,7 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
 
 def expert_sum(
-    row: Tensor, weights: Tensor, base: Tensor, compute: Callable[[int, Tensor], Tensor]
+    row: Tensor, weights: Tensor, base: Tensor, compute: Callable[[int, Tensor], Tensor], scales_inputs: bool
 ) -> Tensor:  # fmt: skip
     """`Kernels.experts` for one row: base [H] and every chosen expert's output [H], in their order.
 
@@ -84,7 +86,8 @@ def expert_sum(
     """
     total = base.clone()
     for index in weights.nonzero()[:, 0].tolist():
-        total += weights[index] * compute(index, row)
+        weight = weights[index]
+        total += compute(index, weight * row) if scales_inputs else weight * compute(index, row)
     return total
 
 

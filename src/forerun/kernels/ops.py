@@ -210,6 +210,13 @@ class PackedExperts(Protocol):
         """E."""
 
 
+class ExpertBiases(NamedTuple):
+    """What a layer's experts add to their products."""
+
+    gate_up: Tensor  # [E, 2F] float32
+    down: Tensor  # [E, H] float32
+
+
 class Kernels(Protocol):
     """A backend: every method but `describe` is an op. Chosen once by `kernels.select`, passed through constructors."""
 
@@ -244,7 +251,10 @@ class Kernels(Protocol):
         """In place residual += x, then `rms_norm(residual)` -> [M, H]."""
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
-        """act(gate) * up for rows [gate | up] of 2F entries; activation "silu" or "gelu_tanh" -> [M, F]."""
+        """act(gate) * up for rows [gate | up] of 2F entries -> [M, F]; activation one of ACTIVATIONS.
+
+        "clipped_swiglu" is gpt-oss's g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7), u = clamp(up, -7, 7).
+        """
 
     def rope_and_cache(
         self,
@@ -266,12 +276,16 @@ class Kernels(Protocol):
         """
 
     def attention(
-        self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0
-    ) -> Tensor:
+        self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0,
+        chunk: int = 0, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Softmax attention of the q part of qkv [M, row_size] over each row's visible keys -> [M, Q * D].
 
         window > 0: only the last `window` visible keys count (the row itself included). window < 0: the first
-        -window visible keys do not count (the row itself always does).
+        -window visible keys do not count (the row itself always does). chunk > 0, without a window: visible keys
+        below the last multiple of `chunk` that is not above the row's own visible index do not count.
+        sinks [Q] float32: a head's weights are divided by their sum plus e^sink, as if there were one more key of that
+        score and without a value; it joins last. Source: gpt-oss; Xiao et al. 2023 (2309.17453).
         The softmax is split every 256 visible keys (aligned to the visible index) and combined in that order.
         In an int8 pool a score is ((q . codes) * key_scale) * scale and a key adds (p * value_scale) * codes to the
         sum of values, p being its weight relative to the split's largest; the weights are summed without value scales.
@@ -324,9 +338,13 @@ class Kernels(Protocol):
         """
 
     def pack_experts(
-        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: str
-    ) -> PackedExperts:
-        """Get E packed pairs of matrices, [2F, H] and [H, F], ready for `experts`; they are not copied."""
+        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: str,
+        biases: ExpertBiases | None = None, scales_inputs: bool = False,
+    ) -> PackedExperts:  # fmt: skip
+        """Get E packed pairs of matrices, [2F, H] and [H, F], ready for `experts`; they are not copied.
+
+        scales_inputs: an expert's weight multiplies what it reads instead of what it gives (Llama 4).
+        """
 
     def experts(self, x: Tensor, weights: Tensor, experts: PackedExperts, base: Tensor | None = None) -> Tensor:
         """base (or 0) plus, over the experts whose weight is not 0, weight * down(gated_act(gate_up(x))) -> [M, H].
@@ -388,7 +406,7 @@ class Kernels(Protocol):
 
 
 OPS = tuple(name for name in vars(Kernels) if name not in ("describe", "reason") and not name.startswith("_"))
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "clipped_swiglu")  # in the order of Activation in csrc/ops.h
 ATTENTION_SPLIT = 256  # visible keys a split of the softmax covers, in every backend
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

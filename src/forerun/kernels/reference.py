@@ -7,7 +7,7 @@ copy, so its arithmetic is literally the same calls whatever else is in the batc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from forerun.errors import KernelError
 from forerun.kernels import philox
-from forerun.kernels.attention import Seen, attend, places, rotate, rotate_tail, stored
+from forerun.kernels.attention import Seen, attend, first_counted, places, rotate, rotate_tail, stored
 from forerun.kernels.chances import rival_log_chances
 from forerun.kernels.experts import ReferenceExperts, check_routing, expert_sum, reference_experts, route_row
 from forerun.kernels.grouped import GroupedMatrix, ReferenceGrouped, multiply_grouped, pack_reference
@@ -27,6 +27,7 @@ from forerun.kernels.ops import (
     NUM_RIVALS,
     WEIGHT_DTYPES,
     AttentionRows,
+    ExpertBiases,
     HeadLayout,
     Kernels,
     LatentLayout,
@@ -126,11 +127,7 @@ class ReferenceKernels(Kernels):
         check_activation(activation)
         size = gate_up.shape[1] // 2
 
-        def gate(row: Tensor) -> Tensor:
-            acted = functional.silu(row[:size]) if activation == "silu" else _gelu_tanh(row[:size])
-            return acted * row[size:]
-
-        return _by_row(gate, gate_up, size)
+        return _by_row(lambda row: _GATES[activation](row[:size], row[size:]), gate_up, size)
 
     def rope_and_cache(
         self,
@@ -156,13 +153,14 @@ class ReferenceKernels(Kernels):
             kv.values[block, :, offset, :] = stored(parts[num_q + num_kv :], kv.value_scales, block, offset, kv)
 
     def attention(
-        self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0
-    ) -> Tensor:
+        self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0,
+        chunk: int = 0, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `Kernels.attention`."""
         out = torch.empty(qkv.shape[0], heads.num_q * heads.head_dim)
         for row in range(qkv.shape[0]):
             blocks, offsets = places(rows, row, kv.block_size)  # [L] each
-            first = max(0, len(blocks) - window) if window > 0 else min(-window, len(blocks) - 1)
+            first = first_counted(len(blocks), window, chunk)
             keys = kv.keys[blocks, :, :, offsets].float()  # [L, G, D]
             values = kv.values[blocks, :, offsets].float()  # [L, G, D]
             query = qkv[row, : heads.num_q * heads.head_dim].clone().view(heads.num_kv, -1, heads.head_dim)
@@ -174,7 +172,9 @@ class ReferenceKernels(Kernels):
                 Seen(keys[:, g].contiguous(), values[:, g].contiguous(), key_scales[:, g], value_scales[:, g])
                 for g in range(heads.num_kv)
             ]
-            out[row] = torch.cat([attend(query[g], seen[g], scale, first).view(-1) for g in range(heads.num_kv)])
+            own = [None] * heads.num_kv if sinks is None else sinks.view(heads.num_kv, -1, 1)  # [G, Hg, 1]
+            mixed = [attend(query[g], seen[g], scale, first, own[g]) for g in range(heads.num_kv)]
+            out[row] = torch.cat([of_group.view(-1) for of_group in mixed])
         return out
 
     def pack_heads(self, weight: Tensor) -> PackedHeads:
@@ -238,23 +238,25 @@ class ReferenceKernels(Kernels):
         return _by_row(lambda row: route_row(row, correction, routing), logits, logits.shape[1])
 
     def pack_experts(
-        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: str
-    ) -> PackedExperts:
+        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: str,
+        biases: ExpertBiases | None = None, scales_inputs: bool = False,
+    ) -> PackedExperts:  # fmt: skip
         """See `Kernels.pack_experts`."""
         check_activation(activation)
-        return ReferenceExperts(tuple(gate_up), tuple(down), activation)
+        return ReferenceExperts(tuple(gate_up), tuple(down), activation, biases, scales_inputs)
 
     def experts(self, x: Tensor, weights: Tensor, experts: PackedExperts, base: Tensor | None = None) -> Tensor:
         """See `Kernels.experts`."""
         packed = reference_experts(experts)
 
         def compute(index: int, row: Tensor) -> Tensor:
-            gated = self.gated_act(self.linear(row[None], packed.gate_up[index]), packed.activation)
-            return self.linear(gated, packed.down[index])[0]
+            inner, outer = (None, None) if packed.biases is None else (added[index] for added in packed.biases)
+            gated = self.gated_act(self.linear(row[None], packed.gate_up[index], inner), packed.activation)
+            return self.linear(gated, packed.down[index], outer)[0]
 
         out = torch.zeros_like(x) if base is None else base.clone()
         for row in range(x.shape[0]):
-            out[row] = expert_sum(x[row], weights[row], out[row], compute)
+            out[row] = expert_sum(x[row], weights[row], out[row], compute, packed.scales_inputs)
         return out
 
     def move_rows(self, kvs: list[LayerKV], sources: Tensor, targets: Tensor) -> None:
@@ -341,8 +343,16 @@ def _rms_norm(row: Tensor, weight: Tensor, eps: float) -> Tensor:
     return row * torch.rsqrt(row.square().mean() + eps) * weight
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return functional.gelu(x, approximate="tanh")
+def _clipped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.clamp(max=7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
+
+
+_GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: functional.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
+    "clipped_swiglu": _clipped_swiglu,
+}
 
 
 def _head_norm(head: Tensor, weight: Tensor | None, eps: float) -> Tensor:

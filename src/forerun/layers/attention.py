@@ -21,6 +21,7 @@ class AttentionShape:
     scale: float
     window: int = 0  # 0: every visible key counts
     norm_eps: float = 0.0  # of the q and k norms
+    chunk: int = 0  # positions that see only each other; 0: there are no chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +39,16 @@ class Attention:
 
     def __init__(
         self, kernels: Kernels, shape: AttentionShape, qkv: Linear, out: Linear, rope_table: Tensor,
-        norms: HeadNorms | None = None,
+        norms: HeadNorms | None = None, sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """`qkv` [row_size, H] with q, k, v rows in this order; `out` [H, Q * D]; rope_table [P, rotary_dim]."""
+        """`qkv` [row_size, H]: q, k, v rows in order; `out` [H, Q * D]; rope_table [P, rotary_dim]; `sinks` [Q]."""
         self._kernels = kernels
         self.shape = shape
         self.qkv = qkv
         self.out = out
         self.rope_table = rope_table
         self.norms = norms
+        self.sinks = sinks
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -55,8 +57,9 @@ class Attention:
 
     @property
     def vectors(self) -> tuple[Tensor, ...]:
-        """The weights of the norms inside."""
-        return () if self.norms is None else (self.norms.query, self.norms.key)
+        """The weights of the norms inside, and the sinks."""
+        norms = () if self.norms is None else (self.norms.query, self.norms.key)
+        return norms if self.sinks is None else (*norms, self.sinks)
 
     def store(self, x: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor) -> Tensor:
         """Write the keys and values of x [M, H] to `slots` of `kv` -> [M, row_size], the rotated queries first."""
@@ -80,5 +83,7 @@ class Attention:
     ) -> Tensor:
         """x [M, H] -> [M, H], or [R, H] of the rows `wanted` [R]; `store` is a part of it."""
         shape, qkv = self.shape, self.store(x, kv, positions, slots)
-        mixed = self._kernels.attention(qkv, shape.heads, kv, rows, shape.scale, shape.window)  # [M, Q * D]
+        mixed = self._kernels.attention(
+            qkv, shape.heads, kv, rows, shape.scale, shape.window, shape.chunk, self.sinks
+        )  # [M, Q * D]
         return self.out(mixed if wanted is None else mixed.index_select(0, wanted))

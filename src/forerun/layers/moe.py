@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from forerun.kernels.ops import Kernels, PackedExperts, Routing
+from forerun.kernels.ops import ExpertBiases, Kernels, PackedExperts, Routing
 from forerun.layers.linear import Linear
 from forerun.layers.mlp import GatedMLP
 
@@ -39,9 +39,12 @@ class MixtureOfExperts:
 
     def __init__(
         self, kernels: Kernels, routing: Routing, router: Linear, experts: Sequence[GatedMLP],
-        correction: Tensor | None = None, shared: SharedExpert | None = None,
+        correction: Tensor | None = None, shared: SharedExpert | None = None, scales_inputs: bool = False,
     ) -> None:  # fmt: skip
-        """`router` [E, H]; `correction` [E] float32 is added to the scores that experts are chosen by."""
+        """`router` [E, H]; `correction` [E] float32 is added to the scores that experts are chosen by.
+
+        scales_inputs: see `Kernels.pack_experts`.
+        """
         assert len(experts) == routing.num_experts, (len(experts), routing)
         self._kernels = kernels
         self.routing = routing
@@ -49,7 +52,8 @@ class MixtureOfExperts:
         self.experts = tuple(experts)
         self.correction = correction
         self.shared = shared
-        self._packed = _pack(kernels, self.experts)
+        self._scales_inputs = scales_inputs
+        self._packed = _pack(kernels, self.experts, scales_inputs)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -77,15 +81,22 @@ class MixtureOfExperts:
         out = torch.zeros_like(x) if base is None else base  # [M, H]
         for index in weights.any(dim=0).nonzero()[:, 0].tolist():
             rows = weights[:, index].nonzero()[:, 0]  # [those that chose it]
-            out[rows] += weights[rows, index, None] * self.experts[index](x[rows])
+            given, expert = weights[rows, index, None], self.experts[index]
+            out[rows] += expert(given * x[rows]) if self._scales_inputs else given * expert(x[rows])
         return out
 
 
-def _pack(kernels: Kernels, experts: Sequence[GatedMLP]) -> PackedExperts | None:
+def _pack(kernels: Kernels, experts: Sequence[GatedMLP], scales_inputs: bool) -> PackedExperts | None:
     """All experts as the kernels take them; None where a matrix is not one packed matrix."""
     gate_up = [expert.gate_up.weight.packed for expert in experts]
     down = [expert.down.weight.packed for expert in experts]
     given_up, given_down = [w for w in gate_up if w is not None], [w for w in down if w is not None]
     if len(given_up) < len(experts) or len(given_down) < len(experts):
         return None
-    return kernels.pack_experts(given_up, given_down, experts[0].activation)
+    return kernels.pack_experts(given_up, given_down, experts[0].activation, _biases(experts), scales_inputs)
+
+
+def _biases(experts: Sequence[GatedMLP]) -> ExpertBiases | None:
+    gate_up = [expert.gate_up.bias for expert in experts if expert.gate_up.bias is not None]
+    down = [expert.down.bias for expert in experts if expert.down.bias is not None]
+    return ExpertBiases(torch.stack(gate_up), torch.stack(down)) if gate_up and down else None

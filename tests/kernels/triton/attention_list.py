@@ -22,11 +22,11 @@ def rowwise() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
 
     row = {"x": "*fp32", "residual": "*fp32", "weight": "*fp32"}
     sizes = {"out": "*fp32", "eps": "fp32", "SIZE": 4096, "BLOCK": 4096}
-    gate = {"gate_up": "*fp32", "out": "*fp32", "SIZE": 14336, "SILU": True, "BLOCK": 1024}
+    gate = {"gate_up": "*fp32", "out": "*fp32", "SIZE": 14336, "ACTIVATION": 0, "BLOCK": 1024}
     return [
         (_rms_kernel, row | sizes, {"num_warps": 4, **EXACT}),
         (_gate_kernel, gate, EXACT),
-        (_gate_kernel, {**gate, "SILU": False}, EXACT),
+        *((_gate_kernel, {**gate, "ACTIVATION": activation}, EXACT) for activation in (1, 2)),
     ]
 
 
@@ -67,11 +67,19 @@ def attentions() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     coded = {"keys": "*i8", "values": "*i8", "key_scales": "*fp32", "value_scales": "*fp32", "STRIDE": 4}
     latent = {"queries": "*fp32", "values": "*bf16", "work": "*fp32", **ROWS, **NUMBERS, "NUM_HEADS": 128, "DIM": 576}
     latent |= {"RANK": 512, "BLOCK_SIZE": 16, "BLOCK_D": 512, "CHUNK": 32, "ROWS": 1, "HEADS": 16, "STRIDE": 1}
-    combine = {"work": "*fp32", "out": "*fp32", "prefix_lens": "*i32", "tree_masks": "*i64", "first_row": "i32"}
+    combine = {
+        "work": "*fp32",
+        "sinks": None,
+        "out": "*fp32",
+        "prefix_lens": "*i32",
+        "tree_masks": "*i64",
+        "first_row": "i32",
+    }
     combine |= {"num_splits": "i32", "NUM_HEADS": 32, "DIM": 128, "BLOCK_D": 128, "WINDOW": 0, "STEP": 16}
     return [
         (_attention_kernel, plain, {"num_warps": 4, "num_stages": 2, **EXACT}),
         (_attention_kernel, {**plain, **coded, "WINDOW": 4096}, {"num_warps": 4, "num_stages": 2, **EXACT}),
         (_latent_attention_kernel, latent, {"num_warps": 8, "num_stages": 2, **EXACT}),
         (combine_kernel, combine, EXACT),
+        (combine_kernel, {**combine, "sinks": "*fp32"}, EXACT),
     ]

@@ -102,14 +102,25 @@ def moving() -> list[Entry]:
 
     parts = {"parts": "*fp32", "bias": "*fp32", "out": "*fp32", "num_rows": "i32"}
     table = {"token_ids": "*i64", "table": "*bf16", "out": "*fp32", "VOCAB": 128256, "WIDTH": 4096, "BLOCK": 1024}
-    both = {"both": "*fp32", "out": "*fp32", "end": "*i32", "SIZE": 768, "SILU": True, "SLOTS": 4, "BLOCK": 1024}
-    addends = {"addends": "*fp32", "weights": "*fp32", "slot_of": "*i64", "base": "*fp32", "out": "*fp32"}
-    addends |= {"num_rows": "i32"}
+    both = {"both": "*fp32", "biases": None, "owners": "*i32", "out": "*fp32", "end": "*i32"}
+    both |= {"SIZE": 768, "ACTIVATION": 0, "SLOTS": 4, "BLOCK": 1024}
+    addends = {
+        "addends": "*fp32",
+        "biases": None,
+        "weights": "*fp32",
+        "slot_of": "*i64",
+        "base": "*fp32",
+        "out": "*fp32",
+    }
+    addends |= {"num_rows": "i32", "HIDDEN": 2048, "NUM_EXPERTS": 128, "HAS_BASE": True, "BLOCK": 1024}
+    biased = {"biases": "*fp32"}
     return [
         arranged(linear.add_parts, {**parts, "WIDTH": 4096, "SPLITS": 5, "HAS_BIAS": True, "BLOCK": 1024}),
         arranged(linear.embed, table),
         arranged(experts._activate, both),
-        arranged(experts._add_up, {**addends, "HIDDEN": 2048, "NUM_EXPERTS": 128, "HAS_BASE": True, "BLOCK": 1024}),
+        arranged(experts._activate, {**both, **biased, "ACTIVATION": 2}),
+        arranged(experts._add_up, addends),
+        arranged(experts._add_up, addends | biased),
     ]
 
 

@@ -186,3 +186,18 @@ def test_the_split_is_the_contracts() -> None:
     from forerun.kernels.triton.attention_tiles import LANES, SPLIT
 
     assert SPLIT.value == ATTENTION_SPLIT and LANES.value == TILE_LANES
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(FLOAT, 0), (BRAIN, 40)])
+def test_sinks_are_one_more_score(kernels: Any, dtype: torch.dtype, window: int) -> None:
+    case = attention_case([5, 300], num_nodes=4, heads=ONE_KV_HEAD, dtype=dtype)
+    case = replace(case, sinks=torch.tensor([-2.0, 0.0, 3.0, 80.0]))
+    whole = run(case, kernels, window)
+    check_error(case, whole, window)
+    for row in (1, 7):
+        assert torch.equal(run(case.row(row), kernels, window), whole[[row]])
+
+
+def test_chunks_are_refused(kernels: Any) -> None:
+    with pytest.raises(KernelError, match="attention in chunks"):
+        run(replace(attention_case([5], num_nodes=1, heads=ONE_KV_HEAD), chunk=4), kernels)

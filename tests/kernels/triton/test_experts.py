@@ -61,6 +61,16 @@ def test_agrees_with_the_reference(kernels: Any, storage: str) -> None:
 
 
 @pytest.mark.parametrize("storage", STORAGES)
+def test_biases_and_the_clipped_gate_agree_with_the_reference(kernels: Any, storage: str) -> None:
+    reference, (x, weights, base) = kernels_named("reference"), case(9, FEW)
+    given = 4, storage, "clipped_swiglu", True
+    expected = reference.experts(x, weights, pack(reference, *given), base)
+    found = experts(kernels, x, weights, pack(kernels, *given), base)
+    assert rms_error(found, expected) <= 1e-6 * float(expected.abs().max()) + (1e-3 if storage == "int4" else 0)
+    assert torch.equal(experts(kernels, x[3:4], weights[3:4], pack(kernels, *given), base[3:4]), found[3:4])
+
+
+@pytest.mark.parametrize("storage", STORAGES)
 def test_the_sum_is_that_of_the_single_experts_in_their_order(kernels: Any, storage: str) -> None:
     (x, weights, base), packed = case(5, FEW), pack(kernels, 4, storage)
     expected = base.clone()
@@ -119,3 +129,5 @@ def test_misfits_are_refused(kernels: Any) -> None:
         kernels.pack_experts([up], [kernels.pack_linear(torch.ones(8, 5))], "silu")
     with pytest.raises(KernelError, match="different ways"):
         kernels.pack_experts([up, kernels.pack_linear(torch.ones(12, 8).half())], [down, down], "silu")
+    with pytest.raises(KernelError, match="inputs are scaled"):
+        kernels.pack_experts([up], [down], "silu", scales_inputs=True)

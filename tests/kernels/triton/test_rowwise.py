@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.cases import rms_error
+from tests.kernels.cases import clipped_swiglu, rms_error
 from torch import Tensor
 from torch.nn import functional
 
 from forerun.errors import KernelError
 
 WIDTHS = (1, 7, 100, 384)
-OPS = ("rms_norm", "add_rms_norm", "silu", "gelu_tanh")
+OPS = ("rms_norm", "add_rms_norm", "silu", "gelu_tanh", "clipped_swiglu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 
 
@@ -37,6 +37,7 @@ def op_and_definition(
         "add_rms_norm": (lambda k, x: k.add_rms_norm(x, x * 3, scale, 1e-5), lambda x: rms(x + x * 3)),
         "silu": (gated, lambda x: functional.silu(x) * up.to(x)),
         "gelu_tanh": (gated, lambda x: functional.gelu(x, approximate="tanh") * up.to(x)),
+        "clipped_swiglu": (gated, lambda x: clipped_swiglu(x, up.to(x))),
     }[name]
 
 

@@ -22,8 +22,10 @@ from forerun.kernels.draws import PlainTree
 from forerun.kernels.experts import check_routing
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import (
+    ACTIVATIONS,
     OPS,
     AttentionRows,
+    ExpertBiases,
     HeadLayout,
     LatentLayout,
     LayerKV,
@@ -44,7 +46,6 @@ from forerun.kernels.reference import (
 _WIDEST_HEAD = 256  # C++ adds a score's products one by one, which for wider heads rounds more than torch does
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 _POOL_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
 
 class CpuKernels(ReferenceKernels):
@@ -150,7 +151,7 @@ class CpuKernels(ReferenceKernels):
         check_activation(activation)
         num_rows, width = gate_up.shape
         out = empty(num_rows, width // 2)
-        code = _ACTIVATION_CODES[activation]
+        code = ACTIVATIONS.index(activation)
         self.engine.gated_act(_floats(gate_up), out.data_ptr(), num_rows, width // 2, code)
         return out
 
@@ -186,12 +187,13 @@ class CpuKernels(ReferenceKernels):
         )
 
     def attention(
-        self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0
-    ) -> Tensor:
+        self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0,
+        chunk: int = 0, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `Kernels.attention`."""
         num_q, num_kv, head_dim, _ = heads
         if head_dim > _WIDEST_HEAD or num_q > num_kv * _native.MAX_HEADS_PER_GROUP:
-            return super().attention(qkv, heads, kv, rows, scale, window)
+            return super().attention(qkv, heads, kv, rows, scale, window, chunk, sinks)
         num_rows = qkv.shape[0]
         out = empty(num_rows, num_q * head_dim)
         self.engine.attention(
@@ -211,6 +213,8 @@ class CpuKernels(ReferenceKernels):
             rows.block_tables.shape[1],
             scale,
             window,
+            chunk,
+            0 if sinks is None else _floats(sinks),
             num_rows,
             rows.max_visible,
         )
@@ -287,6 +291,8 @@ class CpuKernels(ReferenceKernels):
             rows.block_tables.shape[1],
             scale,
             0,
+            0,
+            0,
             num_rows,
             rows.max_visible,
         )
@@ -302,11 +308,12 @@ class CpuKernels(ReferenceKernels):
         return out
 
     def pack_experts(
-        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: str
-    ) -> PackedExperts:
+        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: str,
+        biases: ExpertBiases | None = None, scales_inputs: bool = False,
+    ) -> PackedExperts:  # fmt: skip
         """See `Kernels.pack_experts`."""
         check_activation(activation)
-        return pack_bank(gate_up, down, _ACTIVATION_CODES[activation])
+        return pack_bank(gate_up, down, ACTIVATIONS.index(activation), biases, scales_inputs)
 
     def experts(self, x: Tensor, weights: Tensor, experts: PackedExperts, base: Tensor | None = None) -> Tensor:
         """See `Kernels.experts`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.grouped import CpuGrouped
-from forerun.kernels.ops import PackedExperts, PackedHeads, PackedLinear
+from forerun.kernels.ops import ExpertBiases, PackedExperts, PackedHeads, PackedLinear
 
 Stored = tuple["CpuLinear | CpuGrouped", ...]
 
@@ -66,6 +66,7 @@ class CpuExperts:
     bank: _native.ExpertBank
     matrices: Stored  # kept alive
     num_experts: int
+    biases: ExpertBiases | None  # kept alive
 
 
 def head_rows(weight: Tensor) -> Tensor:
@@ -74,20 +75,25 @@ def head_rows(weight: Tensor) -> Tensor:
     return torch.nn.functional.pad(weight, (0, 0, 0, filled)).flatten(0, 1)
 
 
-def pack_bank(gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation_code: int) -> CpuExperts:
+def pack_bank(
+    gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation_code: int, biases: ExpertBiases | None,
+    scales_inputs: bool,
+) -> CpuExperts:  # fmt: skip
     """List the matrices of all experts; raises KernelError for shapes that do not go together."""
     num_inputs, num_inner = gate_up[0].shape[1], down[0].shape[1]
     _check(gate_up, (2 * num_inner, num_inputs))
     _check(down, (num_inputs, num_inner))
-    bank = _native.ExpertBank(num_inputs, num_inner, activation_code)
+    bank = _native.ExpertBank(num_inputs, num_inner, activation_code, scales_inputs)
     stored = (*_stored(gate_up), *_stored(down))
+    added = [] if biases is None else [*biases.gate_up.unbind(), *biases.down.unbind()]
     for number, matrix in enumerate(stored):
-        is_down = number >= len(gate_up)
+        is_down, bias = number >= len(gate_up), added[number].data_ptr() if added else 0
         if isinstance(matrix, CpuGrouped):
-            bank.add_grouped(is_down, matrix.address, matrix.order_address, *matrix.shape, matrix.zero, matrix.layout)
+            addresses = bias, matrix.address, matrix.order_address
+            bank.add_grouped(is_down, *addresses, *matrix.shape, matrix.zero, matrix.layout)
         else:
-            bank.add_linear(is_down, matrix.address, *matrix.shape, matrix.dtype_code)
-    return CpuExperts(bank, stored, len(gate_up))
+            bank.add_linear(is_down, bias, matrix.address, *matrix.shape, matrix.dtype_code)
+    return CpuExperts(bank, stored, len(gate_up), biases)
 
 
 def own_heads(weight: PackedHeads) -> CpuHeads:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forerun.errors import KernelError
 from forerun.kernels.ops import AttentionRows, HeadLayout, LayerKV
 from forerun.kernels.triton.attention_keys import run_split
 from forerun.kernels.triton.attention_plan import ROW_TENSORS, UNSPECIALIZED, Slice, Tiling, run_in_turns
@@ -24,9 +25,12 @@ from forerun.kernels.triton.rope import check_pool
 
 
 def attention(
-    qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0
-) -> Tensor:
-    """See `Kernels.attention`."""
+    qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0, chunk: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See `Kernels.attention`; chunks are refused."""
+    if chunk:
+        raise KernelError("the Triton kernels have no attention in chunks (Llama 4); choose --device cpu")
     check_pool(kv, latent=False)
     tiling = Tiling.of(heads.num_q // heads.num_kv, heads.num_kv)
     block_d = power_of_two(heads.head_dim, 16)
@@ -45,7 +49,7 @@ def attention(
         )  # fmt: skip
 
     out = torch.empty(qkv.shape[0], heads.num_q * heads.head_dim, device=qkv.device)
-    run_in_turns(launch, out.view(-1, heads.num_q, heads.head_dim), rows, tiling, window)
+    run_in_turns(launch, out.view(-1, heads.num_q, heads.head_dim), rows, tiling, window, sinks)
     return out
 
 

@@ -61,7 +61,9 @@ class Tiling(NamedTuple):
         return cls(TILE_LANES // heads, heads, num_kv * triton.cdiv(group, heads))
 
 
-def run_in_turns(launch: Launch, out: Tensor, rows: AttentionRows, tiling: Tiling, window: int) -> None:
+def run_in_turns(
+    launch: Launch, out: Tensor, rows: AttentionRows, tiling: Tiling, window: int, sinks: Tensor | None = None
+) -> None:
     """Fill out [M, Q, D]: as many rows at a time as the work space holds results of."""
     num_rows, num_heads, dim = out.shape
     num_splits = max(1, triton.cdiv(rows.max_visible, ATTENTION_SPLIT))
@@ -71,7 +73,7 @@ def run_in_turns(launch: Launch, out: Tensor, rows: AttentionRows, tiling: Tilin
         part = slice_of(first_row, min(first_row + turn, num_rows), num_splits, tiling)
         launch(grid_of(part, tiling), work, part)
         combine_kernel[(part.last_row - first_row, num_heads)](
-            work, out, rows.prefix_lens, rows.tree_masks, first_row, num_splits,
+            work, sinks, out, rows.prefix_lens, rows.tree_masks, first_row, num_splits,
             num_heads, dim, power_of_two(dim), window, _COMBINE_STEP, **EXACT,
         )  # fmt: skip
 

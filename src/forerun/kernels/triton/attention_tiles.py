@@ -140,7 +140,7 @@ def store_partial(work, lanes, slot, top, total, acc, column, DIM: tl.constexpr)
 
 @triton.jit(do_not_specialize=["first_row", "num_splits"], do_not_specialize_on_alignment=["prefix_lens", "tree_masks"])
 def combine_kernel(
-    work, out, prefix_lens, tree_masks, first_row, num_splits,
+    work, sinks, out, prefix_lens, tree_masks, first_row, num_splits,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: its splits' sums relative to the largest score of all, added up in a fixed order."""
@@ -165,6 +165,9 @@ def combine_kernel(
         total += weight * tl.load(place + DIM + 1, counts, 0.0)
         inside = counts[:, None] & (column < DIM)[None, :]
         acc += weight[:, None] * tl.load(place[:, None] + column[None, :], inside, 0.0)
-    result = tl.math.div_rn(tl.sum(acc, 0), tl.sum(total, 0))
+    divisor = tl.sum(total, 0)
+    if sinks is not None:
+        divisor += tl.exp(tl.load(sinks + head) - largest)
+    result = tl.math.div_rn(tl.sum(acc, 0), divisor)
     at = ((row.to(tl.int64)) * NUM_HEADS + head) * DIM + column
     tl.store(out + at, result, column < DIM)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from forerun.errors import KernelError
 from forerun.kernels.experts import check_routing
-from forerun.kernels.ops import PackedExperts, PackedLinear, Routing
+from forerun.kernels.ops import ACTIVATIONS, ExpertBiases, PackedExperts, PackedLinear, Routing
 from forerun.kernels.reference import check_activation
 from forerun.kernels.triton.banks import Bank, Slots, pack_bank
 from forerun.kernels.triton.common import EXACT, aligned, power_of_two
-from forerun.kernels.triton.norms import activate
+from forerun.kernels.triton.norms import gated
 
 WORK_BYTES = 256 << 20  # of work space a piece of a batch may take
 LEAST_ROWS = 64  # of a piece, whatever they take
@@ -39,6 +39,7 @@ class TritonExperts:
     down: Bank  # [H, F] each
     activation: str
     num_experts: int
+    biases: ExpertBiases | None
 
     @property
     def rows_at_once(self) -> int:
@@ -64,13 +65,18 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Tensor
     return out
 
 
-def pack_experts(gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: str) -> TritonExperts:
+def pack_experts(
+    gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: str, biases: ExpertBiases | None = None,
+    scales_inputs: bool = False,
+) -> TritonExperts:  # fmt: skip
     """See `Kernels.pack_experts`; matrices that differ in how they are stored are refused."""
     check_activation(activation)
+    if scales_inputs:
+        raise KernelError("the Triton kernels have no experts whose inputs are scaled (Llama 4); choose --device cpu")
     num_inputs, num_inner = gate_up[0].shape[1], down[0].shape[1]
     return TritonExperts(
         pack_bank(gate_up, (2 * num_inner, num_inputs)), pack_bank(down, (num_inputs, num_inner)), activation,
-        len(gate_up),
+        len(gate_up), biases,
     )  # fmt: skip
 
 
@@ -102,13 +108,15 @@ def _piece(x: Tensor, weights: Tensor, packed: TritonExperts, base: Tensor | Non
     num_rows, hidden = x.shape
     slots, slot_of = list_slots(weights)
     both, inner = packed.gate_up.multiply(x, slots, gathered=True), packed.down.shape[1]  # [slots, 2F]
-    gated = torch.empty(slots.room, inner, device=x.device)
+    acted = torch.empty(slots.room, inner, device=x.device)
+    biases = packed.biases or (None, None)
     _activate[(triton.cdiv(slots.room, SLOTS), triton.cdiv(inner, BLOCK))](
-        both, gated, slots.starts[-1:], SIZE=inner, SILU=packed.activation == "silu", SLOTS=SLOTS, BLOCK=BLOCK, **EXACT
-    )
-    addends = packed.down.multiply(gated, slots, gathered=False)  # [slots, H]
+        both, biases[0], slots.owners, acted, slots.starts[-1:],
+        SIZE=inner, ACTIVATION=ACTIVATIONS.index(packed.activation), SLOTS=SLOTS, BLOCK=BLOCK, **EXACT,
+    )  # fmt: skip
+    addends = packed.down.multiply(acted, slots, gathered=False)  # [slots, H]
     _add_up[(num_rows, triton.cdiv(hidden, BLOCK))](
-        addends, weights.contiguous(), slot_of, addends if base is None else base, out, num_rows,
+        addends, biases[1], weights.contiguous(), slot_of, addends if base is None else base, out, num_rows,
         HIDDEN=hidden, NUM_EXPERTS=packed.num_experts, HAS_BASE=base is not None, BLOCK=BLOCK, **EXACT,
     )  # fmt: skip
 
@@ -169,7 +177,10 @@ def best_groups(
 
 
 @triton.jit
-def _activate(both, out, end, SIZE: tl.constexpr, SILU: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+def _activate(
+    both, biases, owners, out, end,
+    SIZE: tl.constexpr, ACTIVATION: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     first, num = tl.program_id(0) * SLOTS, tl.load(end)
     if first >= num:
         return
@@ -178,12 +189,16 @@ def _activate(both, out, end, SIZE: tl.constexpr, SILU: tl.constexpr, SLOTS: tl.
     inside = (slots < num) & (columns < SIZE)
     gate = tl.load(both + slots * (2 * SIZE) + columns, mask=inside, other=0.0)  # [SLOTS, BLOCK]
     up = tl.load(both + slots * (2 * SIZE) + SIZE + columns, mask=inside, other=0.0)
-    tl.store(out + slots * SIZE + columns, activate(gate, SILU) * up, mask=inside)
+    if biases is not None:
+        owner = tl.load(owners + slots, mask=slots < num, other=0).to(tl.int64)
+        gate += tl.load(biases + owner * (2 * SIZE) + columns, mask=inside, other=0.0)
+        up += tl.load(biases + owner * (2 * SIZE) + SIZE + columns, mask=inside, other=0.0)
+    tl.store(out + slots * SIZE + columns, gated(gate, up, ACTIVATION), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_up(
-    addends, weights, slot_of, base, out, num_rows,
+    addends, biases, weights, slot_of, base, out, num_rows,
     HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, HAS_BASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """base plus a row's weighted addends, each rounded by itself, in the order of the experts."""
@@ -197,5 +212,8 @@ def _add_up(
         weight = tl.load(weights + row * NUM_EXPERTS + expert)
         if weight != 0.0:
             slot = tl.load(slot_of + expert * num_rows + row)
-            total += weight * tl.load(addends + slot * HIDDEN + columns, mask=inside, other=0.0)
+            addend = tl.load(addends + slot * HIDDEN + columns, mask=inside, other=0.0)
+            if biases is not None:
+                addend += tl.load(biases + expert * HIDDEN + columns, mask=inside, other=0.0)
+            total += weight * addend
     tl.store(out + row * HIDDEN + columns, total, mask=inside)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.errors import KernelError
+from forerun.kernels.ops import ACTIVATIONS
 from forerun.kernels.reference import check_activation
 from forerun.kernels.triton.common import EXACT, aligned, power_of_two, warps_for
 
@@ -38,7 +39,7 @@ def gated_act(gate_up: Tensor, activation: str) -> Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, size, device=gate_up.device)
     grid = (num_rows, triton.cdiv(size, _ACT_BLOCK))
-    _gate_kernel[grid](aligned(gate_up), out, size, activation == "silu", _ACT_BLOCK, **EXACT)
+    _gate_kernel[grid](aligned(gate_up), out, size, ACTIVATIONS.index(activation), _ACT_BLOCK, **EXACT)
     return out
 
 
@@ -74,20 +75,24 @@ def _rms_kernel(
 
 
 @triton.jit
-def _gate_kernel(gate_up, out, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_kernel(gate_up, out, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     row = tl.program_id(0).to(tl.int64)
     gate = tl.load(gate_up + row * (2 * SIZE) + column, inside, 0.0)
     up = tl.load(gate_up + row * (2 * SIZE) + SIZE + column, inside, 0.0)
-    tl.store(out + row * SIZE + column, activate(gate, SILU) * up, inside)
+    tl.store(out + row * SIZE + column, gated(gate, up, ACTIVATION), inside)
 
 
 @triton.jit
-def activate(x, SILU: tl.constexpr):
-    """x / (1 + e^-x), or GELU in its tanh form, which is x / (1 + e^-2u) since 1 + tanh u = 2 / (1 + e^-2u)."""
-    if SILU:
+def gated(x, up, ACTIVATION: tl.constexpr):
+    """up * x / (1 + e^-x), clipped SwiGLU, or GELU's tanh form: x / (1 + e^-2u), as 1 + tanh u = 2 / (1 + e^-2u)."""
+    if ACTIVATION == 0:
         power = -x
+    elif ACTIVATION == 2:
+        x = tl.where(x > 7.0, 7.0, x)  # which lets NaN through
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+        power = x * -1.702
     else:
         power = -2.0 * 0.7978845608028654 * (x + 0.044715 * (x * x * x))  # u = sqrt(2 / pi) (x + 0.044715 x^3)
-    return tl.math.div_rn(x, 1.0 + tl.exp(power))
+    return tl.math.div_rn(x, 1.0 + tl.exp(power)) * up
