@@ -63,6 +63,22 @@ DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
+GLM = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+LITE = {name: value for name, value in DEEPSEEK.items() if name != "first_k_dense_replace"}
+INDEXER = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
+GPT_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 7,
+    "head_dim": 16,
+    "rope_parameters": {**YARN, "truncate": False},
+}
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 # name -> (model_type, fields beyond SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -97,6 +113,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "gpt-oss": ("gpt_oss", GPT_OSS),
+    "gpt-oss-plain": ("gpt_oss", {**GPT_OSS, "attention_bias": False, "layer_types": ["full_attention"] * 2}),
+    "glm4-moe": ("glm4_moe", {**GLM, "use_qk_norm": True, "head_dim": 16, "n_group": 4, "topk_group": 2}),
+    "glm4-moe-biased": ("glm4_moe", {**GLM, "attention_bias": True, "norm_topk_prob": False, "n_shared_experts": 2}),
+    "glm4-moe-lite": ("glm4_moe_lite", {**LITE, "n_shared_experts": 2}),
+    "glm4-moe-lite-typed": ("glm4_moe_lite", {**LITE, "mlp_layer_types": ["sparse", "dense"], "q_lora_rank": None}),
+    "deepseek-v32": ("deepseek_v32", {**DEEPSEEK, "rope_parameters": DEEPSEEK_YARN, **INDEXER}),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": 9}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),

@@ -24,6 +24,7 @@ from forerun.models.config import ModelConfig, active_parameters, estimate_bytes
 from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
 from forerun.models.loader import load_model, read_config
+from forerun.models.storage import describe_storage
 from forerun.quant.dense import DenseWeight
 from forerun.quant.joined import JoinedWeight
 from forerun.quantize.run import open_source
@@ -34,7 +35,7 @@ from tests.models import factory
 from tests.models.factory import CASES, Runner, new_kvs
 from tests.support.shared import shared_data
 
-SPARSE = [name for name in CASES if any(word in name for word in ("moe", "mixtral", "deepseek"))]
+SPARSE = [name for name in CASES if any(word in name for word in ("moe", "mixtral", "deepseek", "oss"))]
 WEIGHTS = "model.safetensors"
 TOKENS = [5, 9, 40, 33, 7, 81, 3, 9, 40]
 
@@ -49,13 +50,13 @@ def test_sizes_are_known_from_config_json_alone(case: str, tmp_path: Path) -> No
     config, model = read_config(folder), load(folder).model
     assert config is not None and num_parameters(config) == model.num_parameters
     assert model.weight_bytes <= 1.2 * estimate_bytes(config, 4)  # panels are filled up
-    is_latent = case.startswith("deepseek")
+    is_latent = case.startswith(("deepseek", "glm4-moe-lite"))
     assert all(spec.latent == is_latent for spec in model.kv_specs)
     if is_latent:
         assert model.kv_specs[0].bytes_per_position == 4 * (20 + 8)  # the latent and the rotated part, once
 
 
-@pytest.mark.parametrize("case", ["mixtral-window", "qwen2-moe", "deepseek", "deepseek-direct"])
+@pytest.mark.parametrize("case", ["mixtral-window", "qwen2-moe", "deepseek", "deepseek-direct", "gpt-oss"])
 def test_a_recorded_forward_has_the_bits_of_the_models_own(case: str, tmp_path: Path) -> None:
     pytest.importorskip("forerun.kernels.cpu._native")
     kernels = factory.make_kernels("cpu")
@@ -76,7 +77,7 @@ def generated(llm: LLM, temperature: float) -> list[Any]:
     return [output.outputs[0] for output in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("case", ["mixtral", "deepseek"])
+@pytest.mark.parametrize("case", ["mixtral", "deepseek", "gpt-oss"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_and_chunks_change_no_token(case: str, temperature: float, tmp_path: Path) -> None:
     folder = str(factory.make_checkpoint(case, tmp_path))
@@ -133,15 +134,78 @@ def test_experts_in_several_pieces_have_the_bits_of_the_op(tmp_path: Path) -> No
     assert torch.equal(in_pieces(mixture)(x), mixture(x))
 
 
-def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+def test_experts_in_one_tensor_have_the_bits_of_single_ones(tmp_path: Path) -> None:
+    """As transformers keeps them in memory."""
     folder = factory.make_checkpoint("mixtral", tmp_path)
-    tensors = load_file(folder / WEIGHTS)
+    before, tensors = Runner(load(folder).model, 20).span(TOKENS).logits, load_file(folder / WEIGHTS)
     kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer in (0, 1):
-        kept[f"model.layers.{layer}.block_sparse_moe.experts.gate_up_proj"] = torch.zeros(5, 96, 32)
+        names = [f"model.layers.{layer}.block_sparse_moe.experts.{index}" for index in range(5)]
+        gate_up = [torch.cat([tensors[f"{name}.{part}.weight"] for part in ("w1", "w3")]) for name in names]
+        stacked = names[0].removesuffix(".0")
+        kept[f"{stacked}.gate_up_proj"] = torch.stack(gate_up)
+        kept[f"{stacked}.down_proj"] = torch.stack([tensors[f"{name}.w2.weight"] for name in names])
     save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedError, match="holds all experts in one tensor"):
-        load(folder)
+    assert torch.equal(Runner(load(folder).model, 20).span(TOKENS).logits, before)
+
+
+def with_blocks(folder: Path) -> dict[str, Tensor]:
+    """Store the experts of a gpt-oss as random MXFP4, as they are published -> what the blocks are worth."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator, tensors, worth = torch.Generator().manual_seed(2), load_file(folder / WEIGHTS), {}
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        num_experts, columns, rows = tensors.pop(name).shape
+        sizes = num_experts, rows, columns // 32, 16
+        tensors[f"{name}_blocks"] = torch.randint(256, sizes, generator=generator).byte()
+        tensors[f"{name}_scales"] = torch.randint(121, 125, sizes[:-1], generator=generator).byte()
+        blocks = (tensors[f"{name}_{part}"].clone() for part in ("blocks", "scales"))
+        worth[name] = convert_moe_packed_tensors(*blocks, dtype=torch.float32)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return worth
+
+
+def test_blocks_are_worth_what_transformers_says(tmp_path: Path) -> None:
+    fields = {**factory.GPT_OSS, "hidden_size": 64, "intermediate_size": 96}
+    folder = factory.save_checkpoint(factory.random_hf_model("gpt_oss", fields), tmp_path / "blocks")
+    plain = factory.save_checkpoint(factory.random_hf_model("gpt_oss", fields), tmp_path / "plain")
+    worth = with_blocks(folder)
+    save_file(load_file(plain / WEIGHTS) | worth, plain / WEIGHTS, metadata={"format": "pt"})
+    model, dense = load(folder).model, load(plain).model
+    for layer in (0, 1):
+        ours, theirs = (part.parts.layers[layer].mlp for part in (model, dense))
+        for packed, expert in zip(ours.experts, theirs.experts, strict=True):
+            assert torch.equal(packed.gate_up.weight.dequantize(), expert.gate_up.weight.dequantize())
+            assert torch.equal(packed.down.weight.dequantize(), expert.down.weight.dequantize())
+        size = 5 * 3 * 64 * 96 * 4.25 / 8
+        assert sum(e.gate_up.weight.nbytes + e.down.weight.nbytes for e in ours.experts) <= 1.05 * size
+    said = describe_storage(folder, model.num_parameters)
+    assert (said["format"], said["method"], said["bits"], said["group_size"]) == ("quantized", "mxfp4", 4, 32)
+    found, truth = (Runner(one, 20).span(TOKENS).logits for one in (model, dense))
+    assert factory.rms_error(found, truth.double()) < 0.02 * float(truth.std())
+    runner = Runner(model, 20)
+    assert torch.equal(torch.stack([runner.root(token, at) for at, token in enumerate(TOKENS)]), found)
+
+
+def test_broken_blocks_are_refused(tmp_path: Path) -> None:
+    fields = {**factory.GPT_OSS, "hidden_size": 64, "intermediate_size": 96}
+    folder = factory.save_checkpoint(factory.random_hf_model("gpt_oss", fields), tmp_path)
+    with_blocks(folder)
+    tensors, name = load_file(folder / WEIGHTS), "model.layers.1.mlp.experts.down_proj"
+    spoilt = tensors[f"{name}_scales"].clone()
+    spoilt[1, 2, 0] = 255  # NaN
+    without = {key: value for key, value in tensors.items() if key != f"{name}_scales"}
+    for changed, says in (
+        ({**tensors, f"{name}_scales": spoilt}, "no scale 255"),
+        ({**tensors, f"{name}_scales": spoilt[:, :, :1].contiguous()}, "has shape"),
+        (without, f"no tensor {name}_scales"),
+    ):
+        save_file(changed, folder / WEIGHTS, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=says):
+            load(folder)
 
 
 def test_latents_are_not_kept_in_8_bits(tmp_path: Path) -> None:
@@ -181,6 +245,43 @@ def test_the_published_deepseek_config() -> None:
     assert [config.has_experts(layer) for layer in (0, 2, 3, 60, 61)] == [False, False, True, True, True]
 
 
+def test_the_published_gpt_oss_config() -> None:
+    raw = {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "eos_token_id": 200002,
+        "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+        "initial_context_length": 4096, "attention_dropout": 0.0,
+        "initializer_range": 0.02, "intermediate_size": 2880, "max_position_embeddings": 131072,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "model_type": "gpt_oss", "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+        "output_router_logits": False, "pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_theta": 150000,
+        "quantization_config": {
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+            "quant_method": "mxfp4",
+        },
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                         "rope_type": "yarn", "truncate": False},
+        "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+        "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
+    }  # fmt: skip
+    config = ModelConfig.read(raw, FAMILIES["gpt_oss"])
+    assert num_parameters(config) / 1e9 == pytest.approx(20.9, rel=2e-3)
+    assert active_parameters(config) / 1e9 == pytest.approx(4.19, rel=1e-2)  # "3.6B active", without a table's rows
+    assert config.windows == (128, 0) * 12 and config.max_position == 131072
+    bare = {key: value for key, value in raw.items() if key != "rope_scaling"}
+    assert ModelConfig.read(bare, FAMILIES["gpt_oss"]).rope == config.rope  # transformers' default too
+
+
+def test_positions_that_the_indexer_selects_from_are_refused(tmp_path: Path) -> None:
+    fields = {**CASES["deepseek-v32"][1], "index_topk": 12}
+    folder = factory.save_checkpoint(factory.random_hf_model("deepseek_v32", fields), tmp_path)
+    model = load(folder).model
+    assert model.max_position == 12
+    found, truth = Runner(model, 12).span(TOKENS).logits, factory.hf_logits(folder, TOKENS, torch.float64)
+    assert factory.rms_error(found, truth) < 1e-5
+    with pytest.raises(ConfigError, match=r"from 1 to 12, .*attends to a selection"):
+        load(folder, max_position=13)
+
+
 def test_published_sizes_of_the_other_families() -> None:
     common = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
     mixtral = {
@@ -203,6 +304,7 @@ def test_published_sizes_of_the_other_families() -> None:
 
 
 DEEPSEEK: dict[str, Any] = {**factory.SIZES, **factory.DEEPSEEK, "model_type": "deepseek_v3"}
+GPT_OSS: dict[str, Any] = {**factory.SIZES, **factory.GPT_OSS, "model_type": "gpt_oss"}
 QWEN: dict[str, Any] = {**factory.SIZES, **factory.QWEN_EXPERTS, "model_type": "qwen3_moe", "head_dim": 16}
 
 
@@ -218,6 +320,13 @@ QWEN: dict[str, Any] = {**factory.SIZES, **factory.QWEN_EXPERTS, "model_type": "
         (DEEPSEEK, {"index_n_heads": 4}, "index_n_heads"),
         (QWEN, {"shared_expert_intermediate_size": 16}, "shared_expert_intermediate_size"),
         (QWEN, {"expert_bias": True}, "expert_bias"),
+        ({**DEEPSEEK, "model_type": "glm4_moe_lite"}, {"mlp_layer_types": ["dense", "moe"]}, "each dense or sparse"),
+        ({**DEEPSEEK, "model_type": "deepseek_v32"}, {"layer_types": ["full_attention"] * 2}, "layer_types is"),
+        (GPT_OSS, {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
+        (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
+        (GPT_OSS, {"experts_per_token": 3}, "experts_per_token is 3"),
+        (GPT_OSS, {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        (GPT_OSS, {"attention_sink_size": 4}, "attention_sink_size"),
         ({**QWEN, "model_type": "qwen2_moe", "head_dim": None}, {"use_sliding_window": True}, "layer_types"),
     ],
 )

@@ -154,11 +154,27 @@ def add_mixture(writer: gguf.GGUFWriter, config: Any, is_split: bool) -> None:
     writer.add_expert_count(next(getattr(config, name) for name in counts if hasattr(config, name)))
     writer.add_expert_used_count(config.num_experts_per_tok)
     if config.model_type != "mixtral":
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        is_gpt_oss = config.model_type == "gpt_oss"
+        writer.add_expert_feed_forward_length(config.intermediate_size if is_gpt_oss else config.moe_intermediate_size)
+    if config.model_type == "gpt_oss":
+        writer.add_sliding_window(config.sliding_window)
+        _add_yarn(writer, config.rope_parameters)
     if config.model_type == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type in ("deepseek_v3", "glm4_moe"):
+        _add_sigmoid(writer, config)
+    if config.model_type == "glm4_moe":
+        writer.add_nextn_predict_layers(0)
     if is_deepseek:
         _add_deepseek(writer, config, is_split)
+
+
+def _add_sigmoid(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _add_deepseek(writer: gguf.GGUFWriter, config: Any, is_split: bool) -> None:
@@ -173,19 +189,17 @@ def _add_deepseek(writer: gguf.GGUFWriter, config: Any, is_split: bool) -> None:
     if config.q_lora_rank:
         writer.add_q_lora_rank(config.q_lora_rank)
     writer.add_kv_lora_rank(config.kv_lora_rank)
-    writer.add_leading_dense_block_count(config.first_k_dense_replace)
-    writer.add_expert_shared_count(config.n_shared_experts)
-    writer.add_expert_weights_scale(config.routed_scaling_factor)
-    writer.add_expert_weights_norm(config.norm_topk_prob)
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_expert_group_count(config.n_group)
     writer.add_expert_group_used_count(config.topk_group)
-    rope = config.rope_parameters
-    if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    if config.rope_parameters["rope_type"] == "yarn":
+        _add_yarn(writer, config.rope_parameters)
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+
+def _add_yarn(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
 def converted(tensors: dict[str, Tensor], config: Any, is_split: bool) -> dict[str, Tensor]:
@@ -196,6 +210,8 @@ def converted(tensors: dict[str, Tensor], config: Any, is_split: bool) -> dict[s
         expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)
         if expert:
             stacks.setdefault(f"{expert[1]}.{expert[3]}", []).append((int(expert[2]), tensor))
+        elif config.model_type == "gpt_oss" and ".experts." in name:
+            found |= _gpt_oss_experts(name, tensor)
         elif name.endswith("kv_b_proj.weight") and is_split:
             heads = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
             keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
@@ -207,6 +223,16 @@ def converted(tensors: dict[str, Tensor], config: Any, is_split: bool) -> dict[s
     return {**found, **stacked}
 
 
+def _gpt_oss_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Matrices and biases of all experts, by outputs, gate and up apart."""
+    is_bias, kind = name.endswith("_bias"), "bias" if name.endswith("_bias") else "weight"
+    tensor, module = tensor if is_bias else tensor.transpose(1, 2), name.removesuffix("_bias")
+    if not module.endswith("gate_up_proj"):
+        return {f"{module}.{kind}": tensor.contiguous()}
+    names = (module.replace("gate_up", part) for part in ("gate", "up"))
+    return {f"{part}.{kind}": tensor[:, at::2].contiguous() for at, part in enumerate(names)}
+
+
 def write_mixture(
     path: Path, folder: Path, config: Any, arch: str, kind: str | dict[str, str] = "F32", is_split: bool = True,
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict, **keys: Any,
@@ -216,7 +242,7 @@ def write_mixture(
     kind: of all matrices, or by the end of their names with "" for the others. keys: instead of those of the
     converter, by the end of their names; None leaves one out.
     """
-    model = getattr(gguf.MODEL_ARCH, arch.upper())
+    model = next(known for known, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(model, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, arch)
     add_config(writer, config)
@@ -232,6 +258,7 @@ def write_mixture(
     found_tensors: dict[str, Tensor] = {}
     for name, tensor in converted(stored_tensors, config, is_split).items():
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        own = f"{own}.weight" if own is not None and own.endswith("sinks") else own
         assert own is not None, name
         if arch == "llama" and (".attn_q." in own or ".attn_k." in own):
             tensor = permuted(tensor, config.num_attention_heads if ".attn_q." in own else config.num_key_value_heads)

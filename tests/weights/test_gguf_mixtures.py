@@ -30,6 +30,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("llama", "mixtral", {"num_local_experts": 5, "sliding_window": None}),
     "qwen2moe": ("qwen2moe", "qwen2_moe", SHARED),
     "qwen3moe": ("qwen3moe", "qwen3_moe", {**QWEN_EXPERTS, "norm_topk_prob": True, "head_dim": 16}),
+    "gpt-oss": ("gpt-oss", "gpt_oss", factory.GPT_OSS),
+    "glm4moe": ("glm4moe", "glm4_moe", {**factory.GLM, "use_qk_norm": True, "head_dim": 16, "attention_bias": True}),
     "deepseek2": ("deepseek2", "deepseek_v3", {**DEEPSEEK, "rope_parameters": YARN, "n_shared_experts": 2}),
     "deepseek2-direct": (
         "deepseek2", "deepseek_v3",

@@ -19,6 +19,8 @@ class ExpertsShape:
     ffn_size: int  # of one expert
     shared_size: int = 0  # of the expert that every row gets; 0: there is none
     shared_gate: bool = False  # the shared expert's output is weighed by a sigmoid of its own
+    biases: bool = False  # of the router and the experts
+    scales_inputs: bool = False  # weights multiply what experts read, not what they give
     correction: bool = False  # a stored vector is added to the scores that experts are chosen by
     first: int = 0  # layers before this one are dense
     step: int = 1  # layers whose number, counted from 1, is no multiple of it are dense
@@ -32,7 +34,8 @@ class ExpertsShape:
         """Entries of one such layer's matrices."""
         router = self.routing.num_experts + self.shared_gate
         columns = 3 * (self.routing.num_experts * self.ffn_size + self.shared_size)
-        return hidden_size * (router + columns)
+        biases = self.routing.num_experts * (1 + 2 * self.ffn_size + hidden_size) * self.biases
+        return hidden_size * (router + columns) + biases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

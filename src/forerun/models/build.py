@@ -97,7 +97,8 @@ class Builder:
         rows = tuple(count * heads.head_dim for count in (heads.num_q, heads.num_kv, heads.num_kv))
         qkv = self.linear(module_parts(prefix, names.qkv, rows), hidden, config.biases.qkv)
         out = self.linear(module_parts(prefix, (names.out,), (hidden,)), rows[0], config.biases.out)
-        return Attention(self.kernels, shape, qkv, out, rope, self._head_norms(prefix))
+        sinks = self.vector(f"{prefix}.{names.sinks}", heads.num_q) if config.sinks else None
+        return Attention(self.kernels, shape, qkv, out, rope, self._head_norms(prefix), sinks)
 
     def _head_norms(self, prefix: str) -> HeadNorms | None:
         if not self.config.qk_norm:

@@ -5,12 +5,12 @@ Knows: which tensors make up such a block. Does not know: storage formats, files
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from forerun.errors import UnsupportedError
 from forerun.kernels.ops import Routing
 from forerun.kernels.reference import ReferenceKernels
 from forerun.layers.linear import HeadLinear, Linear
@@ -22,24 +22,23 @@ from forerun.models.blocks import ExpertsShape, LatentDims
 from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseFormat
 from forerun.quant.gguf import GgufFormat, read_floats
+from forerun.quant.stacked import is_stacked, read_stacked
 
 if TYPE_CHECKING:
     from forerun.models.build import Builder
 
 LATENT_NORM_EPS = 1e-6  # of the norms inside latent attention, whatever config.json says of the others (transformers)
+GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of all experts, where they are stacked
 ONE_GATED = Routing(num_experts=1, top_k=1, sigmoid=True, normalize=False)  # a lone expert weighed by a sigmoid
 
 
 def mixture_of_experts(builder: Builder, shape: ExpertsShape, prefix: str) -> MixtureOfExperts:
-    """The feed-forward part of the layer `prefix`; raises CheckpointError, UnsupportedError for fused storage."""
+    """The feed-forward part of the layer `prefix`; raises CheckpointError."""
     names, routing = builder.family.names.experts, shape.routing
-    if builder.source.has(f"{prefix}.{names.fused}") and not _is_stored(builder, f"{prefix}.{names.expert}"):
-        raise UnsupportedError(
-            f"{prefix}.{names.fused} holds all experts in one tensor; forerun reads a tensor an expert, as models are "
-            "published: save the model again with a current transformers (save_pretrained writes that layout)"
-        )
-    router = builder.linear([RowPart(f"{prefix}.{names.router}", routing.num_experts)], builder.config.hidden_size)
-    experts = [_expert(builder, shape, f"{prefix}.{names.expert.format(index=i)}") for i in range(routing.num_experts)]
+    part = RowPart(f"{prefix}.{names.router}", routing.num_experts)
+    router = builder.linear([part], builder.config.hidden_size, shape.biases)
+    stacked = is_stacked(builder.source, f"{prefix}.{names.stacked}.{DOWN}")
+    experts = _stacked_experts(builder, shape, prefix) if stacked else _single_experts(builder, shape, prefix)
     correction = f"{prefix}.{names.correction}"
     return MixtureOfExperts(
         builder.kernels,
@@ -48,17 +47,40 @@ def mixture_of_experts(builder: Builder, shape: ExpertsShape, prefix: str) -> Mi
         experts,
         builder.vector(correction, routing.num_experts) if shape.correction else None,
         _shared_expert(builder, shape, prefix),
+        shape.scales_inputs,
     )
 
 
-def _is_stored(builder: Builder, expert: str) -> bool:
-    part = f"{expert.format(index=0)}.{builder.family.names.experts.down}"
-    return builder.choose_format(builder.source, part) is not None
-
-
-def _expert(builder: Builder, shape: ExpertsShape, prefix: str) -> GatedMLP:
+def _single_experts(builder: Builder, shape: ExpertsShape, prefix: str) -> list[GatedMLP]:
+    """Experts with tensors of their own."""
     names = builder.family.names.experts
-    return builder.gated_mlp(prefix, names.gate_up, names.down, shape.ffn_size)
+    modules = (f"{prefix}.{names.expert.format(index=index)}" for index in range(shape.routing.num_experts))
+    return [builder.gated_mlp(module, names.gate_up, names.down, shape.ffn_size, shape.biases) for module in modules]
+
+
+def _stacked_experts(builder: Builder, shape: ExpertsShape, prefix: str) -> list[GatedMLP]:
+    """Experts whose matrices are parts of two tensors."""
+    names, ffn, hidden = builder.family.names.experts, shape.ffn_size, builder.config.hidden_size
+    gates = torch.arange(0, 2 * ffn, 2)
+    order = torch.cat([gates, gates + 1]) if names.is_interleaved else None  # [2F]
+
+    def read(name: str, rows: int, columns: int, order: Tensor | None) -> list[Linear]:
+        module, sizes = f"{prefix}.{names.stacked}.{name}", (shape.routing.num_experts, rows, columns)
+        given = builder.source, module, sizes, builder.kernels, builder.dtype, order, names.is_transposed
+        weights = read_stacked(*given)
+        biases = _stacked_biases(builder, f"{module}_bias", sizes[:2], order) if shape.biases else [None] * sizes[0]
+        return [Linear(*pair) for pair in zip(weights, biases, strict=True)]
+
+    pairs = zip(read(GATE_UP, 2 * ffn, hidden, order), read(DOWN, hidden, ffn, None), strict=True)
+    return [GatedMLP(builder.kernels, *pair, builder.config.activation) for pair in pairs]
+
+
+def _stacked_biases(
+    builder: Builder, name: str, shape: tuple[int, int], order: Tensor | None
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """The tensor `name` [E, N], each row by `order`."""
+    stored = builder.source.tensor(name, shape).float()
+    return (stored if order is None else stored[:, order]).to(builder.kernels.device).contiguous().unbind()
 
 
 def _shared_expert(builder: Builder, shape: ExpertsShape, prefix: str) -> SharedExpert | None:

@@ -65,6 +65,7 @@ class ModelConfig:
     windows: tuple[int, ...]  # a layer; 0: no window
     biases: Biases
     qk_norm: bool
+    sinks: bool
     tie_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -87,13 +88,14 @@ class ModelConfig:
             ffn_size=fields.integer("intermediate_size"),
             num_layers=num_layers,
             heads=_read_heads(fields, rope.rotary_dim) if latents is None else _latent_heads(fields, latents),
-            activation=_read_activation(fields),
+            activation=family.gate or _read_activation(fields),
             norm_eps=fields.number("rms_norm_eps"),
             rope=rope,
-            max_position=reachable_positions(rope, fields.integer("max_position_embeddings")),
+            max_position=_max_position(fields, family, rope),
             windows=family.windows(fields, num_layers),
             biases=family.biases(fields),
-            qk_norm=family.qk_norm,
+            qk_norm=family.qk_norm and (not family.qk_norm_flag or fields.flag(family.qk_norm_flag)),
+            sinks=family.sinks,
             tie_embeddings=fields.flag("tie_word_embeddings"),
             bos_token_id=starts[0] if starts else None,
             eos_token_ids=fields.token_ids("eos_token_id"),
@@ -141,7 +143,8 @@ def _attention_parameters(config: ModelConfig) -> int:
         down = config.latents.query_rank + config.latents.rank + config.latents.rope_dim
         return config.latents.num_parameters(hidden, heads.num_q) + down * biases.qkv + out
     matrices = hidden * (heads.row_size + heads.num_q * heads.head_dim)
-    return matrices + heads.row_size * biases.qkv + out + 2 * heads.head_dim * config.qk_norm
+    vectors = 2 * heads.head_dim * config.qk_norm + heads.num_q * config.sinks
+    return matrices + heads.row_size * biases.qkv + out + vectors
 
 
 def _feed_forward_parameters(config: ModelConfig, layer: int) -> int:
@@ -179,6 +182,11 @@ def _refusal(name: str, value: Any, family: Family) -> str:
         f"and which may change what they compute; known special fields: {fields}; remove the field if it changes "
         "nothing, or load the model through transformers (implementation='transformers')"
     )
+
+
+def _max_position(fields: Fields, family: Family, rope: RopeSpec) -> int:
+    reachable = reachable_positions(rope, fields.integer("max_position_embeddings"))
+    return min(reachable, fields.integer(family.position_limit)) if family.position_limit else reachable
 
 
 def _head_dim(fields: Fields) -> int:

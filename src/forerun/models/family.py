@@ -33,7 +33,9 @@ class ExpertNames:
     correction: str = "mlp.gate.e_score_correction_bias"
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
-    fused: str = "mlp.experts.gate_up_proj"  # a layout that is not read: all experts in one tensor
+    stacked: str = "mlp.experts"  # where all experts are in two tensors, gate_up_proj and down_proj, these are here
+    is_transposed: bool = False  # those are stored by inputs, unless they are blocks
+    is_interleaved: bool = False  # their gate and up rows alternate
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,10 @@ class TensorNames:
     out: str = "self_attn.o_proj"
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"  # a tensor, not a module
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    unread: str = ""  # what is in the names of a layer's tensors that are not needed; "": all are
     experts: ExpertNames = ExpertNames()
     latents: LatentNames = LatentNames()
 
@@ -107,7 +111,11 @@ class Family:
     fields: frozenset[str] = frozenset()
     names: TensorNames = TensorNames()
     qk_norm: bool = False
+    qk_norm_flag: str = ""  # a field that may be false, so that there are none
+    sinks: bool = False  # a score of each head beside its keys'
+    gate: str = ""  # one of ops.ACTIVATIONS that config.json has no name for; "": what its activation says
     partial_rotary: bool = False
+    position_limit: str = ""  # a field: positions beyond which the model computes something else
     rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
     biases: Callable[[Fields], Biases] = no_biases
     windows: Callable[[Fields, int], tuple[int, ...]] = no_windows

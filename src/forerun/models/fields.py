@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forerun.errors import CheckpointError
+from forerun.errors import CheckpointError, UnsupportedError
 
 MAX_NUMBER = 1e12
 MAX_SIZE = 2**31 - 1  # sizes and positions are 32-bit in the kernels
@@ -89,6 +89,14 @@ class Fields:
         if not _is_list_of(value, int) or any(not 0 <= entry <= MAX_SIZE for entry in value):
             raise self._wrong(name, value, f"a list of whole numbers from 0 to {MAX_SIZE}")
         return tuple(value)
+
+    def expect(self, name: str, value: object) -> None:
+        """Refuse any other value than the one that is computed, if the file has the field."""
+        if self.given(name) and self.get(name) != value:
+            raise UnsupportedError(
+                f"{self._where}: {name} is {_short(self.get(name))}; forerun computes models of this family with "
+                f"{value!r} only; load the model through transformers (implementation='transformers')"
+            )
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """One token id or a list of them; () if absent."""

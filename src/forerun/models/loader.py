@@ -36,6 +36,7 @@ DTYPES: dict[str, torch.dtype | None] = {
     "auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": None,
 }  # fmt: skip
 ADAPTER_FILE = "adapter_config.json"
+SPARSE = "past index_topk positions it attends to a selection of them, which forerun does not do"
 LONG_ROPE = "past its original context a long-rope model rotates all its keys differently, which forerun does not do"
 INERT_TENSORS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
 
@@ -212,6 +213,7 @@ def _refuse_unread(checkpoint: Checkpoint | GgufCheckpoint, config: ModelConfig,
     own = (*layers, f"{names.embedding}.", f"{names.final_norm}.", f"{names.lm_head}.")
     unused = [name for name in checkpoint.unread if name.startswith(own) and not name.endswith(INERT_TENSORS)]
     unused = [name for name in unused if not _adds_nothing(checkpoint, name)]
+    unused = [name for name in unused if not names.unread or names.unread not in name]
     if config.tie_embeddings:  # lm_head.weight is then a copy of the embedding, which transformers ignores too
         unused = [name for name in unused if name != f"{names.lm_head}.weight"]
     if unused:
@@ -242,7 +244,7 @@ def _positions(possible: int, wanted: int | None, raw: Mapping[str, Any]) -> int
     if not 1 <= wanted <= possible:
         stated = raw.get("max_position_embeddings")
         stretched = isinstance(stated, int) and stated > possible
-        reason = raw.get(LIMITED_BY, LONG_ROPE if stretched else "")
+        reason = raw.get(LIMITED_BY, SPARSE if raw.get("index_topk") else LONG_ROPE if stretched else "")
         raise ConfigError(
             f"max_model_len must be from 1 to {possible}, the positions this model can use; got {wanted}"
             + (f" ({reason})" if reason else "")

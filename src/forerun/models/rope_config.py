@@ -33,7 +33,7 @@ _OLD_NAMES = {"su": "longrope"}
 
 def read_rope(raw: Mapping[str, Any], fields: Fields, family: Family, head_dim: int) -> RopeSpec:
     """The rope of a config; raises UnsupportedError for a kind or field that is not understood."""
-    table = _rope_table(raw)
+    table = _rope_table(raw) or family.defaults.get("rope_scaling", {})
     kind = _kind(table, family)
     _refuse_unread(table, kind)
     scaling = Fields(table, {}, where="config.json's rope scaling")

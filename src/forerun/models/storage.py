@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import ConfigError
+from forerun.quant import stacked
 from forerun.quant.settings import SECTION, Settings
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
@@ -89,6 +90,8 @@ def _named_folder(checkpoint: Checkpoint) -> dict[str, Any]:
     if not checkpoint.config.get(SECTION):
         return _named("dense", _main_float(checkpoint))
     settings = Settings.of(checkpoint.config)
+    if settings.method == stacked.METHOD:  # whose settings name no sizes
+        return _named("quantized", stacked.METHOD, 4, stacked.BLOCK)
     schemes = [settings, *_schemes(settings)]
     found = [[scheme.get(name) for scheme in schemes for name in names] for names in (BITS, GROUP_SIZES)]
     sizes = [{size for size in values if isinstance(size, int)} for values in found]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from forerun.errors import UnsupportedError
-from forerun.quant import awq, compressed, gptq
+from forerun.quant import awq, compressed, gptq, stacked
 from forerun.quant.awq import AwqFormat
 from forerun.quant.base import TensorSource, WeightFormat
 from forerun.quant.compressed import CompressedFormat
@@ -23,6 +23,7 @@ CHECKS: Mapping[str, Callable[[Settings], None]] = {
     gptq.METHOD: gptq.check_gptq,
     awq.METHOD: awq.check_awq,
     compressed.METHOD: compressed.check_compressed,
+    stacked.METHOD: stacked.check_mxfp4,
 }
 
 

@@ -21,10 +21,9 @@ from forerun.weights.gguf_file import GgufFile, GgufModel, GgufTensor
 from forerun.weights.gguf_metadata import GGUFMetadata
 from forerun.weights.gguf_names import (
     ExpertPlace,
-    expert_places,
-    gguf_name,
     halves_from_pairs,
     hugging_face_name,
+    places,
     reordered_heads,
 )
 from forerun.weights.gguf_tokenizer import read_tokenizer
@@ -121,7 +120,8 @@ class GgufCheckpoint:
         self._unread.discard(own)
         rows, kind = self._model.rows(own), reordered_heads(own)
         if place.expert is not None:
-            rows = rows.view(-1, entry.shape[0], rows.shape[1])[place.expert * place.parts + place.part]
+            matrices = self._model.tensors[own].shape[0] * place.parts
+            rows = rows.reshape(matrices, math.prod(entry.shape[:-1]), -1)[place.expert * place.parts + place.part]
         if kind is None or not self._reorders:
             return rows
         rows = rows.view(entry.shape[0], -1)  # a bias has rows of one entry
@@ -143,8 +143,10 @@ class GgufCheckpoint:
 
     def _place(self, name: str) -> ExpertPlace:
         """Where the tensor is: by itself, or inside a tensor that stacks all experts."""
-        places = expert_places(name) or [ExpertPlace(gguf_name(name))]
-        return next((place for place in places if place.name in self._model.tensors), places[-1])
+        possible = places(name)
+        is_expert = possible[0].expert is not None
+        missing = possible[-1] if is_expert else possible[0]
+        return next((place for place in possible if place.name in self._model.tensors), missing)
 
     def _entry(self, name: str) -> GgufTensor:
         """The tensor; for an expert inside a stacked tensor, with the shape of that expert's part."""
@@ -157,8 +159,8 @@ class GgufCheckpoint:
         stored = self._model.tensors[place.name]
         if place.expert is None:
             return stored
-        rows, columns = stored.shape[1:]
-        return replace(stored, shape=(rows // place.parts, columns))
+        rows, *columns = stored.shape[1:]  # no columns of a bias
+        return replace(stored, shape=(rows // place.parts, *columns))
 
 
 def _same_rows(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

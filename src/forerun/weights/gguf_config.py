@@ -18,9 +18,12 @@ from forerun.weights.gguf_file import GgufModel
 from forerun.weights.gguf_metadata import GGUFMetadata
 from forerun.weights.gguf_mixtures import (
     EXPERT_KEYS,
+    GLM_KEYS,
     LATENT_KEYS,
     QWEN_KEYS,
     deepseek_fields,
+    glm_fields,
+    gpt_oss_fields,
     latent_yarn,
     mixtral_fields,
     qwen_fields,
@@ -30,8 +33,9 @@ from forerun.weights.gguf_tokenizer import end_token_ids, special_token_id
 # Architecture -> the keys it has beyond the common ones.
 ARCHITECTURES = {
     "llama": EXPERT_KEYS, "qwen2": "", "qwen3": "", "phi3": "", "qwen2moe": QWEN_KEYS, "qwen3moe": QWEN_KEYS,
-    "deepseek2": LATENT_KEYS,
+    "deepseek2": LATENT_KEYS, "gpt-oss": f"{EXPERT_KEYS} expert_feed_forward_length", "glm4moe": GLM_KEYS,
 }  # fmt: skip
+MIXTURES = {"deepseek2": deepseek_fields, "gpt-oss": gpt_oss_fields, "glm4moe": glm_fields}
 LIMITED_BY = "_max_position_limited_by"  # in the config: why fewer positions can be used than the file says
 PHI3_WINDOWS = {4096: 2047, 131072: None}  # context -> window; None: longer than the context
 MISTRAL_WINDOW = 4096
@@ -137,8 +141,8 @@ def _main_type(file: GgufModel) -> str:
 
 def _of_family(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
     """Fields that only some families have."""
-    if arch == "deepseek2":
-        return deepseek_fields(file, metadata)
+    if arch in MIXTURES:
+        return MIXTURES[arch](file, metadata)
     window = metadata.integer(f"{arch}.attention.sliding_window", 0)
     if arch == "phi3":
         return {"sliding_window": window or _phi3_window(metadata)}
@@ -237,6 +241,8 @@ def _scaling(metadata: GGUFMetadata, arch: str, kind: str, positions: int) -> di
     }
     if arch == "deepseek2":
         return {**scaling, **latent_yarn(metadata)}
+    if arch == "gpt-oss":  # which was trained without truncation; no key says so
+        scaling["truncate"] = False
     extra = metadata.number(f"{prefix}.attn_factor", 1.0)
     if extra != 1.0:  # ggml multiplies it by yarn's own factor
         scaling["attention_factor"] = extra * (1.0 + 0.1 * math.log(factor))

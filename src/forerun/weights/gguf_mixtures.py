@@ -1,7 +1,7 @@
 """GGUF metadata of mixtures of experts and of DeepSeek's attention over latents, in config.json's terms.
 
-Knows: the keys of Mixtral (architecture llama with experts), qwen2moe, qwen3moe and deepseek2, and what llama.cpp
-assumes about each. Does not know: the fields all decoders share (`gguf_config`).
+Knows: the keys of Mixtral (architecture llama with experts), qwen2moe, qwen3moe, gpt-oss, glm4moe and deepseek2,
+and what llama.cpp assumes about each. Does not know: the fields all decoders share (`gguf_config`).
 Source: llama.cpp convert_hf_to_gguf.py and llama-model.cpp.
 """
 
@@ -16,10 +16,14 @@ from forerun.weights.gguf_metadata import GGUFMetadata
 
 EXPERT_KEYS = "expert_count expert_used_count"
 QWEN_KEYS = f"{EXPERT_KEYS} expert_feed_forward_length expert_shared_feed_forward_length"
-LATENT_KEYS = (
+SIGMOID_KEYS = (
     f"{EXPERT_KEYS} expert_feed_forward_length expert_shared_count expert_weights_scale expert_weights_norm "
-    "expert_gating_func expert_group_count expert_group_used_count leading_dense_block_count attention.q_lora_rank "
-    "attention.kv_lora_rank attention.key_length_mla attention.value_length_mla rope.scaling.yarn_log_multiplier"
+    "expert_gating_func expert_group_count expert_group_used_count leading_dense_block_count"
+)
+GLM_KEYS = f"{SIGMOID_KEYS} nextn_predict_layers"
+LATENT_KEYS = (
+    f"{SIGMOID_KEYS} attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla "
+    "rope.scaling.yarn_log_multiplier"
 )
 _SIGMOID = 2  # a value of expert_gating_func
 # (blocks, experts) -> (groups, groups used), for models published before files stored it: DeepSeek-V3, Moonlight, Kimi
@@ -48,6 +52,19 @@ def qwen_fields(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str,
         return {**fields, "attention_bias": has_bias}
     shared = _inner_size(file, metadata, f"{arch}.expert_shared_feed_forward_length", "ffn_down_shexp")
     return {**fields, "qkv_bias": has_bias, "shared_expert_intermediate_size": shared}
+
+
+def gpt_oss_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    """Fields of gpt-oss, of whose layers every second one has the window."""
+    experts, used = _counts(file, metadata, "gpt-oss")
+    return {
+        "model_type": "gpt_oss",
+        "intermediate_size": _inner_size(file, metadata, "gpt-oss.expert_feed_forward_length", "ffn_down_exps"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": used,
+        "sliding_window": metadata.integer("gpt-oss.attention.sliding_window"),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+    }
 
 
 def deepseek_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
@@ -79,6 +96,28 @@ def deepseek_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     }
 
 
+def glm_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    """Fields of glm4moe, of whose blocks the last ones may be layers for drafting."""
+    experts, used = _counts(file, metadata, "glm4moe")
+    number = partial(_integer, metadata, arch="glm4moe")
+    _expect_sigmoid(metadata, "glm4moe")
+    return {
+        "model_type": "glm4_moe",
+        "num_hidden_layers": number("block_count") - number("nextn_predict_layers", 0),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": used,
+        "n_shared_experts": number("expert_shared_count", 0),
+        "moe_intermediate_size": number("expert_feed_forward_length"),
+        "first_k_dense_replace": number("leading_dense_block_count", 0),
+        "n_group": number("expert_group_count", 1),
+        "topk_group": number("expert_group_used_count", 1),
+        "norm_topk_prob": metadata.flag("glm4moe.expert_weights_norm", False),
+        "routed_scaling_factor": metadata.number("glm4moe.expert_weights_scale", 1.0),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
+
+
 def latent_yarn(metadata: GGUFMetadata) -> dict[str, Any]:
     """yarn's mscale and mscale_all_dim in deepseek2; llama.cpp supports only models in which both are equal."""
     key = "deepseek2.rope.scaling.yarn_log_multiplier"
@@ -91,15 +130,22 @@ def latent_yarn(metadata: GGUFMetadata) -> dict[str, Any]:
     return {"mscale": mscale, "mscale_all_dim": mscale}
 
 
-def _integer(metadata: GGUFMetadata, key: str, default: int | None = None) -> int:
-    return metadata.integer(f"deepseek2.{key}", default)
+def _integer(metadata: GGUFMetadata, key: str, default: int | None = None, arch: str = "deepseek2") -> int:
+    return metadata.integer(f"{arch}.{key}", default)
+
+
+def _expect_sigmoid(metadata: GGUFMetadata, arch: str) -> None:
+    key = f"{arch}.expert_gating_func"
+    if metadata.integer(key, _SIGMOID) != _SIGMOID:
+        raise UnsupportedError(f"{metadata.path}: {key} must be {_SIGMOID} (sigmoid); load the model's safetensors")
 
 
 def _counts(file: GgufModel, metadata: GGUFMetadata, arch: str) -> tuple[int, int]:
     """The number of experts, and how many a row uses."""
     experts = metadata.integer(f"{arch}.expert_count")
     for name, tensor in file.tensors.items():
-        if "_exps." in name and (len(tensor.shape) != 3 or tensor.shape[0] != experts):
+        dimensions = 2 if name.endswith(".bias") else 3
+        if "_exps." in name and (len(tensor.shape) != dimensions or tensor.shape[0] != experts):
             raise CheckpointError(
                 f"{file.path}: {name} has shape {list(tensor.shape)}, but {arch}.expert_count is {experts}; convert "
                 "the model again"

@@ -29,6 +29,9 @@ _INNER = {
     "mlp.down_proj": "ffn_down",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "self_attn.sinks": "attn_sinks",
+    "block_sparse_moe.e_score_correction": "exp_probs_b",
     "mlp.gate.e_score_correction": "exp_probs_b",  # its "_bias" is a ".bias" in GGUF
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     **{f"mlp.shared_expert{s}.{part}_proj": f"ffn_{part}_shexp" for s in ("", "s") for part in ("gate", "up", "down")},
@@ -43,7 +46,7 @@ _INNER = {
 }
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)[._](weight|bias|scale)")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:[._](weight|bias|scale))?")  # without a kind in GGUF: weight
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias|scale)")
 _OUTWARD = {theirs: ours for ours, theirs in {**_OUTER, **_INNER}.items() if ours != "mlp.gate_up_proj"}
 _REORDERED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
@@ -62,25 +65,26 @@ def gguf_name(name: str) -> str:
     """GGUF's name for a tensor, from Hugging Face's name; a name without an equivalent stays as it is."""
     match = _LAYER.fullmatch(name)
     if match:
-        return f"blk.{match[1]}.{_INNER.get(match[2], match[2])}.{match[3]}"
+        return f"blk.{match[1]}.{_INNER.get(match[2], match[2])}.{match[3] or 'weight'}"
     module, _, kind = name.rpartition(".")
     return f"{_OUTER[module]}.{kind}" if module in _OUTER else name
 
 
-def expert_places(name: str) -> list[ExpertPlace]:
-    """Where a file may keep an expert's tensor, from Hugging Face's name; [] for any other tensor.
+def places(name: str) -> list[ExpertPlace]:
+    """Where a file may keep a tensor, from Hugging Face's name.
 
-    Stacked with all experts, stacked with gate and up in one tensor, or (early files) by itself.
+    One of an expert stacked with all experts, stacked with gate and up in one tensor, or (early files) by itself.
     """
     match = _LAYER.fullmatch(name)
     expert = _EXPERT.fullmatch(match[2]) if match else None
     if match is None or expert is None or expert[2] not in _EXPERT_PARTS:
-        return []
+        own = gguf_name(name)
+        return [ExpertPlace(own), ExpertPlace(own.replace(".ffn_norm.", ".post_attention_norm."))]
     block, index, part = f"blk.{match[1]}", int(expert[1]), _EXPERT_PARTS[expert[2]]
-    places = [ExpertPlace(f"{block}.ffn_{part}_exps.{match[3]}", index)]
+    found = [ExpertPlace(f"{block}.ffn_{part}_exps.{match[3]}", index)]
     if part != "down":
-        places.append(ExpertPlace(f"{block}.ffn_gate_up_exps.{match[3]}", index, parts=2, part=int(part == "up")))
-    return [*places, ExpertPlace(f"{block}.ffn_{part}.{index}.{match[3]}")]
+        found.append(ExpertPlace(f"{block}.ffn_gate_up_exps.{match[3]}", index, parts=2, part=int(part == "up")))
+    return [*found, ExpertPlace(f"{block}.ffn_{part}.{index}.{match[3]}")]
 
 
 def has_gguf_name(name: str) -> bool:

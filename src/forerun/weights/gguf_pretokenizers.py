@@ -17,11 +17,14 @@ _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_WORD}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_WORD}|\p{{N}}|{_REST}"
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
 )
+_GPT4O = "".join(f"{letters}(?i:'s|'t|'re|'ve|'m|'ll|'d)?|" for letters in _LETTERS) + (
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = "|".join(_LETTERS) + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _DEEPSEEK_LETTERS = (  # escaped: some of these characters do not survive Unicode normalization
     r"\s?["
@@ -79,9 +82,13 @@ PRE_TOKENIZERS = {
     "minerva-7b": _DIGITS,
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]")),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "gpt-4o": PreTokenizer((_GPT4O,)),
+    "llama4": PreTokenizer((_GPT4O,)),
+    "minimax-m2": PreTokenizer((_GPT4O,)),
     "dbrx": PreTokenizer((_LLAMA3,)),
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
     "chatglm-bpe": PreTokenizer((_LLAMA3,)),
+    "glm4": PreTokenizer((_LLAMA3,)),
     "deepseek-llm": PreTokenizer((r"[\r\n]", _DEEPSEEK_LETTERS, _PUNCTUATION, r"\s+$", _CJK, r"\p{N}+")),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
     "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", _KANJI_AND_KANA, _DEEPSEEK3)),

@@ -32,8 +32,8 @@ def _biases(fields: Fields) -> Biases:
 
 def _latents(fields: Fields) -> LatentDims:
     nope, rope = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
-    _expect(fields, "qk_head_dim", nope + rope)
-    _expect(fields, "head_dim", rope)
+    fields.expect("qk_head_dim", nope + rope)
+    fields.expect("head_dim", rope)
     has_rank = fields.get("q_lora_rank") is not None
     return LatentDims(
         rank=fields.integer("kv_lora_rank"),
@@ -45,17 +45,28 @@ def _latents(fields: Fields) -> LatentDims:
     )
 
 
-def _experts(fields: Fields) -> ExpertsShape:
+def sigmoid_experts(fields: Fields) -> ExpertsShape:
+    """Experts chosen by corrected sigmoids within groups, and shared ones of the same size."""
     for name, value in ONLY.items():
-        _expect(fields, name, value)
+        fields.expect(name, value)
     ffn = fields.integer("moe_intermediate_size")
+    types = _mlp_types(fields)
     return ExpertsShape(
         routing=_routing(fields),
         ffn_size=ffn,
         shared_size=ffn * fields.integer("n_shared_experts", default=0, minimum=0),
         correction=True,
-        first=fields.integer("first_k_dense_replace", minimum=0),
+        first=fields.integer("first_k_dense_replace", minimum=0) if types is None else 0,
+        dense=frozenset(index for index, kind in enumerate(types or ()) if kind == "dense"),
     )
+
+
+def _mlp_types(fields: Fields) -> tuple[str, ...] | None:
+    """Which layers are mixtures, in families whose config.json may name each."""
+    types, num_layers = fields.texts("mlp_layer_types"), fields.integer("num_hidden_layers")
+    if types is not None and (len(types) != num_layers or not set(types) <= {"dense", "sparse"}):
+        raise UnsupportedError(f"config.json: mlp_layer_types must name {num_layers} layers, each dense or sparse")
+    return types
 
 
 def _routing(fields: Fields) -> Routing:
@@ -74,15 +85,6 @@ def _routing(fields: Fields) -> Routing:
         num_groups=num_groups,
         top_groups=top_groups,
     )
-
-
-def _expect(fields: Fields, name: str, value: object) -> None:
-    """Refuse any other value than the one that is computed."""
-    if fields.given(name) and fields.get(name) != value:
-        raise UnsupportedError(
-            f"config.json: {name} is {fields.get(name)!r}; forerun computes deepseek_v3 models with {value!r} only; "
-            "load the model through transformers (implementation='transformers')"
-        )
 
 
 DEEPSEEK_V3 = Family(
@@ -107,6 +109,6 @@ DEEPSEEK_V3 = Family(
     },
     fields=LATENT_FIELDS | EXPERT_FIELDS | OTHER_FIELDS,
     biases=_biases,
-    experts=_experts,
+    experts=sigmoid_experts,
     latents=_latents,
 )

@@ -31,7 +31,7 @@ MIXTRAL = Family(
             gate_up=("w1", "w3"),
             down="w2",
             router="block_sparse_moe.gate",
-            fused="block_sparse_moe.experts.gate_up_proj",
+            stacked="block_sparse_moe.experts",
         )
     ),
     windows=_windows,

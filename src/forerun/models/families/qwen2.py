@@ -22,21 +22,22 @@ def qwen_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     if types is None:
         first = fields.integer("max_window_layers", default=0, minimum=0)
         return tuple(window if index >= first else 0 for index in range(num_layers))
-    _check_types(types, num_layers, used)
-    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    if "sliding_attention" in types and not used:
+        raise UnsupportedError(
+            "config.json: layer_types asks for sliding_attention but use_sliding_window is false; make them agree"
+        )
+    return windows_by_type(types, num_layers, window)
 
 
-def _check_types(types: tuple[str, ...], num_layers: int, used: bool) -> None:
+def windows_by_type(types: tuple[str, ...], num_layers: int, window: int) -> tuple[int, ...]:
+    """The window of every layer by `layer_types`; raises UnsupportedError for other types."""
     unknown = sorted(set(types) - set(LAYER_TYPES))
     if unknown or len(types) != num_layers:
         raise UnsupportedError(
             f"config.json: layer_types must name {num_layers} layers, each one of {', '.join(LAYER_TYPES)}; "
             f"got {len(types)} names" + (f", among them {', '.join(unknown)}" if unknown else "")
         )
-    if "sliding_attention" in types and not used:
-        raise UnsupportedError(
-            "config.json: layer_types asks for sliding_attention but use_sliding_window is false; make them agree"
-        )
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
 QWEN_DEFAULTS = {"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}

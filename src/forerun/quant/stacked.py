@@ -1,0 +1,71 @@
+"""The matrices of all experts of a layer in one tensor: floats, or MXFP4 blocks as gpt-oss is published in.
+
+Knows: such tensors, and the E2M1 numbers of blocks. Does not know: models, other formats. They are `NAME` [E, N, K], or
+[E, K, N] by inputs; or bytes, `NAME_blocks` [E, N, K / 32, 16] and `NAME_scales` [E, N, K / 32]: two numbers of 4 bits
+in a byte, the first low, to be multiplied by 2 ** (scale - 127).
+Source: OCP Microscaling Formats 1.0; transformers integrations/mxfp4.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.errors import CheckpointError
+from forerun.kernels.grouped import GroupedMatrix
+from forerun.kernels.ops import Kernels
+from forerun.quant.base import TensorSource, Weight
+from forerun.quant.dense import DenseWeight
+from forerun.quant.gguf_blocks import BYTE_ZERO, E2M1_VALUES
+from forerun.quant.grouped import GroupedWeight
+from forerun.quant.settings import Settings
+
+METHOD = "mxfp4"
+BLOCK = 32
+
+
+def check_mxfp4(settings: Settings) -> None:
+    """Nothing of its settings changes how blocks are read: which modules have blocks is said by their names."""
+
+
+def is_stacked(source: TensorSource, name: str) -> bool:
+    """Whether the matrices of all experts are the tensor NAME, or blocks of that name."""
+    return source.has(name) or source.has(f"{name}_blocks")
+
+
+def read_stacked(
+    source: TensorSource, name: str, shape: tuple[int, int, int], kernels: Kernels, dtype: torch.dtype | None,
+    order: Tensor | None = None, is_transposed: bool = False,
+) -> list[Weight]:  # fmt: skip
+    """The matrices of E experts, [N, K] each, for shape (E, N, K); rows by `order` [N] if given.
+
+    dtype, if given, is what floats are converted to. is_transposed: floats are [E, K, N]. Raises CheckpointError.
+    """
+    num_experts, rows, columns = shape
+    if source.has(f"{name}_blocks"):
+        blocks, scales = _read_blocks(source, name, shape)
+        return [GroupedWeight(kernels, mxfp4_matrix(*pair, order)) for pair in zip(blocks, scales, strict=True)]
+    stored = source.tensor(name, (num_experts, columns, rows) if is_transposed else shape)
+    matrices = (matrix.T if is_transposed else matrix for matrix in stored.to(dtype or stored.dtype))
+    return [DenseWeight(kernels, matrix if order is None else matrix[order]) for matrix in matrices]
+
+
+def mxfp4_matrix(blocks: Tensor, scales: Tensor, order: Tensor | None = None) -> GroupedMatrix:
+    """The matrix of blocks [N, K / 32, 16] and scales [N, K / 32] uint8; rows by `order` [N] if given."""
+    blocks, scales = (blocks, scales) if order is None else (blocks[order], scales[order])
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(len(blocks), -1)  # [N, K]
+    halves = torch.ldexp(torch.ones(1), scales.int() - 128)  # of the powers, as the table's values are doubled
+    table = torch.tensor([value + BYTE_ZERO for value in E2M1_VALUES]).byte()
+    return GroupedMatrix(codes, halves, bits=4, zero=BYTE_ZERO, group_size=BLOCK, table=table)
+
+
+def _read_blocks(source: TensorSource, name: str, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    num_experts, rows, columns = shape
+    if columns % BLOCK:
+        raise CheckpointError(f"{name}_blocks: {columns} inputs are no whole blocks of {BLOCK}; copy the files again")
+    groups = columns // BLOCK
+    blocks = source.integers(f"{name}_blocks", (num_experts, rows, groups, BLOCK // 2))
+    scales = source.integers(f"{name}_scales", (num_experts, rows, groups))
+    if blocks.dtype is not torch.uint8 or scales.dtype is not torch.uint8 or bool((scales == 255).any()):
+        raise CheckpointError(f"{name}_blocks or its scales are not MXFP4: bytes, no scale 255; copy the files again")
+    return blocks, scales
