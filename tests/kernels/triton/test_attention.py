@@ -34,30 +34,28 @@ def check_error(case: AttentionCase, found: Tensor, window: int = 0) -> None:
 @pytest.mark.parametrize(
     ("heads", "block_size", "dtype", "window"),
     [
-        (HeadLayout(3, 1, 40, 40), 8, FLOAT, 0),  # padded heads, padded coordinates
+        (HeadLayout(3, 1, 40, 40), 8, FLOAT, 300),  # padded heads and coordinates, a window wider than what there is
         (HeadLayout(2, 2, 8, 8), 4, INT8, 20),
         (HeadLayout(8, 1, 128, 64), 32, BRAIN, 100),
         (HeadLayout(14, 2, 16, 16), 12, FLOAT, -1),
         (HeadLayout(20, 1, 16, 16), 16, INT8, -30),  # more heads than a tile has lanes
         (HeadLayout(1, 1, 256, 64), 16, BRAIN, 1),
-        (HeadLayout(4, 2, 16, 16), 16, FLOAT, 300),  # a window wider than what there is
     ],
 )
 def test_error_is_at_most_twice_torchs(
     kernels: Any, heads: HeadLayout, block_size: int, dtype: torch.dtype, window: int
 ) -> None:
     case = attention_case([30, 258], num_nodes=2, heads=heads, block_size=block_size, dtype=dtype)
-    case = case.pick(torch.tensor([1, 2, 3]))
+    case = case.pick(torch.tensor([1, 3]))
     check_error(case, run(case, kernels, window), window)
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(FLOAT, 0), (BRAIN, 40), (INT8, -2)])
 def test_a_row_has_the_same_bits_in_every_batch(kernels: Any, dtype: torch.dtype, window: int) -> None:
-    case = attention_case([5, 255], num_nodes=4, heads=ONE_KV_HEAD, dtype=dtype)
+    case = attention_case([5, 255], num_nodes=3, heads=ONE_KV_HEAD, dtype=dtype)
     whole = run(case, kernels, window)
-    for row in (1, 7):
-        assert torch.equal(run(case.row(row), kernels, window), whole[[row]])
-    order = torch.tensor([6, 2, 3, 7])
+    assert torch.equal(run(case.row(5), kernels, window), whole[[5]])
+    order = torch.tensor([4, 1, 5])
     assert torch.equal(run(case.pick(order), kernels, window), whole[order])
 
 
@@ -65,7 +63,7 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels: Any, dtype: torch.dtype
 def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_row(kernels: Any, dtype: torch.dtype, window: int) -> None:
     heads = HeadLayout(3, 1, 24, 24)
     case = attention_case([13, 250], num_nodes=12, heads=heads, block_size=8, dtype=dtype)
-    chosen = torch.tensor([4, 11, 17, 23])
+    chosen = torch.tensor([11, 23])
     out = run(case.pick(chosen), kernels, window)
     for index, row in enumerate(chosen.tolist()):
         plain = laid_out_plainly(case, row, (16, 4)[index % 2])
@@ -80,11 +78,10 @@ def test_a_span_has_the_bits_of_its_rows_alone(
     from forerun.kernels.triton import attention_plan
 
     case = attention_case([300], num_nodes=1, heads=ONE_KV_HEAD, dtype=BRAIN)
-    case = rows_of_one_sequence(case, list(range(253, 260)))
+    case = rows_of_one_sequence(case, list(range(254, 259)))
     together = run(case, kernels, window)
     check_error(case, together, window)
-    for row in (2, 5):
-        assert torch.equal(run(case.row(row), kernels, window), together[[row]])
+    assert torch.equal(run(case.row(3), kernels, window), together[[3]])
     monkeypatch.setattr(attention_plan, "FEW_ROWS", 3)  # a program looks at a window of rows
     monkeypatch.setattr(attention_plan, "WANTED_PROGRAMS", 1)  # a program takes both splits
     monkeypatch.setattr(attention_plan, "WORK_BYTES", 5000)  # so little that a turn has 4 rows
@@ -129,19 +126,19 @@ def test_the_last_of_64_nodes_uses_the_sign_bit(kernels: Any) -> None:
     check_error(case, run(case, kernels))
 
 
-@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", [FLOAT, INT8])
 def test_garbage_in_unseen_slots_does_not_matter(kernels: Any, dtype: torch.dtype) -> None:
-    case = attention_case([21, 258], num_nodes=2, heads=ONE_KV_HEAD, dtype=dtype)
+    case = attention_case([21, 258], num_nodes=1, heads=ONE_KV_HEAD, dtype=dtype)
     clean = run(case, kernels)
     seen = torch.zeros(case.kv.values.shape[0], 16, dtype=torch.bool)
     for sequence, prefix in enumerate((21, 258)):
-        for logical in range(prefix + 2):
+        for logical in range(prefix + 1):
             seen[int(case.rows.block_tables[sequence, logical // 16]), logical % 16] = True
     spoil(case.kv, ~seen)
     assert torch.equal(run(case, kernels), clean)
 
 
-@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", [BRAIN, INT8])
 def test_a_spoilt_key_reaches_the_rows_that_see_it_and_no_other(kernels: Any, dtype: torch.dtype) -> None:
     case = attention_case([70, 9], num_nodes=4, heads=ONE_KV_HEAD, dtype=dtype)
     chain = torch.tensor([1, 3, 7, 15, 1, 3, 7, 15])

@@ -16,8 +16,7 @@ from forerun.models.loader import load_model
 from forerun.speculation.verifier import CoupledVerifier
 
 PROMPTS = ([5, 9, 5, 9], [7, 7])
-GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-WARM = SamplingParams(max_tokens=3, temperature=0.9, seed=3, ignore_eos=True)
+PARAMS = [SamplingParams(max_tokens=3, temperature=temperature, seed=3, ignore_eos=True) for temperature in (0.0, 0.9)]
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +32,8 @@ def open_llm(folder: Path, kernels: str = "triton", **options: Any) -> LLM:
     return LLM(str(folder), kernels=kernels, device=device, max_model_len=32, block_size=4, **options)
 
 
-def tokens(llm: LLM, params: SamplingParams) -> list[tuple[int, ...]]:
-    return [output.outputs[0].token_ids for output in llm.generate(list(PROMPTS), params)]
+def tokens(outputs: Any) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 def num_nodes(outputs: Any, what: str) -> int:
@@ -47,28 +46,28 @@ def plain(folder: Path) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def expected(plain: LLM) -> dict[str, list[tuple[int, ...]]]:
+def expected(plain: LLM) -> list[tuple[int, ...]]:
     """What plain decoding writes."""
-    return {"greedy": tokens(plain, GREEDY), "warm": tokens(plain, WARM)}
+    return tokens(plain.generate(list(PROMPTS), PARAMS))
 
 
 def test_the_reference_chooses_the_same_tokens(folder: Path, plain: LLM, expected: Any) -> None:
     assert set(plain.kernels.describe().values()) <= {"triton's interpreter", "triton sm_90"}
-    assert tokens(open_llm(folder, "reference"), GREEDY) == expected["greedy"]
+    assert tokens(open_llm(folder, "reference").generate(list(PROMPTS), PARAMS)) == expected
 
 
 def test_drafts_of_ngrams_change_nothing(plain: LLM, expected: Any) -> None:
     ngram = plain.with_drafter("ngram", adaptive=False, ngram_min=1, max_draft_tokens=3)
     ngram.engine.verifier = CoupledVerifier(plain.kernels, at_once=True)  # as on a GPU
-    outputs = ngram.generate(list(PROMPTS), WARM)
-    assert [output.outputs[0].token_ids for output in outputs] == expected["warm"]
+    outputs = ngram.generate(list(PROMPTS), PARAMS)
+    assert tokens(outputs) == expected
     assert num_nodes(outputs, "drafted") > 0
 
 
 def test_trees_of_a_draft_model_change_nothing(folder: Path, plain: LLM, expected: Any) -> None:
     drafted = plain.with_drafter("draft", draft_model=str(folder), adaptive=False, max_draft_tokens=3, tree_width=2)
-    outputs = drafted.generate(list(PROMPTS), GREEDY)
-    assert [output.outputs[0].token_ids for output in outputs] == expected["greedy"]
+    outputs = drafted.generate(list(PROMPTS), PARAMS)
+    assert tokens(outputs) == expected
     assert num_nodes(outputs, "accepted") > 0
 
 

@@ -51,7 +51,7 @@ def test_ties_go_to_the_lower_index_and_nan_stays_in_its_row(kernels: Any) -> No
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_agrees_with_the_reference(kernels: Any, storage: str) -> None:
-    reference, (x, weights, base) = kernels_named("reference"), case(9, FEW)
+    reference, (x, weights, base) = kernels_named("reference"), case(4, FEW)
     packed, theirs = pack(kernels, 4, storage, "gelu_tanh"), pack(reference, 4, storage, "gelu_tanh")
     for given in (base, None):
         expected = reference.experts(x, weights, theirs, given)
@@ -60,9 +60,9 @@ def test_agrees_with_the_reference(kernels: Any, storage: str) -> None:
     assert packed.num_experts == 4
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", STORAGES[1:])
 def test_biases_and_the_clipped_gate_agree_with_the_reference(kernels: Any, storage: str) -> None:
-    reference, (x, weights, base) = kernels_named("reference"), case(9, FEW)
+    reference, (x, weights, base) = kernels_named("reference"), case(4, FEW)
     given = 4, storage, "clipped_swiglu", True
     expected = reference.experts(x, weights, pack(reference, *given), base)
     found = experts(kernels, x, weights, pack(kernels, *given), base)
@@ -70,7 +70,7 @@ def test_biases_and_the_clipped_gate_agree_with_the_reference(kernels: Any, stor
     assert torch.equal(experts(kernels, x[3:4], weights[3:4], pack(kernels, *given), base[3:4]), found[3:4])
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", STORAGES[1:])
 def test_the_sum_is_that_of_the_single_experts_in_their_order(kernels: Any, storage: str) -> None:
     (x, weights, base), packed = case(5, FEW), pack(kernels, 4, storage)
     expected = base.clone()
@@ -102,13 +102,13 @@ def test_a_bank_of_blocks_of_a_file_has_the_bits_of_its_matrices(kernels: Any, n
 
 @pytest.mark.parametrize("storage", STORAGES[1:])
 def test_a_row_has_the_same_bits_in_every_batch(kernels: Any, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (x, weights, base), packed = case(18, FEW), pack(kernels, 4, storage)
+    (x, weights, base), packed = case(10, FEW), pack(kernels, 4, storage)
     whole = experts(kernels, x, weights, packed, base)
-    for rows in (torch.tensor([9]), torch.randperm(18)[:17]):
+    for rows in (torch.tensor([9]), torch.randperm(10)[:4]):
         assert torch.equal(experts(kernels, x[rows], weights[rows], packed, base[rows]), whole[rows])
     module = pytest.importorskip("forerun.kernels.triton.experts")
     monkeypatch.setattr(module, "WORK_BYTES", 0)
-    monkeypatch.setattr(module, "LEAST_ROWS", 9)  # three pieces
+    monkeypatch.setattr(module, "LEAST_ROWS", 4)  # three pieces
     assert torch.equal(experts(kernels, x, weights, packed, base), whole)
 
 

@@ -78,22 +78,22 @@ def latent_case(
 def test_error_is_at_most_twice_torchs(
     kernels: Any, layout: LatentLayout, dtype: torch.dtype, block_size: int
 ) -> None:  # fmt: skip
-    case = latent_case([45, 270], 2, layout, dtype, block_size).pick([1, 3])
+    case = latent_case([45, 258], 2, layout, dtype, block_size).pick([1, 3])
     truth = case.truth(torch.float64)
     assert rms_error(case.run(kernels), truth) <= 2 * rms_error(case.truth(torch.float32), truth) + 1e-8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_every_batch(kernels: Any, dtype: torch.dtype) -> None:
-    case = latent_case([33, 255], 3, SMALL, dtype)
+    case = latent_case([33, 255], 2, SMALL, dtype)
     whole = case.run(kernels)
-    for order in ([5], [4, 1, 0]):
+    for order in ([3], [2, 0]):
         assert torch.equal(case.pick(order).run(kernels), whole[order])
 
 
 def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_row(kernels: Any) -> None:
     case = latent_case([20, 250], 9, SMALL, torch.bfloat16, 4)
-    chosen = [3, 8, 13, 17]
+    chosen = [8, 17]
     out = case.pick(chosen).run(kernels)
     for index, row in enumerate(chosen):
         vectors = case.vectors(row)

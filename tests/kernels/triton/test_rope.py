@@ -44,10 +44,18 @@ def rotated(
     return [tensor.float().cpu() for tensor in found]
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(("dtype", "norms"), zip(KV_DTYPES, (True, False, True), strict=True))
+@pytest.mark.parametrize(
+    ("heads", "dtype", "norms"),
+    [
+        (HEADS[0], torch.float32, True),
+        (HEADS[1], torch.bfloat16, False),
+        (HEADS[2], torch.bfloat16, True),
+        (HEADS[0], torch.int8, False),
+        (HEADS[1], torch.int8, True),
+    ],
+)
 def test_rope_against_the_reference(kernels: Any, heads: HeadLayout, dtype: torch.dtype, norms: bool) -> None:
-    everything = torch.arange(6)
+    everything = torch.arange(4)
     block_size = 4 if norms else 16
     ours = rotated(kernels, kernels.device, heads, dtype, block_size, everything, norms)
     reference = rotated(REFERENCE, CPU, heads, dtype, block_size, everything, norms)
@@ -57,7 +65,7 @@ def test_rope_against_the_reference(kernels: Any, heads: HeadLayout, dtype: torc
     assert torch.equal(ours[2], reference[2]) and torch.equal(ours[-1], reference[-1])  # roundings included
     assert len(ours) == (5 if dtype is torch.int8 else 3)
     assert all(torch.allclose(a, b, rtol=2e-6) for a, b in zip(ours[3:], reference[3:], strict=True))
-    part = torch.tensor([4, 1])
+    part = torch.tensor([3])
     few = rotated(kernels, kernels.device, heads, dtype, block_size, part, norms)
     assert all(torch.equal(a, b[part]) for a, b in zip(few, ours, strict=True))
 

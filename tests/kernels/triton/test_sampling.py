@@ -36,7 +36,7 @@ def agree(kernels: Any, logits: Tensor, temperatures: Tensor, noise: NoiseKeys, 
     assert torch.allclose(chances.cpu()[:, :found], expected, rtol=1e-13, atol=1e-13, equal_nan=True)
 
 
-@pytest.mark.parametrize("vocab_size", (1, 3, 63, 500))
+@pytest.mark.parametrize("vocab_size", (1, 63, 500))
 def test_equal_to_the_definition(kernels: Any, vocab_size: int) -> None:
     torch.manual_seed(vocab_size)
     logits = torch.randn(6, vocab_size) * 3
@@ -51,7 +51,7 @@ def test_large_vocabularies_are_searched_in_parts(kernels: Any) -> None:
     agree(kernels, logits, heat(0.8, 0.0), keys(2), 5)
 
 
-@pytest.mark.parametrize(("position", "stream"), [(2**31, 5), (2**32 + 17, 2**31), (2**40, 2**32 - 1)])
+@pytest.mark.parametrize(("position", "stream"), [(2**31, 5), (2**40 + 17, 2**32 - 1)])
 def test_all_bits_of_a_key_count(kernels: Any, position: int, stream: int) -> None:
     agree(kernels, torch.randn(3, 40), heat(1.0, 1.0, 1.0), keys(3, position, stream), 3)
 

@@ -83,7 +83,7 @@ def assert_same(found: TreeNodes | NodeRows, expected: TreeNodes | NodeRows) -> 
         assert own.dtype is other.dtype and torch.equal(own.cpu(), other), name
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     budgets=st.lists(st.integers(0, 63), min_size=1, max_size=3),
     width=st.sampled_from([1, 3, 4]),  # each is compiled where there is a GPU
@@ -97,9 +97,9 @@ def test_every_level_is_torchs(
     grown_alike(triton, torch.tensor(sorted(budgets, reverse=True)).clamp(min=0), width, num_levels, seed, missing)
 
 
-@pytest.mark.parametrize(("width", "budgets"), [(16, [63, 40, 17]), (9, [63, 1]), (7, [30])])
+@pytest.mark.parametrize(("width", "budgets"), [(16, [63, 17]), (7, [30])])
 def test_wide_trees_are_torchs(triton: Any, width: int, budgets: list[int]) -> None:
-    grown_alike(triton, torch.tensor(budgets), width, num_levels=4, seed=width, missing=0.02)
+    grown_alike(triton, torch.tensor(budgets), width, num_levels=3, seed=width, missing=0.02)
 
 
 def test_trees_that_go_on_idly_are_torchs(triton: Any) -> None:
