@@ -72,7 +72,7 @@ def test_passes_that_take_no_time_are_measured_again(tmp_path: Path, seconds: An
     content = json.loads(kept.path.read_text("utf-8"))
     content["learned"]["passes"][0][1] = seconds
     kept.path.write_text(json.dumps(content), "utf-8")
-    assert kept.costs([1, 8], {"m": CallCosts()}) is None
+    assert Kept(tmp_path, ABOUT).costs([1, 8], {"m": CallCosts()}) is None
 
 
 def test_others_have_files_of_their_own(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def damaged() -> dict[str, Any]:
 def test_damaged_files_change_nothing(tmp_path: Path, kind: str) -> None:
     kept, made = Kept(tmp_path, ABOUT), policy()
     kept.path.write_text(damaged()[kind], "utf-8")
-    assert not kept.load(made)
+    assert not Kept(tmp_path, ABOUT).load(made)
     assert not made.costs.slowness and not made.acceptance.ranks
     kept.save(taught())
     assert Kept(tmp_path, ABOUT).load(made)
@@ -103,7 +103,7 @@ def test_numbers_nobody_can_have_learned_change_nothing(tmp_path: Path, value: A
     content = json.loads(kept.path.read_text("utf-8"))
     content["learned"]["ranks"][0][-1] = float("nan") if value == "NaN" else value
     kept.path.write_text(json.dumps(content), "utf-8")
-    assert not kept.load(made) and not made.costs.slowness and not made.acceptance.bands
+    assert not Kept(tmp_path, ABOUT).load(made) and not made.costs.slowness and not made.acceptance.bands
 
 
 @pytest.mark.parametrize("table", ["by_size", "by_depth"])
@@ -114,7 +114,8 @@ def test_calls_of_sizes_that_do_not_exist_change_nothing(tmp_path: Path, table: 
     content = json.loads(kept.path.read_text("utf-8"))
     content["learned"][table]["m"][0][0] = key
     kept.path.write_text(json.dumps(content), "utf-8")
-    assert not kept.load(made) and not made.costs.slowness and made.costs.calls["m"].call_s(4, 1) == 0.0
+    assert not Kept(tmp_path, ABOUT).load(made) and not made.costs.slowness
+    assert made.costs.calls["m"].call_s(4, 1) == 0.0
 
 
 def test_where_nothing_can_be_written_nothing_is(tmp_path: Path) -> None:
@@ -140,9 +141,12 @@ def test_engines_keep_what_they_learn_unless_told_not_to(
     llm = LLM("mini", drafter="suffix", keep_learned=keeps, max_model_len=256)
     before = llm.generate("One two one two", SamplingParams(max_tokens=12, seed=1))[0].outputs[0].token_ids
     assert len(kept_files(tmp_path / "learned")) == keeps
+    read, loads = [], json.loads
+    monkeypatch.setattr(json, "loads", lambda text: read.append(text) or loads(text))
     if keeps:
         monkeypatch.setattr(assemble, "measure_passes", None)  # is not called
     again = llm.with_drafter("suffix")
+    assert sum('"learned"' in text for text in read) == keeps, "once"
     policy = again.engine.policy
     assert isinstance(policy, AdaptivePolicy) and policy.costs.knows_plain == keeps
     assert again.generate("One two one two", SamplingParams(max_tokens=12, seed=1))[0].outputs[0].token_ids == before

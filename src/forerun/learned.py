@@ -15,6 +15,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -36,12 +37,17 @@ _Entry = TypeVar("_Entry")
 
 @dataclass(slots=True)
 class Kept:
-    """The file of one policy. `about`: what it holds for; files are told apart by it."""
+    """The file of one policy, read when this is made. `about`: what it holds for; files are told apart by it."""
 
     folder: Path
     about: Mapping[str, str]
+    _learned: Any = field(init=False, default=None)  # what the file said, unchecked
     _written_s: float = field(default=-math.inf)
     _measured_s: float = field(default_factory=time)  # when passes were
+
+    def __post_init__(self) -> None:
+        with suppress(*_DAMAGED):
+            self._learned = _contents(self.path)["learned"]
 
     @property
     def path(self) -> Path:
@@ -51,8 +57,8 @@ class Kept:
 
     def costs(self, rows: Sequence[int], calls: Mapping[str, CallCosts]) -> Costs | None:
         """Costs of passes at exactly these row counts and of these drafters; None where they must be measured."""
+        kept = self._learned
         try:
-            kept = _contents(self.path)["learned"]
             passes = {_count(num_rows): _seconds(seconds) for num_rows, seconds in kept["passes"]}
             measured_s = _number(kept["measured_s"])
             known = {name: _call(unknown, kept, name) for name, unknown in calls.items()}
@@ -66,7 +72,7 @@ class Kept:
     def load(self, policy: AdaptivePolicy) -> bool:
         """Let a new policy begin where another one ended; False, and nothing changed, where there is no such file."""
         try:
-            _restore(policy, _contents(self.path)["learned"])
+            _restore(policy, self._learned)
         except _DAMAGED:
             return False
         return True
