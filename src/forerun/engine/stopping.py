@@ -39,13 +39,8 @@ class OutputText:
 
     def take(self, tokens: Sequence[int]) -> int:
         """Append accepted tokens to the request up to the one that ends it -> how many were taken."""
-        request = self.request
-        if not self._matched and len(tokens) < request.num_remaining and request.stop_token_ids.isdisjoint(tokens):
-            request.token_ids += tokens
-            self._unspelled += tokens
-            return len(tokens)
         for count, token in enumerate(tokens, 1):
-            request.token_ids.append(token)
+            self.request.token_ids.append(token)
             if self._ends(token):
                 return count
         return len(tokens)
@@ -53,8 +48,7 @@ class OutputText:
     def _ends(self, token: int) -> bool:
         """Set the finish reason if the token ends the request. A stop token's own text is shown only if asked for."""
         request = self.request
-        enough = request.num_output >= request.params.min_tokens
-        if enough and token in request.stop_token_ids:
+        if token in request.stop_token_ids and request.num_output >= request.params.min_tokens:
             if request.params.include_stop_str_in_output:
                 self._unspelled.append(token)
             self._finish()
