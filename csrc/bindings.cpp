@@ -234,7 +234,7 @@ void run_program(Program& program, const std::vector<Address>& addresses, int64_
     program.run(addresses, {rows, logit_rows, max_blocks, max_visible});
 }
 
-// What Python gives for chains to draft, in the order of ChainArgs in src/forerun/runtime/recorded.py.
+// What Python gives for chains to draft, in the order of ChainsGiven in src/forerun/runtime/recorded.py.
 struct ChainsGiven {
     std::vector<double> temperatures;
     std::vector<int64_t> seeds, streams, positions, num_active;

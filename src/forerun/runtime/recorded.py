@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MAX_RECORDED_ROWS = 64
 
 
-class ChainArgs(NamedTuple):
+class ChainsGiven(NamedTuple):
     """What C++ is told of chains to draft, in the order of ChainsGiven in csrc/bindings.cpp."""
 
     temperatures: Sequence[float]
@@ -88,7 +88,7 @@ class RecordedRunner(EagerRunner):
         vocab_size, *fed_size = self._first.widths
         logits = torch.empty(steps, num_chains, vocab_size) if keeps_logits else self._scratch_for(num_chains)
         fed = torch.empty(2, num_chains, *fed_size) if fed_size else None  # two levels take turns
-        chains = ChainArgs(
+        chains = ChainsGiven(
             *by_depth[:5],
             vocab_size=vocab_size,
             block_size=self._block_size,
