@@ -34,7 +34,8 @@ def test_with_another_reason():
 def test_a_skip_for_want_of_data_fails_in_ci(tmp_path: Path, is_ci: bool, said: str) -> None:
     (tmp_path / "test_made.py").write_text(TESTS)
     environment = {name: value for name, value in os.environ.items() if name != "FORERUN_CI"}
-    environment |= {"PYTHONPATH": str(ROOT), **({"FORERUN_CI": "1"} if is_ci else {})}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment |= {"FORERUN_CI": "1"} if is_ci else {}
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "tests.conftest", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert said in done.stdout and done.returncode == is_ci, done.stdout

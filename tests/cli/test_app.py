@@ -39,11 +39,6 @@ def test_help_names_every_command(run: Any) -> None:
     assert all(name in text for name in COMMANDS)
 
 
-def test_starting_imports_nothing_heavy() -> None:
-    code = "import sys, forerun.cli.app; print(*sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
-
-
 @pytest.mark.parametrize("command", ["generate", "inspect", "verify", "chat", "demo"])
 def test_an_unknown_model_is_one_clear_line(run: Any, command: str, tmp_path: Path) -> None:
     prompt = ["some text"] if command == "generate" else []

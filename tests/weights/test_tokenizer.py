@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -281,13 +279,3 @@ def test_vocabulary_checks() -> None:
     check_same_vocabulary(tokenizer, makers.byte_level())
     with pytest.raises(VocabularyError, match="different vocabularies"):
         check_same_vocabulary(tokenizer, makers.sentencepiece())
-
-
-def test_transformers_is_not_imported_for_a_tokenizer_file(tmp_path: Path) -> None:
-    folder = makers.save(makers.byte_level(), tmp_path)
-    code = (
-        "import sys; from pathlib import Path; from forerun.weights.tokenizer import Tokenizer; "
-        f"Tokenizer.from_folder(Path({str(folder)!r})).encode('x'); "
-        "assert not {'transformers', 'sentencepiece', 'torch._dynamo'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
