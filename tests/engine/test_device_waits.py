@@ -129,8 +129,7 @@ def with_medusa(folder: Path, head: Path, width: int, **options: Any) -> Engine:
     return engine(folder, MetaKernels(), "medusa", str(test_medusa.write_vllm(head, drawn)), width, **options)
 
 
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("width", "temperature"), [(1, 0.0), (2, 0.8)])
 def test_a_drafted_step_waits_once_for_drafts_and_choices(
     folder: Path, tmp_path: Path, waits: list[Any], width: int, temperature: float
 ) -> None:
@@ -158,8 +157,7 @@ def test_a_policy_that_looks_at_drafts_waits_once_more(
         assert drafts == (4, 2, NUM_DRAFTS) and choices == (NUM_CHOICES,)
 
 
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("width", "temperature"), [(1, 0.8), (2, 0.0)])
 def test_drafting_with_medusa_heads_waits_once(
     folder: Path, tmp_path: Path, waits: list[Any], width: int, temperature: float
 ) -> None:
@@ -175,8 +173,7 @@ ADAPTIVE: dict[str, Callable[..., Engine]] = {
 }
 
 
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("name", ADAPTIVE)
+@pytest.mark.parametrize(("name", "width"), [("draft", 1), ("draft", 2), ("mtp", 2), ("eagle", 1), ("medusa", 2)])
 def test_the_adaptive_policy_waits_once(folder: Path, tmp_path: Path, waits: list[Any], name: str, width: int) -> None:
     made = ADAPTIVE[name](folder, tmp_path / "head", width)
     assert isinstance(made.policy, AdaptivePolicy) and not made.policy.looks_at_drafts, "where passes run on a GPU"

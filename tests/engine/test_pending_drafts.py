@@ -163,8 +163,7 @@ LIMITS: list[dict[str, int]] = [{}, {"max_num_batched_tokens": 19, "max_num_pref
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=["free", "chunks", "preempted"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(("width", "temperature"), [(1, 0.7), (3, 0.0)])
 def test_pending_drafts_under_the_adaptive_policy_change_no_token(
     width: int, temperature: float, limits: dict[str, int], num_pending: list[int]
 ) -> None:
@@ -176,8 +175,7 @@ def test_pending_drafts_under_the_adaptive_policy_change_no_token(
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("width", [1, 4, 16])
+@pytest.mark.parametrize(("width", "temperature"), [(1, 0.7), (4, 0.0), (16, 0.7)])
 def test_pending_drafts_of_medusa_change_no_token(
     width: int, temperature: float, adaptive: bool, fitted: Path, num_pending: list[int]
 ) -> None:
@@ -227,8 +225,7 @@ def test_medusas_pending_tree_is_the_one_that_is_read_at_once(fitted: Path, num_
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("order", "temperature"), [(1, 0.7), (-1, 0.0)])
 def test_a_portfolio_leaves_the_last_members_drafts_pending_and_joins_the_others(
     order: int, temperature: float, adaptive: bool, num_pending: list[int]
 ) -> None:

@@ -41,7 +41,7 @@ requests = st.lists(st.tuples(st.integers(1, MAX_LEN - 1), st.integers(1, 20)), 
     ),
     data=st.data(),
 )
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_every_request_finishes(shapes, block_size, spare_blocks, max_seqs, max_rows, others, data) -> None:  # type: ignore[no-untyped-def]
     """Whatever the budgets, plans are within them, blocks are never shared or lost, and nobody waits for ever."""
     pool = BlockPool(-(-MAX_LEN // block_size) + spare_blocks)

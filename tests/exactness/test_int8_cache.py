@@ -50,7 +50,7 @@ def test_target_and_drafter_layers_are_int8() -> None:
     assert not any(kv.is_scaled for kv in mini.plain().engine.kv_cache.layers)
 
 
-@pytest.mark.parametrize("temperature", (0.0, 0.7, 1.0))
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafters(drafter: str, temperature: float) -> None:
     outputs = drafting(drafter).generate(mini.PROMPTS, params(temperature))
@@ -59,7 +59,7 @@ def test_drafters(drafter: str, temperature: float) -> None:
     assert accepted > 0, "nothing was accepted, so nothing was tested"
 
 
-@pytest.mark.parametrize("rows", (1, 16, 100))
+@pytest.mark.parametrize("rows", (1, 100))
 def test_chunks(rows: int) -> None:
     prompts = [" ".join([text] * 9) for text in mini.PROMPTS[:3]]
     sampling = params(0.7, max_tokens=8, prompt_logprobs=0, logprobs=2)
@@ -70,10 +70,9 @@ def test_chunks(rows: int) -> None:
     assert [o.outputs[0].logprobs for o in chunked] == [o.outputs[0].logprobs for o in whole]
 
 
-@pytest.mark.parametrize("drafter", ("draft", "draft-tree"))
-def test_preemption(drafter: str) -> None:
+def test_preemption() -> None:
     prompts = [text * 4 for text in mini.PROMPTS]
-    outputs = drafting(drafter, num_kv_blocks=16, max_model_len=256).generate(prompts, params(1.0, max_tokens=32))
+    outputs = drafting("draft-tree", num_kv_blocks=16, max_model_len=256).generate(prompts, params(1.0, max_tokens=32))
     assert tokens(outputs) == alone(prompts, params(1.0, max_tokens=32))
     assert sum(o.outputs[0].stats.num_preemptions for o in outputs) > 0, "nothing was preempted"
 

@@ -23,7 +23,7 @@ DRAFTERS = {
     "draft-adaptive": {},
     "draft-tree": {"tree_width": 3, "max_draft_tokens": 15, "adaptive": False},
 }
-TEMPERATURES = (0.0, 0.7, 1.0)
+TEMPERATURES = (0.0, 1.0)
 
 
 def drafting(name: str, **options):  # type: ignore[no-untyped-def]
@@ -54,16 +54,15 @@ def test_drafters(drafter: str, temperature: float) -> None:
     assert accepted > 0 or may_rest, "nothing was accepted, so nothing was tested"
 
 
-@pytest.mark.parametrize("batch", [2, 16])
-def test_batches_of_long_and_short(batch: int) -> None:
-    rng = random.Random(batch)
+def test_a_batch_of_long_and_short() -> None:
+    rng = random.Random(16)
     vocab_size = mini.plain().tokenizer.vocab_size
-    prompts = [[rng.randrange(vocab_size) for _ in range(rng.choice([1, 15, 16, 17, 60, 280]))] for _ in range(batch)]
+    prompts = [[rng.randrange(vocab_size) for _ in range(rng.choice([1, 15, 16, 17, 60, 280]))] for _ in range(16)]
     llm = drafting("draft")
     assert tokens(llm.generate(prompts, params(1.0, max_tokens=12))) == alone(prompts, params(1.0, max_tokens=12))
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 100])
+@pytest.mark.parametrize("rows", [5, 100])
 def test_chunks(rows: int) -> None:
     prompts = [" ".join([text] * 9) for text in mini.PROMPTS[:3]]
     llm = drafting("draft", max_num_batched_tokens=rows)
@@ -74,7 +73,7 @@ def test_chunks(rows: int) -> None:
     assert [o.outputs[0].logprobs for o in chunked] == [o.outputs[0].logprobs for o in whole]
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", ["ngram", "draft-tree"])
 def test_preemption(drafter: str) -> None:
     prompts = [text * 4 for text in mini.PROMPTS]
     llm = drafting(drafter, num_kv_blocks=16, max_model_len=256)
@@ -86,11 +85,9 @@ def test_preemption(drafter: str) -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
-        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
-        {"logit_bias": {5: 4.0}, "bad_words": (" the",)},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "logit_bias": {5: 4.0}, "bad_words": (" the",)},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2, "n": 2},
         {"stop": (" the", "."), "include_stop_str_in_output": True},
-        {"n": 3},
     ],
 )
 def test_sampling_parameters(sampling) -> None:  # type: ignore[no-untyped-def]

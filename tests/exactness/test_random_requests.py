@@ -24,8 +24,8 @@ from tests.models import factory
 from tests.support import mini
 from tests.support.random_requests import COMMON, HEADS, NATIVE, PLAIN, Asked, Clock, Dice, EvenOdd, World
 
-SECONDS = 6.0
-LEAST_SCENARIOS = 6  # however slow the machine is: each world twice
+SECONDS = 3.0
+LEAST_SCENARIOS = 3  # however slow the machine is: each world once
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from tests.support import harness
 from tests.support.toy import NoisyToy, ToyModel
 
 pytestmark = pytest.mark.slow
-NUM = 1000
+NUM = 600
 LENGTH = 3
 
 

@@ -59,24 +59,24 @@ def groups(num: int, kind: str, seed: int = 0, max_tokens: int = 20) -> list[Req
 
 
 @pytest.mark.parametrize("kind", PARAMETERS)
-@pytest.mark.parametrize("drafter", ["ngram", "draft", "draft-tree"])
+@pytest.mark.parametrize("drafter", ["draft", "draft-tree"])
 def test_every_sampling_parameter(kind: str, drafter: str) -> None:
-    wanted = groups(4, kind)
+    wanted = groups(3, kind)
     assert harness.run(harness.engine(drafter), [harness.fresh(g) for g in wanted]) == harness.plain(wanted)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5, 16])
+@pytest.mark.parametrize("batch", [2, 8])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "draft", "draft-adaptive", "draft-tree"])
 def test_every_batch_size(batch: int, drafter: str) -> None:
-    wanted = groups(16, "warm", seed=5)
+    wanted = groups(8, "warm", seed=5)
     made = harness.engine(drafter, max_num_seqs=batch)
     assert harness.run(made, [harness.fresh(g) for g in wanted]) == harness.plain(wanted)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 13, 64])
+@pytest.mark.parametrize("rows", [1, 3, 13, 64])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "draft", "draft-tree"])
 def test_every_chunk_size(rows: int, drafter: str) -> None:
-    wanted = groups(6, "warm", seed=9)
+    wanted = groups(4, "warm", seed=9)
     made = harness.engine(drafter, max_num_batched_tokens=rows)
     assert harness.run(made, [harness.fresh(g) for g in wanted]) == harness.plain(wanted)
 
@@ -98,7 +98,7 @@ def test_samples_of_one_request_differ_and_repeat() -> None:
     assert [samples] == harness.plain([harness.request(0, [1, 2, 3], params)])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["greedy", "warm", "repetition", "stop-string", "grammar"])
 def test_adversarial_drafter(seed: int, kind: str) -> None:
     wanted = groups(5, kind, seed=seed)
