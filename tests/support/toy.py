@@ -38,31 +38,29 @@ class ToyModel:
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> PassOutput:
         [kv] = kvs
         self.num_rows_computed += batch.num_rows
-        for row in range(batch.num_rows):
-            self._write(kv, int(batch.slots[row]), int(batch.token_ids[row]), int(batch.positions[row]))
-        logits = [self.logits(self._visible(batch, kv, int(row))) for row in batch.logit_rows]
+        blocks, offsets = (batch.slots // kv.block_size).long(), (batch.slots % kv.block_size).long()
+        written = torch.stack([batch.token_ids, batch.positions], 1).float()  # [M, 2]
+        kv.keys[blocks, 0, :, offsets] = written
+        kv.values[blocks, 0, offsets] = written
+        logits = [self.logits(tokens) for tokens in self._visible(batch, kv)]
         empty = torch.empty(0, self.vocab_size)
         hidden = {layer: batch.token_ids.float()[:, None] for layer in hidden_layers}
         return PassOutput(torch.stack(logits) if logits else empty, hidden)
 
-    def _write(self, kv: LayerKV, slot: int, token: int, position: int) -> None:
-        block, offset = divmod(slot, kv.block_size)
-        kv.keys[block, 0, :, offset] = torch.tensor([token, position], dtype=torch.float32)
-        kv.values[block, 0, offset, :] = torch.tensor([token, position], dtype=torch.float32)
-
-    def _visible(self, batch: ForwardBatch, kv: LayerKV, row: int) -> list[int]:
-        rows = batch.rows
-        sequence = int(rows.seq_ids[row])
-        mask = int(rows.tree_masks[row])
-        start = int(rows.tree_starts[sequence])
-        logical = [*range(int(rows.prefix_lens[row])), *(start + i for i in range(64) if mask >> i & 1)]
-        places = torch.tensor(logical)
-        blocks = rows.block_tables[sequence].long()[places // kv.block_size]
-        keys = kv.keys[blocks, 0, :, places % kv.block_size]  # [num_visible, 2]
-        seen = [(position, int(token)) for token, position in keys.tolist()]
-        seen.sort()  # a drafter's nodes may lie in any order
-        assert [position for position, _ in seen] == [*range(len(seen))], f"row {row} sees positions {seen}"
-        return [token for _, token in seen]
+    def _visible(self, batch: ForwardBatch, kv: LayerKV) -> list[list[int]]:
+        """What each row that wants logits sees, in order; as lists, which a few numbers are read from quickest."""
+        rows, pool = batch.rows, kv.keys[:, 0].tolist()
+        tables, starts = rows.block_tables.tolist(), rows.tree_starts.tolist()
+        wanted = [column[batch.logit_rows].tolist() for column in (rows.seq_ids, rows.prefix_lens, rows.tree_masks)]
+        found = []
+        for sequence, prefix_len, mask in zip(*wanted, strict=True):
+            logical = [*range(prefix_len), *(starts[sequence] + i for i in range(64) if mask >> i & 1)]
+            places = [(pool[tables[sequence][row // kv.block_size]], row % kv.block_size) for row in logical]
+            # a drafter's nodes may lie in any order
+            seen = sorted((positions[offset], int(tokens[offset])) for (tokens, positions), offset in places)
+            assert [position for position, _ in seen] == [*range(len(seen))], f"a row sees positions {seen}"
+            found.append([token for _, token in seen])
+        return found
 
     def logits(self, tokens: list[int]) -> Tensor:
         seen = tokens[-self.memory :] if self.memory else tokens
