@@ -80,7 +80,7 @@ def check_equal(ours: list[Draft], theirs: list[Draft]) -> None:
 
 
 @pytest.mark.parametrize("coupled", [True, False])
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("prompt_len", [6, MAX_RECORDED_ROWS + 6])
 def test_chains_are_the_levels(coupled: bool, temperature: float, prompt_len: int) -> None:
     sides = [Side(native, coupled) for native in (True, False)]
@@ -94,8 +94,7 @@ def test_chains_are_the_levels(coupled: bool, temperature: float, prompt_len: in
         assert torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("least", [0.05, 0.3, 0.8, 2.0, 5.0])
+@pytest.mark.parametrize(("temperature", "least"), [(0.0, 0.05), (1.0, 0.3), (0.0, 0.8), (1.0, 2.0), (0.0, 5.0)])
 def test_chains_end_together_where_they_promise_too_little(temperature: float, least: float) -> None:
     """As the levels do: drawn on as long as the chances of all that may go on add up to so much."""
     native, levels, whole = (

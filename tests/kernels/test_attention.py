@@ -47,14 +47,16 @@ def test_error_is_at_most_twice_torchs(isa: str, heads: HeadLayout) -> None:
 def with_truth(block_size: int, dtype: torch.dtype, window: int) -> tuple[AttentionCase, Tensor, Tensor]:
     """A case, and what it gives in float64 and in torch's float32."""
     heads = HeadLayout(4, 2, 32, 32)
-    case = attention_case([3, 250, 530], num_nodes=5, heads=heads, block_size=block_size, dtype=dtype)
+    case = attention_case([3, 250, 530], num_nodes=3, heads=heads, block_size=block_size, dtype=dtype)
     return case, *attention_truth(case, window=window)
 
 
 @pytest.mark.parametrize("isa", BACKENDS)
-@pytest.mark.parametrize("block_size", (4, 8, 12, 16, 32))
+@pytest.mark.parametrize(
+    ("block_size", "window"),
+    ((4, 0), (4, 300), (8, 1), (8, -30), (12, 20), (12, -1), (16, 0), (16, -1), (32, 20), (32, 300)),
+)
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-@pytest.mark.parametrize("window", (0, 1, 20, 300, -1, -30))
 def test_block_sizes_windows_and_dtypes(isa: str, block_size: int, dtype: torch.dtype, window: int) -> None:
     case, exact, torchs = with_truth(block_size, dtype, window)
     assert rms_error(case.run(kernels_named(isa), window=window), exact) <= 2 * rms_error(torchs, exact) + 1e-8
@@ -77,15 +79,17 @@ def test_a_row_has_the_same_bits_in_every_batch(isa: str, dtype: torch.dtype, wi
 
 @cache  # one for all backends
 def with_paths(block_size: int, dtype: torch.dtype) -> tuple[AttentionCase, dict[int, AttentionCase]]:
-    """Trees, and every third row of them as the end of a plain sequence in blocks of 8 or 16."""
+    """Trees, and every seventh row of them as the end of a plain sequence in blocks of 8 or 16."""
     heads = HeadLayout(3, 1, 48, 48)
     case = attention_case([1, 13, 250, 505], num_nodes=20, heads=heads, block_size=block_size, dtype=dtype)
-    return case, {row: laid_out_plainly(case, row, (8, 16)[row % 2]) for row in range(0, 80, 3)}
+    return case, {row: laid_out_plainly(case, row, (8, 16)[row % 2]) for row in range(0, 80, 7)}
 
 
 @pytest.mark.parametrize("isa", BACKENDS)
-@pytest.mark.parametrize("block_size", (4, 16, 32))
-@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize(
+    ("block_size", "dtype"),
+    ((4, torch.float32), (16, torch.float32), (16, torch.bfloat16), (4, torch.int8), (32, torch.int8)),
+)
 def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_row(isa: str, block_size: int, dtype: torch.dtype) -> None:
     kernels, (case, paths) = kernels_named(isa), with_paths(block_size, dtype)
     for window in (0, 33, -1):

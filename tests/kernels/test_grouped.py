@@ -234,8 +234,7 @@ def test_a_row_has_the_same_bits_in_every_batch(isa: str) -> None:
         packed = kernels.pack_grouped(replace(case, num_outputs=100).matrix())
         x, bias = torch.randn(52, case.num_inputs), torch.randn(100)
         alone = torch.cat([kernels.linear(row[None].clone(), packed, bias) for row in x])
-        for num_rows in range(1, 53, 1 if isa != "reference" else 13):
-            assert torch.equal(kernels.linear(x[:num_rows].clone(), packed, bias), alone[:num_rows])
+        for num_rows in (*range(1, 18), 24, 31, 32, 33, 47, 48, 49, 52) if isa != "reference" else (2, 14, 52):
             order = torch.randperm(52)[:num_rows]
             assert torch.equal(kernels.linear(x[order], packed, bias), alone[order])
 

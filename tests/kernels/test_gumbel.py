@@ -96,7 +96,7 @@ _TEMPERATURES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(values=_LOGITS, temperature=_TEMPERATURES, seed=st.integers(-(2**63), 2**63 - 1), k=st.integers(1, 9))
 def test_any_logits(values: list[float], temperature: float, seed: int, k: int) -> None:
     keys = NoiseKeys(torch.tensor([seed]), torch.tensor([3]), torch.tensor([0]))

@@ -157,7 +157,7 @@ FIELDS = sorted(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=3))
 def test_any_value_is_read_or_refused(model_type: str, changes: dict[str, Any]) -> None:
     raw = {**BASE, **changes, "model_type": model_type}
@@ -179,7 +179,7 @@ SCALINGS = {
 numbers = st.none() | st.integers(-3, 2**40) | st.floats()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from(sorted(SCALINGS)))
 def test_any_rope_is_read_or_refused(data: st.DataObject, model_type: str) -> None:
     scaling = data.draw(st.sampled_from(SCALINGS[model_type]))

@@ -94,7 +94,7 @@ def told(drafts: Sequence[Draft]) -> list[object]:
     return [(list(d.tree.tokens), list(d.tree.parents), list(d.survival)) for d in drafts]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 14), min_size=1, max_size=5),
     width=st.integers(1, 5),

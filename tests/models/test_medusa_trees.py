@@ -57,7 +57,7 @@ def draw(trees: Drawer, drafts: Sequence[Draft], x: Tensor, width: int) -> Drawn
     return drawn
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 24), min_size=1, max_size=5),
     width=st.integers(1, 20),
