@@ -55,9 +55,9 @@ seed = 5
 [head]
 {head}
 [schedule]
-steps = 12
+steps = 8
 warmup_steps = 1
-decay_steps = 4
+decay_steps = 3
 seq_len = 32
 tokens_per_step = 256
 micro_tokens = 128
@@ -72,7 +72,7 @@ heldout_tokens = 16
 [run]
 log_every = 1
 checkpoint_every = 100
-heldout_every = 6
+heldout_every = 4
 precision = "float32"
 """
 HEADS = {
@@ -135,8 +135,8 @@ def head_of(folder: Path) -> dict[str, Tensor]:
 def test_interrupted_equals_uninterrupted_and_the_loss_falls(kind: str, target: Path, tmp_path: Path) -> None:
     recipe = recipe_of(kind, tmp_path)
     assert train_head(recipe, job_of(target, tmp_path / "whole"), HeadConsole())
-    assert not train_head(recipe, job_of(target, tmp_path / "parts"), StopAt(5))
-    assert read_checkpoint(tmp_path / "parts" / "last.pt")["step"] == 5
+    assert not train_head(recipe, job_of(target, tmp_path / "parts"), StopAt(3))
+    assert read_checkpoint(tmp_path / "parts" / "last.pt")["step"] == 3
     assert train_head(recipe, job_of(target, tmp_path / "parts"), HeadConsole())
     whole, parts = head_of(tmp_path / "whole"), head_of(tmp_path / "parts")
     assert whole.keys() == parts.keys()
@@ -144,7 +144,7 @@ def test_interrupted_equals_uninterrupted_and_the_loss_falls(kind: str, target: 
     metrics = json.loads((tmp_path / "whole" / "metrics.json").read_text())
     history = metrics["history"]
     assert history[-1]["loss"] < history[0]["loss"]
-    assert [line["step"] for line in history if line["acceptance_length"] is not None] == [6, 12]
+    assert [line["step"] for line in history if line["acceptance_length"] is not None] == [4, 8]
     assert metrics["acceptance_length"] >= 1 and len(history[-1]["acceptance_by_depth"]) == 2
     assert load_file(tmp_path / "whole" / "export" / "model.safetensors")
     assert json.loads((tmp_path / "whole" / "export" / "config.json").read_text())["hidden_size"] in (16, 32)
@@ -182,23 +182,20 @@ def test_a_run_of_another_recipe_or_data_is_not_continued(target: Path, tmp_path
     assert train_head(wider, job_of(target, folder, fresh=True), HeadConsole())
 
 
-@pytest.mark.parametrize(
-    ("data", "content"),
-    [("gone.jsonl", None), ("bad.answers", "milk"), ("short.bin", "ab"), ("few.txt", "One prompt.")],
-)
-def test_a_run_is_kept_until_new_data_is_read(target: Path, tmp_path: Path, data: str, content: str | None) -> None:
+def test_a_run_is_kept_until_new_data_is_read(target: Path, tmp_path: Path) -> None:
     recipe, run = recipe_of("medusa", tmp_path), tmp_path / "run"
     assert train_head(recipe, job_of(target, run), HeadConsole())
     kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    if content is not None:
-        (tmp_path / data).write_text(content)
-    fresh = replace(job_of(target, run, fresh=True), data=(tmp_path / data,))
-    with pytest.raises(DataError):
-        train_head(recipe, fresh, HeadConsole())
+    fresh = job_of(target, run, fresh=True)
+    for data, content in (("gone.jsonl", None), ("bad.answers", "milk"), ("short.bin", "ab"), ("few.txt", "One.")):
+        if content is not None:
+            (tmp_path / data).write_text(content)
+        with pytest.raises(DataError):
+            train_head(recipe, replace(fresh, data=(tmp_path / data,)), HeadConsole())
     with pytest.raises(TrainingError, match="in it is to be read; use another --out"):
         train_head(recipe, replace(fresh, data=(run / "data" / "heldout.jsonl",)), HeadConsole())
     with pytest.raises(CheckpointError, match="start_from"):
-        train_head(replace(recipe, start_from=str(tmp_path)), job_of(target, run, fresh=True), HeadConsole())
+        train_head(replace(recipe, start_from=str(tmp_path)), fresh, HeadConsole())
     assert kept == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 

@@ -46,11 +46,11 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
     assert all(left[name].equal(right[name]) for name in left)
 
 
-@pytest.mark.parametrize("stop", [4, 6], ids=["stable phase", "decay phase"])
-def test_interrupted_equals_uninterrupted(recipe: Recipe, tmp_path: Path, stop: int) -> None:
+def test_interrupted_equals_uninterrupted(recipe: Recipe, tmp_path: Path) -> None:
     assert train_lm(recipe, tmp_path / "whole", False, Console())
-    assert not train_lm(recipe, tmp_path / "parts", False, StopAt(stop))
-    assert read_checkpoint(tmp_path / "parts" / "last.pt")["step"] == stop
+    for stop in (4, 6):  # in the stable phase and in the decay
+        assert not train_lm(recipe, tmp_path / "parts", False, StopAt(stop))
+        assert read_checkpoint(tmp_path / "parts" / "last.pt")["step"] == stop
     assert train_lm(recipe, tmp_path / "parts", False, Console())
     assert_equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
 
