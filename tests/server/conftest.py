@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
 
+import httpx
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
@@ -85,6 +86,19 @@ def complete(post: Post) -> Post:
         return post("/v1/completions", status, **{"max_tokens": 8, "seed": 1, **fields, "prompt": prompt})
 
     return send
+
+
+@pytest.fixture(scope="session")
+def address(llm: LLM) -> Iterator[str]:
+    """A server that looks for thinking and calls, whatever the template says."""
+    with running(create_app(llm, settings(api_keys=("secret",), reasoning_parser="think", tool_parser="hermes"))) as at:
+        yield at
+
+
+@pytest.fixture(scope="session")
+def thinking(address: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=address, headers={"x-api-key": "secret"}, timeout=120) as client:
+        yield client
 
 
 @contextmanager

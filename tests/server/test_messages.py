@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -16,13 +15,11 @@ import httpx  # noqa: E402
 from fastapi.testclient import TestClient  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
-from forerun import LLM  # noqa: E402
-from forerun.server.app import create_app  # noqa: E402
 from forerun.server.errors import ApiError  # noqa: E402
 from forerun.server.messages_input import chat_body  # noqa: E402
 from forerun.server.messages_schema import CountTokensBody, MessageTurn, Thinking  # noqa: E402
 from forerun.server.schema import ChatBody, Message  # noqa: E402
-from tests.server.conftest import Post, running, settings  # noqa: E402
+from tests.server.conftest import Post  # noqa: E402
 
 ASKED: dict[str, Any] = {"seed": 7, "temperature": 0.8}
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -30,19 +27,6 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOL: dict[str, Any] = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
 CHAT_TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
-
-
-@pytest.fixture(scope="module")
-def address(llm: LLM) -> Iterator[str]:
-    """A server that looks for thinking and calls, whatever the template says."""
-    with running(create_app(llm, settings(api_keys=("secret",), reasoning_parser="think", tool_parser="hermes"))) as at:
-        yield at
-
-
-@pytest.fixture(scope="module")
-def thinking(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address, headers={"x-api-key": "secret"}, timeout=120) as client:
-        yield client
 
 
 def stream_of(client: httpx.Client, **fields: Any) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from tests.server.conftest import settings as server_settings
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
-EXAMPLES = 12  # a path
+EXAMPLES = 8  # a path
 
 
 def is_failure(answer: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -19,31 +18,17 @@ from pydantic import BaseModel  # noqa: E402
 
 from forerun import LLM  # noqa: E402
 from forerun.server import responses  # noqa: E402
-from forerun.server.app import create_app  # noqa: E402
 from forerun.server.responses_input import chat_body  # noqa: E402
 from forerun.server.responses_schema import MessageItem, ResponsesBody  # noqa: E402
 from forerun.server.responses_store import ResponseStore  # noqa: E402
 from forerun.server.schema import ChatBody, Message  # noqa: E402
-from tests.server.conftest import Post, client_of, events_of, running, settings  # noqa: E402
+from tests.server.conftest import Post, client_of, events_of  # noqa: E402
 
 ASKED: dict[str, Any] = {"seed": 7, "temperature": 0.8}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOL = {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA}
 CHAT_TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
-
-
-@pytest.fixture(scope="module")
-def address(llm: LLM) -> Iterator[str]:
-    """A server that looks for thinking and calls, whatever the template says."""
-    with running(create_app(llm, settings(api_keys=("secret",), reasoning_parser="think", tool_parser="hermes"))) as at:
-        yield at
-
-
-@pytest.fixture(scope="module")
-def thinking(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address, headers={"x-api-key": "secret"}, timeout=120) as client:
-        yield client
 
 
 def stream_of(client: httpx.Client, **fields: Any) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 pytest.importorskip("xgrammar", reason="structured output is not installed")
@@ -24,7 +25,7 @@ from forerun.server.grammar_compiler import MAX_PENDING, GrammarCompiler
 from forerun.server.grammar_masks import AfterThinking, PrefixMask
 from forerun.server.json_schema import normal_schema
 from forerun.server.structured import GrammarSpec
-from tests.server.conftest import client_of, settings, wait_until
+from tests.server.conftest import settings, wait_until
 from tests.support.processes import end, own_processes
 
 MESSAGES = [{"role": "user", "content": "Name a person"}]
@@ -40,16 +41,10 @@ PERSON = {
 }
 
 
-@pytest.fixture(scope="module")
-def structured(llm: LLM) -> Iterator[TestClient]:
-    """A server whose compiler is the only one of this file: starting one takes seconds."""
-    with client_of(llm) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def compiler(structured: TestClient) -> GrammarCompiler:
-    context: ServerContext = structured.app.state.context  # type: ignore[attr-defined]
+@pytest.fixture
+def compiler(app: FastAPI, client: TestClient) -> GrammarCompiler:
+    """Of the server of all files: starting one takes seconds."""
+    context: ServerContext = app.state.context
     return context.grammars
 
 
@@ -74,37 +69,37 @@ def is_person(text: str) -> bool:
 AMBIGUOUS = "".join(f's{i} ::= s{(7 * i + 1) % 20} s{(3 * i + 2) % 20} | s{(i + 5) % 20} s0 | "a"\n' for i in range(20))
 
 
-def test_a_grammar_that_is_slow_in_a_branch_fails_alone(llm: LLM, structured: TestClient) -> None:
+def test_a_grammar_that_is_slow_in_a_branch_fails_alone(llm: LLM, client: TestClient) -> None:
     """Random texts do not find the branch, a bias leads into it; others do not wait for its masks."""
     body = {"prompt": "A", "guided_grammar": f'root ::= [^x]* | "x" s0\n{AMBIGUOUS}', "max_tokens": 400}
     first, then = llm.tokenizer.encode("xa", add_special_tokens=False)
     bias = {str(first): 100.0, str(then): 50.0}
     with ThreadPoolExecutor(1) as pool:
-        hostile = pool.submit(structured.post, "/v1/completions", json={**body, "logit_bias": bias})
+        hostile = pool.submit(client.post, "/v1/completions", json={**body, "logit_bias": bias})
         waits = []
         while not hostile.done():
             started = monotonic()
-            assert ask(structured, max_tokens=4, ignore_eos=True)["usage"]["completion_tokens"] == 4
+            assert ask(client, max_tokens=4, ignore_eos=True)["usage"]["completion_tokens"] == 4
             waits.append(monotonic() - started)
     assert hostile.result().status_code == 400, waits
     assert "takes too long to apply" in hostile.result().json()["error"]["message"]
     assert len(waits) > 3 and max(waits) < 10, waits  # 35 to 78 s before, in an engine that did nothing else
-    assert ask(structured, guided_grammar=body["guided_grammar"], max_tokens=8)["choices"][0]["text"][:1] != "x"
+    assert ask(client, guided_grammar=body["guided_grammar"], max_tokens=8)["choices"][0]["text"][:1] != "x"
 
 
-def test_schema_output_is_valid_and_the_same_without_speculation(structured: TestClient) -> None:
+def test_schema_output_is_valid_and_the_same_without_speculation(client: TestClient) -> None:
     for fields in ({"seed": 1}, {"seed": 2, "top_k": 50}, {"seed": 3, "temperature": 0.0}, {"seed": 4, "n": 3}):
-        drafted = ask(structured, guided_json=PERSON, **fields)
-        plain = ask(structured, guided_json=PERSON, speculation="off", **fields)
+        drafted = ask(client, guided_json=PERSON, **fields)
+        plain = ask(client, guided_json=PERSON, speculation="off", **fields)
         assert drafted["choices"] == plain["choices"]
         assert plain["forerun"]["drafted_tokens"] == 0
         for choice in drafted["choices"]:
             assert choice["finish_reason"] == "stop" and is_person(choice["text"]), choice
 
 
-def test_drafts_are_accepted_under_a_grammar(structured: TestClient) -> None:
+def test_drafts_are_accepted_under_a_grammar(client: TestClient) -> None:
     text = json.dumps({"name": "Anna", "age": 30, "kind": "fox", "tags": []})
-    answer = ask(structured, prompt=f"{text}\n{text}\n{text}\n", guided_json=PERSON, temperature=0)
+    answer = ask(client, prompt=f"{text}\n{text}\n{text}\n", guided_json=PERSON, temperature=0)
     assert is_person(answer["choices"][0]["text"]) and answer["forerun"]["accepted_tokens"] > 0
 
 
@@ -118,8 +113,8 @@ def test_drafts_are_accepted_under_a_grammar(structured: TestClient) -> None:
         ({"response_format": {"type": "json_object"}, "logit_bias": {}, "max_tokens": 100}, None),
     ],
 )
-def test_every_kind_of_structure(structured: TestClient, fields: dict[str, Any], pattern: str | None) -> None:
-    [choice] = ask(structured, **fields)["choices"]
+def test_every_kind_of_structure(client: TestClient, fields: dict[str, Any], pattern: str | None) -> None:
+    [choice] = ask(client, **fields)["choices"]
     if pattern is not None:
         assert re.fullmatch(pattern, choice["text"]), choice
     elif choice["finish_reason"] == "stop":
@@ -128,13 +123,13 @@ def test_every_kind_of_structure(structured: TestClient, fields: dict[str, Any],
         assert choice["text"].startswith("{")
 
 
-def test_chat_with_a_json_schema(structured: TestClient) -> None:
+def test_chat_with_a_json_schema(client: TestClient) -> None:
     body = {
         "messages": [{"role": "user", "content": "Name a person"}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON, "strict": True}},
         "seed": 1,
     }
-    [choice] = structured.post("/v1/chat/completions", json=body).json()["choices"]
+    [choice] = client.post("/v1/chat/completions", json=body).json()["choices"]
     assert is_person(choice["message"]["content"])
 
 
@@ -160,16 +155,16 @@ def test_chat_with_a_json_schema(structured: TestClient) -> None:
         {"guided_json": {"properties": {"a": {"items": {"if": {}, "then": {}}}}}},
     ],
 )
-def test_structures_that_cannot_be_enforced_are_refused(structured: TestClient, fields: dict[str, Any]) -> None:
-    error = ask(structured, 400, **fields)["error"]
+def test_structures_that_cannot_be_enforced_are_refused(client: TestClient, fields: dict[str, Any]) -> None:
+    error = ask(client, 400, **fields)["error"]
     assert error["message"] and error["type"] == "invalid_request_error"
 
 
-def test_a_deep_schema_is_refused(structured: TestClient) -> None:
+def test_a_deep_schema_is_refused(client: TestClient) -> None:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(70):
         schema = {"type": "array", "items": schema}
-    assert "deep" in ask(structured, 400, guided_json=schema)["error"]["message"]
+    assert "deep" in ask(client, 400, guided_json=schema)["error"]["message"]
 
 
 @pytest.fixture(scope="module")
@@ -198,13 +193,13 @@ def test_exponential_grammars_end_in_time(impatient: GrammarCompiler, spec: Gram
     assert listed(impatient.mask(GrammarSpec("regex", "[a-z]{3}")), [])
 
 
-def test_a_hostile_pattern_holds_nobody_up(structured: TestClient, impatient: GrammarCompiler) -> None:
+def test_a_hostile_pattern_holds_nobody_up(client: TestClient, impatient: GrammarCompiler) -> None:
     """Python's engine goes back for hours; it runs in the process that is ended."""
     schema = {"patternProperties": {"^(a+)+$": {}}, "properties": {"a" * 60 + "!": {}}}
     with pytest.raises(ApiError, match="guided_json: compiling this JSON schema takes more than 2 s"):
         impatient.mask(GrammarSpec("json", json.dumps(schema), "guided_json"))
     started = monotonic()
-    assert ask(structured, guided_json={"patternProperties": {"^(a+)+$": {}}, "properties": {"b": {}}}, max_tokens=1)
+    assert ask(client, guided_json={"patternProperties": {"^(a+)+$": {}}, "properties": {"b": {}}}, max_tokens=1)
     assert monotonic() - started < 30
 
 
@@ -232,19 +227,19 @@ def test_a_refusal_for_what_a_grammar_is_is_remembered(llm: LLM) -> None:
 
 
 def test_grammars_that_take_their_time_keep_nobody_else_waiting(
-    structured: TestClient, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    client: TestClient, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = ask(structured, guided_regex="[ab]{3}")["choices"]
+    known = ask(client, guided_regex="[ab]{3}")["choices"]
     release = Event()
     monkeypatch.setattr(compiler, "_ask", lambda spec, limit_s: (release.wait(60), (None, "too slow"))[1])
     with ThreadPoolExecutor(MAX_PENDING + 8) as pool:
         body = {"prompt": "a", "max_tokens": 1}
-        slow = [pool.submit(structured.post, "/v1/completions", json={**body, "guided_regex": "c" * (i + 1)})
+        slow = [pool.submit(client.post, "/v1/completions", json={**body, "guided_regex": "c" * (i + 1)})
                 for i in range(MAX_PENDING)]  # fmt: skip
         try:
             assert wait_until(lambda: compiler.num_waiting == MAX_PENDING)
-            assert ask(structured)["choices"] and ask(structured, guided_regex="[ab]{3}")["choices"] == known
-            refused = structured.post("/v1/completions", json={**body, "guided_regex": "d"})
+            assert ask(client)["choices"] and ask(client, guided_regex="[ab]{3}")["choices"] == known
+            refused = client.post("/v1/completions", json={**body, "guided_regex": "d"})
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         finally:
             release.set()
@@ -333,33 +328,33 @@ def test_a_model_that_does_not_think_keeps_to_its_grammar(llm: LLM, compiler: Gr
     assert mask.allowed([70, 5, 77]) == inner.allowed([]) and mask.allowed([70, 77, *yes]) == inner.allowed(yes)
 
 
-def test_times_count_from_arrival(structured: TestClient) -> None:
+def test_times_count_from_arrival(client: TestClient) -> None:
     for path, fields in (("completions", {"prompt": "A"}), ("chat/completions", {"messages": MESSAGES})):
         body = {**fields, "max_tokens": 3, "guided_regex": f"[abc]{{9}}{len(path)}"}
-        first, again = (structured.post(f"/v1/{path}", json=body).json()["forerun"] for _ in range(2))
+        first, again = (client.post(f"/v1/{path}", json=body).json()["forerun"] for _ in range(2))
         assert first["ttft_s"] >= first["queue_s"] >= first["grammar_s"] > again["grammar_s"] > 0
-        plain = structured.post(f"/v1/{path}", json={**fields, "max_tokens": 3}).json()["forerun"]
+        plain = client.post(f"/v1/{path}", json={**fields, "max_tokens": 3}).json()["forerun"]
         assert plain["grammar_s"] is None
-    text = structured.get("/metrics").text
+    text = client.get("/metrics").text
     assert int(float(text.split("forerun_grammar_seconds_count ")[1].split()[0])) >= 4
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_compiling_counts_towards_the_timeout(structured: TestClient, path: str) -> None:
+def test_compiling_counts_towards_the_timeout(client: TestClient, path: str) -> None:
     fields = {"prompt": "A"} if path == "completions" else {"messages": MESSAGES}
     body = {**fields, "max_tokens": 3, "guided_regex": f"x{{3}}{len(path)}", "timeout": 0.0001}
-    answer = structured.post(f"/v1/{path}", json=body)
+    answer = client.post(f"/v1/{path}", json=body)
     assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_exceeded"
-    assert structured.post(f"/v1/{path}", json={**body, "timeout": 60}).status_code == 200  # and is not remembered
+    assert client.post(f"/v1/{path}", json={**body, "timeout": 60}).status_code == 200  # and is not remembered
 
 
-def test_a_dead_compiler_is_replaced(structured: TestClient, compiler: GrammarCompiler) -> None:
+def test_a_dead_compiler_is_replaced(client: TestClient, compiler: GrammarCompiler) -> None:
     compiler.start()
     running = own_processes("grammar_worker")  # also those that hold grammars
     assert len(running) > 1
     end(running)
     for regex in ("[ab]{3}", "[xyz]{2}"):
-        assert ask(structured, guided_regex=regex)["choices"][0]["finish_reason"] == "stop"
+        assert ask(client, guided_regex=regex)["choices"][0]["finish_reason"] == "stop"
 
 
 def test_objects_with_listed_properties_are_closed() -> None:
