@@ -43,9 +43,7 @@ class CpuGrouped:
 def pack_matrix(matrix: GroupedMatrix, engine: _native.CpuEngine, arena: WeightArena) -> CpuGrouped:
     """Lay `matrix` out for the C++ kernels; raises KernelError where its tensors are not what C++ would read."""
     check_matrix(matrix)
-    # Runs of four take 1.7 to 2.9 times as long as codes of four bits at one row, for 20 % less memory (docs/log.md).
-    slow = matrix.grid is not None and matrix.grid.run == 4
-    if slow or matrix.shape[1] % STRETCH or SECTION % matrix.group_size:
+    if matrix.shape[1] % STRETCH or SECTION % matrix.group_size:
         matrix = matrix.off_grid()
     num_outputs, num_inputs = matrix.shape
     stored = stored_scales(matrix)
