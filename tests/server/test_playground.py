@@ -18,6 +18,13 @@ REPETITIVE = {"temperature": 0.0, "max_tokens": 64}
 ASKED = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 24, "seed": 3}
 
 
+MARKED = "/playground/marked.js"  # the library that reads markdown: its comments say where it comes from
+
+
+def imports(script: str) -> list[str]:
+    return re.findall(r'^import .* from "\./(\w+\.js)";$', script, re.MULTILINE)
+
+
 def trace(client: TestClient, **fields: Any) -> list[dict[str, Any]]:
     answer = client.post(STREAM_PATH, json={**ASKED, **fields})
     assert answer.status_code == 200, answer.text
@@ -51,7 +58,7 @@ def test_files_are_served_under_a_strict_policy(client: TestClient, path: str) -
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize("path", sorted(set(FILES) - {MARKED}))
 def test_files_name_no_other_host(client: TestClient, path: str) -> None:
     text = client.get(path).text.replace("http://www.w3.org/2000/svg", "")  # a name, nobody fetches it
     assert not re.findall(r"(?:\w+:)?//[\w.-]+\.\w+|@import|url\(", text)
@@ -60,9 +67,10 @@ def test_files_name_no_other_host(client: TestClient, path: str) -> None:
 def test_the_page_loads_only_served_files_and_runs_nothing_inline(client: TestClient) -> None:
     page = client.get("/").text
     linked = set(re.findall(r'(?:src|href)="([^"#]+)"', page)) - {"data:,"}
-    assert linked == set(FILES) - {"/"}
+    imported = {f"/playground/{name}" for path in FILES for name in imports(client.get(path).text)}
+    assert linked | imported == set(FILES) - {"/"}
     assert not re.search(r"\son\w+=|javascript:|<style|style=", page)
-    assert re.findall(r"<script[^>]*>([^<]*)</script>", page) == [""] * 2
+    assert re.findall(r"<script[^>]*>([^<]*)</script>", page) == [""]
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.endswith(".js")])
@@ -71,8 +79,9 @@ def test_scripts_never_turn_text_into_markup(client: TestClient, path: str) -> N
     assert not re.search(forbidden, client.get(path).text)
 
 
-def test_elements_named_in_the_script_exist(client: TestClient) -> None:
-    named = set(re.findall(r'\$\("(\w+)"\)', client.get("/playground.js").text))
+def test_elements_named_in_the_scripts_exist(client: TestClient) -> None:
+    scripts = "".join(client.get(path).text for path in FILES if path.endswith(".js") and path != MARKED)
+    named = set(re.findall(r'\$\("(\w+)"\)', scripts))
     assert named and named <= set(re.findall(r'id="(\w+)"', client.get("/").text))
 
 
@@ -154,6 +163,7 @@ def test_nobody_elses_steps_are_kept(llm: LLM) -> None:
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"seed": -2}, 400, "seed"),
         ({"speculation": "sometimes"}, 400, "speculation"),
+        ({"top_p": 2}, 400, "top_p"),
         ({"n": 2}, 400, "n"),
         ({"model": "nobody"}, 404, "model"),
     ],
@@ -162,3 +172,20 @@ def test_wrong_requests_are_refused(client: TestClient, fields: dict[str, Any], 
     answer = client.post(STREAM_PATH, json={**ASKED, **fields})
     assert answer.status_code == status, answer.text
     assert param is None or answer.json()["error"]["param"] == param
+
+
+def test_sampling_parameters_count(client: TestClient, post: Post) -> None:
+    chosen = {"temperature": 1.0, "top_p": 0.8, "top_k": 5, "min_p": 0.05, "repetition_penalty": 1.3}
+    chat = post("/v1/chat/completions", **ASKED, **chosen)
+    assert text_of(trace(client, **chosen)) == chat["choices"][0]["message"]["content"]
+
+
+def test_an_unnamed_temperature_is_that_of_forerun_chat(client: TestClient) -> None:
+    assert ids_of(trace(client)) == ids_of(trace(client, temperature=0.7))
+
+
+def test_the_page_is_told_where_thinking_ends(client: TestClient, llm: LLM) -> None:
+    assert trace(client)[0]["start"]["thinking"] is None
+    with client_of(llm, reasoning_parser="think") as thinking:
+        expected = {"start": "<think>", "end": "</think>", "inside": False}
+        assert trace(thinking)[0]["start"]["thinking"] == expected

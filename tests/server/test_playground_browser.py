@@ -50,33 +50,202 @@ def page(browser: Any) -> Iterator[Any]:
     assert not troubles
 
 
-def ask(page: Any, text: str, mode: str, max_tokens: int = 64) -> None:
+def open_page(page: Any, address: str, view: str = "chat") -> None:
+    page.goto(address)
+    playwright.expect(page.locator("#model")).not_to_be_empty(timeout=PATIENCE_MS)
+    page.locator(f"#{view}view").click()
+
+
+def settle(page: Any) -> None:
+    """Wait for the end of an answer."""
+    playwright.expect(page.locator("#talk")).to_have_attribute("aria-busy", "false", timeout=PATIENCE_MS)
+
+
+def ask(page: Any, text: str) -> None:
     """Send a message by keyboard and wait for the whole answer."""
-    page.locator("#mode").select_option(mode)
-    page.locator("#max").fill(str(max_tokens))
     page.locator("#prompt").fill(text)
-    page.keyboard.press("Enter")
-    playwright.expect(page.locator("#stepinfo")).to_contain_text(re.compile("^Step"), timeout=PATIENCE_MS)
+    page.locator("#prompt").press("Enter")
+    settle(page)
+
+
+def choose(page: Any, **settings: str) -> None:
+    """Fill in the settings."""
+    page.locator("#settings").click()
+    for name, value in settings.items():
+        page.locator(f"#{name}").fill(value)
+    page.locator("#done").click()
+
+
+def serve_trace(page: Any, *events: dict[str, Any]) -> list[dict[str, Any]]:
+    """Answer the page with these events instead of the model's; the bodies that it sends are collected."""
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    asked: list[dict[str, Any]] = []
+
+    def answer(route: Any) -> None:
+        asked.append(route.request.post_data_json)
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    page.route("**/playground/stream", answer)
+    return asked
+
+
+def start(**fields: Any) -> dict[str, Any]:
+    return {"start": {"model": "m", "drafter": "d", "prompt_tokens": 1, "seed": "1", "thinking": None, **fields}}
+
+
+def step(text: str) -> dict[str, Any]:
+    """A step that draws one token without drafts."""
+    token = {"id": 7, "text": text, "name": text, "source": ""}
+    root = {"id": 6, "text": "", "parent": -1, "source": ""}
+    return {"step": {"nodes": [root], "accepted": [], "tokens": [token], "time_s": 0.1}, "speedup": None}
+
+
+def end(reason: str = "stop") -> dict[str, Any]:
+    return {"end": {"rest": "", "finish_reason": reason, "usage": {}, "forerun": {}}}
 
 
 def no_sideways_scrolling(page: Any) -> bool:
     return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
 
 
-def test_a_conversation_side_by_side(page: Any, address: str) -> None:
+# -- chat -------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_is_kept(page: Any, address: str) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    page.goto(address)
-    ask(page, PROMPT, "both")
-    fast, plain = page.locator(".answer .text").all_text_contents()
+    open_page(page, address)
+    choose(page, max_tokens="24", temperature="0", system="Be brief.")
+    ask(page, PROMPT)
+    answer = page.locator(".answer > .md").text_content()
+    assert answer and page.locator("#status").text_content().strip()
+    assert "tokens a pass" in page.locator(".note").text_content()
+    assert page.locator("#error").is_hidden() and no_sideways_scrolling(page)
+    assert all(url.startswith((address, "data:")) for url in asked)
+    page.reload()
+    page.locator("#menu").click()
+    page.locator("#list button").first.click()
+    assert page.locator(".said").text_content() == PROMPT
+    assert page.locator(".answer > .md").text_content() == answer
+    page.locator("#settings").click()
+    assert page.locator("#system").input_value() == "Be brief."
+    page.keyboard.press("Escape")
+    page.locator("#menu").click()
+    page.locator("#list button").last.click()
+    assert page.locator("#list li").count() == 0 and page.locator("#welcome").is_visible()
+
+
+def test_what_is_asked_goes_out_with_the_settings(page: Any, address: str) -> None:
+    asked = serve_trace(page, start(), step("Yes."), end())
+    open_page(page, address)
+    choose(page, system="Be brief.", temperature="0.5", top_k="4", seed="11", max_tokens="")
+    ask(page, "Really?")
+    ask(page, "Again?")
+    first, second = asked
+    assert [message["role"] for message in second["messages"]] == ["system", "user", "assistant", "user"]
+    assert second["messages"][2]["content"] == "Yes."
+    fields = {name: value for name, value in first.items() if name != "messages"}
+    assert fields == {"temperature": 0.5, "top_k": 4, "seed": 11, "speculation": "auto", "model": "mini"}
+
+
+def test_edit_and_regenerate_go_back(page: Any, address: str) -> None:
+    asked = serve_trace(page, start(), step("An answer."), end())
+    open_page(page, address)
+    ask(page, "One")
+    ask(page, "Two")
+    page.get_by_label("Edit this message and ask again").first.click()
+    page.get_by_label("Edit the message").fill("Other")
+    page.get_by_label("Edit the message").press("Enter")
+    settle(page)
+    assert page.locator(".said").all_text_contents() == ["Other"]
+    page.get_by_label("Write this answer again").click()
+    settle(page)
+    assert [len(body["messages"]) for body in asked] == [1, 3, 1, 1]
+    assert page.locator("#messages > li").count() == 2
+
+
+def test_stop_keeps_what_is_there(page: Any, address: str) -> None:
+    open_page(page, address)
+    choose(page, max_tokens="1500", temperature="1")
+    page.locator("#prompt").fill("Tell me a long story about a cat and a dog.")
+    page.locator("#prompt").press("Enter")
+    playwright.expect(page.locator("#live")).to_contain_text("tokens", timeout=PATIENCE_MS)
+    page.keyboard.press("Escape")
+    settle(page)
+    assert "stopped" in page.locator(".note").text_content() and page.locator("#error").is_hidden()
+    assert page.locator("#send").is_visible() and page.locator("#stop").is_hidden()
+
+
+def test_a_refused_question_comes_back(page: Any, address: str) -> None:
+    open_page(page, address)
+    choose(page, top_p="0")
+    ask(page, "Hello")
+    assert "top_p" in page.locator("#error").text_content()
+    assert page.locator("#prompt").input_value() == "Hello" and page.locator("#messages > li").count() == 0
+
+
+def test_an_example_is_a_click_away(page: Any, address: str) -> None:
+    open_page(page, address)
+    choose(page, max_tokens="8")
+    text = page.locator(".example span").first.text_content()
+    page.locator(".example").first.click()
+    settle(page)
+    assert page.locator(".said").text_content() == text and page.locator("#welcome").is_hidden()
+
+
+def test_thinking_is_folded_away(page: Any, address: str) -> None:
+    thinking = {"start": "<think>", "end": "</think>", "inside": False}
+    asked = serve_trace(page, start(thinking=thinking), step("<think>\nHm.\n</th"), step("ink>\n\nYes, **so**."), end())
+    open_page(page, address)
+    ask(page, "Really?")
+    assert page.locator(".thought .md").text_content() == "Hm." and page.locator(".thought .md").is_hidden()
+    assert page.locator(".answer > .md").text_content() == "Yes, so." and page.locator(".md strong").count() == 1
+    ask(page, "Sure?")
+    assert asked[1]["messages"][1]["content"] == "Yes, **so**."
+
+
+def test_code_is_copied(page: Any, address: str) -> None:
+    serve_trace(page, start(), step("```py\nx = 1\n```"), end())
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    open_page(page, address)
+    ask(page, "Code?")
+    page.locator(".copy-code").click()
+    playwright.expect(page.locator(".copy-code")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == "x = 1"
+
+
+def test_a_server_with_keys_asks_for_one(page: Any, llm: LLM) -> None:
+    with running(create_app(llm, settings(api_keys=("secret",), served_names=("one", "two")))) as address:
+        page.goto(address)
+        page.locator("#key").fill("secret")
+        page.locator("#key").press("Enter")
+        playwright.expect(page.locator("#model")).to_have_text("one")
+        choose(page, max_tokens="4")
+        page.locator("#settings").click()
+        page.locator("#served").select_option("two")
+        page.locator("#done").click()
+        ask(page, "Hello")
+        assert page.locator("#error").is_hidden() and page.locator("#messages > li").count() == 2
+        assert page.locator("#model").text_content() == "two"
+
+
+# -- steps ------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_side_by_side(page: Any, address: str) -> None:
+    open_page(page, address, "steps")
+    choose(page, max_tokens="64", temperature="0")
+    page.locator("#compare").check()
+    ask(page, PROMPT)
+    fast, plain = page.locator(".tokens").all_text_contents()
     assert fast == plain and fast
     assert page.locator("#verdict").text_content().startswith("The same tokens")
     assert page.locator(".tok.s0").count() > 1  # the legend's, and accepted drafts
     assert page.locator("#depths tbody tr").count() > 0
     assert page.locator("#error").is_hidden() and no_sideways_scrolling(page)
-    assert all(url.startswith((address, "data:")) for url in asked)
     _look_at_tokens(page)
     _walk_through_trees(page)
+    _look_at_the_chart(page)
     _change_theme(page)
 
 
@@ -94,45 +263,72 @@ def _look_at_tokens(page: Any) -> None:
 
 
 def _walk_through_trees(page: Any) -> None:
-    """Every step's tree has its nodes, and one of the model's own where it chose one."""
+    """Every step's tree has the nodes that its words count, and one of the model's own where it chose one."""
     num_steps = int(page.locator("#step").get_attribute("max"))
     page.locator("#step").focus()
     page.keyboard.press("Home")
     for index in range(num_steps):
-        step = page.evaluate("state.run.steps[state.step]")
-        assert page.evaluate("state.step") == index
-        own = len(step["tokens"]) - len(step["accepted"])
-        assert page.locator("#tree .node").count() == len(step["nodes"]) + own
-        assert page.locator("#tree .rejected").count() == len(step["nodes"]) - 1 - len(step["accepted"])
+        words = page.locator("#stepinfo").text_content()
+        assert words.startswith(f"Step {index + 1} of {num_steps}")
+        found = re.search(r"(\d+) of (\d+) drafts accepted, (\d+) token", words)
+        accepted, drafted, emitted = map(int, found.groups()) if found else (0, 0, 1)
+        assert page.locator("#tree .node").count() == 1 + drafted + emitted - accepted
+        assert page.locator("#tree .rejected").count() == drafted - accepted
+        assert page.locator("#chart .here rect").count() == emitted
         page.keyboard.press("ArrowRight")
     assert page.locator("#next").is_disabled()
+
+
+def _look_at_the_chart(page: Any) -> None:
+    """A bar a step, a box a token; a click on one shows its step."""
+    assert page.locator("#chart .bar").count() == int(page.locator("#step").get_attribute("max"))
+    assert page.locator("#chart rect").count() == page.locator(".tokens").first.locator(".tok").count()
+    page.locator("#chart .bar").first.locator("rect").first.click()
+    assert page.locator("#stepinfo").text_content().startswith("Step 1 of")
 
 
 def _change_theme(page: Any) -> None:
     background = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(background)
-    page.locator("#theme").click()
+    page.locator("#settings").click()
+    page.locator("#theme").select_option("light")
     assert page.evaluate(background) != dark
+
+
+def test_steps_of_saved_answers_are_said_to_be_gone(page: Any, address: str) -> None:
+    serve_trace(page, start(), step("Yes."), end())
+    open_page(page, address, "steps")
+    ask(page, "Really?")
+    assert page.locator(".untraced").count() == 0
+    page.reload()
+    page.locator("#menu").click()
+    page.locator("#list button").first.click()
+    assert page.locator(".untraced").is_visible() and page.locator(".answer .md").last.is_visible()
+
+
+# -- safety -----------------------------------------------------------------------------------------------------
 
 
 def test_text_is_never_markup(page: Any, address: str) -> None:
     node = {"id": 7, "text": EVIL, "source": EVIL}
-    step = {
+    evil = {
         "nodes": [{**node, "parent": -1, "source": ""}, {**node, "parent": 0}, {**node, "parent": 1}],
         "accepted": [1],
         "tokens": [{**node, "name": EVIL}, {**node, "name": EVIL, "source": ""}],
         "time_s": 0.1,
     }
-    usual = {"model": EVIL, "drafter": EVIL, "prompt_tokens": 1, "seed": "1"}
-    events = [{"start": usual}, {"step": step, "speedup": None}, {"error": {"message": EVIL}}]
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
-    page.route("**/playground/stream", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
-    page.goto(address)
-    ask(page, EVIL, "auto")
+    usual = start(model=EVIL, drafter=EVIL)
+    serve_trace(page, usual, {"step": evil, "speedup": None}, {"error": {"message": EVIL}})
+    open_page(page, address, "steps")
+    choose(page, system=EVIL)
+    ask(page, EVIL)
     page.locator("#messages .tok").first.hover()
-    assert page.locator(".text").text_content() == EVIL * 2
+    assert page.locator(".tokens").text_content() == EVIL * 2
+    assert page.locator(".answer > .md").text_content() == EVIL * 2
     assert page.locator("#error").text_content() == EVIL
     assert page.locator("#tip del").count() == 1
+    page.locator("#chatview").click()
+    page.locator("#menu").click()
     assert page.locator("main img, #tip img, main script").count() == 0
     assert page.evaluate("window.hacked") is None
     assert no_sideways_scrolling(page)

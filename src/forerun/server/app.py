@@ -37,8 +37,7 @@ from forerun.server.grammar_compiler import MAX_WAITING, GrammarCompiler
 from forerun.server.memory import bound_arenas
 from forerun.server.messages import MessageJob, count_tokens
 from forerun.server.messages_schema import CountTokensBody, MessagesBody
-from forerun.server.playground import PATHS as PLAYGROUND_PATHS
-from forerun.server.playground import add_playground
+from forerun.server.playground import FILES, STREAM_PATH, add_playground
 from forerun.server.responses import ResponseJob
 from forerun.server.responses_schema import ResponsesBody
 from forerun.server.responses_store import ResponseStore, not_found
@@ -110,7 +109,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     app.include_router(_router(service, context))
     for kind in (ForerunError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
-    paths = frozenset(path for path in (*app.openapi()["paths"], "/docs", "/openapi.json", *PLAYGROUND_PATHS))
+    paths = frozenset((*app.openapi()["paths"], "/docs", "/openapi.json", *FILES, STREAM_PATH))
     app.add_middleware(Gate, settings=settings, metrics=service.metrics, paths=paths)
     if settings.allowed_origins:  # outermost, so that pages may read errors; preflights carry no key
         app.add_middleware(

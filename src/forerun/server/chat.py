@@ -155,6 +155,12 @@ class ChatJob:
         """How long the prompt is."""
         return len(self._prompt)
 
+    @property
+    def thinking(self) -> dict[str, Any] | None:
+        """How an answer marks its thinking: start, end, inside (the prompt has begun it); None if it has none."""
+        marks = self._splitter
+        return None if marks is None else {"start": marks.start, "end": marks.end, "inside": marks.inside}
+
     # -- what to generate ---------------------------------------------------------------------------------------
 
     def _params(self, deadline_s: float | None) -> SamplingParams:

@@ -19,11 +19,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun.server.auth import KeyCheck
 from forerun.server.errors import ApiError, as_api_error
 from forerun.server.metrics import Metrics
+from forerun.server.playground import FILES as PLAYGROUND_FILES
 from forerun.server.settings import ServerSettings
 
 # Open without a key: load balancers have none, and browsers have none before the page has asked the user for it.
 HEALTH = "/health"
-OPEN_PATHS = (HEALTH, "/", "/playground.js", "/steps.js", "/playground.css")
+OPEN_PATHS = (HEALTH, *PLAYGROUND_FILES)
 ID_HEADER = "X-Request-Id"
 _ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
 

@@ -26,13 +26,13 @@ from forerun.server.service import Delta, EngineService
 from forerun.weights.tokenizer import Tokenizer
 
 STREAM_PATH: Final = "/playground/stream"
+SCRIPTS: Final = ("chats", "dom", "figures", "markdown", "marked", "playground", "run", "stream", "trees")
 FILES: Final = {  # path -> file of the package, its type
     "/": ("index.html", "text/html; charset=utf-8"),
-    "/playground.js": ("playground.js", "text/javascript; charset=utf-8"),
-    "/steps.js": ("steps.js", "text/javascript; charset=utf-8"),
-    "/playground.css": ("playground.css", "text/css; charset=utf-8"),
+    "/playground/playground.css": ("playground.css", "text/css; charset=utf-8"),
+    **{f"/playground/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in SCRIPTS},
 }
-PATHS: Final = (*FILES, STREAM_PATH)
+USUAL_TEMPERATURE: Final = 0.7  # of models that have none of their own
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -49,6 +49,10 @@ class PlaygroundBody(Body):
     model: str | None = None
     max_tokens: int | None = None
     temperature: Fraction | None = None
+    top_p: Fraction | None = None
+    top_k: int | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: Fraction | None = None
     seed: int | None = None
     speculation: Speculation | None = None
 
@@ -81,6 +85,8 @@ class TracedChat:
     def __init__(self, context: ServerContext, body: PlaygroundBody) -> None:
         """Raises what ChatJob raises. Takes a while: not for event loops."""
         given = {name: getattr(body, name) for name in body.model_fields_set}
+        if body.temperature is None:
+            given["temperature"] = context.llm.loaded.sampling.get("temperature", USUAL_TEMPERATURE)
         self.chat = ChatJob(context, ChatBody(**given))
         self._context = context
         self._sample = self.chat.groups[0].samples[0]
@@ -106,6 +112,7 @@ class TracedChat:
             "drafter": self._context.drafter.name,
             "prompt_tokens": len(request.prompt_token_ids),
             "seed": str(request.seed),  # JavaScript's integers are exact up to 2**53
+            "thinking": self.chat.thinking,
         }
 
     def _step(self, step: StepTrace) -> dict[str, Any]:

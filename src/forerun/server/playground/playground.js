@@ -1,344 +1,363 @@
-// The playground: sends a conversation to /playground/stream and shows each step of the answer.
-// Text of the model and of the user is inserted as text nodes, never as markup.
-"use strict";
+// The page: conversations, and answers as they come, as text (chat) or token by token (steps).
+// Text of the model and of the user becomes text nodes and plain elements, never markup.
+import { newChat, recall, remember, removeChat, saveChat, savedChats, titleOf } from "./chats.js";
+import { $, make } from "./dom.js";
+import { addTokens, clearFigures, connectFigures, showFigures, showLastStep } from "./figures.js";
+import { showMarkdown } from "./markdown.js";
+import { Run } from "./run.js";
+import { events, modelNames } from "./stream.js";
 
-const $ = (id) => document.getElementById(id);
-const NUM_COLOURS = 8, REPLAY_MS = 700;
-const state = { history: [], runs: [], colours: new Map(), run: null, step: 0, stopper: null, player: null };
+const NUMBERS = ["temperature", "max_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "seed"];
+const SETTINGS = ["system", "speculation", ...NUMBERS]; // elements whose values belong to a conversation
+const USUAL = { speculation: "auto", max_tokens: "512" };
+const NEAR = 80; // pixels from the end within which the view follows a growing answer
+const TAB = "sessionStorage";
 
-// -- colours and errors ----------------------------------------------------------------------------------------
-
-function colour(source) {
-  if (!source) return "";
-  if (!state.colours.has(source)) {
-    const name = `s${state.colours.size % NUM_COLOURS}`;
-    state.colours.set(source, name);
-    $("legend").append(make("li", {}, make("span", { class: `tok ${name}` }, "text"), ` drafted by ${source}`));
-  }
-  return state.colours.get(source);
-}
+const state = { chat: newChat(recall("settings", USUAL)), stopper: null, next: null }; // next: the conversation to open then
+const items = new WeakMap(); // message -> its element
 
 function fail(message) {
   $("error").textContent = message;
   $("error").hidden = !message;
 }
 
-// -- the stream ------------------------------------------------------------------------------------------------
+// -- messages --------------------------------------------------------------------------------------------------
 
-function headers() {
-  const key = $("key").value.trim();
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+function button(text, label, act) {
+  const element = make("button", { type: "button", "aria-label": label }, text);
+  element.addEventListener("click", act);
+  return element;
 }
 
-async function refusal(answer) {
-  if (answer.status === 401) $("keyfield").hidden = false;
-  const body = await answer.json().catch(() => null);
-  return new Error(body?.error?.message ?? `the server answered ${answer.status}`);
+function userItem(message) {
+  const text = make("div", { class: "said" }, message.content);
+  const actions = make("div", { class: "actions" },
+    button("Edit", "Edit this message and ask again", () => edit(message)), copyButton(() => message.content));
+  return make("li", { class: "user" }, make("h3", { class: "unseen" }, "You"), text, actions);
 }
 
-async function* events(body, signal) {
-  const options = { method: "POST", headers: headers(), body: JSON.stringify(body), signal };
-  const answer = await fetch("/playground/stream", options);
-  if (!answer.ok) throw await refusal(answer);
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
-  for (let part = await reader.read(); !part.done; part = await reader.read()) {
-    const lines = (held + part.value).split("\n\n");
-    held = lines.pop();
-    for (const line of lines) {
-      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
-    }
-  }
-}
-
-// -- one run ---------------------------------------------------------------------------------------------------
-
-class Run {
-  constructor(name, parent) {
-    Object.assign(this, { name, steps: [], ids: [], text: "", speedup: null, end: null });
-    this.box = make("div", { class: "text", "aria-label": `Answer, ${name}` });
-    parent.append(make("div", { class: "answer" }, make("h3", {}, name), this.box));
-    this.cells = [0, 1, 2].map(() => make("td", {}, "–"));
-    $("speed").tBodies[0].append(make("tr", {}, make("th", { scope: "row" }, name), ...this.cells));
-  }
-
-  take(event) {
-    if (event.error) throw new Error(event.error.message);
-    if (event.start) $("model").textContent = `${event.start.model}, drafter ${event.start.drafter}`;
-    if (event.step) this.add(event.step, event.speedup);
-    if (event.end) this.finish(event.end);
-  }
-
-  add(step, speedup) {
-    const index = this.steps.push(step) - 1;
-    this.speedup = speedup ?? this.speedup;
-    for (const token of step.tokens) {
-      this.ids.push(token.id);
-      this.text += token.text;
-      this.box.append(tokenSpan(this, index, token));
-    }
-    this.show();
-  }
-
-  finish(end) {
-    this.end = end;
-    this.text += end.rest;
-    this.box.append(end.rest);
-    this.show();
-  }
-
-  get rate() { // tokens per second, without the first step, which reads the prompt
-    const [first, last] = [this.steps[0], this.steps.at(-1)];
-    return (this.ids.length - first.tokens.length) / (last.time_s - first.time_s);
-  }
-
-  show() {
-    const drafted = this.steps.reduce((sum, step) => sum + step.nodes.length - 1, 0);
-    const accepted = this.steps.reduce((sum, step) => sum + step.accepted.length, 0);
-    const gain = this.speedup ? `, ${number(this.speedup, 2)}x plain (estimated)` : "";
-    this.cells[0].textContent = number(this.rate) + (drafted ? gain : "");
-    this.cells[1].textContent = number(this.ids.length / this.steps.length, 2);
-    this.cells[2].textContent = drafted ? `${accepted} of ${drafted} drafts` : "no drafts";
-  }
-}
-
-function tokenSpan(run, index, token) {
-  const wasted = run.steps[index].nodes.length - 1 > run.steps[index].accepted.length;
-  const names = ["tok", colour(token.source), wasted ? "wasted" : "", token.text ? "" : "special"];
-  const first = run.box.querySelector(".tok") === null;
-  const span = make("span", { class: names.filter(Boolean).join(" "), tabindex: first ? "0" : "-1", role: "button" });
-  span.append(token.text || token.name);
-  const who = token.source ? `drafted by ${token.source}` : "the model itself";
-  span.setAttribute("aria-label", `${visible(token.text || token.name)}, ${who}, step ${index + 1}`);
-  Object.assign(span, { run, index, token });
-  return span;
-}
-
-// -- the tooltip: rejected drafts of a token's step -----------------------------------------------------------------------------------------
-
-function showTip(span) {
-  const { run, index, token } = span, step = run.steps[index];
-  const who = token.source ? `drafted by ${token.source}, accepted` : "chosen by the model itself";
-  const lines = [make("div", {}, `Step ${index + 1}: “${visible(token.text || token.name)}” ${who}`)];
-  for (const branch of rejectedBranches(step)) {
-    const text = branch.map((node) => visible(node.text)).join(" ");
-    lines.push(make("div", {}, make("del", {}, text), ` ${branch[0].source}, rejected`));
-  }
-  $("tip").replaceChildren(...lines);
-  $("tip").hidden = false;
-  const box = span.getBoundingClientRect(), tip = $("tip").getBoundingClientRect();
-  const below = box.bottom + 6 + tip.height < innerHeight;
-  $("tip").style.top = `${below ? box.bottom + 6 : Math.max(0, box.top - tip.height - 6)}px`;
-  $("tip").style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.width - 4))}px`;
-}
-
-const hideTip = () => { $("tip").hidden = true; };
-
-// -- the tree of a step ----------------------------------------------------------------------------------------
-
-function showTree() {
-  const { run, step: index } = state, step = run.steps[index];
-  $("tree").replaceChildren(treePicture(step, `Tree of step ${index + 1}: ${stepWords(step)}`, colour));
-  $("stepinfo").textContent = `Step ${index + 1} of ${run.steps.length} (${run.name}): ${stepWords(step)}`;
-  $("step").max = run.steps.length;
-  $("step").value = index + 1;
-  $("step").disabled = $("play").disabled = false;
-  $("previous").disabled = index === 0;
-  $("next").disabled = index === run.steps.length - 1;
-  document.querySelectorAll(".here").forEach((span) => span.classList.remove("here"));
-  run.box.querySelectorAll(".tok").forEach((span) => span.classList.toggle("here", span.index === index));
-}
-
-function goTo(run, index) {
-  state.run = run;
-  state.step = Math.max(0, Math.min(index, run.steps.length - 1));
-  showTree();
-}
-
-function stopReplay() {
-  clearInterval(state.player);
-  state.player = null;
-  $("play").textContent = "Replay";
-}
-
-function replay() {
-  if (state.player !== null) return stopReplay();
-  if (state.step >= state.run.steps.length - 1) goTo(state.run, 0);
-  $("play").textContent = "Pause";
-  state.player = setInterval(() => {
-    if (state.step >= state.run.steps.length - 1) stopReplay();
-    else goTo(state.run, state.step + 1);
-  }, REPLAY_MS);
-}
-
-// -- figures over a run ----------------------------------------------------------------------------------------
-
-function showDepths(run) {
-  const rows = depthCounts(run.steps).map(({ tried, accepted }, i) => {
-    const share = accepted / tried;
-    const bar = make("meter", { min: 0, max: 1, value: share, "aria-hidden": "true" });
-    const words = ` ${Math.round(100 * share)} % (${accepted} of ${tried})`;
-    return make("tr", {}, make("th", { scope: "row" }, String(i + 1)), make("td", {}, bar, words));
-  });
-  $("depths").tBodies[0].replaceChildren(...rows);
-}
-
-function showVerdict(runs) {
-  const [on, plain] = runs;
-  if (!plain?.end || !on.end) return;
-  const same = on.ids.length === plain.ids.length && on.ids.every((id, i) => id === plain.ids[i]);
-  const words = same ? "The same tokens, one by one" : "The tokens DIFFER, which must not happen: please report it";
-  const speed = `${number(on.rate / plain.rate, 2)}x the speed of plain decoding`;
-  $("verdict").textContent = `${words}; ${speed}, measured one after the other.`;
-}
-
-// -- a turn of the conversation --------------------------------------------------------------------------------
-
-function request(speculation, seed) {
-  const whole = (id, other) => ($(id).value === "" ? other : Number($(id).value));
-  const limits = { temperature: whole("temperature", 0), max_tokens: whole("max", 200) };
-  return { messages: state.history, speculation, seed, ...limits };
-}
-
-async function generate(run, body) {
-  for await (const event of events(body, state.stopper.signal)) {
-    run.take(event);
-    if (event.step) showDepths(state.runs[0]);
-  }
-}
-
-function startTurn(text) {
+function answerItem(message) {
   const answers = make("div", { class: "answers" });
-  $("messages").append(make("li", { class: "user" }, text), make("li", {}, answers));
-  state.history.push({ role: "user", content: text });
-  state.runs = [];
-  stopReplay();
-  $("speed").tBodies[0].replaceChildren();
-  $("depths").tBodies[0].replaceChildren();
-  $("verdict").textContent = "";
-  return answers;
+  const again = button("Regenerate", "Write this answer again", () => regenerate(message));
+  const actions = make("div", { class: "actions" }, copyButton(() => message.content), again, make("span", { class: "note" }, message.note ?? ""));
+  const item = make("li", { class: "assistant" }, make("h3", { class: "unseen" }, "Answer"), answers, actions);
+  if (message.content || message.thought) showParts(addAnswer(item), message.thought ?? "", message.content);
+  return item;
 }
 
-async function answer(text) {
-  const box = startTurn(text), mode = $("mode").value;
-  const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : Number($("seed").value);
-  const kinds = mode === "both" ? ["auto", "off"] : [mode]; // one after the other: two at a time would share passes and slow each other down
-  const bodies = kinds.map((kind) => request(kind, seed));
-  for (const [i, kind] of kinds.entries()) {
-    const run = new Run(kind === "off" ? "plain" : "speculative", box);
-    state.runs.push(run);
-    await generate(run, bodies[i]);
+function addAnswer(item, run = null) { // a place for a run; for one that was saved, without its steps
+  const parts = { md: make("div", { class: "md" }), tokens: make("div", { class: "tokens", "aria-label": `Tokens, ${run?.name}` }) };
+  parts.thought = make("details", { class: "thought", hidden: "" }, make("summary", {}, "Thinking"), make("div", { class: "md" }));
+  const box = make("div", { class: run ? "answer traced" : "answer" }, parts.thought, parts.md);
+  if (run) box.append(make("h4", {}, run.name), parts.tokens);
+  else box.append(make("p", { class: "hint untraced" }, "Steps are not saved: regenerate the answer to see them."));
+  item.querySelector(".answers").append(box);
+  return parts;
+}
+
+function showParts({ thought: box, md }, thought, answer) { // the thinking stays open until the answer begins
+  if (thought && box.hidden) box.open = !answer;
+  else if (answer && !md.firstChild) box.open = false;
+  box.hidden = !thought;
+  showMarkdown(box.lastChild, thought);
+  showMarkdown(md, answer);
+}
+
+function itemOf(message) {
+  if (!items.has(message)) items.set(message, message.role === "user" ? userItem(message) : answerItem(message));
+  return items.get(message);
+}
+
+function showChat() {
+  $("messages").replaceChildren(...state.chat.messages.map(itemOf));
+  $("welcome").hidden = state.chat.messages.length > 0;
+  showList();
+}
+
+function nearEnd() {
+  const box = $("scroll");
+  return box.scrollHeight - box.scrollTop - box.clientHeight < NEAR;
+}
+
+const toEnd = () => { $("scroll").scrollTop = $("scroll").scrollHeight; };
+
+async function copy(text, from) {
+  if (navigator.clipboard) await navigator.clipboard.writeText(text);
+  else { // pages without https, other than localhost
+    const field = make("textarea", { readonly: "" }, text);
+    document.body.append(field);
+    field.select();
+    document.execCommand("copy");
+    field.remove();
   }
-  showVerdict(state.runs);
+  from.textContent = "Copied";
+  setTimeout(() => { from.textContent = "Copy"; }, 1500);
 }
 
-async function send() {
-  const text = $("prompt").value;
-  if (!text.trim() || state.stopper) return;
-  state.stopper = new AbortController();
-  busy(true);
-  fail("");
-  $("prompt").value = "";
+function copyButton(text) {
+  const element = button("Copy", "Copy this text", () => copy(text(), element));
+  return element;
+}
+
+// -- asking ----------------------------------------------------------------------------------------------------
+
+function request(messages, speculation, seed) {
+  const { settings } = state.chat, asked = Object.entries(settings).filter(([name, value]) => NUMBERS.includes(name) && value !== "");
+  const system = settings.system ? [{ role: "system", content: settings.system }] : [];
+  return {
+    ...Object.fromEntries(asked.map(([name, value]) => [name, Number(value)])), speculation, seed,
+    messages: [...system, ...messages.map(({ role, content }) => ({ role, content }))],
+    ...($("served").value ? { model: $("served").value } : {}),
+  };
+}
+
+function wantedRuns() { // one after the other: two at a time would share passes and slow each other down
+  if (state.chat.settings.speculation === "off") return [["plain", "off"]];
+  const both = document.body.dataset.view === "steps" && $("compare").checked;
+  return [["speculative", "auto"], ...(both ? [["plain", "off"]] : [])];
+}
+
+async function follow(run, runs, item, body) { // shows a run as it comes
+  const parts = addAnswer(item, run);
+  let frame = null;
+  const show = () => {
+    frame = null;
+    const follows = nearEnd();
+    showParts(parts, ...run.parts);
+    if (run.steps.length) $("live").textContent = run.figures;
+    showFigures(runs);
+    if (follows) toEnd();
+  };
   try {
-    await answer(text);
+    for await (const event of events(body, $("key").value.trim(), state.stopper.signal)) {
+      run.take(event);
+      if (event.step) addTokens(parts.tokens, run, event.step);
+      frame ??= requestAnimationFrame(show);
+    }
+  } finally {
+    cancelAnimationFrame(frame);
+    show();
+  }
+}
+
+async function write(messages, typed = "") { // answer these messages; the conversation is as before if nothing comes
+  if (state.stopper) return;
+  const { chat } = state, before = chat.messages, message = { role: "assistant", content: "", note: "" }, runs = [];
+  chat.messages = [...messages, message];
+  begin();
+  const given = chat.settings.seed ?? "", seed = given === "" ? Math.floor(Math.random() * 2 ** 31) : Number(given);
+  try {
+    for (const [name, speculation] of wantedRuns()) {
+      runs.push(new Run(name));
+      await follow(runs.at(-1), runs, itemOf(message), request(messages, speculation, seed));
+    }
   } catch (error) {
     if (error.name !== "AbortError") fail(error.message);
+    if (error.status === 401) openSettings("key");
   }
-  const [run] = state.runs;
-  if (run?.text) state.history.push({ role: "assistant", content: run.text });
-  else { // there is no answer: the question leaves the conversation and goes back into the message field
-    state.history.pop();
-    $("prompt").value ||= text;
+  if (runs[0].text) keep(message, runs);
+  else {
+    chat.messages = before;
+    $("prompt").value ||= typed;
+    if (runs[0].end) fail("The model ended its answer without a word.");
   }
-  if (run?.steps.length) goTo(run, run.steps.length - 1);
+  end(runs, message.content);
+}
+
+function begin() {
+  state.stopper = new AbortController();
+  fail("");
+  clearFigures();
+  showChat();
+  toEnd();
+  busy(true);
+  $("status").textContent = "The model is answering.";
+}
+
+function keep(message, runs) {
+  const [run] = runs, reason = run.end?.finish_reason ?? "stopped";
+  [message.thought, message.content] = run.parts;
+  message.note = run.figures + ({ length: " · cut off at Max tokens", stopped: " · stopped" }[reason] ?? "");
+  itemOf(message).querySelector(".note").textContent = message.note;
+  if (!saveChat(state.chat)) fail("The browser has no room for this conversation: delete others, or it is gone when the page is closed.");
+}
+
+function end(runs, text) {
+  const follows = nearEnd();
   state.stopper = null;
   busy(false);
+  showChat();
+  showFigures(runs);
+  showLastStep(runs);
+  $("live").textContent = "";
+  $("status").textContent = text; // for screen readers, whole
+  if (follows) toEnd();
+  if (state.next) openChat(state.next);
+}
+
+function send(text) {
+  if (!text.trim() || state.stopper) return;
+  $("prompt").value = "";
+  write([...state.chat.messages, { role: "user", content: text }], text);
+}
+
+const upTo = (message) => state.chat.messages.slice(0, state.chat.messages.indexOf(message));
+
+function regenerate(message) {
+  write(upTo(message));
+}
+
+function edit(message) {
+  if (state.stopper) return;
+  const field = make("textarea", { rows: "3", "aria-label": "Edit the message" });
+  const item = itemOf(message), back = () => item.replaceChildren(...kept), kept = [...item.childNodes];
+  const ask = () => {
+    if (field.value.trim()) write([...upTo(message), { role: "user", content: field.value }]);
+    back();
+  };
+  field.value = message.content;
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") back();
+    if (!isEnter(event)) return;
+    event.preventDefault();
+    ask();
+  });
+  item.replaceChildren(field, make("div", { class: "actions" }, button("Ask", "Ask this instead", ask), button("Cancel", "Leave it as it was", back)));
+  field.focus();
 }
 
 function busy(running) {
-  $("send").disabled = $("clear").disabled = running;
-  $("stop").disabled = !running;
+  document.body.toggleAttribute("data-busy", running);
+  $("send").hidden = running;
+  $("stop").hidden = !running;
   $("talk").setAttribute("aria-busy", String(running));
+  if (!running && !matchMedia("(pointer: coarse)").matches) $("prompt").focus();
 }
 
-function clearChat() {
-  stopReplay();
-  Object.assign(state, { history: [], runs: [], run: null, step: 0 });
-  for (const id of ["messages", "tree"]) $(id).replaceChildren();
-  for (const id of ["speed", "depths"]) $(id).tBodies[0].replaceChildren();
-  for (const id of ["previous", "next", "play", "step"]) $(id).disabled = true;
-  $("verdict").textContent = "";
-  $("stepinfo").textContent = "No step yet.";
+// -- conversations ---------------------------------------------------------------------------------------------
+
+function showList() {
+  const saved = savedChats(), { chat } = state;
+  const chats = chat.messages.length && saved.every((other) => other.id !== chat.id) ? [chat, ...saved] : saved;
+  $("list").replaceChildren(...chats.map(listItem));
+}
+
+function listItem(chat) {
+  const title = titleOf(chat), open = button(title, title, () => (chat.id === state.chat.id ? showMenu(false) : openChat(chat)));
+  if (chat.id === state.chat.id) open.setAttribute("aria-current", "true");
+  const remove = button("×", `Delete ${title}`, () => {
+    if (state.stopper && chat.id === state.chat.id) return;
+    removeChat(chat.id);
+    if (chat.id === state.chat.id) openChat(newChat(state.chat.settings));
+    else showList();
+  });
+  return make("li", {}, open, remove);
+}
+
+function openChat(chat) {
+  showMenu(false);
+  state.next = state.stopper ? chat : null;
+  if (state.stopper) return state.stopper.abort();
+  state.chat = chat;
+  for (const name of SETTINGS) $(name).value = chat.settings?.[name] ?? USUAL[name] ?? "";
+  takeSettings();
+  clearFigures();
   fail("");
-  hideTip();
+  showChat();
+  toEnd();
   $("prompt").focus();
 }
 
-// -- keys, pointers, theme -------------------------------------------------------------------------------------
-
-function moveFocus(span, key) {
-  const all = [...span.run.box.querySelectorAll(".tok")], here = all.indexOf(span);
-  const places = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: all.length - 1 };
-  const target = all[places[key]];
-  if (!target) return;
-  span.tabIndex = -1;
-  target.tabIndex = 0;
-  target.focus();
+function showMenu(open) {
+  document.body.toggleAttribute("data-menu", open);
+  $("menu").setAttribute("aria-expanded", String(open));
 }
 
-function onTokenKey(event) {
-  const span = event.target.closest(".tok");
-  if (!span?.run) return;
-  if (event.key === "Escape") return hideTip();
-  if (["Enter", " "].includes(event.key)) goTo(span.run, span.index);
-  else if (["ArrowRight", "ArrowLeft", "Home", "End"].includes(event.key)) moveFocus(span, event.key);
-  else return;
-  event.preventDefault();
+// -- settings --------------------------------------------------------------------------------------------------
+
+function takeSettings() {
+  state.chat.settings = Object.fromEntries(SETTINGS.map((name) => [name, $(name).value]));
 }
 
-const onToken = (act) => (event) => {
-  const span = event.target.closest(".tok");
-  if (span?.run) act(span);
-};
-
-function switchTheme() {
-  const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const now = root.dataset.theme ?? (dark ? "dark" : "light");
-  root.dataset.theme = now === "dark" ? "light" : "dark";
+function openSettings(field = "system") {
+  if (!$("dialog").open) $("dialog").showModal();
+  $(field).focus();
 }
 
-function connect() {
-  const messages = $("messages");
-  for (const kind of ["mouseover", "focusin"]) messages.addEventListener(kind, onToken(showTip));
-  for (const kind of ["mouseout", "focusout"]) messages.addEventListener(kind, hideTip);
-  messages.addEventListener("click", onToken((span) => { goTo(span.run, span.index); showTip(span); }));
-  messages.addEventListener("keydown", onTokenKey);
-  $("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
-  $("prompt").addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-    event.preventDefault();
-    $("form").requestSubmit();
-  });
-  $("stop").addEventListener("click", () => state.stopper?.abort());
-  $("clear").addEventListener("click", clearChat);
-  $("previous").addEventListener("click", () => goTo(state.run, state.step - 1));
-  $("next").addEventListener("click", () => goTo(state.run, state.step + 1));
-  $("play").addEventListener("click", replay);
-  $("step").addEventListener("input", () => goTo(state.run, Number($("step").value) - 1));
-  $("theme").addEventListener("click", switchTheme);
-  $("key").addEventListener("change", greet);
+function closeSettings() {
+  takeSettings();
+  remember("settings", state.chat.settings);
+  if (state.chat.messages.length && !state.stopper) saveChat(state.chat);
+}
+
+function showView(view) {
+  document.body.dataset.view = view;
+  for (const name of ["chat", "steps"]) $(`${name}view`).setAttribute("aria-pressed", String(name === view));
+  remember("view", view);
+}
+
+function showTheme() {
+  document.documentElement.dataset.theme = $("theme").value;
+  remember("theme", $("theme").value);
 }
 
 async function greet() {
   try {
-    const answer = await fetch("/v1/models", { headers: headers() });
-    if (!answer.ok) throw await refusal(answer);
-    $("model").textContent = (await answer.json()).data[0].id;
+    const names = await modelNames($("key").value.trim());
+    $("served").replaceChildren(...names.map((name) => make("option", {}, name)));
+    $("model").textContent = names[0];
     fail("");
   } catch (error) {
     fail(error.message);
+    if (error.status === 401) openSettings("key");
   }
 }
 
-connect();
+// -- keys and pointers -----------------------------------------------------------------------------------------
+
+const isEnter = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+
+function connectTalk() {
+  $("form").addEventListener("submit", (event) => { event.preventDefault(); send($("prompt").value); });
+  $("prompt").addEventListener("keydown", (event) => {
+    if (!isEnter(event)) return;
+    event.preventDefault();
+    $("form").requestSubmit();
+  });
+  $("stop").addEventListener("click", () => state.stopper?.abort());
+  $("messages").addEventListener("click", (event) => {
+    const from = event.target.closest(".copy-code");
+    if (from) copy(from.closest(".code").querySelector("code").textContent, from);
+  });
+  for (const example of document.querySelectorAll(".example")) {
+    example.addEventListener("click", () => send(example.querySelector("span").textContent));
+  }
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || $("dialog").open) return;
+    state.stopper?.abort();
+    showMenu(false);
+  });
+}
+
+function connectPage() {
+  $("menu").addEventListener("click", () => showMenu(!document.body.hasAttribute("data-menu")));
+  $("fresh").addEventListener("click", () => openChat(newChat(state.chat.settings)));
+  $("chatview").addEventListener("click", () => showView("chat"));
+  $("stepsview").addEventListener("click", () => showView("steps"));
+  $("settings").addEventListener("click", () => openSettings());
+  $("options").addEventListener("submit", (event) => { event.preventDefault(); $("dialog").close(); });
+  $("dialog").addEventListener("close", closeSettings);
+  $("served").addEventListener("change", () => { $("model").textContent = $("served").value; });
+  $("theme").addEventListener("change", showTheme);
+  $("key").addEventListener("change", () => { remember("key", $("key").value, TAB); greet(); });
+}
+
+connectTalk();
+connectPage();
+connectFigures();
+$("theme").value = recall("theme", "");
+$("key").value = recall("key", "", TAB);
+showTheme();
+showView(recall("view", "chat"));
+openChat(state.chat);
 greet();

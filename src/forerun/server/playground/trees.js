@@ -1,33 +1,16 @@
-// Steps of an answer: the rejected drafts, acceptance by depth, the draft tree as an SVG picture. Does not use the page.
+// Pictures of steps as SVG: the draft tree of one, the tokens of all; and what is counted over steps. Does not use the page.
 // A step is what the server sends: {nodes: [{id, text, parent, source}], accepted: [node], tokens: [{id, text, name, source}], time_s}.
-"use strict";
+import { draw } from "./dom.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const CELL_W = 118, CELL_H = 34;
+const BAR_W = 9, UNIT_H = 14; // of the chart: a step, a token
 
-// -- small helpers ---------------------------------------------------------------------------------------------
-
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
-function draw(tag, attributes = {}, ...children) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
-const visible = (text) => text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
+export const visible = (text) => text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
 const short = (text) => ([...text].length > 10 ? [...text].slice(0, 9).join("") + "…" : text);
-const number = (value, digits = 1) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
 
 // -- accepted and rejected drafts ---------------------------------------------------------------------------------
 
-function rejectedBranches(step) { // a path of nodes for each rejected leaf, from below the last accepted node on it
+export function rejectedBranches(step) { // a path of nodes for each rejected leaf, from below the last accepted node on it
   const taken = new Set([0, ...step.accepted]);
   const parents = new Set(step.nodes.map((node) => node.parent));
   const leaves = step.nodes.map((_, node) => node).filter((node) => !parents.has(node) && !taken.has(node));
@@ -38,13 +21,13 @@ function rejectedBranches(step) { // a path of nodes for each rejected leaf, fro
   });
 }
 
-function stepWords(step) {
+export function stepWords(step) {
   const drafts = step.nodes.length - 1;
   const what = drafts ? `${step.accepted.length} of ${drafts} drafts accepted` : "no drafts";
   return `${what}, ${step.tokens.length} ${step.tokens.length === 1 ? "token" : "tokens"} from one pass`;
 }
 
-function depthCounts(steps) { // [{tried, accepted}], depth 1 first: steps with a draft at that depth, and those in which one was accepted
+export function depthCounts(steps) { // [{tried, accepted}], depth 1 first: steps with a draft at that depth, and those in which one was accepted
   const counts = [];
   for (const step of steps) {
     const depths = [0];
@@ -102,11 +85,35 @@ function edgeShape(parent, node) {
   return draw("path", { class: node.taken ? "taken" : "", d });
 }
 
-function treePicture(step, label, colour) { // `colour(source)`: the CSS class for a drafter's tokens
+export function treePicture(step, label, colour) { // `colour(source)`: the CSS class for a drafter's tokens
   const { nodes, rows, columns } = layout(step);
   const [width, height] = [columns * CELL_W, rows * CELL_H + 8];
   const picture = draw("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
   nodes.slice(1).forEach((node) => picture.append(edgeShape(nodes[node.parent], node)));
   nodes.forEach((node) => picture.append(nodeShape(node, colour)));
   return picture;
+}
+
+// -- the chart -------------------------------------------------------------------------------------------------
+
+export function tokensChart(steps, label, colour) { // a bar a step, a box a token, the first at the bottom
+  const most = Math.max(...steps.map((step) => step.tokens.length));
+  const [width, height] = [steps.length * BAR_W + 22, most * UNIT_H + 1];
+  const picture = draw("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
+  for (const count of new Set([1, most])) {
+    const text = draw("text", { x: 16, y: height - (count - 0.5) * UNIT_H + 3, "text-anchor": "end" });
+    text.textContent = String(count);
+    picture.append(text);
+  }
+  steps.forEach((step, index) => picture.append(Object.assign(bar(step, index, height, colour), { index })));
+  return picture;
+}
+
+function bar(step, index, height, colour) {
+  const title = draw("title");
+  title.textContent = `Step ${index + 1}: ${stepWords(step)}`;
+  const boxes = step.tokens.map((token, i) => draw("rect", {
+    x: 20 + index * BAR_W, y: height - (i + 1) * UNIT_H, width: BAR_W - 2, height: UNIT_H - 1, class: colour(token.source) || "plain",
+  }));
+  return draw("g", { class: "bar" }, title, ...boxes);
 }
