@@ -126,12 +126,15 @@ def api_key_from_environment() -> str | None:
     return key
 
 
-def learned_folder() -> Path:
-    """Where what policies learned is kept: FORERUN_CACHE/learned, else the user's cache folder."""
+def cache_folder() -> Path:
+    """Where forerun keeps what it may forget: FORERUN_CACHE, else a folder in the user's cache."""
     own, common = os.environ.get("FORERUN_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own) / "learned"
-    return Path(common or os.path.expanduser("~/.cache")) / "forerun" / "learned"
+    return Path(own) if own else Path(common or os.path.expanduser("~/.cache")) / "forerun"
+
+
+def learned_folder() -> Path:
+    """Where what policies learned is kept."""
+    return cache_folder() / "learned"
 
 
 def option_names() -> dict[str, tuple[str, ...]]:

@@ -3,16 +3,76 @@
 from __future__ import annotations
 
 import re
+from io import StringIO
 from typing import Any
 
 import pytest
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
+    """The conversations that a model is asked to go on with, in order."""
+    from forerun.llm import LLM
+
+    render, seen = LLM.render_chat, []
+
+    def watched(self: LLM, messages: Any) -> list[int]:
+        seen.append([dict(message) for message in messages])
+        return render(self, messages)
+
+    monkeypatch.setattr(LLM, "render_chat", watched)
+    return seen
+
+
 def test_chat_answers_resets_and_exits(run: Any) -> None:
-    lines = "Hello, how are you?\nWhy?\n/reset\n/nonsense\n\n/exit\nnever read\n"
+    lines = "Hello, how are you?\nWhy?\n/reset\n/nonsense\n/again\n\n/exit\nnever read\n"
     result = run("chat", "--max-tokens", "8", "--temperature", "0", stdin=lines)
+    assert "/help lists the commands" in result.stderr and "there is no /nonsense here" in result.stderr
     assert "the conversation is forgotten" in result.stderr and result.stderr.count("tokens/s") == 2
-    assert result.stderr.count("/reset forgets") == 2
+    assert "no message to answer yet" in result.stderr
+
+
+def test_chat_explains_its_commands(run: Any) -> None:
+    from forerun.cli.chat import COMMANDS
+
+    result = run("chat", "--max-tokens", "4", stdin="/help\n")
+    assert all(command in result.stderr and meaning in result.stderr for command, meaning in COMMANDS.items())
+
+
+def test_a_line_goes_on_behind_a_backslash(run: Any, asked: list[list[dict[str, str]]]) -> None:
+    run("chat", "--max-tokens", "4", stdin="One\\\nTwo\nThree\\\n")
+    assert [conversation[-1]["content"] for conversation in asked] == ["One\nTwo", "Three"]
+
+
+def test_an_answer_is_written_again_and_the_system_message_changes(run: Any, asked: list[list[dict[str, str]]]) -> None:
+    run("chat", "--max-tokens", "4", stdin="One\n/again\n/system Be brief.\nTwo\n/again\n")
+    system = {"role": "system", "content": "Be brief."}
+    one, two = {"role": "user", "content": "One"}, {"role": "user", "content": "Two"}
+    assert asked == [[one], [one], [system, two], [system, two]]
+
+
+def test_drafts_are_coloured_on_demand(run: Any) -> None:
+    text = "/drafts\nRepeat: the cat sat on the mat. The cat sat on the mat.\n/drafts\n"
+    result = run("chat", "--max-tokens", "24", "--temperature", "0", "--drafter", "ngram", "--no-adaptive", stdin=text)
+    assert "[" in result.stdout and "coloured by who drafted" in result.stderr and "no colours" in result.stderr
+
+
+def test_the_corner_leaves_the_screen_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.cli.terminal import Corner
+
+    monkeypatch.setenv("LINES", "24")
+    stream = StringIO()
+    corner = Corner(stream)
+    with pytest.raises(KeyboardInterrupt), corner.reserved():
+        corner.show("12 tokens/s")
+        corner.show("shown too soon after the first")
+        raise KeyboardInterrupt
+    written = stream.getvalue()
+    assert written.count("tokens/s") == 1 and "too soon" not in written
+    assert written.count("\0337") == written.count("\0338") == 3  # the cursor is saved and comes back
+    assert (
+        written.index(";23r") < written.index("tokens/s") < written.index("\033[r")
+    )  # lines that scroll, then all again
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,18 +100,10 @@ def test_chat_takes_the_precision_of_the_cache(run: Any) -> None:
     assert "kv_cache_dtype must be one of" in run("chat", "--kv-cache-dtype", "int9", stdin="", status=2).stderr
 
 
-def test_an_answer_sees_the_conversation(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.cli.chat import ChatSession
-
-    stream, seen = ChatSession._stream, []
-
-    def watched(self: ChatSession) -> Any:
-        seen.append([message["role"] for message in self.messages])
-        return stream(self)
-
-    monkeypatch.setattr(ChatSession, "_stream", watched)
+def test_an_answer_sees_the_conversation(run: Any, asked: list[list[dict[str, str]]]) -> None:
     run("chat", "--system", "Be brief.", "--max-tokens", "4", stdin="One\nTwo\n/reset\nThree\n")
-    assert seen == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
+    roles = [[message["role"] for message in conversation] for conversation in asked]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
 
 
 def test_chat_says_when_the_context_is_full(run: Any) -> None:

@@ -1,12 +1,13 @@
 """`forerun chat`: a conversation in the terminal.
 
-Knows: reading lines, the conversation so far, and stopping an answer. Does not know: how answers are made.
+Knows: commands, the conversation so far, and stopping an answer. Does not know: how answers are made.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,14 +18,24 @@ from forerun.cli.console import out, print_error, print_note
 from forerun.cli.drafted import DraftedText, has_colour, render
 from forerun.cli.engine import note_sampling, open_to_answer, stats_line
 from forerun.cli.explain import print_explanation
+from forerun.cli.terminal import Corner, enable_line_editing, read_line
+from forerun.config import cache_folder
 from forerun.core import CompletionOutput, RequestOutput, SamplingParams
 from forerun.errors import ConfigError, ForerunError
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
 
-HELP = "/reset forgets the conversation, /exit ends it (so does Ctrl-D); Ctrl-C stops an answer"
-END_COMMANDS = ("/exit", "/quit")
+PROMPT = "> "
+COMMANDS = {  # what a user may type instead of a message -> what it does
+    "/again": "answers the last message again, with another seed",
+    "/drafts": "colours tokens by who drafted them, or no longer",
+    "/exit": "ends the conversation, as Ctrl-D does",
+    "/help": "lists these",
+    "/reset": "forgets the conversation",
+    "/system": "and a text: forgets the conversation and begins one with this system message",
+}
+KEYS = "Ctrl-C stops an answer. A line that ends in \\ goes on in the next."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +55,16 @@ def chat(
     drafting: opt.Drafting,
     loading: opt.Loading,
 ) -> None:
-    """Talk with a model. Commands: /reset, /exit, /help; Ctrl-C stops an answer."""
+    """Talk with a model. /help lists the commands; Ctrl-C stops an answer."""
     sampling.params({})  # checks the options before anything is loaded
     name = target.name
     llm = open_to_answer(name, sampling, drafting, loading, max_num_seqs=1)
     if llm.tokenizer.chat_template is None:
         raise ConfigError(f"{name} has no chat template, so it cannot chat: use `forerun generate {name} PROMPT`")
     note_sampling(llm)
-    params = sampling.params(llm.loaded.sampling)
-    ChatSession(llm, params, talk.system, talk.show_drafts, talk.show_stats, talk.explain).run()
+    print_note(f"{name}, drafter {llm.config.drafter.name}. /help lists the commands, Ctrl-D ends the conversation.")
+    session = ChatSession(llm, sampling.params(llm.loaded.sampling), talk, talk.system, talk.show_drafts)
+    session.run()
 
 
 @dataclass(slots=True)
@@ -61,29 +73,47 @@ class ChatSession:
 
     llm: LLM
     params: SamplingParams
+    talk: Talk
     system: str | None
     show_drafts: bool
-    show_stats: bool
-    explain: bool = False
     messages: list[dict[str, str]] = field(default_factory=list)
     num_answers: int = 0
 
     def run(self) -> None:
         """Read lines until the user ends the conversation."""
-        _enable_line_editing()
+        enable_line_editing(cache_folder() / "chat_history", list(COMMANDS))
         self._reset()
-        print_note(HELP)
-        while (line := _read_line()) is not None and line not in END_COMMANDS:
-            self._obey(line)
+        while (line := _next_line()) not in (None, "/exit", "/quit"):
+            self._obey(line or "")
 
     def _obey(self, line: str) -> None:
-        if line == "/reset":
-            self._reset()
-            print_note("the conversation is forgotten")
-        elif line.startswith("/"):
-            print_note(HELP)
-        elif line:
-            self._say(line)
+        command, _, rest = line.partition(" ")
+        match command:
+            case "/reset":
+                self._reset()
+                print_note("the conversation is forgotten")
+            case "/system":
+                self.system = rest.strip() or None
+                self._reset()
+                print_note("a new conversation begins with that" if self.system else "there is no system message now")
+            case "/again":
+                self._again()
+            case "/drafts":
+                self.show_drafts = not self.show_drafts
+                print_note("tokens are coloured by who drafted them" if self.show_drafts else "tokens have no colours")
+            case _ if command.startswith("/"):
+                _help(command)
+            case _ if line:
+                self._say(line)
+
+    def _again(self) -> None:
+        asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        if not asked:
+            print_note("there is no message to answer yet")
+            return
+        text = self.messages[asked[-1]]["content"]
+        del self.messages[asked[-1] :]
+        self._say(text)
 
     def _reset(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
@@ -110,12 +140,25 @@ class ChatSession:
         output: RequestOutput | None = None
         steps = self.llm.stream(prompt, params)
         try:
-            for output in steps:
-                self._write(text, output.outputs[0])
+            with self._corner() as show:
+                for output in steps:
+                    self._write(text, output.outputs[0])
+                    show(stats_line(output.outputs[0].stats))
         except KeyboardInterrupt:
             steps.close()  # aborts the request
         out().print()
         return self._finished(prompt, output.outputs[0]) if output is not None else None
+
+    @contextmanager
+    def _corner(self) -> Iterator[Callable[[str], None]]:
+        """What shows figures beside an answer; nothing away from terminals."""
+        console = out()
+        if not self.talk.show_stats or not console.is_terminal or console.is_dumb_terminal:
+            yield lambda text: None
+            return
+        corner = Corner(sys.stdout)
+        with corner.reserved():
+            yield corner.show
 
     def _write(self, text: DraftedText, answer: CompletionOutput) -> None:
         console, pieces = out(), text.take(answer)
@@ -127,25 +170,25 @@ class ChatSession:
     def _finished(self, prompt: list[int], answer: CompletionOutput) -> CompletionOutput:
         if answer.error is not None:
             raise answer.error
-        if self.show_stats:
+        if self.talk.show_stats:
             print_note(stats_line(answer.stats))
-        if self.explain:
+        if self.talk.explain:
             print_explanation(answer.stats)
         return answer
 
 
-def _enable_line_editing() -> None:
-    """Let `input` edit lines and remember them, where the system can."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401
+def _help(command: str) -> None:
+    if command != "/help":
+        print_note(f"there is no {command} here")
+    for name, meaning in COMMANDS.items():
+        print_note(f"{name:8} {meaning}")
+    print_note(KEYS)
 
 
-def _read_line() -> str | None:
+def _next_line() -> str | None:
     """The next line; None at the end. Ctrl-C at the prompt begins a new line."""
     while True:
         try:
-            return input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return None
+            return read_line(PROMPT)
         except KeyboardInterrupt:
             print_note("\nCtrl-D or /exit ends the conversation")
