@@ -419,11 +419,11 @@ def bench(*arguments: object) -> Any:
 
 
 def test_the_command_measures_and_draws(tmp_path: Path) -> None:
-    server, picture = SmallServer(), tmp_path / "load.svg"
+    server, chart = SmallServer(), tmp_path / "load.svg"
     with running(server) as url:
         result = bench(
             url, "--input-len", 40, "--prefix-len", 24, "--num-requests", 6, "--concurrency", 3, "--json",
-            "--api-key", "sesame", "--slo-ttft", 60, "--picture", picture, "--extra-body", '{"top_k": 1}',
+            "--api-key", "sesame", "--slo-ttft", 60, "--chart", chart, "--extra-body", '{"top_k": 1}',
         )  # fmt: skip
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -432,7 +432,8 @@ def test_the_command_measures_and_draws(tmp_path: Path) -> None:
     assert report["prompt_tokens"] == 6 * (40 + 24) and report["cached_prompt_tokens"] == 6
     assert report["goodput"]["share"] == 1.0 and report["ttft_s"]["p50"] > 0
     assert report["words"] == {"per_word": 1.0, "base": 4.0, "measured": True}
-    assert picture.read_text("utf-8").lstrip().startswith("<?xml")
+    drawn = chart.read_text("utf-8")
+    assert all(title in drawn for title in ("time to first text", "Time per token", "Requests", "Tokens per second"))
     measured = server.bodies[-6:]
     assert len(server.bodies) == 2 + 1 + 6 and server.keys == {"Bearer sesame"}
     assert len({body["messages"][0]["content"] for body in measured}) == 1 and "sesame" not in result.output
@@ -477,8 +478,8 @@ def test_nobody_there() -> None:
         (["--input-spread", "0.5"], "input-len"),
         (["--extra-body", "["], "JSON"),
         (["--extra-body", "[]"], "object"),
-        (["--picture", "here.bmp"], ".png"),
-        (["--picture", "/nowhere/at/all.png"], "folder"),
+        (["--chart", "here.png"], ".svg"),
+        (["--chart", "/nowhere/at/all.svg"], "folder"),
         (["telnet://x"], "address"),
     ],
 )

@@ -53,6 +53,15 @@ def test_prefill_json(run_json: Any, shape: str) -> None:
         assert row["tokens_per_s"] == pytest.approx(tokens / row["ms"] * 1e3, rel=0.02)
 
 
+def test_charts(run: Any, shape: str, tmp_path: Path) -> None:
+    for command, options in (("curve", ("--tokens", "1,2", "--context", "4,8")), ("prefill", ("--tokens", "8,16"))):
+        chart = tmp_path / f"{command}.svg"
+        run("bench", command, "--shape", shape, "--repeats", "1", *options, "--chart", str(chart))
+        text = chart.read_text("utf-8")
+        assert text.count("<circle") == (4 if command == "curve" else 2)
+        assert ("4 known tokens" in text) == (command == "curve")
+
+
 def test_tables(run: Any, shape: str) -> None:
     said = run("bench", "curve", "--shape", shape, "--tokens", "1,2", "--context", "8", "--repeats", "1")
     assert [line.split()[0] for line in said.stdout.splitlines()[1:4]] == ["tokens", "1", "2"]

@@ -43,9 +43,11 @@ def prompts(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_bench_json(run_json: Any, prompts: str) -> None:
-    options = ("--prompts", prompts, "--max-tokens", "8", "--repeats", "1", "--by-category")
+def test_bench_json(run_json: Any, prompts: str, tmp_path: Path) -> None:
+    chart = tmp_path / "speed.svg"
+    options = ("--prompts", prompts, "--max-tokens", "8", "--repeats", "1", "--by-category", "--chart", str(chart))
     report = run_json("bench", "speed", "--model", "mini", "--drafters", "none,ngram,draft", *options)
+    assert all(f">{text}<" in chart.read_text("utf-8") for text in ("ngram", "draft", "all", "chat", "story", "other"))
     assert [row["drafter"] for row in report["rows"]] == ["none", "ngram", "draft"]
     assert all(set(row) == ROW and row["identical"] is True for row in report["rows"])
     assert report["rows"][0]["speedup"] == 1.0 and report["rows"][0]["acceptance_length"] == 1.0

@@ -23,7 +23,6 @@ NOISE: Final = (
     "~: within noise. The 95% interval (Student's t over log ratios, over prompts; over repeats of a single one) holds "
     "1.00, there was one measurement only, or steps brought no more than one token"
 )
-NO_PICTURES: Final = "there are no pictures: matplotlib is not installed (pip install 'forerun[bench]')"
 
 STYLE: Final = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }
@@ -89,11 +88,11 @@ def _html_cell(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A PNG and the name of its file next to the Markdown."""
+    """An SVG and the name of its file next to the Markdown."""
 
     title: str
     file: str
-    png: bytes
+    svg: str
 
     def markdown(self) -> str:
         """A link to the file."""
@@ -101,24 +100,23 @@ class Picture:
 
     def html(self) -> str:
         """The picture itself, within the page."""
-        return f'<img alt="{escape(self.title)}" src="data:image/png;base64,{b64encode(self.png).decode()}">'
+        return (
+            f'<img alt="{escape(self.title)}" src="data:image/svg+xml;base64,{b64encode(self.svg.encode()).decode()}">'
+        )
 
 
 def write(folder: Path, report: Mapping[str, Any], pictures: Sequence[Picture]) -> list[Path]:
     """Write report.json, report.md, report.html and the pictures -> their paths. Raises ConfigError if it cannot."""
     title = f"Drafters of {report['model']}"
     parts = [*_parts(report), *pictures]
-    if not pictures:
-        parts.append(Text(NO_PICTURES.capitalize() + "."))
     texts = {
         "report.json": json.dumps(report, ensure_ascii=False, indent=1, allow_nan=False) + "\n",
         "report.md": "\n\n".join((f"# {title}", *(part.markdown() for part in parts))) + "\n",
         "report.html": _page(title, parts),
     }
-    contents = {name: text.encode("utf-8") for name, text in texts.items()}
-    contents |= {picture.file: picture.png for picture in pictures}
+    texts |= {picture.file: picture.svg for picture in pictures}
     try:
-        return [_write(folder / name, content) for name, content in contents.items()]
+        return [_write(folder / name, text) for name, text in texts.items()]
     except OSError as error:
         raise ConfigError(f"cannot write the report into {folder}: {error.strerror or error}; choose --out") from error
 
@@ -134,8 +132,8 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"cannot write into --out {folder}: {error.strerror or error}") from error
 
 
-def _write(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text, "utf-8")
     return path
 
 

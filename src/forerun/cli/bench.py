@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forerun.bench.chart import check_chart
 from forerun.bench.prompts import PromptCase, read_prompts
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_json, print_note, table
@@ -35,6 +36,7 @@ def speed(
     repeats: Annotated[int, typer.Option(help="Runs of every prompt and drafter.", min=1)] = 3,
     seed: opt.Seed = 0,
     by_category: Annotated[bool, typer.Option(help="Also print a table for each category of prompts.")] = False,
+    chart: opt.ChartFile = None,
     json: opt.JsonOption = False,
     adaptive: opt.Adaptive = True,
     verification: opt.Verification = "coupled",
@@ -42,6 +44,7 @@ def speed(
     """Measure tokens per second of each drafter, interleaved prompt by prompt, and speed-ups with their intervals."""
     wanted = opt.names(drafters)
     check_drafters(wanted)
+    check_chart(chart)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     cases = read_prompts(prompts, limit)
     name = target.name
@@ -56,6 +59,8 @@ def speed(
     report = _measure(engines, cases, params, repeats, by_category)
     settings = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "temperature": temperature}
     report |= {**settings, "repeats": repeats, "verification": verification, "seed": seed}
+    if chart is not None:
+        chart.write_text(_drawn(report), "utf-8")
     print_json(report) if json else _show(report)
 
 
@@ -113,8 +118,7 @@ def _show(report: dict[str, Any]) -> None:
     from forerun.bench.report import NOISE
 
     console = out()
-    title = f"{report['model']}, {report['num_prompts']} prompts, temperature {report['temperature']:g}"
-    console.print(_table(report["rows"], report["details"], title))
+    console.print(_table(report["rows"], report["details"], _title(report)))
     for category, rows in report.get("categories", {}).items():
         console.print()
         console.print(_table(rows, report["category_details"][category], category))
@@ -122,6 +126,20 @@ def _show(report: dict[str, Any]) -> None:
     print_note(machine_line(report["machine"]))
     if report["num_too_long"]:
         print_note(f"{report['num_too_long']} prompts are longer than the context and were left out")
+
+
+def _title(report: dict[str, Any]) -> str:
+    return f"{report['model']}, {report['num_prompts']} prompts, temperature {report['temperature']:g}"
+
+
+def _drawn(report: dict[str, Any]) -> str:
+    """The speed-ups as SVG, over categories if there are any."""
+    from forerun.bench.chart import svg
+    from forerun.bench.report_pictures import speedups
+
+    groups = {"all": report["rows"], **report.get("categories", {})}
+    names = [row["drafter"] for row in report["rows"] if row["drafter"] != PLAIN]
+    return svg(speedups(_title(report), groups, names or [PLAIN]))
 
 
 def _table(rows: Sequence[dict[str, Any]], details: dict[str, dict[str, Any]], title: str) -> Any:

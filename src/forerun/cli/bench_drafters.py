@@ -167,13 +167,10 @@ def _check_some(engines: dict[str, LLM], left_out: dict[str, str]) -> None:
 
 
 def _write(folder: Path, report: dict[str, Any]) -> list[Path]:
-    from forerun.bench.report import NO_PICTURES, write
+    from forerun.bench.report import write
     from forerun.bench.report_pictures import draw
 
-    pictures = draw(report)
-    if not pictures:
-        print_note(NO_PICTURES)
-    return write(folder, report, pictures)
+    return write(folder, report, draw(report))
 
 
 def _show(report: dict[str, Any], paths: Sequence[Path]) -> None:

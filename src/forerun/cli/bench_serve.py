@@ -92,7 +92,7 @@ class Options:
         float | None, _goal("Goodput counts requests with their first text in so many seconds.", min=0)
     ] = None
     slo_tpot: Annotated[float | None, _goal("Goodput counts requests with so few seconds a token.", min=0)] = None
-    picture: Annotated[Path | None, _goal("Draw times and load into this .png, .svg or .pdf.")] = None
+    chart: opt.ChartFile = None
     json: opt.JsonOption = False
 
 
@@ -103,9 +103,9 @@ def bench_serve(given: Options) -> None:
 
     outcomes, facts = asyncio.run(_measure(request))
     report = _report(request, outcomes, facts)
-    if given.picture is not None:
-        _draw(request, outcomes, report, given.picture)
-    print_json(report) if given.json else _show(report, given.picture)
+    if given.chart is not None:
+        _draw(request, outcomes, report, given.chart)
+    print_json(report) if given.json else _show(report, given.chart)
     if report["num_answered"] == 0:
         raise typer.Exit(1)
 
@@ -128,7 +128,7 @@ def _request(given: Options) -> _Request:
         from forerun.bench.serve_load import OfferedLoad
     except ImportError as error:
         raise ConfigError(f"`forerun bench serve` needs `pip install 'forerun[server]'` ({error})") from error
-    from forerun.bench.serve_pictures import check_picture
+    from forerun.bench.chart import check_chart
     from forerun.bench.serve_report import Objective
     from forerun.bench.serve_workload import ENDPOINTS
 
@@ -138,8 +138,7 @@ def _request(given: Options) -> _Request:
         raise ConfigError("--prompts and --input-len were given: give one of them")
     if given.input_spread and given.input_len is None:
         raise ConfigError("--input-spread goes with --input-len")
-    if given.picture is not None:
-        check_picture(given.picture)
+    check_chart(given.chart)
     usual = USUAL_CONCURRENCY if given.rate is None else None
     load = OfferedLoad(given.concurrency or usual, given.rate, given.seed)
     return _Request(given, api_root(given.url), load, Objective(given.slo_ttft, given.slo_tpot), _extra(given))
@@ -212,7 +211,7 @@ def _report(request: _Request, outcomes: list[RequestOutcome], facts: dict[str, 
 def _draw(request: _Request, outcomes: list[RequestOutcome], report: dict[str, Any], path: Path) -> None:
     from forerun.bench.serve_pictures import draw
 
-    draw(outcomes, request.objective, _title(report), path)
+    path.write_text(draw(outcomes, request.objective, _title(report)), "utf-8")
 
 
 def _title(report: dict[str, Any]) -> str:
@@ -222,7 +221,7 @@ def _title(report: dict[str, Any]) -> str:
     return f"{report['model']}, {report['num_requests']} requests, {', '.join(parts)}"
 
 
-def _show(report: dict[str, Any], picture: Path | None) -> None:
+def _show(report: dict[str, Any], chart: Path | None) -> None:
     result = table("milliseconds", "mean", "p50", "p90", "p99", title=_title(report))
     for key, name in TIMES.items():
         figures = report[key]
@@ -235,8 +234,8 @@ def _show(report: dict[str, Any], picture: Path | None) -> None:
     for kind, error in report["errors"].items():
         out().print(f"{error['count']} failed, {kind}: {error['first']}", soft_wrap=True, markup=False)
     _notes(report)
-    if picture is not None:
-        out().print(f"picture: {picture}", soft_wrap=True)
+    if chart is not None:
+        out().print(f"chart: {chart}", soft_wrap=True)
 
 
 def _lines(report: dict[str, Any]) -> list[str]:

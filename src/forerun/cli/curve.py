@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forerun.bench.chart import Labels, check_chart, lines, svg
 from forerun.cli import options as opt
 from forerun.cli.console import err, out, print_json, print_note, table
 from forerun.cli.engine import note_slow_kernels
@@ -33,11 +34,15 @@ def curve(
     tokens: Annotated[str, typer.Option(help="Tokens a pass, separated by commas.")] = "1,2,4,8,16,32",
     context: Annotated[str, typer.Option(help="Known tokens before them, separated by commas.")] = "128,4096",
     repeats: Repeats = 15,
+    chart: opt.ChartFile = None,
     json: opt.JsonOption = False,
 ) -> None:
     """Measure a pass over several tokens, as in verification, and compare it with the machine's read bandwidth."""
     numbers, contexts = whole_numbers(tokens, "--tokens"), whole_numbers(context, "--context")
+    check_chart(chart)
     report = _curve(shape, weights, numbers, contexts, repeats, machine)
+    if chart is not None:
+        chart.write_text(_drawn_curve(report), "utf-8")
     print_json(report) if json else _show_curve(report)
 
 
@@ -48,10 +53,14 @@ def prefill(
     tokens: Annotated[str, typer.Option(help="Tokens of a prompt, separated by commas.")] = "128,512,2048",
     chunk: Annotated[int, typer.Option(help="Tokens computed at once, as the engine does it.")] = 512,
     repeats: Repeats = 5,
+    chart: opt.ChartFile = None,
     json: opt.JsonOption = False,
 ) -> None:
     """Measure how many tokens of a prompt are computed a second."""
+    check_chart(chart)
     report = _prefill(shape, weights, whole_numbers(tokens, "--tokens"), chunk, repeats, machine)
+    if chart is not None:
+        chart.write_text(_drawn_prefill(report), "utf-8")
     print_json(report) if json else _show_prefill(report)
 
 
@@ -133,6 +142,24 @@ def _show_prefill(report: dict[str, Any]) -> None:
         result.add_row(str(row["tokens"]), f"{row['ms']:.1f}", f"{row['tokens_per_s']:.0f}")
     out().print(result)
     _note_machine(report)
+
+
+def _drawn_curve(report: dict[str, Any]) -> str:
+    """Milliseconds over tokens as SVG, a line for each context."""
+    rows = report["rows"]
+    lengths = dict.fromkeys(row["context"] for row in rows)
+    series = {
+        f"{length} known tokens": [(row["tokens"], row["ms"]) for row in rows if row["context"] == length]
+        for length in lengths
+    }
+    return svg(lines(Labels(title=_title(report), x="tokens a pass", whole=True, y="milliseconds"), series))
+
+
+def _drawn_prefill(report: dict[str, Any]) -> str:
+    """Tokens a second over lengths as SVG."""
+    points = [(row["tokens"], row["tokens_per_s"]) for row in report["rows"]]
+    labels = Labels(title=_title(report), x="tokens of the prompt", whole=True, y="tokens a second")
+    return svg(lines(labels, {"prefill": points}))
 
 
 def _title(report: dict[str, Any]) -> str:

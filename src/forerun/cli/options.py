@@ -57,6 +57,7 @@ PromptsFile = Annotated[
     Path | None, typer.Option(help="A .jsonl file of prompts; the twelve that come with forerun unless given.")
 ]
 Limit = Annotated[int | None, typer.Option(help="Use this many prompts, spread evenly over the file.")]
+ChartFile = Annotated[Path | None, typer.Option("--chart", help="Draw the figures into this .svg file.")]
 Drafters = Annotated[str, typer.Option(help="NAME, NAME=MODEL or FILE.py:CLASS, separated by commas.")]
 
 
