@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from forerun import LLM, SamplingParams
 from forerun.bench.machine import describe_machine
 from forerun.bench.prompts import read_prompts
+from forerun.progress import progress_bar
 
 RESULTS = Path(__file__).with_name("results")
 WORKS, TEMPERATURES, FIXED = ("spec", "short", "batch"), (0.0, 0.7, 1.0), (2, 4, 6)
@@ -54,14 +55,17 @@ def main() -> None:
     given = options()
     plain = LLM(given.model, max_num_seqs=BATCH, prefix_caching=False)
     tasks = tasks_of(plain, given)
-    rows = []
+    rows, drafters = [], given.drafter or OF_MINI
+    cases = list(product(given.work or WORKS, given.temperature or TEMPERATURES))
     print("work   drafter     T  best fixed      policy")
-    for drafter in given.drafter or OF_MINI:
-        fixed = {str(num): fixed_at(plain, drafter, num) for num in FIXED}
-        for work, temperature in product(given.work or WORKS, given.temperature or TEMPERATURES):
-            engines = {PLAIN: plain, **fixed, POLICY: new_policy(plain, drafter)}
-            rows.append(measure(work, drafter, temperature, engines, tasks[work], given.repeats))
-            print(line(rows[-1]), flush=True)
+    with progress_bar("cases", len(drafters) * len(cases), shown=sys.stderr.isatty()) as advance:
+        for drafter in drafters:
+            fixed = {str(num): fixed_at(plain, drafter, num) for num in FIXED}
+            for work, temperature in cases:
+                engines = {PLAIN: plain, **fixed, POLICY: new_policy(plain, drafter)}
+                rows.append(measure(work, drafter, temperature, engines, tasks[work], given.repeats))
+                print(line(rows[-1]), flush=True)
+                advance(1)
     print(summary(rows))
     keep(rows, plain, given)
 

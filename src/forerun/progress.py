@@ -1,4 +1,4 @@
-"""A progress bar on the terminal, or nothing.
+"""A progress bar on the terminal, or nothing; and how much time is left, for lines of a log.
 
 Knows: how many things are done. Does not know: what they are.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from time import monotonic
 
 
 @contextmanager
@@ -22,3 +24,18 @@ def progress_bar(what: str, total: int, shown: bool, in_bytes: bool = False) -> 
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=total)
         yield lambda num: progress.advance(task, num)
+
+
+class TimeLeft:
+    """Says how long the rest will take if it goes on as it did since this was made."""
+
+    def __init__(self, total: int, done: int = 0) -> None:
+        """`done` of `total` things were done before."""
+        self._total = total
+        self._before = done
+        self._started = monotonic()
+
+    def __call__(self, done: int) -> str:
+        """ "64 of 128, 0:01:30 left", once `done` things are done."""
+        pace = (monotonic() - self._started) / max(done - self._before, 1)
+        return f"{done} of {self._total}, {timedelta(seconds=round(pace * (self._total - done)))} left"

@@ -73,6 +73,7 @@ def test_answers_interrupted_equal_answers_uninterrupted(
     words += ["--answer-tokens", "6", "--temperatures", "0,1", "--prompt-tokens", "40"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0 and result.output.count("finished") == 2, result.output
+    assert "2 of 4, 0:00:" in result.output and "4 of 4, 0:00:00 left" in result.output
     path = tmp_path / "out" / "turn1.answers"
     whole = path.read_text()
     path.write_text(whole[: 2 * len(whole) // 3])  # as a crash leaves it

@@ -98,10 +98,11 @@ def _compare(
 
 def _check_rejection(llm: LLM) -> dict[str, Any]:
     """The rejection rule's chi-square tests on cases small enough to enumerate, with the kernels in use."""
-    from forerun.speculation.selfcheck import check_rejection
+    from forerun.progress import progress_bar
+    from forerun.speculation.selfcheck import CASES, NUM_SAMPLES, check_rejection
 
-    with err().status("testing the rejection rule's distribution"):
-        checks = check_rejection(llm.kernels)
+    with progress_bar("texts of the rejection rule", len(CASES) * NUM_SAMPLES, shown=err().is_terminal) as advance:
+        checks = check_rejection(llm.kernels, advance=advance)
     return {
         "passed": all(check.passed for check in checks),
         "cases": [{**asdict(check), "passed": check.passed} for check in checks],

@@ -8,7 +8,7 @@ that randomness wrongly shared between steps shows too; texts are counted and co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -23,6 +23,8 @@ from forerun.speculation.tree import ROOT
 from forerun.speculation.verifier import Candidate, RejectionVerifier
 from forerun.speculation.verify import Choice
 
+CASES = (("token", "token", (1, 1, 1)), ("block", "block", (1, 1, 1)), ("recursive", "block", (2, 2)))
+NUM_SAMPLES = 3000  # texts of each case
 _VOCAB = 3
 _TEXT_LEN = 4
 _SMALLEST_P_VALUE = 1e-5  # chance alone gives less once in 100,000 checks
@@ -45,15 +47,22 @@ class RuleCheck:
 
 
 def check_rejection(
-    kernels: Kernels, num_samples: int = 3000, seed: int = 0, temperature: float = 1.0
+    kernels: Kernels,
+    num_samples: int = NUM_SAMPLES,
+    seed: int = 0,
+    temperature: float = 1.0,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> list[RuleCheck]:
-    """Test the token rule, block verification and recursive rejection on `num_samples` texts each."""
-    cases = [("token", "token", (1, 1, 1)), ("block", "block", (1, 1, 1)), ("recursive", "block", (2, 2))]
-    return [_check(name, _Toy(kernels, rule, widths, seed, temperature), num_samples) for name, rule, widths in cases]
+    """Test every rule on `num_samples` texts; `advance` hears of each text."""
+    toys = {name: _Toy(kernels, rule, widths, seed, temperature) for name, rule, widths in CASES}
+    return [_check(name, toy, num_samples, advance) for name, toy in toys.items()]
 
 
-def _check(name: str, toy: _Toy, num_samples: int) -> RuleCheck:
-    counts = Counter(toy.text(seed) for seed in range(num_samples))
+def _check(name: str, toy: _Toy, num_samples: int, advance: Callable[[int], None]) -> RuleCheck:
+    counts = Counter[tuple[int, ...]]()
+    for seed in range(num_samples):
+        counts[toy.text(seed)] += 1
+        advance(1)
     expected = {text: num_samples * toy.probability(text) for text in product(range(_VOCAB), repeat=_TEXT_LEN)}
     statistic = sum((counts[text] - mean) ** 2 / mean for text, mean in expected.items())
     degrees = len(expected) - 1

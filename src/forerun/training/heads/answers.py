@@ -14,6 +14,7 @@ import numpy as np
 
 from forerun import LLM, SamplingParams
 from forerun.errors import DataError, TrainingError
+from forerun.progress import TimeLeft
 from forerun.training.heads.rows import Rows
 
 Report = Callable[[str], None]
@@ -49,7 +50,7 @@ def write_answers(
     """
     lines = read_lines(path, about)
     if len(lines) < len(prompts):
-        write = make_writer()
+        write, left = make_writer(), TimeLeft(len(prompts), len(lines))
         with path.open("a", encoding="utf-8") as out:
             for first in range(len(lines), len(prompts), BATCH):
                 chosen = prompts[first : first + BATCH]
@@ -59,7 +60,7 @@ def write_answers(
                 out.writelines(json.dumps(line) + "\n" for line in new)
                 out.flush()
                 lines += new
-                report(f"the target answered {len(lines)} of {len(prompts)} prompts")
+                report(f"prompts answered by the target: {left(len(lines))}")
     return rows_of_lines(lines)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import DataError, ResourceError, TrainingError
+from forerun.progress import TimeLeft
 from forerun.training.heads.feed import Batch, with_final
 from forerun.training.heads.rows import Rows
 from forerun.training.heads.target import TrainingTarget
@@ -119,6 +120,7 @@ def write_states(
 ) -> None:  # fmt: skip
     """Appends the sequences that are missing; after every pass the progress file records how many are complete."""
     first = check_about(progress_of(path), about) if path.is_file() and progress_of(path).is_file() else 0
+    left = TimeLeft(len(rows), first)
     with path.open("r+b" if first else "wb") as out:
         out.truncate(int(rows.lens[:first].sum()) * row_bytes)
         out.seek(0, 2)
@@ -129,7 +131,7 @@ def write_states(
             table = {"about": about, "done": numbers[-1] + 1}
             progress_of(path).write_text(json.dumps(table) + "\n", encoding="utf-8")
             if number % REPORT_EVERY == REPORT_EVERY - 1:
-                report(f"captured the target's states of {numbers[-1] + 1} of {len(rows)} sequences")
+                report(f"sequences whose states were captured: {left(numbers[-1] + 1)}")
 
 
 def write_pass(
