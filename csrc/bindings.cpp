@@ -107,8 +107,9 @@ void add_matrix(ExpertBank& bank, const ExpertMatrix& matrix, bool is_down) {
     (is_down ? bank.down : bank.gate_up).push_back(matrix);
 }
 
-void add_linear(ExpertBank& bank, bool is_down, Address bias, Address weight, int64_t n, int64_t k, int dtype) {
-    add_matrix(bank, {false, make<LinearArgs>(0, weight, bias, 0, 0, n, k, dtype), {}}, is_down);
+void add_linear(ExpertBank& bank, bool is_down, Address bias, Address weight, int64_t n, int64_t k, int dtype,
+                Address layout) {
+    add_matrix(bank, {false, make<LinearArgs>(0, weight, bias, 0, 0, n, k, dtype, layout), {}}, is_down);
 }
 
 void add_grouped(ExpertBank& bank, bool is_down, Address bias, Address weight, Address order, int64_t n, int64_t k,
@@ -369,8 +370,7 @@ NB_MODULE(_native, module) {
         .def("__init__", [](ExpertBank* self, int64_t h, int64_t f, int activation, bool scales_inputs) {
             new (self) ExpertBank{h, f, Activation{activation}, scales_inputs, {}, {}};
         })
-        .def("add_linear", &add_linear)
-        .def("add_grouped", &add_grouped);
+        .def("add_linear", &add_linear).def("add_grouped", &add_grouped);
     bind_suffix(module);
 
     engine.def("pack", &pack).def("pack_grouped", &pack_grouped);

@@ -83,9 +83,10 @@ int64_t CpuEngine::panels_in_unit(int64_t n, int64_t wanted) const {
 CpuEngine::Cut<LinearArgs> CpuEngine::cut(LinearArgs args) const {
     const bool split = splits(args);
     const int64_t row_tile = split ? 16 : 6, step = 2 * row_tile;
-    const int64_t panel_bytes = args.k * kLanes * element_size(args.dtype);
+    const int64_t panel_bytes = args.layout ? args.layout->panel_bytes : args.k * kLanes * element_size(args.dtype);
     const int64_t row_bytes = args.k * static_cast<int64_t>(sizeof(float));
     args.rows_per_unit = std::max(2 * step, kRowBlockBytes / std::max<int64_t>(row_bytes, 1) / step * step);
+    if (args.layout) args.rows_per_unit = std::min(args.rows_per_unit, kMaxCodedRows);
     const int64_t rows = std::min(args.m, args.rows_per_unit);
     const int64_t part = std::max<int64_t>(1, panel_bytes * divide_up(rows, row_tile));
     args.panels_per_unit = panels_in_unit(args.n, split ? kSplitPanels : std::max<int64_t>(1, kUnitBytes / part));
@@ -98,6 +99,7 @@ CpuEngine::Cut<LinearArgs> CpuEngine::cut(LinearArgs args) const {
 void CpuEngine::linear(const LinearArgs& given) {
     Cut<LinearArgs> product = cut(given);
     LinearArgs& args = product.args;
+    if (args.layout) return share(table_->coded, args, product.units, product.work_per_unit);
     if (!splits(args)) return share(table_->linear, args, product.units, product.work_per_unit);
     const Scratch::Piece piece = scratch_.take(static_cast<size_t>(args.m * args.k) * 3 * sizeof(uint16_t));
     args.parts = static_cast<uint16_t*>(piece.memory());
@@ -223,7 +225,7 @@ void multiply_heads(const HeadJob& job, int64_t begin, int64_t end) {
         const char* weight =
             static_cast<const char*>(args.weight) + head * panels * stored_k * kLanes * element_size(args.dtype);
         move_columns(from, args.heads * x_head, x, k, k, m);
-        job.table->linear({x, weight, nullptr, y, m, n, k, args.dtype, panels, m, 1, nullptr}, 0, 1);
+        job.table->linear({x, weight, nullptr, y, m, n, k, args.dtype, nullptr, panels, m, 1, nullptr}, 0, 1);
         move_columns(y, n, to, args.heads * y_head, n, m);
         move_columns(from + k, args.heads * x_head, to + n, args.heads * y_head, args.passed, m);
     }

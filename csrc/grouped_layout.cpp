@@ -192,8 +192,9 @@ float get_scale(const GroupedLayout& layout, const uint8_t* panel, int64_t group
         case ScaleKind::kFloat16: return get_half(at + 2 * place);
         case ScaleKind::kPowers: return std::ldexp(1.0f, byte - 128);
         case ScaleKind::kFloat8:
-            return byte < 8 ? std::ldexp(static_cast<float>(byte), -10)
-                            : std::ldexp(static_cast<float>(8 + byte % 8), byte / 8 - 11);
+            scale = byte < 8 ? std::ldexp(static_cast<float>(byte), -10)
+                             : std::ldexp(static_cast<float>(8 + byte % 8), byte / 8 - 11);
+            return scale * layout.unit_scale;
         case ScaleKind::kBytes: return counting(static_cast<int8_t>(at[place]));
         case ScaleKind::kNibbles: return counting(place < kLanes ? byte & 15 : byte >> 4);
         case ScaleKind::kOddNibbles: return counting(2 * half + 1);

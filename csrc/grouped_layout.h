@@ -29,7 +29,7 @@
 //   2        signed bytes                                                  any number
 //   3        one byte for both, the scale below 16 in its low half         likewise
 //   4        a byte e for 2^(e - 128), no offsets                          1
-//   5        e4m3 without a sign of twice the scale, no offsets            1
+//   5        e4m3 without a sign of twice the scale / unit_scale            1
 //   6        half a byte n for the scale 2 n + 1, the even group's low     an even number
 //   7        likewise n < 8 for the scale 8 (2 n + 1), with an offset of   likewise; one unit for both
 //            2 n + 1, which is negative unless 8 is added to n

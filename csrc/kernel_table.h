@@ -10,6 +10,7 @@ namespace forerun {
 #define FORERUN_KERNELS(KERNEL)                                           \
     KERNEL(pack, PackArgs)                    /* a panel */               \
     KERNEL(linear, LinearArgs)                /* panels x rows */         \
+    KERNEL(coded, LinearArgs)                 /* likewise */              \
     KERNEL(gated_act, GatedArgs)              /* row x piece */           \
     KERNEL(rms_norm, NormArgs)                /* a row, also below */     \
     KERNEL(add_rows, AddArgs)                                             \

@@ -25,20 +25,34 @@ constexpr int64_t kStackHeadDim = 256;  // attention over larger heads takes its
 constexpr int64_t kMaxHeadsPerGroup = 64;
 constexpr int64_t kMaxRowsTogether = 16;  // rows of a sequence that read its keys together
 
+// Where the numbers of a matrix of codes lie: panels of 16 outputs, each with codes (bytes [k, 16] of e4m3, or nibbles
+// [k / 2, 16] whose low halves are even inputs), scales (floats [num_groups, 16], or bytes), and where there are units
+// shifts and units (floats [1 + num_units, 16]). Scale bytes stand for scale_values, times the unit, plus the shift.
+struct CodedLayout {
+    const float* values;        // [16] that nibbles stand for, or null: codes are e4m3
+    const float* scale_values;  // [256], or null: scales are floats
+    int64_t group_size;
+    int64_t scales_at, units_at, panel_bytes;  // bytes from a panel's start
+    int64_t groups_a_unit;                     // 0: no units
+};
+static_assert(sizeof(CodedLayout) == 7 * 8, "src/forerun/kernels/cpu/coded.py writes these words one by one");
+constexpr int64_t kMaxCodedRows = 96;  // of a unit of a matrix of codes
+
 struct LinearArgs {
     const float* x;      // [m, k]
-    const void* weight;  // [panels, k, 16]
+    const void* weight;  // [panels, k, 16], or panels as the layout says
     const float* bias;   // [n] or null
     float* y;            // [m, n]
     int64_t m, n, k;
     Dtype dtype;
+    const CodedLayout* layout;  // of codes, or null
     int64_t panels_per_unit, rows_per_unit;  // a unit is a group of panels times a block of rows
     int64_t groups_owned;  // by a thread, whose units are neighbours
     uint16_t* parts;  // [m * 3 * k] where activations are split into parts for it, else null
 
     template <class F>
     auto given(F call) {
-        return call(x, weight, bias, y, m, n, k, dtype);
+        return call(x, weight, bias, y, m, n, k, dtype, layout);
     }
     int64_t work() const { return m * n * k; }
 };
@@ -85,7 +99,7 @@ struct GroupedLayout {
     int storage;  // bits a code occupies, kTabled or kGrid
     ScaleKind scales;
     bool has_offsets;
-    float unit_scale;  // what units are multiples of
+    float unit_scale;  // what units, or scales of e4m3, are multiples of
     uint8_t table[16];
     GridLayout grid;
 };

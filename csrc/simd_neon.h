@@ -139,6 +139,19 @@ inline I load_bytes(const uint8_t* p) {  // 16 of them, unsigned
     return {vmovl_u16(vget_low_u16(low)), vmovl_u16(vget_high_u16(low)), vmovl_u16(vget_low_u16(high)),
             vmovl_u16(vget_high_u16(high))};
 }
+inline F load_float8(const uint8_t* p) {  // e4m3, divided by 256; see simd_avx2.h
+    const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(p));
+    const auto half = [](int16x8_t x) {
+        return vreinterpretq_f16_u16(vandq_u16(vreinterpretq_u16_s16(x), vdupq_n_u16(0xBF80)));
+    };
+    const float16x8_t x = half(vshll_n_s8(vget_low_s8(bytes), 7)), y = half(vshll_high_n_s8(bytes, 7));
+    return {vcvt_f32_f16(vget_low_f16(x)), vcvt_high_f32_f16(x), vcvt_f32_f16(vget_low_f16(y)), vcvt_high_f32_f16(y)};
+}
+inline F look_up(const float* table, I x) {  // of 16: the four bytes of number i are 4 * i and the next
+    const uint8x16x4_t bytes = vld1q_u8_x4(reinterpret_cast<const uint8_t*>(table));
+    const auto at = [](uint32x4_t i) { return vmlaq_n_u32(vdupq_n_u32(0x03020100u), i, 0x04040404u); };
+    return each<F>([=](auto i) { return vreinterpretq_f32_u8(vqtbl4q_u8(bytes, vreinterpretq_u8_u32(at(i)))); }, x);
+}
 inline I iadd(I x, I y) {
     return each<I>([](auto p, auto q) { return vaddq_u32(p, q); }, x, y);
 }

@@ -25,7 +25,8 @@ void run_linear(Run& run, int64_t m, int64_t n, int64_t k, int64_t rows_per_unit
     auto x = numbers<float>(from, m * k), bias = numbers<float>(from, n);
     auto panels = packed<T>(run, weight, n, k);
     Floats y(m * n);
-    LinearArgs args{x.begin(), panels.begin(), bias.begin(), y.begin(), m, n, k, kDtype<T>, 4, rows_per_unit, 1, nullptr};
+    LinearArgs args{x.begin(), panels.begin(), bias.begin(), y.begin(), m, n, k, kDtype<T>, nullptr, 4,
+                    rows_per_unit, 1, nullptr};
     Array<uint16_t> parts(3 * m * k);
     if (run.table().split_activations && sizeof(T) == 2 && k % 32 == 0) {
         args.parts = parts.begin();
@@ -33,6 +34,37 @@ void run_linear(Run& run, int64_t m, int64_t n, int64_t k, int64_t rows_per_unit
     }
     FORERUN_CALL(run, linear, args, divide_up(divide_up(n, kLanes), 4) * divide_up(m, rows_per_unit));
     run.print(join("linear", {m, n, k}) + "-" + kDtypeName<T>, y);
+}
+
+// Codes of e4m3 (but NaN) or nibbles, with scales that are floats, or bytes with units and shifts.
+void run_coded(Run& run, int64_t m, int64_t k, bool nibbles, bool counted) {
+    constexpr int64_t n = 40, group_size = 32, rows_per_unit = 24;
+    const int64_t panels = divide_up(n, kLanes), groups = divide_up(k, group_size);
+    const int64_t scales_at = divide_up((nibbles ? k / 2 : k) * kLanes, 64) * 64;
+    const int64_t units_at = scales_at + divide_up(groups * kLanes * (counted ? 1 : 4), 64) * 64;
+    const int64_t panel_bytes = units_at + (counted ? 2 * kLanes * 4 : 0);
+    Generator from{static_cast<uint64_t>(m * k + nibbles)};
+    Array<uint8_t> weight(panels * panel_bytes, [&](int64_t) { return from.below(2) << 7 | from.below(127); });
+    auto values = numbers<float>(from, 16), scale_values = numbers<float>(from, 256), floats = numbers<float>(from, 4096);
+    for (int64_t p = 0; p < panels; ++p) {
+        uint8_t* panel = weight.begin() + p * panel_bytes;
+        if (!counted) std::memcpy(panel + scales_at, floats.begin() + p, static_cast<size_t>(groups * kLanes * 4));
+        if (counted) std::memcpy(panel + units_at, floats.begin() + p, 2 * kLanes * 4);
+    }
+    const CodedLayout layout{nibbles ? values.begin() : nullptr, counted ? scale_values.begin() : nullptr, group_size,
+                             scales_at, units_at, panel_bytes, counted ? groups : 0};
+    auto x = numbers<float>(from, m * k), bias = numbers<float>(from, n);
+    Floats y(m * n);
+    const LinearArgs args{x.begin(), weight.begin(), bias.begin(), y.begin(), m, n, k, Dtype::kFloat32, &layout, 4,
+                          rows_per_unit, 1, nullptr};
+    FORERUN_CALL(run, coded, args, divide_up(m, rows_per_unit));
+    run.print(join("coded", {m, k, nibbles, counted}), y);
+}
+
+void run_all_coded(Run& run) {
+    for (int64_t m = 1; m <= 9; ++m) run_coded(run, m, 300, m % 2 == 0, m % 4 < 2);
+    run_coded(run, 29, 256, false, false);
+    run_coded(run, 29, 255, false, true);
 }
 
 void run_all_linear(Run& run) {
@@ -298,6 +330,7 @@ void run_all_grouped(Run& run) {
 bool run_all(const KernelTable& table) {
     Run run(table);
     run_all_linear(run);
+    run_all_coded(run);
     run_embedding<float>(run, 30, 33);
     run_embedding<uint16_t>(run, 30, 33);
     for (int64_t h : {61, 64}) run_rowwise(run, h);

@@ -106,6 +106,16 @@ def compressed(
     return Stored(tensors, scales.double().expand(rows, groups)[:, ids] * (values - zeros[:, ids]))
 
 
+def float8(rows: int, columns: int, block: tuple[int, int] | None = (16, 32)) -> Stored:
+    """A random matrix of e4m3 with `weight_scale_inv`: a scale a block (outputs, inputs), or one for all."""
+    height, width = block or (rows, columns)
+    codes = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-rows // height), -(-columns // width)) * 0.1 + 0.05
+    spread = scales.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+    stored = scales if block is not None else scales.reshape(())
+    return Stored({"weight": codes, "weight_scale_inv": stored}, codes.double() * spread.double())
+
+
 def open_source(folder: Path, modules: Mapping[str, Stored], section: Mapping[str, Any]) -> Checkpoint:
     """A checkpoint of these modules with a `quantization_config`."""
     tensors = {f"{name}.{key}": value for name, stored in modules.items() for key, value in stored.tensors.items()}

@@ -144,11 +144,13 @@ def test_a_module_nothing_targets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (section(scheme(8, "channel", type="float")), "type is 'float'"),
+        (section(scheme(8, "channel", type="complex")), "type is 'complex'"),
+        (section(scheme(6, "channel", type="float")), "float weights of 6 bits by channel"),
+        (section(scheme(4, "group", 64, type="float")), r"float weights of 4 bits by group \(64\)"),
+        (section(scheme(8, "block", type="float")), "block_structure"),
         (section(scheme(8, "block")), "strategy is 'block'"),
         (section(scheme(16, "channel")), "num_bits is 16"),
-        (section(scheme(4, "channel"), format="float-quantized"), "format is 'float-quantized'"),
-        (section(scheme(4, "channel"), kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+        (section(scheme(4, "channel"), format="marlin-24"), "format is 'marlin-24'"),
         (section(scheme(4, "channel"), sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
         (section(scheme(4, "channel"), quantization_status="frozen"), "frozen"),
         (section({**scheme(8, "channel"), "input_activations": {**DYNAMIC, "dynamic": False}}), "dynamic is False"),

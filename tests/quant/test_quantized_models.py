@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
-from forerun.errors import UnsupportedError
+from forerun.errors import CheckpointError, UnsupportedError
 from forerun.layers.linear import Linear
 from forerun.models.base import Model
 from forerun.models.decoder import Decoder
@@ -33,6 +33,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": CHANNEL}},
     },
+    "fp8": {"quant_method": "fp8", "weight_block_size": [16, 32], "activation_scheme": "dynamic"},
 }
 MAKERS: dict[str, Callable[[int, int], Stored]] = {
     "gptq": lambda rows, columns: stored.gptq(
@@ -40,6 +41,7 @@ MAKERS: dict[str, Callable[[int, int], Stored]] = {
     ),
     "awq": lambda rows, columns: stored.awq(rows, columns, 16),
     "compressed-tensors": lambda rows, columns: stored.compressed(rows, columns, 8, None, packed=False),
+    "fp8": stored.float8,
 }
 
 
@@ -87,10 +89,11 @@ def test_logits_are_those_of_the_matrices(method: str, case: str, tmp_path: Path
     assert torch.equal(torch.stack(alone), found)  # the same bits token by token
 
 
-def test_latent_attention_over_quantized_matrices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["compressed-tensors", "fp8"])
+def test_latent_attention_over_quantized_matrices(method: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     folder = factory.make_checkpoint("deepseek", tmp_path / "dense")
-    dense = quantized_copy(folder, tmp_path / "quantized", "compressed-tensors")
+    dense = quantized_copy(folder, tmp_path / "quantized", method)
     save_file(dict(dense), folder / "model.safetensors", metadata={"format": "pt"})
     known, kernels = torch.randint(3, 96, (12,)).tolist(), factory.make_kernels()
     plain, loaded = (load_model(where, kernels).model for where in (folder, tmp_path / "quantized"))
@@ -123,10 +126,42 @@ def test_biases_of_zeros_are_allowed_and_others_are_not(tmp_path: Path) -> None:
         load_model(tmp_path / "quantized", kernels)
 
 
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (None, "no tensor .*k_proj.weight_scale_inv"),
+        (torch.ones(3, 3), r"k_proj.weight_scale_inv has shape \[3, 3\], \[1, 1\]"),
+    ],
+)
+def test_scales_are_checked_before_weights_are_read(scale: Tensor | None, said: str, tmp_path: Path) -> None:
+    quantized_copy(factory.make_checkpoint("llama", tmp_path / "dense"), tmp_path / "quantized", "fp8")
+    path, name = tmp_path / "quantized" / "model.safetensors", "model.layers.1.self_attn.k_proj.weight_scale_inv"
+    tensors = {key: tensor for key, tensor in load_file(path).items() if key != name}
+    save_file(tensors if scale is None else {**tensors, name: scale}, path)
+    layers_read: list[int] = []
+    with pytest.raises(CheckpointError, match=said):
+        load_model(
+            tmp_path / "quantized", factory.make_kernels(), progress=lambda done, total: layers_read.append(done)
+        )
+    assert not layers_read
+
+
+def test_a_quantized_cache_is_ignored_and_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantized_copy(factory.make_checkpoint("llama", tmp_path / "dense"), tmp_path / "quantized", "compressed-tensors")
+    path, config = tmp_path / "quantized" / "model.safetensors", tmp_path / "quantized" / "config.json"
+    scales = {f"model.layers.0.self_attn.{name}_scale": torch.ones(1) for name in ("k", "v")}
+    save_file({**load_file(path), **scales}, path)
+    raw = json.loads(config.read_text())
+    raw["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    config.write_text(json.dumps(raw))
+    assert load_model(tmp_path / "quantized", factory.make_kernels()).model.vocab_size == 96
+    assert "stay in 16 bits" in caplog.text
+
+
 def test_quantized_tensors_without_settings(tmp_path: Path) -> None:
     folder = factory.make_checkpoint("llama", tmp_path / "dense")
     quantized_copy(folder, tmp_path / "quantized", "gptq")
     path = tmp_path / "quantized" / "config.json"
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "quantization_config"}))
-    with pytest.raises(UnsupportedError, match="q_proj.qweight .* no quantization_config"):
+    with pytest.raises(UnsupportedError, match=r"_proj\.qweight .* no quantization_config"):
         load_model(tmp_path / "quantized", factory.make_kernels())

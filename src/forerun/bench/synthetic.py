@@ -61,6 +61,18 @@ class RandomSource:
         """Raises CheckpointError: there are no integer tensors."""
         raise CheckpointError(f"random weights hold no integers, but {name} was asked for")
 
+    def raw(self, name: str) -> Tensor:
+        """Raises CheckpointError, as the next: nothing is stored."""
+        raise CheckpointError(f"random weights are not stored, but {name} was asked for as it is")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises CheckpointError."""
+        return tuple(self.raw(name).shape)
+
+    def stored_as(self, name: str) -> str:
+        """Raises CheckpointError."""
+        return str(self.raw(name).dtype)
+
 
 class RandomGroupedFormat:
     """Every matrix as random integers with scales. Implements `quant.base.WeightFormat`."""

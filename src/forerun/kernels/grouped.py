@@ -55,6 +55,7 @@ class GroupedMatrix:
     `codes` hold at most 2 ** bits different values; with a `table` they are indices into it. Column k multiplies input
     `input_order[k]`. The last group may be shorter than the others. With `units`, which neighbouring groups share,
     scales and offsets are whole numbers that count them: unit_scale * unit * count in float32 is what they stand for.
+    Without units they stand for unit_scale * themselves.
     With a `grid` the codes are those of its `points`, and a backend may store the points' numbers instead.
     """
 
@@ -68,7 +69,7 @@ class GroupedMatrix:
     units: Tensor | None = None  # [N, num_units] float16; as many groups share each
     offset_units: Tensor | None = None  # [N, num_units] float16, where there are units and offsets
     table: Tensor | None = None  # [16] uint8
-    unit_scale: float = 1.0  # a power of two
+    unit_scale: float = 1.0  # a power of two where there are units
     grid: PointGrid | None = None
     points: Tensor | None = None  # [N, K / run] int16, where there is a grid
 
@@ -101,9 +102,10 @@ class GroupedMatrix:
         return 1 if self.units is None else self.scales.shape[1] // self.units.shape[1]
 
     def multiplied_out(self) -> GroupedMatrix:
-        """The same matrix without units: scales and offsets are float32."""
+        """The same matrix without units and unit_scale: scales and offsets are float32."""
         if self.units is None:
-            return self
+            offsets = None if self.offsets is None else self.offsets * self.unit_scale
+            return replace(self, scales=self.scales * self.unit_scale, offsets=offsets, unit_scale=1.0)
         span = self.groups_a_unit
         units, offsets = self.units.float() * self.unit_scale, None
         if self.offset_units is not None:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from forerun.errors import KernelError
 from forerun.kernels import pages
+from forerun.kernels.coded import CodedMatrix
 from forerun.kernels.draws import PlainTree
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.tree_growth import NodeRows, TreeNodes, TreeRoom
@@ -233,6 +234,9 @@ class Kernels(Protocol):
 
     def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
         """Pack small integers with group scales for `linear`, whose arithmetic on them `kernels.grouped` defines."""
+
+    def pack_coded(self, matrix: CodedMatrix) -> PackedLinear:
+        """Pack codes of floats for `linear`, whose result is that of the float32 matrix, to the bit; or KernelError."""
 
     def linear(self, x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:
         """x [M, K] times weight transposed, plus bias [N] float32, accumulated in float32 -> [M, N]."""

@@ -20,6 +20,7 @@ from forerun.errors import KernelError
 from forerun.kernels import philox
 from forerun.kernels.attention import Seen, attend, first_counted, places, rotate, rotate_tail, stored
 from forerun.kernels.chances import rival_log_chances
+from forerun.kernels.coded import CodedMatrix
 from forerun.kernels.experts import ReferenceExperts, check_routing, expert_sum, reference_experts, route_row
 from forerun.kernels.grouped import GroupedMatrix, ReferenceGrouped, multiply_grouped, pack_reference
 from forerun.kernels.ops import (
@@ -92,6 +93,10 @@ class ReferenceKernels(Kernels):
     def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
         """See `Kernels.pack_grouped`."""
         return pack_reference(matrix)
+
+    def pack_coded(self, matrix: CodedMatrix) -> PackedLinear:
+        """See `Kernels.pack_coded`."""
+        return ReferenceLinear(matrix.dequantize())
 
     def linear(self, x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""

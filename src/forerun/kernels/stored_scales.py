@@ -9,7 +9,7 @@ scales.
     bytes            signed bytes                                                            any number
     nibbles          one byte for both, the scale below 16 in its low half                   likewise
     powers           a byte e for 2^(e - 128), no offsets                                    none
-    float8           e4m3 without a sign of twice the scale, no offsets                      none
+    float8           e4m3 without a sign of twice the scale / unit_scale, no offsets         none
     odd nibbles      half a byte n for the scale 2 n + 1, the even group's low, no offsets   an even number
     signed nibbles   likewise n < 8 for the scale 8 (2 n + 1), with an offset of 2 n + 1,    likewise; one unit for both
                      which is negative unless 8 is added to n
@@ -67,12 +67,15 @@ def _odd_nibbles(matrix: GroupedMatrix) -> Tensor | None:
 
 def _floats(matrix: GroupedMatrix) -> StoredScales:
     """Float32 scales and offsets in the fewest bytes that hold them exactly."""
-    scales, offsets = matrix.scales, matrix.offsets
-    if matrix.table is not None and offsets is None:
+    scales = matrix.scales
+    if matrix.table is not None and matrix.offsets is None:
         # by the group size, that of MXFP4 or of NVFP4: an expert's numbers alone may fit both
         kind, as_bytes = ("powers", _power_bytes) if matrix.group_size == 32 else ("float8", _float8_bytes)
-        if as_bytes(scales[:1]) is not None and (stored := as_bytes(scales)) is not None:
+        possible = kind == "float8" or matrix.unit_scale == 1
+        if possible and as_bytes(scales[:1]) is not None and (stored := as_bytes(scales)) is not None:
             return StoredScales(kind, stored)
+    matrix = matrix.multiplied_out()
+    scales, offsets = matrix.scales, matrix.offsets
     held = (scales,) if offsets is None else (scales, offsets)
     if all(torch.equal(values.half().float(), values) for values in held):
         return StoredScales("float16", scales.half(), None if offsets is None else offsets.half())

@@ -5,6 +5,7 @@ Knows: the order of loading, and what is checked before anything large is read. 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,13 +25,17 @@ from forerun.models.families import FAMILIES
 from forerun.models.family import Family
 from forerun.models.memory import check_memory
 from forerun.models.storage import check_float16
+from forerun.quant.formats import check_tensors
 from forerun.quant.gguf import keeps_blocks
-from forerun.weights.checkpoint import Checkpoint, read_json
+from forerun.quant.settings import SECTION
+from forerun.weights.checkpoint import Checkpoint, read_json, read_model_config
 from forerun.weights.generation import GenerationConfig, end_ids
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
 from forerun.weights.gguf_config import LIMITED_BY
 from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer, check_vocabulary
+
+log = logging.getLogger("forerun.models")
 
 DTYPES: dict[str, torch.dtype | None] = {
     "auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": None,
@@ -38,7 +43,16 @@ DTYPES: dict[str, torch.dtype | None] = {
 ADAPTER_FILE = "adapter_config.json"
 SPARSE = "past index_topk positions it attends to a selection of them, which forerun does not do"
 LONG_ROPE = "past its original context a long-rope model rotates all its keys differently, which forerun does not do"
-INERT_TENSORS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
+CACHE_SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")  # of quantization_config
+CACHE_NOTICE = (
+    "%s asks for an FP8 cache of keys and values, which forerun does not have: they stay in 16 bits, which rounds less "
+    "and takes twice the memory (kv_cache_dtype 'int8' halves it)"
+)
+# Suffixes of tensors that change nothing here; activations are not rounded to FP8 or FP4, nor are keys and values.
+INERT_TENSORS = (
+    ".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias", ".input_scale",
+    ".input_scale_ub", ".activation_scale", ".input_global_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +135,7 @@ def _read_raw(folder: Path) -> dict[str, Any]:
             f"{folder} is a PEFT adapter for the model {base[:100]} ({ADAPTER_FILE}), not a model; merge it into that "
             "model (peft: merge_and_unload, then save_pretrained) and give the merged folder"
         )
-    return read_json(folder / "config.json")
+    return read_model_config(folder)
 
 
 def _model_type(raw: Mapping[str, Any]) -> str:
@@ -155,6 +169,9 @@ def _load_native(
     config = ModelConfig.read(raw, family)
     positions = _positions(config.max_position, max_position, raw)
     checkpoint = Checkpoint.open(folder)
+    check_tensors(checkpoint)
+    if any((raw.get(SECTION) or {}).get(name) for name in CACHE_SCHEMES):
+        log.warning(CACHE_NOTICE, folder)
     needed = _bytes_needed(config, family, checkpoint, DTYPES[dtype], positions)
     check_memory(needed, f"loading {folder}", kernels.device)
     tokenizer = Tokenizer.from_folder(folder)

@@ -7,7 +7,7 @@ storage format, file layout or architecture.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -50,6 +50,15 @@ class TensorSource(Protocol):
     def tensor(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """Read one floating tensor; raises CheckpointError if it is missing or not of `shape`."""
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+
+    def stored_as(self, name: str) -> str:
+        """The type a tensor is stored in, such as "BF16", without reading it."""
+
+    def raw(self, name: str) -> Tensor:
+        """Read a tensor of any type as it is stored; raises CheckpointError if it is missing."""
+
     def integers(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """Read one integer tensor; raises CheckpointError if it is missing or not of `shape`."""
 
@@ -77,3 +86,11 @@ class WeightFormat(Protocol):
         dtype, if given, is the precision a dense matrix is converted to; quantized formats have their own.
         Raises CheckpointError for missing or misshapen tensors.
         """
+
+
+@runtime_checkable
+class CheckedFormat(Protocol):
+    """A WeightFormat that can tell from headers whether a module is whole."""
+
+    def check(self, source: TensorSource, prefix: str) -> None:
+        """Raise CheckpointError for missing or misshapen tensors of the module; reads no data."""

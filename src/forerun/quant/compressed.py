@@ -1,8 +1,8 @@
-"""compressed-tensors checkpoints of integers: W4A16 and W8A16 packed, W8A8 as bytes.
+"""compressed-tensors checkpoints: each module's scheme, and integers: W4A16 and W8A16 packed, W8A8 as bytes.
 
 Knows: the formats "pack-quantized" (`weight_packed`, `weight_scale`, `weight_zero_point`, `weight_g_idx`) and
 "int-quantized" (`weight` int8, `weight_scale`, `weight_zero_point`), their schemes, and each module's scheme. Does not
-know: floating formats (fp8, fp4), sparsity, quantized caches, which it refuses.
+know: how floats are stored (`compressed_floats`); sparsity, which it refuses; quantized caches, which it ignores.
 
 Only the weights are taken from the file. Activations are quantized to 8-bit integers by row and group, as for every
 quantized matrix here; W8A8's dynamic scale per token is coarser. Static activation scales are refused.
@@ -18,9 +18,13 @@ import torch
 from torch import Tensor
 
 from forerun.errors import CheckpointError, UnsupportedError
+from forerun.kernels.coded import CodedMatrix
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import Kernels
+from forerun.quant import compressed_floats
 from forerun.quant.base import RowPart, TensorSource, Weight
+from forerun.quant.compressed_floats import check_float_tensors, check_floats, float_matrix
+from forerun.quant.floats import FLOAT8
 from forerun.quant.gptq import input_order
 from forerun.quant.joined import affine_matrix, check_group_size, join_rows
 from forerun.quant.packing import unpack, words_for
@@ -28,7 +32,7 @@ from forerun.quant.settings import REMEDY, Settings
 
 METHOD = "compressed-tensors"
 PACKED, BYTES = "pack-quantized", "int-quantized"
-FORMATS = (PACKED, BYTES, "naive-quantized", "mixed-precision")
+FORMATS = (PACKED, BYTES, "naive-quantized", "mixed-precision", *compressed_floats.FORMATS)
 STRATEGIES = ("tensor", "channel", "group")
 ALL_MODULES = "Linear"  # the class every matrix of a decoder has
 
@@ -39,22 +43,30 @@ class CompressedFormat:
     name = "compressed-tensors"
 
     def matches(self, source: TensorSource, prefix: str) -> bool:
-        """Whether the module is stored as integers and config.json says so."""
+        """Whether the module is quantized and config.json says how."""
+        if Settings.of(source.config).method != METHOD:
+            return False
+        weight = f"{prefix}.weight"
         stored = source.has(f"{prefix}.weight_packed") or source.has(f"{prefix}.weight_scale")
-        return stored and Settings.of(source.config).method == METHOD
+        return stored or (source.has(weight) and source.stored_as(weight) == FLOAT8)
+
+    def check(self, source: TensorSource, prefix: str) -> None:
+        """See `CheckedFormat`."""
+        weights = _scheme_of(prefix, Settings.of(source.config)).section("weights")
+        if weights.get("type") == "float":
+            check_float_tensors(source, prefix, weights)
 
     def read(
         self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels, dtype: torch.dtype | None
     ) -> Weight:
         """See `WeightFormat`; dtype does not apply."""
-        return join_rows(kernels, [_Module(source, part, columns).matrix() for part in parts])
+        return join_rows(kernels, [_matrix(source, part, columns) for part in parts])
 
 
 def check_compressed(settings: Settings) -> None:
     """Raise UnsupportedError for formats, schemes and extras that are not implemented."""
     settings.require("format", FORMATS, PACKED)
     settings.require("quantization_status", ("compressed",), "compressed")
-    settings.refuse("kv_cache_scheme")
     if settings.section("transform_config").section("config_groups").names():
         settings.refuse("transform_config")
     settings.section("sparsity_config").require("format", ("dense",), "dense")
@@ -65,11 +77,12 @@ def check_compressed(settings: Settings) -> None:
 
 def _check_scheme(scheme: Settings) -> None:
     weights = scheme.section("weights")
-    weights.require("type", ("int",), "int")
-    weights.require("num_bits", tuple(range(2, 9)), 8)
-    weights.require("strategy", STRATEGIES, "tensor")
     scheme.require("format", FORMATS, PACKED)
     scheme.refuse("output_activations")
+    if weights.require("type", ("int", "float"), "int") == "float":
+        return check_floats(weights)
+    weights.require("num_bits", tuple(range(2, 9)), 8)
+    weights.require("strategy", STRATEGIES, "tensor")
     activations = scheme.section("input_activations")
     if activations.names():
         activations.require("dynamic", (True,), False)
@@ -77,8 +90,15 @@ def _check_scheme(scheme: Settings) -> None:
         activations.require("num_bits", (8,), 8)
 
 
+def _matrix(source: TensorSource, part: RowPart, columns: int) -> GroupedMatrix | CodedMatrix:
+    weights = _scheme_of(part.prefix, Settings.of(source.config)).section("weights")
+    if weights.get("type") == "float":
+        return float_matrix(source, part.prefix, weights, (part.rows, columns))
+    return _Module(source, part, columns).matrix()
+
+
 class _Module:
-    """One module of a checkpoint, and the scheme it was quantized by."""
+    """One module of integers, and the scheme it was quantized by."""
 
     def __init__(self, source: TensorSource, part: RowPart, columns: int) -> None:
         self.source = source
@@ -185,7 +205,7 @@ def _scheme_of(prefix: str, settings: Settings) -> Settings:
             if any(hits(prefix, target) for target in scheme.texts("targets")):
                 return scheme
     raise UnsupportedError(
-        f"no config_group of quantization_config targets {prefix}, whose weights are stored as integers; {REMEDY}"
+        f"no config_group of quantization_config targets {prefix}, whose weights are quantized; {REMEDY}"
     )
 
 

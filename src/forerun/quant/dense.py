@@ -10,42 +10,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forerun.kernels.ops import Kernels, PackedLinear
+from forerun.kernels.ops import Kernels
 from forerun.quant.base import RowPart, TensorSource
+from forerun.quant.packed import PackedWeight
 
 
-class DenseWeight:
+class DenseWeight(PackedWeight):
     """A matrix packed by the kernels that multiply with it."""
 
     def __init__(self, kernels: Kernels, matrix: Tensor) -> None:
         """Pack `matrix` [N, K]."""
-        self._kernels = kernels
-        self._packed = kernels.pack_linear(matrix)
+        super().__init__(kernels, kernels.pack_linear(matrix))
         self.dtype = matrix.dtype
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self._packed.shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the packed matrix."""
-        return self._packed.nbytes
-
-    @property
-    def packed(self) -> PackedLinear:
-        """The packed matrix."""
-        return self._packed
-
-    def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [M, K] -> [M, N]."""
-        return self._kernels.linear(x, self._packed, bias)
-
-    def dequantize(self) -> Tensor:
-        """The matrix itself: multiplying by the identity adds only zeros, so every entry comes back exactly."""
-        identity = torch.eye(self.shape[1], device=self._kernels.device)  # [K, K]
-        return self._kernels.linear(identity, self._packed, None).T.contiguous()  # [N, K]
 
 
 class DenseFormat:

@@ -5,24 +5,37 @@ Knows: the list. Does not know: how any of them works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 from forerun.errors import UnsupportedError
-from forerun.quant import awq, compressed, gptq, stacked
+from forerun.quant import awq, bitsandbytes, compressed, float8, gptq, modelopt, stacked, torchao
 from forerun.quant.awq import AwqFormat
-from forerun.quant.base import TensorSource, WeightFormat
+from forerun.quant.base import CheckedFormat, TensorSource, WeightFormat
+from forerun.quant.bitsandbytes import BitsAndBytesFormat
 from forerun.quant.compressed import CompressedFormat
 from forerun.quant.dense import DenseFormat
+from forerun.quant.float8 import Float8Format
 from forerun.quant.gguf import GgufFormat
 from forerun.quant.gptq import GptqFormat
+from forerun.quant.modelopt import ModelOptFormat
 from forerun.quant.settings import REMEDY, SECTION, Settings
+from forerun.quant.torchao import TorchaoFormat
 
-FORMATS: tuple[WeightFormat, ...] = (GptqFormat(), AwqFormat(), CompressedFormat(), GgufFormat(), DenseFormat())
+FORMATS: tuple[WeightFormat, ...] = (
+    GptqFormat(), AwqFormat(), CompressedFormat(), Float8Format(), ModelOptFormat(), BitsAndBytesFormat(),
+    TorchaoFormat(), GgufFormat(), DenseFormat(),
+)  # fmt: skip
 PACKED_NAMES = ("qweight", "weight_packed")
+MATRIX_NAMES = ("weight", torchao.DATA, *PACKED_NAMES)  # of a module's tensors, what stands for its matrix
 CHECKS: Mapping[str, Callable[[Settings], None]] = {
     gptq.METHOD: gptq.check_gptq,
     awq.METHOD: awq.check_awq,
     compressed.METHOD: compressed.check_compressed,
+    **dict.fromkeys(float8.METHODS, float8.check_float8),
+    modelopt.METHOD: modelopt.check_modelopt,
+    bitsandbytes.METHOD: bitsandbytes.check_bitsandbytes,
+    torchao.METHOD: torchao.check_torchao,
     stacked.METHOD: stacked.check_mxfp4,
 }
 
@@ -39,6 +52,19 @@ def find_format(source: TensorSource, prefix: str) -> WeightFormat | None:
             "checkpoint with its config.json again"
         )
     return next((form for form in FORMATS if form.matches(source, prefix)), None)
+
+
+class NamedTensors(TensorSource, Iterable[str], Protocol):
+    """A TensorSource that can list the names of its tensors."""
+
+
+def check_tensors(source: NamedTensors) -> None:
+    """Raise CheckpointError for modules whose scales are missing or misshapen; reads headers alone."""
+    for name in source:
+        prefix, _, kind = name.rpartition(".")
+        form = find_format(source, prefix) if kind in MATRIX_NAMES else None
+        if isinstance(form, CheckedFormat):
+            form.check(source, prefix)
 
 
 def check_quantization(section: object) -> None:

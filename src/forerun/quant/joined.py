@@ -1,19 +1,23 @@
 """From integers, scales and zero points to a Weight; several modules joined by rows.
 
-Knows: w = scale * (code - zero point) as a GroupedMatrix, and when modules fit into one. Does not know: file formats.
+Knows: w = scale * (code - zero point) as a GroupedMatrix, and when modules (CodedMatrix too) fit into one. Does not
+know: file formats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from forerun.errors import UnsupportedError
+from forerun.kernels.coded import CodedMatrix, fit, stacked
 from forerun.kernels.grouped import SMALLEST_GROUP, GroupedMatrix
 from forerun.kernels.ops import Kernels
 from forerun.quant.base import Weight
+from forerun.quant.coded import CodedWeight
 from forerun.quant.grouped import GroupedWeight
 from forerun.quant.settings import REMEDY
 
@@ -42,11 +46,15 @@ def affine_matrix(
     return GroupedMatrix(codes, scales, bits, middle, group_size, scales * (zeros.float() - middle), order)
 
 
-def join_rows(kernels: Kernels, matrices: Sequence[GroupedMatrix]) -> Weight:
-    """One weight of the matrices' rows: a single packed matrix where their groups and input orders agree."""
-    if all(_fits(matrices[0], matrix) for matrix in matrices[1:]):
-        return GroupedWeight(kernels, _concatenated(matrices))
-    return JoinedWeight([GroupedWeight(kernels, matrix) for matrix in matrices])
+def join_rows(kernels: Kernels, matrices: Sequence[GroupedMatrix | CodedMatrix]) -> Weight:
+    """One weight of the matrices' rows: a single packed matrix where their groups, orders and tables agree."""
+    grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
+    coded = [matrix for matrix in matrices if isinstance(matrix, CodedMatrix)]
+    if not coded and all(_fits(grouped[0], matrix) for matrix in grouped):
+        return GroupedWeight(kernels, _concatenated(grouped))
+    if not grouped and all(fit(coded[0], matrix) for matrix in coded):
+        return CodedWeight(kernels, stacked(coded))
+    return JoinedWeight([join_rows(kernels, [matrix]) for matrix in matrices])
 
 
 class JoinedWeight:
@@ -83,7 +91,10 @@ class JoinedWeight:
 
 
 def _fits(first: GroupedMatrix, other: GroupedMatrix) -> bool:
-    if (first.bits, first.group_size) != (other.bits, other.group_size):
+    """Whether their rows can be those of one matrix; the only tables of matrices that come here are e2m1's."""
+    if (first.bits, first.group_size, first.unit_scale) != (other.bits, other.group_size, other.unit_scale):
+        return False
+    if (first.table is None) != (other.table is None):
         return False
     if first.input_order is None or other.input_order is None:
         return first.input_order is other.input_order
@@ -96,14 +107,11 @@ def _concatenated(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix:
     first = matrices[0]
     same_zero = all(matrix.zero == first.zero for matrix in matrices)
     plain = same_zero and all(matrix.offsets is None for matrix in matrices)
-    return GroupedMatrix(
+    return replace(
+        first,
         codes=torch.cat([matrix.codes for matrix in matrices]),
         scales=torch.cat([matrix.scales for matrix in matrices]),
-        bits=first.bits,
-        zero=first.zero,
-        group_size=first.group_size,
         offsets=None if plain else torch.cat([_offsets_around(matrix, first.zero) for matrix in matrices]),
-        input_order=first.input_order,
     )
 
 

@@ -57,6 +57,17 @@ class Settings:
             )
         return value
 
+    def sizes(self, name: str) -> tuple[int, int] | None:
+        """Two whole numbers above 0, None if absent; raises UnsupportedError if it is something else."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != 2 or not all(type(one) is int and one > 0 for one in value):
+            raise UnsupportedError(
+                f"config.json: {self._place}.{name} is {_short(value)}; supported are two whole numbers; {REMEDY}"
+            )
+        return value[0], value[1]
+
     def texts(self, name: str) -> list[str]:
         """A list of strings, empty if absent; raises CheckpointError if it is something else."""
         value = self.get(name) or []

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from forerun.errors import CheckpointError
-from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import Kernels
 from forerun.quant.base import TensorSource, Weight
 from forerun.quant.dense import DenseWeight
-from forerun.quant.gguf_blocks import BYTE_ZERO, E2M1_VALUES
+from forerun.quant.floats import MX_GROUP, float4_matrix, powers_of_two
 from forerun.quant.grouped import GroupedWeight
 from forerun.quant.settings import Settings
 
 METHOD = "mxfp4"
-BLOCK = 32
+BLOCK = MX_GROUP
 
 
 def check_mxfp4(settings: Settings) -> None:
@@ -44,19 +43,14 @@ def read_stacked(
     num_experts, rows, columns = shape
     if source.has(f"{name}_blocks"):
         blocks, scales = _read_blocks(source, name, shape)
-        return [GroupedWeight(kernels, mxfp4_matrix(*pair, order)) for pair in zip(blocks, scales, strict=True)]
+        chosen = torch.arange(rows) if order is None else order
+        return [
+            GroupedWeight(kernels, float4_matrix(block[chosen].flatten(1), powers_of_two()[scale[chosen].int()], BLOCK))
+            for block, scale in zip(blocks, scales, strict=True)
+        ]
     stored = source.tensor(name, (num_experts, columns, rows) if is_transposed else shape)
     matrices = (matrix.T if is_transposed else matrix for matrix in stored.to(dtype or stored.dtype))
     return [DenseWeight(kernels, matrix if order is None else matrix[order]) for matrix in matrices]
-
-
-def mxfp4_matrix(blocks: Tensor, scales: Tensor, order: Tensor | None = None) -> GroupedMatrix:
-    """The matrix of blocks [N, K / 32, 16] and scales [N, K / 32] uint8; rows by `order` [N] if given."""
-    blocks, scales = (blocks, scales) if order is None else (blocks[order], scales[order])
-    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(len(blocks), -1)  # [N, K]
-    halves = torch.ldexp(torch.ones(1), scales.int() - 128)  # of the powers, as the table's values are doubled
-    table = torch.tensor([value + BYTE_ZERO for value in E2M1_VALUES]).byte()
-    return GroupedMatrix(codes, halves, bits=4, zero=BYTE_ZERO, group_size=BLOCK, table=table)
 
 
 def _read_blocks(source: TensorSource, name: str, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:

@@ -23,12 +23,14 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TORCH_FILE = "pytorch_model.bin"
 TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
+MODELOPT_FILE = "hf_quant_config.json"
 INDEX_FILES = (INDEX_FILE, TORCH_INDEX_FILE)
 _LAYOUTS = ((INDEX_FILE, SINGLE_FILE), (TORCH_INDEX_FILE, TORCH_FILE))  # the first one present is used
 WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, TORCH_FILE, TORCH_INDEX_FILE)
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INTEGER_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
-TORCH_DTYPES = FLOAT_DTYPES | INTEGER_DTYPES
+SMALL_FLOAT_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
+TORCH_DTYPES = FLOAT_DTYPES | INTEGER_DTYPES | SMALL_FLOAT_DTYPES
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -55,7 +57,7 @@ class Checkpoint:
     @staticmethod
     def open(folder: Path) -> Checkpoint:
         """Read config.json and all tensor headers; raises CheckpointError or UnsupportedError naming the file."""
-        config = read_json(folder / "config.json")
+        config = read_model_config(folder)
         return Checkpoint(folder, config, _read_folder(folder))
 
     def __iter__(self) -> Iterator[str]:
@@ -88,6 +90,10 @@ class Checkpoint:
         """A tensor's shape, without reading it."""
         return self._entry(name).shape
 
+    def stored_as(self, name: str) -> str:
+        """The type a tensor is stored in, such as "BF16", without reading it."""
+        return self._entry(name).dtype
+
     def dtype(self, name: str) -> torch.dtype:
         """A floating tensor's dtype, without reading it; raises UnsupportedError for any other."""
         stored = self._entry(name)
@@ -112,6 +118,16 @@ class Checkpoint:
                 f"({', '.join(INTEGER_DTYPES)}); weights and config.json do not belong together"
             )
         return self._read_shaped(name, shape)
+
+    def raw(self, name: str) -> Tensor:
+        """Read a tensor of any type as it is stored; raises CheckpointError if missing or of an unknown type."""
+        stored = self._entry(name)
+        if stored.dtype not in TORCH_DTYPES:
+            raise CheckpointError(
+                f"tensor {name} of {stored.file} is stored as {stored.dtype}; supported are {', '.join(TORCH_DTYPES)}; "
+                "weights and config.json do not belong together"
+            )
+        return self._read_shaped(name, None)
 
     def _read_shaped(self, name: str, shape: Sequence[int] | None) -> Tensor:
         stored = self._entry(name)
@@ -194,6 +210,15 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_optional_json(path: Path) -> dict[str, Any]:
     """`read_json`, or {} if there is no such file."""
     return read_json(path) if path.exists() else {}
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """config.json, and how a ModelOpt checkpoint is quantized where that stands in a file beside it."""
+    config = read_json(folder / "config.json")
+    beside = read_optional_json(folder / MODELOPT_FILE).get("quantization")
+    if isinstance(beside, dict) and not config.get("quantization_config"):
+        config["quantization_config"] = {"quant_method": "modelopt", **beside}
+    return config
 
 
 def has_weights(folder: Path) -> bool:

@@ -82,9 +82,17 @@ class GgufCheckpoint:
         place = self._place(name)
         return place.name in self._model.tensors and (place.expert or 0) < self._model.tensors[place.name].shape[0]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        return self._entry(name).shape
+
+    def stored_as(self, name: str) -> str:
+        """The type a tensor is stored in, such as "Q4_K"."""
+        return self._entry(name).layout.name
+
     def block_type(self, name: str) -> str | None:
         """The type of a quantized tensor, e.g. "Q4_K"; None for F32, F16 and BF16."""
-        stored = self._entry(name).layout.name
+        stored = self.stored_as(name)
         return None if stored in FLOAT_TYPES else stored
 
     def dtype(self, name: str) -> torch.dtype:
@@ -107,6 +115,10 @@ class GgufCheckpoint:
     def integers(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """GGUF models have no tensors of plain integers; raises UnsupportedError."""
         raise UnsupportedError(f"{self.describe(name)} cannot be read as plain integers")
+
+    def raw(self, name: str) -> Tensor:
+        """A floating tensor in its stored precision; raises UnsupportedError if it is quantized."""
+        return self.tensor(name)
 
     def blocks(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """The stored bytes by rows, in Hugging Face's order of rows -> [rows, bytes of a row] uint8, read-only."""

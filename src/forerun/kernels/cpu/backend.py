@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, empty
 
 from forerun.errors import KernelError
+from forerun.kernels.coded import CodedMatrix
 from forerun.kernels.cores import pins, usable_cores
-from forerun.kernels.cpu import _native
+from forerun.kernels.cpu import _native, coded
 from forerun.kernels.cpu.arena import WeightArena
 from forerun.kernels.cpu.grouped import CpuGrouped, pack_matrix
 from forerun.kernels.cpu.packed import CpuExperts, CpuHeads, CpuLinear, head_rows, own_experts, own_heads, pack_bank
@@ -74,11 +75,8 @@ class CpuKernels(ReferenceKernels):
         """See `Kernels.describe`: an instruction set, but for the ops of the reference."""
         return {op: self.engine.isa if op in vars(CpuKernels) else super(CpuKernels, self).name for op in OPS}
 
-    def pack_linear(self, weight: Tensor) -> PackedLinear:
+    def pack_linear(self, weight: Tensor) -> CpuLinear:
         """See `Kernels.pack_linear`."""
-        return self._pack(weight)
-
-    def _pack(self, weight: Tensor) -> CpuLinear:
         check_weight(weight)
         source = (weight.float() if weight.dtype is torch.float16 else weight).contiguous()
         num_outputs, num_inputs = source.shape
@@ -92,6 +90,10 @@ class CpuKernels(ReferenceKernels):
     def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
         """See `Kernels.pack_grouped`."""
         return pack_matrix(matrix, self.engine, self._arena)
+
+    def pack_coded(self, matrix: CodedMatrix) -> PackedLinear:
+        """See `Kernels.pack_coded`."""
+        return coded.pack_matrix(matrix, self._arena)
 
     def linear(self, x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
@@ -109,9 +111,8 @@ class CpuKernels(ReferenceKernels):
                 _floats(x), address, shift, out.data_ptr(), order, num_rows, num_outputs, width, zero, weight.layout
             )
         else:
-            self.engine.linear(
-                _floats(x), weight.address, shift, out.data_ptr(), num_rows, num_outputs, width, weight.dtype_code
-            )
+            kind = weight.dtype_code, weight.layout
+            self.engine.linear(_floats(x), weight.address, shift, out.data_ptr(), num_rows, num_outputs, width, *kind)
         return out
 
     def embedding(self, token_ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
@@ -123,7 +124,7 @@ class CpuKernels(ReferenceKernels):
             sizes = (out.shape[0], vocab_size, width)
             self.engine.grouped_rows(ids, address, out.data_ptr(), order, *sizes, zero, table.layout)
             return out
-        if packed := isinstance(table, CpuLinear):
+        if packed := isinstance(table, CpuLinear) and not table.layout:
             address, code = table.address, table.dtype_code
         elif isinstance(table, Tensor):
             address, code = table.data_ptr(), _dtype_code(table)
@@ -223,7 +224,7 @@ class CpuKernels(ReferenceKernels):
     def pack_heads(self, weight: Tensor) -> PackedHeads:
         """See `Kernels.pack_heads`."""
         check_heads(weight)
-        return CpuHeads(self._pack(head_rows(weight)), weight.shape[0], weight.shape[1])
+        return CpuHeads(self.pack_linear(head_rows(weight)), weight.shape[0], weight.shape[1])
 
     def linear_heads(self, x: Tensor, weight: PackedHeads) -> Tensor:
         """See `Kernels.linear_heads`."""

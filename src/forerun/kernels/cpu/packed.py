@@ -21,13 +21,15 @@ Stored = tuple["CpuLinear | CpuGrouped", ...]
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
-    """Weights in panels of 16 outputs, the last one zero-padded."""
+    """Weights in panels of 16 outputs, the last one zero-padded; codes that stand for them where there is a layout."""
 
     panels: Tensor  # flat
     address: int
     num_outputs: int
     num_inputs: int
     dtype_code: int
+    layout: int = 0  # address of csrc's CodedLayout, 0 without one
+    held: tuple[Tensor | None, ...] = ()  # the layout and what it points to
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -92,7 +94,7 @@ def pack_bank(
             addresses = bias, matrix.address, matrix.order_address
             bank.add_grouped(is_down, *addresses, *matrix.shape, matrix.zero, matrix.layout)
         else:
-            bank.add_linear(is_down, bias, matrix.address, *matrix.shape, matrix.dtype_code)
+            bank.add_linear(is_down, bias, matrix.address, *matrix.shape, matrix.dtype_code, matrix.layout)
     return CpuExperts(bank, stored, len(gate_up), biases)
 
 

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from forerun.errors import KernelError
+from forerun.kernels.coded import CodedMatrix
 from forerun.kernels.device import to_device
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import (
@@ -68,6 +69,13 @@ class TritonKernels(Kernels):
     def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
         """See `Kernels.pack_grouped`."""
         return pack_grouped(matrix, self.device)
+
+    def pack_coded(self, matrix: CodedMatrix) -> PackedLinear:
+        """Raises KernelError: there are no such products yet."""
+        raise KernelError(
+            f"a matrix {list(matrix.shape)} of FP8 or of a table of floats: forerun multiplies with these on CPUs only "
+            "(device 'cpu'); on a GPU take a GGUF, GPTQ, AWQ or bfloat16 checkpoint of the model"
+        )
 
     def linear(self, x: Tensor, weight: PackedLinear, bias: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""

@@ -106,6 +106,8 @@ def pack_grouped(matrix: GroupedMatrix, device: torch.device) -> TritonGrouped:
     check_matrix(matrix)
     if matrix.grid is not None and not _keeps_points(matrix, matrix.grid):
         matrix = matrix.off_grid()
+    if matrix.units is None:  # a factor of e4m3 scales would be a constant that kernels are compiled for
+        matrix = matrix.multiplied_out()
     stored = stored_scales(matrix)
     shape = matrix.shape[1], matrix.group_size, _bits(matrix)
     columns, blocks_a_section = block_columns(*shape, device)

@@ -1,0 +1,53 @@
+"""Packing matrices of codes for the C++ kernels.
+
+Knows: where codes and scales lie in a panel of 16 outputs (csrc/coded.inc reads them there). Does not know: the
+arithmetic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.coded import CodedMatrix
+from forerun.kernels.cpu import _native
+from forerun.kernels.cpu.arena import WeightArena
+from forerun.kernels.cpu.packed import CpuLinear
+
+FLOAT32_CODE = 0  # the products' type
+LINE = 64  # bytes; every part of a panel begins at a multiple
+
+
+def pack_matrix(matrix: CodedMatrix, arena: WeightArena) -> CpuLinear:
+    """Lay `matrix` out for the C++ kernels: codes input by input, scales group by group, shifts and units."""
+    num_outputs, num_inputs = matrix.shape
+    codes = _by_lanes(matrix.codes)  # [P, K, 16]
+    if matrix.values is not None:
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    parts = [codes, _by_lanes(matrix.scales)]
+    if matrix.units is not None and matrix.shifts is not None:
+        parts.append(_by_lanes(torch.cat([matrix.shifts[:, None], matrix.units], dim=1)))
+    lines = [_in_lines(part) for part in parts]
+    starts = [0, *torch.tensor([part.shape[1] for part in lines]).cumsum(0).tolist()]
+    panels = arena.take(len(codes) * starts[-1], torch.uint8)
+    for part, start in zip(lines, starts, strict=False):
+        panels.view(len(codes), -1)[:, start : start + part.shape[1]] = part
+    tables = tuple(None if table is None else table.contiguous() for table in (matrix.values, matrix.scale_values))
+    addresses = [0 if table is None else table.data_ptr() for table in tables]
+    # csrc's CodedLayout, word by word
+    layout = torch.tensor([*addresses, matrix.group_size, *starts[1:3], starts[-1], matrix.groups_a_unit])
+    held = (layout, *tables)
+    return CpuLinear(panels, panels.data_ptr(), num_outputs, num_inputs, FLOAT32_CODE, layout.data_ptr(), held)
+
+
+def _by_lanes(rows: Tensor) -> Tensor:
+    """Rows [N, C] in panels of 16, filled up with zeros -> [P, C, 16]."""
+    lanes = _native.LANES
+    filled = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % lanes))
+    return filled.view(-1, lanes, rows.shape[1]).transpose(1, 2).contiguous()
+
+
+def _in_lines(part: Tensor) -> Tensor:
+    """A panel's numbers [P, C, 16] as bytes, filled up to whole lines -> [P, bytes]."""
+    flat = part.flatten(1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -flat.shape[1] % LINE))
