@@ -172,6 +172,8 @@ def test_commands(
                 continue
             if path == ("bench", "serve"):
                 words = [request.getfixturevalue("server"), *(word for word in words if "://" not in word)]
+            if path == ("bench", "drafters") and "--drafters" not in words:
+                words += ["--drafters", "ngram,suffix"]  # not all there are
             result = run(*path, *words, *CUTS.get(path, ()), stdin=typed(line, path, words))
             assert "Traceback" not in result.output
 

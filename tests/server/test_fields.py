@@ -96,7 +96,8 @@ def test_messages_that_clients_copy_back(post: Post) -> None:
 
 
 def test_minus_one_is_no_limit_and_any_seed(llm: LLM, complete: Post, chat: Post) -> None:
-    long = complete(PROMPT, max_tokens=-1, stop_token_ids=[], ignore_eos=True)
+    prompt = [300] * (llm.max_model_len - 9)
+    long = complete(prompt, max_tokens=-1, stop_token_ids=[], ignore_eos=True)
     assert long["usage"]["total_tokens"] == llm.max_model_len
     assert complete(PROMPT, seed=-1)["forerun"]["seeds"] != complete(PROMPT, seed=-1)["forerun"]["seeds"]
     assert chat("hi", max_tokens=-1, stop=["e"])["choices"][0]["finish_reason"] == "stop"
