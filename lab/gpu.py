@@ -96,6 +96,9 @@ def work(given: argparse.Namespace) -> int:
     end_with_parent()
     if given.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, so before everything that does
+        from quick_interpreter import quicken
+
+        quicken()
     import torch
 
     from forerun.errors import ForerunError

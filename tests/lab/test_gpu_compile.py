@@ -40,7 +40,7 @@ def test_a_pass_at_the_8b_shape_compiles_and_fits(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    wanted = (["llama-3.1-8b"], ["int4"], [64], [16], ["gguf:iq4_xs"])  # the widest trees
+    wanted = (["llama-3.1-8b"], ["int4"], [64], [16], [])  # the widest trees
     rows = ahead(*wanted, torch.device("cpu"), 240.0)
     assert {row["kernel"] for row in rows} == KERNELS
     for row in rows:
