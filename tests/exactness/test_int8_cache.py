@@ -50,11 +50,11 @@ def test_target_and_drafter_layers_are_int8() -> None:
     assert not any(kv.is_scaled for kv in mini.plain().engine.kv_cache.layers)
 
 
-@pytest.mark.parametrize("temperature", (0.0, 1.0))
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_drafters(drafter: str, temperature: float) -> None:
-    outputs = drafting(drafter).generate(mini.PROMPTS, params(temperature))
-    assert tokens(outputs) == alone(mini.PROMPTS, params(temperature))
+def test_drafters(drafter: str) -> None:
+    sampling = [params(i % 2) for i in range(len(mini.PROMPTS))]
+    outputs = drafting(drafter).generate(mini.PROMPTS, sampling)
+    assert tokens(outputs) == alone(mini.PROMPTS, sampling)
     accepted = sum(c.accepted for o in outputs for c in o.outputs[0].stats.drafters.values())
     assert accepted > 0, "nothing was accepted, so nothing was tested"
 

@@ -32,10 +32,15 @@ def drafting(name: str, **options: Any) -> LLM:
 _ALONE: dict[tuple[LLM, str, str], tuple[int, ...]] = {}
 
 
-def alone(llm: LLM, prompts: Sequence[Any], sampling: SamplingParams) -> list[tuple[int, ...]]:
+def alone(
+    llm: LLM, prompts: Sequence[Any], sampling: SamplingParams | Sequence[SamplingParams]
+) -> list[tuple[int, ...]]:
     """Tokens of each prompt on its own, by a plain engine; computed once a test process."""
-    for prompt in prompts:
-        if (llm, repr(prompt), repr(sampling)) not in _ALONE:
-            tokens = llm.generate([prompt], sampling)[0].outputs[0].token_ids
-            _ALONE[llm, repr(prompt), repr(sampling)] = tokens
-    return [_ALONE[llm, repr(prompt), repr(sampling)] for prompt in prompts]
+    listed = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    found = []
+    for prompt, own in zip(prompts, listed, strict=True):
+        key = llm, repr(prompt), repr(own)
+        if key not in _ALONE:
+            _ALONE[key] = llm.generate([prompt], own)[0].outputs[0].token_ids
+        found.append(_ALONE[key])
+    return found
