@@ -47,8 +47,8 @@ class RandomSource:
         return {}
 
     def has(self, name: str) -> bool:
-        """Always true."""
-        return True
+        """Every tensor of a module; experts are modules too, none of their matrices are stacked in one tensor."""
+        return not name.endswith(("_proj", "_proj_blocks"))
 
     def tensor(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """A matrix that keeps the size of what it multiplies, or a vector of entries around 1."""
