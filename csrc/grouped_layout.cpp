@@ -39,13 +39,14 @@ struct BitPlace {
 
 constexpr int64_t kGridLine = 2 * kLanes;
 
-int64_t grid_lines(int run) { return kStretch / 2 / run; }
+int64_t grid_lines(int run) { return kStretch / (run == 8 ? 16 : 8); }
 
 int64_t stretch_at(const GridLayout& grid, int64_t i) { return i / kStretch * grid.stretch_bytes; }
 
 // Bit `bit` of the number of the point that input i belongs to; the lowest eight are a byte.
 BitPlace number_place(const GridLayout& grid, int64_t i, int lane, int bit) {
-    const int64_t line = i % kStretch / 16 * (8 / grid.run) + i % 8 / grid.run, lines = grid_lines(grid.run);
+    const int64_t block = i % kStretch / 16, lines = grid_lines(grid.run);
+    const int64_t line = grid.run == 8 ? block : 2 * block + i % 8 / 4;  // a division by grid.run took most of packing
     const int64_t at = stretch_at(grid, i) + lane * 2 + i % 16 / 8;
     if (bit < 8) return {at + line * kGridLine, bit};
     return {at + (lines + (bit - 8) * lines / 8 + line / 8) * kGridLine, static_cast<int>(line % 8)};
