@@ -293,7 +293,7 @@ def apply_layer(model: Decoder, index: int, states: torch.Tensor, tokens: list[i
         residual = state[None].clone()
         layer = model.parts.layers[index]
         batch = ForwardBatch.build([rows], 4)
-        last, residual = layer(layer.attention_norm(residual), residual, batch, runner.kvs[index])
+        last, residual = layer(layer.enter(residual), residual, batch, runner.kvs[index])
         made.append(residual + last)
     return torch.cat(made)
 

@@ -10,8 +10,9 @@ logits are wanted, and if there are none, nothing but keys and values: nobody re
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -41,26 +42,72 @@ class FeedForward(Protocol):
         """x [M, H] -> [M, H]."""
 
 
+RowFunction = Callable[[Tensor], Tensor]  # [M, H] -> [M, H], row by row
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer. Each norm also does the residual addition before it."""
+    """One layer: attention and a feed-forward part, each added to the residual stream.
 
-    attention_norm: RMSNorm
+    What a part reads is the stream through a norm, or as it is where there is none; what it gives may be changed before
+    it is added. Adding waits for the next norm, which does both.
+    """
+
+    attention_norm: RMSNorm | None
     attention: Attention | LatentAttention
-    mlp_norm: RMSNorm
+    mlp_norm: RMSNorm | None
     mlp: FeedForward
+    after_attention: RowFunction | None = None
+    after_mlp: RowFunction | None = None
+    parallel: bool = False  # the feed-forward part reads what attention reads
+
+    def enter(self, residual: Tensor) -> Tensor:
+        """What attention reads of the residual stream [M, H] -> [M, H]."""
+        return residual if self.attention_norm is None else self.attention_norm(residual)
 
     def __call__(
         self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv: LayerKV, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x [M, H] normalised by attention_norm, residual [M, H] -> the layer's last addend and the residual stream.
+        """x, which attention reads, and residual [M, H] -> the layer's last addend and the residual stream.
 
-        Both are [M, H], or [R, H] of the rows `wanted` [R]. The residual may be added to in place.
+        Both are [M, H], or [R, H] of the rows `wanted` [R]; if these are none, only keys and values are computed. The
+        residual may be added to in place.
         """
-        x = self.attention(x, kv, batch.positions, batch.slots, batch.rows, wanted)
+        if wanted is not None and wanted.shape[0] == 0:
+            self.attention.store(x, kv, batch.positions, batch.slots)
+            return residual[:0], residual[:0]
+        mixed = self.attention(x, kv, batch.positions, batch.slots, batch.rows, wanted)
+        mixed = mixed if self.after_attention is None else self.after_attention(mixed)
         residual = residual if wanted is None else residual.index_select(0, wanted)
-        x = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
+        if self.parallel:
+            x = x if wanted is None else x.index_select(0, wanted)
+            residual.add_(mixed)
+        else:
+            x = add_norm(self.mlp_norm, mixed, residual)
+        x = self.mlp(x)
+        return x if self.after_mlp is None else self.after_mlp(x), residual
+
+
+def add_norm(norm: RMSNorm | None, x: Tensor, residual: Tensor) -> Tensor:
+    """In place residual += x [M, H]; the norm of it, or itself where there is none -> [M, H]."""
+    return residual.add_(x) if norm is None else norm.add(x, residual)
+
+
+def run_layers(
+    layers: Sequence[DecoderLayer], x: Tensor, residual: Tensor, batch: ForwardBatch, kvs: Sequence[LayerKV],
+    wanted: Tensor | None, keep: Callable[[int, Tensor], None] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """All layers, the first of which reads x; the others are as of `DecoderLayer`, `wanted` as of the last layer.
+
+    keep(index, residual) is called before each layer.
+    """
+    assert len(kvs) == len(layers), (len(kvs), len(layers))
+    for index, (layer, kv) in enumerate(zip(layers, kvs, strict=True)):
+        x = x if index == 0 else add_norm(layer.attention_norm, x, residual)
+        if keep is not None:
+            keep(index, residual)
+        x, residual = layer(x, residual, batch, kv, wanted if index == len(layers) - 1 else None)
+    return x, residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +119,7 @@ class DecoderParts:
     final_norm: RMSNorm
     lm_head: Linear
     tie_embeddings: bool
+    after_head: RowFunction | None = None  # what becomes of logits
 
 
 class Decoder:
@@ -90,28 +138,25 @@ class Decoder:
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> PassOutput:
         """See `models.base.Model`."""
-        assert len(kvs) == len(self.parts.layers), (len(kvs), len(self.parts.layers))
-        batch, hidden = batch.on(self.device), dict[int, Tensor]()
-        residual = self.parts.embedding(batch.token_ids)  # [M, H]
-        x = self.parts.layers[0].attention_norm(residual)
-        *layers, last = self.parts.layers
-        for index, layer in enumerate(layers):
-            _keep(hidden, hidden_layers, index, residual)
-            x, residual = layer(x, residual, batch, kvs[index])
-            x = self.parts.layers[index + 1].attention_norm.add(x, residual)
-        _keep(hidden, hidden_layers, len(layers), residual)
-        shown = any(index > len(layers) for index in hidden_layers)
+        parts, batch, hidden = self.parts, batch.on(self.device), dict[int, Tensor]()
+        num_layers = len(parts.layers)
+        keep = partial(_keep, hidden, hidden_layers)
+        shown = any(index >= num_layers for index in hidden_layers)
         wanted = None if shown or batch.all_logits else batch.logit_rows
-        if wanted is not None and wanted.shape[0] == 0:
-            last.attention.store(x, kvs[-1], batch.positions, batch.slots)
-            return PassOutput(x.new_empty(0, self.vocab_size), hidden)
-        x, residual = last(x, residual, batch, kvs[-1], wanted)
-        x = self.parts.final_norm.add(x, residual)
-        _keep(hidden, hidden_layers, len(layers) + 1, residual)
-        _keep(hidden, hidden_layers, len(layers) + 2, x)
+        residual = parts.embedding(batch.token_ids)  # [M, H]
+        x, residual = run_layers(parts.layers, parts.layers[0].enter(residual), residual, batch, kvs, wanted, keep)
+        if residual.shape[0] == 0:
+            return PassOutput(residual.new_empty(0, self.vocab_size), hidden)
+        x = parts.final_norm.add(x, residual)
+        keep(num_layers, residual)
+        keep(num_layers + 1, x)
         if shown and not batch.all_logits:
             x = x.index_select(0, batch.logit_rows)  # [R, H]
-        return PassOutput(self.parts.lm_head(x) if x.shape[0] else x.new_empty(0, self.vocab_size), hidden)
+        return PassOutput(self._logits(x) if x.shape[0] else x.new_empty(0, self.vocab_size), hidden)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits = self.parts.lm_head(x)  # [R, V]
+        return logits if self.parts.after_head is None else self.parts.after_head(logits)
 
     def commit(self, paths: Sequence[CommittedPath]) -> None:
         """All state is in the pool: nothing to do."""
@@ -139,7 +184,9 @@ def _linears(parts: DecoderParts) -> list[Matrix]:
 def _norm_tensors(parts: DecoderParts) -> list[Tensor]:
     tensors = [parts.final_norm.weight]
     for layer in parts.layers:
-        tensors += [layer.attention_norm.weight, layer.mlp_norm.weight, *layer.attention.vectors]
+        around = (layer.attention_norm, layer.after_attention, layer.mlp_norm, layer.after_mlp)
+        tensors += [norm.weight for norm in around if isinstance(norm, RMSNorm)]
+        tensors += layer.attention.vectors
     return tensors
 
 

@@ -94,7 +94,7 @@ def _apply(layer: DecoderLayer, kv: LayerKV, paths: dict[int, _Path], sample: Sa
         end = min(start + sample.num_free, len(states))
         residual = states[start:end].clone()
         batch = _batch(sample, positions[start:end]).on(states.device)
-        last, residual = layer(layer.attention_norm(residual), residual, batch, kv)
+        last, residual = layer(layer.enter(residual), residual, batch, kv)
         done.append(residual + last)
     return dict(zip(paths, torch.split(torch.cat(done), num_tokens), strict=True))
 

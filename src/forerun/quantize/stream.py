@@ -140,6 +140,5 @@ def _watched(linears: Sequence[Linear]) -> Iterator[list[_Meter]]:
 
 def _run(layer: DecoderLayer, residual: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
     """residual [T, H] before the layer -> after it."""
-    x = layer.attention_norm(residual)
-    x, residual = layer(x, residual, batch, kv)
+    x, residual = layer(layer.enter(residual), residual, batch, kv)
     return residual + x

@@ -31,9 +31,9 @@ from forerun.errors import CheckpointError, UnsupportedError
 from forerun.kernels.ops import Kernels
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
-from forerun.models.decoder import Decoder
+from forerun.models.decoder import Decoder, DecoderLayer
 from forerun.models.fields import MAX_SIZE, Fields, words
-from forerun.models.heads.head import DraftHead, Exit, HeadLayer, HeadParts
+from forerun.models.heads.head import DraftHead, Exit, HeadParts
 from forerun.models.heads.reading import HeadReader, check_hidden_size, num_bytes, num_layers
 from forerun.models.heads.vocabulary import read_vocabulary
 from forerun.quant.rounded import ChooseFormat, choose_for
@@ -224,7 +224,7 @@ class _Eagle3:
             over_all=builder.norm("input_norm", NUM_STATES * width) if over_all else None,
         )
 
-    def _layers(self) -> tuple[HeadLayer, ...]:
+    def _layers(self) -> tuple[DecoderLayer, ...]:
         reader, rope, size = self.reader, self.reader.rope(), self.reader.hidden_size
         first = reader.layer(self.prefix, 2 * size, rope, None)
         others = (reader.layer(f"layers.{i}", size, rope, "input_layernorm") for i in range(1, self.num_layers))

@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import LayerKV
-from forerun.layers.attention import Attention
 from forerun.layers.embedding import Embedding
 from forerun.layers.linear import Linear
-from forerun.layers.mla import LatentAttention
 from forerun.layers.norm import RMSNorm
 from forerun.models.base import LayerSpec, Passes, PassOutput
 from forerun.models.batch import ForwardBatch
-from forerun.models.decoder import FeedForward
+from forerun.models.decoder import DecoderLayer, add_norm, run_layers
 from forerun.models.heads.vocabulary import DraftVocabulary
 
 POSITION_SHIFT = -1  # rows stand at the position of the state they are fed, which is that of the token before
@@ -46,25 +44,6 @@ class Fusion(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HeadLayer:
-    """One decoder layer. The first has no attention norm of its own: the entrance takes its place."""
-
-    norm: RMSNorm | None
-    attention: Attention | LatentAttention
-    mlp_norm: RMSNorm
-    mlp: FeedForward
-
-    def __call__(
-        self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv: LayerKV, wanted: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """x, normalised, and residual, both [M, H] -> as of `DecoderLayer`."""
-        x = self.attention(x, kv, batch.positions, batch.slots, batch.rows, wanted)
-        residual = residual if wanted is None else residual.index_select(0, wanted)
-        x = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
-
-
-@dataclass(frozen=True, slots=True)
 class Exit:
     """From the residual stream to logits and the next feature."""
 
@@ -75,7 +54,7 @@ class Exit:
 
     def __call__(self, x: Tensor, state: Tensor) -> PassOutput:
         """x [R, H] the last addend, state [R, H] the residual stream, which is added to in place."""
-        normed = self.norm.add(x, state) if self.norm is not None else state.add_(x)
+        normed = add_norm(self.norm, x, state)
         logits = self.lm_head(normed)  # [R, draft vocabulary]
         if self.vocabulary is not None:
             logits = self.vocabulary.widen(logits)
@@ -88,7 +67,7 @@ class HeadParts:
 
     embedding: Embedding
     entrance: Entrance
-    layers: tuple[HeadLayer, ...]
+    layers: tuple[DecoderLayer, ...]  # the entrance takes the place of the first attention norm
     exit: Exit
     fuse: Fusion
     hidden_layers: tuple[int, ...]  # of the target, in the order their states are laid side by side
@@ -133,20 +112,15 @@ class DraftHead:
     def forward(self, batch: ForwardBatch, features: Tensor, kvs: Sequence[LayerKV]) -> PassOutput:
         """Compute every row of `batch` with its feature of [M, H], writing KV; no features if nobody wants logits."""
         parts, batch = self.parts, batch.on(features.device)
-        assert len(kvs) == len(parts.layers) and features.shape[0] == batch.num_rows
+        assert features.shape[0] == batch.num_rows, (features.shape[0], batch.num_rows)
         embedded = parts.embedding(batch.token_ids)  # [M, H]
         if parts.masks_start:
             embedded = embedded.masked_fill(batch.positions[:, None] == 0, 0.0)
         x, residual = parts.entrance(embedded, features)
-        *layers, last = parts.layers
-        for layer, kv in zip(layers, kvs, strict=False):
-            x = x if layer.norm is None else layer.norm.add(x, residual)
-            x, residual = layer(x, residual, batch, kv, None)
-        x = x if last.norm is None else last.norm.add(x, residual)
-        if batch.logit_rows.shape[0] == 0:  # known tokens: the head itself will read no more of them than their KV
-            last.attention.store(x, kvs[-1], batch.positions, batch.slots)
-            return PassOutput(x.new_empty(0, self.vocab_size))
-        return parts.exit(*last(x, residual, batch, kvs[-1], batch.logit_rows))
+        x, residual = run_layers(parts.layers, x, residual, batch, kvs, batch.logit_rows)
+        if residual.shape[0] == 0:  # known tokens: the head itself will read no more of them than their KV
+            return PassOutput(residual.new_empty(0, self.vocab_size))
+        return parts.exit(x, residual)
 
     @property
     def passes(self) -> Passes:

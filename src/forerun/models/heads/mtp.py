@@ -32,7 +32,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
 from forerun.models.fields import Fields, words
 from forerun.models.heads.eagle import as_it_is
-from forerun.models.heads.head import DraftHead, Exit, HeadLayer, HeadParts
+from forerun.models.heads.head import DraftHead, Exit, HeadParts
 from forerun.models.heads.reading import SKIP_SLOT_ZERO, HeadReader, check_hidden_size, num_bytes, num_layers
 from forerun.models.heads.source import open_head
 from forerun.quant.rounded import ChooseFormat, choose_for
@@ -168,16 +168,16 @@ class _DeepSeek:
 
     def read(self) -> DraftHead:
         """The module."""
-        built = self.builder.layer(num_layers(self.target))
-        if not built.attention.is_latent and built.attention.shape.window == 0:
-            built.attention.shape = replace(built.attention.shape, window=SKIP_SLOT_ZERO)
-        layer = HeadLayer(None, built.attention, built.mlp_norm, built.mlp)
+        layer = self.builder.layer(num_layers(self.target))
+        assert layer.attention_norm is not None  # the entrance's
+        if not layer.attention.is_latent and layer.attention.shape.window == 0:
+            layer.attention.shape = replace(layer.attention.shape, window=SKIP_SLOT_ZERO)
         size, shared = self.target.hidden_size, self.target.parts
         entrance = MtpEntrance(
             token_norm=self.builder.norm(f"{self.prefix}.enorm", size),
             state_norm=self.builder.norm(f"{self.prefix}.hnorm", size),
             projection=self.reader.linear(f"{self.prefix}.eh_proj", size, 2 * size),
-            attention_norm=built.attention_norm,
+            attention_norm=layer.attention_norm,
             state_first=False,
         )
         embedding, lm_head = self._embedding(), self._lm_head()

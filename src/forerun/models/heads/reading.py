@@ -23,10 +23,9 @@ from forerun.layers.rotary import rope_table
 from forerun.models.base import LayerSpec, Model
 from forerun.models.build import Builder, aligned, module_parts
 from forerun.models.config import ModelConfig
-from forerun.models.decoder import Decoder
+from forerun.models.decoder import Decoder, DecoderLayer
 from forerun.models.family import Biases, Family
 from forerun.models.fields import Fields, words
-from forerun.models.heads.head import HeadLayer
 from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseWeight
 from forerun.quant.gguf import read_floats
@@ -111,11 +110,11 @@ class HeadReader:
         read = partial(self.builder.vector, size=self.config.heads.head_dim)
         return HeadNorms(read(f"{prefix}.self_attn.q_norm.weight"), read(f"{prefix}.self_attn.k_norm.weight"))
 
-    def layer(self, prefix: str, columns: int, rope: Tensor, norm: str | None) -> HeadLayer:
+    def layer(self, prefix: str, columns: int, rope: Tensor, norm: str | None) -> DecoderLayer:
         """A Llama-like layer below `prefix`; `norm` names the norm before attention; None if the entrance has it."""
         builder, size = self.builder, self.hidden_size
-        return HeadLayer(
-            norm=None if norm is None else builder.norm(f"{prefix}.{norm}", size),
+        return DecoderLayer(
+            attention_norm=None if norm is None else builder.norm(f"{prefix}.{norm}", size),
             attention=self.attention(prefix, columns, rope),
             mlp_norm=builder.norm(f"{prefix}.post_attention_layernorm", size),
             mlp=builder.gated_mlp(prefix, GATE_UP, DOWN, self.config.ffn_size, self.config.biases.mlp),
@@ -144,7 +143,7 @@ class HeadReader:
                 f"{self.target.hidden_size} where the head has {self.hidden_size}; the checkpoint is incomplete"
             )
 
-    def kv_specs(self, layers: Sequence[HeadLayer]) -> tuple[LayerSpec, ...]:
+    def kv_specs(self, layers: Sequence[DecoderLayer]) -> tuple[LayerSpec, ...]:
         """What the pool keeps of each layer: bfloat16 beside bfloat16 and quantized matrices, else float32."""
         specs = []
         for layer in layers:
@@ -166,7 +165,7 @@ class HeadReader:
             )
 
 
-def num_bytes(layers: Sequence[HeadLayer], linears: Sequence[Linear], embedding_bytes: int) -> int:
+def num_bytes(layers: Sequence[DecoderLayer], linears: Sequence[Linear], embedding_bytes: int) -> int:
     """Bytes of matrices and tables (norms are too small to count)."""
     inner = sum(linear.nbytes for layer in layers for linear in (*layer.attention.linears, *layer.mlp.linears))
     return inner + sum(linear.nbytes for linear in linears) + embedding_bytes
