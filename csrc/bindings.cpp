@@ -373,9 +373,8 @@ NB_MODULE(_native, module) {
         .def("add_linear", &add_linear).def("add_grouped", &add_grouped);
     bind_suffix(module);
 
-    engine.def("pack", &pack).def("pack_grouped", &pack_grouped);
-    engine.def("gumbel", &gumbel).def("draft_chains", &draft_chains)
-        .def("walk_trees", &walk_plain_trees)
+    engine.def("pack", &pack).def("pack_grouped", &pack_grouped).def("gumbel", &gumbel)
+        .def("draft_chains", &draft_chains).def("walk_trees", &walk_plain_trees)
         .def("stream_read", [](CpuEngine& self, Address data, int64_t size) {
             const nb::gil_scoped_release released;
             return self.stream_read(at<void>(data), size);
@@ -385,6 +384,7 @@ NB_MODULE(_native, module) {
     bind_op(engine, "grouped_rows", &CpuEngine::grouped_rows);
     bind_op(engine, "rms_norm", &CpuEngine::rms_norm);
     bind_op(engine, "gated_act", &CpuEngine::gated_act);
+    bind_op(engine, "scaled", &CpuEngine::scaled);
     bind_op(engine, "embedding", &CpuEngine::embedding);
     bind_op(engine, "select_rows", &CpuEngine::select_rows);
     bind_op(engine, "copy_columns", &CpuEngine::copy_columns);

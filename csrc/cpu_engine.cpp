@@ -172,6 +172,12 @@ void CpuEngine::gated_act(const GatedArgs& given) {
     share(table_->gated_act, args, args.m * divide_up(args.f, args.piece), args.piece);
 }
 
+void CpuEngine::scaled(const ScaledArgs& given) {
+    ScaledArgs args = given;
+    args.piece = std::min(std::max<int64_t>(args.h, 1), kActivations);
+    share(table_->scaled, args, args.m * divide_up(args.h, args.piece), args.piece / 2);
+}
+
 void CpuEngine::embedding(const EmbeddingArgs& args) {
     check_range("token id", args.ids, args.m, args.v);
     share(table_->embedding, args, args.m, args.h / 8);

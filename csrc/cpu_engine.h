@@ -35,6 +35,7 @@ public:
     void grouped_rows(const GroupedRowsArgs& args);    // throws std::out_of_range
     void rms_norm(const NormArgs& args);
     void gated_act(const GatedArgs& args);
+    void scaled(const ScaledArgs& args);
     void embedding(const EmbeddingArgs& args);         // throws std::out_of_range
     void rope_and_cache(const RopeArgs& args);         // throws std::out_of_range
     void latent_rope(const LatentRopeArgs& args);      // throws std::out_of_range

@@ -13,6 +13,7 @@ namespace forerun {
     KERNEL(coded, LinearArgs)                 /* likewise */              \
     KERNEL(gated_act, GatedArgs)              /* row x piece */           \
     KERNEL(rms_norm, NormArgs)                /* a row, also below */     \
+    KERNEL(scaled, ScaledArgs)                /* row x piece */           \
     KERNEL(add_rows, AddArgs)                                             \
     KERNEL(embedding, EmbeddingArgs)                                      \
     KERNEL(rope_and_cache, RopeArgs)                                      \

@@ -136,12 +136,27 @@ struct NormArgs {
     float* y;             // [m, h]
     int64_t m, h;
     float eps;
+    bool centered;  // the mean is subtracted first
 
     template <class F>
     auto given(F call) {
-        return call(x, residual, weight, y, m, h, eps);
+        return call(x, residual, weight, y, m, h, eps, centered);
     }
     int64_t work() const { return m * h; }
+};
+
+struct ScaledArgs {
+    const float* x;  // [m, h]
+    float* y;        // [m, h]
+    int64_t m, h;
+    float factor, cap;  // cap 0: none
+    int64_t piece;      // of a row that is a unit, set by the engine
+
+    template <class F>
+    auto given(F call) {
+        return call(x, y, m, h, factor, cap);
+    }
+    int64_t work() const { return m * h * (cap > 0.0f ? 4 : 1); }
 };
 
 struct GatedArgs {
@@ -237,6 +252,7 @@ struct EmbeddingArgs {
 
 struct Heads {
     int64_t num_q, num_kv, head_dim, rotary_dim;
+    bool interleaved;  // rotated pairs are stored as neighbours, else in two halves
     int64_t row_size() const { return (num_q + 2 * num_kv) * head_dim; }
 };
 
@@ -264,9 +280,9 @@ struct RopeArgs {
 
     template <class F>
     auto given(F call) {
-        return call(qkv, heads.num_q, heads.num_kv, heads.head_dim, heads.rotary_dim, table, max_position, positions, slots,
-                    kv.keys, kv.values, kv.key_scales, kv.value_scales, kv.block_size, kv.dtype, num_blocks, q_norm, k_norm,
-                    eps, m);
+        return call(qkv, heads.num_q, heads.num_kv, heads.head_dim, heads.rotary_dim, heads.interleaved, table,
+                    max_position, positions, slots, kv.keys, kv.values, kv.key_scales, kv.value_scales, kv.block_size,
+                    kv.dtype, num_blocks, q_norm, k_norm, eps, m);
     }
     int64_t work() const { return m * heads.row_size(); }
 };
@@ -347,12 +363,13 @@ struct AttentionArgs {
     int64_t max_splits;     // set by the engine, as are the next two
     int64_t rows_per_unit;  // neighbouring rows in a unit, at most kMaxRowsTogether and 64 query vectors a KV head
     float* partials;  // [m, Q, max_splits, value_dim + 2] when the splits of a row are computed apart, else null
+    float cap;        // given by the caller: scores are bounded softly by it; 0: not
 
     template <class F>
     auto given(F call) {
         return call(qkv, y, heads.num_q, heads.num_kv, heads.head_dim, value_dim, q_stride, kv.keys, kv.values,
                     kv.key_scales, kv.value_scales, kv.block_size, kv.dtype, seq_ids, prefix_lens, tree_masks, tree_starts,
-                    block_tables, max_blocks, scale, window, chunk, sinks, m, max_visible);
+                    block_tables, max_blocks, scale, window, chunk, sinks, m, max_visible, cap);
     }
     int64_t work() const { return m * heads.num_q * heads.head_dim * max_visible * 2; }
 };

@@ -103,13 +103,19 @@ void run_rowwise(Run& run, int64_t h) {
     Generator from{static_cast<uint64_t>(h)};
     auto x = numbers<float>(from, m * h), residual = numbers<float>(from, m * h), weight = numbers<float>(from, h);
     Floats y(m * h), gated(m * h), both = numbers<float>(from, 2 * m * h);
-    FORERUN_CALL(run, rms_norm, (NormArgs{x.begin(), nullptr, weight.begin(), y.begin(), m, h, 1e-5f}), m);
+    FORERUN_CALL(run, rms_norm, (NormArgs{x.begin(), nullptr, weight.begin(), y.begin(), m, h, 1e-5f, false}), m);
     run.print(join("rms_norm", {h}), y);
-    FORERUN_CALL(run, rms_norm, (NormArgs{x.begin(), residual.begin(), weight.begin(), y.begin(), m, h, 1e-5f}), m);
+    FORERUN_CALL(run, rms_norm, (NormArgs{x.begin(), residual.begin(), weight.begin(), y.begin(), m, h, 1e-5f, false}), m);
     run.print(join("rms_norm-residual", {h}), y, residual);
+    FORERUN_CALL(run, rms_norm, (NormArgs{x.begin(), nullptr, weight.begin(), y.begin(), m, h, 1e-5f, true}), m);
+    run.print(join("rms_norm-centered", {h}), y);
     FORERUN_CALL(run, add_rows, (AddArgs{x.begin(), y.begin(), m, h}), m);
     run.print(join("add_rows", {h}), y);
     put_oddities(both);
+    for (float cap : {0.0f, 30.0f}) {
+        FORERUN_CALL(run, scaled, (ScaledArgs{both.begin(), gated.begin(), m, h, 1.3f, cap, 48}), m * divide_up(h, 48));
+        run.print(join("scaled", {h, cap > 0.0f}), gated);
+    }
     for (Activation activation : {Activation::kSilu, Activation::kGeluTanh}) {
         FORERUN_CALL(run, gated_act, (GatedArgs{both.begin(), gated.begin(), m, h, activation, 48}), m * divide_up(h, 48));
         run.print(join("gated_act", {h, static_cast<int64_t>(activation)}), gated);
@@ -117,9 +123,9 @@ void run_rowwise(Run& run, int64_t h) {
 }
 
 template <class T>
-void run_rope(Run& run, int64_t d, int64_t rotary, bool normed) {
+void run_rope(Run& run, int64_t d, int64_t rotary, bool normed, bool interleaved) {
     constexpr int64_t m = 4, b = 8, num_blocks = 3, positions_end = 50;
-    const Heads heads{4, 2, d, rotary};
+    const Heads heads{4, 2, d, rotary, interleaved};
     Generator from{static_cast<uint64_t>(d + rotary)};
     auto qkv = numbers<float>(from, m * heads.row_size()), angles = numbers<float>(from, positions_end * rotary);
     auto q_norm = numbers<float>(from, d), k_norm = numbers<float>(from, d);
@@ -133,7 +139,7 @@ void run_rope(Run& run, int64_t d, int64_t rotary, bool normed) {
                         normed ? q_norm.begin() : nullptr, normed ? k_norm.begin() : nullptr, 1e-6f, m, positions_end,
                         num_blocks};
     FORERUN_CALL(run, rope_and_cache, args, m);
-    run.print(join("rope_and_cache", {d, rotary, normed}) + "-" + kDtypeName<T>, qkv, keys, values, key_scales,
+    run.print(join("rope_and_cache", {d, rotary, normed, interleaved}) + "-" + kDtypeName<T>, qkv, keys, values, key_scales,
               value_scales);
 }
 
@@ -188,6 +194,7 @@ struct AttentionCase {
     bool latent;  // keys and values are the same vectors
     int64_t chunk = 0;
     bool sinks = false;
+    float cap = 0.0f;
 };
 
 template <class T>
@@ -204,12 +211,13 @@ void run_attention(Run& run, const AttentionCase& c) {
     const KV kv{c.latent ? nullptr : keys.begin(), values.begin(), scaled ? key_scales.begin() : nullptr,
                 scaled ? value_scales.begin() : nullptr, c.block_size, kDtype<T>};
     const int64_t max_splits = divide_up(Rows::kMaxVisible, kAttentionSplit);
-    const Heads heads{c.num_q, c.num_kv, c.head_dim, 0};
+    const Heads heads{c.num_q, c.num_kv, c.head_dim, 0, false};
     AttentionArgs args{qkv.begin(), y.begin(), heads, c.value_dim, c.num_q * c.head_dim, kv, rows.seq_ids.begin(),
                        rows.prefix_lens.begin(), rows.tree_masks.begin(), rows.tree_starts.begin(),
                        rows.block_tables.begin(), Rows::kMaxBlocks, 0.125f, c.window, c.chunk, c.sinks ? sinks.begin() : nullptr,
-                       Rows::kNum, Rows::kMaxVisible, max_splits, c.rows_per_unit, nullptr};
-    const std::string sizes = join("", {c.num_q, c.head_dim, c.block_size, c.window, c.chunk}) + "-" + kDtypeName<T>;
+                       Rows::kNum, Rows::kMaxVisible, max_splits, c.rows_per_unit, nullptr, c.cap};
+    const std::string sizes =
+        join("", {c.num_q, c.head_dim, c.block_size, c.window, c.chunk, c.cap > 0.0f}) + "-" + kDtypeName<T>;
     const int64_t pairs = divide_up(Rows::kNum, c.rows_per_unit) * c.num_kv;
     FORERUN_CALL(run, attention, args, pairs);
     run.print("attention" + sizes, y);
@@ -225,7 +233,8 @@ void run_all_attention(Run& run) {
     const AttentionCase plain{6, 2, 80, 80, 16, 0, 4, false}, odd{3, 1, 44, 44, 5, 0, 2, false};
     const AttentionCase windowed{2, 2, 32, 32, 8, 70, 1, false}, latent{4, 1, 56, 40, 8, 0, 3, true};
     const AttentionCase sunk{4, 2, 64, 64, 16, 40, 4, false, 0, true}, chunked{2, 1, 64, 64, 16, 0, 4, false, 64};
-    for (const AttentionCase& c : {plain, odd, windowed, sunk, chunked}) {
+    const AttentionCase capped{4, 2, 64, 64, 16, 0, 4, false, 0, false, 5.0f};
+    for (const AttentionCase& c : {plain, odd, windowed, sunk, chunked, capped}) {
         run_attention<float>(run, c);
         run_attention<uint16_t>(run, c);
         run_attention<int8_t>(run, c);
@@ -334,9 +343,10 @@ bool run_all(const KernelTable& table) {
     run_embedding<float>(run, 30, 33);
     run_embedding<uint16_t>(run, 30, 33);
     for (int64_t h : {61, 64}) run_rowwise(run, h);
-    run_rope<float>(run, 40, 24, true);
-    run_rope<uint16_t>(run, 40, 40, false);
-    run_rope<int8_t>(run, 40, 40, true);
+    run_rope<float>(run, 40, 24, true, false);
+    run_rope<float>(run, 40, 24, true, true);
+    run_rope<uint16_t>(run, 40, 40, false, true);
+    run_rope<int8_t>(run, 40, 40, true, false);
     for (bool interleaved : {false, true}) {
         run_latent_rope<float>(run, interleaved);
         run_latent_rope<uint16_t>(run, interleaved);

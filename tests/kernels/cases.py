@@ -101,6 +101,7 @@ class AttentionCase:
     qkv: Tensor
     chunk: int = 0
     sinks: Tensor | None = None  # [Q]
+    cap: float = 0.0  # of scores
 
     def row(self, index: int) -> AttentionCase:
         """The same with one row only."""
@@ -118,7 +119,8 @@ class AttentionCase:
 
     def run(self, kernels: Kernels, scale: float = 0.125, window: int = 0) -> Tensor:
         """The op."""
-        return kernels.attention(self.qkv, self.heads, self.kv, self.rows, scale, window, self.chunk, self.sinks)
+        seen = self.rows, scale, window, self.chunk, self.sinks, self.cap
+        return kernels.attention(self.qkv, self.heads, self.kv, *seen)
 
 
 def random_tree(num_nodes: int, generator: torch.Generator) -> list[int]:
@@ -217,6 +219,7 @@ def _attend_row(case: AttentionCase, row: int, scale: float, window: int, dtype:
     heads = case.heads
     query = case.qkv[row, : heads.num_q * heads.head_dim].view(heads.num_kv, -1, heads.head_dim).to(dtype)
     scores = torch.einsum("ghd,lgd->ghl", query, keys) * scale
+    scores = torch.tanh(scores / case.cap) * case.cap if case.cap else scores
     if case.sinks is not None:  # keys without values
         scores = torch.cat([scores, case.sinks.to(dtype).view(heads.num_kv, -1, 1)], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : len(logical)]

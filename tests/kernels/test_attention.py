@@ -77,6 +77,21 @@ def test_a_row_has_the_same_bits_in_every_batch(isa: str, dtype: torch.dtype, wi
         assert torch.equal(case.pick(order).run(kernels, window=window), alone[order])
 
 
+@pytest.mark.parametrize("isa", BACKENDS)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_capped_scores(isa: str, dtype: torch.dtype) -> None:
+    case = replace(attention_case([3, 300], num_nodes=5, heads=HEADS[3], dtype=dtype), cap=0.7)
+    exact, torchs = attention_truth(case, window=40)
+    found = case.run(kernels_named(isa), window=40)
+    assert rms_error(found, exact) <= 2 * rms_error(torchs, exact) + 1e-8
+    assert rms_error(found, attention_truth(replace(case, cap=0.0), window=40)[0]) > 1e-3
+    for row in (0, 7):
+        assert torch.equal(case.row(row).run(kernels_named(isa), window=40)[0], found[row])
+        assert torch.equal(laid_out_plainly(case, row, 8).run(kernels_named(isa), window=40)[0], found[row])
+    if isa in ISAS:
+        assert torch.equal(found, case.run(cpu_kernels("portable", 1), window=40))
+
+
 @cache  # one for all backends
 def with_paths(block_size: int, dtype: torch.dtype) -> tuple[AttentionCase, dict[int, AttentionCase]]:
     """Trees, and every seventh row of them as the end of a plain sequence in blocks of 8 or 16."""

@@ -36,12 +36,19 @@ def _ops(width: int) -> dict[str, tuple[Op, Callable[[Tensor], Tensor]]]:
     def rms(x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight.to(x.dtype)
 
+    def layer(x: Tensor) -> Tensor:
+        return functional.layer_norm(x, (width,), weight.to(x.dtype), eps=1e-5)
+
     def gated(act: str) -> Op:
         return lambda k, x: k.gated_act(torch.cat([x, up.expand_as(x)], 1).contiguous(), act)
 
     return {
         "rms_norm": (lambda k, x: k.rms_norm(x, weight, 1e-5), rms),
         "add_rms_norm": (lambda k, x: k.add_rms_norm(x, x * 3, weight, 1e-5), lambda x: rms(x + x * 3)),
+        "layer_norm": (lambda k, x: k.rms_norm(x, weight, 1e-5, centered=True), layer),
+        "add_layer_norm": (lambda k, x: k.add_rms_norm(x, x * 3, weight, 1e-5, True), lambda x: layer(x + x * 3)),
+        "scaled": (lambda k, x: k.scaled(x, 1.3), lambda x: x * 1.3),
+        "capped": (lambda k, x: k.scaled(x, 0.1, 3.0), lambda x: torch.tanh(x * 0.1 / 3) * 3),
         "silu": (gated("silu"), lambda x: functional.silu(x) * up.to(x.dtype)),
         "gelu_tanh": (gated("gelu_tanh"), lambda x: functional.gelu(x, approximate="tanh") * up.to(x.dtype)),
         "clipped_swiglu": (gated("clipped_swiglu"), lambda x: clipped_swiglu(x, up.to(x.dtype))),
@@ -98,6 +105,13 @@ def test_activations_at_the_edges(isa: str) -> None:
     assert torch.allclose(out, expected, rtol=3e-7, atol=1e-38, equal_nan=True)
 
 
+@pytest.mark.parametrize("isa", ("reference", *ISAS))
+def test_soft_caps_at_the_edges(isa: str) -> None:
+    x = torch.tensor([[0.0, -0.0, 1e-30, -1e-6, 1e-3, 0.3, -0.6, 40.0, -800.0, 1e30, -torch.inf, torch.inf, torch.nan]])
+    expected = (torch.tanh(x.double() / 30) * 30).float()
+    assert torch.allclose(kernels_named(isa).scaled(x, 1.0, 30.0), expected, rtol=4e-7, atol=1e-38, equal_nan=True)
+
+
 def test_the_residual_is_updated_in_place() -> None:
     for kernels in (kernels_named("reference"), cpu_kernels()):
         x, residual, weight = torch.randn(3, 20), torch.randn(3, 20), torch.ones(20)
@@ -133,7 +147,13 @@ def test_unknown_names_and_places_are_refused() -> None:
             cpu_kernels().rope_and_cache(torch.randn(1, 24), heads, table, *places, kv)
 
 
-HEADS = (HeadLayout(6, 2, 64, 64), HeadLayout(4, 4, 8, 8), HeadLayout(3, 1, 40, 20), HeadLayout(2, 2, 48, 24))
+HEADS = (
+    HeadLayout(6, 2, 64, 64),
+    HeadLayout(4, 4, 8, 8),
+    HeadLayout(3, 1, 40, 20),
+    HeadLayout(2, 2, 48, 24),
+    HeadLayout(4, 2, 40, 20, True),
+)
 
 
 def _rope(

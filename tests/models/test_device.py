@@ -66,6 +66,7 @@ SHAPES: dict[str, Any] = {
     "embedding": lambda ids, table: empty(len(ids), table.shape[1]),
     "rms_norm": like_first,
     "add_rms_norm": like_first,
+    "scaled": like_first,
     "gated_act": lambda x, activation: empty(x.shape[0], x.shape[1] // 2),
     "rope_and_cache": lambda *_: None,
     "latent_rope_and_cache": lambda *_: None,

@@ -23,9 +23,14 @@ def rotate(head: Tensor, angles: Tensor, rotary_dim: int) -> Tensor:
 
 
 def rotate_tail(tail: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """The rotated part of a latent key or of its query, left in two halves."""
+    """The rotated part of a head, left in two halves."""
     halves = torch.cat([tail[0::2], tail[1::2]]) if interleaved else tail.clone()
     return rotate(halves, angles, len(halves))
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """x bounded softly by -cap and cap."""
+    return torch.tanh(x / cap) * cap
 
 
 def places(rows: AttentionRows, row: int, block_size: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +80,9 @@ def first_counted(num_visible: int, window: int, chunk: int) -> int:
     return max(0, num_visible - window) if window > 0 else min(-window, num_visible - 1)
 
 
-def attend(query: Tensor, seen: Seen, scale: float, first: int, sinks: Tensor | None = None) -> Tensor:
+def attend(
+    query: Tensor, seen: Seen, scale: float, first: int, sinks: Tensor | None = None, cap: float = 0.0
+) -> Tensor:
     """Attention of the heads of one group [Hg, D] over what they see, split by split -> [Hg, D]; sinks [Hg, 1]."""
     top = torch.full((query.shape[0], 1), -torch.inf)
     total = torch.zeros(query.shape[0], 1)
@@ -83,6 +90,7 @@ def attend(query: Tensor, seen: Seen, scale: float, first: int, sinks: Tensor | 
     for start in range(first - first % ATTENTION_SPLIT, len(seen.keys), ATTENTION_SPLIT):
         part = slice(max(first, start), start + ATTENTION_SPLIT)
         scores = (query @ seen.keys[part].clone().T) * seen.key_scales[part] * scale  # [Hg, n]
+        scores = scores if cap == 0 else soft_cap(scores, cap)
         new_top = torch.maximum(top, scores.amax(dim=1, keepdim=True))
         weights = torch.exp(scores - new_top)
         shrink = torch.exp(top - new_top)

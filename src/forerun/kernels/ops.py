@@ -41,7 +41,8 @@ class HeadLayout(NamedTuple):
     num_q: int
     num_kv: int
     head_dim: int
-    rotary_dim: int  # the first rotary_dim entries of a head are rotated, in two halves (the "neox" pairing)
+    rotary_dim: int  # the first rotary_dim entries of a head are rotated
+    interleaved: bool = False  # rotated pairs are stored as neighbours, else in two halves (the "neox" pairing)
 
     @property
     def row_size(self) -> int:
@@ -244,44 +245,35 @@ class Kernels(Protocol):
     def embedding(self, token_ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
         """Rows `token_ids` [M] int64 of `table` [V, H] (float32 or bfloat16) widened to float32 -> [M, H].
 
-        The table may be one that was packed by `pack_linear`, so that a tied output layer and it are one, or by
-        `pack_grouped`, whose rows are then what `GroupedMatrix.dequantize` says, to the bit.
+        One packed by `pack_linear` may be a tied output layer's; one by `pack_grouped` gives its `dequantize`, exactly.
         """
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight [H] float32, row by row -> [M, H]."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight [H] float32, of x or of x minus its mean if `centered` -> [M, H]."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centered: bool = False) -> Tensor:
         """In place residual += x, then `rms_norm(residual)` -> [M, H]."""
 
-    def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
-        """act(gate) * up for rows [gate | up] of 2F entries -> [M, F]; activation one of ACTIVATIONS.
+    def scaled(self, x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
+        """x [M, N] times `factor`; with cap > 0 then cap * tanh(that / cap), a soft cap -> [M, N]."""
 
-        "clipped_swiglu" is gpt-oss's g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7), u = clamp(up, -7, 7).
-        """
+    def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
+        """act(gate) * up for rows [gate | up] of 2F entries -> [M, F]; activation one of ACTIVATIONS."""
 
     def rope_and_cache(
-        self,
-        qkv: Tensor,
-        heads: HeadLayout,
-        rope_table: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        kv: LayerKV,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
-    ) -> None:
+        self, qkv: Tensor, heads: HeadLayout, rope_table: Tensor, positions: Tensor, slots: Tensor, kv: LayerKV,
+        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+    ) -> None:  # fmt: skip
         """Normalise (optional, per head, weights [D]) and rotate q and k, then write k and v into the pool.
 
-        qkv [M, row_size] is changed in place (only its q part is meaningful afterwards). rope_table
-        [max_position, rotary_dim] float32 holds cos in its first half and sin in its second. positions [M] int32;
-        slots [M] int32 is block * B + offset, pairwise different. kv is written in place.
+        qkv [M, row_size] is changed in place (only its q part means something afterwards), neighbours that rotate are
+        left in halves. rope_table [max_position, rotary_dim] float32: cosines, then sines. positions [M] int32; slots
+        [M] int32 is block * B + offset, pairwise different. kv is written in place.
         """
 
     def attention(
         self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0,
-        chunk: int = 0, sinks: Tensor | None = None,
+        chunk: int = 0, sinks: Tensor | None = None, cap: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """Softmax attention of the q part of qkv [M, row_size] over each row's visible keys -> [M, Q * D].
 
@@ -290,6 +282,7 @@ class Kernels(Protocol):
         below the last multiple of `chunk` that is not above the row's own visible index do not count.
         sinks [Q] float32: a head's weights are divided by their sum plus e^sink, as if there were one more key of that
         score and without a value; it joins last. Source: gpt-oss; Xiao et al. 2023 (2309.17453).
+        cap > 0: scores, `scale` included, become cap * tanh(score / cap); sinks stay.
         The softmax is split every 256 visible keys (aligned to the visible index) and combined in that order.
         In an int8 pool a score is ((q . codes) * key_scale) * scale and a key adds (p * value_scale) * codes to the
         sum of values, p being its weight relative to the split's largest; the weights are summed without value scales.
@@ -299,23 +292,12 @@ class Kernels(Protocol):
         """Pack `weight` [Q, N, K] (float32, bfloat16 or float16; float16 is widened exactly) for `linear_heads`."""
 
     def linear_heads(self, x: Tensor, weight: PackedHeads) -> Tensor:
-        """Every head's first K entries times its own matrix transposed; entries behind them are passed on.
-
-        x [M, Q * (K + passed)] -> [M, Q * (N + passed)], accumulated in float32.
-        """
+        """Every head's first K of K + passed entries in x times its own matrix transposed -> [M, Q * (N + passed)]."""
 
     def latent_rope_and_cache(
-        self,
-        queries: Tensor,
-        latents: Tensor,
-        layout: LatentLayout,
-        rope_table: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        kv: LayerKV,
-        norm: Tensor,
-        eps: float,
-    ) -> None:
+        self, queries: Tensor, latents: Tensor, layout: LatentLayout, rope_table: Tensor, positions: Tensor,
+        slots: Tensor, kv: LayerKV, norm: Tensor, eps: float,
+    ) -> None:  # fmt: skip
         """Rotate the queries, normalise and rotate the latents, write these into the pool.
 
         queries [M, Q * key_dim] and latents [M, key_dim] are changed in place: the last rope_dim entries of each head
@@ -410,6 +392,7 @@ class Kernels(Protocol):
 
 
 OPS = tuple(name for name in vars(Kernels) if name not in ("describe", "reason") and not name.startswith("_"))
+# The last is gpt-oss's g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7), u = clamp(up, -7, 7).
 ACTIVATIONS = ("silu", "gelu_tanh", "clipped_swiglu")  # in the order of Activation in csrc/ops.h
 ATTENTION_SPLIT = 256  # visible keys a split of the softmax covers, in every backend
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)

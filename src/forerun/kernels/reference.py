@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from forerun.errors import KernelError
 from forerun.kernels import philox
-from forerun.kernels.attention import Seen, attend, first_counted, places, rotate, rotate_tail, stored
+from forerun.kernels.attention import Seen, attend, first_counted, places, rotate_tail, soft_cap, stored
 from forerun.kernels.chances import rival_log_chances
 from forerun.kernels.coded import CodedMatrix
 from forerun.kernels.experts import ReferenceExperts, check_routing, expert_sum, reference_experts, route_row
@@ -118,14 +118,18 @@ class ReferenceKernels(Kernels):
             raise KernelError(f"an embedding table packed by {type(table).__name__} given to the reference kernels")
         return table[token_ids].float()
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> Tensor:
         """See `Kernels.rms_norm`."""
-        return _by_row(lambda row: _rms_norm(row, weight, eps), x, x.shape[1])
+        return _by_row(lambda row: _rms_norm(row - row.mean() if centered else row, weight, eps), x, x.shape[1])
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centered: bool = False) -> Tensor:
         """See `Kernels.add_rms_norm`."""
         residual.add_(x)
-        return self.rms_norm(residual, weight, eps)
+        return self.rms_norm(residual, weight, eps, centered)
+
+    def scaled(self, x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
+        """See `Kernels.scaled`."""
+        return _by_row(lambda row: soft_cap(row * factor, cap) if cap else row * factor, x, x.shape[1])
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         """See `Kernels.gated_act`."""
@@ -152,14 +156,15 @@ class ReferenceKernels(Kernels):
             parts = row.view(num_q + 2 * num_kv, heads.head_dim)
             block, offset = divmod(slot, kv.block_size)
             for index in range(num_q + num_kv):
-                norm = q_norm if index < num_q else k_norm
-                parts[index] = rotate(_head_norm(parts[index], norm, eps), rope_table[position], heads.rotary_dim)
+                head, size = _head_norm(parts[index], q_norm if index < num_q else k_norm, eps), heads.rotary_dim
+                turned = rotate_tail(head[:size], rope_table[position], heads.interleaved)
+                parts[index] = torch.cat([turned, head[size:]])
             kv.keys[block, :, :, offset] = stored(parts[num_q : num_q + num_kv], kv.key_scales, block, offset, kv)
             kv.values[block, :, offset, :] = stored(parts[num_q + num_kv :], kv.value_scales, block, offset, kv)
 
     def attention(
         self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0,
-        chunk: int = 0, sinks: Tensor | None = None,
+        chunk: int = 0, sinks: Tensor | None = None, cap: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """See `Kernels.attention`."""
         out = torch.empty(qkv.shape[0], heads.num_q * heads.head_dim)
@@ -178,7 +183,7 @@ class ReferenceKernels(Kernels):
                 for g in range(heads.num_kv)
             ]
             own = [None] * heads.num_kv if sinks is None else sinks.view(heads.num_kv, -1, 1)  # [G, Hg, 1]
-            mixed = [attend(query[g], seen[g], scale, first, own[g]) for g in range(heads.num_kv)]
+            mixed = [attend(query[g], seen[g], scale, first, own[g], cap) for g in range(heads.num_kv)]
             out[row] = torch.cat([of_group.view(-1) for of_group in mixed])
         return out
 

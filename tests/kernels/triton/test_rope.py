@@ -15,7 +15,7 @@ from forerun.errors import KernelError
 from forerun.kernels.ops import HeadLayout, LatentLayout, LayerKV
 from forerun.kernels.reference import ReferenceKernels
 
-HEADS = (HeadLayout(6, 2, 16, 16), HeadLayout(3, 1, 40, 20), HeadLayout(2, 2, 24, 0))
+HEADS = (HeadLayout(6, 2, 16, 16), HeadLayout(3, 1, 40, 20), HeadLayout(2, 2, 24, 0), HeadLayout(2, 1, 24, 12, True))
 REFERENCE = ReferenceKernels()
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from forerun.errors import KernelError
 
 WIDTHS = (1, 7, 100, 384)
-OPS = ("rms_norm", "add_rms_norm", "silu", "gelu_tanh", "clipped_swiglu")
+OPS = ("rms_norm", "add_rms_norm", "layer_norm", "scaled", "capped", "silu", "gelu_tanh", "clipped_swiglu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 
 
@@ -32,7 +32,13 @@ def op_and_definition(
     def gated(kernels: Any, x: Tensor) -> Tensor:
         return kernels.gated_act(torch.cat([x, factor.expand_as(x)], 1).contiguous(), name)
 
+    def layer(x: Tensor) -> Tensor:
+        return functional.layer_norm(x, (width,), weight.to(x.dtype), eps=1e-5)
+
     return {
+        "layer_norm": (lambda k, x: k.rms_norm(x, scale, 1e-5, centered=True), layer),
+        "scaled": (lambda k, x: k.scaled(x, 1.3), lambda x: x * 1.3),
+        "capped": (lambda k, x: k.scaled(x, 0.1, 3.0), lambda x: torch.tanh(x * 0.1 / 3) * 3),
         "rms_norm": (lambda k, x: k.rms_norm(x, scale, 1e-5), rms),
         "add_rms_norm": (lambda k, x: k.add_rms_norm(x, x * 3, scale, 1e-5), lambda x: rms(x + x * 3)),
         "silu": (gated, lambda x: functional.silu(x) * up.to(x)),

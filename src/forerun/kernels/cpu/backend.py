@@ -133,18 +133,25 @@ class CpuKernels(ReferenceKernels):
         self.engine.embedding(ids, address, out.data_ptr(), out.shape[0], width, vocab_size, code, packed)
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> Tensor:
         """See `Kernels.rms_norm`."""
         num_rows, width = x.shape
         out = empty(num_rows, width)
-        self.engine.rms_norm(_floats(x), 0, _floats(weight), out.data_ptr(), num_rows, width, eps)
+        self.engine.rms_norm(_floats(x), 0, _floats(weight), out.data_ptr(), num_rows, width, eps, centered)
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centered: bool = False) -> Tensor:
         """See `Kernels.add_rms_norm`."""
         num_rows, width = x.shape
+        out, addresses = empty(num_rows, width), (_floats(x), _floats(residual), _floats(weight))
+        self.engine.rms_norm(*addresses, out.data_ptr(), num_rows, width, eps, centered)
+        return out
+
+    def scaled(self, x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
+        """See `Kernels.scaled`."""
+        num_rows, width = x.shape
         out = empty(num_rows, width)
-        self.engine.rms_norm(_floats(x), _floats(residual), _floats(weight), out.data_ptr(), num_rows, width, eps)
+        self.engine.scaled(_floats(x), out.data_ptr(), num_rows, width, factor, cap)
         return out
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -175,6 +182,7 @@ class CpuKernels(ReferenceKernels):
             heads.num_kv,
             heads.head_dim,
             heads.rotary_dim,
+            heads.interleaved,
             _floats(rope_table),
             rope_table.shape[0],
             _address(positions, torch.int32),
@@ -189,36 +197,16 @@ class CpuKernels(ReferenceKernels):
 
     def attention(
         self, qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0,
-        chunk: int = 0, sinks: Tensor | None = None,
+        chunk: int = 0, sinks: Tensor | None = None, cap: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """See `Kernels.attention`."""
-        num_q, num_kv, head_dim, _ = heads
+        num_q, num_kv, head_dim, *_ = heads
         if head_dim > _WIDEST_HEAD or num_q > num_kv * _native.MAX_HEADS_PER_GROUP:
-            return super().attention(qkv, heads, kv, rows, scale, window, chunk, sinks)
-        num_rows = qkv.shape[0]
-        out = empty(num_rows, num_q * head_dim)
-        self.engine.attention(
-            _floats(qkv),
-            out.data_ptr(),
-            num_q,
-            num_kv,
-            head_dim,
-            head_dim,
-            qkv.shape[1],
-            *_pool(kv),
-            _address(rows.seq_ids, torch.int32),
-            _address(rows.prefix_lens, torch.int32),
-            _address(rows.tree_masks, torch.int64),
-            _address(rows.tree_starts, torch.int32),
-            _address(rows.block_tables, torch.int32),
-            rows.block_tables.shape[1],
-            scale,
-            window,
-            chunk,
-            0 if sinks is None else _floats(sinks),
-            num_rows,
-            rows.max_visible,
-        )
+            return super().attention(qkv, heads, kv, rows, scale, window, chunk, sinks, cap)
+        out = empty(qkv.shape[0], num_q * head_dim)
+        sizes, many = (num_q, num_kv, head_dim, head_dim, qkv.shape[1]), (qkv.shape[0], rows.max_visible)
+        seen = (*_pool(kv), *_seen(rows), scale, window, chunk, 0 if sinks is None else _floats(sinks))
+        self.engine.attention(_floats(qkv), out.data_ptr(), *sizes, *seen, *many, cap)
         return out
 
     def pack_heads(self, weight: Tensor) -> PackedHeads:
@@ -273,30 +261,11 @@ class CpuKernels(ReferenceKernels):
     ) -> Tensor:
         """See `Kernels.latent_attention`."""
         _check_latents(layout, kv)
-        num_rows = queries.shape[0]
-        out = empty(num_rows, layout.num_heads * layout.rank)
-        self.engine.attention(
-            _floats(queries),
-            out.data_ptr(),
-            layout.num_heads,
-            _head_groups(layout.num_heads),
-            layout.key_dim,
-            layout.rank,
-            queries.shape[1],
-            *_pool(kv),
-            _address(rows.seq_ids, torch.int32),
-            _address(rows.prefix_lens, torch.int32),
-            _address(rows.tree_masks, torch.int64),
-            _address(rows.tree_starts, torch.int32),
-            _address(rows.block_tables, torch.int32),
-            rows.block_tables.shape[1],
-            scale,
-            0,
-            0,
-            0,
-            num_rows,
-            rows.max_visible,
-        )
+        out = empty(queries.shape[0], layout.num_heads * layout.rank)
+        groups, many = _head_groups(layout.num_heads), (queries.shape[0], rows.max_visible)
+        sizes = (layout.num_heads, groups, layout.key_dim, layout.rank, queries.shape[1])
+        seen = (*_pool(kv), *_seen(rows), scale, 0, 0, 0)
+        self.engine.attention(_floats(queries), out.data_ptr(), *sizes, *seen, *many, 0.0)
         return out
 
     def route(self, logits: Tensor, correction: Tensor | None, routing: Routing) -> Tensor:
@@ -382,6 +351,13 @@ def _pool(kv: LayerKV) -> tuple[int, int, int, int, int, int]:
     value_scales = 0 if kv.value_scales is None else _floats(kv.value_scales)
     keys = 0 if kv.is_latent else kv.keys.data_ptr()
     return keys, kv.values.data_ptr(), key_scales, value_scales, kv.values.shape[2], code
+
+
+def _seen(rows: AttentionRows) -> tuple[int, ...]:
+    """Addresses of what says which keys rows see, and the width of the block tables."""
+    narrow = rows.seq_ids, rows.prefix_lens, rows.tree_starts, rows.block_tables
+    ids, lens, starts, tables = (_address(column, torch.int32) for column in narrow)
+    return ids, lens, _address(rows.tree_masks, torch.int64), starts, tables, rows.block_tables.shape[1]
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from forerun.kernels.triton.rope import check_pool
 
 def attention(
     qkv: Tensor, heads: HeadLayout, kv: LayerKV, rows: AttentionRows, scale: float, window: int = 0, chunk: int = 0,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """See `Kernels.attention`; chunks are refused."""
     if chunk:
@@ -35,7 +35,7 @@ def attention(
     tiling = Tiling.of(heads.num_q // heads.num_kv, heads.num_kv)
     block_d = power_of_two(heads.head_dim, 16)
     constants = (
-        heads.num_q, heads.num_kv, heads.head_dim, heads.row_size, kv.block_size, window,
+        heads.num_q, heads.num_kv, heads.head_dim, heads.row_size, kv.block_size, window, cap,
         block_d, chunk_size(block_d, kv.keys.element_size()), tiling.rows, tiling.heads,
     )  # fmt: skip
     queries = aligned(qkv)
@@ -69,8 +69,8 @@ def _attention_kernel(
     seq_ids, prefix_lens, tree_masks, tree_starts, block_tables,
     table_stride, scale, first_row, last_row, num_splits, splits,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, DIM: tl.constexpr, ROW_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
-    STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = NUM_Q // NUM_KV
     kv_head, first_split = tl.program_id(1) % NUM_KV, tl.program_id(2) * splits
@@ -94,6 +94,6 @@ def _attention_kernel(
                 if tl.max(lanes.to(tl.int32), 0) > 0:
                     top, total, acc = run_split(
                         queries, pool, table, kv_head, seen, tree_start, split, start, end, row, lanes,
-                        first, prefix, count, scale, NUM_KV, DIM, 0, BLOCK_D, BLOCK_SIZE, WINDOW, CHUNK,
+                        first, prefix, count, scale, NUM_KV, DIM, 0, BLOCK_D, BLOCK_SIZE, WINDOW, CAP, CHUNK,
                     )  # fmt: skip
                     store_partial(work, lanes, place + split, top, total, acc, column, DIM)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from forerun.kernels.triton.attention_tiles import choose, chunks_of, logical_rows, nothing, seen_by, soften
+from forerun.kernels.triton.norms import soft_cap
 from forerun.kernels.triton.products import tile_product
 
 
@@ -102,7 +103,7 @@ def _latent_values(
 def _add_keys(
     state, queries, used, pool, table, kv_head, logical, inside, lanes, scale,
     NUM_KV: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    MASKED: tl.constexpr,
+    CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The keys at `logical` [n] that are `inside` added for `lanes` [LANES]; all keys for all lanes if not MASKED."""
     block, offset = _locate(table, logical, inside, BLOCK_SIZE, MASKED)
@@ -112,6 +113,8 @@ def _add_keys(
         scores = _latent_scores(queries, used, pool, position, inside, DIM, MASKED) * scale
     else:
         scores = _plain_scores(queries, pool, place, offset, inside, DIM, BLOCK_SIZE, MASKED) * scale
+    if CAP > 0:
+        scores = soft_cap(scores, CAP)
     if MASKED:
         scores = tl.where(lanes[:, None] & inside[None, :], scores, float("-inf"))
     if RANK > 0:
@@ -127,7 +130,7 @@ def _add_keys(
 def _add_row_by_row(
     state, queries, used, pool, table, kv_head, seen, tree_start, chunk, start, end, row, scale,
     NUM_KV: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A chunk of which rows start .. end-1 see different keys; `row` [LANES], `seen` prefix lengths and masks."""
     index = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -137,7 +140,7 @@ def _add_row_by_row(
             logical = logical_rows(index, prefix, tl.load(seen[1] + one), tree_start)
             state = _add_keys(
                 state, queries, used, pool, table, kv_head, logical, (index >= first) & (index < count), row == one,
-                scale, NUM_KV, DIM, RANK, BLOCK_D, BLOCK_SIZE, True,
+                scale, NUM_KV, DIM, RANK, BLOCK_D, BLOCK_SIZE, CAP, True,
             )  # fmt: skip
     return state
 
@@ -146,7 +149,7 @@ def _add_row_by_row(
 def run_split(
     queries, pool, table, kv_head, seen, tree_start, split, start, end, row, lanes, first, prefix, count, scale,
     NUM_KV: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One split for the rows start .. end-1 of one sequence -> (top, total, acc) of the lanes that reach it.
 
@@ -162,11 +165,11 @@ def run_split(
             index = chunk * CHUNK + tl.arange(0, CHUNK)
             state = _add_keys(
                 state, queries, lanes, pool, table, kv_head, index, index >= 0, lanes, scale,
-                NUM_KV, DIM, RANK, BLOCK_D, BLOCK_SIZE, False,
+                NUM_KV, DIM, RANK, BLOCK_D, BLOCK_SIZE, CAP, False,
             )  # fmt: skip
         for chunk in range(tl.where(phase == 0, begin, differ), tl.where(phase == 0, same, stop)):
             state = _add_row_by_row(
                 state, queries, lanes, pool, table, kv_head, seen, tree_start, chunk, start, end, row, scale,
-                NUM_KV, DIM, RANK, BLOCK_D, BLOCK_SIZE, WINDOW, CHUNK,
+                NUM_KV, DIM, RANK, BLOCK_D, BLOCK_SIZE, WINDOW, CAP, CHUNK,
             )  # fmt: skip
     return state

@@ -39,7 +39,7 @@ class TritonKernels(Kernels):
 
     name = "triton"
     rms_norm, add_rms_norm = staticmethod(norms.rms_norm), staticmethod(norms.add_rms_norm)
-    gated_act = staticmethod(norms.gated_act)
+    gated_act, scaled = staticmethod(norms.gated_act), staticmethod(norms.scaled)
     rope_and_cache, attention = staticmethod(rope.rope_and_cache), staticmethod(attention.attention)
     latent_rope_and_cache = staticmethod(rope.latent_rope_and_cache)
     latent_attention = staticmethod(latent.latent_attention)

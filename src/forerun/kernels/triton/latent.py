@@ -74,6 +74,6 @@ def _latent_attention_kernel(
                 if tl.max(lanes.to(tl.int32), 0) > 0:
                     top, total, acc = run_split(
                         pointers, (values,), table, 0, seen, tree_start, split, start, end, row, lanes,
-                        first, prefix, count, scale, 1, DIM, RANK, BLOCK_D, BLOCK_SIZE, 0, CHUNK,
+                        first, prefix, count, scale, 1, DIM, RANK, BLOCK_D, BLOCK_SIZE, 0, 0.0, CHUNK,
                     )  # fmt: skip
                     store_partial(work, lanes, place + split, top, total, acc, tl.arange(0, BLOCK_D), RANK)

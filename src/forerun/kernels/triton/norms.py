@@ -19,15 +19,15 @@ MAX_ROW = 1 << 17  # numbers a program holds, 256 a thread of 16 warps
 _ACT_BLOCK = 1024
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> Tensor:
     """See `Kernels.rms_norm`."""
-    return _normalise(x, None, weight, eps)
+    return _normalise(x, None, weight, eps, centered)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, centered: bool = False) -> Tensor:
     """See `Kernels.add_rms_norm`."""
     total = aligned(residual)
-    out = _normalise(x, total, weight, eps)
+    out = _normalise(x, total, weight, eps, centered)
     if total is not residual:
         residual.copy_(total)
     return out
@@ -43,13 +43,23 @@ def gated_act(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def scaled(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
+    """See `Kernels.scaled`."""
+    num_rows, size = x.shape
+    out = torch.empty(num_rows, size, device=x.device)
+    grid = (num_rows, triton.cdiv(size, _ACT_BLOCK))
+    _scale_kernel[grid](aligned(x), out, size, factor, cap, cap > 0, _ACT_BLOCK, **EXACT)
+    return out
+
+
+def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, centered: bool) -> Tensor:
     num_rows, size = x.shape
     if size > MAX_ROW:
         raise KernelError(f"a norm of {size} entries: the Triton kernels take up to {MAX_ROW}; use kernels 'reference'")
     out = torch.empty(num_rows, size, device=x.device)
     block, warps = power_of_two(size), warps_for(size)
-    _rms_kernel[(num_rows,)](aligned(x), residual, aligned(weight), out, eps, size, block, num_warps=warps, **EXACT)
+    tensors = aligned(x), residual, aligned(weight), out
+    _rms_kernel[(num_rows,)](*tensors, eps, size, centered, block, num_warps=warps, **EXACT)
     return out
 
 
@@ -61,7 +71,7 @@ def rms_factor(squares, eps, size):
 
 @triton.jit
 def _rms_kernel(
-    x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    x, residual, weight, out, eps, SIZE: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -70,6 +80,8 @@ def _rms_kernel(
     if residual is not None:
         row += tl.load(residual + at, inside, 0.0)
         tl.store(residual + at, row, inside)
+    if CENTERED:
+        row = tl.where(inside, row - tl.math.div_rn(tl.sum(row, 0), SIZE * 1.0), 0.0)
     factor = rms_factor(tl.sum(row * row, 0), eps, SIZE)
     tl.store(out + at, row * factor * tl.load(weight + column, inside, 0.0), inside)
 
@@ -82,6 +94,28 @@ def _gate_kernel(gate_up, out, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BLO
     gate = tl.load(gate_up + row * (2 * SIZE) + column, inside, 0.0)
     up = tl.load(gate_up + row * (2 * SIZE) + SIZE + column, inside, 0.0)
     tl.store(out + row * SIZE + column, gated(gate, up, ACTIVATION), inside)
+
+
+@triton.jit
+def _scale_kernel(x, out, SIZE: tl.constexpr, factor, cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    at = tl.program_id(0).to(tl.int64) * SIZE + column
+    row = tl.load(x + at, inside, 0.0) * factor
+    if CAPPED:
+        row = soft_cap(row, cap)
+    tl.store(out + at, row, inside)
+
+
+@triton.jit
+def soft_cap(x, cap):
+    """cap * tanh(x / cap); near 0 by tanh's series, where 1 - e^-2u would cancel."""
+    u = tl.math.div_rn(x, cap)
+    power = tl.exp(-2.0 * tl.abs(u))
+    far = tl.math.div_rn(1.0 - power, 1.0 + power)
+    square = u * u
+    near = u + u * square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835))))
+    return cap * tl.where(square < 0.0625, near, tl.where(u < 0, -far, far))
 
 
 @triton.jit

@@ -44,7 +44,7 @@ def rope_and_cache(
     _rope_kernel[(qkv.shape[0], heads.num_q + 2 * heads.num_kv)](
         rows, aligned(rope_table), positions, slots, q_norm, k_norm,
         kv.keys, kv.values, kv.key_scales, kv.value_scales, eps,
-        heads.num_q, heads.num_kv, heads.head_dim, half, kv.block_size,
+        heads.num_q, heads.num_kv, heads.head_dim, half, heads.interleaved, kv.block_size,
         power_of_two(half), power_of_two(heads.head_dim - 2 * half),
         num_warps=1, **EXACT,
     )  # fmt: skip
@@ -77,22 +77,38 @@ def latent_rope_and_cache(
 
 
 @triton.jit
-def _load_head(base, HALF: tl.constexpr, DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr):
-    """The two halves that rotate together and what stays: an entry and its partner are one thread's."""
-    pair, rest = tl.arange(0, HALF_BLOCK), 2 * HALF + tl.arange(0, REST_BLOCK)
-    first = tl.load(base + pair, pair < HALF, 0.0)
-    second = tl.load(base + HALF + pair, pair < HALF, 0.0)
+def _load_pairs(base, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HALF_BLOCK: tl.constexpr):
+    """The two halves that rotate together: an entry and its partner are one thread's."""
+    pair = tl.arange(0, HALF_BLOCK)
+    if INTERLEAVED:
+        first = tl.load(base + 2 * pair, pair < HALF, 0.0)
+        second = tl.load(base + 2 * pair + 1, pair < HALF, 0.0)
+        tl.debug_barrier()  # an entry is written where another thread reads
+    else:
+        first = tl.load(base + pair, pair < HALF, 0.0)
+        second = tl.load(base + HALF + pair, pair < HALF, 0.0)
+    return first, second
+
+
+@triton.jit
+def _load_head(
+    base, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, DIM: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The two halves that rotate together and what stays."""
+    rest = 2 * HALF + tl.arange(0, REST_BLOCK)
+    first, second = _load_pairs(base, HALF, INTERLEAVED, HALF_BLOCK)
     return first, second, tl.load(base + rest, rest < DIM, 0.0)
 
 
 @triton.jit
 def _norm_head(
-    first, second, rest, weight, eps,
-    HALF: tl.constexpr, DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    first, second, rest, weight, eps, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, DIM: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
     squares = tl.sum(first * first, 0) + tl.sum(second * second, 0) + tl.sum(rest * rest, 0)
     factor = rms_factor(squares, eps, DIM)
-    weights = _load_head(weight, HALF, DIM, HALF_BLOCK, REST_BLOCK)
+    weights = _load_head(weight, HALF, INTERLEAVED, DIM, HALF_BLOCK, REST_BLOCK)
     return first * factor * weights[0], second * factor * weights[1], rest * factor * weights[2]
 
 
@@ -157,17 +173,17 @@ def _cache_head(
 def _rope_kernel(
     qkv, table, positions, slots, q_norm, k_norm,
     keys, values, key_scales, value_scales, eps,
-    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base = qkv + row * ((NUM_Q + 2 * NUM_KV) * DIM) + head * DIM
-    first, second, rest = _load_head(base, HALF, DIM, HALF_BLOCK, REST_BLOCK)
     angles = table + tl.load(positions + row).to(tl.int64) * (2 * HALF)
     if head < NUM_Q:
+        first, second, rest = _load_head(base, HALF, INTERLEAVED, DIM, HALF_BLOCK, REST_BLOCK)
         if q_norm is not None:
             first, second, rest = _norm_head(
-                first, second, rest, q_norm, eps, HALF, DIM, HALF_BLOCK, REST_BLOCK
+                first, second, rest, q_norm, eps, HALF, INTERLEAVED, DIM, HALF_BLOCK, REST_BLOCK
             )  # fmt: skip
         first, second = _rotate(first, second, angles, HALF, HALF_BLOCK)
         _store_head(base, 1, first, second, rest, HALF, DIM, HALF_BLOCK, REST_BLOCK)
@@ -175,9 +191,10 @@ def _rope_kernel(
         slot = tl.load(slots + row)
         block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
         if head < NUM_Q + NUM_KV:
+            first, second, rest = _load_head(base, HALF, INTERLEAVED, DIM, HALF_BLOCK, REST_BLOCK)
             if k_norm is not None:
                 first, second, rest = _norm_head(
-                    first, second, rest, k_norm, eps, HALF, DIM, HALF_BLOCK, REST_BLOCK
+                    first, second, rest, k_norm, eps, HALF, INTERLEAVED, DIM, HALF_BLOCK, REST_BLOCK
                 )  # fmt: skip
             first, second = _rotate(first, second, angles, HALF, HALF_BLOCK)
             place = block * NUM_KV + (head - NUM_Q)
@@ -186,6 +203,7 @@ def _rope_kernel(
                 first, second, rest, HALF, DIM, HALF_BLOCK, REST_BLOCK,
             )  # fmt: skip
         else:
+            first, second, rest = _load_head(base, HALF, False, DIM, HALF_BLOCK, REST_BLOCK)
             place = (block * NUM_KV + (head - NUM_Q - NUM_KV)) * BLOCK_SIZE + offset
             _cache_head(
                 values + place * DIM, 1, value_scales, place, first, second, rest, HALF, DIM, HALF_BLOCK, REST_BLOCK
@@ -195,14 +213,7 @@ def _rope_kernel(
 @triton.jit
 def _turn_tail(base, angles, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HALF_BLOCK: tl.constexpr):
     """The two rotated halves of the 2 * HALF entries at `base`."""
-    pair = tl.arange(0, HALF_BLOCK)
-    if INTERLEAVED:
-        first = tl.load(base + 2 * pair, pair < HALF, 0.0)
-        second = tl.load(base + 2 * pair + 1, pair < HALF, 0.0)
-        tl.debug_barrier()  # an entry is written where another thread reads
-    else:
-        first = tl.load(base + pair, pair < HALF, 0.0)
-        second = tl.load(base + HALF + pair, pair < HALF, 0.0)
+    first, second = _load_pairs(base, HALF, INTERLEAVED, HALF_BLOCK)
     return _rotate(first, second, angles, HALF, HALF_BLOCK)
 
 
