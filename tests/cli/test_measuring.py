@@ -27,7 +27,7 @@ CHECK = {
 INSPECT = {
     "model", "folder", "family", "implementation", "num_parameters", "sizes", "dtype", "context",
     "usable_context", "tokenizer",
-    "chat_template", "drafters", "memory", "backend", "kernels", "storage", "slow",
+    "chat_template", "drafters", "memory", "backend", "kernels", "storage", "slow", "text_part",
 }  # fmt: skip
 
 

@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -61,6 +62,19 @@ DEEPSEEK: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
+}
+TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+WINDOWS = {"num_hidden_layers": 3, "sliding_window": 7, "layer_types": TYPES}
+WIDE = {"head_dim": 16, "sliding_window": 5}
+GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
 }
 DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
 GLM = {
@@ -95,6 +109,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "gemma2": ("gemma2", {**WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0}),
+    "gemma2-plain": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 5}),
+    "gemma3": ("gemma3_text", {**WINDOWS, "head_dim": 16, "rope_parameters": GEMMA3_ROPES}),
+    "gemma3-capped": ("gemma3_text", {"sliding_window": 5, "final_logit_softcapping": 3.0, "attention_bias": True}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {**YARN, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1},
+        },
+    ),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3": ("olmo3", {**WINDOWS, "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}),
+    "exaone4": ("exaone4", {**WINDOWS, "head_dim": 16}),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "granite": ("granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
+    "smollm3-window": ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "cohere2": ("cohere2", {**WINDOWS, "logit_scale": 0.3}),
+    "cohere2-biased": ("cohere2", {"attention_bias": True, "tie_word_embeddings": False}),
     "mixtral": ("mixtral", {"num_local_experts": 5}),
     "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": 7, "head_dim": 16}),
     "qwen2-moe": ("qwen2_moe", {**QWEN_EXPERTS, "shared_expert_intermediate_size": 24, "norm_topk_prob": True}),

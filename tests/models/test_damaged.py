@@ -244,5 +244,5 @@ def test_long_rope_ends_where_its_keys_would_change(implementation: str, tmp_pat
     assert torch.allclose(Runner(model, 33).span(tokens).logits.double(), expected, atol=1e-4)
     longer = factory.hf_logits(folder, [*tokens, 5], torch.float64)
     assert not torch.allclose(longer[:32], expected, atol=1e-2)  # transformers changes the factors of all positions
-    with pytest.raises(ConfigError, match=r"from 1 to 32, .* got 33 \(past its original context a long-rope"):
+    with pytest.raises(ConfigError, match=r"from 1 to 32, .* got 33 \(past its original context this model"):
         load_model(folder, kernels, implementation=implementation, max_position=33)

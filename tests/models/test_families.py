@@ -29,6 +29,12 @@ BOTH = (
     "qwen2-moe",
     "deepseek",
     "gpt-oss",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "granite",
+    "glm4",
+    "cohere2",
 )  # cases that also run on the reference
 
 
@@ -99,7 +105,8 @@ def test_counts_are_those_of_transformers(loaded: LoadedModel) -> None:
 
 HALVES = (
     "llama-tied-biased", "mistral-window", "qwen2", "qwen3", "phi3", "llama3", "mixtral", "qwen3-moe", "deepseek",
-    "gpt-oss", "glm4-moe", "glm4-moe-lite", "deepseek-v32",
+    "gpt-oss", "glm4-moe", "glm4-moe-lite", "deepseek-v32", "gemma2", "gemma3", "olmo3", "exaone4", "granite",
+    "smollm3", "glm4", "cohere2",
 )  # fmt: skip
 
 

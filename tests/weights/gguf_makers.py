@@ -20,6 +20,40 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
 """Rows of whole blocks of 256."""
 
 
+# Norms of families whose names mean other places than Llama's.
+BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+GEMMA = {**BEHIND, "pre_feedforward_layernorm": "ffn_norm"}
+NORMS = {
+    "gemma2": GEMMA, "gemma3": GEMMA, "olmo2": BEHIND, "exaone4": BEHIND,
+    "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
+}  # fmt: skip
+PERMUTED = ("llama", "granite", "smollm3")
+
+
+def add_special(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
+    """The keys of dense families beyond Llama."""
+    if arch in ("gemma2", "gemma3", "olmo2", "exaone4", "cohere2") and getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+        writer.add_attention_scale(config.attention_multiplier)
+    if arch == "cohere2":
+        writer.add_logit_scale(config.logit_scale)
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+
+
+def own_name(name: str, arch: str) -> str:
+    """The converter's name for a tensor."""
+    for ours, theirs in NORMS.get(arch, {}).items():
+        name = name.replace(f".{ours}.", f".{theirs}.")
+    return gguf_name(name)
+
+
 def permuted(matrix: Tensor, num_heads: int) -> Tensor:
     """Rows as the converter stores them for `llama` (convert_hf_to_gguf.py, LlamaModel.permute)."""
     shape = matrix.shape
@@ -34,11 +68,13 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     if config.model_type == "phi3" or (getattr(config, "sliding_window", None) and config.model_type == "mistral"):
@@ -99,17 +135,20 @@ def write_model(
     """
     writer = gguf.GGUFWriter(path, arch)
     add_config(writer, model.config)
+    add_special(writer, arch, model.config)
     add_tokenizer(writer, folder)
     types = {"": types} if isinstance(types, str) else types
     worth: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        own = gguf_name(name)
+        own = own_name(name, arch)
         quantized = next(kind for end, kind in types.items() if own.removesuffix(".weight").endswith(end))
         data, kind = stored(own, tensor, quantized)
         worth[name] = torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(data, kind)))
-        if arch == "llama" and (".attn_q." in own or ".attn_k." in own):
+        if arch in ("gemma2", "gemma3") and "norm" in name:
+            data, kind = stored(own, tensor + 1, quantized)
+        if arch in PERMUTED and (".attn_q." in own or ".attn_k." in own):
             heads = model.config.num_attention_heads if ".attn_q." in own else model.config.num_key_value_heads
             data, kind = stored(own, permuted(tensor, heads), quantized)
         writer.add_tensor(own, data, raw_dtype=kind)

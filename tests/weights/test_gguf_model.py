@@ -28,13 +28,26 @@ from tests.weights import gguf_makers as makers  # noqa: E402
 TOKENS = [3, 17, 40, 8, 25, 61, 9, 33, 50, 12, 77, 4]
 ARCHITECTURES = {
     "llama": "llama", "llama-tied-biased": "llama", "mistral": "llama", "llama-linear": "llama", "qwen2": "qwen2",
-    "qwen3": "qwen3", "phi3": "phi3",
+    "qwen3": "qwen3", "phi3": "phi3", "gemma2-file": "gemma2", "gemma3-file": "gemma3", "olmo2": "olmo2",
+    "olmo3-file": "olmo2", "exaone4-file": "exaone4", "granite": "granite", "smollm3-file": "smollm3", "glm4": "glm4",
+    "cohere2-file": "cohere2",
 }  # fmt: skip
+
+
+# What files do not say is as in the published models.
+AS_FILES_HAVE_IT: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2-file": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 5}),
+    "gemma3-file": ("gemma3_text", {**factory.WIDE, "query_pre_attn_scalar": 16, "num_hidden_layers": 6}),
+    "olmo3-file": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 5}),
+    "exaone4-file": ("exaone4", {**factory.WIDE, "num_hidden_layers": 4, "rms_norm_eps": 1e-6}),
+    "smollm3-file": ("smollm3", {"num_hidden_layers": 4}),
+    "cohere2-file": ("cohere2", {"num_hidden_layers": 4, "sliding_window": 5}),
+}
 
 
 def make(tmp_path: Path, case: str, types: Any = "F32", sizes: dict[str, Any] | None = None) -> tuple[Path, Path, Any]:
     """A folder, the same model as a GGUF file, and what its tensors are worth there."""
-    model_type, fields = factory.CASES[case]
+    model_type, fields = {**factory.CASES, **AS_FILES_HAVE_IT}[case]
     model = factory.random_hf_model(model_type, {**fields, **(sizes or {})})
     folder = factory.save_checkpoint(model, tmp_path / "folder")
     rope = getattr(model.config, "rope_parameters", {})
@@ -271,8 +284,8 @@ def test_unknown_architectures_types_and_leftovers_are_refused(tmp_path: Path) -
     with pytest.raises(UnsupportedError, match="leave `implementation` at 'auto'"):
         logits(path, implementation="transformers")
     model = factory.random_hf_model("llama")
-    makers.write_model(tmp_path / "g.gguf", folder, model, "gemma2")
-    with pytest.raises(UnsupportedError, match="architecture 'gemma2'; forerun runs GGUF files of llama, qwen2"):
+    makers.write_model(tmp_path / "g.gguf", folder, model, "gemma3n")
+    with pytest.raises(UnsupportedError, match="architecture 'gemma3n'; forerun runs GGUF files of llama, qwen2"):
         logits(tmp_path / "g.gguf")
     makers.write_model(tmp_path / "l.gguf", folder, model, "llama", "F32", **{"blk.0.ffn_sub_norm": [1.0]})
     with pytest.raises(UnsupportedError, match=r"1 tensors that .* e.g. model.layers.0.ffn_sub_norm.weight"):

@@ -276,6 +276,9 @@ def test_vocabulary_checks() -> None:
     check_vocabulary(tokenizer, tokenizer.vocab_size + 100)
     with pytest.raises(VocabularyError, match="do not belong together"):
         check_vocabulary(tokenizer, tokenizer.vocab_size - 1)
+    backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    backend.add_special_tokens(["<image>"])  # an id the model has no row for, as in Gemma 3
+    check_vocabulary(Tokenizer(backend, {}), tokenizer.vocab_size)
     check_same_vocabulary(tokenizer, makers.byte_level())
     with pytest.raises(VocabularyError, match="different vocabularies"):
         check_same_vocabulary(tokenizer, makers.sentencepiece())

@@ -30,7 +30,7 @@ def open_llm(
     note: Callable[[str], None] = print_note,
     **options: Any,
 ) -> LLM:
-    """Load a model, with a spinner on a terminal; `note` hears what is slow. Options of None keep their defaults."""
+    """Load a model, with a spinner on a terminal; `note` hears what is slow or left out. None is a default."""
     given = {name: value for name, value in options.items() if value is not None}
     prepare(model, drafter, draft_model, **given)
     with err().status(f"loading {model}"):
@@ -38,9 +38,9 @@ def open_llm(
 
         llm = LLM(model, drafter=drafter, draft_model=draft_model, **given)
     note_slow_kernels(llm.kernels, options.get("kernels"), note)
-    slow = why_slow(llm.loaded)
-    if slow is not None:
-        note(slow)
+    for said in (why_slow(llm.loaded), what_part(llm.loaded)):
+        if said is not None:
+            note(said)
     return llm
 
 
@@ -103,6 +103,14 @@ def why_slow(loaded: LoadedModel) -> str | None:
         f"{loaded.raw_config.get('model_type')} models run through transformers, a token at a time: as exactly as "
         f"others, but 100 to 300 times slower than what forerun runs by itself, which is {', '.join(FAMILIES)}"
     )
+
+
+def what_part(loaded: LoadedModel) -> str | None:
+    """The note for a multimodal model; None for one of text alone."""
+    from forerun.models.multimodal import PART_OF
+
+    whole = loaded.raw_config.get(PART_OF)
+    return f"this is the text part of a {whole} model: images and sound are not read" if whole else None
 
 
 def note_sampling(llm: LLM) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_json, table
-from forerun.cli.engine import open_llm, why_slow
+from forerun.cli.engine import open_llm, what_part, why_slow
 from forerun.cli.groups import values
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def _describe(loaded: LoadedModel) -> dict[str, Any]:
     storage = describe_storage(loaded.folder, loaded.model.num_parameters)
     return {
         "family": raw.get("model_type"),
+        "text_part": what_part(loaded),
         "implementation": loaded.implementation,
         "slow": why_slow(loaded),
         "num_parameters": loaded.model.num_parameters,
@@ -131,6 +132,7 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     shape = f"{sizes['num_layers']} layers of {sizes['hidden_size']}, {sizes['num_heads']} heads"
     return [
         ("family", f"{report['family']} (run by {report['implementation']})"),
+        *([("text part", report["text_part"])] if report["text_part"] else []),
         *([("slow", report["slow"])] if report["slow"] else []),
         ("parameters", f"{report['num_parameters'] / 1e6:.1f}M, stored as {_stored(report['storage'])}"),
         ("shape", f"{shape}, {_kept(sizes)}"),

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from forerun.kernels.ops import AttentionRows, HeadLayout, Kernels, LayerKV
 from forerun.layers.linear import Linear
+from forerun.layers.norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class AttentionShape:
     window: int = 0  # 0: every visible key counts
     norm_eps: float = 0.0  # of the q and k norms
     chunk: int = 0  # positions that see only each other; 0: there are no chunks
+    cap: float = 0.0  # scores are bounded softly by it; 0: not
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +35,29 @@ class HeadNorms:
     key: Tensor  # [D] float32
 
 
+@dataclass(frozen=True, slots=True)
+class NormedProjections:
+    """q, k and v by matrices of their own, with a norm over all query heads together and one over all key heads."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    query_norm: RMSNorm
+    key_norm: RMSNorm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, H] -> [M, row_size]."""
+        return torch.cat([self.query_norm(self.query(x)), self.key_norm(self.key(x)), self.value(x)], dim=1)
+
+
 class Attention:
     """qkv projection, rotation and cache write, attention, output projection."""
 
     is_latent = False  # keys and values lie in the pool
 
     def __init__(
-        self, kernels: Kernels, shape: AttentionShape, qkv: Linear, out: Linear, rope_table: Tensor,
-        norms: HeadNorms | None = None, sinks: Tensor | None = None,
+        self, kernels: Kernels, shape: AttentionShape, qkv: Linear | NormedProjections, out: Linear,
+        rope_table: Tensor, norms: HeadNorms | None = None, sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         """`qkv` [row_size, H]: q, k, v rows in order; `out` [H, Q * D]; rope_table [P, rotary_dim]; `sinks` [Q]."""
         self._kernels = kernels
@@ -53,12 +71,15 @@ class Attention:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix of the layer."""
-        return (self.qkv, self.out)
+        qkv = self.qkv
+        return (*((qkv,) if isinstance(qkv, Linear) else (qkv.query, qkv.key, qkv.value)), self.out)
 
     @property
     def vectors(self) -> tuple[Tensor, ...]:
         """The weights of the norms inside, and the sinks."""
         norms = () if self.norms is None else (self.norms.query, self.norms.key)
+        if not isinstance(self.qkv, Linear):
+            norms = (self.qkv.query_norm.weight, self.qkv.key_norm.weight)
         return norms if self.sinks is None else (*norms, self.sinks)
 
     def store(self, x: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor) -> Tensor:
@@ -84,6 +105,6 @@ class Attention:
         """x [M, H] -> [M, H], or [R, H] of the rows `wanted` [R]; `store` is a part of it."""
         shape, qkv = self.shape, self.store(x, kv, positions, slots)
         mixed = self._kernels.attention(
-            qkv, shape.heads, kv, rows, shape.scale, shape.window, shape.chunk, self.sinks
+            qkv, shape.heads, kv, rows, shape.scale, shape.window, shape.chunk, self.sinks, shape.cap
         )  # [M, Q * D]
         return self.out(mixed if wanted is None else mixed.index_select(0, wanted))

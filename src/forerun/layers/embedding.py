@@ -31,11 +31,17 @@ class Embedding(Protocol):
 class TableEmbedding:
     """A table in memory, dense or packed."""
 
-    def __init__(self, kernels: Kernels, table: Tensor | PackedLinear, shared: bool = False) -> None:
-        """`table` [V, H]: float32, bfloat16, or packed; `shared`: it is the matrix of a tied output layer."""
+    def __init__(
+        self, kernels: Kernels, table: Tensor | PackedLinear, shared: bool = False, scale: float = 1.0
+    ) -> None:
+        """`table` [V, H]: float32, bfloat16, or packed; `shared`: it is the matrix of a tied output layer.
+
+        scale: what rows are multiplied with.
+        """
         self._kernels = kernels
         self._table = table
         self._shared = shared
+        self._scale = scale
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,4 +55,5 @@ class TableEmbedding:
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """See `Embedding`."""
-        return self._kernels.embedding(token_ids, self._table)
+        rows = self._kernels.embedding(token_ids, self._table)
+        return rows if self._scale == 1 else self._kernels.scaled(rows, self._scale)

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from forerun.errors import CheckpointError
 from forerun.kernels.ops import Kernels
-from forerun.layers.attention import Attention, AttentionShape, HeadNorms
+from forerun.layers.attention import Attention, AttentionShape, HeadNorms, NormedProjections
 from forerun.layers.embedding import Embedding, TableEmbedding
 from forerun.layers.linear import Linear
 from forerun.layers.mla import LatentAttention
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.norm import RMSNorm
-from forerun.layers.rotary import rope_table
+from forerun.layers.rotary import RopeSpec, rope_table
+from forerun.layers.scaled import Scaled
 from forerun.models.build_blocks import latent_attention, mixture_of_experts
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts, FeedForward
@@ -55,6 +56,7 @@ class Builder:
             final_norm=self.norm(self.family.names.final_norm, self.config.hidden_size),
             lm_head=head,
             tie_embeddings=self.config.tie_embeddings,
+            after_head=self._scale(self.config.scales.logits, self.config.scales.logits_cap),
         )
         return Decoder(parts, self.max_position, self._kv_dtype(parts))
 
@@ -63,49 +65,76 @@ class Builder:
 
         rope: the table [P, rotary_dim] of another layer to share; None makes one. Raises CheckpointError.
         """
-        return self._layer_with(index, self.rope_table() if rope is None else rope)
+        return self._layer_with(index, self._table(self.config.rope_of(index)) if rope is None else rope)
 
     def rope_table(self) -> Tensor:
-        """The rotations of all positions -> [P, rotary_dim]."""
-        return rope_table(self.config.rope, self.max_position).to(self.kernels.device)
+        """The rotations of all positions, of layers without a window -> [P, rotary_dim]."""
+        return self._table(self.config.rope)
+
+    def _table(self, rope: RopeSpec) -> Tensor:
+        return rope_table(rope, self.max_position).to(self.kernels.device)  # [P, rotary_dim]
 
     def _layers(self, progress: Progress | None) -> tuple[DecoderLayer, ...]:
-        rope = self.rope_table()  # [P, rotary_dim], shared by all layers
+        tables = {rope: self._table(rope) for rope in set(self.config.layer_ropes)}  # shared by layers
         total, layers = self.config.num_layers, list[DecoderLayer]()
         for index in range(total):
-            layers.append(self._layer_with(index, rope))
+            layers.append(self._layer_with(index, tables[self.config.rope_of(index)]))
             if progress is not None:
                 progress(index + 1, total)
         return tuple(layers)
 
     def _layer_with(self, index: int, rope: Tensor) -> DecoderLayer:
-        names, hidden = self.family.names, self.config.hidden_size
+        names = self.family.names
         prefix = names.layer.format(index=index)
+        rescale = self._scale(self.config.scales.residual)
         return DecoderLayer(
-            attention_norm=self.norm(f"{prefix}.{names.attention_norm}", hidden),
+            attention_norm=self._layer_norm(prefix, names.attention_norm),
             attention=self._attention(index, prefix, rope),
-            mlp_norm=self.norm(f"{prefix}.{names.mlp_norm}", hidden),
+            mlp_norm=self._layer_norm(prefix, names.mlp_norm),
             mlp=self._feed_forward(index, prefix),
+            after_attention=self._layer_norm(prefix, names.after_attention) or rescale,
+            after_mlp=self._layer_norm(prefix, names.after_mlp) or rescale,
+            parallel=self.family.parallel,
         )
+
+    def _layer_norm(self, prefix: str, name: str) -> RMSNorm | None:
+        return self.norm(f"{prefix}.{name}", self.config.hidden_size) if name else None
+
+    def _scale(self, factor: float, cap: float = 0.0) -> Scaled | None:
+        return None if (factor, cap) == (1, 0) else Scaled(self.kernels, factor, cap)
 
     def _attention(self, index: int, prefix: str, rope: Tensor) -> Attention | LatentAttention:
         if self.config.latents is not None:
             return latent_attention(self, self.config.latents, prefix, rope)
         config, names = self.config, self.family.names
-        heads, hidden = config.heads, config.hidden_size
-        shape = AttentionShape(heads, config.attention_scale, config.window(index), config.norm_eps)
+        heads, hidden = config.heads._replace(rotary_dim=rope.shape[1]), config.hidden_size
+        window, cap = config.window(index), config.scales.attention_cap
+        shape = AttentionShape(heads, config.attention_scale, window, config.norm_eps, cap=cap)
         rows = tuple(count * heads.head_dim for count in (heads.num_q, heads.num_kv, heads.num_kv))
-        qkv = self.linear(module_parts(prefix, names.qkv, rows), hidden, config.biases.qkv)
+        qkv: Linear | NormedProjections
+        if config.qk_norm == "row":
+            qkv = self._normed_projections(prefix, rows)
+        else:
+            qkv = self.linear(module_parts(prefix, names.qkv, rows), hidden, config.biases.qkv)
         out = self.linear(module_parts(prefix, (names.out,), (hidden,)), rows[0], config.biases.out)
         sinks = self.vector(f"{prefix}.{names.sinks}", heads.num_q) if config.sinks else None
         return Attention(self.kernels, shape, qkv, out, rope, self._head_norms(prefix), sinks)
 
+    def _normed_projections(self, prefix: str, rows: tuple[int, ...]) -> NormedProjections:
+        names, config = self.family.names, self.config
+        query, key, value = (
+            self.linear([RowPart(f"{prefix}.{name}", count)], config.hidden_size, config.biases.qkv)
+            for name, count in zip(names.qkv, rows, strict=True)
+        )
+        norms = (names.query_norm, rows[0]), (names.key_norm, rows[1])
+        return NormedProjections(query, key, value, *(self.norm(f"{prefix}.{name}", size) for name, size in norms))
+
     def _head_norms(self, prefix: str) -> HeadNorms | None:
-        if not self.config.qk_norm:
+        if self.config.qk_norm != "head":
             return None
-        read = partial(self.vector, size=self.config.heads.head_dim)
+        read = partial(self._norm_weight, size=self.config.heads.head_dim)
         names = self.family.names
-        return HeadNorms(read(f"{prefix}.{names.query_norm}.weight"), read(f"{prefix}.{names.key_norm}.weight"))
+        return HeadNorms(read(f"{prefix}.{names.query_norm}"), read(f"{prefix}.{names.key_norm}"))
 
     def _feed_forward(self, index: int, prefix: str) -> FeedForward:
         config, names = self.config, self.family.names
@@ -142,7 +171,12 @@ class Builder:
 
     def norm(self, name: str, size: int) -> RMSNorm:
         """The norm whose weight is NAME.weight [size]."""
-        return RMSNorm(self.kernels, self.vector(f"{name}.weight", size), self.config.norm_eps)
+        weight = self._norm_weight(name, size)
+        return RMSNorm(self.kernels, weight, self.config.norm_eps, self.family.centered_norms)
+
+    def _norm_weight(self, name: str, size: int) -> Tensor:
+        stored = self.vector(f"{name}.weight", size)
+        return stored + self.family.norm_offset if self.family.norm_offset else stored
 
     def vector(self, name: str, size: int) -> Tensor:
         """The tensor `name` [size] as float32, where the kernels run."""
@@ -150,16 +184,16 @@ class Builder:
 
     def _embedding(self, head: Linear) -> Embedding:
         """The table; if it is tied to the output layer and rows can be read from that one's matrix, that matrix."""
-        module = self.family.names.embedding
+        module, scale = self.family.names.embedding, self.config.scales.embedding
         in_blocks = self.dtype is None and keeps_blocks(self.source, f"{module}.weight")
         tied = self.config.tie_embeddings and (in_blocks or isinstance(head.weight, DenseWeight))
         if tied or in_blocks:
             weight = head.weight if tied else self._table_module(module).weight
             assert weight.packed is not None
-            return TableEmbedding(self.kernels, weight.packed, shared=tied)
+            return TableEmbedding(self.kernels, weight.packed, tied, scale)
         table = self._stored_table()
         dtype = self.dtype or (torch.float32 if table.dtype == torch.float16 else table.dtype)
-        return TableEmbedding(self.kernels, aligned(table.to(dtype)).to(self.kernels.device))
+        return TableEmbedding(self.kernels, aligned(table.to(dtype)).to(self.kernels.device), scale=scale)
 
     def _kv_dtype(self, parts: DecoderParts) -> torch.dtype:
         """float32 beside float32 and float16 matrices, bfloat16 beside bfloat16 and quantized ones."""

@@ -14,9 +14,9 @@ from forerun.errors import CheckpointError, UnsupportedError
 from forerun.kernels.ops import HeadLayout
 from forerun.layers.rotary import RopeSpec, score_factor
 from forerun.models.blocks import ExpertsShape, LatentDims
-from forerun.models.family import Biases, Family
+from forerun.models.family import Biases, Family, QkNorm, Scales
 from forerun.models.fields import Fields, words
-from forerun.models.rope_config import ROPE_FIELDS, reachable_positions, read_rope
+from forerun.models.rope_config import LOCAL_BASE, ROPE_FIELDS, reachable_positions, read_rope, read_window_rope
 from forerun.quant.formats import check_quantization
 
 COMMON_FIELDS = words(
@@ -60,12 +60,15 @@ class ModelConfig:
     heads: HeadLayout
     activation: str  # one of ops.ACTIVATIONS
     norm_eps: float
-    rope: RopeSpec
+    rope: RopeSpec  # of layers without a window
+    layer_ropes: tuple[RopeSpec, ...]  # a layer
     max_position: int  # positions the checkpoint says it can use
     windows: tuple[int, ...]  # a layer; 0: no window
     biases: Biases
-    qk_norm: bool
+    qk_norm: QkNorm
     sinks: bool
+    scales: Scales
+    num_norms: int  # of a layer, beside those of queries and keys
     tie_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -78,8 +81,10 @@ class ModelConfig:
         _refuse_unknown(raw, family)
         fields = Fields(raw, family.defaults)
         num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+        windows = family.windows(fields, num_layers)
         latents = family.latents(fields)
         rope = read_rope(raw, fields, family, latents.rope_dim if latents else _head_dim(fields))
+        ropes = _layer_ropes(raw, fields, family, rope, windows)
         starts = fields.token_ids("bos_token_id")
         return ModelConfig(
             model_type=family.model_type,
@@ -87,15 +92,18 @@ class ModelConfig:
             hidden_size=fields.integer("hidden_size"),
             ffn_size=fields.integer("intermediate_size"),
             num_layers=num_layers,
-            heads=_read_heads(fields, rope.rotary_dim) if latents is None else _latent_heads(fields, latents),
-            activation=family.gate or _read_activation(fields),
-            norm_eps=fields.number("rms_norm_eps"),
+            heads=_read_heads(fields, rope.rotary_dim, family) if latents is None else _latent_heads(fields, latents),
+            activation=family.gate or _read_activation(fields, family.activation),
+            norm_eps=fields.number(family.norm_eps),
             rope=rope,
+            layer_ropes=ropes,
             max_position=_max_position(fields, family, rope),
-            windows=family.windows(fields, num_layers),
+            windows=windows,
             biases=family.biases(fields),
-            qk_norm=family.qk_norm and (not family.qk_norm_flag or fields.flag(family.qk_norm_flag)),
+            qk_norm="" if family.qk_norm_flag and not fields.flag(family.qk_norm_flag) else family.qk_norm,
             sinks=family.sinks,
+            scales=family.scales(fields),
+            num_norms=family.names.num_norms,
             tie_embeddings=fields.flag("tie_word_embeddings"),
             bos_token_id=starts[0] if starts else None,
             eos_token_ids=fields.token_ids("eos_token_id"),
@@ -106,6 +114,8 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """What query-key products are multiplied by."""
+        if self.scales.attention is not None:
+            return self.scales.attention
         if self.latents is None:
             return float(self.heads.head_dim**-0.5)
         return float((self.latents.nope_dim + self.latents.rope_dim) ** -0.5) * score_factor(self.rope)
@@ -113,6 +123,10 @@ class ModelConfig:
     def window(self, layer: int) -> int:
         """The window of a layer; layers after the last one have that of the last."""
         return self.windows[min(layer, len(self.windows) - 1)]
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        """The rope of a layer; layers after the last one have that of the last."""
+        return self.layer_ropes[min(layer, len(self.layer_ropes) - 1)]
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward part is a mixture of experts."""
@@ -122,7 +136,7 @@ class ModelConfig:
 def num_parameters(config: ModelConfig) -> int:
     """Entries of all matrices and norms; a tied output layer is counted once, corrections of routers not at all."""
     hidden = config.hidden_size
-    layers = config.num_layers * (_attention_parameters(config) + 2 * hidden)
+    layers = config.num_layers * (_attention_parameters(config) + config.num_norms * hidden)
     layers += sum(_feed_forward_parameters(config, layer) for layer in range(config.num_layers))
     return layers + config.vocab_size * hidden * (1 if config.tie_embeddings else 2) + hidden
 
@@ -143,7 +157,8 @@ def _attention_parameters(config: ModelConfig) -> int:
         down = config.latents.query_rank + config.latents.rank + config.latents.rope_dim
         return config.latents.num_parameters(hidden, heads.num_q) + down * biases.qkv + out
     matrices = hidden * (heads.row_size + heads.num_q * heads.head_dim)
-    vectors = 2 * heads.head_dim * config.qk_norm + heads.num_q * config.sinks
+    normed = {"": 0, "head": 2, "row": heads.num_q + heads.num_kv}[config.qk_norm]
+    vectors = normed * heads.head_dim + heads.num_q * config.sinks
     return matrices + heads.row_size * biases.qkv + out + vectors
 
 
@@ -161,7 +176,9 @@ def estimate_bytes(config: ModelConfig, bytes_per_weight: float, max_position: i
 
 
 def _refuse_unknown(raw: Mapping[str, Any], family: Family) -> None:
-    known = COMMON_FIELDS | INERT_FIELDS | ROPE_FIELDS | family.fields
+    known = COMMON_FIELDS | INERT_FIELDS | ROPE_FIELDS | family.fields | {family.activation, family.norm_eps}
+    if family.window_rope:
+        known |= {LOCAL_BASE}
     for name, value in raw.items():
         if name in known or name.startswith("_") or "dropout" in name or _says_nothing(value):
             continue
@@ -185,8 +202,21 @@ def _refusal(name: str, value: Any, family: Family) -> str:
 
 
 def _max_position(fields: Fields, family: Family, rope: RopeSpec) -> int:
-    reachable = reachable_positions(rope, fields.integer("max_position_embeddings"))
-    return min(reachable, fields.integer(family.position_limit)) if family.position_limit else reachable
+    stated = fields.integer("max_position_embeddings")
+    if family.within_original and rope.original_max_position:
+        return min(stated, rope.original_max_position)
+    if family.position_limit:
+        return min(reachable_positions(rope, stated), fields.integer(family.position_limit))
+    return stated if family.counts_stretched and rope.kind == "linear" else reachable_positions(rope, stated)
+
+
+def _layer_ropes(
+    raw: Mapping[str, Any], fields: Fields, family: Family, rope: RopeSpec, windows: tuple[int, ...]
+) -> tuple[RopeSpec, ...]:
+    if not family.window_rope:
+        return family.ropes(fields, rope, windows)
+    own = read_window_rope(raw, fields, family, rope.rotary_dim)
+    return tuple(own if window else rope for window in windows)
 
 
 def _head_dim(fields: Fields) -> int:
@@ -200,7 +230,7 @@ def _head_dim(fields: Fields) -> int:
     return fields.integer("head_dim") if given else hidden // heads
 
 
-def _read_heads(fields: Fields, rotary_dim: int) -> HeadLayout:
+def _read_heads(fields: Fields, rotary_dim: int, family: Family) -> HeadLayout:
     num_q = fields.integer("num_attention_heads")
     num_kv = fields.integer("num_key_value_heads", default=num_q)
     if num_q % num_kv:
@@ -208,7 +238,7 @@ def _read_heads(fields: Fields, rotary_dim: int) -> HeadLayout:
             f"config.json: num_attention_heads {num_q} is not a multiple of num_key_value_heads {num_kv}; "
             "correct the file"
         )
-    return HeadLayout(num_q, num_kv, _head_dim(fields), rotary_dim)
+    return HeadLayout(num_q, num_kv, _head_dim(fields), rotary_dim, family.interleaved_rope)
 
 
 def _latent_heads(fields: Fields, latents: LatentDims) -> HeadLayout:
@@ -222,11 +252,11 @@ def _latent_heads(fields: Fields, latents: LatentDims) -> HeadLayout:
     return latents.heads(num_heads)
 
 
-def _read_activation(fields: Fields) -> str:
-    name = fields.text("hidden_act", default="silu")
+def _read_activation(fields: Fields, field: str) -> str:
+    name = fields.text(field, default="silu")
     if name not in ACTIVATION_NAMES:
         raise UnsupportedError(
-            f"config.json: hidden_act is {name!r}; supported are {', '.join(ACTIVATION_NAMES)}; load the model "
+            f"config.json: {field} is {name!r}; supported are {', '.join(ACTIVATION_NAMES)}; load the model "
             "through transformers (implementation='transformers')"
         )
     return ACTIVATION_NAMES[name]

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from forerun.layers.rotary import RopeSpec
 from forerun.models.blocks import ExpertsShape, LatentDims
 from forerun.models.fields import Fields
+
+QkNorm = Literal["", "head", "row"]  # norms of queries and keys: none, of each head, of all heads of a row together
 
 
 class Biases(NamedTuple):
@@ -20,6 +23,17 @@ class Biases(NamedTuple):
     qkv: bool = False
     out: bool = False
     mlp: bool = False
+
+
+class Scales(NamedTuple):
+    """Numbers that activations are multiplied with, and soft caps: 0 for none."""
+
+    embedding: float = 1.0
+    attention: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    residual: float = 1.0  # of what attention and feed-forward parts give
+    logits: float = 1.0
+    attention_cap: float = 0.0
+    logits_cap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,8 @@ class LatentNames:
 class TensorNames:
     """Where a family's tensors are, below `model.layers.N.` for those of a layer.
 
-    Several names in `qkv` or `gate_up` are joined by rows in this order; one name is a matrix already joined.
+    Several names in `qkv` or `gate_up` are joined by rows in this order; one name is a matrix already joined. Norms
+    stand before and after attention and feed-forward part; "": there is none.
     """
 
     embedding: str = "model.embed_tokens"
@@ -65,7 +80,9 @@ class TensorNames:
     final_norm: str = "model.norm"
     lm_head: str = "lm_head"
     attention_norm: str = "input_layernorm"
+    after_attention: str = ""
     mlp_norm: str = "post_attention_layernorm"
+    after_mlp: str = ""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     out: str = "self_attn.o_proj"
     query_norm: str = "self_attn.q_norm"
@@ -76,6 +93,11 @@ class TensorNames:
     unread: str = ""  # what is in the names of a layer's tensors that are not needed; "": all are
     experts: ExpertNames = ExpertNames()
     latents: LatentNames = LatentNames()
+
+    @property
+    def num_norms(self) -> int:
+        """Norms around the parts of a layer."""
+        return sum(map(bool, (self.attention_norm, self.after_attention, self.mlp_norm, self.after_mlp)))
 
 
 def no_biases(fields: Fields) -> Biases:
@@ -98,6 +120,24 @@ def no_latents(fields: Fields) -> LatentDims | None:
     return None
 
 
+def no_scales(fields: Fields) -> Scales:
+    """Families that multiply with nothing."""
+    return Scales()
+
+
+def one_rope(fields: Fields, rope: RopeSpec, windows: tuple[int, ...]) -> tuple[RopeSpec, ...]:
+    """Families whose layers all rotate alike."""
+    return (rope,) * len(windows)
+
+
+def rope_in_windows(fields: Fields, rope: RopeSpec, windows: tuple[int, ...]) -> tuple[RopeSpec, ...]:
+    """Families whose layers rotate only where they have a window."""
+    return tuple(rope if window else UNROTATED for window in windows)
+
+
+UNROTATED = RopeSpec(rotary_dim=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One `model_type`.
@@ -110,14 +150,25 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fields: frozenset[str] = frozenset()
     names: TensorNames = TensorNames()
-    qk_norm: bool = False
+    qk_norm: QkNorm = ""
     qk_norm_flag: str = ""  # a field that may be false, so that there are none
+    norm_offset: float = 0.0  # added to the stored weights of norms
+    centered_norms: bool = False  # layer norms
+    parallel: bool = False  # attention and feed-forward part read the same norm
     sinks: bool = False  # a score of each head beside its keys'
     gate: str = ""  # one of ops.ACTIVATIONS that config.json has no name for; "": what its activation says
+    activation: str = "hidden_act"  # the field that names it
+    norm_eps: str = "rms_norm_eps"  # the field
     partial_rotary: bool = False
+    interleaved_rope: bool = False  # rotated pairs are neighbours
+    window_rope: bool = False  # layers with a window have a plain rope of their own
+    within_original: bool = False  # attention beyond the original context is computed otherwise, which is not done
     position_limit: str = ""  # a field: positions beyond which the model computes something else
+    counts_stretched: bool = False  # max_position_embeddings counts what linear scaling stretches
     rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
     biases: Callable[[Fields], Biases] = no_biases
     windows: Callable[[Fields, int], tuple[int, ...]] = no_windows
     experts: Callable[[Fields], ExpertsShape | None] = no_experts
     latents: Callable[[Fields], LatentDims | None] = no_latents
+    scales: Callable[[Fields], Scales] = no_scales
+    ropes: Callable[[Fields, RopeSpec, tuple[int, ...]], tuple[RopeSpec, ...]] = one_rope  # a layer

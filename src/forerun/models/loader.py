@@ -24,6 +24,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
 from forerun.models.family import Family
 from forerun.models.memory import check_memory
+from forerun.models.multimodal import PART_OF, text_config
 from forerun.models.storage import check_float16
 from forerun.quant.formats import check_tensors
 from forerun.quant.gguf import keeps_blocks
@@ -40,9 +41,15 @@ log = logging.getLogger("forerun.models")
 DTYPES: dict[str, torch.dtype | None] = {
     "auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": None,
 }  # fmt: skip
+GGUF_NORMS = {
+    "attention_norm": "attn_norm",
+    "after_attention": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "after_mlp": "post_ffw_norm",
+}
 ADAPTER_FILE = "adapter_config.json"
 SPARSE = "past index_topk positions it attends to a selection of them, which forerun does not do"
-LONG_ROPE = "past its original context a long-rope model rotates all its keys differently, which forerun does not do"
+LONG_ROPE = "past its original context this model computes attention differently, which forerun does not do"
 CACHE_SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")  # of quantization_config
 CACHE_NOTICE = (
     "%s asks for an FP8 cache of keys and values, which forerun does not have: they stay in 16 bits, which rounds less "
@@ -128,14 +135,19 @@ def read_config(folder: Path) -> ModelConfig | None:
 
 
 def _read_raw(folder: Path) -> dict[str, Any]:
-    """A folder's config.json. Raises UnsupportedError for a PEFT adapter, which is no model by itself."""
+    """A folder's config.json, of a multimodal model what it says of the text part.
+
+    Raises UnsupportedError for a PEFT adapter, which is no model by itself.
+    """
     if (folder / ADAPTER_FILE).exists():
         base = str(read_json(folder / ADAPTER_FILE).get("base_model_name_or_path"))
         raise UnsupportedError(
             f"{folder} is a PEFT adapter for the model {base[:100]} ({ADAPTER_FILE}), not a model; merge it into that "
             "model (peft: merge_and_unload, then save_pretrained) and give the merged folder"
         )
-    return read_model_config(folder)
+    raw = read_model_config(folder)
+    text = text_config(raw)
+    return text if text.get("model_type") in FAMILIES else raw
 
 
 def _model_type(raw: Mapping[str, Any]) -> str:
@@ -169,6 +181,7 @@ def _load_native(
     config = ModelConfig.read(raw, family)
     positions = _positions(config.max_position, max_position, raw)
     checkpoint = Checkpoint.open(folder)
+    checkpoint = checkpoint.text_part() if PART_OF in raw else checkpoint
     check_tensors(checkpoint)
     if any((raw.get(SECTION) or {}).get(name) for name in CACHE_SCHEMES):
         log.warning(CACHE_NOTICE, folder)
@@ -199,10 +212,15 @@ def _load_gguf(
 
 
 def _gguf_family(checkpoint: GgufCheckpoint) -> Family:
-    """The family, with "longrope" allowed: a GGUF file of any family may hold a divisor for each rope frequency."""
+    """The family as GGUF files have it: norms by their GGUF names, with whole weights.
+
+    "longrope" is allowed: a file of any family may hold a divisor for each rope frequency.
+    """
     family = find_family(checkpoint.config)
     assert family is not None, checkpoint.config["model_type"]
-    return replace(family, rope_kinds=(*family.rope_kinds, "longrope"))
+    norms: dict[str, Any] = {field: own for field, own in GGUF_NORMS.items() if getattr(family.names, field)}
+    names = replace(family.names, **norms)
+    return replace(family, names=names, norm_offset=0.0, rope_kinds=(*family.rope_kinds, "longrope"))
 
 
 def _gguf_config(checkpoint: GgufCheckpoint) -> ModelConfig:

@@ -13,10 +13,13 @@ from forerun.errors import CheckpointError, UnsupportedError
 from forerun.layers.rotary import RopeSpec
 from forerun.models.family import Family
 from forerun.models.fields import Fields, words
+from forerun.models.layer_types import LAYER_TYPES
 
 ROPE_FIELDS = words("rope_theta rope_scaling rope_parameters original_max_position_embeddings partial_rotary_factor")
+LOCAL_BASE = "rope_local_base_freq"
 MAX_FACTOR = 10_000.0  # by which a context is stretched; beyond, float32 frequencies are too coarse
 _ALWAYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_BEYOND_ORIGINAL = frozenset({"llama_4_scaling_beta", "max_position_embeddings"})
 _YARN = "factor original_max_position_embeddings attention_factor mscale mscale_all_dim beta_fast beta_slow truncate"
 _LLAMA3 = "factor original_max_position_embeddings low_freq_factor high_freq_factor"
 _LONGROPE = "factor original_max_position_embeddings attention_factor short_factor long_factor"
@@ -32,10 +35,23 @@ _OLD_NAMES = {"su": "longrope"}
 
 
 def read_rope(raw: Mapping[str, Any], fields: Fields, family: Family, head_dim: int) -> RopeSpec:
-    """The rope of a config; raises UnsupportedError for a kind or field that is not understood."""
-    table = _rope_table(raw) or family.defaults.get("rope_scaling", {})
+    """The rope of a config, of layers without a window; raises UnsupportedError for what is not understood."""
+    table = _rope_table(raw, family, "full_attention") or family.defaults.get("rope_scaling", {})
+    return _read(table, fields, family, head_dim)
+
+
+def read_window_rope(raw: Mapping[str, Any], fields: Fields, family: Family, head_dim: int) -> RopeSpec:
+    """The rope of layers with a window, in families where these have their own."""
+    table = _rope_table(raw, family, "sliding_attention")
+    if raw.get("rope_parameters"):
+        return _read(table, fields, family, head_dim)
+    theta = fields.number(LOCAL_BASE, default=fields.number("rope_theta", default=10000.0), minimum=2.0)
+    return RopeSpec(rotary_dim=head_dim, theta=theta)
+
+
+def _read(table: Mapping[str, Any], fields: Fields, family: Family, head_dim: int) -> RopeSpec:
     kind = _kind(table, family)
-    _refuse_unread(table, kind)
+    _refuse_unread(table, kind, family)
     scaling = Fields(table, {}, where="config.json's rope scaling")
     rotary_dim = _rotary_dim(fields, scaling, family, head_dim)
     _check_dimensions(rotary_dim, kind)
@@ -54,13 +70,16 @@ def reachable_positions(rope: RopeSpec, max_position: int) -> int:
     return max_position
 
 
-def _rope_table(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rope_table(raw: Mapping[str, Any], family: Family, layer_type: str) -> Mapping[str, Any]:
+    """The object with the rope's fields, of layers of this type where they differ by type."""
     old, new = raw.get("rope_scaling"), raw.get("rope_parameters")
     if old and new and old != new:
         raise CheckpointError("config.json has rope_scaling and rope_parameters that differ; keep one of them")
     table = new or old or {}
     if not isinstance(table, Mapping):
         raise CheckpointError(f"config.json: the rope scaling must be an object, got {table!r}; correct the file")
+    if family.window_rope and new:
+        table = _of_type(table, layer_type)
     nested = [name for name, value in table.items() if isinstance(value, Mapping)]
     if nested:
         raise UnsupportedError(
@@ -68,6 +87,16 @@ def _rope_table(raw: Mapping[str, Any]) -> Mapping[str, Any]:
             "layers; load the model through transformers (implementation='transformers')"
         )
     return table
+
+
+def _of_type(tables: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+    """The rope of one type of layers."""
+    if set(tables) - set(LAYER_TYPES) or not all(isinstance(table or {}, Mapping) for table in tables.values()):
+        raise UnsupportedError(
+            f"config.json: rope_parameters must hold an object for each of {', '.join(LAYER_TYPES)}; got "
+            f"{str(tables)[:80]}"
+        )
+    return tables.get(layer_type) or {}
 
 
 def _kind(table: Mapping[str, Any], family: Family) -> str:
@@ -82,8 +111,8 @@ def _kind(table: Mapping[str, Any], family: Family) -> str:
     return str(kind)
 
 
-def _refuse_unread(table: Mapping[str, Any], kind: str) -> None:
-    allowed = _READ_BY_KIND[kind] | _ALWAYS
+def _refuse_unread(table: Mapping[str, Any], kind: str, family: Family) -> None:
+    allowed = _READ_BY_KIND[kind] | _ALWAYS | (_BEYOND_ORIGINAL if family.within_original else frozenset())
     unread = sorted(name for name, value in table.items() if name not in allowed and value is not None)
     if unread:
         raise UnsupportedError(

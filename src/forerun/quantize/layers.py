@@ -59,6 +59,7 @@ class LayerWork:
                 f"{self.prefix}mlp has {len(mlp)} matrices; quantizing is implemented for gated feed-forward layers "
                 "behind attention with keys and values"
             )
+        assert isinstance(attention.qkv, Linear)  # other families were refused
         groups = (names.qkv, (names.out,), names.gate_up, (names.down,))
         linears = (attention.qkv, attention.out, *mlp)
         self.stages = [self._stage(linear, group) for linear, group in zip(linears, groups, strict=True)]
@@ -87,6 +88,7 @@ class LayerWork:
         The norm's weights are rounded to the checkpoint's precision; the returned scales account for that.
         """
         norm = self.layer.attention_norm if stage == QKV else self.layer.mlp_norm
+        assert norm is not None
         name = f"{self.prefix}{self.norms[stage]}.weight"
         smaller = (norm.weight / scales).to(self._checkpoint.dtype(name))
         usable = (smaller != 0) & (norm.weight != 0)

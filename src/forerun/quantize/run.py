@@ -71,6 +71,12 @@ def open_source(folder: Path, settings: QuantizeSettings) -> Quantizable:
             f"{folder} is a {source.config.model_type} model; quantizing is implemented for dense feed-forward layers "
             "behind attention with keys and values, not for mixtures of experts or latent attention"
         )
+    names = family.names
+    if family.norm_offset or not names.attention_norm or not names.mlp_norm or source.config.qk_norm == "row":
+        raise UnsupportedError(
+            f"{folder} is a {family.model_type} model; quantizing is implemented for attention and feed-forward layers "
+            "each behind a norm whose weights are stored as they are, without norms over all heads together"
+        )
     for module in source.modules:
         rows, columns = source.checkpoint.shape(f"{module}.weight")
         check_fits(module, (rows, columns), settings)

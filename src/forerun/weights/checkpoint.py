@@ -34,6 +34,15 @@ TORCH_DTYPES = FLOAT_DTYPES | INTEGER_DTYPES | SMALL_FLOAT_DTYPES
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
+# What text parts of multimodal models put before a name, and what a model of text alone does.
+_TEXT_PARTS = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("lm_head.", "lm_head."),
+)
+
+
 class StoredTensor(NamedTuple):
     """One tensor of a file, and how to read it."""
 
@@ -59,6 +68,16 @@ class Checkpoint:
         """Read config.json and all tensor headers; raises CheckpointError or UnsupportedError naming the file."""
         config = read_model_config(folder)
         return Checkpoint(folder, config, _read_folder(folder))
+
+    def text_part(self) -> Checkpoint:
+        """The tensors of a multimodal model's text part, named as in a model of text alone."""
+        tensors = {
+            own + name.removeprefix(prefix): tensor
+            for name, tensor in self._tensors.items()
+            for prefix, own in _TEXT_PARTS
+            if name.startswith(prefix)
+        }
+        return Checkpoint(self.folder, self.config, tensors)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -32,6 +32,7 @@ from forerun.weights.tokenizer import Tokenizer
 
 SUFFIX = ".gguf"
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+REORDERED = ("llama", "granite", "smollm3")  # architectures whose converter changes the order of rows of q and k
 MAX_FILES = 10_000
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _READ_WITH_CONFIG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -48,7 +49,7 @@ class GgufCheckpoint:
         self.config = read_config(self._model)
         self._unread = set(self._model.tensors) - set(_READ_WITH_CONFIG)
         self._num_heads = {"q": self.config["num_attention_heads"], "k": self.config["num_key_value_heads"]}
-        self._reorders = self._metadata.text("general.architecture") == "llama"
+        self._reorders = self._metadata.text("general.architecture") in REORDERED
 
     @staticmethod
     def open(path: Path) -> GgufCheckpoint:

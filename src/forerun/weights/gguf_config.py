@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import CheckpointError, UnsupportedError
+from forerun.weights.gguf_dense import DENSE
 from forerun.weights.gguf_file import GgufModel
 from forerun.weights.gguf_metadata import GGUFMetadata
 from forerun.weights.gguf_mixtures import (
@@ -34,6 +35,7 @@ from forerun.weights.gguf_tokenizer import end_token_ids, special_token_id
 ARCHITECTURES = {
     "llama": EXPERT_KEYS, "qwen2": "", "qwen3": "", "phi3": "", "qwen2moe": QWEN_KEYS, "qwen3moe": QWEN_KEYS,
     "deepseek2": LATENT_KEYS, "gpt-oss": f"{EXPERT_KEYS} expert_feed_forward_length", "glm4moe": GLM_KEYS,
+    **{arch: keys for arch, (keys, _) in DENSE.items()},
 }  # fmt: skip
 MIXTURES = {"deepseek2": deepseek_fields, "gpt-oss": gpt_oss_fields, "glm4moe": glm_fields}
 LIMITED_BY = "_max_position_limited_by"  # in the config: why fewer positions can be used than the file says
@@ -72,7 +74,7 @@ def read_config(file: GgufModel) -> dict[str, Any]:
         "num_key_value_heads": metadata.integer(f"{arch}.attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": metadata.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": metadata.number(f"{arch}.attention.layer_norm_rms_epsilon", None if arch != "cohere2" else 0.0),
         "max_position_embeddings": metadata.integer(f"{arch}.context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": special_token_id(metadata, "bos", vocab_size),
@@ -143,6 +145,8 @@ def _of_family(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str, 
     """Fields that only some families have."""
     if arch in MIXTURES:
         return MIXTURES[arch](file, metadata)
+    if arch in DENSE:
+        return DENSE[arch][1](file, metadata)
     window = metadata.integer(f"{arch}.attention.sliding_window", 0)
     if arch == "phi3":
         return {"sliding_window": window or _phi3_window(metadata)}

@@ -77,6 +77,12 @@ class Tokenizer:
         return max(self._backend.get_vocab().values(), default=-1) + 1
 
     @property
+    def ordinary_vocab_size(self) -> int:
+        """One more than the largest id of a token that is not special."""
+        ids = set(self._backend.get_vocab().values()) - self._special_ids
+        return max(ids, default=-1) + 1
+
+    @property
     def strips_leading_space(self) -> bool:
         """Whether a space at the very start of a text is dropped (sentencepiece)."""
         return self._rule is not None and self._rule.strip_leading
@@ -204,12 +210,14 @@ class _Unskipped:
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
     """Refuse a tokenizer with ids the model has no row for; raises VocabularyError.
 
-    A model may have more rows than the tokenizer has tokens: tables are often padded.
+    A model may have more rows than the tokenizer has tokens: tables are often padded. Special tokens may have none:
+    Gemma 3 of text alone has its multimodal relatives' token for images.
     """
-    if tokenizer.vocab_size > model_vocab_size:
+    largest = tokenizer.ordinary_vocab_size - 1
+    if largest >= model_vocab_size:
         raise VocabularyError(
-            f"the tokenizer has token ids up to {tokenizer.vocab_size - 1} but the model only {model_vocab_size} "
-            "rows; tokenizer files and weights do not belong together: use those the model was published with"
+            f"the tokenizer has token ids up to {largest} but the model only {model_vocab_size} rows; tokenizer files "
+            "and weights do not belong together: use those the model was published with"
         )
 
 

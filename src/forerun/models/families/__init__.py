@@ -5,36 +5,31 @@ Knows: the list. To add a family: write its file, add it here, add it to tests/m
 
 from __future__ import annotations
 
+from forerun.models.families.cohere2 import COHERE2
 from forerun.models.families.deepseek_v3 import DEEPSEEK_V3
 from forerun.models.families.deepseek_v32 import DEEPSEEK_V32
+from forerun.models.families.exaone4 import EXAONE4
+from forerun.models.families.gemma2 import GEMMA2
+from forerun.models.families.gemma3 import GEMMA3_TEXT
+from forerun.models.families.glm4 import GLM4
 from forerun.models.families.glm4_moe import GLM4_MOE
 from forerun.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from forerun.models.families.gpt_oss import GPT_OSS
+from forerun.models.families.granite import GRANITE
 from forerun.models.families.llama import LLAMA
+from forerun.models.families.ministral3 import MINISTRAL3
 from forerun.models.families.mistral import MISTRAL
 from forerun.models.families.mixtral import MIXTRAL
+from forerun.models.families.olmo2 import OLMO2, OLMO3
 from forerun.models.families.phi3 import PHI3
 from forerun.models.families.qwen2 import QWEN2
 from forerun.models.families.qwen2_moe import QWEN2_MOE
 from forerun.models.families.qwen3 import QWEN3
 from forerun.models.families.qwen3_moe import QWEN3_MOE
+from forerun.models.families.smollm3 import SMOLLM3
 from forerun.models.family import Family
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        LLAMA,
-        MISTRAL,
-        QWEN2,
-        QWEN3,
-        PHI3,
-        MIXTRAL,
-        QWEN2_MOE,
-        QWEN3_MOE,
-        DEEPSEEK_V3,
-        DEEPSEEK_V32,
-        GPT_OSS,
-        GLM4_MOE,
-        GLM4_MOE_LITE,
-    )
-}
+_MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3, DEEPSEEK_V32, GPT_OSS, GLM4_MOE, GLM4_MOE_LITE)
+_LLAMA_LIKE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, GLM4)
+_OTHERS = (GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, EXAONE4, COHERE2)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_LLAMA_LIKE, *_OTHERS, *_MIXTURES)}

@@ -32,7 +32,7 @@ GLM4_MOE = Family(
         "moe_intermediate_size": 1408,
     },
     fields=EXPERT_FIELDS | OTHER_FIELDS | {"attention_bias", "use_qk_norm"},
-    qk_norm=True,
+    qk_norm="head",
     qk_norm_flag="use_qk_norm",
     partial_rotary=True,
     biases=_biases,

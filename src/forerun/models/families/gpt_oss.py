@@ -8,9 +8,9 @@ from __future__ import annotations
 from forerun.kernels.ops import Routing
 from forerun.models.blocks import ExpertsShape
 from forerun.models.families.mixtral import MAX_EXPERTS, TRAINING_FIELDS
-from forerun.models.families.qwen2 import windows_by_type
 from forerun.models.family import Biases, ExpertNames, Family, TensorNames
 from forerun.models.fields import Fields, words
+from forerun.models.layer_types import read_windows
 
 OWN_FIELDS = words(
     "sliding_window layer_types attention_bias num_local_experts num_experts_per_tok experts_per_token swiglu_limit "
@@ -28,13 +28,6 @@ YARN = {
 def _biases(fields: Fields) -> Biases:
     attention = fields.flag("attention_bias", default=True)
     return Biases(qkv=attention, out=attention)
-
-
-def _windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """The first layer and every second one after it have the window, unless `layer_types` says otherwise."""
-    window = fields.integer("sliding_window", default=0, minimum=0)
-    alternating = tuple(("sliding_attention", "full_attention")[index % 2] for index in range(num_layers))
-    return windows_by_type(fields.texts("layer_types") or alternating, num_layers, window)
 
 
 def _experts(fields: Fields) -> ExpertsShape:
@@ -55,6 +48,7 @@ GPT_OSS = Family(
         "head_dim": 64,
         "num_key_value_heads": 8,
         "sliding_window": 128,
+        "sliding_window_pattern": 2,
         "num_local_experts": 128,
         "num_experts_per_tok": 4,
     },
@@ -63,6 +57,6 @@ GPT_OSS = Family(
     sinks=True,
     gate="clipped_swiglu",
     biases=_biases,
-    windows=_windows,
+    windows=read_windows,
     experts=_experts,
 )

@@ -12,13 +12,15 @@ from forerun.models.fields import Fields
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    for name in ("full_attn_mod", "interpolate_factor"):  # fields of Phi-4-mini
+        fields.expect(name, 1)
     return (fields.integer("sliding_window", default=0, minimum=0),) * num_layers
 
 
 PHI3 = Family(
     model_type="phi3",
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-    fields=frozenset({"sliding_window"}),
+    fields=frozenset({"sliding_window", "full_attn_mod", "interpolate_factor"}),
     names=TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
     partial_rotary=True,
     rope_kinds=("default", "longrope"),

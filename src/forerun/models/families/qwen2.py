@@ -5,9 +5,9 @@ from __future__ import annotations
 from forerun.errors import UnsupportedError
 from forerun.models.family import Biases, Family
 from forerun.models.fields import Fields
+from forerun.models.layer_types import read_layer_types
 
 WINDOW_FIELDS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def _biases(fields: Fields) -> Biases:
@@ -18,24 +18,13 @@ def qwen_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The window of every layer: from `layer_types`, else for layers from `max_window_layers` on."""
     used = fields.flag("use_sliding_window")
     window = fields.integer("sliding_window", default=0, minimum=0) if used else 0
-    types = fields.texts("layer_types")
+    types = read_layer_types(fields, num_layers)
     if types is None:
         first = fields.integer("max_window_layers", default=0, minimum=0)
         return tuple(window if index >= first else 0 for index in range(num_layers))
     if "sliding_attention" in types and not used:
         raise UnsupportedError(
             "config.json: layer_types asks for sliding_attention but use_sliding_window is false; make them agree"
-        )
-    return windows_by_type(types, num_layers, window)
-
-
-def windows_by_type(types: tuple[str, ...], num_layers: int, window: int) -> tuple[int, ...]:
-    """The window of every layer by `layer_types`; raises UnsupportedError for other types."""
-    unknown = sorted(set(types) - set(LAYER_TYPES))
-    if unknown or len(types) != num_layers:
-        raise UnsupportedError(
-            f"config.json: layer_types must name {num_layers} layers, each one of {', '.join(LAYER_TYPES)}; "
-            f"got {len(types)} names" + (f", among them {', '.join(unknown)}" if unknown else "")
         )
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 

@@ -16,7 +16,7 @@ QWEN3 = Family(
     model_type="qwen3",
     defaults={**QWEN_DEFAULTS, "head_dim": 128},
     fields=WINDOW_FIELDS | {"attention_bias"},
-    qk_norm=True,
+    qk_norm="head",
     biases=_biases,
     windows=qwen_windows,
 )

@@ -33,7 +33,7 @@ QWEN3_MOE = Family(
         "moe_intermediate_size": 768,
     },
     fields=WINDOW_FIELDS | EXPERT_FIELDS | TRAINING_FIELDS | {"attention_bias"},
-    qk_norm=True,
+    qk_norm="head",
     biases=_biases,
     windows=_windows,
     experts=qwen_experts,

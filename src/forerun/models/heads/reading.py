@@ -182,7 +182,7 @@ def _family(source: Checkpoint, layer: str, known: frozenset[str]) -> Family:
         defaults={"rms_norm_eps": 1e-6},
         fields=known | COPIED_FIELDS,
         biases=lambda _: biases,
-        qk_norm=source.has(f"{layer}.self_attn.q_norm.weight"),
+        qk_norm="head" if source.has(f"{layer}.self_attn.q_norm.weight") else "",
     )
 
 

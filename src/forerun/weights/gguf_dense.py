@@ -1,0 +1,102 @@
+"""GGUF metadata of dense families beyond Llama, in config.json's terms.
+
+Knows: their keys, and what llama.cpp assumes where a file says nothing. Does not know: the fields all decoders share
+(`gguf_config`).
+Source: llama.cpp convert_hf_to_gguf.py and llama-model.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from forerun.weights.gguf_file import GgufModel
+from forerun.weights.gguf_metadata import GGUFMetadata
+
+Reader = Callable[[GgufModel, GGUFMetadata], dict[str, Any]]
+_WIDE_GEMMAS = {46, 62}  # blocks of the 27B models, whose scores are scaled by hidden_size / heads
+_WINDOW_PATTERN = {"gemma2": 2, "gemma3": 6, "olmo2": 4, "exaone4": 4, "cohere2": 4}  # each such layer has no window
+
+
+def _window(metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
+    window = metadata.integer(f"{arch}.attention.sliding_window", 0)
+    return {"sliding_window": window or None, "sliding_window_pattern": _WINDOW_PATTERN[arch]}
+
+
+def _has_bias(file: GgufModel) -> bool:
+    return "blk.0.attn_q.bias" in file.tensors
+
+
+def _gemma(arch: str, metadata: GGUFMetadata) -> dict[str, Any]:
+    heads = metadata.integer(f"{arch}.attention.head_count")
+    size = metadata.integer(f"{arch}.embedding_length") // heads
+    if metadata.integer(f"{arch}.block_count") not in _WIDE_GEMMAS:
+        size = metadata.integer(f"{arch}.attention.key_length", size)
+    caps = {f"{name}_logit_softcapping": metadata.get(f"{arch}.{name}_logit_softcapping") for name in ("attn", "final")}
+    return {"query_pre_attn_scalar": size, **caps, **_window(metadata, arch)}
+
+
+def _gemma2(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    fields = _gemma("gemma2", metadata)
+    return {name: value for name, value in fields.items() if value is not None}  # the family's own values
+
+
+def _gemma3(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    local = metadata.number("gemma3.rope.freq_base_swa", 10000.0)
+    return {"model_type": "gemma3_text", **_gemma("gemma3", metadata), "rope_local_base_freq": local}
+
+
+def _olmo2(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    bias = {"attention_bias": _has_bias(file)}
+    window = _window(metadata, "olmo2")
+    return {"model_type": "olmo3", **bias, **window} if window["sliding_window"] else bias
+
+
+def _exaone4(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    return _window(metadata, "exaone4")
+
+
+def _granite(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    def number(key: str) -> float:
+        return metadata.number(f"granite.{key}", 0.0)
+
+    head_dim = metadata.integer("granite.embedding_length") / metadata.integer("granite.attention.head_count")
+    return {
+        "attention_bias": _has_bias(file),
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "embedding_multiplier": number("embedding_scale") or 1.0,  # llama.cpp: 0 is no scale
+        "residual_multiplier": number("residual_scale") or 1.0,
+        "attention_multiplier": number("attention.scale") or head_dim**-0.5,
+        "logits_scaling": number("logit_scale") or 1.0,
+    }
+
+
+def _smollm3(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    return {"attention_bias": _has_bias(file)}  # every fourth layer does not rotate
+
+
+def _glm4(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    return {"attention_bias": _has_bias(file)}
+
+
+def _cohere2(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    return {
+        "attention_bias": _has_bias(file),
+        "logit_scale": metadata.number("cohere2.logit_scale"),
+        "layer_norm_eps": metadata.number("cohere2.attention.layer_norm_epsilon"),
+        **_window(metadata, "cohere2"),
+    }
+
+
+_GEMMA_KEYS = "attn_logit_softcapping final_logit_softcapping rope.freq_base_swa"
+# Architecture -> the keys it has beyond the common ones, and what they say.
+DENSE: dict[str, tuple[str, Reader]] = {
+    "gemma2": (_GEMMA_KEYS, _gemma2),
+    "gemma3": (_GEMMA_KEYS, _gemma3),
+    "olmo2": ("", _olmo2),
+    "exaone4": ("", _exaone4),
+    "granite": ("embedding_scale residual_scale logit_scale attention.scale", _granite),
+    "smollm3": ("", _smollm3),
+    "glm4": ("", _glm4),
+    "cohere2": ("logit_scale attention.layer_norm_epsilon", _cohere2),
+}
