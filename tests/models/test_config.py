@@ -98,7 +98,7 @@ def test_fields_that_change_nothing_are_ignored() -> None:
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"head_dim": 7}, "7 entries of every head"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: fp8"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config: hqq"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "type 'mrope'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "type 'longrope'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "surprise": 1}}, "surprise"),
