@@ -86,6 +86,26 @@ GLM = {
 }
 LITE = {name: value for name, value in DEEPSEEK.items() if name != "first_k_dense_replace"}
 INDEXER = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
+LLAMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 40,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 3,
+    "attention_chunk_size": 7,
+    "floor_scale": 60,
+}
+LLAMA4_PLAIN = {
+    "num_hidden_layers": 2,
+    "use_qk_norm": False,
+    "attn_temperature_tuning": False,
+    "num_experts_per_tok": 2,
+    "moe_layers": [0],
+    "attention_bias": True,
+    "no_rope_layers": [1, 0],
+}
 GPT_OSS = {
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -155,6 +175,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-lite": ("glm4_moe_lite", {**LITE, "n_shared_experts": 2}),
     "glm4-moe-lite-typed": ("glm4_moe_lite", {**LITE, "mlp_layer_types": ["sparse", "dense"], "q_lora_rank": None}),
     "deepseek-v32": ("deepseek_v32", {**DEEPSEEK, "rope_parameters": DEEPSEEK_YARN, **INDEXER}),
+    "minimax-m2": ("minimax_m2", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}),
+    "llama4": ("llama4_text", LLAMA4),
+    "llama4-plain": ("llama4_text", {**LLAMA4, **LLAMA4_PLAIN}),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": 9}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),

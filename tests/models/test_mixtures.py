@@ -35,7 +35,8 @@ from tests.models import factory
 from tests.models.factory import CASES, Runner, new_kvs
 from tests.support.shared import shared_data
 
-SPARSE = [name for name in CASES if any(word in name for word in ("moe", "mixtral", "deepseek", "oss"))]
+WITH_EXPERTS = ("moe", "mixtral", "deepseek", "oss", "minimax", "llama4")
+SPARSE = [name for name in CASES if any(word in name for word in WITH_EXPERTS)]
 WEIGHTS = "model.safetensors"
 TOKENS = [5, 9, 40, 33, 7, 81, 3, 9, 40]
 
@@ -56,7 +57,7 @@ def test_sizes_are_known_from_config_json_alone(case: str, tmp_path: Path) -> No
         assert model.kv_specs[0].bytes_per_position == 4 * (20 + 8)  # the latent and the rotated part, once
 
 
-@pytest.mark.parametrize("case", ["mixtral-window", "qwen2-moe", "deepseek", "deepseek-direct", "gpt-oss"])
+@pytest.mark.parametrize("case", ["mixtral-window", "qwen2-moe", "deepseek-direct", "gpt-oss", "minimax-m2", "llama4"])
 def test_a_recorded_forward_has_the_bits_of_the_models_own(case: str, tmp_path: Path) -> None:
     pytest.importorskip("forerun.kernels.cpu._native")
     kernels = factory.make_kernels("cpu")
@@ -302,6 +303,8 @@ def test_published_sizes_of_the_other_families() -> None:
 
 
 DEEPSEEK: dict[str, Any] = {**factory.SIZES, **factory.DEEPSEEK, "model_type": "deepseek_v3"}
+MINIMAX: dict[str, Any] = {**factory.SIZES, **CASES["minimax-m2"][1], "model_type": "minimax_m2"}
+LLAMA4: dict[str, Any] = {**factory.SIZES, **factory.LLAMA4, "model_type": "llama4_text"}
 GPT_OSS: dict[str, Any] = {**factory.SIZES, **factory.GPT_OSS, "model_type": "gpt_oss"}
 QWEN: dict[str, Any] = {**factory.SIZES, **factory.QWEN_EXPERTS, "model_type": "qwen3_moe", "head_dim": 16}
 
@@ -320,6 +323,11 @@ QWEN: dict[str, Any] = {**factory.SIZES, **factory.QWEN_EXPERTS, "model_type": "
         (QWEN, {"expert_bias": True}, "expert_bias"),
         ({**DEEPSEEK, "model_type": "glm4_moe_lite"}, {"mlp_layer_types": ["dense", "moe"]}, "each dense or sparse"),
         ({**DEEPSEEK, "model_type": "deepseek_v32"}, {"layer_types": ["full_attention"] * 2}, "layer_types is"),
+        (MINIMAX, {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        (MINIMAX, {"attn_type_list": [1, 0]}, "attn_type_list is"),
+        (MINIMAX, {"shared_intermediate_size": 8}, "shared_intermediate_size is 8"),
+        (LLAMA4, {"no_rope_layers": [1, 1, 1]}, "no_rope_layers must hold"),
+        (LLAMA4, {"layer_types": ["sliding_attention"] * 4}, "chunked_attention or full_attention"),
         (GPT_OSS, {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
         (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
         (GPT_OSS, {"experts_per_token": 3}, "experts_per_token is 3"),
@@ -347,3 +355,24 @@ def test_what_changes_the_computation_is_refused(base: dict[str, Any], changes: 
 def test_malformed_fields_are_named(base: dict[str, Any], changes: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         ModelConfig.read({**base, **changes}, FAMILIES[base["model_type"]])
+
+
+def test_positions_whose_queries_grow_are_refused(tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("llama4", tmp_path)
+    assert load(folder).model.max_position == 59
+    with pytest.raises(ConfigError, match=r"from 1 to 59, .*multiplies queries by position"):
+        load(folder, max_position=60)
+
+
+def test_the_text_part_of_a_llama_4(tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("llama4", tmp_path)
+    before, config = (
+        Runner(load(folder).model, 20).span(TOKENS).logits,
+        json.loads((folder / "config.json").read_text()),
+    )
+    whole = {"model_type": "llama4", "text_config": config, "vision_config": {}, "image_token_index": 9}
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    vision = {"vision_model.layernorm_pre.weight": torch.ones(4)}
+    save_file({**tensors, **vision}, folder / WEIGHTS, metadata={"format": "pt"})
+    assert torch.equal(Runner(load(folder).model, 20).span(TOKENS).logits, before)

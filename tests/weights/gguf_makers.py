@@ -193,8 +193,8 @@ def add_mixture(writer: gguf.GGUFWriter, config: Any, is_split: bool) -> None:
     writer.add_expert_count(next(getattr(config, name) for name in counts if hasattr(config, name)))
     writer.add_expert_used_count(config.num_experts_per_tok)
     if config.model_type != "mixtral":
-        is_gpt_oss = config.model_type == "gpt_oss"
-        writer.add_expert_feed_forward_length(config.intermediate_size if is_gpt_oss else config.moe_intermediate_size)
+        is_only = config.model_type in ("gpt_oss", "minimax_m2")  # without dense layers
+        writer.add_expert_feed_forward_length(config.intermediate_size if is_only else config.moe_intermediate_size)
     if config.model_type == "gpt_oss":
         writer.add_sliding_window(config.sliding_window)
         _add_yarn(writer, config.rope_parameters)

@@ -31,6 +31,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2moe": ("qwen2moe", "qwen2_moe", SHARED),
     "qwen3moe": ("qwen3moe", "qwen3_moe", {**QWEN_EXPERTS, "norm_topk_prob": True, "head_dim": 16}),
     "gpt-oss": ("gpt-oss", "gpt_oss", factory.GPT_OSS),
+    "minimax-m2": ("minimax-m2", "minimax_m2", factory.CASES["minimax-m2"][1]),
     "glm4moe": ("glm4moe", "glm4_moe", {**factory.GLM, "use_qk_norm": True, "head_dim": 16, "attention_bias": True}),
     "deepseek2": ("deepseek2", "deepseek_v3", {**DEEPSEEK, "rope_parameters": YARN, "n_shared_experts": 2}),
     "deepseek2-direct": (

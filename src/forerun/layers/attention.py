@@ -33,6 +33,7 @@ class HeadNorms:
 
     query: Tensor  # [D] float32
     key: Tensor  # [D] float32
+    is_unit: bool = False  # all ones, which a model does not store
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Attention:
     @property
     def vectors(self) -> tuple[Tensor, ...]:
         """The weights of the norms inside, and the sinks."""
-        norms = () if self.norms is None else (self.norms.query, self.norms.key)
+        norms = () if self.norms is None or self.norms.is_unit else (self.norms.query, self.norms.key)
         if not isinstance(self.qkv, Linear):
             norms = (self.qkv.query_norm.weight, self.qkv.key_norm.weight)
         return norms if self.sinks is None else (*norms, self.sinks)

@@ -109,7 +109,7 @@ class Builder:
         config, names = self.config, self.family.names
         heads, hidden = config.heads._replace(rotary_dim=rope.shape[1]), config.hidden_size
         window, cap = config.window(index), config.scales.attention_cap
-        shape = AttentionShape(heads, config.attention_scale, window, config.norm_eps, cap=cap)
+        shape = AttentionShape(heads, config.attention_scale, window, config.norm_eps, config.chunk(index), cap)
         rows = tuple(count * heads.head_dim for count in (heads.num_q, heads.num_kv, heads.num_kv))
         qkv: Linear | NormedProjections
         if config.qk_norm == "row":
@@ -118,7 +118,7 @@ class Builder:
             qkv = self.linear(module_parts(prefix, names.qkv, rows), hidden, config.biases.qkv)
         out = self.linear(module_parts(prefix, (names.out,), (hidden,)), rows[0], config.biases.out)
         sinks = self.vector(f"{prefix}.{names.sinks}", heads.num_q) if config.sinks else None
-        return Attention(self.kernels, shape, qkv, out, rope, self._head_norms(prefix), sinks)
+        return Attention(self.kernels, shape, qkv, out, rope, self._head_norms(prefix, rope), sinks)
 
     def _normed_projections(self, prefix: str, rows: tuple[int, ...]) -> NormedProjections:
         names, config = self.family.names, self.config
@@ -129,7 +129,10 @@ class Builder:
         norms = (names.query_norm, rows[0]), (names.key_norm, rows[1])
         return NormedProjections(query, key, value, *(self.norm(f"{prefix}.{name}", size) for name, size in norms))
 
-    def _head_norms(self, prefix: str) -> HeadNorms | None:
+    def _head_norms(self, prefix: str, rope: Tensor) -> HeadNorms | None:
+        if self.config.qk_norm == "unit" and rope.shape[1]:
+            ones = torch.ones(self.config.heads.head_dim, device=self.kernels.device)
+            return HeadNorms(ones, ones, is_unit=True)
         if self.config.qk_norm != "head":
             return None
         read = partial(self._norm_weight, size=self.config.heads.head_dim)

@@ -64,6 +64,7 @@ class ModelConfig:
     layer_ropes: tuple[RopeSpec, ...]  # a layer
     max_position: int  # positions the checkpoint says it can use
     windows: tuple[int, ...]  # a layer; 0: no window
+    chunks: tuple[int, ...]  # a layer: positions that see only each other; 0: all see all
     biases: Biases
     qk_norm: QkNorm
     sinks: bool
@@ -90,7 +91,7 @@ class ModelConfig:
             model_type=family.model_type,
             vocab_size=fields.integer("vocab_size"),
             hidden_size=fields.integer("hidden_size"),
-            ffn_size=fields.integer("intermediate_size"),
+            ffn_size=fields.integer(family.ffn_size),
             num_layers=num_layers,
             heads=_read_heads(fields, rope.rotary_dim, family) if latents is None else _latent_heads(fields, latents),
             activation=family.gate or _read_activation(fields, family.activation),
@@ -99,6 +100,7 @@ class ModelConfig:
             layer_ropes=ropes,
             max_position=_max_position(fields, family, rope),
             windows=windows,
+            chunks=family.chunks(fields, num_layers),
             biases=family.biases(fields),
             qk_norm="" if family.qk_norm_flag and not fields.flag(family.qk_norm_flag) else family.qk_norm,
             sinks=family.sinks,
@@ -123,6 +125,10 @@ class ModelConfig:
     def window(self, layer: int) -> int:
         """The window of a layer; layers after the last one have that of the last."""
         return self.windows[min(layer, len(self.windows) - 1)]
+
+    def chunk(self, layer: int) -> int:
+        """The chunk of a layer, likewise."""
+        return self.chunks[min(layer, len(self.chunks) - 1)]
 
     def rope_of(self, layer: int) -> RopeSpec:
         """The rope of a layer; layers after the last one have that of the last."""
@@ -157,7 +163,7 @@ def _attention_parameters(config: ModelConfig) -> int:
         down = config.latents.query_rank + config.latents.rank + config.latents.rope_dim
         return config.latents.num_parameters(hidden, heads.num_q) + down * biases.qkv + out
     matrices = hidden * (heads.row_size + heads.num_q * heads.head_dim)
-    normed = {"": 0, "head": 2, "row": heads.num_q + heads.num_kv}[config.qk_norm]
+    normed = {"": 0, "unit": 0, "head": 2, "row": heads.num_q + heads.num_kv}[config.qk_norm]
     vectors = normed * heads.head_dim + heads.num_q * config.sinks
     return matrices + heads.row_size * biases.qkv + out + vectors
 
@@ -205,9 +211,8 @@ def _max_position(fields: Fields, family: Family, rope: RopeSpec) -> int:
     stated = fields.integer("max_position_embeddings")
     if family.within_original and rope.original_max_position:
         return min(stated, rope.original_max_position)
-    if family.position_limit:
-        return min(reachable_positions(rope, stated), fields.integer(family.position_limit))
-    return stated if family.counts_stretched and rope.kind == "linear" else reachable_positions(rope, stated)
+    reachable = stated if family.counts_stretched and rope.kind == "linear" else reachable_positions(rope, stated)
+    return min(reachable, family.position_limit(fields) or reachable)
 
 
 def _layer_ropes(

@@ -14,7 +14,8 @@ from forerun.layers.rotary import RopeSpec
 from forerun.models.blocks import ExpertsShape, LatentDims
 from forerun.models.fields import Fields
 
-QkNorm = Literal["", "head", "row"]  # norms of queries and keys: none, of each head, of all heads of a row together
+# Norms of queries and keys: none, of each head, of all heads of a row together, of each rotated head without a weight.
+QkNorm = Literal["", "head", "row", "unit"]
 
 
 class Biases(NamedTuple):
@@ -115,6 +116,11 @@ def no_experts(fields: Fields) -> ExpertsShape | None:
     return None
 
 
+def no_limit(fields: Fields) -> int:
+    """Families that compute the same at all positions."""
+    return 0
+
+
 def no_latents(fields: Fields) -> LatentDims | None:
     """Families whose layers keep keys and values."""
     return None
@@ -163,11 +169,13 @@ class Family:
     interleaved_rope: bool = False  # rotated pairs are neighbours
     window_rope: bool = False  # layers with a window have a plain rope of their own
     within_original: bool = False  # attention beyond the original context is computed otherwise, which is not done
-    position_limit: str = ""  # a field: positions beyond which the model computes something else
+    ffn_size: str = "intermediate_size"  # the field, of layers that are no mixtures
     counts_stretched: bool = False  # max_position_embeddings counts what linear scaling stretches
     rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
     biases: Callable[[Fields], Biases] = no_biases
     windows: Callable[[Fields, int], tuple[int, ...]] = no_windows
+    chunks: Callable[[Fields, int], tuple[int, ...]] = no_windows  # a layer: positions that see only each other
+    position_limit: Callable[[Fields], int] = no_limit  # positions beyond which it computes something else; 0: none
     experts: Callable[[Fields], ExpertsShape | None] = no_experts
     latents: Callable[[Fields], LatentDims | None] = no_latents
     scales: Callable[[Fields], Scales] = no_scales

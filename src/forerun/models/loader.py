@@ -48,7 +48,10 @@ GGUF_NORMS = {
     "after_mlp": "post_ffw_norm",
 }
 ADAPTER_FILE = "adapter_config.json"
-SPARSE = "past index_topk positions it attends to a selection of them, which forerun does not do"
+LIMITS = {  # why families stop before the positions their config.json states
+    "deepseek_v32": "past index_topk positions it attends to a selection of them, which forerun does not do",
+    "llama4_text": "past floor_scale positions it multiplies queries by position, which forerun does not do",
+}
 LONG_ROPE = "past its original context this model computes attention differently, which forerun does not do"
 CACHE_SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")  # of quantization_config
 CACHE_NOTICE = (
@@ -279,7 +282,8 @@ def _positions(possible: int, wanted: int | None, raw: Mapping[str, Any]) -> int
     if not 1 <= wanted <= possible:
         stated = raw.get("max_position_embeddings")
         stretched = isinstance(stated, int) and stated > possible
-        reason = raw.get(LIMITED_BY, SPARSE if raw.get("index_topk") else LONG_ROPE if stretched else "")
+        known = LIMITS.get(str(raw.get("model_type")), LONG_ROPE if stretched else "")
+        reason = raw.get(LIMITED_BY, known)
         raise ConfigError(
             f"max_model_len must be from 1 to {possible}, the positions this model can use; got {wanted}"
             + (f" ({reason})" if reason else "")

@@ -122,7 +122,8 @@ def _refuse_unread(table: Mapping[str, Any], kind: str, family: Family) -> None:
 
 
 def _rotary_dim(fields: Fields, scaling: Fields, family: Family, head_dim: int) -> int:
-    share = scaling.number("partial_rotary_factor", default=fields.number("partial_rotary_factor", default=1.0))
+    natural = fields.integer("rotary_dim") / head_dim if fields.get("rotary_dim") is not None else 1.0
+    share = scaling.number("partial_rotary_factor", default=fields.number("partial_rotary_factor", default=natural))
     if not 0 < share <= 1 or (share != 1 and not family.partial_rotary):
         raise UnsupportedError(
             f"config.json: partial_rotary_factor is {share:g}; {family.model_type} models support "

@@ -26,6 +26,7 @@ from forerun.weights.gguf_mixtures import (
     glm_fields,
     gpt_oss_fields,
     latent_yarn,
+    minimax_fields,
     mixtral_fields,
     qwen_fields,
 )
@@ -35,9 +36,15 @@ from forerun.weights.gguf_tokenizer import end_token_ids, special_token_id
 ARCHITECTURES = {
     "llama": EXPERT_KEYS, "qwen2": "", "qwen3": "", "phi3": "", "qwen2moe": QWEN_KEYS, "qwen3moe": QWEN_KEYS,
     "deepseek2": LATENT_KEYS, "gpt-oss": f"{EXPERT_KEYS} expert_feed_forward_length", "glm4moe": GLM_KEYS,
+    "minimax-m2": f"{EXPERT_KEYS} expert_feed_forward_length expert_gating_func",
     **{arch: keys for arch, (keys, _) in DENSE.items()},
 }  # fmt: skip
-MIXTURES = {"deepseek2": deepseek_fields, "gpt-oss": gpt_oss_fields, "glm4moe": glm_fields}
+MIXTURES = {
+    "deepseek2": deepseek_fields,
+    "gpt-oss": gpt_oss_fields,
+    "glm4moe": glm_fields,
+    "minimax-m2": minimax_fields,
+}
 LIMITED_BY = "_max_position_limited_by"  # in the config: why fewer positions can be used than the file says
 PHI3_WINDOWS = {4096: 2047, 131072: None}  # context -> window; None: longer than the context
 MISTRAL_WINDOW = 4096

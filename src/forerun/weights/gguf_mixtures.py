@@ -1,6 +1,6 @@
 """GGUF metadata of mixtures of experts and of DeepSeek's attention over latents, in config.json's terms.
 
-Knows: the keys of Mixtral (architecture llama with experts), qwen2moe, qwen3moe, gpt-oss, glm4moe and deepseek2,
+Knows: the keys of Mixtral (llama with experts), qwen2moe, qwen3moe, gpt-oss, glm4moe, minimax-m2 and deepseek2,
 and what llama.cpp assumes about each. Does not know: the fields all decoders share (`gguf_config`).
 Source: llama.cpp convert_hf_to_gguf.py and llama-model.cpp.
 """
@@ -93,6 +93,19 @@ def deepseek_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
         "topk_group": used_groups,
         "norm_topk_prob": metadata.flag("deepseek2.expert_weights_norm", False),
         "routed_scaling_factor": metadata.number("deepseek2.expert_weights_scale", 1.0),
+    }
+
+
+def minimax_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    """Fields of minimax-m2."""
+    experts, used = _counts(file, metadata, "minimax-m2")
+    _expect_sigmoid(metadata, "minimax-m2")
+    inner = _inner_size(file, metadata, "minimax-m2.expert_feed_forward_length", "ffn_down_exps")
+    return {
+        "model_type": "minimax_m2",
+        "intermediate_size": inner,
+        "num_local_experts": experts,
+        "num_experts_per_tok": used,
     }
 
 

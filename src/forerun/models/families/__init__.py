@@ -17,6 +17,8 @@ from forerun.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from forerun.models.families.gpt_oss import GPT_OSS
 from forerun.models.families.granite import GRANITE
 from forerun.models.families.llama import LLAMA
+from forerun.models.families.llama4 import LLAMA4_TEXT
+from forerun.models.families.minimax_m2 import MINIMAX_M2
 from forerun.models.families.ministral3 import MINISTRAL3
 from forerun.models.families.mistral import MISTRAL
 from forerun.models.families.mixtral import MIXTRAL
@@ -29,7 +31,8 @@ from forerun.models.families.qwen3_moe import QWEN3_MOE
 from forerun.models.families.smollm3 import SMOLLM3
 from forerun.models.family import Family
 
-_MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3, DEEPSEEK_V32, GPT_OSS, GLM4_MOE, GLM4_MOE_LITE)
+_WITH_SHARED = (DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM4_MOE_LITE, LLAMA4_TEXT)
+_MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, MINIMAX_M2, *_WITH_SHARED)
 _LLAMA_LIKE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, GLM4)
 _OTHERS = (GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, EXAONE4, COHERE2)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_LLAMA_LIKE, *_OTHERS, *_MIXTURES)}
