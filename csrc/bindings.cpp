@@ -1,107 +1,22 @@
-// The only file here that knows Python: addresses and sizes in, engine calls out.
+// Beside op_binding.h the only file here that knows Python: addresses and sizes in, engine calls out.
 // Tensors arrive as integers (tensor.data_ptr()), which costs a tenth of converting array objects; the Python side
 // (src/forerun/kernels/cpu/backend.py) checks dtypes, shapes and contiguity before it hands over an address.
-//
-// The arguments of a forward pass's op are the fields that `given` lists (ops.h), one by one. While the calling thread
-// records a program the op is added to it instead of being run; an op that is not of a forward pass then refuses.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <tuple>
-#include <type_traits>
 
 #include "batch_rows.h"
 #include "chain.h"
-#include "cpu_engine.h"
 #include "memory.h"
-#include "program.h"
+#include "op_binding.h"
 #include "suffix_text.h"
 #include "tree_walk.h"
 
-namespace nb = nanobind;
-
 namespace forerun {
 namespace {
-
-using Address = uintptr_t;
-
-template <class T>
-T* at(Address address) {
-    return reinterpret_cast<T*>(address);
-}
-
-// Multiply-adds above which an op releases the GIL; releasing it costs more than a short op.
-constexpr int64_t kLongOp = 1 << 21;
-
-template <class Call>
-void call(int64_t work, Call body) {
-    if (work < kLongOp) return body();
-    const nb::gil_scoped_release released;
-    body();
-}
-
-// What Python gives for a field: an address for a pointer, a number for an enum, a bound object for the like.
-template <class Field>
-struct Given {
-    using Type = std::conditional_t<std::is_enum_v<Field>, int, Field>;
-};
-template <class T>
-struct Given<T*> {
-    using Type = Address;
-};
-template <>
-struct Given<const ExpertBank*> {
-    using Type = const ExpertBank*;
-};
-
-template <class Field>
-void set(Field& field, const typename Given<Field>::Type& given) {
-    if constexpr (std::is_pointer_v<Field> && !std::is_pointer_v<typename Given<Field>::Type>) {
-        field = reinterpret_cast<Field>(given);
-    } else {
-        field = static_cast<Field>(given);
-    }
-}
-
-template <class... Fields>
-struct FieldTypes {
-    using Values = std::tuple<typename Given<Fields>::Type...>;
-};
-struct ListTypes {
-    template <class... Fields>
-    FieldTypes<Fields...> operator()(Fields&...) const {
-        return {};
-    }
-};
-// The types of the fields that are given for Args.
-template <class Args>
-using FieldsOf = decltype(std::declval<Args&>().given(ListTypes{}));
-
-template <class Args, class... Values>
-Args make(const Values&... values) {
-    Args args{};
-    args.given([&](auto&... fields) { (set(fields, values), ...); });
-    return args;
-}
-
-// An op of a forward pass: run, unless this thread is recording a program.
-template <class Args, class... Fields>
-void bind_fields(nb::class_<CpuEngine>& engine, const char* name, void (CpuEngine::*op)(const Args&),
-                 FieldTypes<Fields...>) {
-    engine.def(name, [op](CpuEngine& self, typename Given<Fields>::Type... values) {
-        const Args args = make<Args>(values...);
-        if (Program* program = Program::recording()) return program->add(args, op);
-        call(args.work(), [&] { (self.*op)(args); });
-    });
-}
-
-template <class Args>
-void bind_op(nb::class_<CpuEngine>& engine, const char* name, void (CpuEngine::*op)(const Args&)) {
-    bind_fields(engine, name, op, FieldsOf<Args>{});
-}
 
 void add_matrix(ExpertBank& bank, const ExpertMatrix& matrix, bool is_down) {
     (is_down ? bank.down : bank.gate_up).push_back(matrix);
@@ -397,4 +312,6 @@ NB_MODULE(_native, module) {
     bind_op(engine, "linear_heads", &CpuEngine::linear_heads);
     bind_op(engine, "route", &CpuEngine::route);
     bind_op(engine, "experts", &CpuEngine::experts);
+    bind_op(engine, "causal_conv", &CpuEngine::causal_conv, false);
+    bind_op(engine, "gated_delta", &CpuEngine::gated_delta, false);
 }

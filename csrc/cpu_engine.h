@@ -43,6 +43,8 @@ public:
     void linear_heads(const HeadLinearArgs& args);
     void route(const RouteArgs& args);
     void experts(const ExpertsArgs& args);
+    void causal_conv(const ConvArgs& args);            // throws std::out_of_range
+    void gated_delta(const DeltaArgs& args);           // likewise
     void select_rows(const SelectArgs& args);
     void copy_columns(const ColumnsArgs& args);
     void add(const AddArgs& args);

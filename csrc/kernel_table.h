@@ -19,6 +19,9 @@ namespace forerun {
     KERNEL(rope_and_cache, RopeArgs)                                      \
     KERNEL(latent_rope, LatentRopeArgs)                                   \
     KERNEL(route, RouteArgs)                                              \
+    KERNEL(causal_conv, ConvArgs)             /* a row, also below */     \
+    KERNEL(delta_prepare, DeltaArgs)                                      \
+    KERNEL(gated_delta, DeltaArgs)            /* sequence x head x columns */ \
     KERNEL(attention, AttentionArgs)          /* rows x KV head */        \
     KERNEL(attention_split, AttentionArgs)    /* rows x KV head x split */\
     KERNEL(attention_combine, AttentionArgs)  /* row x KV head */         \

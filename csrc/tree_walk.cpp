@@ -4,7 +4,7 @@ namespace forerun {
 namespace {
 
 // A walk's place: its tree, and the current node's place among the verified ones.
-struct Walk {
+struct Walker {
     size_t tree, place;
 };
 
@@ -20,7 +20,7 @@ size_t child_with(const PlainTree& tree, size_t place, int64_t token) {
 
 // The token after each walk's node.
 std::vector<int64_t> choose(CpuEngine& engine, const float* logits, int64_t vocab, const std::vector<PlainTree>& trees,
-                            const std::vector<Walk>& walks, const std::vector<WalkedPath>& paths) {
+                            const std::vector<Walker>& walks, const std::vector<WalkedPath>& paths) {
     const size_t num = walks.size();
     std::vector<int64_t> rows(num), seeds(num), positions(num), streams(num), tokens(num);
     std::vector<double> temperatures(num);
@@ -51,11 +51,11 @@ std::vector<int64_t> choose(CpuEngine& engine, const float* logits, int64_t voca
 std::vector<WalkedPath> walk_trees(CpuEngine& engine, const float* logits, int64_t vocab,
                                    const std::vector<PlainTree>& trees) {
     std::vector<WalkedPath> paths(trees.size());
-    std::vector<Walk> walks;
+    std::vector<Walker> walks;
     for (size_t tree = 0; tree < trees.size(); ++tree) walks.push_back({tree, 0});
     while (!walks.empty()) {
         const std::vector<int64_t> tokens = choose(engine, logits, vocab, trees, walks, paths);
-        std::vector<Walk> going_on;
+        std::vector<Walker> going_on;
         for (size_t i = 0; i < walks.size(); ++i) {
             const PlainTree& tree = trees[walks[i].tree];
             WalkedPath& path = paths[walks[i].tree];

@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from forerun.cache.block_pool import BlockPool
 from forerun.cache.kv_cache import KVCache, bytes_per_block
 from forerun.cache.prefix_cache import PrefixCache
+from forerun.cache.states import RecurrentStates, bytes_per_slot
 from forerun.config import EngineConfig, learned_folder
 from forerun.drafters.base import Drafter, DrafterContext
 from forerun.drafters.portfolio import Portfolio, build_portfolio
@@ -27,7 +29,7 @@ from forerun.errors import ConfigError, ResourceError
 from forerun.kernels.ops import Kernels
 from forerun.kernels.threads import single_torch_thread
 from forerun.learned import Kept
-from forerun.models.base import LayerSpec, Model, passes_of, with_own_state
+from forerun.models.base import KeepsSlots, LayerSpec, Model, passes_of, state_specs_of, with_own_state
 from forerun.models.memory import check_memory, memory_of
 from forerun.policy.costs import CallCosts, Costs, PassCosts, rows_to_measure
 from forerun.policy.policy import AdaptivePolicy, FixedPolicy, Policy
@@ -47,11 +49,12 @@ def assemble(
     config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None = None
 ) -> Engine:
     """An engine for `model`, read from `folder`. Raises ConfigError or ResourceError if the context does not fit."""
+    config = _fit_slots(config, model, kernels.device)
     drafter = _drafter(config, model, kernels, load_draft, folder)
     kv_cache = _kv_cache(config, model, drafter, kernels)
     own_kvs = kv_cache.layers[: len(model.kv_specs)]
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
-    model = with_own_state(model)
+    model = with_own_state(_with_slots(model, config.max_num_seqs))
     runner = bind(passes_of(model, drafter.hidden_layers), kernels, own_kvs, config.block_size)
     computes_itself = runner.replays and kernels.device.type == "cpu"
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
@@ -69,6 +72,29 @@ def assemble(
         torch_threads=single_torch_thread if computes_itself else nullcontext,
         keep=_recall(kept, policy),
     )
+
+
+def _fit_slots(config: EngineConfig, model: Model, device: torch.device) -> EngineConfig:
+    """For recurrent layers: no more requests at once than memory has slots for, and no prefixes shared, since the pool
+    does not hold their state. Raises ResourceError if there is no memory for one."""
+    per_slot = bytes_per_slot(state_specs_of(model))
+    if not per_slot:
+        return config
+    memory = memory_of(device) or _ASSUMED_BYTES
+    num_slots = min(config.max_num_seqs, int(memory * _SHARE_OF_HOST) // per_slot)
+    if num_slots < 1:
+        raise ResourceError(
+            f"one request of {config.model} keeps {per_slot / 1e6:.0f} MB of recurrent state, but a quarter of the "
+            f"{memory / 1e6:.0f} MB available is less: close other programs, or choose a smaller model"
+        )
+    return replace(config, max_num_seqs=num_slots, prefix_caching=False)
+
+
+def _with_slots(model: Model, num_slots: int) -> Model:
+    specs = state_specs_of(model)
+    if not specs or not isinstance(model, KeepsSlots):
+        return model
+    return model.with_states(RecurrentStates(specs, num_slots, model.device))
 
 
 def _verifier(config: EngineConfig, kernels: Kernels) -> Verifier:

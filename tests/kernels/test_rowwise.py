@@ -50,6 +50,7 @@ def _ops(width: int) -> dict[str, tuple[Op, Callable[[Tensor], Tensor]]]:
         "scaled": (lambda k, x: k.scaled(x, 1.3), lambda x: x * 1.3),
         "capped": (lambda k, x: k.scaled(x, 0.1, 3.0), lambda x: torch.tanh(x * 0.1 / 3) * 3),
         "silu": (gated("silu"), lambda x: functional.silu(x) * up.to(x.dtype)),
+        "sigmoid": (gated("sigmoid"), lambda x: torch.sigmoid(x) * up.to(x.dtype)),
         "gelu_tanh": (gated("gelu_tanh"), lambda x: functional.gelu(x, approximate="tanh") * up.to(x.dtype)),
         "clipped_swiglu": (gated("clipped_swiglu"), lambda x: clipped_swiglu(x, up.to(x.dtype))),
     }

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.cache.states import RecurrentStates
 from forerun.kernels.ops import Kernels, LayerKV
-from forerun.models.base import Model, PassOutput
+from forerun.models.base import KeepsSlots, Model, PassOutput, state_specs_of
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.runtime import runner as runtime
 
@@ -114,6 +115,23 @@ GPT_OSS = {
     "rope_parameters": {**YARN, "truncate": False},
 }
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+}
+NEXT = {
+    **DELTA,
+    **QWEN_EXPERTS,
+    "shared_expert_intermediate_size": 24,
+    "mlp_only_layers": [1],
+    "tie_word_embeddings": True,
+}
 # name -> (model_type, fields beyond SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -178,6 +196,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax-m2": ("minimax_m2", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}),
     "llama4": ("llama4_text", LLAMA4),
     "llama4-plain": ("llama4_text", {**LLAMA4, **LLAMA4_PLAIN}),
+    "qwen3-next": ("qwen3_next", NEXT),
+    "qwen3.5": ("qwen3_5_text", DELTA),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**DELTA, **QWEN_EXPERTS, "shared_expert_intermediate_size": 24}),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": 9}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
@@ -246,7 +267,9 @@ class Runner:
     """One sequence on a bare model with a pool of its own."""
 
     def __init__(self, model: Model, max_tokens: int, block_size: int = 4, request_id: str = "r") -> None:
-        self.model = model
+        specs = state_specs_of(model)
+        self.states = RecurrentStates(specs, 1, model.device) if isinstance(model, KeepsSlots) and specs else None
+        self.model = model if self.states is None else model.with_states(self.states)
         self.block_size = block_size
         self.table = list(range(-(-max_tokens // block_size)))
         self.kvs = new_kvs(model, len(self.table), block_size)

@@ -74,7 +74,11 @@ def as_part(folder: Path, model_type: str, prefix: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "model_type", "prefix"),
-    [("gemma3", "gemma3", "language_model.model."), ("mistral", "mistral3", "model.language_model.")],
+    [
+        ("gemma3", "gemma3", "language_model.model."),
+        ("mistral", "mistral3", "model.language_model."),
+        ("qwen3.5", "qwen3_5", "model.language_model."),
+    ],
 )
 def test_a_multimodal_model_runs_its_text_part_and_says_so(
     case: str, model_type: str, prefix: str, tmp_path: Path

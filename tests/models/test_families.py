@@ -35,6 +35,7 @@ BOTH = (
     "granite",
     "glm4",
     "cohere2",
+    "qwen3-next",
 )  # cases that also run on the reference
 
 
@@ -78,7 +79,7 @@ def test_a_chunk_without_logits_leaves_the_same_bits(loaded: LoadedModel) -> Non
     whole, chunk, known = Runner(loaded.model, 40), Runner(loaded.model, 40), tokens()
     shown = whole.span(known, hidden=(0, 1))
     rows = SequenceRows("r", chunk.table, 0, known, len(known))
-    out = loaded.model.forward(ForwardBatch.build([rows], chunk.block_size), chunk.kvs, (0, 1))
+    out = chunk.model.forward(ForwardBatch.build([rows], chunk.block_size), chunk.kvs, (0, 1))
     assert out.logits.shape == (0, loaded.model.vocab_size)
     assert all(torch.equal(out.hidden[layer], shown.hidden[layer]) for layer in (0, 1))
     for ours, theirs in zip(chunk.kvs, whole.kvs, strict=True):
@@ -106,7 +107,7 @@ def test_counts_are_those_of_transformers(loaded: LoadedModel) -> None:
 HALVES = (
     "llama-tied-biased", "mistral-window", "qwen2", "qwen3", "phi3", "llama3", "mixtral", "qwen3-moe", "deepseek",
     "gpt-oss", "glm4-moe", "glm4-moe-lite", "deepseek-v32", "gemma2", "gemma3", "olmo3", "exaone4", "granite",
-    "smollm3", "glm4", "cohere2", "minimax-m2", "llama4",
+    "smollm3", "glm4", "cohere2", "minimax-m2", "llama4", "qwen3-next", "qwen3.5", "qwen3.5-moe",
 )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ class TimedPasses:
         self.model = model
         self.runner = bind(passes_of(model), kernels, self.cache.layers, BLOCK_SIZE)
         self._vocab_size = model.vocab_size
-        self._windows = [layer.attention.shape.window for layer in model.parts.layers]
+        self._windows = [layer.attending.shape.window for layer in model.parts.layers]
         self._mlps = [layer.mlp for layer in model.parts.layers]
         self.weight_bytes = model.weight_bytes - model.parts.embedding.nbytes
 

@@ -11,13 +11,19 @@ from __future__ import annotations
 from forerun.drafters.autoregressive import AutoregressiveDrafter, binder
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
 from forerun.drafters.following import TokenFollower
-from forerun.models.base import passes_of, with_own_state
+from forerun.errors import UnsupportedError
+from forerun.models.base import passes_of, state_specs_of, with_own_state
 
 
 def build(context: DrafterContext) -> Drafter:
-    """The draft model the options name."""
+    """The draft model the options name. Raises UnsupportedError for one with recurrent layers."""
     assert context.options.model is not None  # checked by registry.check
     model = with_own_state(context.load_draft(context.options.model))
+    if state_specs_of(model):
+        raise UnsupportedError(
+            f"the draft model {context.options.model} has recurrent layers, whose state is kept for targets only; "
+            "choose a draft model whose layers all attend"
+        )
     bind = binder(passes_of(model), context)
     return AutoregressiveDrafter(
         context, TokenFollower(model), bind, model.max_position, model.weight_bytes, model.kv_specs

@@ -24,7 +24,7 @@ from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
 from forerun.drafters.following import Follower
 from forerun.errors import UnsupportedError
 from forerun.kernels.ops import Kernels, LayerKV
-from forerun.models.base import PassOutput, passes_of
+from forerun.models.base import PassOutput, passes_of, state_specs_of
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.decoder import Decoder
 from forerun.models.layer_search import Sample, find_layers
@@ -45,6 +45,11 @@ def build(context: DrafterContext) -> Drafter:
         raise UnsupportedError(
             "layer_skip drafts with the target's own layers, which a model that runs through transformers does not "
             "give one by one; choose another drafter, or a target of a family that forerun implements"
+        )
+    if state_specs_of(model):
+        raise UnsupportedError(
+            "layer_skip drafts with the target's own layers, but recurrent ones, which this target has, keep no state "
+            "of drafts; choose another drafter"
         )
     if layers is not None:
         subset_decoder(model, layers)  # an error is the user's to see before there is a pool

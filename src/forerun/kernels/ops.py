@@ -32,6 +32,7 @@ from forerun.kernels import pages
 from forerun.kernels.coded import CodedMatrix
 from forerun.kernels.draws import PlainTree
 from forerun.kernels.grouped import GroupedMatrix
+from forerun.kernels.recurrent_ops import RecurrentOps
 from forerun.kernels.tree_growth import NodeRows, TreeNodes, TreeRoom
 
 
@@ -219,7 +220,7 @@ class ExpertBiases(NamedTuple):
     down: Tensor  # [E, H] float32
 
 
-class Kernels(Protocol):
+class Kernels(RecurrentOps, Protocol):
     """A backend: every method but `describe` is an op. Chosen once by `kernels.select`, passed through constructors."""
 
     name: str
@@ -391,9 +392,9 @@ class Kernels(Protocol):
         """
 
 
-OPS = tuple(name for name in vars(Kernels) if name not in ("describe", "reason") and not name.startswith("_"))
-# The last is gpt-oss's g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7), u = clamp(up, -7, 7).
-ACTIVATIONS = ("silu", "gelu_tanh", "clipped_swiglu")  # in the order of Activation in csrc/ops.h
+OPS = tuple(n for n in (*vars(Kernels), *vars(RecurrentOps)) if n not in ("describe", "reason") and n[0] != "_")
+# "clipped_swiglu" is gpt-oss's g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7), u = clamp(up, -7, 7).
+ACTIVATIONS = ("silu", "gelu_tanh", "clipped_swiglu", "sigmoid")  # in the order of Activation in csrc/ops.h
 ATTENTION_SPLIT = 256  # visible keys a split of the softmax covers, in every backend
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

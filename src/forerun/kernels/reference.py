@@ -39,6 +39,7 @@ from forerun.kernels.ops import (
     PackedLinear,
     Routing,
 )
+from forerun.kernels.recurrent_reference import causal_conv, gated_delta
 from forerun.kernels.tree_growth import grow_trees, keep_trees
 from forerun.kernels.tree_walk import walk_trees
 
@@ -305,6 +306,7 @@ class ReferenceKernels(Kernels):
         chances = rival_log_chances(scores)
         return ids[:, :width], chances.masked_fill(ids < 0, float("-inf"))[:, :width]
 
+    causal_conv, gated_delta = staticmethod(causal_conv), staticmethod(gated_delta)
     grow_trees, keep_trees, walk_trees = staticmethod(grow_trees), staticmethod(keep_trees), walk_trees
 
 
@@ -362,6 +364,7 @@ _GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda gate, up: functional.silu(gate) * up,
     "gelu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
     "clipped_swiglu": _clipped_swiglu,
+    "sigmoid": lambda gate, up: torch.sigmoid(gate) * up,
 }
 
 

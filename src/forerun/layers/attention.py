@@ -25,6 +25,7 @@ class AttentionShape:
     norm_eps: float = 0.0  # of the q and k norms
     chunk: int = 0  # positions that see only each other; 0: there are no chunks
     cap: float = 0.0  # scores are bounded softly by it; 0: not
+    gated: bool = False  # each query head's rows in `qkv` are followed by those of a gate over its output
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,10 @@ class Attention:
         self, kernels: Kernels, shape: AttentionShape, qkv: Linear | NormedProjections, out: Linear,
         rope_table: Tensor, norms: HeadNorms | None = None, sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """`qkv` [row_size, H]: q, k, v rows in order; `out` [H, Q * D]; rope_table [P, rotary_dim]; `sinks` [Q]."""
+        """`qkv` [row_size, H]: q, k, v rows in order, more if `shape` is gated; `out` [H, Q * D]; `sinks` [Q].
+
+        rope_table [P, rotary_dim].
+        """
         self._kernels = kernels
         self.shape = shape
         self.qkv = qkv
@@ -85,8 +89,19 @@ class Attention:
 
     def store(self, x: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor) -> Tensor:
         """Write the keys and values of x [M, H] to `slots` of `kv` -> [M, row_size], the rotated queries first."""
+        return self._store(self._project(x)[0], kv, positions, slots)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x [M, H] -> queries, keys and values [M, row_size], and the gate [M, Q * D] if there is one."""
+        made, heads = self.qkv(x), self.shape.heads
+        if not self.shape.gated:
+            return made, None
+        size = 2 * heads.num_q * heads.head_dim
+        pairs = made[:, :size].reshape(-1, heads.num_q, 2, heads.head_dim)
+        return torch.cat([pairs[:, :, 0].flatten(1), made[:, size:]], dim=1), pairs[:, :, 1].flatten(1)
+
+    def _store(self, qkv: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor) -> Tensor:
         shape, norms = self.shape, self.norms
-        qkv = self.qkv(x)  # [M, row_size]
         self._kernels.rope_and_cache(
             qkv,
             shape.heads,
@@ -104,8 +119,11 @@ class Attention:
         self, x: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor, rows: AttentionRows, wanted: Tensor | None
     ) -> Tensor:
         """x [M, H] -> [M, H], or [R, H] of the rows `wanted` [R]; `store` is a part of it."""
-        shape, qkv = self.shape, self.store(x, kv, positions, slots)
+        shape, (projected, gate) = self.shape, self._project(x)
+        qkv = self._store(projected, kv, positions, slots)
         mixed = self._kernels.attention(
             qkv, shape.heads, kv, rows, shape.scale, shape.window, shape.chunk, self.sinks, shape.cap
         )  # [M, Q * D]
+        if gate is not None:
+            mixed = self._kernels.gated_act(torch.cat([gate, mixed], dim=1), "sigmoid")
         return self.out(mixed if wanted is None else mixed.index_select(0, wanted))

@@ -5,6 +5,7 @@ Knows: the forward's inputs and outputs and who keeps the state. Does not know: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import LayerKV
+from forerun.kernels.recurrent_ops import LayerState
 from forerun.models.batch import ForwardBatch
 
 
@@ -31,6 +33,30 @@ class LayerSpec(NamedTuple):
             return self.num_kv_heads * self.head_dim * self.dtype.itemsize
         scale = 4 if self.dtype is torch.int8 else 0
         return 2 * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scale)
+
+
+class StateSpec(NamedTuple):
+    """The shape of what one recurrent layer keeps of a sequence, in float32."""
+
+    tail: tuple[int, int]  # inputs of the convolution: taps - 1, channels
+    memory: tuple[int, int, int]  # heads, key_dim, value_dim
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one sequence's state."""
+        return 4 * (math.prod(self.tail) + math.prod(self.memory))
+
+
+class States(Protocol):
+    """Slots of recurrent state, one a request that runs."""
+
+    layers: Sequence[LayerState]  # one per entry of the model's state_specs
+
+    def slot(self, request_id: str) -> int:
+        """The request's slot, which it owns from now on until it is released."""
+
+    def release(self, request_id: str) -> None:
+        """Take the slot back, if the request has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +133,21 @@ class KeepsState(Protocol):
 
     def with_own_state(self) -> Model:
         """The same weights with an empty state; every engine and every drafter takes its own."""
+
+
+@runtime_checkable
+class KeepsSlots(Protocol):
+    """A model with recurrent layers, whose state besides the pool lies in slots that an engine gives it."""
+
+    state_specs: tuple[StateSpec, ...]  # () if it has no recurrent layer after all
+
+    def with_states(self, states: States) -> Model:
+        """The same weights over these slots; every engine has its own."""
+
+
+def state_specs_of(model: Model) -> tuple[StateSpec, ...]:
+    """What each recurrent layer keeps of a sequence; () for a model without such layers."""
+    return model.state_specs if isinstance(model, KeepsSlots) else ()
 
 
 def passes_of(model: Model, hidden_layers: Sequence[int] = ()) -> Passes:

@@ -16,6 +16,7 @@ from torch import Tensor
 from forerun.errors import CheckpointError
 from forerun.kernels.ops import Kernels
 from forerun.layers.attention import Attention, AttentionShape, HeadNorms, NormedProjections
+from forerun.layers.delta import GatedDeltaNet
 from forerun.layers.embedding import Embedding, TableEmbedding
 from forerun.layers.linear import Linear
 from forerun.layers.mla import LatentAttention
@@ -23,10 +24,11 @@ from forerun.layers.mlp import GatedMLP
 from forerun.layers.norm import RMSNorm
 from forerun.layers.rotary import RopeSpec, rope_table
 from forerun.layers.scaled import Scaled
-from forerun.models.build_blocks import latent_attention, mixture_of_experts
+from forerun.models.build_blocks import gated_delta_net, latent_attention, mixture_of_experts
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts, FeedForward
 from forerun.models.family import Family
+from forerun.models.hybrid import HybridDecoder
 from forerun.quant.base import RowPart, TensorSource, WeightFormat
 from forerun.quant.dense import DenseWeight
 from forerun.quant.formats import find_format
@@ -58,7 +60,8 @@ class Builder:
             tie_embeddings=self.config.tie_embeddings,
             after_head=self._scale(self.config.scales.logits, self.config.scales.logits_cap),
         )
-        return Decoder(parts, self.max_position, self._kv_dtype(parts))
+        kind = Decoder if self.config.deltas is None else HybridDecoder
+        return kind(parts, self.max_position, self._kv_dtype(parts))
 
     def layer(self, index: int, rope: Tensor | None = None) -> DecoderLayer:
         """Read one layer. It may be one after the last: that is where checkpoints keep their MTP modules.
@@ -103,20 +106,25 @@ class Builder:
     def _scale(self, factor: float, cap: float = 0.0) -> Scaled | None:
         return None if (factor, cap) == (1, 0) else Scaled(self.kernels, factor, cap)
 
-    def _attention(self, index: int, prefix: str, rope: Tensor) -> Attention | LatentAttention:
+    def _attention(self, index: int, prefix: str, rope: Tensor) -> Attention | LatentAttention | GatedDeltaNet:
+        if self.config.deltas is not None and self.config.is_recurrent(index):
+            return gated_delta_net(self, self.config.deltas, prefix)
         if self.config.latents is not None:
             return latent_attention(self, self.config.latents, prefix, rope)
         config, names = self.config, self.family.names
         heads, hidden = config.heads._replace(rotary_dim=rope.shape[1]), config.hidden_size
-        window, cap = config.window(index), config.scales.attention_cap
-        shape = AttentionShape(heads, config.attention_scale, window, config.norm_eps, config.chunk(index), cap)
-        rows = tuple(count * heads.head_dim for count in (heads.num_q, heads.num_kv, heads.num_kv))
+        window, cap, gated = config.window(index), config.scales.attention_cap, config.gated_attention
+        limits = window, config.norm_eps, config.chunk(index), cap
+        shape = AttentionShape(heads, config.attention_scale, *limits, gated=gated)
+        counts = (heads.num_q * (1 + gated), heads.num_kv, heads.num_kv)
+        rows = tuple(count * heads.head_dim for count in counts)
         qkv: Linear | NormedProjections
         if config.qk_norm == "row":
             qkv = self._normed_projections(prefix, rows)
         else:
             qkv = self.linear(module_parts(prefix, names.qkv, rows), hidden, config.biases.qkv)
-        out = self.linear(module_parts(prefix, (names.out,), (hidden,)), rows[0], config.biases.out)
+        parts = module_parts(prefix, (names.out,), (hidden,))
+        out = self.linear(parts, heads.num_q * heads.head_dim, config.biases.out)
         sinks = self.vector(f"{prefix}.{names.sinks}", heads.num_q) if config.sinks else None
         return Attention(self.kernels, shape, qkv, out, rope, self._head_norms(prefix, rope), sinks)
 

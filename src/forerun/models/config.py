@@ -13,7 +13,7 @@ from typing import Any
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.kernels.ops import HeadLayout
 from forerun.layers.rotary import RopeSpec, score_factor
-from forerun.models.blocks import ExpertsShape, LatentDims
+from forerun.models.blocks import DeltaDims, ExpertsShape, LatentDims
 from forerun.models.family import Biases, Family, QkNorm, Scales
 from forerun.models.fields import Fields, words
 from forerun.models.rope_config import LOCAL_BASE, ROPE_FIELDS, reachable_positions, read_rope, read_window_rope
@@ -75,6 +75,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     experts: ExpertsShape | None = None  # None: every feed-forward layer is dense
     latents: LatentDims | None = None  # attention over latents, whose `heads` are those of the latent space
+    deltas: DeltaDims | None = None  # layers that are recurrent; None: every layer attends
+    gated_attention: bool = False
 
     @staticmethod
     def read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
@@ -111,6 +113,8 @@ class ModelConfig:
             eos_token_ids=fields.token_ids("eos_token_id"),
             experts=family.experts(fields),
             latents=latents,
+            deltas=family.deltas(fields, num_layers),
+            gated_attention=family.gated_attention,
         )
 
     @property
@@ -134,6 +138,10 @@ class ModelConfig:
         """The rope of a layer; layers after the last one have that of the last."""
         return self.layer_ropes[min(layer, len(self.layer_ropes) - 1)]
 
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer is a gated delta net; layers after the last one attend."""
+        return self.deltas is not None and layer in self.deltas.layers
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward part is a mixture of experts."""
         return self.experts is not None and self.experts.has(layer)
@@ -142,7 +150,8 @@ class ModelConfig:
 def num_parameters(config: ModelConfig) -> int:
     """Entries of all matrices and norms; a tied output layer is counted once, corrections of routers not at all."""
     hidden = config.hidden_size
-    layers = config.num_layers * (_attention_parameters(config) + config.num_norms * hidden)
+    layers = config.num_layers * config.num_norms * hidden
+    layers += sum(_mixer_parameters(config, layer) for layer in range(config.num_layers))
     layers += sum(_feed_forward_parameters(config, layer) for layer in range(config.num_layers))
     return layers + config.vocab_size * hidden * (1 if config.tie_embeddings else 2) + hidden
 
@@ -156,16 +165,23 @@ def active_parameters(config: ModelConfig) -> int:
     return num_parameters(config) - mixtures * idle
 
 
+def _mixer_parameters(config: ModelConfig, layer: int) -> int:
+    if config.deltas is not None and layer in config.deltas.layers:
+        return config.deltas.num_parameters(config.hidden_size)
+    return _attention_parameters(config)
+
+
 def _attention_parameters(config: ModelConfig) -> int:
     hidden, heads, biases = config.hidden_size, config.heads, config.biases
     out = hidden * biases.out
     if config.latents is not None:
         down = config.latents.query_rank + config.latents.rank + config.latents.rope_dim
         return config.latents.num_parameters(hidden, heads.num_q) + down * biases.qkv + out
-    matrices = hidden * (heads.row_size + heads.num_q * heads.head_dim)
+    rows = heads.row_size + heads.num_q * heads.head_dim * config.gated_attention
+    matrices = hidden * (rows + heads.num_q * heads.head_dim)
     normed = {"": 0, "unit": 0, "head": 2, "row": heads.num_q + heads.num_kv}[config.qk_norm]
     vectors = normed * heads.head_dim + heads.num_q * config.sinks
-    return matrices + heads.row_size * biases.qkv + out + vectors
+    return matrices + rows * biases.qkv + out + vectors
 
 
 def _feed_forward_parameters(config: ModelConfig, layer: int) -> int:

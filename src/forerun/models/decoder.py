@@ -10,7 +10,7 @@ logits are wanted, and if there are none, nothing but keys and values: nobody re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import LayerKV
+from forerun.kernels.recurrent_ops import StateRows
 from forerun.layers.attention import Attention
+from forerun.layers.delta import GatedDeltaNet
 from forerun.layers.embedding import Embedding
 from forerun.layers.linear import Linear, Matrix
 from forerun.layers.mla import LatentAttention
@@ -43,6 +45,7 @@ class FeedForward(Protocol):
 
 
 RowFunction = Callable[[Tensor], Tensor]  # [M, H] -> [M, H], row by row
+LayerCache = LayerKV | StateRows  # what a layer knows of the tokens before its rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class DecoderLayer:
     """
 
     attention_norm: RMSNorm | None
-    attention: Attention | LatentAttention
+    attention: Attention | LatentAttention | GatedDeltaNet
     mlp_norm: RMSNorm | None
     mlp: FeedForward
     after_attention: RowFunction | None = None
@@ -66,7 +69,7 @@ class DecoderLayer:
         return residual if self.attention_norm is None else self.attention_norm(residual)
 
     def __call__(
-        self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv: LayerKV, wanted: Tensor | None = None
+        self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv: LayerCache, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """x, which attention reads, and residual [M, H] -> the layer's last addend and the residual stream.
 
@@ -74,9 +77,9 @@ class DecoderLayer:
         residual may be added to in place.
         """
         if wanted is not None and wanted.shape[0] == 0:
-            self.attention.store(x, kv, batch.positions, batch.slots)
+            self._store(x, batch, kv)
             return residual[:0], residual[:0]
-        mixed = self.attention(x, kv, batch.positions, batch.slots, batch.rows, wanted)
+        mixed = self._attend(x, batch, kv, wanted)
         mixed = mixed if self.after_attention is None else self.after_attention(mixed)
         residual = residual if wanted is None else residual.index_select(0, wanted)
         if self.parallel:
@@ -87,6 +90,27 @@ class DecoderLayer:
         x = self.mlp(x)
         return x if self.after_mlp is None else self.after_mlp(x), residual
 
+    @property
+    def attending(self) -> Attention | LatentAttention:
+        """The attention of a layer that is not recurrent."""
+        assert not isinstance(self.attention, GatedDeltaNet)
+        return self.attention
+
+    def _attend(self, x: Tensor, batch: ForwardBatch, kv: LayerCache, wanted: Tensor | None) -> Tensor:
+        if isinstance(self.attention, GatedDeltaNet):
+            assert isinstance(kv, StateRows)
+            return self.attention(x, kv, wanted)
+        assert isinstance(kv, LayerKV)
+        return self.attention(x, kv, batch.positions, batch.slots, batch.rows, wanted)
+
+    def _store(self, x: Tensor, batch: ForwardBatch, kv: LayerCache) -> None:
+        if isinstance(self.attention, GatedDeltaNet):
+            assert isinstance(kv, StateRows)
+            self.attention.store(x, kv)
+        else:
+            assert isinstance(kv, LayerKV)
+            self.attention.store(x, kv, batch.positions, batch.slots)
+
 
 def add_norm(norm: RMSNorm | None, x: Tensor, residual: Tensor) -> Tensor:
     """In place residual += x [M, H]; the norm of it, or itself where there is none -> [M, H]."""
@@ -94,7 +118,7 @@ def add_norm(norm: RMSNorm | None, x: Tensor, residual: Tensor) -> Tensor:
 
 
 def run_layers(
-    layers: Sequence[DecoderLayer], x: Tensor, residual: Tensor, batch: ForwardBatch, kvs: Sequence[LayerKV],
+    layers: Sequence[DecoderLayer], x: Tensor, residual: Tensor, batch: ForwardBatch, kvs: Sequence[LayerCache],
     wanted: Tensor | None, keep: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """All layers, the first of which reads x; the others are as of `DecoderLayer`, `wanted` as of the last layer.
@@ -131,12 +155,12 @@ class Decoder:
         self.max_position = max_position
         self.vocab_size, self.hidden_size = parts.embedding.shape
         self.device = parts.final_norm.weight.device
-        self.kv_specs = tuple(_kv_spec(layer, kv_dtype) for layer in parts.layers)
+        self.kv_specs = tuple(_kv_specs(parts.layers, kv_dtype))
         self.weight_bytes = _count_bytes(parts)
         self.num_parameters = _count_parameters(parts)
 
     @torch.no_grad()
-    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> PassOutput:
+    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerCache], hidden_layers: Sequence[int] = ()) -> PassOutput:
         """See `models.base.Model`."""
         parts, batch, hidden = self.parts, batch.on(self.device), dict[int, Tensor]()
         num_layers = len(parts.layers)
@@ -171,9 +195,11 @@ def _keep(hidden: dict[int, Tensor], wanted: Sequence[int], index: int, state: T
         hidden[index] = state.clone()  # [M, H]
 
 
-def _kv_spec(layer: DecoderLayer, dtype: torch.dtype) -> LayerSpec:
-    heads = layer.attention.shape.heads
-    return LayerSpec(heads.num_kv, heads.head_dim, dtype, layer.attention.is_latent)
+def _kv_specs(layers: Sequence[DecoderLayer], dtype: torch.dtype) -> Iterator[LayerSpec]:
+    for attention in (layer.attention for layer in layers):
+        if not isinstance(attention, GatedDeltaNet):
+            heads = attention.shape.heads
+            yield LayerSpec(heads.num_kv, heads.head_dim, dtype, attention.is_latent)
 
 
 def _linears(parts: DecoderParts) -> list[Matrix]:

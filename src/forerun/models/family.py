@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from forerun.layers.rotary import RopeSpec
-from forerun.models.blocks import ExpertsShape, LatentDims
+from forerun.models.blocks import DeltaDims, ExpertsShape, LatentDims
 from forerun.models.fields import Fields
 
 # Norms of queries and keys: none, of each head, of all heads of a row together, of each rotated head without a weight.
@@ -69,6 +69,22 @@ class LatentNames:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNames:
+    """Names of a gated delta net's tensors within a layer.
+
+    `project` has the modules of queries, keys, values, gate, b and a in this order, or those of two matrices that hold
+    the rows of [query, key, values, gate] and of [b, a] for one head of keys after the other.
+    """
+
+    project: tuple[str, ...] = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+    conv: str = "linear_attn.conv1d.weight"
+    decay: str = "linear_attn.A_log"
+    bias: str = "linear_attn.dt_bias"
+    norm: str = "linear_attn.norm.weight"
+    out: str = "linear_attn.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Where a family's tensors are, below `model.layers.N.` for those of a layer.
 
@@ -94,6 +110,7 @@ class TensorNames:
     unread: str = ""  # what is in the names of a layer's tensors that are not needed; "": all are
     experts: ExpertNames = ExpertNames()
     latents: LatentNames = LatentNames()
+    delta: DeltaNames = DeltaNames()
 
     @property
     def num_norms(self) -> int:
@@ -119,6 +136,11 @@ def no_experts(fields: Fields) -> ExpertsShape | None:
 def no_limit(fields: Fields) -> int:
     """Families that compute the same at all positions."""
     return 0
+
+
+def no_deltas(fields: Fields, num_layers: int) -> DeltaDims | None:
+    """Families whose layers all attend."""
+    return None
 
 
 def no_latents(fields: Fields) -> LatentDims | None:
@@ -165,6 +187,7 @@ class Family:
     gate: str = ""  # one of ops.ACTIVATIONS that config.json has no name for; "": what its activation says
     activation: str = "hidden_act"  # the field that names it
     norm_eps: str = "rms_norm_eps"  # the field
+    gated_attention: bool = False  # each head's output is weighed by a sigmoid
     partial_rotary: bool = False
     interleaved_rope: bool = False  # rotated pairs are neighbours
     window_rope: bool = False  # layers with a window have a plain rope of their own
@@ -180,3 +203,4 @@ class Family:
     latents: Callable[[Fields], LatentDims | None] = no_latents
     scales: Callable[[Fields], Scales] = no_scales
     ropes: Callable[[Fields, RopeSpec, tuple[int, ...]], tuple[RopeSpec, ...]] = one_rope  # a layer
+    deltas: Callable[[Fields, int], DeltaDims | None] = no_deltas

@@ -182,6 +182,7 @@ def _load_native(
     family = find_family(raw)
     assert family is not None
     config = ModelConfig.read(raw, family)
+    _check_device(config, kernels.device)
     positions = _positions(config.max_position, max_position, raw)
     checkpoint = Checkpoint.open(folder)
     checkpoint = checkpoint.text_part() if PART_OF in raw else checkpoint
@@ -193,6 +194,14 @@ def _load_native(
     tokenizer = Tokenizer.from_folder(folder)
     model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress)
     return LoadedModel(model, tokenizer, folder, raw, config, "forerun")
+
+
+def _check_device(config: ModelConfig, device: torch.device) -> None:
+    if config.deltas is not None and device.type != "cpu":
+        raise UnsupportedError(
+            f"the recurrent layers of {config.model_type} models run on CPUs only so far; choose device 'cpu', or load "
+            "the model through transformers (implementation='transformers')"
+        )
 
 
 def _load_gguf(

@@ -8,8 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Model type -> that of the text part, where this has none of its own.
-WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "llama4": "llama4_text"}
+WRAPPERS = {  # model type -> that of the text part if it has none
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 PART_OF = "_text_part_of"  # in the config: the model type of the whole
 _OF_THE_WHOLE = ("quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
 

@@ -24,7 +24,7 @@ _YARN = "factor original_max_position_embeddings attention_factor mscale mscale_
 _LLAMA3 = "factor original_max_position_embeddings low_freq_factor high_freq_factor"
 _LONGROPE = "factor original_max_position_embeddings attention_factor short_factor long_factor"
 _READ_BY_KIND: dict[str, frozenset[str]] = {
-    "default": frozenset({"factor"}),
+    "default": words("factor mrope_section mrope_interleaved"),  # positions of text are the same on all three axes
     "linear": frozenset({"factor"}),
     "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
     "yarn": words(_YARN),

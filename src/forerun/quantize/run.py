@@ -17,6 +17,7 @@ from torch import Tensor
 
 from forerun.errors import ConfigError, UnsupportedError
 from forerun.kernels.threads import single_torch_thread
+from forerun.models.base import state_specs_of
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.family import Family
@@ -114,6 +115,10 @@ def quantize_model(
     """
     decoder = loaded.model
     assert isinstance(decoder, Decoder)  # of every family in FAMILIES
+    if state_specs_of(decoder):
+        raise UnsupportedError(
+            f"gptq and awq quantize models whose layers all attend, which those of {loaded.folder} do not; choose rtn"
+        )
     if any(len(ids) > decoder.max_position for ids in sequences):
         raise ConfigError(f"calibration sequences may have at most {decoder.max_position} tokens in this model")
     partial = Partial(out, _asked(source, settings, sequences))

@@ -14,7 +14,7 @@ from torch.nn import functional
 from forerun.errors import KernelError
 
 WIDTHS = (1, 7, 100, 384)
-OPS = ("rms_norm", "add_rms_norm", "layer_norm", "scaled", "capped", "silu", "gelu_tanh", "clipped_swiglu")
+OPS = ("rms_norm", "add_rms_norm", "layer_norm", "scaled", "capped", "silu", "gelu_tanh", "clipped_swiglu", "sigmoid")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 
 
@@ -42,6 +42,7 @@ def op_and_definition(
         "rms_norm": (lambda k, x: k.rms_norm(x, scale, 1e-5), rms),
         "add_rms_norm": (lambda k, x: k.add_rms_norm(x, x * 3, scale, 1e-5), lambda x: rms(x + x * 3)),
         "silu": (gated, lambda x: functional.silu(x) * up.to(x)),
+        "sigmoid": (gated, lambda x: torch.sigmoid(x) * up.to(x)),
         "gelu_tanh": (gated, lambda x: functional.gelu(x, approximate="tanh") * up.to(x)),
         "clipped_swiglu": (gated, lambda x: clipped_swiglu(x, up.to(x))),
     }[name]

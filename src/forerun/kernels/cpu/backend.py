@@ -16,9 +16,12 @@ from forerun.errors import KernelError
 from forerun.kernels.coded import CodedMatrix
 from forerun.kernels.cores import pins, usable_cores
 from forerun.kernels.cpu import _native, coded
+from forerun.kernels.cpu.addresses import address_of as _address
+from forerun.kernels.cpu.addresses import floats_of as _floats
 from forerun.kernels.cpu.arena import WeightArena
 from forerun.kernels.cpu.grouped import CpuGrouped, pack_matrix
 from forerun.kernels.cpu.packed import CpuExperts, CpuHeads, CpuLinear, head_rows, own_experts, own_heads, pack_bank
+from forerun.kernels.cpu.recurrent import CpuRecurrentOps
 from forerun.kernels.draws import PlainTree
 from forerun.kernels.experts import check_routing
 from forerun.kernels.grouped import GroupedMatrix
@@ -49,7 +52,7 @@ _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 _POOL_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
-class CpuKernels(ReferenceKernels):
+class CpuKernels(CpuRecurrentOps):
     """The ops in C++, on one thread pool that belongs to this object; those without C++ are the reference's."""
 
     device = torch.device("cpu")
@@ -73,7 +76,8 @@ class CpuKernels(ReferenceKernels):
 
     def describe(self) -> dict[str, str]:
         """See `Kernels.describe`: an instruction set, but for the ops of the reference."""
-        return {op: self.engine.isa if op in vars(CpuKernels) else super(CpuKernels, self).name for op in OPS}
+        own = {op for op in OPS if getattr(CpuKernels, op) is not getattr(ReferenceKernels, op)}
+        return {op: self.engine.isa if op in own else ReferenceKernels.name for op in OPS}
 
     def pack_linear(self, weight: Tensor) -> CpuLinear:
         """See `Kernels.pack_linear`."""
@@ -330,16 +334,6 @@ class CpuKernels(ReferenceKernels):
             ids.data_ptr(),
             scores,
         )
-
-
-def _address(tensor: Tensor, dtype: torch.dtype) -> int:
-    if tensor.dtype is not dtype or not tensor.is_contiguous():
-        raise KernelError(f"an op was given {tensor.dtype} {list(tensor.shape)}, it needs contiguous {dtype}")
-    return tensor.data_ptr()
-
-
-def _floats(tensor: Tensor) -> int:
-    return _address(tensor, torch.float32)
 
 
 def _pool(kv: LayerKV) -> tuple[int, int, int, int, int, int]:

@@ -120,13 +120,16 @@ def soft_cap(x, cap):
 
 @triton.jit
 def gated(x, up, ACTIVATION: tl.constexpr):
-    """up * x / (1 + e^-x), clipped SwiGLU, or GELU's tanh form: x / (1 + e^-2u), as 1 + tanh u = 2 / (1 + e^-2u)."""
+    """up * silu(x), clipped SwiGLU, up * sigmoid(x), or GELU's tanh form: 1 + tanh u = 2 / (1 + e^-2u)."""
     if ACTIVATION == 0:
         power = -x
     elif ACTIVATION == 2:
         x = tl.where(x > 7.0, 7.0, x)  # which lets NaN through
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
         power = x * -1.702
+    elif ACTIVATION == 3:
+        power = -x
+        x = tl.full(x.shape, 1.0, tl.float32)
     else:
         power = -2.0 * 0.7978845608028654 * (x + 0.044715 * (x * x * x))  # u = sqrt(2 / pi) (x + 0.044715 x^3)
     return tl.math.div_rn(x, 1.0 + tl.exp(power)) * up

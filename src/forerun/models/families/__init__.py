@@ -27,7 +27,9 @@ from forerun.models.families.phi3 import PHI3
 from forerun.models.families.qwen2 import QWEN2
 from forerun.models.families.qwen2_moe import QWEN2_MOE
 from forerun.models.families.qwen3 import QWEN3
+from forerun.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from forerun.models.families.qwen3_moe import QWEN3_MOE
+from forerun.models.families.qwen3_next import QWEN3_NEXT
 from forerun.models.families.smollm3 import SMOLLM3
 from forerun.models.family import Family
 
@@ -35,4 +37,5 @@ _WITH_SHARED = (DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM4_MOE_LITE, LLAMA4_TEXT)
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, MINIMAX_M2, *_WITH_SHARED)
 _LLAMA_LIKE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, GLM4)
 _OTHERS = (GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, EXAONE4, COHERE2)
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_LLAMA_LIKE, *_OTHERS, *_MIXTURES)}
+_HYBRIDS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_LLAMA_LIKE, *_OTHERS, *_MIXTURES, *_HYBRIDS)}

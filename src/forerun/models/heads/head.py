@@ -90,7 +90,7 @@ class DraftHead:
     @property
     def sees_slot_zero(self) -> bool:
         """Whether the attention counts the slot of the first token, which has no state before it."""
-        return any(layer.attention.shape.window >= 0 for layer in self.parts.layers)
+        return any(layer.attending.shape.window >= 0 for layer in self.parts.layers)
 
     @property
     def hidden_size(self) -> int:

@@ -170,8 +170,9 @@ class _DeepSeek:
         """The module."""
         layer = self.builder.layer(num_layers(self.target))
         assert layer.attention_norm is not None  # the entrance's
-        if not layer.attention.is_latent and layer.attention.shape.window == 0:
-            layer.attention.shape = replace(layer.attention.shape, window=SKIP_SLOT_ZERO)
+        attention = layer.attending
+        if not attention.is_latent and attention.shape.window == 0:
+            attention.shape = replace(attention.shape, window=SKIP_SLOT_ZERO)
         size, shared = self.target.hidden_size, self.target.parts
         entrance = MtpEntrance(
             token_norm=self.builder.norm(f"{self.prefix}.enorm", size),

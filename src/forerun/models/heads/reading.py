@@ -150,8 +150,8 @@ class HeadReader:
             weight = layer.attention.out.weight
             stored = weight.dtype if isinstance(weight, DenseWeight) else torch.bfloat16
             dtype = torch.bfloat16 if stored == torch.bfloat16 else torch.float32
-            heads = layer.attention.shape.heads
-            specs.append(LayerSpec(heads.num_kv, heads.head_dim, dtype, layer.attention.is_latent))
+            heads = layer.attending.shape.heads
+            specs.append(LayerSpec(heads.num_kv, heads.head_dim, dtype, layer.attending.is_latent))
         return tuple(specs)
 
     def refuse_unread(self, own: str = "", inert: frozenset[str] = frozenset()) -> None:

@@ -1,0 +1,120 @@
+"""The op contract of recurrent layers: a state a sequence, advanced token by token, over spans and trees.
+
+Knows: how rows follow each other, where states lie, what the ops compute. Does not know: who implements them, whose
+slots these are. The rules of `kernels.ops` hold here too. Rows are never grouped: each continues from the state that
+its parent left, by the same operations in the same order, so prefill, trees and plain decoding give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.errors import KernelError
+
+_MISSING = "these kernels have none for recurrent layers: choose kernels 'cpu' or 'reference'"
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Which state each row of a batch continues from.
+
+    Row j continues from the state after row `parents[j]`, an earlier row of its sequence; -1: from its sequence's slot.
+    The first `num_known[s]` rows of sequence s are a chain of known tokens: an op leaves the state after the last of
+    them in the slot. Further rows are a draft tree below that chain, and leave nothing.
+    """
+
+    slots: Tensor  # [S] int32, pairwise different
+    firsts: Tensor  # [S + 1] int32: rows of sequence s are firsts[s] .. firsts[s + 1] - 1
+    num_known: Tensor  # [S] int32, at least 1
+    parents: Tensor  # [M] int32
+    drafts: Tensor  # [D] int64: the rows that are not known, ascending
+
+    @staticmethod
+    def build(slots: Sequence[int], num_known: Sequence[int], parents: Sequence[Sequence[int]]) -> Walk:
+        """`parents`: a list a sequence, by rows of that sequence."""
+        firsts = [0]
+        for rows in parents:
+            firsts.append(firsts[-1] + len(rows))
+        above = [first + row if row >= 0 else -1 for first, rows in zip(firsts, parents, strict=False) for row in rows]
+        known = zip(firsts, num_known, firsts[1:], strict=False)
+        drafts = [row for first, num, end in known for row in range(first + num, end)]
+        return Walk(
+            _column(slots), _column(firsts), _column(num_known), _column(above), torch.tensor(drafts, dtype=torch.int64)
+        )
+
+
+def _column(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+@dataclass(slots=True)
+class LayerState:
+    """One recurrent layer's share of all slots."""
+
+    tails: Tensor  # [num_slots, taps - 1, C] float32: the last inputs of the convolution, the oldest first
+    memory: Tensor  # [num_slots, heads, key_dim, value_dim] float32
+    inputs: Tensor  # [D, width] float32: what the layer keeps of the last pass's drafts, to replay those accepted
+
+    def clear(self, slot: int) -> None:
+        """The state before the first token."""
+        self.tails[slot].zero_()
+        self.memory[slot].zero_()
+
+
+class StateRows(NamedTuple):
+    """What a pass tells a recurrent layer about its rows."""
+
+    state: LayerState
+    walk: Walk
+
+
+class DeltaHeads(NamedTuple):
+    """How a row of the gated delta rule is cut: queries, then keys, then values, head by head."""
+
+    num_keys: int  # heads of queries and keys; each serves as many neighbouring heads of values
+    num_values: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def row_size(self) -> int:
+        """Entries in one row."""
+        return 2 * self.num_keys * self.key_dim + self.values_size
+
+    @property
+    def values_size(self) -> int:
+        """Entries of all values."""
+        return self.num_values * self.value_dim
+
+
+class RecurrentOps(Protocol):
+    """The ops; part of `kernels.ops.Kernels`. A backend that does not define them refuses models that need them."""
+
+    def causal_conv(self, x: Tensor, weight: Tensor, tails: Tensor, walk: Walk, silu: bool) -> Tensor:
+        """Sums over a row and the rows before it of weight [taps, C] times x [M, C], channel by channel -> [M, C].
+
+        The last tap belongs to the row itself; addends are fused in the order of the taps. What came before the
+        sequence's first row is in its slot of `tails` [num_slots, taps - 1, C], which is advanced in place.
+        silu: the sum goes through it.
+        """
+        raise KernelError(_MISSING)
+
+    def gated_delta(
+        self, qkv: Tensor, gates: Tensor, heads: DeltaHeads, decay: Tensor, bias: Tensor, memory: Tensor, walk: Walk
+    ) -> Tensor:
+        """The gated delta rule (2412.06464) -> [M, num_values * value_dim].
+
+        qkv [M, row_size]; gates [M, 2 * num_values] are b, then a; decay and bias [num_values]. Queries and keys are
+        divided by their length, sqrt(sum of squares + 1e-6), queries by sqrt(key_dim) too. For each head of values and
+        its state S [key_dim, value_dim], which is a slot of `memory`, advanced in place:
+
+            S = exp(decay * softplus(a + bias)) * S
+            S = S + k (sigmoid(b) * (v - S^T k))^T
+            o = S^T q
+        """
+        raise KernelError(_MISSING)

@@ -1,0 +1,77 @@
+"""A decoder some of whose layers are recurrent: their state lies in slots, beside the pool of the others.
+
+Knows: which layers read what, that drafts leave no state until they are accepted. Does not know: what layers compute,
+who owns slots.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+
+from forerun.errors import UnsupportedError
+from forerun.kernels.recurrent_ops import StateRows
+from forerun.layers.delta import GatedDeltaNet
+from forerun.models.base import CommittedPath, PassOutput, States, StateSpec
+from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.models.decoder import Decoder, DecoderParts, LayerCache
+from forerun.models.walk import replay_of, walk_of
+
+
+class HybridDecoder(Decoder):
+    """A decoder over the pool and slots of state. Implements `models.base.Model` and `KeepsSlots`.
+
+    A pass advances states over known tokens and roots, which plain decoding would compute next in any case. What it
+    keeps of drafts are their inputs to the recurrence; `commit` goes through the accepted ones by the same operations.
+    """
+
+    def __init__(self, parts: DecoderParts, max_position: int, kv_dtype: torch.dtype) -> None:
+        """See `Decoder`."""
+        super().__init__(parts, max_position, kv_dtype)
+        self._recurrent = [each.attention for each in parts.layers if isinstance(each.attention, GatedDeltaNet)]
+        self.state_specs = tuple(_state_spec(layer) for layer in self._recurrent)
+        self._states: States | None = None
+        self._sequences: tuple[SequenceRows, ...] = ()  # of the last pass
+
+    def with_states(self, states: States) -> HybridDecoder:
+        """See `models.base.KeepsSlots`."""
+        other = copy.copy(self)
+        other._states = states
+        return other
+
+    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerCache], hidden_layers: Sequence[int] = ()) -> PassOutput:
+        """See `models.base.Model`; `kvs` are those of the attention layers. Raises UnsupportedError without slots."""
+        if self._states is None:
+            raise UnsupportedError(
+                "models with recurrent layers run in an engine only (generate, chat, serve, bench); measure, train or "
+                "quantize with a model whose layers all attend"
+            )
+        self._sequences = batch.sequences
+        walk = walk_of(batch.sequences, self._states)
+        states, pooled = iter(self._states.layers), iter(kvs)
+        caches = [
+            StateRows(next(states), walk) if isinstance(layer.attention, GatedDeltaNet) else next(pooled)
+            for layer in self.parts.layers
+        ]
+        return super().forward(batch, caches, hidden_layers)
+
+    @torch.no_grad()
+    def commit(self, paths: Sequence[CommittedPath]) -> None:
+        """Advance states over the drafts that were accepted."""
+        assert self._states is not None
+        replay = replay_of(self._sequences, paths, self._states)
+        if replay is not None:
+            for layer, state in zip(self._recurrent, self._states.layers, strict=True):
+                layer.replay(replay.drafts, StateRows(state, replay.walk))
+
+    def release(self, request_id: str) -> None:
+        """Take the request's slot back."""
+        assert self._states is not None
+        self._states.release(request_id)
+
+
+def _state_spec(layer: GatedDeltaNet) -> StateSpec:
+    heads, (taps, channels) = layer.heads, layer.weights.conv.shape
+    return StateSpec((taps - 1, channels), (heads.num_values, heads.key_dim, heads.value_dim))

@@ -1,0 +1,118 @@
+"""Decoders with recurrent layers: what is accepted leaves the state that plain decoding would leave, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.cache.states import RecurrentStates
+from forerun.errors import ResourceError, UnsupportedError
+from forerun.models.base import CommittedPath
+from forerun.models.config import ModelConfig, num_parameters
+from forerun.models.families import FAMILIES
+from forerun.models.hybrid import HybridDecoder
+from forerun.models.loader import load_model, read_config
+from tests.models import factory
+
+
+@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return factory.make_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> HybridDecoder:
+    found = load_model(folder, factory.make_kernels()).model
+    assert isinstance(found, HybridDecoder)
+    return found
+
+
+def test_accepted_paths_leave_the_state_of_plain_decoding(model: HybridDecoder) -> None:
+    dice, kernels = Random(0), factory.make_kernels()
+    for _ in range(60):
+        drafted, plain = factory.Runner(model, 60), factory.Runner(model, 60)
+        known = [dice.randrange(3, factory.VOCAB_SIZE) for _ in range(dice.randint(0, 9))]
+        start, span = len(known), known
+        while start < 40:
+            tree, parents = random_tree(dice)
+            drafted.tree(tree, parents, start, span)
+            path = random_path(dice, parents)
+            rows = torch.tensor([[start + node for node in path], range(start, start + len(path))], dtype=torch.int32)
+            kernels.move_rows(drafted.kvs, rows[0], rows[1])  # the pool's part of a commit
+            drafted.model.commit([CommittedPath("r", path)])
+            for offset, token in enumerate([*span, *(tree[node] for node in path)], start - len(span)):
+                plain.root(token, offset)
+            assert all(map(torch.equal, state_of(drafted), state_of(plain)))
+            start, span = start + len(path), []
+
+
+def random_tree(dice: Random) -> tuple[list[int], list[int]]:
+    size = dice.choice((1, 2, 5, 12))
+    tokens = [dice.randrange(3, factory.VOCAB_SIZE) for _ in range(size)]
+    return tokens, [-1, *(dice.randrange(node) for node in range(1, size))]
+
+
+def random_path(dice: Random, parents: Sequence[int]) -> tuple[int, ...]:
+    path = [dice.randrange(len(parents))]
+    while path[-1]:
+        path.append(parents[path[-1]])
+    return tuple(path[::-1])
+
+
+def state_of(runner: factory.Runner) -> list[Tensor]:
+    assert runner.states is not None
+    return [tensor for layer in runner.states.layers for tensor in (layer.tails, layer.memory)]
+
+
+def test_a_request_that_begins_anew_has_the_state_before_the_first_token(model: HybridDecoder) -> None:
+    runner, known = factory.Runner(model, 40), list(range(3, 20))
+    first = runner.span(known).logits
+    runner.span([7, 7, 7], len(known))
+    assert torch.equal(runner.span(known).logits, first)
+
+
+def test_slots_are_owned_and_given_back(model: HybridDecoder) -> None:
+    states = RecurrentStates(model.state_specs, 2, model.device)
+    slots = {states.slot("a"), states.slot("b")}
+    assert slots == {0, 1} and states.num_free == 0 and states.slot("a") in slots
+    model.with_states(states).release("a")
+    states.release("unknown")
+    assert states.num_free == 1 and states.slot("c") in slots
+
+
+def test_layers_are_those_that_config_names(folder: Path) -> None:
+    config = read_config(folder)
+    assert config is not None and config.deltas is not None and config.deltas.layers == {0, 1, 3}
+    assert not config.is_recurrent(4)  # of a module for drafting
+    assert num_parameters(config) == load_model(folder, factory.make_kernels()).model.num_parameters
+
+
+def test_what_cannot_be_computed_is_refused() -> None:
+    family = FAMILIES["qwen3_next"]
+    raw = {**factory.SIZES, "model_type": "qwen3_next", "intermediate_size": 48}
+    for fields, message in (
+        ({"layer_types": ["full_attention", "mamba"]}, "layer_types must name one of"),
+        ({"layer_types": ["linear_attention"] * 2}, "no layer has full_attention"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            ModelConfig.read({**raw, **fields}, family)
+
+
+def test_a_gpu_is_refused(folder: Path) -> None:
+    kernels = factory.make_kernels("reference")
+    kernels.device = torch.device("meta")
+    with pytest.raises(UnsupportedError, match="on CPUs only so far; choose device 'cpu'"):
+        load_model(folder, kernels)
+
+
+def test_too_little_memory_for_a_slot_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun import LLM
+
+    monkeypatch.setattr("forerun.assemble.memory_of", lambda device: 1000)
+    with pytest.raises(ResourceError, match="recurrent state.*a quarter of"):
+        LLM(str(folder))
