@@ -29,7 +29,7 @@ from forerun.errors import ConfigError, ResourceError
 from forerun.kernels.ops import Kernels
 from forerun.kernels.threads import single_torch_thread
 from forerun.learned import Kept
-from forerun.models.base import KeepsSlots, LayerSpec, Model, passes_of, state_specs_of, with_own_state
+from forerun.models.base import LayerSpec, Model, passes_of, state_specs_of, with_own_state, with_states
 from forerun.models.memory import check_memory, memory_of
 from forerun.policy.costs import CallCosts, Costs, PassCosts, rows_to_measure
 from forerun.policy.policy import AdaptivePolicy, FixedPolicy, Policy
@@ -40,6 +40,7 @@ from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
 
 _KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _SHARE_OF_HOST, _SHARE_OF_GPU = 0.25, 0.85  # of the free memory; the rest is for work space and other programs
+_KEPT_STATES = 2  # a request that runs: at the ends of its prompt and of its answer
 _ASSUMED_BYTES = 4 << 30  # memory of a machine that does not say
 
 LoadDraft = Callable[[str], Model]
@@ -49,12 +50,14 @@ def assemble(
     config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None = None
 ) -> Engine:
     """An engine for `model`, read from `folder`. Raises ConfigError or ResourceError if the context does not fit."""
-    config = _fit_slots(config, model, kernels.device)
+    states = _states(config, model, kernels.device)
+    if states is not None:
+        config = replace(config, max_num_seqs=min(config.max_num_seqs, states.num_free))
     drafter = _drafter(config, model, kernels, load_draft, folder)
     kv_cache = _kv_cache(config, model, drafter, kernels)
     own_kvs = kv_cache.layers[: len(model.kv_specs)]
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
-    model = with_own_state(_with_slots(model, config.max_num_seqs))
+    model = with_own_state(model if states is None else with_states(model, states))
     runner = bind(passes_of(model, drafter.hidden_layers), kernels, own_kvs, config.block_size)
     computes_itself = runner.replays and kernels.device.type == "cpu"
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
@@ -67,34 +70,28 @@ def assemble(
         drafter=drafter,
         verifier=_verifier(config, kernels),
         policy=policy,
-        scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs)),
+        scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs), states),
         kv_cache=kv_cache,
         torch_threads=single_torch_thread if computes_itself else nullcontext,
         keep=_recall(kept, policy),
     )
 
 
-def _fit_slots(config: EngineConfig, model: Model, device: torch.device) -> EngineConfig:
-    """For recurrent layers: no more requests at once than memory has slots for, and no prefixes shared, since the pool
-    does not hold their state. Raises ResourceError if there is no memory for one."""
-    per_slot = bytes_per_slot(state_specs_of(model))
-    if not per_slot:
-        return config
-    memory = memory_of(device) or _ASSUMED_BYTES
-    num_slots = min(config.max_num_seqs, int(memory * _SHARE_OF_HOST) // per_slot)
+def _states(config: EngineConfig, model: Model, device: torch.device) -> RecurrentStates | None:
+    """Slots for the requests that run and for states kept at block ends, as far as memory goes; None if no layer is
+    recurrent. Raises ResourceError if there is no memory for one slot."""
+    specs = state_specs_of(model)
+    if not specs:
+        return None
+    per_slot, memory = bytes_per_slot(specs), memory_of(device) or _ASSUMED_BYTES
+    wanted = config.max_num_seqs * (1 + _KEPT_STATES * config.prefix_caching)
+    num_slots = min(wanted, int(memory * _SHARE_OF_HOST) // per_slot)
     if num_slots < 1:
         raise ResourceError(
             f"one request of {config.model} keeps {per_slot / 1e6:.0f} MB of recurrent state, but a quarter of the "
             f"{memory / 1e6:.0f} MB available is less: close other programs, or choose a smaller model"
         )
-    return replace(config, max_num_seqs=num_slots, prefix_caching=False)
-
-
-def _with_slots(model: Model, num_slots: int) -> Model:
-    specs = state_specs_of(model)
-    if not specs or not isinstance(model, KeepsSlots):
-        return model
-    return model.with_states(RecurrentStates(specs, num_slots, model.device))
+    return RecurrentStates(specs, num_slots, device)
 
 
 def _verifier(config: EngineConfig, kernels: Kernels) -> Verifier:
@@ -104,7 +101,9 @@ def _verifier(config: EngineConfig, kernels: Kernels) -> Verifier:
     return RejectionVerifier(config.chain_rule)
 
 
-def _scheduler(config: EngineConfig, kv_cache: KVCache, max_model_len: int, is_pooled: bool) -> Scheduler:
+def _scheduler(
+    config: EngineConfig, kv_cache: KVCache, max_model_len: int, is_pooled: bool, states: RecurrentStates | None
+) -> Scheduler:
     """`is_pooled`: the model's state is in the pool, so that its blocks can be shared."""
     pool = BlockPool(kv_cache.num_blocks)
     limits = Limits(
@@ -116,7 +115,7 @@ def _scheduler(config: EngineConfig, kv_cache: KVCache, max_model_len: int, is_p
         max_num_waiting=config.max_num_waiting,
         priority_s=config.priority_s,
     )
-    prefix_cache = PrefixCache(pool, config.block_size) if config.prefix_caching and is_pooled else None
+    prefix_cache = PrefixCache(pool, config.block_size, states) if config.prefix_caching and is_pooled else None
     return Scheduler(pool, config.block_size, limits, prefix_cache)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from forerun import LLM, SamplingParams
+from forerun.cache.states import bytes_per_slot
 from forerun.core import CompletionOutput
+from forerun.models.base import state_specs_of
 from tests.models import factory
 
 PROMPTS = ([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 3, 3], [9, 10, 11, 9, 10, 11, 9], list(range(20, 43)), [5, 6, 7, 8, 5])
@@ -40,3 +42,32 @@ def test_no_drafter_changes_a_token(llm: LLM, temperature: float) -> None:
             assert [answer.token_ids for answer in found] == expected, (drafter, options)
             accepted += sum(map(bool, (source for answer in found for source in answer.token_sources)))
     assert accepted > 0
+
+
+def test_prefixes_whose_state_is_kept_change_no_token(llm: LLM) -> None:
+    """Turns of a chat: each prompt is the last one and its answer, and more. Each is asked twice."""
+    made = llm.with_drafter("ngram", adaptive=False, max_num_seqs=3, block_size=4)
+    cold = llm.with_drafter("none", max_num_seqs=3, block_size=4, prefix_caching=False)
+    params = SamplingParams(temperature=1.0, max_tokens=11, seed=1, ignore_eos=True, n=2)
+    prompts = [list(prompt) for prompt in PROMPTS]
+    for _ in range(3):
+        for _ in range(2):
+            found, expected = made.generate(prompts, params), cold.generate(prompts, params)
+            assert [[o.token_ids for o in a.outputs] for a in found] == [
+                [o.token_ids for o in a.outputs] for a in expected
+            ]
+        prompts = [[*p, *answer.outputs[0].token_ids, 7] for p, answer in zip(prompts, found, strict=True)]
+    cache = made.engine.scheduler.prefix_cache
+    assert cache is not None and cache.stats.hit_tokens > cache.stats.queried_tokens / 3
+
+
+def test_one_slot_is_enough(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept states give way to requests, and a state that there is no room to copy moves."""
+    per_slot = bytes_per_slot(state_specs_of(llm.loaded.model))
+    expected = [answer.token_ids for answer in answers(llm, 1.0)]
+    for num_slots in (1, 2):
+        with monkeypatch.context() as patched:
+            patched.setattr("forerun.assemble.memory_of", lambda device, n=num_slots: 4 * per_slot * n)
+            made = llm.with_drafter("ngram", adaptive=False, max_num_seqs=4, block_size=4, num_kv_blocks=64)
+        for _ in range(2):
+            assert [answer.token_ids for answer in answers(made, 1.0)] == expected

@@ -94,6 +94,12 @@ class BlockPool:
         assert not self._kept[block], f"block {block} is kept already"
         self._kept[block] = 1
 
+    def drop(self, block: int) -> None:
+        """The contents of this cached block are not wanted any more: it is free."""
+        del self._cached[block]
+        self._kept[block] = 0
+        self._free.append(block)
+
     def is_kept(self, block: int) -> bool:
         """Whether the contents of the block outlive its owners."""
         return bool(self._kept[block])

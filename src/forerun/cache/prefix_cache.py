@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from forerun.cache.block_pool import BlockPool
 from forerun.core import Request
@@ -82,10 +83,28 @@ class PrefixCacheStats:
         self.hit_tokens += hit
 
 
+class KeptStates(Protocol):
+    """Recurrent states at the ends of some blocks, without which a model cannot go on after them."""
+
+    def has(self, block: int) -> bool:
+        """Whether the state after the block is kept."""
+
+    def forget(self, block: int) -> None:
+        """The block is evicted, and so is the state after it, if one is kept."""
+
+    def keep(self, request_id: str, block: int, in_answer: bool) -> None:
+        """Keep the request's state, which is that after `block`; in its answer only the latest is kept."""
+
+    def restore(self, request_id: str, block: int) -> None:
+        """Let the request go on from the state after `block`."""
+
+
 class PrefixCache:
     """The tree of computed blocks over one pool."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, states: KeptStates | None = None) -> None:
+        """`states`: of a model with recurrent layers, whose hits end where a state is kept."""
+        self.states = states
         self.stats = PrefixCacheStats()
         self.block_size = block_size
         self._pool = pool
@@ -109,10 +128,24 @@ class PrefixCache:
                 break
             node = child
             path.append(child)
+        if self.states is not None:
+            return self._hit_with_state(path)
         start = len(path) * self.block_size
         partial, num_copied = _longest_common(node, tuple(token_ids[start : start + self.block_size]))
         ready = self._ready_of([*path, partial] if partial else path, start + num_copied)
         return Hit(node, tuple(n.block for n in path), partial.block if partial else None, num_copied, ready)
+
+    def _hit_with_state(self, path: list[Node]) -> Hit:
+        """As much of the path as ends with a kept state."""
+        assert self.states is not None
+        while path and not self.states.has(path[-1].block):
+            path.pop()
+        ready = self._ready_of(path, len(path) * self.block_size)
+        return Hit(path[-1] if path else self._top, tuple(node.block for node in path), num_ready=ready)
+
+    def last_end(self, request: Request) -> int:
+        """The last row in a prompt at which a block ends and others may go on."""
+        return (len(request.prompt_token_ids) - 1) // self.block_size * self.block_size
 
     def next_place(self, request: Request) -> Place | None:
         """The block that this running request will add next; None if its tokens are not all known, or it adds none."""
@@ -150,6 +183,8 @@ class PrefixCache:
         """The request runs from here on; it already owns the hit's blocks, and they begin its block table."""
         marked = [min(rows // self.block_size, len(hit.blocks)) for rows in hit.num_ready]
         self._tails[request.request_id] = _Tail(hit.node, len(hit.blocks), marked)
+        if self.states is not None and hit.blocks:
+            self.states.restore(request.request_id, hit.blocks[-1])
 
     def publish(self, request: Request, num_ready: Sequence[int]) -> None:
         """Add the request's blocks that are now full of computed tokens; record how far drafters' KV is valid.
@@ -162,6 +197,15 @@ class PrefixCache:
             self._add(request, tail, num_ready)
         for kind, num_rows in enumerate(num_ready):
             self._mark(request, tail, kind, num_rows)
+        if self.states is not None and request.num_computed == tail.num_blocks * self.block_size:
+            self._keep_state(request, self.states)
+
+    def _keep_state(self, request: Request, states: KeptStates) -> None:
+        """Keep the state at the last block end of a prompt, and at the latest one in an answer."""
+        beyond = request.num_computed - self.last_end(request)
+        if beyond >= 0 and request.num_computed > 0:
+            block = request.block_ids[request.num_computed // self.block_size - 1]
+            states.keep(request.request_id, block, in_answer=beyond > 0)
 
     def close(self, request_id: str) -> None:
         """The request has ended; its blocks are returned to the pool by the caller."""
@@ -222,6 +266,8 @@ class PrefixCache:
         del node.parent.children[node.tokens]
         del node.parent.order[bisect_left(node.parent.order, node.tokens)]
         self.stats.evicted_blocks += 1
+        if self.states is not None:
+            self.states.forget(block)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if tree, pool and running requests disagree."""

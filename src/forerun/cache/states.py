@@ -1,8 +1,9 @@
 """Slots of recurrent state: what recurrent layers keep of a sequence in place of keys and values.
 
-Knows: the tensors, which request owns which slot. Does not know: what a state means, when it advances (a model's pass
-and commit do that), who runs. A request owns one slot while it runs, as it owns blocks: from its first pass until it
-ends or is preempted, whereupon its state is computed anew.
+Knows: the tensors, which request owns which slot, after which blocks of the KV pool a state is kept. Does not know:
+what a state means, when it advances (a model's pass and commit do that), who runs, which prefix a block stands for. A
+request owns one slot while it runs, as it owns blocks: from its first pass until it ends or is preempted. Other slots
+hold states that later requests may go on from; the least recently used one makes room.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from forerun.models.base import StateSpec
 
 
 class RecurrentStates:
-    """`num_slots` slots in every recurrent layer. Implements `models.base.States`."""
+    """`num_slots` slots in every recurrent layer. Implements `models.base.States` and `prefix_cache.KeptStates`."""
 
     def __init__(self, specs: Sequence[StateSpec], num_slots: int, device: torch.device) -> None:
         self.layers: Sequence[LayerState] = [_allocate(spec, num_slots, device) for spec in specs]
         self._pool = BlockPool(num_slots)
+        self._pool.on_evict = self._forget
         self._slots: dict[str, int] = {}  # by request
+        self._kept: dict[int, int] = {}  # slot by the block of the KV pool that the state comes after
+        self._latest: dict[str, int] = {}  # by request: the block it reached last, behind its prompt
 
     @property
     def num_free(self) -> int:
-        """Slots that no request owns."""
+        """Slots that no request owns and that keep nothing."""
         return self._pool.num_free
 
     def slot(self, request_id: str) -> int:
@@ -40,9 +44,69 @@ class RecurrentStates:
 
     def release(self, request_id: str) -> None:
         """See `States`."""
+        self._latest.pop(request_id, None)
         slot = self._slots.pop(request_id, None)
         if slot is not None:
             self._pool.release([slot])
+
+    # -- states that outlive their requests ---------------------------------------------------------------------
+
+    def has(self, block: int) -> bool:
+        """See `KeptStates`."""
+        return block in self._kept
+
+    def keep(self, request_id: str, block: int, in_answer: bool) -> None:
+        """See `KeptStates`."""
+        source, slot = self._slots[request_id], self._kept.get(block)
+        if slot is None:
+            slot = self._room(request_id, in_answer)
+            if slot is None:
+                return
+            self._kept[block] = slot
+            self._copy(source, slot)
+        else:
+            self._pool.share([slot])
+        self._pool.release([slot])  # now the most recently used
+        if in_answer:
+            self._latest[request_id] = block
+
+    def restore(self, request_id: str, block: int) -> None:
+        """See `KeptStates`."""
+        slot = self._kept[block]
+        if self._pool.num_available == 1:  # no room for both: the state moves
+            self.forget(block)
+            assert self.slot(request_id) == slot, "the slot that is free is another one"
+            return
+        self._pool.share([slot])
+        self._copy(slot, self.slot(request_id))
+        self._pool.release([slot])
+
+    def forget(self, block: int) -> None:
+        """See `KeptStates`."""
+        slot = self._kept.pop(block, None)
+        if slot is not None:
+            self._pool.drop(slot)
+
+    def _room(self, request_id: str, in_answer: bool) -> int | None:
+        """A slot with one owner for a state to be kept: that of the request's last one, or another."""
+        last = self._kept.pop(self._latest.get(request_id, -1), None) if in_answer else None
+        if last is not None:
+            self._pool.share([last])
+            return last
+        slots = self._pool.allocate(1)
+        if slots is None:
+            return None
+        self._pool.keep(slots[0])
+        return slots[0]
+
+    def _forget(self, slot: int) -> None:
+        """The pool takes the slot for something else."""
+        del self._kept[next(block for block, kept in self._kept.items() if kept == slot)]
+
+    def _copy(self, source: int, target: int) -> None:
+        for layer in self.layers:
+            layer.tails[target].copy_(layer.tails[source])
+            layer.memory[target].copy_(layer.memory[source])
 
 
 def bytes_per_slot(specs: Sequence[StateSpec]) -> int:

@@ -178,6 +178,7 @@ class Scheduler:
         if rows <= 0:
             return
         num_span = request.root_position - request.num_computed
+        rows = min(rows, self._rows_to_kept_state(request))
         chooses = num_span < rows and step.may_choose(request)
         item = ScheduledRequest(request, num_span, 1) if chooses else ScheduledRequest(request, min(num_span, rows), 0)
         if item.num_span + item.max_nodes == 0:
@@ -189,6 +190,13 @@ class Scheduler:
             if victim is request:
                 return
         step.take(item, is_prefill)
+
+    def _rows_to_kept_state(self, request: Request) -> int:
+        """Rows up to where the state is kept that others will go on from: the last block end in the prompt."""
+        if self.prefix_cache is None or self.prefix_cache.states is None:
+            return self.limits.max_num_rows
+        end = self.prefix_cache.last_end(request)
+        return end - request.num_computed if request.num_computed < end else self.limits.max_num_rows
 
     def _grow_trees(self, step: _Step, node_budget: NodeBudget) -> None:
         """Share the remaining rows among requests that choose a token, none getting more than the policy wants."""

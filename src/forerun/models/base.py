@@ -150,6 +150,12 @@ def state_specs_of(model: Model) -> tuple[StateSpec, ...]:
     return model.state_specs if isinstance(model, KeepsSlots) else ()
 
 
+def with_states(model: Model, states: States) -> Model:
+    """The model over these slots, which it has layers for."""
+    assert isinstance(model, KeepsSlots)
+    return model.with_states(states)
+
+
 def passes_of(model: Model, hidden_layers: Sequence[int] = ()) -> Passes:
     """The passes of a model. It reads tokens alone, so the pass is the same for every level of drafts."""
 
