@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ops.h"
+#include "recurrent_ops.h"
 
 namespace forerun {
 

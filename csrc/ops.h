@@ -23,8 +23,6 @@ constexpr int64_t kMaxUnitRows = 512;      // rows of a unit of a grouped matrix
 constexpr int64_t kMaxHeadDim = 576;
 constexpr int64_t kStackHeadDim = 256;  // attention over larger heads takes its work space from the heap
 constexpr int64_t kMaxHeadsPerGroup = 64;
-constexpr int64_t kMaxTaps = 64;       // of a short convolution
-constexpr int64_t kDeltaColumns = 64;  // of a recurrent state that are advanced together
 constexpr int64_t kMaxRowsTogether = 16;  // rows of a sequence that read its keys together
 
 // Where the numbers of a matrix of codes lie: panels of 16 outputs, each with codes (bytes [k, 16] of e4m3, or nibbles
@@ -374,56 +372,6 @@ struct AttentionArgs {
                     block_tables, max_blocks, scale, window, chunk, sinks, m, max_visible, cap);
     }
     int64_t work() const { return m * heads.num_q * heads.head_dim * max_visible * 2; }
-};
-
-// How rows follow each other: src/forerun/kernels/recurrent_ops.py.
-struct Walk {
-    const int32_t* slots;      // [s]
-    const int32_t* firsts;     // [s + 1]
-    const int32_t* num_known;  // [s]
-    const int32_t* parents;    // [m]
-    int64_t num_sequences, num_slots;
-};
-
-struct ConvArgs {
-    const float* x;       // [m, c]
-    const float* weight;  // [taps, c]
-    float* tails;         // [slots, taps - 1, c], advanced
-    float* y;             // [m, c]
-    Walk walk;
-    int64_t m, c, taps;
-    bool silu;
-
-    template <class F>
-    auto given(F call) {
-        return call(x, weight, tails, y, walk.slots, walk.firsts, walk.num_known, walk.parents, walk.num_sequences,
-                    walk.num_slots, m, c, taps, silu);
-    }
-    int64_t work() const { return m * c * taps; }
-};
-
-struct DeltaArgs {
-    const float* qkv;    // [m, row_size]
-    const float* gates;  // [m, 2, num_values]: b, a
-    const float* decay;  // [num_values]
-    const float* bias;   // [num_values]
-    float* memory;       // [slots, num_values, key_dim, value_dim], advanced
-    float* y;            // [m, num_values, value_dim]
-    Walk walk;
-    int64_t m, num_keys, num_values, key_dim, value_dim;
-    float* prepared;        // [m, prepared_size] scratch, set by the engine, as are the next
-    const int32_t* order;   // [m]: rows as they are walked
-    const int32_t* places;  // [m]: where a row's state is saved, or -1
-    float* work_space;      // [1 + places, key_dim, kDeltaColumns] scratch of a call
-
-    int64_t row_size() const { return 2 * num_keys * key_dim + num_values * value_dim; }
-    int64_t prepared_size() const { return 2 * num_keys * key_dim + 2 * num_values; }
-    template <class F>
-    auto given(F call) {
-        return call(qkv, gates, decay, bias, memory, y, walk.slots, walk.firsts, walk.num_known, walk.parents,
-                    walk.num_sequences, walk.num_slots, m, num_keys, num_values, key_dim, value_dim);
-    }
-    int64_t work() const { return m * num_values * key_dim * value_dim * 3; }
 };
 
 struct GumbelArgs {

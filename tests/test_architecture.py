@@ -30,7 +30,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "weights": ("", "config", "mini"),  # "": to find the installed package's folder
     "models": ("layers", "quant", "kernels", "weights", "core", "config"),
     "runtime": ("models", "speculation", "kernels", "config"),
-    "models.base": ("models.batch", "kernels.ops"),
+    "models.base": ("models.batch", "kernels.ops", "kernels.recurrent_ops"),
     "models.batch": ("speculation.tree", "speculation.draft", "cache", "core", "kernels.ops"),
     "cache": ("kernels", "core", "models.base"),
     "speculation": ("core", "kernels"),
