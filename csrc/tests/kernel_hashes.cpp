@@ -338,18 +338,16 @@ void run_recurrent(Run& run, int64_t value_dim) {
 }
 
 void run_all_grouped(Run& run) {
-    constexpr ScaleKind kFloat = ScaleKind::kFloat32, kHalf = ScaleKind::kFloat16;
+    constexpr ScaleKind kFloat = ScaleKind::kFloat32, kHalf = ScaleKind::kFloat16, kBytes = ScaleKind::kBytes;
     for (int storage : {2, 3, 4, 5, 6, 8}) {
         for (int64_t m = 1; m <= 6; ++m) run_grouped(run, {m, 50, 288, 32, storage, kHalf, m % 2 == 0, false});
         run_grouped(run, {3, 37, 271, 16, storage, kFloat, true, true});
         run_grouped(run, {13, 40, 512, 256, storage, kHalf, false, false});
         run_grouped(run, {17, 16, 128, 128, storage, kFloat, storage == 4, false});
-        for (int64_t m : {1, 5, 9, 12}) run_grouped(run, {m, 50, 512, 32, storage, ScaleKind::kBytes, m == 5, false});
+        for (int64_t m : {1, 5, 9, 12}) run_grouped(run, {m, 50, 512, 32, storage, kBytes, m == 5, false});
         run_grouped(run, {4, 50, 512, 16, storage, ScaleKind::kNibbles, true, false});
     }
-    for (ScaleKind scales : {kHalf, ScaleKind::kBytes, ScaleKind::kPowers}) {
-        run_grouped(run, {6, 50, 512, 32, 4, scales, false, false, true});
-    }
+    for (ScaleKind by : {kHalf, kBytes, ScaleKind::kPowers}) run_grouped(run, {6, 50, 512, 32, 4, by, false, false, true});
     run_grouped(run, {6, 50, 512, 16, 4, ScaleKind::kFloat8, false, false, true});
     constexpr ScaleKind kOdd = ScaleKind::kOddNibbles, kSigned = ScaleKind::kSignedNibbles;
     for (int64_t m : {1, 3, 13}) {
