@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from forerun.errors import ForerunError
+
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
@@ -49,6 +51,25 @@ def test_an_answer_is_written_again_and_the_system_message_changes(run: Any, ask
     system = {"role": "system", "content": "Be brief."}
     one, two = {"role": "user", "content": "One"}, {"role": "user", "content": "Two"}
     assert asked == [[one], [one], [system, two], [system, two]]
+
+
+@pytest.mark.parametrize("trouble", [KeyboardInterrupt, ForerunError("no room")])
+def test_a_turn_that_cannot_be_answered_again_stays(
+    run: Any, asked: list[list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch, trouble: Any
+) -> None:
+    from forerun.llm import LLM
+
+    stream = LLM.stream
+
+    def troubled(self: LLM, *given: Any) -> Any:
+        if len(asked) == 2:
+            raise trouble
+        yield from stream(self, *given)
+
+    monkeypatch.setattr(LLM, "stream", troubled)
+    run("chat", "--max-tokens", "4", stdin="One\n/again\nTwo\n")
+    first, again, second = asked
+    assert first == again == second[:1] and [message["role"] for message in second] == ["user", "assistant", "user"]
 
 
 def test_drafts_are_coloured_on_demand(run: Any) -> None:

@@ -111,15 +111,16 @@ class ChatSession:
         if not asked:
             print_note("there is no message to answer yet")
             return
-        text = self.messages[asked[-1]]["content"]
+        turn = self.messages[asked[-1] :]
         del self.messages[asked[-1] :]
-        self._say(text)
+        if not self._say(turn[0]["content"]):
+            self.messages += turn
 
     def _reset(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def _say(self, text: str) -> None:
-        """Answer one message; it is removed again if it cannot be answered."""
+    def _say(self, text: str) -> bool:
+        """Answer one message -> whether that was possible; if not, the message is removed again."""
         self.messages.append({"role": "user", "content": text})
         try:
             answer = self._stream()
@@ -130,6 +131,7 @@ class ChatSession:
             self.messages.pop()
         else:
             self.messages.append({"role": "assistant", "content": answer.text})
+        return answer is not None
 
     def _stream(self) -> CompletionOutput | None:
         """Write an answer as it comes; Ctrl-C keeps what is there -> the answer, None if nothing was said."""
