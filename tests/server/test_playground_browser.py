@@ -68,6 +68,20 @@ def ask(page: Any, text: str) -> None:
     settle(page)
 
 
+def edit(page: Any, text: str) -> None:
+    """Ask something else instead of the first message and wait for the whole answer."""
+    page.get_by_label("Edit this message and ask again").first.click()
+    page.get_by_label("Edit the message").fill(text)
+    page.get_by_label("Edit the message").press("Enter")
+    settle(page)
+
+
+def open_first(page: Any) -> None:
+    """Open the conversation that was changed last."""
+    page.locator("#menu").click()
+    page.locator("#list button").first.click()
+
+
 def choose(page: Any, **settings: str) -> None:
     """Fill in the settings."""
     page.locator("#settings").click()
@@ -123,8 +137,7 @@ def test_a_conversation_is_kept(page: Any, address: str) -> None:
     assert page.locator("#error").is_hidden() and no_sideways_scrolling(page)
     assert all(url.startswith((address, "data:")) for url in asked)
     page.reload()
-    page.locator("#menu").click()
-    page.locator("#list button").first.click()
+    open_first(page)
     assert page.locator(".said").text_content() == PROMPT
     assert page.locator(".answer > .md").text_content() == answer
     page.locator("#settings").click()
@@ -153,15 +166,75 @@ def test_edit_and_regenerate_go_back(page: Any, address: str) -> None:
     open_page(page, address)
     ask(page, "One")
     ask(page, "Two")
-    page.get_by_label("Edit this message and ask again").first.click()
-    page.get_by_label("Edit the message").fill("Other")
-    page.get_by_label("Edit the message").press("Enter")
-    settle(page)
+    edit(page, "Other")
     assert page.locator(".said").all_text_contents() == ["Other"]
     page.get_by_label("Write this answer again").click()
     settle(page)
     assert [len(body["messages"]) for body in asked] == [1, 3, 1, 1]
     assert page.locator("#messages > li").count() == 2
+
+
+def test_a_cut_answer_replaces_no_later_turns(page: Any, address: str) -> None:
+    open_page(page, address)
+    serve_trace(page, start(), step("An answer."), end())
+    ask(page, "One")
+    ask(page, "Two")
+    asked = serve_trace(page, start(), step("Cut"))
+    page.get_by_label("Write this answer again").first.click()
+    settle(page)
+    edit(page, "Other")
+    assert page.locator(".said").all_text_contents() == ["One", "Two"] and len(asked) == 2
+    assert page.locator(".answer > .md").all_text_contents() == ["An answer."] * 2
+    assert page.locator("#prompt").input_value() == "Other"
+    page.get_by_label("Write this answer again").last.click()
+    settle(page)
+    assert page.locator(".answer > .md").all_text_contents() == ["An answer.", "Cut"]
+
+
+def test_an_edited_question_that_fails_is_not_lost(page: Any, address: str) -> None:
+    open_page(page, address)
+    serve_trace(page, start(), step("An answer."), end())
+    ask(page, "One")
+    serve_trace(page, {"error": {"message": "no room"}})
+    edit(page, "Other")
+    assert page.locator("#error").text_content() == "no room"
+    assert page.locator("#prompt").input_value() == "Other" and page.locator(".said").text_content() == "One"
+
+
+def test_two_tabs_keep_what_the_other_wrote(page: Any, address: str) -> None:
+    open_page(page, address)
+    serve_trace(page, start(), step("An answer."), end())
+    ask(page, "One")
+    other = page.context.new_page()
+    open_page(other, address)
+    serve_trace(other, start(), step("An answer."), end())
+    page.bring_to_front()
+    ask(page, "Two")  # after the other tab drew its list
+    other.bring_to_front()
+    open_first(other)
+    assert other.locator(".said").all_text_contents() == ["One", "Two"]
+    ask(other, "Three")
+    page.bring_to_front()
+    choose(page, system="Be brief.")  # the first tab knows nothing of the third question
+    page.reload()
+    open_first(page)
+    assert page.locator(".said").all_text_contents() == ["One", "Two", "Three"]
+    page.locator("#menu").click()
+    page.locator("#list button").last.click()
+    other.bring_to_front()
+    choose(other, system="Be long.")
+    other.reload()
+    assert other.locator("#list li").count() == 0
+
+
+def test_what_is_no_conversation_is_not_listed(page: Any, address: str) -> None:
+    open_page(page, address)
+    for number, messages in enumerate([[None], [{"role": "user", "content": 1}], [{"role": "user", "content": "One"}]]):
+        chat = json.dumps({"id": str(number), "changed": 1, "settings": {}, "messages": messages})
+        page.evaluate("([id, chat]) => localStorage.setItem(`forerun.chat.${id}`, chat)", [str(number), chat])
+    page.reload()
+    open_first(page)
+    assert page.locator("#list li").count() == 1 and page.locator(".said").text_content() == "One"
 
 
 def test_stop_keeps_what_is_there(page: Any, address: str) -> None:
@@ -301,8 +374,7 @@ def test_steps_of_saved_answers_are_said_to_be_gone(page: Any, address: str) -> 
     ask(page, "Really?")
     assert page.locator(".untraced").count() == 0
     page.reload()
-    page.locator("#menu").click()
-    page.locator("#list button").first.click()
+    open_first(page)
     assert page.locator(".untraced").is_visible() and page.locator(".answer .md").last.is_visible()
 
 

@@ -30,8 +30,12 @@ export function savedChats() { // the last changed first
   try {
     keys = Object.keys(localStorage).filter((key) => key.startsWith(PREFIX));
   } catch { /* storage is forbidden */ }
-  const chats = keys.map((key) => recall(key.slice("forerun.".length), null));
-  return chats.filter((chat) => Array.isArray(chat?.messages)).sort((a, b) => b.changed - a.changed);
+  return keys.map((key) => savedChat(key.slice(PREFIX.length))).filter(Boolean).sort((a, b) => b.changed - a.changed);
+}
+
+export function savedChat(id) { // as it is now; null if there is none, or something else under its name
+  const chat = recall(`chat.${id}`, null), { messages } = chat ?? {};
+  return Array.isArray(messages) && messages.every((message) => typeof message?.content === "string") ? chat : null;
 }
 
 export function saveChat(chat) { // -> whether the browser had room

@@ -1,6 +1,6 @@
 // The page: conversations, and answers as they come, as text (chat) or token by token (steps).
 // Text of the model and of the user becomes text nodes and plain elements, never markup.
-import { newChat, recall, remember, removeChat, saveChat, savedChats, titleOf } from "./chats.js";
+import { newChat, recall, remember, removeChat, saveChat, savedChat, savedChats, titleOf } from "./chats.js";
 import { $, make } from "./dom.js";
 import { addTokens, clearFigures, connectFigures, showFigures, showLastStep } from "./figures.js";
 import { showMarkdown } from "./markdown.js";
@@ -140,9 +140,12 @@ async function follow(run, runs, item, body) { // shows a run as it comes
   }
 }
 
-async function write(messages, typed = "") { // answer these messages; the conversation is as before if nothing comes
+// Answer these messages. If nothing comes, or the answer is not finished that was to replace later turns, too,
+// the conversation is as before.
+async function write(messages, typed = "") {
   if (state.stopper) return;
   const { chat } = state, before = chat.messages, message = { role: "assistant", content: "", note: "" }, runs = [];
+  const dropsTurns = before.length > messages.length + 1;
   chat.messages = [...messages, message];
   begin();
   const given = chat.settings.seed ?? "", seed = given === "" ? Math.floor(Math.random() * 2 ** 31) : Number(given);
@@ -155,7 +158,7 @@ async function write(messages, typed = "") { // answer these messages; the conve
     if (error.name !== "AbortError") fail(error.message);
     if (error.status === 401) openSettings("key");
   }
-  if (runs[0].text) keep(message, runs);
+  if (runs[0].text && (runs[0].end || !dropsTurns)) keep(message, runs);
   else {
     chat.messages = before;
     $("prompt").value ||= typed;
@@ -212,7 +215,8 @@ function edit(message) {
   const field = make("textarea", { rows: "3", "aria-label": "Edit the message" });
   const item = itemOf(message), back = () => item.replaceChildren(...kept), kept = [...item.childNodes];
   const ask = () => {
-    if (field.value.trim()) write([...upTo(message), { role: "user", content: field.value }]);
+    if (state.stopper) return;
+    if (field.value.trim()) write([...upTo(message), { role: "user", content: field.value }], field.value);
     back();
   };
   field.value = message.content;
@@ -258,8 +262,8 @@ function openChat(chat) {
   showMenu(false);
   state.next = state.stopper ? chat : null;
   if (state.stopper) return state.stopper.abort();
-  state.chat = chat;
-  for (const name of SETTINGS) $(name).value = chat.settings?.[name] ?? USUAL[name] ?? "";
+  state.chat = savedChat(chat.id) ?? chat; // another tab may have gone on with it since the list was drawn
+  for (const name of SETTINGS) $(name).value = state.chat.settings?.[name] ?? USUAL[name] ?? "";
   takeSettings();
   clearFigures();
   fail("");
@@ -285,9 +289,12 @@ function openSettings(field = "system") {
 }
 
 function closeSettings() {
+  const { chat } = state, before = JSON.stringify(chat.settings);
   takeSettings();
-  remember("settings", state.chat.settings);
-  if (state.chat.messages.length && !state.stopper) saveChat(state.chat);
+  remember("settings", chat.settings);
+  const isChanged = JSON.stringify(chat.settings) !== before;
+  const isOurs = savedChat(chat.id)?.changed === chat.changed; // not deleted, nor gone on with, in another tab
+  if (isChanged && isOurs && !state.stopper) saveChat(chat);
 }
 
 function showView(view) {
