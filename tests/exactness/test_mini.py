@@ -71,7 +71,7 @@ def test_chunks(rows: int) -> None:
     assert [o.outputs[0].logprobs for o in chunked] == [o.outputs[0].logprobs for o in whole]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "draft-tree"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft", "draft-tree"])
 def test_preemption(drafter: str) -> None:
     prompts = [text * 4 for text in mini.PROMPTS]
     llm = drafting(drafter, num_kv_blocks=16, max_model_len=256)

@@ -103,7 +103,14 @@ def with_paths(block_size: int, dtype: torch.dtype) -> tuple[AttentionCase, dict
 @pytest.mark.parametrize("isa", BACKENDS)
 @pytest.mark.parametrize(
     ("block_size", "dtype"),
-    ((4, torch.float32), (16, torch.float32), (16, torch.bfloat16), (4, torch.int8), (32, torch.int8)),
+    (
+        (4, torch.float32),
+        (16, torch.float32),
+        (16, torch.bfloat16),
+        (32, torch.bfloat16),
+        (4, torch.int8),
+        (32, torch.int8),
+    ),
 )
 def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_row(isa: str, block_size: int, dtype: torch.dtype) -> None:
     kernels, (case, paths) = kernels_named(isa), with_paths(block_size, dtype)

@@ -112,6 +112,18 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels: Any, storage: str, monk
     assert torch.equal(experts(kernels, x, weights, packed, base), whole)
 
 
+def test_an_expert_of_more_rows_than_a_tile_has_the_bits_of_each_alone(kernels: Any) -> None:
+    (x, _, base), packed = case(18, FEW), pack(kernels, 4, "bfloat16")
+    weights = torch.zeros(18, 4)
+    weights[:, 2] = torch.rand(18) + 0.5
+    whole = experts(kernels, x, weights, packed, base)
+    reference = kernels_named("reference")
+    expected = reference.experts(x, weights, pack(reference, 4, "bfloat16"), base)
+    assert rms_error(whole, expected) <= 1e-6 * float(expected.abs().max())
+    for row in (slice(0, 1), slice(15, 16), slice(16, 17), slice(17, 18)):
+        assert torch.equal(experts(kernels, x[row], weights[row], packed, base[row]), whole[row])
+
+
 def test_what_is_not_chosen_adds_nothing_even_if_it_is_not_finite(kernels: Any) -> None:
     first, second = torch.ones(32, 16), torch.full((32, 16), torch.inf)
     down = [kernels.pack_linear(torch.ones(16, 16))] * 2
