@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from forerun import LLM, SamplingParams
@@ -71,3 +73,43 @@ def test_one_slot_is_enough(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
             made = llm.with_drafter("ngram", adaptive=False, max_num_seqs=4, block_size=4, num_kv_blocks=64)
         for _ in range(2):
             assert [answer.token_ids for answer in answers(made, 1.0)] == expected
+
+
+@pytest.mark.parametrize("place", ["model.forward", "verifier.verify", "model.commit", "drafter.observe"])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_an_interrupted_step_changes_no_token(
+    llm: LLM, place: str, is_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the other requests: their states may have advanced, in some layers or all, and their tokens not."""
+    made = llm.with_drafter("ngram", adaptive=False, max_num_seqs=3, block_size=4)
+    params = SamplingParams(temperature=1.0, max_tokens=30, seed=1, ignore_eos=True, top_k=4)
+    streams = [made.stream(prompt, params) for prompt in PROMPTS[:3]]
+    for stream in streams:
+        next(stream)
+    with monkeypatch.context() as patched:
+        owner, name = ARE_CALLED[place](made)
+        patched.setattr(owner, name, interrupted(getattr(owner, name), is_before))
+        with pytest.raises(KeyboardInterrupt):
+            list(streams[0])
+    for stream, prompt in zip(streams[1:], PROMPTS[1:], strict=False):
+        [*_, last] = stream
+        [expected] = llm.generate([prompt], params)
+        assert last.outputs[0].token_ids == expected.outputs[0].token_ids
+    made.engine.scheduler.check_integrity()
+
+
+ARE_CALLED: dict[str, Callable[[LLM], tuple[object, str]]] = {
+    "model.forward": lambda llm: (llm.kernels, "gated_delta"),
+    "verifier.verify": lambda llm: (llm.engine.verifier, "verify"),
+    "model.commit": lambda llm: (llm.engine.model, "commit"),
+    "drafter.observe": lambda llm: (llm.engine.drafter, "observe"),
+}
+
+
+def interrupted(call: Callable[..., object], is_before: bool) -> Callable[..., object]:
+    def raising(*given: object, **named: object) -> object:
+        if not is_before:
+            call(*given, **named)
+        raise KeyboardInterrupt
+
+    return raising

@@ -78,11 +78,55 @@ def test_a_request_that_begins_anew_has_the_state_before_the_first_token(model: 
 
 def test_slots_are_owned_and_given_back(model: HybridDecoder) -> None:
     states = RecurrentStates(model.state_specs, 2, model.device)
-    slots = {states.slot("a"), states.slot("b")}
-    assert slots == {0, 1} and states.num_free == 0 and states.slot("a") in slots
+    slots = {states.begin("a", 0), states.begin("b", 0)}
+    assert slots == {0, 1} and states.num_free == 0 and states.begin("a", 0) in slots
     model.with_states(states).release("a")
     states.release("unknown")
-    assert states.num_free == 1 and states.slot("c") in slots
+    assert states.num_free == 1 and states.begin("c", 0) in slots
+
+
+def test_a_request_runs_from_its_own_state_only(model: HybridDecoder) -> None:
+    runner = factory.Runner(model, 40)
+    runner.span([5, 6, 7])
+    for start in (1, 2, 4):
+        with pytest.raises(RuntimeError, match=f"goes on after {start} tokens"):
+            runner.span([8], start)
+        runner.span([5, 6, 7])
+    runner.span([8], 3)
+
+
+def test_a_copy_that_is_interrupted_is_not_kept(model: HybridDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = RecurrentStates(model.state_specs, 2, model.device)
+    states.begin("a", 0)
+    states.end("a", 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            states.keep("a", 7, in_answer=False)
+    assert not states.has(7) and states.num_free == 1
+    states.keep("a", 7, in_answer=False)
+    states.release("a")
+    assert states.has(7) and states.num_free == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            states.restore("b", 7)
+    with pytest.raises(RuntimeError, match="goes on after 4 tokens"):
+        states.begin("b", 4)
+    states.release("b")
+    states.restore("c", 7)
+    states.begin("c", 4)
+    states.begin("d", 0)  # what is kept makes room
+    assert not states.has(7)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_bare_model_has_no_state_to_commit_or_release(model: HybridDecoder) -> None:
+    model.commit([CommittedPath("r", (0, 1))])
+    model.release("r")
 
 
 def test_layers_are_those_that_config_names(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Slots of recurrent state: what recurrent layers keep of a sequence in place of keys and values.
 
-Knows: the tensors, which request owns which slot, after which blocks of the KV pool a state is kept. Does not know:
-what a state means, when it advances (a model's pass and commit do that), who runs, which prefix a block stands for. A
+Knows: the tensors, which request owns which slot, how many tokens its state comes after, after which blocks of the KV
+pool a state is kept. Does not know: what a state means, who runs, which prefix a block stands for. A
 request owns one slot while it runs, as it owns blocks: from its first pass until it ends or is preempted. Other slots
 hold states that later requests may go on from; the least recently used one makes room.
 """
@@ -16,12 +16,15 @@ from forerun.cache.block_pool import BlockPool
 from forerun.kernels.recurrent_ops import LayerState
 from forerun.models.base import StateSpec
 
+_UNKNOWN = -1  # tokens: something was begun in the slot and has not ended
+
 
 class RecurrentStates:
     """`num_slots` slots in every recurrent layer. Implements `models.base.States` and `prefix_cache.KeptStates`."""
 
     def __init__(self, specs: Sequence[StateSpec], num_slots: int, device: torch.device) -> None:
         self.layers: Sequence[LayerState] = [_allocate(spec, num_slots, device) for spec in specs]
+        self._num_tokens = [_UNKNOWN] * num_slots  # that each slot's state comes after
         self._pool = BlockPool(num_slots)
         self._pool.on_evict = self._forget
         self._slots: dict[str, int] = {}  # by request
@@ -33,13 +36,28 @@ class RecurrentStates:
         """Slots that no request owns and that keep nothing."""
         return self._pool.num_free
 
-    def slot(self, request_id: str) -> int:
+    def begin(self, request_id: str, num_tokens: int) -> int:
         """See `States`."""
+        slot = self._slot(request_id)
+        known, self._num_tokens[slot] = self._num_tokens[slot], _UNKNOWN
+        if num_tokens == 0:
+            for layer in self.layers:
+                layer.clear(slot)
+        elif known != num_tokens:
+            raise RuntimeError(f"request {request_id} goes on after {num_tokens} tokens, its state after {known}")
+        return slot
+
+    def end(self, request_id: str, num_tokens: int) -> None:
+        """See `States`."""
+        self._num_tokens[self._slots[request_id]] = num_tokens
+
+    def _slot(self, request_id: str) -> int:
         slot = self._slots.get(request_id)
         if slot is None:
             slots = self._pool.allocate(1)
             assert slots is not None, "more requests run than there are slots"
             slot = self._slots[request_id] = slots[0]
+            self._num_tokens[slot] = _UNKNOWN
         return slot
 
     def release(self, request_id: str) -> None:
@@ -57,16 +75,21 @@ class RecurrentStates:
 
     def keep(self, request_id: str, block: int, in_answer: bool) -> None:
         """See `KeptStates`."""
-        source, slot = self._slots[request_id], self._kept.get(block)
-        if slot is None:
-            slot = self._room(request_id, in_answer)
-            if slot is None:
-                return
-            self._kept[block] = slot
-            self._copy(source, slot)
-        else:
-            self._pool.share([slot])
-        self._pool.release([slot])  # now the most recently used
+        if in_answer and self._latest.get(request_id) != block:
+            self.forget(self._latest.pop(request_id, -1))
+        known = self._kept.get(block)
+        slots = self._pool.allocate(1) if known is None else [known]
+        if slots is None:
+            return
+        try:
+            if known is None:
+                self._copy(self._slots[request_id], slots[0])
+                self._pool.keep(slots[0])
+                self._kept[block] = slots[0]  # not before it is whole
+            else:
+                self._pool.share(slots)
+        finally:
+            self._pool.release(slots)  # now the most recently used
         if in_answer:
             self._latest[request_id] = block
 
@@ -74,12 +97,16 @@ class RecurrentStates:
         """See `KeptStates`."""
         slot = self._kept[block]
         if self._pool.num_available == 1:  # no room for both: the state moves
+            num_tokens = self._num_tokens[slot]
             self.forget(block)
-            assert self.slot(request_id) == slot, "the slot that is free is another one"
+            assert self._slot(request_id) == slot, "the slot that is free is another one"
+            self._num_tokens[slot] = num_tokens
             return
         self._pool.share([slot])
-        self._copy(slot, self.slot(request_id))
-        self._pool.release([slot])
+        try:
+            self._copy(slot, self._slot(request_id))
+        finally:
+            self._pool.release([slot])
 
     def forget(self, block: int) -> None:
         """See `KeptStates`."""
@@ -87,26 +114,16 @@ class RecurrentStates:
         if slot is not None:
             self._pool.drop(slot)
 
-    def _room(self, request_id: str, in_answer: bool) -> int | None:
-        """A slot with one owner for a state to be kept: that of the request's last one, or another."""
-        last = self._kept.pop(self._latest.get(request_id, -1), None) if in_answer else None
-        if last is not None:
-            self._pool.share([last])
-            return last
-        slots = self._pool.allocate(1)
-        if slots is None:
-            return None
-        self._pool.keep(slots[0])
-        return slots[0]
-
     def _forget(self, slot: int) -> None:
         """The pool takes the slot for something else."""
-        del self._kept[next(block for block, kept in self._kept.items() if kept == slot)]
+        self._kept = {block: kept for block, kept in self._kept.items() if kept != slot}
 
     def _copy(self, source: int, target: int) -> None:
+        self._num_tokens[target] = _UNKNOWN
         for layer in self.layers:
             layer.tails[target].copy_(layer.tails[source])
             layer.memory[target].copy_(layer.memory[source])
+        self._num_tokens[target] = self._num_tokens[source]
 
 
 def bytes_per_slot(specs: Sequence[StateSpec]) -> int:

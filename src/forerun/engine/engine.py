@@ -19,10 +19,10 @@ from forerun.core import Plan, PositionLogprobs, Request, Resumed, ScheduledRequ
 from forerun.drafters.base import EngineDrafter, Observed, logits_reader
 from forerun.engine.logprobs import token_logprobs
 from forerun.engine.masks import MaskWaits, ask_ahead
-from forerun.engine.outputs import RequestGroup, SampleRecord, share_time
+from forerun.engine.outputs import RequestGroup, SampleRecord, share_time, too_late
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.timings import Timings
-from forerun.errors import DeadlineError, LogitsError, QueueFullError
+from forerun.errors import LogitsError, QueueFullError
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import CommittedPath, Model, PassOutput
@@ -115,9 +115,26 @@ class Engine:
             self._end(alive)
 
     def step(self) -> list[RequestGroup]:
-        """Advance the scheduled requests by one pass of the target -> the groups that changed."""
+        """Advance the scheduled requests by one pass of the target -> the groups that changed.
+
+        If it is interrupted or fails, what the running requests have beside their tokens is computed again.
+        """
         with self.torch_threads():
-            return self._step()
+            try:
+                return self._step()
+            except BaseException:
+                self._restart()
+                raise
+
+    def _restart(self) -> None:
+        """Tokens, rows and states may have been changed in part: keep the tokens, forget the others."""
+        self._end([r for r in self.scheduler.running if r.finish_reason is not None])
+        self._forget(self.scheduler.preempt_all())
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.drafter.end(request.request_id)
+            self.model.release(request.request_id)
 
     def _step(self) -> list[RequestGroup]:
         clock = self.timings
@@ -171,9 +188,7 @@ class Engine:
         """Ask the scheduler; forget the state of preempted requests, and resume others from the prefix cache."""
         self.masks.begin_step(self.scheduler.running)
         plan = self.scheduler.schedule(wanted.max_nodes, bool(self.drafter.hidden_layers), self.masks.may_choose)
-        for request in plan.preempted:
-            self.drafter.end(request.request_id)
-            self.model.release(request.request_id)
+        self._forget(plan.preempted)
         for resumed in plan.resumed:
             self._resume(resumed)
         return plan
@@ -339,7 +354,7 @@ class Engine:
         ended = [entry.item.request for entry in work if entry.item.request.finish_reason is not None]
         overdue = [request for request in self.scheduler.overdue() if request.finish_reason is None]
         for request in overdue:
-            request.finish_reason, request.error = "abort", _too_late(request)
+            request.finish_reason, request.error = "abort", too_late(request)
         lost = [*overdue, *self.masks.take_failed()]
         changed = {r.parent_id: self.groups[r.parent_id] for r in (*deciding, *lost)}
         self._end([*ended, *lost])
@@ -350,23 +365,14 @@ class Engine:
         if not requests:
             return
         self.scheduler.finish(requests)
+        self._forget(requests)
         for request in requests:
-            self.drafter.end(request.request_id)
-            self.model.release(request.request_id)
             self.records.pop(request.request_id).ended(self.policy.explain)
             self.masks.end(request)
             if request.parent_id in self.groups and self.groups[request.parent_id].finished:
                 del self.groups[request.parent_id]
         if self.keep is not None:
             self.keep()
-
-
-def _too_late(request: Request) -> DeadlineError:
-    max_tokens = request.max_len - len(request.prompt_token_ids)
-    return DeadlineError(
-        f"the deadline passed after {request.num_output} of at most {max_tokens} tokens: give the request more time, "
-        "or ask for fewer tokens"
-    )
 
 
 def _roots(work: Sequence[_Work]) -> list[tuple[Draft, int]]:

@@ -22,6 +22,7 @@ from forerun.core import (
 )
 from forerun.engine.logprobs import position_logprobs
 from forerun.engine.stopping import OutputText
+from forerun.errors import DeadlineError
 from forerun.policy.policy import StepResult
 from forerun.speculation.draft import Draft
 
@@ -233,3 +234,12 @@ def _why_plain(request: Request, reason: str | None) -> str:
     if request.failed_drafters:
         return f"drafter {', '.join(request.failed_drafters)} failed and was left out"
     return reason or "the drafter found nothing to propose in most steps"
+
+
+def too_late(request: Request) -> DeadlineError:
+    """What a request ends with whose deadline has passed."""
+    max_tokens = request.max_len - len(request.prompt_token_ids)
+    return DeadlineError(
+        f"the deadline passed after {request.num_output} of at most {max_tokens} tokens: give the request more time, "
+        "or ask for fewer tokens"
+    )

@@ -337,6 +337,14 @@ class Scheduler:
         request.num_preemptions += 1
         insort(self.waiting, request, key=_turn)
 
+    def preempt_all(self) -> list[Request]:
+        """A step did not end: every running request returns to the queue -> these requests."""
+        self.waiting = [request for request in self.waiting if request.status is Status.WAITING]  # one had just started
+        preempted = list(self.running)
+        for request in preempted:
+            self._preempt(request)
+        return preempted
+
     def finish(self, requests: Iterable[Request]) -> None:
         """Remove ended requests and free their blocks."""
         for request in requests:

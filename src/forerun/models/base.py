@@ -52,8 +52,15 @@ class States(Protocol):
 
     layers: Sequence[LayerState]  # one per entry of the model's state_specs
 
-    def slot(self, request_id: str) -> int:
-        """The request's slot, which it owns from now on until it is released."""
+    def begin(self, request_id: str, num_tokens: int) -> int:
+        """The request's slot, which is its own until it is released; the state there will change until `end`.
+
+        It comes after `num_tokens`; after 0, it is new. Raises RuntimeError if the slot's state is another one, or was
+        left half changed.
+        """
+
+    def end(self, request_id: str, num_tokens: int) -> None:
+        """The request's state comes after `num_tokens` now, in every layer."""
 
     def release(self, request_id: str) -> None:
         """Take the slot back, if the request has one."""

@@ -17,7 +17,7 @@ from forerun.layers.delta import GatedDeltaNet
 from forerun.models.base import CommittedPath, PassOutput, States, StateSpec
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.decoder import Decoder, DecoderParts, LayerCache
-from forerun.models.walk import replay_of, walk_of
+from forerun.models.walk import end_of, replay_of, walk_of
 
 
 class HybridDecoder(Decoder):
@@ -55,21 +55,27 @@ class HybridDecoder(Decoder):
             StateRows(next(states), walk) if isinstance(layer.attention, GatedDeltaNet) else next(pooled)
             for layer in self.parts.layers
         ]
-        return super().forward(batch, caches, hidden_layers)
+        out = super().forward(batch, caches, hidden_layers)
+        for rows in batch.sequences:
+            self._states.end(rows.request_id, end_of(rows))
+        return out
 
     @torch.no_grad()
     def commit(self, paths: Sequence[CommittedPath]) -> None:
         """Advance states over the drafts that were accepted."""
-        assert self._states is not None
+        if self._states is None:
+            return
         replay = replay_of(self._sequences, paths, self._states)
         if replay is not None:
             for layer, state in zip(self._recurrent, self._states.layers, strict=True):
                 layer.replay(replay.drafts, StateRows(state, replay.walk))
+            for request_id, num_tokens in replay.ends.items():
+                self._states.end(request_id, num_tokens)
 
     def release(self, request_id: str) -> None:
         """Take the request's slot back."""
-        assert self._states is not None
-        self._states.release(request_id)
+        if self._states is not None:
+            self._states.release(request_id)
 
 
 def _state_spec(layer: GatedDeltaNet) -> StateSpec:

@@ -21,17 +21,19 @@ class Replay(NamedTuple):
 
     drafts: Tensor  # [n] int64: which of the last pass's drafts
     walk: Walk
+    ends: dict[str, int]  # by request: tokens that its state comes after then
 
 
 def walk_of(sequences: Sequence[SequenceRows], states: States) -> Walk:
     """The walk over a batch: spans and roots are known. A sequence that begins with its first token has a new state."""
-    slots = [states.slot(rows.request_id) for rows in sequences]
-    for rows, slot in zip(sequences, slots, strict=True):
-        if (rows.start if rows.span else rows.tree_start) == 0:
-            for layer in states.layers:
-                layer.clear(slot)
+    slots = [states.begin(rows.request_id, rows.start if rows.span else rows.tree_start) for rows in sequences]
     num_known = [len(rows.span) + bool(rows.tree_tokens) for rows in sequences]
     return Walk.build(slots, num_known, [_parents(rows) for rows in sequences])
+
+
+def end_of(rows: SequenceRows) -> int:
+    """Tokens that a sequence's state comes after when `walk_of` was gone through."""
+    return rows.tree_start + 1 if rows.tree_tokens else rows.start + len(rows.span)
 
 
 def _parents(rows: SequenceRows) -> list[int]:
@@ -45,16 +47,17 @@ def _parents(rows: SequenceRows) -> list[int]:
 def replay_of(sequences: Sequence[SequenceRows], paths: Sequence[CommittedPath], states: States) -> Replay | None:
     """The accepted nodes below the roots of the last batch; None if there are none."""
     accepted = {path.request_id: path.nodes[1:] for path in paths if len(path.nodes) > 1}
-    drafts, slots, lengths, first = list[int](), list[int](), list[int](), 0
+    drafts, slots, lengths, ends, first = list[int](), list[int](), list[int](), dict[str, int](), 0
     for rows in sequences:
         nodes = accepted.get(rows.request_id, ())
         if nodes:
             row_of = {node: row for row, node in enumerate(rows.tree_rows)}
             drafts += [first + row_of[node] - 1 for node in nodes]
-            slots.append(states.slot(rows.request_id))
+            slots.append(states.begin(rows.request_id, end_of(rows)))
             lengths.append(len(nodes))
+            ends[rows.request_id] = end_of(rows) + len(nodes)
         first += max(len(rows.tree_rows) - 1, 0)
     if not drafts:
         return None
     chains = [range(-1, length - 1) for length in lengths]
-    return Replay(torch.tensor(drafts, dtype=torch.int64), Walk.build(slots, lengths, chains))
+    return Replay(torch.tensor(drafts, dtype=torch.int64), Walk.build(slots, lengths, chains), ends)
