@@ -130,6 +130,15 @@ def test_bad_sampling_values(options) -> None:  # type: ignore[no-untyped-def]
     assert any(name in str(caught.value) for name in options)
 
 
+def test_tokens_without_a_row_are_never_banned(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = mini.plain()
+    beyond = llm.tokenizer.vocab_size + 100_000  # as Gemma 3's token for images
+    monkeypatch.setattr(llm.tokenizer, "eos_token_ids", (beyond,))
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda *_, **__: [beyond])
+    [output] = llm.generate([[1, 2, 3]], params(min_tokens=2, bad_words=("x",)))
+    assert len(output.outputs[0].token_ids) == 5
+
+
 @pytest.mark.parametrize("more", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 def test_least_temperature_is_greedy(more) -> None:  # type: ignore[no-untyped-def]
     def tokens(temperature: float) -> tuple[int, ...]:

@@ -260,7 +260,7 @@ class LLM:
             sample_index=index,
             parent_id=group_id,
             bad_word_ids=bad_word_ids,
-            stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
+            stop_token_ids=frozenset(filter(self._has_row, (*params.stop_token_ids, *eos))),
             max_len=len(token_ids) + max_tokens,
         )
 
@@ -272,7 +272,11 @@ class LLM:
         """Each word as it is tokenized at the start of a text and after a space."""
         spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
         encoded = {tuple(self.tokenizer.encode(s, add_special_tokens=False)) for s in spellings}
-        return tuple(sorted(ids for ids in encoded if ids))
+        return tuple(sorted(ids for ids in encoded if ids and all(map(self._has_row, ids))))
+
+    def _has_row(self, token_id: int) -> bool:
+        """Whether the model can choose the token: special tokens may lie beyond its rows."""
+        return token_id < self._shared.loaded.model.vocab_size
 
     def _check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         vocab_size = self._shared.loaded.model.vocab_size

@@ -154,6 +154,7 @@ HEADS = (
     HeadLayout(3, 1, 40, 20),
     HeadLayout(2, 2, 48, 24),
     HeadLayout(4, 2, 40, 20, True),
+    HeadLayout(1, 1, 592, 592, True),  # wider than what C++ turns on its stack
 )
 
 

@@ -93,6 +93,22 @@ def test_a_multimodal_model_runs_its_text_part_and_says_so(
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_an_output_layer_that_is_no_copy_is_not_tied(is_copy: bool, tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("mistral", tmp_path)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    if is_copy:
+        save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
+    alone = load_model(folder, factory.make_kernels())
+    as_part(folder, "mistral3", "model.language_model.")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    part = load_model(folder, factory.make_kernels())
+    assert part.config is not None and part.config.tie_embeddings == is_copy
+    assert torch.equal(*[Runner(loaded.model, 12).span(TOKENS).logits for loaded in (alone, part)])
+
+
 def read(model_type: str, **changes: Any) -> ModelConfig:
     return ModelConfig.read({**factory.SIZES, "rms_norm_eps": 1e-5, **changes}, FAMILIES[model_type])
 
@@ -142,6 +158,11 @@ def test_windows_and_ropes_of_layers() -> None:
     assert gemma.windows == (9,) * 5 + (0,) and gemma.max_position == 64
     assert [rope.theta for rope in gemma.layer_ropes] == [5e3] * 5 + [2e6]
     assert (gemma.layer_ropes[0].kind, gemma.rope.kind) == ("default", "linear")
+    new = {"full_attention": {"rope_theta": 2e6}, "sliding_attention": {"rope_type": "default"}}
+    gemma = read("gemma3_text", num_hidden_layers=6, rope_parameters=new)
+    assert [rope.theta for rope in gemma.layer_ropes] == [1e4] * 5 + [2e6]
+    ministral = read("ministral3")
+    assert (ministral.rope.kind, ministral.rope.theta, ministral.rope.factor) == ("yarn", 1e6, 16.0)
     assert [rope.rotary_dim for rope in read("cohere2", num_hidden_layers=4).layer_ropes] == [8, 8, 8, 0]
     assert [rope.rotary_dim for rope in read("smollm3", num_hidden_layers=5).layer_ropes] == [8, 8, 8, 0, 8]
     assert read("exaone4", num_hidden_layers=4, sliding_window=None).layer_ropes[3].rotary_dim == 8

@@ -87,6 +87,22 @@ def test_headers_tell(
 
 
 @pytest.mark.parametrize(
+    ("tensors", "name", "settings", "said"),
+    [
+        ({}, "weight_scale_inv", FP8, "m.weight_scale_inv is stored as U8, not as F32 or BF16 or F16 or F8_E8M0"),
+        (float4(), "weight_scale", NVFP4, "m.weight_scale is stored as U8, not as F8_E4M3"),
+    ],
+)
+def test_scales_of_another_type(
+    tensors: dict[str, Tensor], name: str, settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    module = Stored({**(tensors or stored.float8(ROWS, COLUMNS).tensors)}, torch.zeros(ROWS, COLUMNS))
+    module.tensors[name] = torch.ones(module.tensors[name].shape, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=said):
+        stored.read(stored.open_source(tmp_path, {"m": module}, settings), {"m": module})
+
+
+@pytest.mark.parametrize(
     ("name", "damaged", "said"),
     [
         ("weight", torch.full((ROWS, COLUMNS), torch.nan).to(torch.float8_e4m3fn), "m.weight holds NaN"),
@@ -139,10 +155,10 @@ def torchao(groups: int, bits: int) -> Stored:
     return Stored({**{name: table.to(torch.int8) for name, table in names.items()}, "_weight_scale": scales}, matrix)
 
 
-def torchao_int4() -> Stored:
+def torchao_int4(dtype: torch.dtype) -> Stored:
     """Two signed values a byte, scales and zero points by column, the latter added."""
     values, scales, zeros = torch.randint(-8, 8, (ROWS, COLUMNS)), torch.rand(2, ROWS), torch.randn(2, ROWS)
-    packed = ((values[:, 0::2] & 15) | (values[:, 1::2] & 15) << 4).byte()
+    packed = ((values[:, 0::2] & 15) | (values[:, 1::2] & 15) << 4).byte().view(dtype)
     of_row = [table.double().T.repeat_interleave(COLUMNS // 2, 1) for table in (scales, zeros)]
     tensors = {"_weight_qdata": packed, "_weight_scale": scales, "_weight_zero_point": zeros}
     return Stored(tensors, values * of_row[0] + of_row[1])
@@ -153,8 +169,9 @@ def test_torchaos_integers(groups: int, bits: int, tmp_path: Path) -> None:
     stored.check(tmp_path, {"m": torchao(groups, bits)}, TORCHAO)
 
 
-def test_torchaos_pairs_of_integers(tmp_path: Path) -> None:
-    stored.check(tmp_path, {"m": torchao_int4()}, TORCHAO)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_torchaos_pairs_of_integers(dtype: torch.dtype, tmp_path: Path) -> None:
+    stored.check(tmp_path, {"m": torchao_int4(dtype)}, TORCHAO)
 
 
 @pytest.mark.parametrize(

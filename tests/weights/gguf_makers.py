@@ -34,6 +34,8 @@ def add_special(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
     """The keys of dense families beyond Llama."""
     if arch in ("gemma2", "gemma3", "olmo2", "exaone4", "cohere2") and getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+    if arch in ("olmo2", "exaone4") and getattr(config, "sliding_window", None):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)

@@ -179,7 +179,7 @@ class Family:
     fields: frozenset[str] = frozenset()
     names: TensorNames = TensorNames()
     qk_norm: QkNorm = ""
-    qk_norm_flag: str = ""  # a field that may be false, so that there are none
+    qk_norm_flag: str = ""  # if config.json says false to this field, there are no norms of queries and keys
     norm_offset: float = 0.0  # added to the stored weights of norms
     centered_norms: bool = False  # layer norms
     parallel: bool = False  # attention and feed-forward part read the same norm
@@ -193,7 +193,7 @@ class Family:
     window_rope: bool = False  # layers with a window have a plain rope of their own
     within_original: bool = False  # attention beyond the original context is computed otherwise, which is not done
     ffn_size: str = "intermediate_size"  # the field, of layers that are no mixtures
-    counts_stretched: bool = False  # max_position_embeddings counts what linear scaling stretches
+    counts_stretched: bool = False  # max_position_embeddings includes the factor of linear scaling
     rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
     biases: Callable[[Fields], Biases] = no_biases
     windows: Callable[[Fields, int], tuple[int, ...]] = no_windows

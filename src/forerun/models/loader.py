@@ -186,6 +186,7 @@ def _load_native(
     positions = _positions(config.max_position, max_position, raw)
     checkpoint = Checkpoint.open(folder)
     checkpoint = checkpoint.text_part() if PART_OF in raw else checkpoint
+    config = _tied_as_stored(config, family, checkpoint)
     check_tensors(checkpoint)
     if any((raw.get(SECTION) or {}).get(name) for name in CACHE_SCHEMES):
         log.warning(CACHE_NOTICE, folder)
@@ -196,11 +197,26 @@ def _load_native(
     return LoadedModel(model, tokenizer, folder, raw, config, "forerun")
 
 
+def _tied_as_stored(config: ModelConfig, family: Family, checkpoint: Checkpoint) -> ModelConfig:
+    """The config, untied if the checkpoint has an output layer that is not a copy of the embedding.
+
+    Configs of multimodal models say of the whole that it is tied when the text part is not; transformers compares, too.
+    """
+    head, table = (f"{module}.weight" for module in (family.names.lm_head, family.names.embedding))
+    if not config.tie_embeddings or not (checkpoint.has(head) and checkpoint.has(table)):
+        return config
+    own, copied = checkpoint.raw(head), checkpoint.raw(table)
+    return replace(config, tie_embeddings=own.dtype == copied.dtype and torch.equal(own, copied))
+
+
 def _check_device(config: ModelConfig, device: torch.device) -> None:
-    if config.deltas is not None and device.type != "cpu":
+    part = "the recurrent layers" if config.deltas is not None else ""
+    if config.experts is not None and config.experts.scales_inputs:
+        part = "experts whose inputs are weighed, those"
+    if part and device.type != "cpu":
         raise UnsupportedError(
-            f"the recurrent layers of {config.model_type} models run on CPUs only so far; choose device 'cpu', or load "
-            "the model through transformers (implementation='transformers')"
+            f"{part} of {config.model_type} models run on CPUs only so far; choose device 'cpu', or load the model "
+            "through transformers (implementation='transformers')"
         )
 
 
@@ -261,7 +277,7 @@ def _refuse_unread(checkpoint: Checkpoint | GgufCheckpoint, config: ModelConfig,
     unused = [name for name in checkpoint.unread if name.startswith(own) and not name.endswith(INERT_TENSORS)]
     unused = [name for name in unused if not _adds_nothing(checkpoint, name)]
     unused = [name for name in unused if not names.unread or names.unread not in name]
-    if config.tie_embeddings:  # lm_head.weight is then a copy of the embedding, which transformers ignores too
+    if config.tie_embeddings:  # lm_head.weight is then a copy of the embedding
         unused = [name for name in unused if name != f"{names.lm_head}.weight"]
     if unused:
         raise UnsupportedError(

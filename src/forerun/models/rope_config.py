@@ -37,25 +37,25 @@ _OLD_NAMES = {"su": "longrope"}
 def read_rope(raw: Mapping[str, Any], fields: Fields, family: Family, head_dim: int) -> RopeSpec:
     """The rope of a config, of layers without a window; raises UnsupportedError for what is not understood."""
     table = _rope_table(raw, family, "full_attention") or family.defaults.get("rope_scaling", {})
-    return _read(table, fields, family, head_dim)
+    return _read(table, fields, family, head_dim, fields.number("rope_theta", default=10000.0))
 
 
 def read_window_rope(raw: Mapping[str, Any], fields: Fields, family: Family, head_dim: int) -> RopeSpec:
     """The rope of layers with a window, in families where these have their own."""
     table = _rope_table(raw, family, "sliding_attention")
-    if raw.get("rope_parameters"):
-        return _read(table, fields, family, head_dim)
     theta = fields.number(LOCAL_BASE, default=fields.number("rope_theta", default=10000.0), minimum=2.0)
+    if raw.get("rope_parameters"):
+        return _read(table, fields, family, head_dim, theta)
     return RopeSpec(rotary_dim=head_dim, theta=theta)
 
 
-def _read(table: Mapping[str, Any], fields: Fields, family: Family, head_dim: int) -> RopeSpec:
+def _read(table: Mapping[str, Any], fields: Fields, family: Family, head_dim: int, theta: float) -> RopeSpec:
     kind = _kind(table, family)
     _refuse_unread(table, kind, family)
     scaling = Fields(table, {}, where="config.json's rope scaling")
     rotary_dim = _rotary_dim(fields, scaling, family, head_dim)
     _check_dimensions(rotary_dim, kind)
-    theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0), minimum=2.0)
+    theta = scaling.number("rope_theta", default=theta, minimum=2.0)
     return _SPECS[kind](scaling, fields, rotary_dim, theta)
 
 

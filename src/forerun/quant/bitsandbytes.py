@@ -92,7 +92,7 @@ class _FourBits:
         self.weight = f"{prefix}.weight"
         self.state = self._read_state(str(_state_name(source, prefix)))
         shape = self.state.get("shape")
-        if not isinstance(shape, list) or len(shape) != 2:
+        if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(size, int) for size in shape):
             raise CheckpointError(f"{self.weight} is stored with the shape {shape}; copy the checkpoint again")
         self.shape: tuple[int, int] = (shape[0], shape[1])
         self.group_size, self.nested_size = self._whole("blocksize"), self.state.get("nested_blocksize")
@@ -127,7 +127,7 @@ class _FourBits:
         values = self._floats("quant_map")
         if self.nested_size is None:
             return CodedMatrix(codes, self._floats("absmax").view(rows, -1), self.group_size, values)
-        units, shifts = self._units(), torch.full((rows,), float(self.state["nested_offset"]))
+        units, shifts = self._units(), torch.full((rows,), self._nested_offset())
         scales = self.source.integers(f"{self.weight}.absmax").view(rows, -1)
         return CodedMatrix(codes, scales, self.group_size, values, self._floats("nested_quant_map"), units, shifts)
 
@@ -149,6 +149,12 @@ class _FourBits:
         if not isinstance(state, dict):
             raise CheckpointError(f"tensor {name} is not a JSON object; copy the checkpoint again")
         return state
+
+    def _nested_offset(self) -> float:
+        value = self.state.get("nested_offset")
+        if not isinstance(value, int | float):
+            raise CheckpointError(f"{self.weight}: its nested_offset is {value!r}; copy the checkpoint again")
+        return float(value)
 
     def _whole(self, name: str) -> int:
         value = self.state.get(name)

@@ -16,6 +16,7 @@ from forerun.quant.base import TensorSource
 from forerun.quant.gguf_blocks import BYTE_ZERO, E2M1_VALUES
 
 FLOAT8, POWERS, BYTES = "F8_E4M3", "F8_E8M0", "U8"  # safetensors' names of types
+FLOATS = ("F32", "BF16", "F16")
 MX_GROUP, NV_GROUP = 32, 16  # inputs with one scale, of MX formats and of NVFP4
 Shape = tuple[int, ...]
 
@@ -35,6 +36,15 @@ def expect(source: TensorSource, name: str, *allowed: Shape) -> None:
         )
 
 
+def expect_type(source: TensorSource, name: str, *allowed: str) -> None:
+    """Raise CheckpointError unless the tensor is stored in one of these types."""
+    if source.stored_as(name) not in allowed:
+        raise CheckpointError(
+            f"tensor {name} is stored as {source.stored_as(name)}, not as {' or '.join(allowed)}; weights and "
+            "config.json do not belong together"
+        )
+
+
 def scale_shapes(rows: int, columns: int, block: tuple[int, int]) -> tuple[Shape, ...]:
     """The shapes that scales of blocks (outputs, inputs) of a matrix may have; one for the matrix may be a scalar."""
     counts = -(-rows // block[0]), -(-columns // block[1])
@@ -46,6 +56,7 @@ def block_scales(source: TensorSource, name: str, shape: tuple[int, int], block:
     """Scales of blocks (outputs, inputs), for every output -> [N, groups] float32; raises CheckpointError."""
     rows, columns = shape
     expect(source, name, *scale_shapes(rows, columns, block))
+    expect_type(source, name, *FLOATS, POWERS)
     scales = source.raw(name).float().view(-1, -(-columns // block[1]))  # [ceil(N / block), groups]
     if not bool(scales.isfinite().all()):
         raise CheckpointError(f"tensor {name} holds scales that are not finite; the file is damaged, copy it again")
@@ -55,11 +66,7 @@ def block_scales(source: TensorSource, name: str, shape: tuple[int, int], block:
 def float8_codes(source: TensorSource, name: str, shape: tuple[int, int]) -> Tensor:
     """A matrix of e4m3 as bytes -> [N, K] uint8; raises CheckpointError for NaN and other types."""
     expect(source, name, shape)
-    if source.stored_as(name) != FLOAT8:
-        raise CheckpointError(
-            f"tensor {name} is stored as {source.stored_as(name)}, not as {FLOAT8}; weights and config.json do not "
-            "belong together"
-        )
+    expect_type(source, name, FLOAT8)
     codes = source.raw(name).view(torch.uint8)
     if bool((codes.bitwise_and(127) == 127).any()):
         raise CheckpointError(f"tensor {name} holds NaN; the file is damaged, copy it again")
@@ -91,6 +98,7 @@ def nvfp4_matrix(
 ) -> GroupedMatrix:  # fmt: skip
     """A matrix of e2m1 as MXFP4's, with an e4m3 scale for every 16 inputs and a float32 factor for all."""
     expect(source, scales, (shape[0], shape[1] // NV_GROUP))
+    expect_type(source, scales, FLOAT8)
     counts = source.raw(scales).float()
     if not bool(counts.isfinite().all()):
         raise CheckpointError(f"tensor {scales} holds scales that are not finite; the file is damaged, copy it again")
@@ -117,6 +125,7 @@ def _pairs(source: TensorSource, name: str, shape: tuple[int, int]) -> Tensor:
 def _group_bytes(source: TensorSource, name: str, shape: tuple[int, int], group_size: int) -> Tensor:
     """A byte of e8m0 for every group -> [N, groups] uint8; raises CheckpointError for NaN."""
     expect(source, name, (shape[0], -(-shape[1] // group_size)))
+    expect_type(source, name, BYTES, POWERS)
     exponents = source.raw(name).view(torch.uint8)
     if bool((exponents == 255).any()):
         raise CheckpointError(f"tensor {name} holds scales that are not finite; the file is damaged, copy it again")

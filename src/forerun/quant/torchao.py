@@ -65,11 +65,12 @@ def _scale_shapes(source: TensorSource, prefix: str) -> tuple[Shape, ...]:
     """As many groups as the stored shape says; e4m3 and int8 by row, two int4 a byte by column."""
     (rows, columns), scales = source.shape(f"{prefix}.{DATA}"), f"{prefix}._weight_scale"
     shape = source.shape(scales) if source.has(scales) else ()
+    groups = shape[0] if shape and 2 * columns % max(shape[0], 1) == 0 else 1
+    of_pairs = (groups, rows)
     if source.stored_as(f"{prefix}.{DATA}") == BYTES:
-        groups = shape[0] if shape and 2 * columns % max(shape[0], 1) == 0 else 1
-        return ((groups, rows),)
+        return (of_pairs,)
     groups = shape[-1] if len(shape) == 2 and columns % max(shape[-1], 1) == 0 else 1
-    return (rows, groups), (rows,), (1, 1), ()
+    return (rows, groups), (rows,), (1, 1), (), *([of_pairs] if len(shape) == 2 else [])
 
 
 def _matrix(source: TensorSource, part: RowPart, columns: int) -> GroupedMatrix | CodedMatrix:
@@ -78,7 +79,7 @@ def _matrix(source: TensorSource, part: RowPart, columns: int) -> GroupedMatrix 
     if stored == FLOAT8:
         whole = source.shape(f"{prefix}._weight_scale") != (part.rows, 1)
         return float8_matrix(source, data, f"{prefix}._weight_scale", shape, shape if whole else (1, columns))
-    if stored == BYTES:
+    if stored == BYTES or source.shape(data) == (part.rows, columns // 2):
         return _int4_matrix(source, prefix, shape)
     values = source.integers(data, shape).short()
     small = values.numel() > 0 and int(values.min()) >= -8 and int(values.max()) <= 7
@@ -93,7 +94,7 @@ def _matrix(source: TensorSource, part: RowPart, columns: int) -> GroupedMatrix 
 def _int4_matrix(source: TensorSource, prefix: str, shape: tuple[int, int]) -> GroupedMatrix:
     """value * scale + zero point, of signed values, the even input in a byte's low half."""
     rows, columns = shape
-    packed = source.integers(f"{prefix}.{DATA}", (rows, columns // 2))
+    packed = source.integers(f"{prefix}.{DATA}", (rows, columns // 2)).view(torch.uint8)
     codes = torch.stack([packed & 15, packed >> 4], dim=2).view(shape) ^ 8  # 4 bits of two's complement, plus 8
     scales = source.tensor(f"{prefix}._weight_scale").float().T.contiguous()  # [N, groups]
     offsets = -source.tensor(f"{prefix}._weight_zero_point", scales.T.shape).float().T.contiguous()

@@ -15,12 +15,18 @@ from forerun.weights.gguf_metadata import GGUFMetadata
 
 Reader = Callable[[GgufModel, GGUFMetadata], dict[str, Any]]
 _WIDE_GEMMAS = {46, 62}  # blocks of the 27B models, whose scores are scaled by hidden_size / heads
+_PATTERN = "attention.sliding_window_pattern"  # which layers have a window; not in every file
+_TYPES = ("full_attention", "sliding_attention")
 _WINDOW_PATTERN = {"gemma2": 2, "gemma3": 6, "olmo2": 4, "exaone4": 4, "cohere2": 4}  # each such layer has no window
 
 
 def _window(metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
     window = metadata.integer(f"{arch}.attention.sliding_window", 0)
-    return {"sliding_window": window or None, "sliding_window_pattern": _WINDOW_PATTERN[arch]}
+    found = {"sliding_window": window or None, "sliding_window_pattern": _WINDOW_PATTERN[arch]}
+    if metadata.get(f"{arch}.{_PATTERN}") is None:
+        return found
+    has_window = metadata.numbers(f"{arch}.{_PATTERN}", metadata.integer(f"{arch}.block_count"))
+    return {**found, "layer_types": [_TYPES[bool(value)] for value in has_window]}
 
 
 def _has_bias(file: GgufModel) -> bool:
@@ -93,8 +99,8 @@ _GEMMA_KEYS = "attn_logit_softcapping final_logit_softcapping rope.freq_base_swa
 DENSE: dict[str, tuple[str, Reader]] = {
     "gemma2": (_GEMMA_KEYS, _gemma2),
     "gemma3": (_GEMMA_KEYS, _gemma3),
-    "olmo2": ("", _olmo2),
-    "exaone4": ("", _exaone4),
+    "olmo2": (_PATTERN, _olmo2),
+    "exaone4": (_PATTERN, _exaone4),
     "granite": ("embedding_scale residual_scale logit_scale attention.scale", _granite),
     "smollm3": ("", _smollm3),
     "glm4": ("", _glm4),

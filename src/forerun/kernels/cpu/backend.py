@@ -180,6 +180,9 @@ class CpuKernels(CpuRecurrentOps):
         eps: float = 0.0,
     ) -> None:
         """See `Kernels.rope_and_cache`."""
+        if heads.interleaved and heads.rotary_dim > _native.MAX_HEAD_DIM:
+            super().rope_and_cache(qkv, heads, rope_table, positions, slots, kv, q_norm, k_norm, eps)
+            return
         self.engine.rope_and_cache(
             _floats(qkv),
             heads.num_q,

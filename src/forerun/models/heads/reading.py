@@ -157,6 +157,8 @@ class HeadReader:
     def refuse_unread(self, own: str = "", inert: frozenset[str] = frozenset()) -> None:
         """Raise UnsupportedError if tensors below `own` were not used: the head computes something else."""
         unread = [n for n in self.source.unread if n.startswith(own) and n not in inert and "rotary_emb" not in n]
+        needless = self.builder.family.names.unread  # in a module of the target's kind as in its layers
+        unread = [n for n in unread if not needless or needless not in n]
         if unread:
             raise UnsupportedError(
                 f"{self.source.folder} has {len(unread)} tensors that this layout does not ask for, e.g. "
