@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.report_pictures import can_draw
+from forerun.bench.chart import Chart, Labels, svg
+from forerun.bench.chart import lines as lines_chart
 
 LARGE, CONTEXT = "llama-3.1-8b", 1024
 Parts = Mapping[str, Mapping[str, Any]]
@@ -132,44 +133,34 @@ def keep(result: Mapping[str, Any], path: Path) -> None:
 
 
 def draw(parts: Parts, path: Path) -> None:
-    """A picture for passes, one for attention, one for drafters, as far as there are figures and matplotlib."""
-    if not can_draw():
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pictures = {"curve": _draw_curve, "attention": _draw_attention, "speed": _draw_speed}
+    """A picture for passes, one for attention, one for drafters, as far as there are figures."""
+    pictures = {"curve": _curve_chart, "attention": _attention_chart, "speed": _speed_chart}
     for part in (part for part in pictures if rows_of(parts, part)):
-        figure, panel = pyplot.subplots(figsize=(8, 5), layout="constrained")
-        pictures[part](panel, rows_of(parts, part))
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize="small")
-        figure.savefig(path.with_name(f"{path.stem}-{part}.png"), dpi=120)
-        pyplot.close(figure)
+        path.with_name(f"{path.stem}-{part}.svg").write_text(svg(pictures[part](rows_of(parts, part))), "utf-8")
 
 
-def _draw_curve(panel: Any, rows: Sequence[Row]) -> None:
+def _curve_chart(rows: Sequence[Row]) -> Chart:
     shortest = min(row["context"] for row in rows)
-    _plot(panel, [row for row in rows if row["context"] == shortest], ("shape", "weights"), "tokens", "ms")
-    panel.set(title=f"a pass after {shortest} tokens", xlabel="tokens of a pass", ylabel="ms", ylim=(0, None))
+    shown = [row for row in rows if row["context"] == shortest]
+    labels = Labels(title=f"A pass after {shortest} tokens", x="tokens of a pass", y="ms", whole=True)
+    return lines_chart(labels, _series(shown, ("shape", "weights"), "tokens", "ms"))
 
 
-def _draw_attention(panel: Any, rows: Sequence[Row]) -> None:
-    _plot(panel, rows, ("shape", "tokens"), "context", "share")
-    panel.set(title="attention of one sequence", xlabel="context", xscale="log", ylabel="share of copy bandwidth")
+def _attention_chart(rows: Sequence[Row]) -> Chart:
+    labels = Labels(title="Attention of one sequence", x="context", y="share of copy bandwidth", whole=True)
+    return lines_chart(labels, _series(rows, ("shape", "tokens"), "context", "share"))
 
 
-def _draw_speed(panel: Any, rows: Sequence[Row]) -> None:
+def _speed_chart(rows: Sequence[Row]) -> Chart:
     shown = [row for row in rows if row["temperature"] == 0 and not row["is_long"]]
     named = [{**row, "drafter": row["drafter"].partition("=")[0]} for row in shown]
-    _plot(panel, named, ("model", "drafter"), "batch", "speedup")
-    panel.set(title="drafters over plain decoding, greedy", xlabel="requests", ylabel="times plain", ylim=(0, None))
+    labels = Labels(title="Drafters over plain decoding, greedy", x="requests", y="times plain", whole=True)
+    return lines_chart(labels, _series(named, ("model", "drafter"), "batch", "speedup"))
 
 
-def _plot(panel: Any, rows: Sequence[Row], names: tuple[str, ...], x: str, y: str) -> None:
+def _series(rows: Sequence[Row], names: tuple[str, ...], x: str, y: str) -> dict[str, list[tuple[float, float]]]:
     """A line for every value of `names`."""
-    for key in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
-        own = sorted((row for row in rows if tuple(row[name] for name in names) == key), key=lambda row: row[x])
-        panel.plot([row[x] for row in own], [row[y] for row in own], marker="o", label=", ".join(map(str, key)))
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(rows, key=lambda row: row[x]):
+        series.setdefault(", ".join(str(row[name]) for name in names), []).append((row[x], row[y]))
+    return series
