@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,12 @@ MAKERS: dict[str, Callable[[int, int], Stored]] = {
 }
 
 
-def quantized_copy(folder: Path, out: Path, method: str) -> Mapping[str, Tensor]:
-    """Replace every matrix of the layers but routers by a random stored one -> the tensors of what those stand for."""
+def quantized_copy(folder: Path, out: Path, method: str, kept: Sequence[str] = ()) -> Mapping[str, Tensor]:
+    """Replace every matrix of the layers but routers and `kept` ones by a stored one -> the tensors they stand for."""
     tensors: dict[str, Tensor] = {}
     dense = load_file(folder / "model.safetensors")
     for name, tensor in list(dense.items()):
-        if tensor.dim() < 2 or ".layers." not in name or name.endswith(".gate.weight"):
+        if tensor.dim() != 2 or ".layers." not in name or any(end in name for end in (".gate.weight", *kept)):
             tensors[name] = tensor
             continue
         module = MAKERS[method](*tensor.shape)
@@ -91,9 +91,21 @@ def test_logits_are_those_of_the_matrices(method: str, case: str, tmp_path: Path
 
 @pytest.mark.parametrize("method", ["compressed-tensors", "fp8"])
 def test_latent_attention_over_quantized_matrices(method: str, tmp_path: Path) -> None:
+    check_logits("deepseek", method, (), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "kept"),
+    [("qwen3-next", (".in_proj_ba.", ".shared_expert_gate.")), ("qwen3.5", (".in_proj_a.", ".in_proj_b."))],
+)
+def test_delta_nets_of_which_b_and_a_are_not_quantized(case: str, kept: Sequence[str], tmp_path: Path) -> None:
+    check_logits(case, "fp8", kept, tmp_path)
+
+
+def check_logits(case: str, method: str, kept: Sequence[str], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    folder = factory.make_checkpoint("deepseek", tmp_path / "dense")
-    dense = quantized_copy(folder, tmp_path / "quantized", method)
+    folder = factory.make_checkpoint(case, tmp_path / "dense")
+    dense = quantized_copy(folder, tmp_path / "quantized", method, kept)
     save_file(dict(dense), folder / "model.safetensors", metadata={"format": "pt"})
     known, kernels = torch.randint(3, 96, (12,)).tolist(), factory.make_kernels()
     plain, loaded = (load_model(where, kernels).model for where in (folder, tmp_path / "quantized"))

@@ -6,6 +6,7 @@ Knows: which tensors make up such a block. Does not know: storage formats, files
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from forerun.models.blocks import DeltaDims, ExpertsShape, LatentDims
 from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseFormat
 from forerun.quant.gguf import GgufFormat, read_floats
+from forerun.quant.joined import JoinedWeight
 from forerun.quant.stacked import is_stacked, read_stacked
 
 if TYPE_CHECKING:
@@ -164,7 +166,7 @@ def gated_delta_net(builder: Builder, dims: DeltaDims, prefix: str) -> GatedDelt
     parts = [RowPart(f"{prefix}.{name}", count) for name, count in zip(names.project, rows, strict=True)]
     conv = builder.source.tensor(f"{prefix}.{names.conv}", (heads.row_size, 1, dims.taps)).float()
     weights = DeltaWeights(
-        project=builder.linear(parts, hidden),
+        project=_by_formats(builder, parts, hidden),
         columns=_delta_columns(heads).to(builder.kernels.device) if is_fused else None,
         conv=conv[:, 0].T.contiguous().to(builder.kernels.device),
         decay=-builder.vector(f"{prefix}.{names.decay}", heads.num_values).exp(),
@@ -173,6 +175,13 @@ def gated_delta_net(builder: Builder, dims: DeltaDims, prefix: str) -> GatedDelt
         out=builder.linear([RowPart(f"{prefix}.{names.out}", hidden)], heads.values_size),
     )
     return GatedDeltaNet(builder.kernels, heads, weights, builder.config.norm_eps)
+
+
+def _by_formats(builder: Builder, parts: list[RowPart], columns: int) -> Linear:
+    """The modules as one matrix; quantized checkpoints leave b and a as they were."""
+    groups = groupby(parts, lambda part: builder.format_of(part).name)
+    weights = [builder.linear(list(group), columns).weight for _, group in groups]
+    return Linear(weights[0] if len(weights) == 1 else JoinedWeight(weights))
 
 
 def _delta_columns(heads: DeltaHeads) -> Tensor:
