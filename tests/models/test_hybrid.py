@@ -142,9 +142,21 @@ def test_what_cannot_be_computed_is_refused() -> None:
     for fields, message in (
         ({"layer_types": ["full_attention", "mamba"]}, "layer_types must name one of"),
         ({"layer_types": ["linear_attention"] * 2}, "no layer has full_attention"),
+        ({"layer_types": ["full_attention"] * 2, "hidden_act": "gelu"}, "hidden_act"),
     ):
         with pytest.raises(UnsupportedError, match=message):
             ModelConfig.read({**raw, **fields}, family)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"norm_topk_prob": False}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [1]}], ids=str
+)
+def test_what_transformers_does_not_read_is_refused(fields: dict[str, object]) -> None:
+    model_type, others = factory.CASES["qwen3.5-moe"]
+    raw = {**factory.SIZES, **others, "model_type": model_type}
+    assert ModelConfig.read(raw, FAMILIES[model_type]).experts is not None
+    with pytest.raises(UnsupportedError, match=next(iter(fields))):
+        ModelConfig.read({**raw, **fields}, FAMILIES[model_type])
 
 
 def test_a_gpu_is_refused(folder: Path) -> None:

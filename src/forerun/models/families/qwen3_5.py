@@ -6,6 +6,7 @@ Source: transformers modeling_qwen3_5.py and modeling_qwen3_5_moe.py.
 from __future__ import annotations
 
 from forerun.errors import UnsupportedError
+from forerun.models.blocks import ExpertsShape
 from forerun.models.families.mixtral import TRAINING_FIELDS
 from forerun.models.families.qwen2_moe import EXPERT_FIELDS
 from forerun.models.families.qwen3_next import DELTA_DEFAULTS, DELTA_FIELDS, delta_biases, delta_dims, shared_experts
@@ -14,6 +15,7 @@ from forerun.models.fields import Fields, words
 
 # What is always so, and the layers for drafting, which the model itself does not read.
 OTHER_FIELDS = words("attn_output_gate mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings")
+ONLY = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}  # whatever config.json says
 
 
 def _biases(fields: Fields) -> Biases:
@@ -23,6 +25,12 @@ def _biases(fields: Fields) -> Biases:
             "model through transformers (implementation='transformers')"
         )
     return delta_biases(fields)
+
+
+def _experts(fields: Fields) -> ExpertsShape:
+    for name, value in ONLY.items():
+        fields.expect(name, value)
+    return shared_experts(fields)
 
 
 QWEN3_5 = Family(
@@ -56,6 +64,6 @@ QWEN3_5_MOE = Family(
     norm_offset=1.0,
     partial_rotary=True,
     biases=_biases,
-    experts=shared_experts,
+    experts=_experts,
     deltas=delta_dims,
 )

@@ -42,6 +42,7 @@ def delta_biases(fields: Fields) -> Biases:
 
 def delta_dims(fields: Fields, num_layers: int) -> DeltaDims:
     """The gated delta nets; which layers these are is said by `layer_types` or `full_attention_interval`."""
+    fields.expect("hidden_act", "silu")  # the convolution's, too
     num_keys, num_values = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
     if num_values % num_keys:
         raise CheckpointError(
