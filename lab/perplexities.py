@@ -3,11 +3,11 @@
     python lab/perplexities.py MODEL TEXT [--types Q4_0,Q4_K] [--length 256] [--limit 8]
 
 Needs `pip install llama-cpp-python`. MODEL is an unquantized folder; blocks of 256 need rows of whole blocks, which
-`mini` has after `python lab/widen.py mini ./mini768 --hidden-size 768`. For every type a file is written whose matrices
-all have it, by forerun's own encoder or, where it has none, by llama.cpp's. Both engines predict the same tokens of the
-same sequences from it. The third figure is the oracle: the values that the `gguf` package reads from that file, kept in
-float32, run by forerun. Quantized products round their activations to 8 bits, each engine in its own groups, so both
-may differ from the oracle, by about as much.
+`mini` has after `python lab/widen.py mini ./mini768 --hidden-size 768 --heads 12 --kv-heads 4`. For every type a file
+is written whose matrices all have it, by forerun's own encoder or, where it has none, by llama.cpp's. Both engines
+predict the same tokens of the same sequences from it. The third figure is the oracle: the values that the `gguf`
+package reads from that file, kept in float32, run by forerun. Quantized products round their activations to 8 bits,
+each engine in its own groups, so both may differ from the oracle, by about as much.
 """
 
 from __future__ import annotations
