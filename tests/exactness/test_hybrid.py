@@ -37,11 +37,12 @@ def answers(llm: LLM, temperature: float) -> list[CompletionOutput]:
 def test_no_drafter_changes_a_token(llm: LLM, temperature: float) -> None:
     expected, accepted = [answer.token_ids for answer in answers(llm, temperature)], 0
     for drafter in DRAFTERS:
-        for options in ENGINES.values():
+        for name, options in ENGINES.items():
             own = {} if drafter == "none" else {"adaptive": False}
             made = llm.with_drafter(drafter, **own, **{"max_num_seqs": 4, **options})
             found = answers(made, temperature)
             assert [answer.token_ids for answer in found] == expected, (drafter, options)
+            assert any(answer.stats.num_preemptions for answer in found) == (name == "preempted"), (drafter, name)
             accepted += sum(map(bool, (source for answer in found for source in answer.token_sources)))
     assert accepted > 0
 
@@ -73,6 +74,21 @@ def test_one_slot_is_enough(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
             made = llm.with_drafter("ngram", adaptive=False, max_num_seqs=4, block_size=4, num_kv_blocks=64)
         for _ in range(2):
             assert [answer.token_ids for answer in answers(made, 1.0)] == expected
+
+
+def test_only_requests_that_can_go_on_from_a_state_wait_for_it(llm: LLM) -> None:
+    common = list(range(20, 40))
+    for tails, num_running in (([[3] * 6, [4] * 6, [5] * 6], 3), ([[3], [4, 5, 6, 7, 8], [5]], 1)):
+        made = llm.with_drafter("none", max_num_seqs=3, block_size=4)
+        groups = [made.prepare([*common, *tail], SamplingParams(max_tokens=2, ignore_eos=True)) for tail in tails]
+        for group in groups:
+            made.start(group)
+        made.step()
+        assert len(made.engine.scheduler.running) == num_running
+        while made.engine.has_work:
+            made.step()
+        cached = [group.output().outputs[0].stats.num_cached_tokens for group in groups]
+        assert cached == ([0, 0, 0] if num_running == 3 else [0, 20, 20])
 
 
 @pytest.mark.parametrize("place", ["model.forward", "verifier.verify", "model.commit", "drafter.observe"])

@@ -49,9 +49,19 @@ class SharedPrefixes:
         writer = self._writers.get(place) if place is not None else None
         if writer is None:
             return False
-        num_rows = _num_common(writer.token_ids, request.token_ids)
-        self._awaited[request.request_id] = (writer, num_rows - num_rows % self._cache.block_size)
+        num_rows = self._num_shared(writer, request)
+        if num_rows <= len(hit.blocks) * self._cache.block_size:
+            return False
+        self._awaited[request.request_id] = (writer, num_rows)
         return True
+
+    def _num_shared(self, writer: Request, request: Request) -> int:
+        """Rows of the writer that the request can go on after: where recurrent states are needed, one will be kept."""
+        num_rows = _num_common(writer.token_ids, request.token_ids)
+        if self._cache.states is None:
+            return num_rows - num_rows % self._cache.block_size
+        end = self._cache.last_end(writer)
+        return end if writer.num_computed < end <= min(num_rows, len(request.token_ids) - 1) else 0
 
     def forget(self, request_id: str) -> None:
         """The request waits no more."""
