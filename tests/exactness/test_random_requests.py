@@ -22,10 +22,10 @@ from forerun.engine.outputs import RequestGroup
 from forerun.errors import DeadlineError
 from tests.models import factory
 from tests.support import mini
-from tests.support.random_requests import COMMON, HEADS, NATIVE, PLAIN, Asked, Clock, Dice, EvenOdd, World
+from tests.support.random_requests import COMMON, HEADS, NATIVE, PLAIN, STATELESS, Asked, Clock, Dice, EvenOdd, World
 
 SECONDS = 3.0
-LEAST_SCENARIOS = 3  # however slow the machine is: each world once
+LEAST_SCENARIOS = 4  # however slow the machine is: each world once
 
 
 @contextmanager
@@ -48,9 +48,10 @@ def grammars(llm: LLM) -> Iterator[list[Any]]:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[World]]:
-    """The embedded family with all its heads, a tiny native model, and one that runs through transformers."""
+    """The embedded family with all its heads, tiny native models, and one that runs through transformers."""
     made = []
-    for name, drafters, max_len in (("qwen2-windows", NATIVE, 64), ("gpt2", COMMON, 32)):  # a token a call of gpt2
+    cases = ("qwen2-windows", NATIVE, 64), ("qwen3-next", STATELESS, 64), ("gpt2", COMMON, 32)  # gpt2: a token a call
+    for name, drafters, max_len in cases:
         folder = tmp_path_factory.mktemp(name)
         if name in factory.CASES:
             factory.make_checkpoint(name, folder)

@@ -16,6 +16,7 @@ from forerun.core import GrammarMask
 
 PLAIN = {"max_num_seqs": 1, "max_model_len": 64, "prefix_caching": False, "threads": 1}
 COMMON = ("none", "ngram", "suffix", "recycling", "draft", "portfolio=suffix+recycling+draft")
+STATELESS = ("none", "ngram", "suffix", "recycling")
 NATIVE = (*COMMON, "layer_skip", "portfolio=layer_skip+ngram")
 HEADS = ("medusa", "eagle", "mtp", "portfolio=suffix+eagle", "portfolio=recycling+mtp+medusa")
 
