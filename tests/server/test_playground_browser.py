@@ -21,6 +21,11 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is install
 PROMPT = "The cat sat on the mat. The cat sat on the mat. The cat sat on the"
 EVIL = "<img src=x onerror='window.hacked = 1'><script>window.hacked = 2</script>"
 PATIENCE_MS = 60_000
+# What `mini` repeats without an end at temperature 0.
+ENDLESS = (
+    "Repeat: Once upon a time there was a little bird. It lived in a tall tree by the river. Every morning it sang to "
+    "the sun. One day the wind was strong, and the bird flew over the hill to see the sea."
+)
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +244,11 @@ def test_what_is_no_conversation_is_not_listed(page: Any, address: str) -> None:
 
 def test_stop_keeps_what_is_there(page: Any, address: str) -> None:
     open_page(page, address)
-    choose(page, max_tokens="1500", temperature="1")
-    page.locator("#prompt").fill("Tell me a long story about a cat and a dog.")
+    page.locator("#settings").click()
+    page.locator("#speculation").select_option("off")
+    page.locator("#done").click()
+    choose(page, max_tokens="1500", temperature="0")
+    page.locator("#prompt").fill(ENDLESS)
     page.locator("#prompt").press("Enter")
     playwright.expect(page.locator("#live")).to_contain_text("tokens", timeout=PATIENCE_MS)
     page.keyboard.press("Escape")
