@@ -167,6 +167,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     max_len: int = 0  # known tokens at which the request ends with "length"
+    adapter: object | None = None  # a loaded LoRA adapter, the model's to know; by identity: names may be given again
     speculate: bool = True
     drafter: str | None = None  # of a portfolio's members the only one that may draft
     max_nodes: int | None = None  # of its trees, the root included; None: the policy alone decides

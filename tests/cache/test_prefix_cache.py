@@ -26,6 +26,10 @@ def request(name: str, tokens: list[int], max_tokens: int = 8, **options: Any) -
     return Request(name, tuple(tokens), SamplingParams(), 0, max_len=min(len(tokens) + max_tokens, MAX_LEN), **options)
 
 
+class SomeAdapter:
+    """Adapters are told apart as objects."""
+
+
 class Cached:
     """A cache of which one request after another is computed at once."""
 
@@ -33,9 +37,11 @@ class Cached:
         self.pool = BlockPool(num_blocks)
         self.cache = PrefixCache(self.pool, SIZE)
 
-    def run(self, name: str, tokens: list[int], num_ready: tuple[int, ...] = ()) -> Request:
+    def run(
+        self, name: str, tokens: list[int], num_ready: tuple[int, ...] = (), adapter: object | None = None
+    ) -> Request:
         """Compute all tokens of a request that then stays."""
-        made, hit = request(name, tokens), self.cache.lookup(tokens)
+        made, hit = request(name, tokens, adapter=adapter), self.cache.lookup(tokens, adapter)
         self.pool.share(hit.blocks)
         made.block_ids = [*hit.blocks, *(self.pool.allocate(-(-len(tokens) // SIZE) - len(hit.blocks)) or [])]
         self.cache.open(made, hit)
@@ -60,6 +66,20 @@ def test_full_blocks_are_shared_and_the_last_token_is_left() -> None:
     assert same.blocks == tuple(first.block_ids[:2])
     assert (same.copy_from, same.num_copied) == (first.block_ids[2], 4)
     assert made.cache.lookup([5]).blocks == ()
+
+
+def test_each_adapter_has_prefixes_of_its_own() -> None:
+    made, tokens, adapters = Cached(9), list(range(9)), [None, SomeAdapter(), SomeAdapter()]
+    ran = [made.run(str(index), tokens, adapter=adapter) for index, adapter in enumerate(adapters)]
+    assert len({block for each in ran for block in each.block_ids}) == 9, "adapters share blocks"
+    for each, adapter in zip(ran, adapters, strict=True):
+        assert made.cache.lookup(tokens, adapter).blocks == tuple(each.block_ids[:2])
+        made.check()
+    for each in ran:
+        made.end(each)
+    del ran, adapters[1:]  # what only they could find is evicted like all else
+    assert len(made.pool.allocate(9) or []) == 9
+    made.check()
 
 
 def test_a_block_counts_only_after_its_own_prefix() -> None:

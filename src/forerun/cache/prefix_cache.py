@@ -4,7 +4,8 @@ Knows: the token ids of every full block that was computed, the order of blocks,
 valid. Does not know: tensors, who is scheduled when.
 
 A tree of blocks: a node is a full block, and its path from the top spells the whole prefix. Token ids themselves
-are compared, not hashes of them, so that prefixes can never collide. The owner of a block owns
+are compared, not hashes of them, so that prefixes can never collide. Every adapter has a tree of its own: the same
+tokens give other KV with it. The owner of a block owns
 all blocks above it, and a request releases its last block first; so the pool, which evicts the least recently
 released block, never takes a block that other nodes still follow.
 
@@ -17,6 +18,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from forerun.cache.block_pool import BlockPool
 from forerun.core import Request
@@ -108,20 +110,25 @@ class PrefixCache:
         self.stats = PrefixCacheStats()
         self.block_size = block_size
         self._pool = pool
-        self._top = Node(_TOP, (), None)
+        self._top = Node(_TOP, (), None)  # of the model without an adapter
+        self._adapted: WeakKeyDictionary[object, Node] = WeakKeyDictionary()  # that of every adapter
         self._nodes: dict[int, Node] = {}  # by block
         self._tails: dict[str, _Tail] = {}  # by running request
         pool.on_evict = self._forget
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
-    def nothing(self) -> Hit:
+    def nothing(self, adapter: object | None = None) -> Hit:
         """The hit of a request that must compute everything."""
-        return Hit(self._top)
+        return Hit(self._top_of(adapter))
 
-    def lookup(self, token_ids: Sequence[int]) -> Hit:
-        """The longest known prefix of `token_ids`. The block of the last token is never shared, only copied from."""
-        node, path = self._top, []
+    def lookup(self, token_ids: Sequence[int], adapter: object | None = None) -> Hit:
+        """The longest prefix of `token_ids` that is known with this adapter.
+
+        The block of the last token is never shared, only copied from.
+        """
+        top = node = self._top_of(adapter)
+        path: list[Node] = []
         for tokens in self._full_blocks(token_ids, (len(token_ids) - 1) // self.block_size):
             child = node.children.get(tokens)
             if child is None:
@@ -129,19 +136,22 @@ class PrefixCache:
             node = child
             path.append(child)
         if self.states is not None:
-            return self._hit_with_state(path)
+            return self._hit_with_state(path, top)
         start = len(path) * self.block_size
         partial, num_copied = _longest_common(node, tuple(token_ids[start : start + self.block_size]))
         ready = self._ready_of([*path, partial] if partial else path, start + num_copied)
         return Hit(node, tuple(n.block for n in path), partial.block if partial else None, num_copied, ready)
 
-    def _hit_with_state(self, path: list[Node]) -> Hit:
+    def _top_of(self, adapter: object | None) -> Node:
+        return self._top if adapter is None else self._adapted.setdefault(adapter, Node(_TOP, (), None))
+
+    def _hit_with_state(self, path: list[Node], top: Node) -> Hit:
         """As much of the path as ends with a kept state."""
         assert self.states is not None
         while path and not self.states.has(path[-1].block):
             path.pop()
         ready = self._ready_of(path, len(path) * self.block_size)
-        return Hit(path[-1] if path else self._top, tuple(node.block for node in path), num_ready=ready)
+        return Hit(path[-1] if path else top, tuple(node.block for node in path), num_ready=ready)
 
     def last_end(self, request: Request) -> int:
         """The last row in a prompt at which a block ends and others may go on."""
@@ -278,7 +288,7 @@ class PrefixCache:
             assert self._pool.is_kept(block), f"block {block} is in the tree but not kept"
             assert node.order == sorted(node.children), f"the order below block {block} is wrong"
             assert all(0 <= rows <= self.block_size for rows in node.ready), f"block {block} is ready beyond its rows"
-            if parent is not self._top and self._pool.num_owners(block):
+            if parent.block != _TOP and self._pool.num_owners(block):
                 assert self._pool.num_owners(parent.block), f"block {block} is owned, what it follows is not"
         kept = sum(self._pool.is_kept(block) for block in range(self._pool.num_blocks))
         assert kept == len(self._nodes), "the pool keeps blocks that are not in the tree"
