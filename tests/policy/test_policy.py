@@ -53,7 +53,7 @@ def step(made: AdaptivePolicy, requests: Sequence[Request], right: int, draft_s:
         if size:
             draft.add_chain(range(2, 2 + size))
             proposal = draft.proposal_of("m")
-            draft.believe(proposal, plan.log_chances(proposal))
+            draft.believe(proposal, plan.log_chances(draft.request, proposal))
             draft.request.last_asked["m"] = len(draft.request.token_ids), 0
             asked.append(Asked(draft.request, 0, size, size))
             calls_s = max(calls_s, draft_s * size)
@@ -68,6 +68,23 @@ def step(made: AdaptivePolicy, requests: Sequence[Request], right: int, draft_s:
     seconds = FLAT(num_rows) + calls_s
     made.learn(StepResult(outcomes, calls, num_rows, 0, StepSeconds(calls_s, seconds - calls_s, seconds)))
     return seconds, num_rows - len(requests)
+
+
+def test_each_adapter_has_a_record_of_its_own() -> None:
+    """What follows with an adapter says nothing of the model alone; a new adapter begins with the model's record."""
+
+    class SomeAdapter:
+        pass
+
+    made, one, other = policy(), SomeAdapter(), SomeAdapter()
+    plain, adapted = request(), request(adapter=one)
+    for _ in range(60):
+        step(made, [plain], 15)
+        step(made, [adapted], 0)
+    usual, bad, new = (
+        made.acceptance_of(each).rates(request(), "m")[0] for each in (plain, adapted, request(adapter=other))
+    )
+    assert bad < 0.5 < usual == new
 
 
 def test_a_good_member_is_asked_for_much_and_a_bad_one_hardly_ever() -> None:
@@ -116,7 +133,7 @@ def test_planning_changes_nothing() -> None:
     for _ in range(3):
         draft = Draft(one, made.plan([one]).max_nodes(one))
         plan = made.plan([one])
-        plan.sizes("m", [draft]), plan.least_chance("m"), plan.log_chances(draft.proposal_of("m"))
+        plan.sizes("m", [draft]), plan.least_chance("m"), plan.log_chances(draft.request, draft.proposal_of("m"))
         plan.prune([draft])
         made.explain(one)
     assert before == known

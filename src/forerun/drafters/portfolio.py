@@ -258,7 +258,7 @@ class Portfolio:
         for draft in asked:
             proposal, request = draft.proposal_of(member.name), draft.request
             if len(proposal.nodes) > 1:
-                draft.believe(proposal, draft.plan.log_chances(proposal))
+                draft.believe(proposal, draft.plan.log_chances(draft.request, proposal))
             request.last_asked[member.name] = len(request.token_ids), request.num_preemptions
             gave.append(Asked(request, draft.num_caught_up, len(proposal.nodes) - 1, max(proposal.depths)))
         seconds = self._clock() - start if enqueueing_s is None else enqueueing_s

@@ -19,9 +19,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence, Set
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Final, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 from forerun.core import Request
 from forerun.drafters.base import DraftCall
@@ -131,6 +133,7 @@ class AdaptivePolicy:
     may_prune: bool  # under the coupled rule; else trees are verified as they were drawn
     looks_at_drafts: bool = True  # always, so that the step waits for drafts; else only at what was read anyway
     acceptance: Acceptance = field(default_factory=Acceptance)
+    adapted: WeakKeyDictionary[object, Acceptance] = field(default_factory=WeakKeyDictionary)  # by requests' adapter
     exploration: Exploration = field(default_factory=Exploration)
     usual_output: float = USUAL_OUTPUT
     # lately: the steps' time in plain steps, and the tokens a request they gave
@@ -162,6 +165,10 @@ class AdaptivePolicy:
         """Tokens the answer is expected to have still."""
         return min(max(self.usual_output - request.num_output, self.usual_output / 4), request.num_remaining)
 
+    def acceptance_of(self, request: Request) -> Acceptance:
+        """That of the request's adapter; what is known without one, until there is more."""
+        return self.acceptance if request.adapter is None else self.adapted.get(request.adapter, self.acceptance)
+
     def reading_s(self, member: str, request: Request) -> float:
         """Seconds the member needs for what it has missed of a request: nothing that lay in the prefix cache."""
         num_read, num_preemptions = request.last_asked.get(member, (request.num_cached_tokens, 0))
@@ -180,7 +187,7 @@ class AdaptivePolicy:
         return "; ".join(said) or None
 
     def _missing(self, request: Request, member: str) -> str:
-        rate, reading_s = self.acceptance.rates(request, member)[0], self.reading_s(member, request)
+        rate, reading_s = self.acceptance_of(request).rates(request, member)[0], self.reading_s(member, request)
         reads = f", and what {member} has to read first takes {1e3 * reading_s:.0f} ms" if reading_s > 0.0 else ""
         return f"drafts of {member} are right {rate:.0%} of the time, too seldom for what they cost here{reads}"
 
@@ -201,10 +208,16 @@ class AdaptivePolicy:
         for request, draft, tokens in result.outcomes:
             if result.calls and tokens:
                 for proposal in draft.proposals:
-                    self.acceptance.learn(request, proposal, tokens)
+                    self._learned(request).learn(request, proposal, tokens)
             if request.finish_reason is not None:
                 self.usual_output += RISE * (request.num_output - self.usual_output)
         self._settle(result)
+
+    def _learned(self, request: Request) -> Acceptance:
+        """What takes in how the request fares; that of a new adapter begins with what is known without one."""
+        if request.adapter is not None and request.adapter not in self.adapted:
+            self.adapted[request.adapter] = deepcopy(self.acceptance)
+        return self.acceptance_of(request)
 
     def _learn_step(self, result: StepResult) -> tuple[float, list[float]]:
         """-> seconds of the step without calls, and of each call.
@@ -231,7 +244,7 @@ class AdaptivePolicy:
     def _learn_call(self, call: DraftCall, seconds: float) -> float:
         num_drafts = depth = num_read = 0
         for asked in call.asked:
-            self.acceptance.learn_call(call.member, asked.num_drafts > 0)
+            self._learned(asked.request).learn_call(call.member, asked.num_drafts > 0)
             num_drafts, depth = max(num_drafts, asked.num_drafts), max(depth, asked.depth)
             num_read += asked.num_read
         return self.costs.calls[call.member].learn(len(call.asked), num_drafts, depth, num_read, seconds)
@@ -317,7 +330,7 @@ class AdaptivePlan:
     def _promise(self, member: str, drafts: Sequence[Draft], index: int) -> tuple[float, float]:
         """The less there is to read the better, then the likelier."""
         request = drafts[index].request
-        return -self.policy.reading_s(member, request), self.policy.acceptance.rates(request, member)[0]
+        return -self.policy.reading_s(member, request), self.policy.acceptance_of(request).rates(request, member)[0]
 
     @property
     def _may_choose(self) -> bool:
@@ -327,7 +340,7 @@ class AdaptivePlan:
     def _gains(self, member: str, draft: Draft) -> list[float]:
         """What each next node of the member is expected to add to the step's tokens."""
         found = found_by_depth(draft.tree.depths, draft.survival) if len(draft.tree) > 1 else []
-        return expected_gains(self.policy.acceptance.rates(draft.request, member), found, draft.room)
+        return expected_gains(self.policy.acceptance_of(draft.request).rates(draft.request, member), found, draft.room)
 
     def wanted(self, member: str, drafts: Sequence[Draft]) -> list[int]:
         """Drafts of the member that pay, request by request."""
@@ -347,9 +360,9 @@ class AdaptivePlan:
 
     def _is_worth(self, member: str, request: Request, tokens: float, token_s: float, miss_s: float) -> bool:
         """Whether what drafts save pays for calls that find nothing, and over the rest of the answer for reading."""
-        found, num_steps = self.policy.acceptance.found(member), self.policy.num_left(request) / (1.0 + tokens)
+        found, num_left = self.policy.acceptance_of(request).found(member), self.policy.num_left(request)
         saved_s = found * tokens * token_s - (1.0 - found) * miss_s
-        return saved_s > 0.0 and num_steps * saved_s >= self.policy.reading_s(member, request)
+        return saved_s > 0.0 and num_left / (1.0 + tokens) * saved_s >= self.policy.reading_s(member, request)
 
     def _outlook(self, drafts: Sequence[Draft]) -> Outlook:
         """The step as it is so far: other requests get one token each."""
@@ -369,9 +382,9 @@ class AdaptivePlan:
         row_s = max(costs.step_s(n + most) - costs.step_s(n + 1), 0.0) / max(most - 1, 1)
         return min(self.speed / n * (costs.calls[member].level_s + row_s), 1.0)
 
-    def log_chances(self, proposal: Proposal) -> Sequence[float]:
+    def log_chances(self, request: Request, proposal: Proposal) -> Sequence[float]:
         """By how often such estimates were right."""
-        return self.policy.acceptance.log_chances(proposal)
+        return self.policy.acceptance_of(request).log_chances(proposal)
 
     def prune(self, drafts: Sequence[Draft]) -> None:
         """Over all requests the likeliest nodes are kept, as long as they raise the expected tokens per second."""

@@ -51,7 +51,7 @@ class DraftPlan(Protocol):
     def least_chance(self, member: str) -> float:
         """See `Draft.least`."""
 
-    def log_chances(self, proposal: Proposal) -> Sequence[float]:
+    def log_chances(self, request: Request, proposal: Proposal) -> Sequence[float]:
         """Log chance of the whole path to each node of a proposal, from the drafter's estimates and their record."""
 
 
@@ -66,7 +66,7 @@ class Unlimited:
         """Every level is drawn."""
         return 0.0
 
-    def log_chances(self, proposal: Proposal) -> Sequence[float]:
+    def log_chances(self, request: Request, proposal: Proposal) -> Sequence[float]:
         """The drafter's own estimates."""
         return proposal.log_chances
 
