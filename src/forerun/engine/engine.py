@@ -232,7 +232,7 @@ class Engine:
             num_nodes = entry.draft.num_nodes if entry.draft is not None else 0
             num_rows += entry.item.num_span + num_nodes
             num_logits += num_nodes + (entry.item.num_span if entry.span_logits else 0)
-        batch = ForwardBatch.build(sequences, self.kv_cache.block_size)
+        batch = ForwardBatch.build(sequences, self.kv_cache.block_size, adapters=[e.item.request.adapter for e in work])
         waiting = [(draft, row) for draft, row in _roots(work) if draft.pending is not None]
         pending = pending_of([draft for draft, _ in waiting])
         if pending is None:

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from forerun.kernels.ops import Kernels, PackedLinear
+from forerun.layers.lora import ADAPTED
 
 
 class Embedding(Protocol):
@@ -19,6 +20,10 @@ class Embedding(Protocol):
     @property
     def shape(self) -> tuple[int, int]:
         """(V, H)."""
+
+    @property
+    def scale(self) -> float:
+        """What rows are multiplied with."""
 
     @property
     def nbytes(self) -> int:
@@ -41,7 +46,7 @@ class TableEmbedding:
         self._kernels = kernels
         self._table = table
         self._shared = shared
-        self._scale = scale
+        self.scale = scale
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,4 +61,7 @@ class TableEmbedding:
     def __call__(self, token_ids: Tensor) -> Tensor:
         """See `Embedding`."""
         rows = self._kernels.embedding(token_ids, self._table)
-        return rows if self._scale == 1 else self._kernels.scaled(rows, self._scale)
+        rows = rows if self.scale == 1 else self._kernels.scaled(rows, self.scale)
+        for adapted in ADAPTED.get():
+            adapted.add(self, token_ids, rows)
+        return rows

@@ -1,16 +1,19 @@
 """Linear layers: a weight and a bias, or a weight for every head.
 
-Knows: that a Weight multiplies, and that kernels pack matrices of heads. Does not know: how a matrix is stored.
+Knows: that a Weight multiplies, that adapters add to what it gives, and that kernels pack matrices of heads. Does not
+know: how a matrix is stored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from forerun.kernels.ops import Kernels
-from forerun.quant.base import Weight
+from forerun.layers.lora import ADAPTED
+from forerun.quant.base import RowPart, Weight
 
 
 class Matrix(Protocol):
@@ -28,11 +31,12 @@ class Matrix(Protocol):
 class Linear:
     """x -> x W^T + b."""
 
-    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
-        """`weight` [N, K]; `bias` [N] float32."""
+    def __init__(self, weight: Weight, bias: Tensor | None = None, modules: Sequence[RowPart] = ()) -> None:
+        """`weight` [N, K]; `bias` [N] float32; `modules` of the checkpoint, whose rows are W's in this order."""
         assert bias is None or bias.shape == (weight.shape[0],), (bias.shape, weight.shape)
         self.weight = weight
         self.bias = bias
+        self.modules = tuple(modules)
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +51,10 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N]."""
-        return self.weight.matmul(x, self.bias)
+        out = self.weight.matmul(x, self.bias)
+        for adapted in ADAPTED.get():
+            adapted.add(self, x, out)
+        return out
 
 
 class HeadLinear:

@@ -1,7 +1,7 @@
 """ForwardBatch: the rows one forward pass computes, as tensors.
 
-Knows: token ids, positions, cache slots, which keys a row sees, which rows want logits. Does not know: requests,
-sampling, drafters, or what the model does with the rows.
+Knows: token ids, positions, cache slots, which keys a row sees, which rows want logits, sequences' adapters. Does not
+know: requests, sampling, drafters, or what the model does with the rows.
 
 A sequence contributes a *span* of known tokens (each sees all before it), then optionally a *draft tree* whose node
 0 is the root, the last known token. Node i lies at logical row tree_start + i; its position comes from its depth.
@@ -59,6 +59,7 @@ class ForwardBatch:
     pending: PendingRows | None = None  # rows whose contents are on the device only
     block_size: int = 0  # of the pool the sequences lie in
     shift: int = 0  # what was added to positions
+    adapters: tuple[object | None, ...] = ()  # of each sequence; () if none has one
 
     if not TYPE_CHECKING:
 
@@ -124,10 +125,16 @@ class ForwardBatch:
         self.rows.tree_masks.index_copy_(0, rows, pending.tree_masks)
 
     @staticmethod
-    def build(sequences: Sequence[SequenceRows], block_size: int, shift: int = 0) -> ForwardBatch:
-        """Lay the sequences out one after the other, each span before its tree; `shift` is added to positions."""
+    def build(
+        sequences: Sequence[SequenceRows], block_size: int, shift: int = 0, adapters: Sequence[object | None] = ()
+    ) -> ForwardBatch:
+        """Lay the sequences out one after the other, each span before its tree; `shift` is added to positions.
+
+        `adapters`: of each sequence, or () for none.
+        """
         batch = object.__new__(ForwardBatch)
         batch.sequences, batch.pending, batch.block_size, batch.shift = tuple(sequences), None, block_size, shift
+        batch.adapters = tuple(adapters) if any(adapters) else ()
         return batch
 
 

@@ -165,7 +165,7 @@ class Builder:
     def linear(self, parts: list[RowPart], columns: int, has_bias: bool = False) -> Linear:
         """The modules `parts`, of `columns` inputs, as one matrix; raises CheckpointError if they are not there."""
         weight = self.format_of(parts[0]).read(self.source, parts, columns, self.kernels, self.dtype)
-        return Linear(weight, self._bias(parts) if has_bias else None)
+        return Linear(weight, self._bias(parts) if has_bias else None, parts)
 
     def format_of(self, part: RowPart) -> WeightFormat:
         """How a module is stored; raises CheckpointError if it is not there."""

@@ -181,7 +181,7 @@ def _by_formats(builder: Builder, parts: list[RowPart], columns: int) -> Linear:
     """The modules as one matrix; quantized checkpoints leave b and a as they were."""
     groups = groupby(parts, lambda part: builder.format_of(part).name)
     weights = [builder.linear(list(group), columns).weight for _, group in groups]
-    return Linear(weights[0] if len(weights) == 1 else JoinedWeight(weights))
+    return Linear(weights[0] if len(weights) == 1 else JoinedWeight(weights), modules=parts)
 
 
 def _delta_columns(heads: DeltaHeads) -> Tensor:

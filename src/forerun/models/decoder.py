@@ -26,6 +26,7 @@ from forerun.layers.embedding import Embedding
 from forerun.layers.linear import Linear, Matrix
 from forerun.layers.mla import LatentAttention
 from forerun.layers.norm import RMSNorm
+from forerun.models.adapted import adapting
 from forerun.models.base import CommittedPath, LayerSpec, PassOutput
 from forerun.models.batch import ForwardBatch
 
@@ -162,7 +163,12 @@ class Decoder:
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerCache], hidden_layers: Sequence[int] = ()) -> PassOutput:
         """See `models.base.Model`."""
-        parts, batch, hidden = self.parts, batch.on(self.device), dict[int, Tensor]()
+        batch = batch.on(self.device)
+        with adapting(batch, self.device):
+            return self._forward(batch, kvs, hidden_layers)
+
+    def _forward(self, batch: ForwardBatch, kvs: Sequence[LayerCache], hidden_layers: Sequence[int]) -> PassOutput:
+        parts, hidden = self.parts, dict[int, Tensor]()
         num_layers = len(parts.layers)
         keep = partial(_keep, hidden, hidden_layers)
         shown = any(index >= num_layers for index in hidden_layers)

@@ -5,7 +5,8 @@ know: what the passes compute, how work is captured (`kernels.triton.graphs`).
 
 **Filling up.** Rows are repeated: the last row again and again, with its position, slot, mask and feature. A repeated
 row computes the very numbers of the row itself (row invariance) and writes them to the same slot, so it changes
-nothing. Batches of which some rows want no logits (prefill chunks, known tokens before a root) are executed eagerly.
+nothing. Batches of which some rows want no logits (prefill chunks, known tokens before a root) are executed eagerly,
+and so are those with adapters.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class CapturedPass:
     def __call__(self, batch: ForwardBatch, features: Tensor | None) -> PassOutput:
         """The pass over a batch and its features, if it reads any."""
         size = size_for(batch.num_rows, batch.rows.tree_starts.shape[0], batch.rows.max_visible)
-        if size is None or not batch.all_logits:
+        if size is None or batch.adapters or not batch.all_logits:
             return self._run(batch, features, self._kvs)
         graph = self._graphs.get(size)
         if graph is None:

@@ -2,8 +2,8 @@
 
 Knows: that kernels can record, which batches a recording serves, what csrc/chain.cpp is told of chains. Does not know:
 what the passes compute, whose drafts they are. Batches with more rows than were recorded for (prefill chunks) are
-executed eagerly, and so are rows at position 0 where the network treats them differently, of which a request has one;
-both give the same bits.
+executed eagerly, and so are those with adapters, and rows at position 0 where the network treats them differently, of
+which a request has one; all give the same bits.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RecordedRunner(EagerRunner):
 
     def _serves(self, batch: ForwardBatch) -> bool:
         """Whether a batch is of a kind that was recorded."""
-        if not batch.sequences or batch.num_rows > self._first.max_rows:
+        if not batch.sequences or batch.adapters or batch.num_rows > self._first.max_rows:
             return False
         return self._passes.past_start is None or all(rows.start >= 2 for rows in batch.sequences)
 
