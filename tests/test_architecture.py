@@ -181,6 +181,7 @@ OPTIONS = {
         "pin_threads",
         "seed",
         "generation_config",
+        "lora",
     ),
 }
 

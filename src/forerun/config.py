@@ -6,6 +6,7 @@ Knows: names, defaults, ranges. Does not know: what any option does.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
@@ -22,7 +23,9 @@ _OPTIONAL_SIZES = (
     "max_model_len", "num_kv_blocks", "kv_cache_bytes", "threads",
     "max_num_prefill_tokens", "max_num_batched_nodes", "max_num_waiting",
 )  # fmt: skip
-_OF_LOADING = ("model", "dtype", "implementation", "device", "kernels", "threads", "pin_threads", "generation_config")
+_OF_LOADING = (
+    "model", "dtype", "implementation", "device", "kernels", "threads", "pin_threads", "generation_config", "lora",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,7 @@ class EngineConfig:
     pin_threads: bool | None = None  # each thread on a core of its own; None: see `kernels.cores.pins`
     seed: int = 0  # for requests that bring none
     generation_config: str = "auto"  # sampling defaults and end tokens: the model's own, "none", or a file or folder
+    lora: Mapping[str, str] = field(default_factory=dict)  # folders of PEFT's LoRA adapters, by the name requests use
 
     def __post_init__(self) -> None:
         _choice("verification", self.verification, ("coupled", "rejection"))
@@ -104,6 +108,10 @@ class EngineConfig:
         _choice("prefix_caching", self.prefix_caching, (True, False))
         _choice("keep_learned", self.keep_learned, (True, False))
         _choice("pin_threads", self.pin_threads, (None, True, False))
+        if not isinstance(self.lora, Mapping) or not all(name and isinstance(name, str) for name in self.lora):
+            raise ConfigError(
+                f"lora must be folders by adapters' names, like {{'sql': 'adapters/sql'}}; got {self.lora!r}"
+            )
         for name in _OPTIONAL_SIZES:
             if getattr(self, name) is not None:
                 _range(name, getattr(self, name), 1, 2**50)

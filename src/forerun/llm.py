@@ -22,10 +22,11 @@ from forerun.drafters.registry import check, drafter_of
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.stopping import OutputText
-from forerun.errors import ConfigError, ModelError, PromptError, QueueFullError, SamplingError
+from forerun.errors import ConfigError, ModelError, PromptError, QueueFullError, SamplingError, suggestion
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
-from forerun.models.loader import LoadedModel, load_model
+from forerun.models.adapted import LoraAdapter
+from forerun.models.loader import LoadedModel, load_adapter, load_model
 from forerun.progress import progress_bar
 from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer, check_same_vocabulary
@@ -41,6 +42,7 @@ class _Shared:
     loaded: LoadedModel
     kernels: Kernels
     drafts: dict[str, LoadedModel] = field(default_factory=dict)
+    adapters: dict[str, LoraAdapter] = field(default_factory=dict)
 
 
 class LLM:
@@ -115,6 +117,37 @@ class LLM:
         clock = self.engine.timings
         return {f.name: getattr(clock, f.name) for f in fields(clock) if not f.name.startswith("_")}
 
+    # -- adapters -----------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> Mapping[str, LoraAdapter]:
+        """The LoRA adapters that are loaded, by name."""
+        return self._shared.adapters
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a folder that PEFT saved, for requests that name it, of all engines on these weights.
+
+        Not beside a running step. Raises ConfigError for a name that is taken, and ModelError.
+        """
+        if name in self.adapters:
+            raise ConfigError(f"there is an adapter {name!r} already, from {self.adapters[name].path}: unload it first")
+        adapter = load_adapter(name, path, self._shared.loaded, self._shared.kernels)
+        self._shared.adapters = {**self.adapters, name: adapter}  # others may be reading the old one
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it keep it to their end. Raises ConfigError for an unknown name."""
+        gone = self._adapter(name)
+        self._shared.adapters = {own: adapter for own, adapter in self.adapters.items() if adapter is not gone}
+
+    def _adapter(self, name: str | None) -> LoraAdapter | None:
+        if name is not None and name not in self.adapters:
+            known = ", ".join(self.adapters) or "none"
+            raise ConfigError(
+                f"there is no adapter {name!r:.100}; loaded are {known}: load it with the option lora or load_adapter"
+                f"{suggestion(name, self.adapters)}"
+            )
+        return None if name is None else self.adapters[name]
+
     # -- generating ---------------------------------------------------------------------------------------------
 
     def generate(
@@ -122,15 +155,19 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt (text, or token ids) -> one output a prompt, in order.
 
-        Raises PromptError, SamplingError and QueueFullError before any work starts. A request that fails while running
+        lora: the name of an adapter, or one a prompt, None for the model alone. Raises PromptError, ConfigError and
+        QueueFullError before any work starts. A request that fails while running
         ends with finish_reason "error"; the others go on.
         """
         listed = _as_prompts(prompts)
-        params = _as_params(self.sampling_params() if sampling_params is None else sampling_params, len(listed))
-        groups = [self._group(p, s) for p, s in zip(listed, params, strict=True)]
+        given = self.sampling_params() if sampling_params is None else sampling_params
+        params = _each(given, SamplingParams, len(listed), "sampling parameters")
+        names = _each(lora, (str, type(None)), len(listed), "adapters")
+        groups = [self._group(p, s, name) for p, s, name in zip(listed, params, names, strict=True)]
         self._queue(groups)
         self._run(groups, progress)
         return [group.output() for group in groups]
@@ -140,13 +177,14 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template."""
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self.generate([self.render_chat(c) for c in conversations], sampling_params, progress)
+        return self.generate([self.render_chat(c) for c in conversations], sampling_params, progress, lora)
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, lora: str | None = None
     ) -> Generator[RequestOutput]:
         """Complete one prompt or conversation -> an output whenever there is more of it. Closing the generator aborts.
 
@@ -156,7 +194,7 @@ class LLM:
         given: Any = prompt
         if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
             given = self.render_chat(given)
-        group = self._group(given, sampling_params or self.sampling_params())
+        group = self._group(given, sampling_params or self.sampling_params(), lora)
         self.engine.add(group)
         outputs = self._stream(group)
         next(outputs)  # only what has begun is told when it is closed
@@ -203,13 +241,15 @@ class LLM:
 
     # -- for servers: requests come and go while the engine runs; one thread starts, steps and aborts ------------
 
-    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> RequestGroup:
+    def prepare(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, lora: str | None = None, **options: Any
+    ) -> RequestGroup:
         """A checked request that is not queued yet; may be called beside a running step.
 
         `options` are fields of `Request`: speculate, drafter, max_nodes, priority, deadline_s. Raises PromptError and
         SamplingError.
         """
-        group = self._group(prompt, sampling_params or self.sampling_params())
+        group = self._group(prompt, sampling_params or self.sampling_params(), lora)
         for sample in group.samples:
             for name, value in options.items():
                 setattr(sample.request, name, value)
@@ -234,20 +274,21 @@ class LLM:
 
     # -- user requests to engine requests -----------------------------------------------------------------------
 
-    def _group(self, prompt: Prompt, params: SamplingParams) -> RequestGroup:
+    def _group(self, prompt: Prompt, params: SamplingParams, lora: str | None) -> RequestGroup:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_prompt(token_ids, params)
         self._check_params(params)
         group_id = str(next(self._counter))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         words = self._bad_word_ids(params.bad_words)
-        requests = [self._request(group_id, i, tuple(token_ids), params, seed, words) for i in range(params.n)]
+        given = tuple(token_ids), params, seed, words, self._adapter(lora)
+        requests = [self._request(group_id, i, *given) for i in range(params.n)]
         samples = [SampleRecord(r, OutputText(r, self._detokenizer(r))) for r in requests]
         return RequestGroup(group_id, prompt if isinstance(prompt, str) else None, samples)
 
     def _request(
         self, group_id: str, index: int, token_ids: tuple[int, ...], params: SamplingParams, seed: int,
-        bad_word_ids: tuple[tuple[int, ...], ...],
+        bad_word_ids: tuple[tuple[int, ...], ...], adapter: LoraAdapter | None,
     ) -> Request:  # fmt: skip
         room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -260,6 +301,7 @@ class LLM:
             sample_index=index,
             parent_id=group_id,
             bad_word_ids=bad_word_ids,
+            adapter=adapter,
             stop_token_ids=frozenset(filter(self._has_row, (*params.stop_token_ids, *eos))),
             max_len=len(token_ids) + max_tokens,
         )
@@ -320,10 +362,11 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
 def _load(config: EngineConfig) -> _Shared:
     kernels = select_kernels(config.kernels, config.threads, device=config.device, pin=config.pin_threads)
     loaded = _load_model(
-        config.model, kernels, dtype=config.dtype, max_position=config.max_model_len,
-        implementation=config.implementation, generation_config=config.generation_config,
+        config.model, kernels, dtype=config.dtype, generation_config=config.generation_config,
+        max_position=config.max_model_len, implementation=config.implementation, adapters=tuple(config.lora.values()),
     )  # fmt: skip
-    return _Shared(loaded, kernels)
+    adapters = {name: load_adapter(name, path, loaded, kernels) for name, path in config.lora.items()}
+    return _Shared(loaded, kernels, adapters=adapters)
 
 
 def _load_model(name: str, kernels: Kernels, **options: Any) -> LoadedModel:
@@ -348,9 +391,10 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _as_params(given: SamplingParams | Sequence[SamplingParams], num: int) -> list[SamplingParams]:
-    if isinstance(given, SamplingParams):
+def _each(given: Any, kinds: type | tuple[type, ...], num: int, what: str) -> list[Any]:
+    """One for every prompt, from one for all or a list."""
+    if isinstance(given, kinds):
         return [given] * num
     if len(given) != num:
-        raise SamplingError(f"{len(given)} sampling parameters were given for {num} prompts: give one, or one each")
+        raise SamplingError(f"{len(given)} {what} were given for {num} prompts: give one, or one each")
     return list(given)

@@ -6,7 +6,7 @@ Knows: the order of loading, and what is checked before anything large is read. 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from forerun.config import Implementation
 from forerun.core import SamplingParams
 from forerun.errors import CheckpointError, ConfigError, ModelError, SamplingError, UnsupportedError
 from forerun.kernels.ops import Kernels
+from forerun.models.adapted import LoraAdapter
+from forerun.models.adapters import CONFIG_FILE as ADAPTER_FILE
+from forerun.models.adapters import PeftAdapter
 from forerun.models.base import Model
 from forerun.models.build import Builder, Progress
 from forerun.models.config import ModelConfig, estimate_bytes
@@ -47,7 +50,6 @@ GGUF_NORMS = {
     "mlp_norm": "ffn_norm",
     "after_mlp": "post_ffw_norm",
 }
-ADAPTER_FILE = "adapter_config.json"
 LIMITS = {  # why families stop before the positions their config.json states
     "deepseek_v32": "past index_topk positions it attends to a selection of them, which forerun does not do",
     "llama4_text": "past floor_scale positions it multiplies queries by position, which forerun does not do",
@@ -86,6 +88,7 @@ def load_model(
     progress: Progress | None = None,
     implementation: Implementation = "auto",
     generation_config: str = "auto",
+    adapters: Iterable[str | Path] = (),
 ) -> LoadedModel:
     """Load an embedded model, a folder, a GGUF file or a hub id.
 
@@ -93,7 +96,8 @@ def load_model(
     "float16" does the same and refuses checkpoints that are not stored in float16. max_position: positions to build
     for, at most what the checkpoint can use. progress(done, total) is called as layers are read. implementation: "auto"
     runs the families that forerun implements itself and all others through transformers. generation_config: the source
-    of sampling defaults and end tokens, "auto" for the model's own file, "none", or a file or folder.
+    of sampling defaults and end tokens, "auto" for the model's own file, "none", or a file or folder. adapters: folders
+    that will be given to `load_adapter`, checked first.
     Raises ModelError and ResourceError, where possible before any weight is read.
     """
     if dtype not in DTYPES:
@@ -103,6 +107,7 @@ def load_model(
     _check_sampling(generation)
     if dtype == "float16":
         check_float16(folder)
+    _check_adapters(adapters, folder, implementation)
     if is_gguf(folder):
         loaded = _load_gguf(folder, kernels, dtype, max_position, progress, implementation)
     elif _choose(raw := _read_raw(folder), implementation) == "transformers":
@@ -112,6 +117,35 @@ def load_model(
     if named is not None and (named.end_ids is not None or not is_gguf(folder)):
         loaded.tokenizer.end_at(end_ids(folder, named))
     return replace(loaded, sampling=generation.sampling)
+
+
+def load_adapter(name: str, path: str | Path, loaded: LoadedModel, kernels: Kernels) -> LoraAdapter:
+    """A LoRA adapter for a model that forerun runs itself. Raises ModelError and ResourceError."""
+    family = _family_with_adapters(loaded.implementation, loaded.raw_config)
+    adapter = PeftAdapter.open(Path(path), is_text_part=PART_OF in loaded.raw_config)
+    assert isinstance(loaded.model, Decoder)
+    check_memory(adapter.checkpoint.nbytes, f"loading {path}", kernels.device)
+    return adapter.bind(name, loaded.model, family.names, kernels)
+
+
+def _check_adapters(paths: Iterable[str | Path], folder: Path, implementation: Implementation) -> None:
+    """Raise ModelError for adapters that cannot be loaded, or are for another model. Reads headers only."""
+    for path in paths:
+        base: Checkpoint | GgufCheckpoint = GgufCheckpoint.open(folder) if is_gguf(folder) else Checkpoint.open(folder)
+        raw: Mapping[str, Any] = base.config if isinstance(base, GgufCheckpoint) else _read_raw(folder)
+        family = _family_with_adapters("forerun" if is_gguf(folder) else _choose(raw, implementation), raw)
+        base = base.text_part() if isinstance(base, Checkpoint) and PART_OF in raw else base
+        PeftAdapter.open(Path(path), is_text_part=PART_OF in raw).check_base(base, family.names)
+
+
+def _family_with_adapters(implementation: str, raw: Mapping[str, Any]) -> Family:
+    family = find_family(raw)
+    if implementation == "transformers" or family is None:
+        raise UnsupportedError(
+            f"adapters are for models that forerun runs itself ({', '.join(FAMILIES)}), and this one runs through "
+            "transformers: merge the adapter into it (peft: merge_and_unload, then save_pretrained)"
+        )
+    return family
 
 
 def _check_sampling(generation: GenerationConfig) -> None:
@@ -145,8 +179,8 @@ def _read_raw(folder: Path) -> dict[str, Any]:
     if (folder / ADAPTER_FILE).exists():
         base = str(read_json(folder / ADAPTER_FILE).get("base_model_name_or_path"))
         raise UnsupportedError(
-            f"{folder} is a PEFT adapter for the model {base[:100]} ({ADAPTER_FILE}), not a model; merge it into that "
-            "model (peft: merge_and_unload, then save_pretrained) and give the merged folder"
+            f"{folder} is a PEFT adapter for the model {base[:100]} ({ADAPTER_FILE}), not a model; load that "
+            f"model with the adapter beside it (LLM(..., lora={{name: folder}}), or forerun serve --lora NAME={folder})"
         )
     raw = read_model_config(folder)
     text = text_config(raw)

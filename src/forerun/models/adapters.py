@@ -1,0 +1,245 @@
+"""LoRA adapters as PEFT saves them: a folder of adapter_config.json and adapter_model.safetensors.
+
+Knows: PEFT's fields and tensor names, and which layer of a decoder each module is a part of. Does not know: requests,
+how an update is computed (`layers.lora`).
+
+The tensors say which modules are adapted, so fields that only chose them while training are not read. Everything that
+can be wrong with the files, and with files that are for another model, is found in headers.
+Source: peft src/peft/tuners/lora (config.py, layer.py), utils/other.py (get_pattern_key).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from forerun.errors import CheckpointError, ModelNotFoundError, UnsupportedError
+from forerun.kernels.ops import Kernels
+from forerun.layers.embedding import TableEmbedding
+from forerun.layers.linear import Linear
+from forerun.layers.lora import LowRankUpdate
+from forerun.layers.mlp import GatedMLP
+from forerun.models.adapted import LoraAdapter
+from forerun.models.decoder import Decoder
+from forerun.models.family import TensorNames
+from forerun.quant.base import TensorSource
+from forerun.quant.dense import DenseWeight
+from forerun.quant.formats import find_format
+from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint, read_file, read_json
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+PREFIX = "base_model.model."
+# Fields that change nothing here: how the adapter was trained, or which modules were chosen.
+INERT = frozenset((
+    "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type", "peft_version",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "fan_in_fan_out",
+    "megatron_config", "megatron_core", "runtime_config", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config", "qalora_group_size",
+))  # fmt: skip
+READ = frozenset(("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"))
+# Values of other fields that change nothing; any other value of theirs, and any other field, is refused.
+HARMLESS: Mapping[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # others begin by changing the base model
+}
+NOTHING: tuple[object, ...] = (None, False, [], {})
+
+
+class LowRankPair(NamedTuple):
+    """The two matrices of one adapted module."""
+
+    down: str  # names of tensors
+    up: str
+    shape: tuple[int, int]  # of the module's matrix: outputs, inputs; of an embedding width, vocabulary
+    scale: float
+    of_embedding: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PeftAdapter:
+    """An adapter's files. `open` reads config and headers; matrices are read by `bind`."""
+
+    folder: Path
+    checkpoint: Checkpoint
+    modules: Mapping[str, LowRankPair]
+
+    @staticmethod
+    def open(folder: Path, is_text_part: bool = False) -> PeftAdapter:
+        """`is_text_part`: of a multimodal model. Raises ModelNotFoundError, CheckpointError and UnsupportedError."""
+        if not folder.is_dir():
+            raise ModelNotFoundError(f"there is no adapter folder {folder}: give the one PEFT's save_pretrained wrote")
+        config = read_json(folder / CONFIG_FILE)
+        _check_fields(folder, config)
+        path = next((folder / name for name in WEIGHT_FILES if (folder / name).exists()), None)
+        if path is None:
+            raise CheckpointError(f"{folder} has no {WEIGHT_FILES[0]}, the adapter's weights; copy the folder again")
+        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in read_file(path).items()}
+        checkpoint = Checkpoint(folder, config, tensors)
+        checkpoint = checkpoint.text_part() if is_text_part else checkpoint
+        adapter = PeftAdapter(folder, checkpoint, dict(_pairs(folder, checkpoint)))
+        adapter._check_targets(config.get("target_modules"))
+        return adapter
+
+    def _check_targets(self, targets: object) -> None:
+        """Raise CheckpointError if a module that was adapted has no tensors."""
+        named = targets if isinstance(targets, list) else []
+        absent = [name for name in named if not any(f".{module}".endswith(f".{name}") for module in self.modules)]
+        if absent or not self.modules:
+            raise CheckpointError(
+                f"{self.folder} has no low-rank matrices of {', '.join(map(str, absent)) or 'any module'}, which "
+                f"{CONFIG_FILE} names; copy the folder again"
+            )
+
+    def check_base(self, base: TensorSource, names: TensorNames) -> None:
+        """Raise CheckpointError if the headers of a checkpoint show that the adapter is for another model."""
+        for module, pair in self.modules.items():
+            name, shape = f"{module}.weight", pair.shape[::-1] if pair.of_embedding else pair.shape
+            if find_format(base, module) is None and module != names.lm_head:  # a tied one is not stored
+                raise CheckpointError(
+                    f"{self.folder} is for another model: it adapts {module}, which this model does not have; give an "
+                    "adapter of this model"
+                )
+            is_dense = base.has(name) and base.stored_as(name) in FLOAT_DTYPES  # `bind` checks the others
+            if is_dense and base.shape(name) != shape:
+                raise self._other_base(module, shape, base.shape(name))
+
+    def _other_base(self, module: str, found: tuple[int, ...], has: tuple[int, ...]) -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder} is for another model: its matrices of {module} are for {list(found)}, this model's is "
+            f"{list(has)}; give an adapter of this model"
+        )
+
+    def bind(self, name: str, model: Decoder, names: TensorNames, kernels: Kernels) -> LoraAdapter:
+        """Read the matrices for the layers of `model`. Raises CheckpointError and UnsupportedError, naming modules."""
+        places, updates = dict(_places(model, names)), dict[object, list[LowRankUpdate]]()
+        missing = sorted(module for module in self.modules if module not in places)
+        if missing:
+            raise UnsupportedError(
+                f"{self.folder} adapts {missing[0]} ({len(missing)} such modules), which forerun cannot adapt in this "
+                "model: it adapts the matrices of attention and of dense feed-forward layers, embedding and lm_head; "
+                "merge the adapter into the model (peft: merge_and_unload, then save_pretrained)"
+            )
+        num_bytes = 0
+        for module, pair in self.modules.items():
+            place = places[module]
+            if pair.shape != place.shape or pair.of_embedding != (module == names.embedding):
+                raise self._other_base(module, pair.shape, place.shape)
+            update, nbytes = self._read(pair, place, kernels)
+            updates.setdefault(place.layer, []).append(update)
+            num_bytes += nbytes
+        return LoraAdapter(name, str(self.folder), updates, num_bytes)
+
+    def _read(self, pair: LowRankPair, place: ModulePlace, kernels: Kernels) -> tuple[LowRankUpdate, int]:
+        down, up = self.checkpoint.tensor(pair.down), DenseWeight(kernels, self.checkpoint.tensor(pair.up))
+        if pair.of_embedding:
+            if place.scale != 1:
+                raise UnsupportedError(
+                    f"{self.folder} adapts the embedding of a model that scales it, which forerun does not do; merge "
+                    "the adapter into the model (peft: merge_and_unload, then save_pretrained)"
+                )
+            table = down.float().T.contiguous().to(kernels.device)  # [V, rank]
+            return LowRankUpdate(kernels, TableEmbedding(kernels, table), up, pair.scale), table.nbytes + up.nbytes
+        weight = DenseWeight(kernels, down)
+        update = LowRankUpdate(kernels, partial(weight.matmul, bias=None), up, pair.scale, place.first)
+        return update, weight.nbytes + up.nbytes
+
+
+class ModulePlace(NamedTuple):
+    """Where a module of the checkpoint is in a decoder."""
+
+    layer: object
+    shape: tuple[int, int]
+    first: int = 0  # column of the layer's output
+    scale: float = 1.0  # of an embedding's rows
+
+
+def _places(model: Decoder, names: TensorNames) -> Iterator[tuple[str, ModulePlace]]:
+    """The modules of a decoder that can be adapted, those whose rows are the rows of the pass."""
+    parts = model.parts
+    for layer in parts.layers:
+        dense = layer.mlp.linears if isinstance(layer.mlp, GatedMLP) else ()
+        for linear in (*layer.attention.linears, *dense):
+            if isinstance(linear, Linear):
+                yield from _modules_of(linear)
+    yield names.lm_head, ModulePlace(parts.lm_head, parts.lm_head.weight.shape)
+    vocab_size, width = parts.embedding.shape
+    yield names.embedding, ModulePlace(parts.embedding, (width, vocab_size), scale=parts.embedding.scale)
+
+
+def _modules_of(linear: Linear) -> Iterator[tuple[str, ModulePlace]]:
+    first = 0
+    for module, rows in linear.modules:
+        yield module, ModulePlace(linear, (rows, linear.weight.shape[1]), first)
+        first += rows
+
+
+# -- reading ----------------------------------------------------------------------------------------------------
+
+
+def _check_fields(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError, by name, for fields that change what is computed and are not implemented."""
+    if config.get("peft_type") != "LORA":
+        raise UnsupportedError(
+            f"{folder} is a PEFT adapter of the kind {config.get('peft_type')!r}; forerun runs LORA: merge it into its "
+            "model (peft: merge_and_unload, then save_pretrained)"
+        )
+    for name, value in config.items():
+        plain = value in NOTHING or value in HARMLESS.get(name, ())
+        if name not in INERT and name not in READ and not plain:
+            raise UnsupportedError(
+                f"{folder / CONFIG_FILE} sets {name} to {str(value)[:100]}, which forerun does not implement; merge "
+                "the adapter into its model (peft: merge_and_unload, then save_pretrained)"
+            )
+
+
+def _pairs(folder: Path, checkpoint: Checkpoint) -> Iterator[tuple[str, LowRankPair]]:
+    """The adapted modules. Raises CheckpointError for one without its two matrices, or of other ranks than stated."""
+    left = set(checkpoint)
+    for down in sorted(left):
+        for kind, end in (("lora_", ".weight"), ("lora_embedding_", "")):
+            module = down.removesuffix(f".{kind}A{end}")
+            up = f"{module}.{kind}B{end}"
+            if module != down:
+                if up not in left:
+                    raise CheckpointError(f"{folder} has {down} but no {up}; copy the folder again")
+                left -= {down, up}
+                yield module, _pair(folder, checkpoint, module, down, up, kind == "lora_embedding_")
+    if left:
+        raise UnsupportedError(
+            f"{folder} has {len(left)} tensors that are no low-rank matrices, e.g. {min(left)}, which forerun does not "
+            "add; merge the adapter into its model (peft: merge_and_unload, then save_pretrained)"
+        )
+
+
+def _pair(
+    folder: Path, checkpoint: Checkpoint, module: str, down: str, up: str, of_embedding: bool
+) -> LowRankPair:  # fmt: skip
+    config, shapes = checkpoint.config, (checkpoint.shape(down), checkpoint.shape(up))
+    rank = _setting(folder, config, "r", "rank_pattern", module)
+    alpha = _setting(folder, config, "lora_alpha", "alpha_pattern", module)
+    if len(shapes[0]) != 2 or len(shapes[1]) != 2 or not shapes[0][0] == shapes[1][1] == rank:
+        raise CheckpointError(
+            f"{folder} has {down} {list(shapes[0])} and {up} {list(shapes[1])}, but {CONFIG_FILE} states rank {rank:g} "
+            f"for {module}: [{rank:g}, inputs] and [outputs, {rank:g}] are needed; copy the folder again"
+        )
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return LowRankPair(down, up, (shapes[1][0], shapes[0][1]), scale, of_embedding)
+
+
+def _setting(folder: Path, config: Mapping[str, Any], name: str, pattern: str, module: str) -> float:
+    """A number that a pattern may change for some modules, as PEFT matches them: the first whose end fits."""
+    patterns = config.get(pattern) or {}
+    try:
+        key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
+        value = config.get(name, 8) if key is None else patterns[key]
+    except (re.error, TypeError) as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {pattern} {patterns!r:.100} cannot be read: {error}") from error
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {name} of {module} must be a number above 0, got {value!r}")
+    return value

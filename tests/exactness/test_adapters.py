@@ -1,0 +1,202 @@
+"""LoRA adapters change the rows of their own requests alone: the same bits in any batch, with any drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import LLM, SamplingParams
+from forerun.core import CompletionOutput
+from forerun.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
+from forerun.kernels.select import select_kernels
+from forerun.models.loader import load_adapter, load_model
+from tests.models import factory
+from tests.support.adapters import matrices, merged, write_adapter, write_config
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+# case -> what is adapted: joined and single matrices, both tables, latent attention beside a mixture, delta nets
+CASES = {
+    "llama": (*ALL, "lm_head", "embed_tokens"),
+    "llama-tied-biased": (*ALL, "embed_tokens"),
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "olmo2": ALL,
+    "deepseek": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "qwen3.5": (*ALL, "in_proj_qkv", "in_proj_z", "out_proj"),
+}
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 3, 3], [9, 10, 11, 9, 10, 11, 9], list(range(20, 43))]
+NAMES = [f"a{index}" for index in range(8)]
+PARAMS = SamplingParams(temperature=1.0, max_tokens=16, seed=1, ignore_eos=True, top_k=4, logprobs=3)
+
+
+def adapted(folder: Path, base: Path, modules: tuple[str, ...], seed: int, **fields: object) -> Path:
+    ranks = {"o_proj": 3, "down_proj": 1} if seed % 2 else {}
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+    return write_adapter(folder / f"a{seed}", base, modules, seed, rank=4 + seed, ranks=ranks, dtype=dtype, **fields)
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = tmp_path_factory.mktemp("adapters")
+    base = factory.make_checkpoint(request.param, folder / "base")
+    paths = {
+        name: str(adapted(folder, base, CASES[request.param][: 2 + index], index, use_rslora=index == 3))
+        for index, name in enumerate(NAMES)
+    }
+    return LLM(str(base), lora=paths, max_num_seqs=1, threads=1, prefix_caching=False)
+
+
+def answers(llm: LLM, prompts: list[list[int]], names: list[str | None]) -> list[CompletionOutput]:
+    return [output.outputs[0] for output in llm.generate(prompts, PARAMS, lora=names)]
+
+
+def test_eight_adapters_in_one_batch_equal_each_alone(llm: LLM) -> None:
+    """Sixteen rows a step: every adapter twice. Log-probabilities are compared too, to the bit."""
+    prompts = [PROMPTS[index % 4] for index in range(16)]
+    names: list[str | None] = [*NAMES, *reversed(NAMES)]
+    alone = answers(llm, prompts, names)
+    together = answers(llm.with_drafter("none", max_num_seqs=16), prompts, names)
+    assert [(a.token_ids, a.logprobs) for a in together] == [(a.token_ids, a.logprobs) for a in alone]
+    plain = answers(llm, prompts, [None] * 16)
+    assert sum(a.token_ids != p.token_ids for a, p in zip(alone, plain, strict=True)) > 8, "adapters change nothing"
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "recycling", "layer_skip", "portfolio=ngram+recycling"])
+def test_no_drafter_changes_a_token(llm: LLM, drafter: str) -> None:
+    if drafter == "layer_skip" and hasattr(llm.loaded.model, "state_specs"):
+        pytest.skip("recurrent layers keep no state of drafts")
+    names: list[str | None] = [None, "a1", "a4", "a7"]
+    expected = [answer.token_ids for answer in answers(llm, PROMPTS, names)]
+    for options in ({}, {"max_num_batched_tokens": 5}, {"num_kv_blocks": 20, "block_size": 4, "max_model_len": 64}):
+        made = llm.with_drafter(drafter, adaptive=False, **{"max_num_seqs": 4, "prefix_caching": True, **options})
+        for _ in range(2):
+            assert [answer.token_ids for answer in answers(made, PROMPTS, names)] == expected, options
+
+
+def test_prefixes_are_shared_within_an_adapter_alone(llm: LLM) -> None:
+    prompt = list(range(20, 43))
+    made = llm.with_drafter("none", prefix_caching=True, block_size=4)
+    for name in (None, "a1", "a2"):
+        cold = answers(llm, [prompt], [name])[0]
+        first, second = (answers(made, [prompt], [name])[0] for _ in range(2))
+        assert first.token_ids == second.token_ids == cold.token_ids
+        assert (first.stats.num_cached_tokens, second.stats.num_cached_tokens > 0) == (0, True)
+    made.engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_merged_model(case: str, tmp_path: Path) -> None:
+    """Within float32's rounding of the checkpoint to which scale * B A was added in float64."""
+    base = factory.make_checkpoint(case, tmp_path / "base")
+    modules = tuple(name for name in CASES[case] if "tied" not in case or name != "embed_tokens")
+    ranks = {"o_proj": 3, "out_proj": 5}
+    own = write_adapter(tmp_path / "own", base, modules, ranks=ranks, alpha_pattern={"o_proj": 6}, lora_alpha=12)
+    whole = merged(tmp_path / "whole", base, own, {"o_proj": 6 / 3, "out_proj": 12 / 5, "": 12 / 4})
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=20, logprobs=20)
+    made = LLM(str(base), lora={"own": str(own)}, threads=1)
+    expected = LLM(str(whole), threads=1).generate([PROMPTS[3]], params)[0]
+    found = made.generate([PROMPTS[3]], params, lora="own")[0]
+    plain = made.generate([PROMPTS[3]], params)[0]
+    assert expected.prompt_logprobs and found.prompt_logprobs and plain.prompt_logprobs
+    pairs = list(zip(found.prompt_logprobs, expected.prompt_logprobs, plain.prompt_logprobs, strict=True))[1:]
+    errors = [abs(f.chosen.logprob - e.chosen.logprob) for f, e, _ in pairs if f and e]
+    assert max(errors) < 2e-4
+    assert max(abs(p.chosen.logprob - e.chosen.logprob) for _, e, p in pairs if p and e) > 0.05, "nothing was adapted"
+
+
+def test_adapters_come_and_go(tmp_path: Path) -> None:
+    base = factory.make_checkpoint("llama", tmp_path / "base")
+    first, second = (str(adapted(tmp_path, base, ALL, seed)) for seed in (1, 2))
+    llm = LLM(str(base), threads=1)
+    with pytest.raises(ConfigError, match="no adapter 'sql'"):
+        llm.generate([PROMPTS[0]], PARAMS, lora="sql")
+    llm.load_adapter("sql", first)
+    with pytest.raises(ConfigError, match="already"):
+        llm.load_adapter("sql", second)
+    stream = llm.stream(PROMPTS[0], PARAMS, lora="sql")
+    next(stream)
+    llm.unload_adapter("sql")
+    llm.load_adapter("sql", second)
+    *_, kept = stream
+    new = llm.generate([PROMPTS[0]], PARAMS, lora="sql")[0].outputs[0]
+    alone = LLM(str(base), lora={"one": first, "two": second}, threads=1, prefix_caching=False)
+    old, other = (alone.generate([PROMPTS[0]], PARAMS, lora=name)[0].outputs[0] for name in ("one", "two"))
+    assert kept.outputs[0].token_ids == old.token_ids, "a running request lost its adapter"
+    assert new.token_ids == other.token_ids != old.token_ids, "prefixes of the old adapter were used for the new one"
+
+
+# -- bad input --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return factory.make_checkpoint("llama", tmp_path_factory.mktemp("bad") / "base")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"a_field_of_next_year": 3}, "a_field_of_next_year"),
+        ({"peft_type": "LOHA"}, "LOHA"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(
+    fields: dict[str, object], said: str, base: Path, tmp_path: Path
+) -> None:
+    path = write_adapter(tmp_path / "bad", base, ATTENTION, **fields)
+    with pytest.raises(UnsupportedError, match=said):
+        load_model(base, select_kernels("reference"), adapters=[path])
+
+
+def test_damaged_folders_are_refused(base: Path, tmp_path: Path) -> None:
+    kernels = select_kernels("reference")
+
+    def refused(path: Path, kind: type[Exception], said: str) -> None:
+        with pytest.raises(kind, match=said):
+            load_model(base, kernels, adapters=[path])
+
+    refused(tmp_path / "nowhere", ModelNotFoundError, "nowhere")
+    path = write_adapter(tmp_path / "one", base, ATTENTION)
+    write_config(path, r=5, target_modules=list(ATTENTION))
+    refused(path, CheckpointError, "states rank 5")
+    write_config(path, target_modules=[*ATTENTION, "down_proj"])
+    refused(path, CheckpointError, "down_proj")
+    write_config(path, rank_pattern={"(": 3})
+    refused(path, CheckpointError, "rank_pattern")
+    write_config(path, lora_alpha="much")
+    refused(path, CheckpointError, "lora_alpha")
+    (path / "adapter_model.safetensors").unlink()
+    refused(path, CheckpointError, "adapter_model.safetensors")
+
+
+def test_adapters_of_other_models_are_refused_before_weights_are_read(base: Path, tmp_path: Path) -> None:
+    kernels = select_kernels("reference")
+    deeper = factory.random_hf_model("llama", {"num_hidden_layers": 3})
+    other = factory.save_checkpoint(deeper, tmp_path / "deeper")
+    with pytest.raises(CheckpointError, match=r"layers\.2.* another model|another model.*layers\.2"):
+        load_model(base, kernels, adapters=[write_adapter(tmp_path / "deep", other, ATTENTION)])
+    wider = factory.save_checkpoint(factory.random_hf_model("llama", {"hidden_size": 64}), tmp_path / "wider")
+    with pytest.raises(CheckpointError, match="another model"):
+        load_model(base, kernels, adapters=[write_adapter(tmp_path / "wide", wider, ATTENTION)])
+    loaded = load_model(base, kernels)
+    with pytest.raises(CheckpointError, match="another model"):
+        load_adapter("wide", tmp_path / "wide", loaded, kernels)
+
+
+def test_experts_are_not_adapted(tmp_path: Path) -> None:
+    base = factory.make_checkpoint("qwen3-moe", tmp_path / "base")
+    router = next(name for name in matrices(base) if name.endswith("mlp.gate"))
+    path = write_adapter(tmp_path / "router", base, (router,))
+    kernels = select_kernels("reference")
+    with pytest.raises(UnsupportedError, match=r"mlp\.gate"):
+        load_adapter("router", path, load_model(base, kernels), kernels)
