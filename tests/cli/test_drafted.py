@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forerun.cli.drafted import DraftedPiece, DraftedText, legend, render
-from forerun.cli.options import biases, chosen_model, names, numbers
+from forerun.cli.options import adapters, biases, chosen_model, names, numbers
 from forerun.core import CompletionOutput
 from forerun.errors import ConfigError
 
@@ -63,11 +63,15 @@ def test_runs_are_marked_or_coloured() -> None:
 def test_lists_on_the_command_line() -> None:
     assert names("a, b,a,") == ["a", "b"] and numbers("0,0.7", "x") == [0.0, 0.7]
     assert biases(["3=-1.5", "4=2"]) == {3: -1.5, 4: 2.0}
+    assert adapters(["sql=a/b=c", "chat=d"]) == {"sql": "a/b=c", "chat": "d"}
     assert chosen_model(None, None) == "mini" and chosen_model("a", None) == chosen_model(None, "a") == "a"
     for wrong in (
         lambda: names(" ,"),
         lambda: numbers("a", "x"),
         lambda: biases(["x=1"]),
+        lambda: adapters(["sql"]),
+        lambda: adapters(["=a"]),
+        lambda: adapters(["sql=a", "sql=b"]),
         lambda: chosen_model("a", "b"),
         lambda: chosen_model("", None),
         lambda: chosen_model(None, ""),

@@ -61,5 +61,5 @@ def test_generated_requests_find_no_internal_error(llm: LLM) -> None:
         app.state.context.grammars.start()  # which takes seconds, and longer than some requests may
         schema = schemathesis.openapi.from_url(f"{address}/openapi.json", wait_for_schema=30)
         seen = {operation.label: attack(operation) for operation in (r.ok() for r in schema.get_all_operations())}
-    assert len(seen) == 16 and all(seen.values())
+    assert len(seen) == 18 and all(seen.values())
     llm.engine.scheduler.check_integrity()

@@ -51,6 +51,10 @@ Seed = Annotated[int, _option("The same seed gives the same text.", SAMPLING)]
 GenerationConfig = Annotated[
     str, _option("Sampling defaults: auto (the model's generation_config.json), none, or a path.", SAMPLING)
 ]
+Lora = Annotated[
+    list[str] | None, _option("A LoRA adapter (PEFT's folder) that requests name as their model, NAME=PATH; "
+                              "repeatable.", ENGINE)
+]  # fmt: skip
 USUAL_SAMPLING = {"temperature": 0.7}
 
 PromptsFile = Annotated[
@@ -207,6 +211,17 @@ def biases(pairs: list[str] | None) -> dict[int, float]:
         if not sign or not token_id.strip().isdigit():
             raise ConfigError(f"--logit-bias must be ID=VALUE, such as 42=-5, got {pair!r}")
         result[int(token_id)] = _number(value, "--logit-bias values")
+    return result
+
+
+def adapters(pairs: list[str] | None) -> dict[str, str]:
+    """`--lora NAME=PATH` options as a mapping. Raises ConfigError for a malformed one, and for a name given twice."""
+    result = dict[str, str]()
+    for pair in pairs or ():
+        name, _, path = pair.partition("=")
+        if not name or not path or name in result:
+            raise ConfigError(f"--lora must be NAME=PATH, such as sql=adapters/sql, each name once; got {pair!r}")
+        result[name] = path
     return result
 
 

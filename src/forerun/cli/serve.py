@@ -88,6 +88,9 @@ class Serving:
     trust_request_chat_template: Annotated[
         bool, _safety("Run chat templates sent in requests.", "--trust-request-chat-template")
     ] = False
+    allow_lora_loading: Annotated[
+        bool, _safety("Let requests load adapters from folders of this machine.", "--allow-lora-loading")
+    ] = False
     max_queue: Annotated[int, _safety("Requests that may wait besides the running ones; more get 429.", min=0)] = 256
     max_body_bytes: Annotated[int, _safety("Largest request body.", min=1)] = 8 << 20
     max_prompt_tokens: Annotated[int | None, _safety("Longest prompt; what the context holds unless given.")] = None
@@ -116,6 +119,7 @@ class ServedEngine(opt.Loading):
     )
     seed: Annotated[int, _engine("Seeds of requests without one are derived from this.")] = 0
     generation_config: opt.GenerationConfig = "auto"
+    lora: opt.Lora = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +150,7 @@ def serve(
     _log_to(listening.log_format, listening.log_level)
     settings = _settings(name, listening, serving)
     listen = {"host": listening.host, "port": listening.port, **_tls(listening.ssl_certfile, listening.ssl_keyfile)}
-    options = {**drafting.of(name), **values(engine)}
+    options = {**drafting.of(name), **values(engine), "lora": opt.adapters(engine.lora)}
     _check_address(listening.host, listening.port)
     _note_open(listening.host, settings)
     _bound_memory()

@@ -41,7 +41,14 @@ from forerun.server.playground import FILES, STREAM_PATH, add_playground
 from forerun.server.responses import ResponseJob
 from forerun.server.responses_schema import ResponsesBody
 from forerun.server.responses_store import ResponseStore, not_found
-from forerun.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from forerun.server.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LoadAdapterBody,
+    TokenizeBody,
+    UnloadAdapterBody,
+)
 from forerun.server.service import EngineService
 from forerun.server.settings import ServerSettings
 
@@ -52,7 +59,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "The request is wrong; the error names the field.",
         401: "An API key is needed.",
-        403: "The name in the Host header is not one of the server's.",
+        403: "The name in the Host header is not one of the server's, or adapters may not be loaded by requests.",
         404: "There is no such model.",
         408: "The body did not arrive in time.",
         413: "The body is too large.",
@@ -145,6 +152,7 @@ def _router(service: EngineService, context: ServerContext) -> APIRouter:
     _add_generating(router, answer, context)
     _add_responses(router, answer, context)
     _add_texts(router, context)
+    _add_adapters(router, service, context)
     _add_status(router, service, context)
     add_playground(router, service, context)
     return router
@@ -245,6 +253,34 @@ def _add_texts(router: APIRouter, context: ServerContext) -> None:
         return {**context.tokenizer.special_tokens, "chat_template": context.tokenizer.chat_template}
 
 
+def _add_adapters(router: APIRouter, service: EngineService, context: ServerContext) -> None:
+    """The routes that vLLM has for this; requests name an adapter as their model."""
+
+    def check_allowed() -> None:
+        if not context.settings.allow_lora_loading:
+            raise ApiError(403, "adapters come and go by requests only with --allow-lora-loading: restart the server "
+                                "with it, or load adapters at its start (--lora NAME=PATH)")  # fmt: skip
+
+    @router.post("/v1/load_lora_adapter", response_class=JSONResponse)
+    async def load_lora_adapter(body: LoadAdapterBody) -> dict[str, Any]:
+        """Load a LoRA adapter from a folder of the server's machine."""
+        check_allowed()
+        if body.lora_name in context.names:
+            raise ApiError(400, f"{body.lora_name[:100]!r} is the name of a model or adapter here: unload it, or give "
+                                "another one", param="lora_name")  # fmt: skip
+        await service.between_steps(lambda: context.llm.load_adapter(body.lora_name, body.lora_path))
+        return {"id": body.lora_name, "object": "model", "parent": context.model_name}
+
+    @router.post("/v1/unload_lora_adapter", response_class=JSONResponse)
+    async def unload_lora_adapter(body: UnloadAdapterBody) -> dict[str, Any]:
+        """Forget a LoRA adapter; requests that run with it keep it to their end."""
+        check_allowed()
+        if body.lora_name not in context.llm.adapters:
+            raise ApiError(404, f"there is no adapter {body.lora_name[:100]!r} here", param="lora_name")
+        await service.between_steps(lambda: context.llm.unload_adapter(body.lora_name))
+        return {"id": body.lora_name, "object": "model", "deleted": True}
+
+
 def _tokenized(context: ServerContext, body: TokenizeBody) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
@@ -273,20 +309,25 @@ def _add_status(router: APIRouter, service: EngineService, context: ServerContex
         "object": "model",
         "created": int(time()),
         "owned_by": "forerun",
-        "root": context.llm.config.model,
         "max_model_len": context.llm.max_model_len,
     }
 
+    def entry(name: str) -> dict[str, Any]:
+        adapter = context.llm.adapters.get(name)
+        if adapter is None:
+            return {"id": name, **same, "root": context.llm.config.model}
+        return {"id": name, **same, "root": adapter.path, "parent": context.model_name}
+
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The served model, by all its names."""
-        return {"object": "list", "data": [{"id": name, **same} for name in context.settings.served_names]}
+        """The served model, by all its names, and its adapters."""
+        return {"object": "list", "data": [entry(name) for name in context.names]}
 
     @router.get("/v1/models/{model_id:path}")
     async def one_model(model_id: str) -> dict[str, Any]:
-        """The served model, by one of its names."""
+        """The served model, by one of its names, or an adapter."""
         context.check_model(model_id)
-        return {"id": model_id, **same}
+        return entry(model_id)
 
     @router.get("/version")
     async def version() -> dict[str, str]:

@@ -144,7 +144,7 @@ class ChatJob:
         context.check_prompt(token_ids)
         context.check_samples(params.n)
         self.constrained = context.is_constrained(params)
-        self.groups = [context.llm.prepare(token_ids, params, **options)]
+        self.groups = [context.llm.prepare(token_ids, params, context.adapter_of(body), **options)]
         self._choices = [self._choice(i) for i in range(params.n)]
         unheld = self._unheld_functions("tools.{}.function.strict" if dropped is None else "tools.{}.strict")
         dropped = dropped_fields(body) if dropped is None else dropped
@@ -260,7 +260,7 @@ class ChatJob:
         async for event in generation.events():
             self._take(event)
         choices = [self._whole_choice(choice) for choice in self._choices]
-        first = head("chat.completion", "chatcmpl", self._context.model_name, self._body.request_id)
+        first = head("chat.completion", "chatcmpl", self._context.name_of(self._body), self._body.request_id)
         return {**first, **self._prompt_ids, **self._prompt_logprobs, "choices": choices, **self._ends()}
 
     def _ends(self) -> dict[str, Any]:
@@ -320,7 +320,7 @@ class ChatJob:
 
     async def chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in pieces."""
-        first = head("chat.completion.chunk", "chatcmpl", self._context.model_name, self._body.request_id)
+        first = head("chat.completion.chunk", "chatcmpl", self._context.name_of(self._body), self._body.request_id)
         for choice in self._choices:
             opening = _chunk_choice(choice.index, {"role": "assistant", "content": ""})
             yield {**first, **self._prompt_ids, "choices": [opening], **self._usage_so_far(choice)}

@@ -73,7 +73,7 @@ class CompletionJob:
         params = sampling_params(body, context.llm.loaded.sampling, **others, grammar=masks[0])
         self.constrained = context.is_constrained(params)
         self.groups = [
-            context.llm.prepare(prompt, replace(params, grammar=mask), **options)
+            context.llm.prepare(prompt, replace(params, grammar=mask), context.adapter_of(body), **options)
             for prompt, mask in zip(self._prompts, masks, strict=True)
         ]
         self._num_samples = params.n
@@ -156,7 +156,7 @@ class CompletionJob:
         return {**first, "choices": choices, "usage": self._account.usage(), "forerun": self._account.forerun()}
 
     def _head(self) -> dict[str, Any]:
-        return head("text_completion", "cmpl", self._context.model_name, self._body.request_id)
+        return head("text_completion", "cmpl", self._context.name_of(self._body), self._body.request_id)
 
     def _take(self, event: Event) -> _CompletionChoice:
         delta = event.delta

@@ -11,6 +11,7 @@ from itertools import islice
 
 from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
+from forerun.errors import ConfigError
 from forerun.llm import LLM
 from forerun.server.errors import ApiError, unsupported
 from forerun.server.grammar_compiler import GrammarCompiler
@@ -31,6 +32,9 @@ class ServerContext:
     """One served model. Raises ConfigError for an unknown parser."""
 
     def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+        twice = [name for name in llm.adapters if name in settings.served_names]
+        if twice:
+            raise ConfigError(f"{twice[0]!r} is the name of an adapter and of the model: give one of them another name")
         self.llm = llm
         self.settings = settings
         template = llm.tokenizer.chat_template
@@ -50,8 +54,17 @@ class ServerContext:
 
     @property
     def model_name(self) -> str:
-        """The name answers carry."""
+        """The name of the model itself."""
         return self.settings.served_names[0]
+
+    def name_of(self, body: Body) -> str:
+        """The name that the answer to a request carries: the adapter's, or the model's."""
+        return self.adapter_of(body) or self.model_name
+
+    def adapter_of(self, body: Body) -> str | None:
+        """The adapter that a request names as its model; None for the model itself."""
+        named: str | None = getattr(body, "model", None)
+        return None if named in self.settings.served_names else named
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -59,10 +72,15 @@ class ServerContext:
         most = self.llm.max_model_len - 1
         return min(most, self.settings.max_prompt_tokens or most)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may name as their model: the model's names, then the adapters'."""
+        return (*self.settings.served_names, *self.llm.adapters)
+
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 for a model that is not served here."""
-        if name is not None and name not in self.settings.served_names:
-            listed = ", ".join(self.settings.served_names)
+        """Raise ApiError 404 for a model or adapter that is not served here."""
+        if name is not None and name not in self.names:
+            listed = ", ".join(self.names)
             raise ApiError(404, f"there is no model {name[:100]!r} here; there is {listed}", param="model",
                            code="model_not_found")  # fmt: skip
 

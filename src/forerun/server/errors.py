@@ -21,6 +21,7 @@ from forerun.errors import (
     ForerunError,
     GrammarError,
     LogitsError,
+    ModelError,
     QueueFullError,
     RequestError,
 )
@@ -92,7 +93,7 @@ def as_api_error(error: Exception, constrained: bool = False) -> ApiError:
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
         case RequestError():
             return ApiError(400, str(error), code="invalid_prompt")
-        case ConfigError():
+        case ConfigError() | ModelError():  # the model of an adapter that a request loads
             return ApiError(400, str(error), code="invalid_value")
         case ForerunError():
             return ApiError(500, str(error))

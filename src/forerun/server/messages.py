@@ -30,7 +30,7 @@ class MessageJob:
     def __init__(self, context: ServerContext, body: MessagesBody) -> None:
         """Raises ApiError or PromptError for whatever is wrong with the request. Takes a while: not for event loops."""
         chat = _chat_body(context, body)
-        chat.stream, chat.stream_options = True, StreamOptions(include_usage=True)
+        chat.model, chat.stream, chat.stream_options = body.model, True, StreamOptions(include_usage=True)
         try:
             self._chat = ChatJob(context, chat, dropped_fields(body))
         except ApiError as error:
@@ -44,7 +44,7 @@ class MessageJob:
             "id": f"msg_{uuid4().hex}",
             "type": "message",
             "role": "assistant",
-            "model": context.model_name,
+            "model": context.name_of(body),
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

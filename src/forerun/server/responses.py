@@ -178,7 +178,7 @@ def _begun(context: ServerContext, body: ResponsesBody, chooses: bool, stored: b
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "model": context.model_name,
+        "model": context.name_of(body),
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,

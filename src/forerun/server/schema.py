@@ -317,6 +317,18 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
 
 
+class UnloadAdapterBody(Body):
+    """What /v1/unload_lora_adapter accepts."""
+
+    lora_name: str
+
+
+class LoadAdapterBody(UnloadAdapterBody):
+    """What /v1/load_lora_adapter accepts."""
+
+    lora_path: str  # a folder on the server's machine
+
+
 class DetokenizeBody(Body):
     """POST /detokenize."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -187,6 +188,24 @@ class EngineService:
         if self._ended:  # the thread may have ended before it saw the command
             raise _shutting_down()
         return stream
+
+    async def between_steps(self, work: Callable[[], None]) -> None:
+        """Run something on the engine's thread; raises what it raises, and ApiError 503 if the engine is down."""
+        self.check_room(0)
+        done: Future[None] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    work()
+                    done.set_result(None)
+                except Exception as error:
+                    done.set_exception(error)
+
+        self._commands.put(run)
+        if self._ended and not done.done():
+            raise _shutting_down()
+        await asyncio.wrap_future(done)
 
     def abort(self, stream: TokenStream) -> None:
         """End a request whose client is gone, if it still runs; its blocks are freed before the next step."""

@@ -35,6 +35,7 @@ class ServerSettings:
     warm_grammars: bool = True  # start the grammar compiler with the server, not with the first request for it
     unknown_fields: str = "refuse"  # or "ignore": drop fields of requests that are not known here
     trust_request_chat_template: bool = False  # run templates sent in requests
+    allow_lora_loading: bool = False  # /v1/load_lora_adapter reads folders of this machine that requests name
     max_stored_responses: int = 1000  # of /v1/responses, for previous_response_id; 0: none
     max_stored_bytes: int = 64 << 20  # of those, conversations included
     tool_parser: str = "auto"
