@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,11 @@ def mimo_config() -> dict[str, Any]:
     return {**CONFIG, "model_type": "mimo_mtp", "num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
 
 
-def mimo_reference() -> Reference:
-    tensors = mimo_tensors()
+def mimo_reference(
+    truth: Truth | None = None, multiplier: float = 1.0, after_head: Callable[[Tensor], Tensor] = lambda logits: logits
+) -> Reference:
+    """The module of `mimo_tensors` for a target whose embeddings and logits are changed so."""
+    tensors, truth = mimo_tensors(), truth or heads.truth(LAYERS)
 
     def inner(embedded: Tensor, feature: Tensor) -> Tensor:
         pair = [rms(feature, tensors[f"{MIMO}.hidden_layernorm.weight"])]
@@ -72,13 +76,12 @@ def mimo_reference() -> Reference:
         x = torch.cat(pair, dim=1) @ tensors[f"{MIMO}.input_proj.weight"].T
         return layer_of(rms(x, tensors[f"{MIMO}.input_layernorm.weight"]), x, tensors, MIMO)
 
-    truth = heads.truth(LAYERS)
     return Reference(
-        embedding=truth.embedding,
+        embedding=truth.embedding * multiplier,
         layers=[LAYERS],
         fuse=lambda states: states,
         inner=inner,
-        outcome=lambda y: (rms(y, tensors[f"{MIMO}.final_layernorm.weight"]) @ truth.lm_head.T, y),
+        outcome=lambda y: (after_head(rms(y, tensors[f"{MIMO}.final_layernorm.weight"]) @ truth.lm_head.T), y),
     )
 
 
@@ -96,6 +99,27 @@ def test_mimo_computes_the_formulas(width: int, tmp_path: Path) -> None:
     assert tokens == plain(4, 1.0)
     assert_as_computed(ear, mimo_reference(), heads.truth(LAYERS).states)
     assert tiny.num_accepted(stats) > 0
+
+
+TARGETS: dict[str, tuple[dict[str, Any], float, Callable[[Tensor], Tensor]]] = {
+    "granite": ({"logits_scaling": 8.0, "embedding_multiplier": 3.0}, 3.0, lambda logits: logits / 8),
+    "cohere2": ({"logit_scale": 0.3}, 1.0, lambda logits: 0.3 * logits),
+    "gemma2": ({"final_logit_softcapping": 2.0}, HIDDEN**0.5, lambda logits: 2 * torch.tanh(logits / 2)),
+}
+
+
+@pytest.mark.parametrize("model_type", TARGETS)
+def test_logits_of_the_targets_output_layer_are_scaled_and_capped_as_the_targets(
+    model_type: str, tmp_path: Path
+) -> None:
+    fields, multiplier, after_head = TARGETS[model_type]
+    fields = {**fields, "num_hidden_layers": LAYERS, "max_position_embeddings": 128}
+    truth = Truth(factory.random_hf_model(model_type, fields))
+    target = load_model(factory.save_checkpoint(truth.model, tmp_path / "target"), tiny.kernels()).model
+    made = engine(target, None, heads.write(tmp_path / "head", mimo_tensors(), mimo_config()), 3)
+    ear, wanted = overhear(made, stride=5), requests(3)
+    assert tiny.run(made, wanted)[0] == tiny.run(tiny.engine(target), wanted)[0]  # type: ignore[arg-type]
+    assert_as_computed(ear, mimo_reference(truth, multiplier, after_head), truth.states)
 
 
 LIMITS = [{}, {"max_num_batched_tokens": 7}, {"num_kv_blocks": 26}, {"max_num_seqs": 2}]

@@ -116,7 +116,7 @@ def _read_eagle1(source: Checkpoint, target: Decoder, kernels: Kernels, choose_f
             embedding=embedding,
             entrance=Eagle1Entrance(fc),
             layers=layers,
-            exit=Exit(norm=None, lm_head=lm_head, vocabulary=None, feeds_normed=True),
+            exit=reader.exit(None, lm_head, feeds_normed=True),
             fuse=as_it_is,
             hidden_layers=(num_layers(target) + 1,),
             masks_start=False,
@@ -239,12 +239,9 @@ class _Eagle3:
                 "was trained for another target"
             )
         has_map = size < vocab_size or self.source.has("d2t")
-        return Exit(
-            norm=self._norm("norm"),
-            lm_head=self._lm_head(size),
-            vocabulary=read_vocabulary(self.source, size, vocab_size).on(self.target.device) if has_map else None,
-            feeds_normed=self.fields.flag("norm_output"),
-        )
+        norm, lm_head = self._norm("norm"), self._lm_head(size)
+        vocabulary = read_vocabulary(self.source, size, vocab_size).on(self.target.device) if has_map else None
+        return self.reader.exit(norm, lm_head, self.fields.flag("norm_output"), vocabulary)
 
     def _lm_head(self, size: int) -> Linear:
         if self.source.has("lm_head.weight") or size != self.target.vocab_size:

@@ -23,7 +23,7 @@ from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
 from forerun.models.base import LayerSpec, Passes, PassOutput
 from forerun.models.batch import ForwardBatch
-from forerun.models.decoder import DecoderLayer, add_norm, run_layers
+from forerun.models.decoder import DecoderLayer, RowFunction, add_norm, run_layers
 from forerun.models.heads.vocabulary import DraftVocabulary
 
 POSITION_SHIFT = -1  # rows stand at the position of the state they are fed, which is that of the token before
@@ -49,6 +49,7 @@ class Exit:
 
     norm: RMSNorm | None  # before the output layer; None: that reads the feature itself
     lm_head: Linear
+    after_head: RowFunction | None  # what becomes of logits, as in the target whose output layer this is
     vocabulary: DraftVocabulary | None  # None: the output layer's rows are the target's tokens
     feeds_normed: bool  # the next feature is the normed state
 
@@ -56,6 +57,7 @@ class Exit:
         """x [R, H] the last addend, state [R, H] the residual stream, which is added to in place."""
         normed = add_norm(self.norm, x, state)
         logits = self.lm_head(normed)  # [R, draft vocabulary]
+        logits = logits if self.after_head is None else self.after_head(logits)
         if self.vocabulary is not None:
             logits = self.vocabulary.widen(logits)
         return PassOutput(logits, features=normed if self.feeds_normed else state)

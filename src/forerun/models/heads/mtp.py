@@ -32,7 +32,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
 from forerun.models.fields import Fields, words
 from forerun.models.heads.eagle import as_it_is
-from forerun.models.heads.head import DraftHead, Exit, HeadParts
+from forerun.models.heads.head import DraftHead, HeadParts
 from forerun.models.heads.reading import SKIP_SLOT_ZERO, HeadReader, check_hidden_size, num_bytes, num_layers
 from forerun.models.heads.source import open_head
 from forerun.quant.rounded import ChooseFormat, choose_for
@@ -124,7 +124,7 @@ def _read_mimo(source: Checkpoint, target: Decoder, kernels: Kernels, choose_for
             embedding=target.parts.embedding,
             entrance=entrance,
             layers=(layer,),
-            exit=Exit(norm=norm, lm_head=target.parts.lm_head, vocabulary=None, feeds_normed=False),
+            exit=reader.exit(norm, target.parts.lm_head, feeds_normed=False),
             fuse=as_it_is,
             hidden_layers=(num_layers(target),),
             masks_start=False,
@@ -190,7 +190,7 @@ class _DeepSeek:
                 embedding=embedding,
                 entrance=entrance,
                 layers=(layer,),
-                exit=Exit(norm=norm, lm_head=lm_head, vocabulary=None, feeds_normed=True),
+                exit=self.reader.exit(norm, lm_head, feeds_normed=True),
                 fuse=as_it_is,
                 hidden_layers=(num_layers(self.target) + 1,),
                 masks_start=True,

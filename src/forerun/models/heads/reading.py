@@ -19,6 +19,7 @@ from forerun.kernels.ops import Kernels
 from forerun.layers.attention import Attention, AttentionShape, HeadNorms
 from forerun.layers.embedding import Embedding, TableEmbedding
 from forerun.layers.linear import Linear
+from forerun.layers.norm import RMSNorm
 from forerun.layers.rotary import rope_table
 from forerun.models.base import LayerSpec, Model
 from forerun.models.build import Builder, aligned, module_parts
@@ -26,6 +27,8 @@ from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer
 from forerun.models.family import Biases, Family
 from forerun.models.fields import Fields, words
+from forerun.models.heads.head import Exit
+from forerun.models.heads.vocabulary import DraftVocabulary
 from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseWeight
 from forerun.quant.gguf import read_floats
@@ -134,6 +137,14 @@ class HeadReader:
         kernels = self.builder.kernels
         stored = aligned(table.float() if table.dtype is torch.float16 else table)
         return TableEmbedding(kernels, stored.to(kernels.device))
+
+    def exit(
+        self, norm: RMSNorm | None, lm_head: Linear, feeds_normed: bool, vocabulary: DraftVocabulary | None = None
+    ) -> Exit:
+        """The end of a head; logits of the target's own output layer are scaled and capped as the target's are."""
+        shared = self.target.parts
+        after_head = shared.after_head if lm_head is shared.lm_head else None
+        return Exit(norm, lm_head, after_head, vocabulary, feeds_normed)
 
     def must_be_as_wide_as_target(self, part: str, missing: str) -> None:
         """Raise CheckpointError unless the target's own `part` can stand in for the tensor `missing`."""
