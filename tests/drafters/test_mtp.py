@@ -1,8 +1,9 @@
-"""MTP modules: DeepSeek's and MiMo's give the logits of the formulas, and what they draft changes no token."""
+"""MTP modules of DeepSeek, GLM, Qwen and MiMo give the logits of the formulas, and what they draft changes no token."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -154,12 +155,12 @@ def test_auto_takes_the_module_in_the_targets_own_checkpoint(tmp_path: Path) -> 
     assert chosen(folder) == ["suffix", "recycling"]
     save_file({**load_file(folder / WEIGHTS), **mimo_tensors()}, folder / WEIGHTS)
     assert chosen(folder) == ["suffix", "recycling", "mtp"]
-    assert chosen(DeepSeek(tmp_path / "deepseek", True).folder) == ["suffix", "recycling", "mtp"]
+    assert chosen(WithModule(tmp_path / "deepseek").folder) == ["suffix", "recycling", "mtp"]
 
 
 def test_auto_leaves_a_module_that_cannot_be_read(tmp_path: Path) -> None:
     """Several modules, or a target that runs through transformers: naming `mtp` says why, `auto` does without."""
-    folder = DeepSeek(tmp_path, True).folder
+    folder = WithModule(tmp_path).folder
     path, tensors = folder / "config.json", load_file(folder / WEIGHTS)
     save_file({**tensors, f"model.layers.{LAYERS + 1}.enorm.weight": Draw(1).norm()}, folder / WEIGHTS)
     assert chosen(folder) == ["suffix", "recycling"]
@@ -173,80 +174,141 @@ def chosen(folder: Path) -> list[str]:
     return [member.name for member in engine_config(str(folder), {"drafter": "auto"}).drafter.members]
 
 
-# -- DeepSeek ------------------------------------------------------------------------------------------------------
+# -- DeepSeek, GLM, Qwen -------------------------------------------------------------------------------------------
+
+NAMES = {"token": "enorm", "state": "hnorm", "projection": "eh_proj", "final": "shared_head.norm"}
+QWEN_NAMES = {"token": "pre_fc_norm_embedding", "state": "pre_fc_norm_hidden", "projection": "fc", "final": "norm"}
+OWN_TABLES = ("embed_tokens", "shared_head.head")
+TYPES = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}  # and those of a module's layer
 
 
-class DeepSeek:
-    """A random DeepSeek-V3 of two layers with a module behind them, as transformers computes its parts."""
+class WithModule:
+    """A random target whose checkpoint holds a module with a layer of its kind, as transformers computes its parts."""
 
-    def __init__(self, folder: Path, shares_tables: bool) -> None:
-        _, fields = factory.CASES["deepseek"]
-        fields = {**fields, "num_hidden_layers": LAYERS + 1, "max_position_embeddings": 128}
-        model = factory.random_hf_model("deepseek_v3", fields)
+    def __init__(self, folder: Path, case: str = "deepseek", has_tables: bool = False) -> None:
+        model_type, fields = factory.CASES[case]
+        self.num_layers = num = fields.get("num_hidden_layers", LAYERS)
+        more = {name: [*fields[name], last] for name, last in TYPES.items() if name in fields}
+        fields = {**fields, **more, "num_hidden_layers": num + 1, "max_position_embeddings": 128}
+        model = factory.random_hf_model(model_type, fields)
+        self.eps, self.is_latent = model.config.rms_norm_eps, "kv_lora_rank" in fields
+        self.is_qwen = model_type.startswith("qwen")
         self.folder = factory.save_checkpoint(model, folder)
-        draw, prefix = Draw(5), f"model.layers.{LAYERS}"
-        self.own = {name: draw.norm() for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
-        self.own["eh_proj.weight"] = draw.matrix(HIDDEN, 2 * HIDDEN)
-        if not shares_tables:
-            self.own |= {
-                name: draw.matrix(VOCAB, HIDDEN) for name in ("embed_tokens.weight", "shared_head.head.weight")
-            }
-        tensors = {**load_file(folder / WEIGHTS), **{f"{prefix}.{name}": t for name, t in self.own.items()}}
-        save_file(tensors, folder / WEIGHTS)
+        draw = Draw(5)
+        self.own = {role: draw.norm() for role in ("token", "state", "final")}
+        self.own["projection"] = draw.matrix(HIDDEN, 2 * HIDDEN)
+        self.tables = {name: draw.matrix(VOCAB, HIDDEN) for name in OWN_TABLES} if has_tables else {}
+        tensors = load_file(folder / WEIGHTS)
+        save_file({self._renamed(name): tensor for name, tensor in tensors.items()} | self._stored(), folder / WEIGHTS)
         path = folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
-        config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
-        path.write_text(json.dumps(config), encoding="utf-8")
-        self.layer = model.model.layers[LAYERS]
-        model.model.layers = model.model.layers[:LAYERS]
+        config |= {name: config[name][:num] for name in TYPES if config.get(name)}
+        count = "mtp_num_hidden_layers" if model_type.startswith("qwen3_5") else "num_nextn_predict_layers"
+        path.write_text(json.dumps({**config, "num_hidden_layers": num, count: 1}), encoding="utf-8")
+        self.layer = model.model.layers[num]
+        model.model.layers = model.model.layers[:num]
         self.truth = Truth(model)
 
+    def _renamed(self, name: str) -> str:
+        behind = f"model.layers.{self.num_layers}."
+        return name.replace(behind, "mtp.layers.0.") if self.is_qwen else name
+
+    def _stored(self) -> dict[str, Tensor]:
+        """Qwen stores weights of norms less 1."""
+        prefix, names = ("mtp", QWEN_NAMES) if self.is_qwen else (f"model.layers.{self.num_layers}", NAMES)
+        less = {role: 1.0 if self.is_qwen and role != "projection" else 0.0 for role in names}
+        own = {f"{prefix}.{names[role]}.weight": tensor - less[role] for role, tensor in self.own.items()}
+        return own | {f"{prefix}.{name}.weight": table for name, table in self.tables.items()}
+
     def reference(self) -> Reference:
-        own, truth = self.own, self.truth
-        lm_head = own.get("shared_head.head.weight", truth.lm_head)
+        truth = self.truth
+        lm_head = self.tables.get("shared_head.head", truth.lm_head)
 
         def outcome(y: Tensor) -> tuple[Tensor, Tensor]:
-            normed = rms6(y, own["shared_head.norm.weight"])
+            normed = self._rms(y, "final")
             return normed @ lm_head.T, normed
 
         return Reference(
-            embedding=own.get("embed_tokens.weight", truth.embedding),
-            layers=[LAYERS + 1],
+            embedding=self.tables.get("embed_tokens", truth.embedding),
+            layers=[self.num_layers + 1],
             fuse=lambda states: states,
             inner=self.inner,
             outcome=outcome,
-            mask_start=True,
+            mask_start=not self.is_qwen,
         )
 
     @torch.no_grad()
     def inner(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        """The layer over the rows behind one of zeros: the first token's, which has no state before it."""
-        pair = [rms6(embedded, self.own["enorm.weight"]), rms6(feature, self.own["hnorm.weight"])]
-        z = torch.cat(pair, dim=1) @ self.own["eh_proj.weight"].T
-        rows = torch.cat([torch.zeros(1, HIDDEN), z])[None]  # [1, rows, H]
+        """The layer over the rows; latent attention sees one of zeros before: the first token's, without a state."""
+        z = torch.cat([self._rms(embedded, "token"), self._rms(feature, "state")], dim=1) @ self.own["projection"].T
+        num_before = int(self.is_latent)
+        rows = torch.cat([torch.zeros(num_before, HIDDEN), z])[None]  # [1, rows, H]
         num_rows = rows.shape[1]
-        positions = torch.tensor([[0, *range(num_rows - 1)]])
+        positions = torch.tensor([[*range(num_before), *range(num_rows - num_before)]])
         mask = torch.full((num_rows, num_rows), -torch.inf).triu(1)[None, None]
         angles = self.truth.model.model.rotary_emb(rows, positions)
         out = self.layer(rows, attention_mask=mask, position_ids=positions, position_embeddings=angles)
-        return (out[0] if isinstance(out, tuple) else out).reshape(-1, HIDDEN)[1:]
+        return (out[0] if isinstance(out, tuple) else out).reshape(-1, HIDDEN)[num_before:]
+
+    def _rms(self, x: Tensor, role: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.own[role]
 
 
-def rms6(x: Tensor, weight: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
-
-
-@pytest.mark.parametrize("shares_tables", [True, False])
-def test_deepseek_computes_the_formulas(shares_tables: bool, tmp_path: Path) -> None:
-    deepseek = DeepSeek(tmp_path, shares_tables)
-    loaded = load_model(deepseek.folder, tiny.kernels())
-    made = engine(loaded.model, deepseek.folder, None, 3, max_num_batched_tokens=24)
+@pytest.mark.parametrize(
+    ("case", "has_tables"),
+    [
+        ("deepseek", False),
+        ("deepseek", True),
+        ("glm4-moe", True),
+        ("glm4-moe-biased", False),
+        ("glm4-moe-lite", True),
+        ("qwen3-next", False),
+        ("qwen3.5", False),
+        ("qwen3.5-moe", False),
+    ],
+)
+def test_a_layer_of_the_targets_kind_computes_the_formulas(case: str, has_tables: bool, tmp_path: Path) -> None:
+    given = WithModule(tmp_path, case, has_tables)
+    assert chosen(given.folder) == ["suffix", "recycling", "mtp"]
+    loaded = load_model(given.folder, tiny.kernels())
+    made = engine(loaded.model, given.folder, None, 3, max_num_batched_tokens=24)
     ear = overhear(made, stride=7)
     wanted = requests(3)
     tokens, stats = tiny.run(made, wanted)
     assert tokens == tiny.run(tiny.engine(loaded.model), wanted)[0]  # type: ignore[arg-type]
-    assert_as_computed(ear, deepseek.reference(), deepseek.truth.states)
+    assert_as_computed(ear, given.reference(), given.truth.states)
     assert tiny.num_accepted(stats) > 0
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("case", ["glm4-moe", "qwen3.5"])
+def test_a_layer_of_the_targets_kind_changes_nothing_but_speed(case: str, width: int, tmp_path: Path) -> None:
+    given = WithModule(tmp_path, case)
+    model = load_model(given.folder, tiny.kernels()).model
+    for temperature in (0.0, 1.0):
+        wanted = requests(4, temperature)
+        expected = tiny.run(tiny.engine(model), wanted)[0]  # type: ignore[arg-type]
+        for limits in LIMITS:
+            tokens, stats = tiny.run(engine(model, given.folder, None, width, **limits), wanted)
+            assert tokens == expected, (temperature, limits)
+            assert sum(count.drafted for stat in stats for count in stat.drafters.values()) > 0
+
+
+def test_a_module_of_a_multimodal_checkpoint_is_found_beside_its_text_part(tmp_path: Path) -> None:
+    given = WithModule(tmp_path, "qwen3.5")
+    path = given.folder / "config.json"
+    text = json.loads(path.read_text(encoding="utf-8"))
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 2}}
+    path.write_text(json.dumps(whole), encoding="utf-8")
+    tensors = load_file(given.folder / WEIGHTS)
+    save_file(
+        {re.sub("^model", "model.language_model", name): each for name, each in tensors.items()}, given.folder / WEIGHTS
+    )
+    assert chosen(given.folder) == ["suffix", "recycling", "mtp"]
+    model = load_model(given.folder, tiny.kernels()).model
+    ear = overhear(made := engine(model, given.folder, None, 1), stride=3)
+    tiny.run(made, requests(2))
+    assert_as_computed(ear, given.reference(), given.truth.states)
 
 
 # -- what does not fit ---------------------------------------------------------------------------------------------
@@ -281,6 +343,24 @@ def test_without_a_module_the_user_is_told_where_to_put_one(tmp_path: Path) -> N
         engine(heads.target(LAYERS), None, None, 1)
     with pytest.raises(UnsupportedError, match="no MTP module"):
         engine(heads.target(LAYERS), factory.save_checkpoint(heads.truth(LAYERS).model, tmp_path), None, 1)
+
+
+def test_tables_of_its_own_that_a_qwen_announces_are_refused(tmp_path: Path) -> None:
+    given = WithModule(tmp_path, "qwen3.5")
+    path = given.folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**config, "mtp_use_dedicated_embeddings": True}), encoding="utf-8")
+    assert chosen(given.folder) == ["suffix", "recycling"]
+    with pytest.raises(UnsupportedError, match="mtp_use_dedicated_embeddings"):
+        engine(load_model(given.folder, tiny.kernels()).model, given.folder, None, 1)
+
+
+@pytest.mark.parametrize("name", ["mtp.layers.1.input_layernorm.weight", "mtp.embed_tokens.weight"])
+def test_tensors_of_a_qwen_that_are_not_read_are_refused(name: str, tmp_path: Path) -> None:
+    given = WithModule(tmp_path, "qwen3.5")
+    save_file({**load_file(given.folder / WEIGHTS), name: Draw(1).norm()}, given.folder / WEIGHTS)
+    with pytest.raises(UnsupportedError, match="several MTP modules|embed_tokens"):
+        engine(load_model(given.folder, tiny.kernels()).model, given.folder, None, 1)
 
 
 def test_a_target_that_runs_through_transformers_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from forerun import LLM, SamplingParams
 from forerun.cache.states import bytes_per_slot
 from forerun.core import CompletionOutput
 from forerun.models.base import state_specs_of
-from tests.models import factory
+from tests.drafters.test_mtp import WithModule
 
 PROMPTS = ([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 3, 3], [9, 10, 11, 9, 10, 11, 9], list(range(20, 43)), [5, 6, 7, 8, 5])
 ENGINES: dict[str, dict[str, object]] = {
@@ -19,13 +19,13 @@ ENGINES: dict[str, dict[str, object]] = {
     "chunks": {"max_num_batched_tokens": 5},
     "preempted": {"num_kv_blocks": 16, "block_size": 4, "max_model_len": 64},
 }
-DRAFTERS = ("none", "ngram", "suffix", "recycling", "portfolio=ngram+recycling")
+DRAFTERS = ("none", "ngram", "suffix", "recycling", "mtp", "portfolio=ngram+recycling", "portfolio=suffix+mtp")
 
 
 @pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5"])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder = factory.make_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))
-    return LLM(str(folder), max_num_seqs=1, threads=1)
+    given = WithModule(tmp_path_factory.mktemp("hybrid"), request.param)
+    return LLM(str(given.folder), max_num_seqs=1, threads=1)
 
 
 def answers(llm: LLM, temperature: float) -> list[CompletionOutput]:
@@ -47,9 +47,10 @@ def test_no_drafter_changes_a_token(llm: LLM, temperature: float) -> None:
     assert accepted > 0
 
 
-def test_prefixes_whose_state_is_kept_change_no_token(llm: LLM) -> None:
+@pytest.mark.parametrize("drafter", ["ngram", "mtp"])
+def test_prefixes_whose_state_is_kept_change_no_token(llm: LLM, drafter: str) -> None:
     """Turns of a chat: each prompt is the last one and its answer, and more. Each is asked twice."""
-    made = llm.with_drafter("ngram", adaptive=False, max_num_seqs=3, block_size=4)
+    made = llm.with_drafter(drafter, adaptive=False, max_num_seqs=3, block_size=4)
     cold = llm.with_drafter("none", max_num_seqs=3, block_size=4, prefix_caching=False)
     params = SamplingParams(temperature=1.0, max_tokens=11, seed=1, ignore_eos=True, n=2)
     prompts = [list(prompt) for prompt in PROMPTS]

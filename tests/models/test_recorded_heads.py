@@ -59,7 +59,7 @@ def case(layout: str) -> Case:
     with TemporaryDirectory() as name:
         folder = Path(name)
         if layout == "deepseek":
-            made = test_mtp.DeepSeek(folder, False)
+            made = test_mtp.WithModule(folder, has_tables=True)
             target: Model = load_model(made.folder, tiny.kernels()).model
             assert isinstance(target, Decoder)
             return Case(read_mtp(open_head(made.folder), target, tiny.kernels()), target)

@@ -81,7 +81,7 @@ class PeftAdapter:
             raise CheckpointError(f"{folder} has no {WEIGHT_FILES[0]}, the adapter's weights; copy the folder again")
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in read_file(path).items()}
         checkpoint = Checkpoint(folder, config, tensors)
-        checkpoint = checkpoint.text_part() if is_text_part else checkpoint
+        checkpoint = checkpoint.text_part(config) if is_text_part else checkpoint
         adapter = PeftAdapter(folder, checkpoint, dict(_pairs(folder, checkpoint)))
         adapter._check_targets(config.get("target_modules"))
         return adapter

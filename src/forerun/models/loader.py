@@ -134,7 +134,7 @@ def _check_adapters(paths: Iterable[str | Path], folder: Path, implementation: I
         base: Checkpoint | GgufCheckpoint = GgufCheckpoint.open(folder) if is_gguf(folder) else Checkpoint.open(folder)
         raw: Mapping[str, Any] = base.config if isinstance(base, GgufCheckpoint) else _read_raw(folder)
         family = _family_with_adapters("forerun" if is_gguf(folder) else _choose(raw, implementation), raw)
-        base = base.text_part() if isinstance(base, Checkpoint) and PART_OF in raw else base
+        base = base.text_part(dict(raw)) if isinstance(base, Checkpoint) and PART_OF in raw else base
         PeftAdapter.open(Path(path), is_text_part=PART_OF in raw).check_base(base, family.names)
 
 
@@ -219,7 +219,7 @@ def _load_native(
     _check_device(config, kernels.device)
     positions = _positions(config.max_position, max_position, raw)
     checkpoint = Checkpoint.open(folder)
-    checkpoint = checkpoint.text_part() if PART_OF in raw else checkpoint
+    checkpoint = checkpoint.text_part(dict(raw)) if PART_OF in raw else checkpoint
     config = _tied_as_stored(config, family, checkpoint)
     check_tensors(checkpoint)
     if any((raw.get(SECTION) or {}).get(name) for name in CACHE_SCHEMES):

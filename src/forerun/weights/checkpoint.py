@@ -40,6 +40,7 @@ _TEXT_PARTS = (
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),
+    ("mtp.", "mtp."),
 )
 
 
@@ -69,15 +70,15 @@ class Checkpoint:
         config = read_model_config(folder)
         return Checkpoint(folder, config, _read_folder(folder))
 
-    def text_part(self) -> Checkpoint:
-        """The tensors of a multimodal model's text part, named as in a model of text alone."""
+    def text_part(self, config: dict[str, Any]) -> Checkpoint:
+        """The tensors of a multimodal model's text part, named as in a model of text alone; `config` describes it."""
         tensors = {
             own + name.removeprefix(prefix): tensor
             for name, tensor in self._tensors.items()
             for prefix, own in _TEXT_PARTS
             if name.startswith(prefix)
         }
-        return Checkpoint(self.folder, self.config, tensors)
+        return Checkpoint(self.folder, config, tensors)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

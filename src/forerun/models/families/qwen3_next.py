@@ -93,7 +93,10 @@ QWEN3_NEXT = Family(
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
-    fields=DELTA_FIELDS | EXPERT_FIELDS | TRAINING_FIELDS | {"shared_expert_intermediate_size"},
+    fields=DELTA_FIELDS
+    | EXPERT_FIELDS
+    | TRAINING_FIELDS
+    | words("shared_expert_intermediate_size num_nextn_predict_layers"),
     names=TensorNames(
         experts=ExpertNames(shared="mlp.shared_expert"),
         delta=DeltaNames(project=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),

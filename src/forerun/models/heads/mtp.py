@@ -1,4 +1,4 @@
-"""MTP modules: DeepSeek-V3's, stored behind the layers of the target, and MiMo's, stored apart.
+"""MTP modules: DeepSeek-V3's, stored behind the layers of the target, Qwen3-Next's and MiMo's, stored apart.
 
 Knows: their tensor names, the order of concatenation, which state of the target they read and what they are fed when
 one module drafts several tokens. Does not know: how drafts grow.
@@ -6,10 +6,15 @@ one module drafts several tokens. Does not know: how drafts grow.
 DeepSeek    h' = eh_proj [enorm embed(x); hnorm h]; a layer of the target's kind; logits = shared_head. Stored as
             `model.layers.{num_hidden_layers}`. The embedding at position 0 is zero. h is the state after the final
             norm and shared_head.norm(y) is fed back, as engines that measured it do (vLLM 45895, ROCm/ATOM 1764).
+            GLM-4.5 to 4.7 have the same.
+Qwen3-Next  h' = fc [pre_fc_norm_embedding embed(x); pre_fc_norm_hidden h]; a layer of the target's kind that attends;
+            logits = the target's lm_head of norm(y), which is fed back. Stored as `mtp`. h is the state after the final
+            norm. Qwen3.5 and 3.6 have the same.
 MiMo        h' = input_proj [hidden_layernorm h; token_layernorm embed(x)], the other way round; a Llama-like layer;
             logits = the target's lm_head of final_layernorm(y). Stored as `model.mtp_layers.0`. h is the state before
             the final norm and y is fed back.
-Sources: DeepSeek-V3 (2412.19437) and its README_WEIGHTS.md; vLLM models/deepseek_mtp.py, mimo.py and mimo_mtp.py.
+Sources: DeepSeek-V3 (2412.19437) and its README_WEIGHTS.md; vLLM models/deepseek_mtp.py, glm4_moe_mtp.py,
+qwen3_next_mtp.py, qwen3_5_mtp.py, mimo.py and mimo_mtp.py.
 """
 
 from __future__ import annotations
@@ -23,7 +28,6 @@ from torch import Tensor
 from forerun.config import HeadWeights
 from forerun.errors import ModelError, UnsupportedError
 from forerun.kernels.ops import Kernels
-from forerun.layers.embedding import Embedding
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
 from forerun.models.build import Builder
@@ -39,6 +43,8 @@ from forerun.quant.rounded import ChooseFormat, choose_for
 from forerun.weights.checkpoint import Checkpoint
 
 MIMO = "model.mtp_layers"
+QWEN = "mtp"
+OWN_TABLE = "mtp_use_dedicated_embeddings"  # a field
 MTP_FIELDS = words("num_nextn_predict_layers num_mtp_layers target_hidden_size")
 
 
@@ -60,24 +66,74 @@ class MtpEntrance:
         return self.attention_norm(residual), residual
 
 
+@dataclass(frozen=True, slots=True)
+class MtpLayout:
+    """Where a module has its tensors whose layer is of the target's family."""
+
+    own: str  # before all its names
+    second: str  # before those of a second module
+    layer: str
+    token_norm: str
+    state_norm: str
+    projection: str
+    final_norm: str
+    lm_head: str = ""  # its own; "": it has none
+    embedding: str = ""
+    masks_start: bool = False
+
+
+def _deepseek(num_layers: int) -> MtpLayout:
+    prefix = f"model.layers.{num_layers}"
+    return MtpLayout(
+        own=f"{prefix}.",
+        second=f"model.layers.{num_layers + 1}.",
+        layer=prefix,
+        token_norm=f"{prefix}.enorm",
+        state_norm=f"{prefix}.hnorm",
+        projection=f"{prefix}.eh_proj",
+        final_norm=f"{prefix}.shared_head.norm",
+        lm_head=f"{prefix}.shared_head.head",
+        embedding=f"{prefix}.embed_tokens",
+        masks_start=True,
+    )
+
+
+_QWEN = MtpLayout(
+    own=f"{QWEN}.",
+    second=f"{QWEN}.layers.1.",
+    layer=f"{QWEN}.layers.0",
+    token_norm=f"{QWEN}.pre_fc_norm_embedding",
+    state_norm=f"{QWEN}.pre_fc_norm_hidden",
+    projection=f"{QWEN}.fc",
+    final_norm=f"{QWEN}.norm",
+)
+
+
 def read_mtp(source: Checkpoint, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
     """The MTP module of a folder, the target's own or another; raises ModelError if it does not fit."""
-    choose_format = choose_for(weights)
-    deepseek = f"model.layers.{num_layers(target)}"
-    if source.has(f"{deepseek}.eh_proj.weight"):
-        return _DeepSeek(source, target, kernels, deepseek, choose_format).read()
+    choose_format, num = choose_for(weights), num_layers(target)
+    layout = _find_layout(source, num)
+    if layout is not None:
+        return _FamilyModule(source, target, kernels, layout, choose_format).read()
     if source.has(f"{MIMO}.0.input_proj.weight"):
         return _read_mimo(source, target, kernels, choose_format)
     raise UnsupportedError(
-        f"{source.folder} has no MTP module for this target: neither {deepseek}.eh_proj.weight (DeepSeek) nor "
-        f"{MIMO}.0.input_proj.weight (MiMo); give the folder of a module with --draft-model, or choose another drafter"
+        f"{source.folder} has no MTP module for this target: neither {_deepseek(num).projection}.weight (DeepSeek, "
+        f"GLM) nor {_QWEN.projection}.weight (Qwen) nor {MIMO}.0.input_proj.weight (MiMo); give the folder of a module "
+        "with --draft-model, or choose another drafter"
     )
+
+
+def _find_layout(source: Checkpoint, num_layers: int) -> MtpLayout | None:
+    """The layout of a module whose layer is of the target's family, which has `num_layers`."""
+    layouts = _deepseek(num_layers), _QWEN
+    return next((layout for layout in layouts if source.has(f"{layout.projection}.weight")), None)
 
 
 def holds_mtp(folder: Path) -> bool:
     """Whether a folder holds an MTP module. Raises ModelError if it holds no weights."""
-    stored = Checkpoint.open(folder)
-    return stored.has(f"{MIMO}.0.input_proj.weight") or any(name.endswith(".eh_proj.weight") for name in stored)
+    ends = (".eh_proj.weight", f"{_QWEN.projection}.weight", f"{MIMO}.0.input_proj.weight")
+    return any(name.endswith(ends) for name in Checkpoint.open(folder))
 
 
 def brings_mtp(name_or_folder: str | Path) -> bool:
@@ -91,11 +147,11 @@ def brings_mtp(name_or_folder: str | Path) -> bool:
         return False
     if source.config.get("model_type") not in FAMILIES:  # transformers gives no state after the final norm
         return False
-    num = source.config.get("num_hidden_layers") or 0
-    deepseek = source.has(f"model.layers.{num}.eh_proj.weight")
-    second = f"model.layers.{num + 1}." if deepseek else f"{MIMO}.1."
-    is_one = not any(name.startswith(second) for name in source)
-    return is_one and (deepseek or source.has(f"{MIMO}.0.input_proj.weight"))
+    layout = _find_layout(source, source.config.get("num_hidden_layers") or 0)
+    if layout is None and not source.has(f"{MIMO}.0.input_proj.weight"):
+        return False
+    second = f"{MIMO}.1." if layout is None else layout.second
+    return not source.config.get(OWN_TABLE) and not any(name.startswith(second) for name in source)
 
 
 # -- MiMo ----------------------------------------------------------------------------------------------------------
@@ -143,47 +199,52 @@ def _refuse_several(source: Checkpoint, prefix: str) -> None:
         )
 
 
-# -- DeepSeek ------------------------------------------------------------------------------------------------------
+# -- DeepSeek, GLM, Qwen -------------------------------------------------------------------------------------------
 
 
-class _DeepSeek:
-    """Reads the module below `prefix`, whose layer is of the target's own family."""
+class _FamilyModule:
+    """Reads a module whose layer is of the target's own family."""
 
     def __init__(
-        self, source: Checkpoint, target: Decoder, kernels: Kernels, prefix: str, choose_format: ChooseFormat
+        self, source: Checkpoint, target: Decoder, kernels: Kernels, layout: MtpLayout, choose_format: ChooseFormat
     ) -> None:
         raw = source.config
-        _refuse_several(source, f"model.layers.{num_layers(target) + 1}.")
+        _refuse_several(source, layout.second)
         check_hidden_size(source, Fields(raw, {}), target)
+        if raw.get(OWN_TABLE):
+            raise UnsupportedError(
+                f"{source.folder}: config.json sets {OWN_TABLE}; supported are MTP modules that share the target's "
+                "embedding; choose another drafter"
+            )
         family = FAMILIES.get(str(raw.get("model_type")))
         if family is None:
             raise UnsupportedError(
-                f"{source.folder}: config.json names model_type {raw.get('model_type')!r}; an MTP module stored behind "
-                f"the target's layers is supported for {', '.join(FAMILIES)}"
+                f"{source.folder}: config.json names model_type {raw.get('model_type')!r}; an MTP module with a layer "
+                f"of the target's kind is supported for {', '.join(FAMILIES)}"
             )
-        config = ModelConfig.read(raw, family)
-        self.source, self.target, self.prefix = source, target, prefix
+        config, family = ModelConfig.read(raw, family), replace(family, names=replace(family.names, layer=layout.layer))
+        self.source, self.target, self.layout = source, target, layout
         self.builder = Builder(config, family, source, kernels, None, target.max_position, choose_format)
         self.reader = HeadReader(source, target, self.builder, config)
 
     def read(self) -> DraftHead:
         """The module."""
+        layout, size, shared = self.layout, self.target.hidden_size, self.target.parts
         layer = self.builder.layer(num_layers(self.target))
         assert layer.attention_norm is not None  # the entrance's
         attention = layer.attending
         if not attention.is_latent and attention.shape.window == 0:
             attention.shape = replace(attention.shape, window=SKIP_SLOT_ZERO)
-        size, shared = self.target.hidden_size, self.target.parts
         entrance = MtpEntrance(
-            token_norm=self.builder.norm(f"{self.prefix}.enorm", size),
-            state_norm=self.builder.norm(f"{self.prefix}.hnorm", size),
-            projection=self.reader.linear(f"{self.prefix}.eh_proj", size, 2 * size),
+            token_norm=self.builder.norm(layout.token_norm, size),
+            state_norm=self.builder.norm(layout.state_norm, size),
+            projection=self.reader.linear(layout.projection, size, 2 * size),
             attention_norm=layer.attention_norm,
             state_first=False,
         )
-        embedding, lm_head = self._embedding(), self._lm_head()
-        norm = self.builder.norm(f"{self.prefix}.shared_head.norm", size)
-        self.reader.refuse_unread(own=f"{self.prefix}.")
+        embedding, lm_head = self.reader.embedding(layout.embedding), self._lm_head()
+        norm = self.builder.norm(layout.final_norm, size)
+        self.reader.refuse_unread(own=layout.own)
         own = [entrance.projection, *([] if lm_head is shared.lm_head else [lm_head])]
         return DraftHead(
             HeadParts(
@@ -193,18 +254,15 @@ class _DeepSeek:
                 exit=self.reader.exit(norm, lm_head, feeds_normed=True),
                 fuse=as_it_is,
                 hidden_layers=(num_layers(self.target) + 1,),
-                masks_start=True,
+                masks_start=layout.masks_start,
                 kv_specs=self.reader.kv_specs([layer]),
                 state_size=size,
                 weight_bytes=num_bytes([layer], own, 0 if embedding is shared.embedding else embedding.nbytes),
             )
         )
 
-    def _embedding(self) -> Embedding:
-        return self.reader.embedding(f"{self.prefix}.embed_tokens")
-
     def _lm_head(self) -> Linear:
-        module = f"{self.prefix}.shared_head.head"
+        module = self.layout.lm_head
         if not self.source.has(f"{module}.weight"):
             return self.target.parts.lm_head
         return self.reader.linear(module, self.target.vocab_size, self.target.hidden_size)
