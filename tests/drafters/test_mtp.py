@@ -137,11 +137,8 @@ def test_nothing_changes_but_speed(width: int, temperature: float, limits: dict[
 
 
 def test_the_targets_own_folder_is_read_without_a_name(tmp_path: Path) -> None:
-    """MiMo's module in the files of a Qwen2-like target, whose own loading it does not disturb."""
-    model = factory.random_hf_model("qwen2", {"num_hidden_layers": LAYERS, "max_position_embeddings": 128})
-    folder = factory.save_checkpoint(model, tmp_path)
-    save_file({**load_file(folder / WEIGHTS), **mimo_tensors()}, folder / WEIGHTS)
-    loaded = load_model(folder, tiny.kernels())
+    """MiMo's module in the files of its target, whose own loading it does not disturb."""
+    loaded = load_model(folder := write_mimo(tmp_path, mimo_tensors()), tiny.kernels())
     made = engine(loaded.model, folder, None, 1)
     wanted = requests(3)
     tokens, stats = tiny.run(made, wanted)
@@ -149,9 +146,20 @@ def test_the_targets_own_folder_is_read_without_a_name(tmp_path: Path) -> None:
     assert tiny.num_accepted(stats) > 0
 
 
-def test_auto_takes_the_module_in_the_targets_own_checkpoint(tmp_path: Path) -> None:
+def write_mimo(folder: Path, more: dict[str, Tensor]) -> Path:
+    """A random MiMo, which is a Qwen2 by another name, and further tensors."""
     model = factory.random_hf_model("qwen2", {"num_hidden_layers": LAYERS, "max_position_embeddings": 128})
-    folder = factory.save_checkpoint(model, tmp_path / "mimo")
+    factory.save_checkpoint(model, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config |= {"model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    save_file({**load_file(folder / WEIGHTS), **more}, folder / WEIGHTS)
+    return folder
+
+
+def test_auto_takes_the_module_in_the_targets_own_checkpoint(tmp_path: Path) -> None:
+    folder = write_mimo(tmp_path / "mimo", {})
     assert chosen(folder) == ["suffix", "recycling"]
     save_file({**load_file(folder / WEIGHTS), **mimo_tensors()}, folder / WEIGHTS)
     assert chosen(folder) == ["suffix", "recycling", "mtp"]

@@ -18,6 +18,7 @@ from forerun.models.families.gpt_oss import GPT_OSS
 from forerun.models.families.granite import GRANITE
 from forerun.models.families.llama import LLAMA
 from forerun.models.families.llama4 import LLAMA4_TEXT
+from forerun.models.families.mimo import MIMO
 from forerun.models.families.minimax_m2 import MINIMAX_M2
 from forerun.models.families.ministral3 import MINISTRAL3
 from forerun.models.families.mistral import MISTRAL
@@ -35,7 +36,7 @@ from forerun.models.family import Family
 
 _WITH_SHARED = (DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM4_MOE_LITE, LLAMA4_TEXT)
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, MINIMAX_M2, *_WITH_SHARED)
-_LLAMA_LIKE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, GLM4)
+_LLAMA_LIKE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, MIMO, QWEN3, PHI3, GRANITE, SMOLLM3, GLM4)
 _OTHERS = (GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, EXAONE4, COHERE2)
 _HYBRIDS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_LLAMA_LIKE, *_OTHERS, *_MIXTURES, *_HYBRIDS)}
