@@ -183,10 +183,15 @@ def _stored_specs(config: EngineConfig, model: Model, drafter: Drafter) -> tuple
 def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int, device: torch.device) -> int:
     """Blocks for every sequence at full length, as far as the memory for KV goes: most of what a GPU has free."""
     wanted = config.max_num_seqs * -(-longest // config.block_size)
-    share = _SHARE_OF_HOST if device.type == "cpu" else _SHARE_OF_GPU
-    budget = config.kv_cache_bytes or int((memory_of(device) or _ASSUMED_BYTES) * share)
     per_block = bytes_per_block(specs, config.block_size)
-    return min(wanted, budget // per_block) if per_block else wanted
+    return min(wanted, kv_budget(config, device) // per_block) if per_block else wanted
+
+
+def kv_budget(config: EngineConfig, device: torch.device, weight_bytes: int = 0) -> int:
+    """Bytes for KV; `weight_bytes`: of a model that is not in memory yet."""
+    share = _SHARE_OF_HOST if device.type == "cpu" else _SHARE_OF_GPU
+    free = (memory_of(device) or _ASSUMED_BYTES) - weight_bytes
+    return config.kv_cache_bytes or int(max(free, 0) * share)
 
 
 def _policy(config: EngineConfig, runner: Runner, drafter: Portfolio, kv_cache: KVCache, kept: Kept | None) -> Policy:

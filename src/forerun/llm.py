@@ -18,11 +18,11 @@ from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import Request, RequestOutput, SamplingParams
 from forerun.drafters.base import DrafterHealth
 from forerun.drafters.named import drafter_config
-from forerun.drafters.registry import check, drafter_of
+from forerun.drafters.registry import check, telling_heads
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.stopping import OutputText
-from forerun.errors import ConfigError, ModelError, PromptError, QueueFullError, SamplingError, suggestion
+from forerun.errors import ConfigError, PromptError, QueueFullError, SamplingError, suggestion
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
 from forerun.models.adapted import LoraAdapter
@@ -82,7 +82,8 @@ class LLM:
         drafts = self._shared.drafts
         if name not in drafts:
             dtype = "auto" if self.config.dtype == "float16" else self.config.dtype  # drafts may be stored otherwise
-            loaded = _load_model(name, self._shared.kernels, dtype=dtype)
+            with telling_heads(name):
+                loaded = load_model(name, self._shared.kernels, dtype=dtype)
             check_same_vocabulary(self.tokenizer, loaded.tokenizer)
             drafts[name] = loaded
         return drafts[name].model
@@ -361,26 +362,14 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
 
 def _load(config: EngineConfig) -> _Shared:
     kernels = select_kernels(config.kernels, config.threads, device=config.device, pin=config.pin_threads)
-    loaded = _load_model(
-        config.model, kernels, dtype=config.dtype, generation_config=config.generation_config,
-        max_position=config.max_model_len, implementation=config.implementation, adapters=tuple(config.lora.values()),
-    )  # fmt: skip
+    with telling_heads(config.model):
+        loaded = load_model(
+            config.model, kernels, dtype=config.dtype, generation_config=config.generation_config,
+            max_position=config.max_model_len, implementation=config.implementation,
+            adapters=tuple(config.lora.values()),
+        )  # fmt: skip
     adapters = {name: load_adapter(name, path, loaded, kernels) for name, path in config.lora.items()}
     return _Shared(loaded, kernels, adapters=adapters)
-
-
-def _load_model(name: str, kernels: Kernels, **options: Any) -> LoadedModel:
-    """A model; a head that was taken for one is called what it is."""
-    try:
-        return load_model(name, kernels, **options)
-    except ModelError as error:
-        drafter = drafter_of(name)
-        if drafter is None:
-            raise
-        raise ConfigError(
-            f"{name} is a draft head, not a model: draft with it for the model it was trained with by drafter "
-            f"'{drafter}={name}' (on the command line --drafter {drafter}={name})"
-        ) from error
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

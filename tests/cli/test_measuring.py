@@ -15,7 +15,9 @@ from forerun.models.gguf_export import export_gguf
 from forerun.quantize.run import open_source, round_model
 from forerun.quantize.settings import QuantizeSettings
 from forerun.speculation import selfcheck
+from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.resolve import resolve_model
+from tests.drafters.test_mtp import WithModule
 from tests.models.factory import make_checkpoint, random_hf_model, save_checkpoint
 
 ROW = {
@@ -26,7 +28,7 @@ CHECK = {
 }  # fmt: skip
 INSPECT = {
     "model", "folder", "family", "implementation", "num_parameters", "sizes", "dtype", "context",
-    "usable_context", "tokenizer",
+    "usable_context", "tokenizer", "parsers", "adapters",
     "chat_template", "drafters", "memory", "backend", "kernels", "storage", "slow", "text_part",
 }  # fmt: skip
 
@@ -183,6 +185,24 @@ def test_inspect_json(run_json: Any) -> None:
     memory = report["memory"]
     assert memory["kv_bytes_at_full_context"] == memory["kv_bytes_per_token"] * report["context"] > 0
     assert {"linear", "attention", "gumbel_argmax"} <= set(report["kernels"])
+
+
+def test_inspect_tells_what_comes_with_a_checkpoint_and_reads_no_weights(
+    run: Any, run_json: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = WithModule(tmp_path, "qwen3.5").folder
+    (folder / "polite").mkdir()
+    (folder / "polite" / "adapter_config.json").write_text("{}", "utf-8")
+    monkeypatch.setattr(Checkpoint, "tensor", lambda *_: pytest.fail("read"))
+    report = run_json("inspect", str(folder))
+    assert report["drafters"]["mtp"] == "with the checkpoint's own module" and report["adapters"] == ["polite"]
+    memory, context = report["memory"], report["usable_context"]
+    assert memory["state_bytes"] == 3 * 4 * (3 * 88 + 4 * 12 * 10)
+    taken = memory["weights_bytes"] + context * memory["kv_bytes_per_token"] + memory["state_bytes"]
+    assert memory["bytes_at_usable_context"] == taken
+    text = " ".join(run("inspect", str(folder)).stdout.split())
+    assert "8.7 KiB a request" in text and f"for one request of {context} tokens" in text and "polite" in text
+    assert run_json("inspect", "mini")["parsers"] == {"tools": "hermes", "reasoning": None}
 
 
 def test_inspect_says_how_weights_are_stored(run: Any, run_json: Any, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from forerun.progress import progress_bar
 if TYPE_CHECKING:
     from forerun.llm import LLM
     from forerun.models.loader import LoadedModel
+    from forerun.models.overview import Overview
 
 
 def open_llm(
@@ -93,7 +94,7 @@ def downloading(model: str, num_bytes: int) -> AbstractContextManager[Callable[[
     return progress_bar(model, num_bytes, shown, in_bytes=True)
 
 
-def why_slow(loaded: LoadedModel) -> str | None:
+def why_slow(loaded: LoadedModel | Overview) -> str | None:
     """The note for a model that runs through transformers; None for one that forerun runs itself."""
     from forerun.models.families import FAMILIES
 
@@ -105,7 +106,7 @@ def why_slow(loaded: LoadedModel) -> str | None:
     )
 
 
-def what_part(loaded: LoadedModel) -> str | None:
+def what_part(loaded: LoadedModel | Overview) -> str | None:
     """The note for a multimodal model; None for one of text alone."""
     from forerun.models.multimodal import PART_OF
 

@@ -1,6 +1,6 @@
 """`forerun inspect`: what a checkpoint is, what can draft for it, what it needs, which kernels run it.
 
-Knows: how to summarise a loaded model. Does not know: formats and families.
+Knows: how to summarise what configuration and headers tell; weights are not read. Does not know: formats and families.
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from forerun.cli import options as opt
-from forerun.cli.console import out, print_json, table
-from forerun.cli.engine import open_llm, what_part, why_slow
+from forerun.cli.console import out, print_json, print_note, table
+from forerun.cli.engine import note_slow_kernels, prepare, what_part, why_slow
 from forerun.cli.groups import values
 
 if TYPE_CHECKING:
+    from forerun.config import EngineConfig
     from forerun.drafters.base import DrafterSpec
+    from forerun.kernels.ops import Kernels
     from forerun.models.config import ModelConfig
-    from forerun.models.loader import LoadedModel
+    from forerun.models.overview import Overview
 
 
 def inspect(
@@ -30,47 +32,84 @@ def inspect(
 
 
 def _inspect(name: str, **options: Any) -> dict[str, Any]:
-    llm = open_llm(name, "none", max_num_seqs=1, **options)
-    loaded = llm.loaded
+    given = {option: value for option, value in options.items() if value is not None}
+    prepare(name, "none", **given)
+    from forerun.drafters.registry import telling_heads
+    from forerun.kernels.select import select_kernels
+    from forerun.llm import engine_config
+    from forerun.models.overview import look_at
+
+    config = engine_config(name, given)
+    kernels = select_kernels(config.kernels, config.threads, device=config.device, pin=config.pin_threads)
+    with telling_heads(name):
+        found = look_at(name, config.dtype)
+    note_slow_kernels(kernels, given.get("kernels"))
+    for said in (why_slow(found), what_part(found)):
+        if said is not None:
+            print_note(said)
+    usable = _usable_context(found, config, kernels)
     return {
         "model": name,
-        "folder": str(loaded.folder),
-        **_describe(loaded),
-        "usable_context": llm.max_model_len,
-        "tokenizer": {"vocab_size": loaded.tokenizer.vocab_size, "eos_token_ids": list(loaded.tokenizer.eos_token_ids)},
-        "chat_template": loaded.tokenizer.chat_template is not None,
-        "drafters": _drafters(name, loaded),
-        "memory": _memory(loaded),
-        "backend": {"name": llm.kernels.name, "reason": llm.kernels.reason},
-        "kernels": llm.kernels.describe(),
+        "folder": str(found.folder),
+        **_describe(found),
+        "usable_context": usable,
+        "tokenizer": {"vocab_size": found.tokenizer.vocab_size, "eos_token_ids": list(found.tokenizer.eos_token_ids)},
+        "chat_template": found.tokenizer.chat_template is not None,
+        "parsers": _parsers(found.tokenizer.chat_template),
+        "adapters": list(found.adapters),
+        "drafters": _drafters(name, found),
+        "memory": _memory(found, usable),
+        "backend": {"name": kernels.name, "reason": kernels.reason},
+        "kernels": kernels.describe(),
     }
 
 
-def _describe(loaded: LoadedModel) -> dict[str, Any]:
+def _usable_context(found: Overview, config: EngineConfig, kernels: Kernels) -> int:
+    """The positions of one request that fit beside the weights."""
+    from forerun.assemble import kv_budget
+    from forerun.cache.kv_cache import bytes_per_block
+
+    per_block = bytes_per_block(found.kv_specs, config.block_size)
+    if not per_block:
+        return found.max_position
+    num_blocks = kv_budget(config, kernels.device, found.weight_bytes) // per_block
+    return min(found.max_position, num_blocks * config.block_size)
+
+
+def _parsers(template: str | None) -> dict[str, str | None]:
+    """What a server takes for tool calls and for reasoning, going by the chat template."""
+    from forerun.server.reasoning import reasoning_style
+    from forerun.server.tools import tool_style
+
+    marks = reasoning_style("auto", template)
+    return {"tools": template and tool_style("auto", template), "reasoning": " ... ".join(marks) if marks else None}
+
+
+def _describe(found: Overview) -> dict[str, Any]:
     """Family and sizes, as config.json gives them, and how the weights are stored."""
     from forerun.models.storage import describe_storage
 
-    raw = loaded.raw_config
+    raw = found.raw_config
     sizes = {
         "num_layers": raw.get("num_hidden_layers"),
         "hidden_size": raw.get("hidden_size"),
         "intermediate_size": raw.get("intermediate_size"),
         "num_heads": raw.get("num_attention_heads"),
         "num_kv_heads": raw.get("num_key_value_heads", raw.get("num_attention_heads")),
-        "vocab_size": loaded.model.vocab_size,
-        **_special_sizes(loaded.config),
+        "vocab_size": found.vocab_size,
+        **_special_sizes(found.config),
     }
-    storage = describe_storage(loaded.folder, loaded.model.num_parameters)
+    storage = describe_storage(found.folder, found.num_parameters)
     return {
         "family": raw.get("model_type"),
-        "text_part": what_part(loaded),
-        "implementation": loaded.implementation,
-        "slow": why_slow(loaded),
-        "num_parameters": loaded.model.num_parameters,
+        "text_part": what_part(found),
+        "implementation": found.implementation,
+        "slow": why_slow(found),
+        "num_parameters": found.num_parameters,
         "sizes": sizes,
         "dtype": storage["method"],
         "storage": storage,
-        "context": loaded.model.max_position,
+        "context": found.max_position,
     }
 
 
@@ -88,12 +127,12 @@ def _special_sizes(config: ModelConfig | None) -> dict[str, int]:
     return sizes
 
 
-def _drafters(name: str, loaded: LoadedModel) -> dict[str, str]:
+def _drafters(name: str, found: Overview) -> dict[str, str]:
     """Drafter -> with what it works already, or what it needs."""
     from forerun.drafters.registry import all_specs
 
     single = [spec for spec in all_specs().values() if spec.is_single]
-    is_open = loaded.implementation == "forerun"
+    is_open = found.implementation == "forerun"
     return {spec.name: _with_what(name, spec) for spec in single if is_open or not spec.needs_layers}
 
 
@@ -107,13 +146,16 @@ def _with_what(name: str, spec: DrafterSpec) -> str:
     return "with the checkpoint's own module" if in_checkpoint else f"with {spec.model} (--draft-model)"
 
 
-def _memory(loaded: LoadedModel) -> dict[str, int]:
+def _memory(found: Overview, usable_context: int) -> dict[str, int]:
     """Bytes; a model that keeps its own state (transformers) has no KV to count."""
-    per_token = sum(spec.bytes_per_position for spec in loaded.model.kv_specs)
+    per_token = sum(spec.bytes_per_position for spec in found.kv_specs)
+    state = sum(spec.bytes_per_slot for spec in found.state_specs)
     return {
-        "weights_bytes": loaded.model.weight_bytes,
+        "weights_bytes": found.weight_bytes,
         "kv_bytes_per_token": per_token,
-        "kv_bytes_at_full_context": per_token * loaded.model.max_position,
+        "kv_bytes_at_full_context": per_token * found.max_position,
+        "state_bytes": state,
+        "bytes_at_usable_context": found.weight_bytes + per_token * usable_context + state,
     }
 
 
@@ -139,14 +181,26 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         *_experts(sizes),
         ("context", _context(report)),
         ("tokenizer", f"{report['tokenizer']['vocab_size']} tokens"),
-        ("chat template", "yes" if report["chat_template"] else "no"),
+        ("chat template", _template(report)),
+        *([("adapters", ", ".join(report["adapters"]))] if report["adapters"] else []),
         ("can draft", "; ".join(f"{name}: {how}" for name, how in report["drafters"].items())),
         ("on disk", "; ".join(_by_type(*kind) for kind in report["storage"]["bytes"].items())),
         ("weights", f"{_size(memory['weights_bytes'])} in memory"),
         ("KV cache", _kv(memory)),
+        *([("state", f"{_size(memory['state_bytes'])} a request")] if memory["state_bytes"] else []),
+        ("memory", f"{_size(memory['bytes_at_usable_context'])} for one request of {report['usable_context']} tokens"),
         ("backend", f"{report['backend']['name']}: {report['backend']['reason']}"),
         ("kernels", _kernels(report["kernels"])),
     ]
+
+
+def _template(report: dict[str, Any]) -> str:
+    parsers = report["parsers"]
+    if not report["chat_template"]:
+        return "no"
+    return f"yes; tool calls as {parsers['tools']}" + (
+        f", reasoning in {marks}" if (marks := parsers["reasoning"]) else ""
+    )
 
 
 def _stored(storage: dict[str, Any]) -> str:

@@ -11,7 +11,8 @@ import importlib.util
 import pkgutil
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -79,7 +80,22 @@ def check_names(members: Sequence[str]) -> None:
             raise ConfigError(f"a portfolio has {num} members named {name}: name each drafter once")
 
 
-def drafter_of(name_or_folder: str | Path) -> str | None:
+@contextmanager
+def telling_heads(name: str) -> Iterator[None]:
+    """Say of a draft head that was taken for a model that it is one. Raises ConfigError."""
+    try:
+        yield
+    except ModelError as error:
+        drafter = _drafter_of(name)
+        if drafter is None:
+            raise
+        raise ConfigError(
+            f"{name} is a draft head, not a model: draft with it for the model it was trained with by drafter "
+            f"'{drafter}={name}' (on the command line --drafter {drafter}={name})"
+        ) from error
+
+
+def _drafter_of(name_or_folder: str | Path) -> str | None:
     """The drafter whose heads this model or folder holds; None if there are none."""
     try:
         folder = resolve_model(name_or_folder)

@@ -70,7 +70,7 @@ class HFModel:
         self.num_layers: int = getattr(config, "num_hidden_layers", 0)
         self.device: torch.device = module.device
         self.vocab_size: int = config.vocab_size if head is None else head.weight.shape[0]
-        self.max_position: int = _max_position(config)
+        self.max_position: int = max_position(config)
         parameters = list(module.parameters())
         self.weight_bytes = sum(p.nbytes for p in parameters)
         self.num_parameters = sum(p.numel() for p in parameters)
@@ -196,7 +196,7 @@ def _cache_name(module: Any) -> str:
     return name
 
 
-def _max_position(config: Any) -> int:
+def max_position(config: Any) -> int:
     """What config.json says; for longrope the original context, beyond which all keys would change."""
     sizes = [getattr(config, name, None) for name in POSITION_FIELDS]
     stated = next((size for size in sizes if isinstance(size, int) and size > 0), UNBOUNDED_POSITIONS)

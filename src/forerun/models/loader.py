@@ -100,8 +100,7 @@ def load_model(
     that will be given to `load_adapter`, checked first.
     Raises ModelError and ResourceError, where possible before any weight is read.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    dtype_named(dtype)
     named, folder = GenerationConfig.named(generation_config), resolve_model(name_or_path)
     generation = named or GenerationConfig.beside(folder)
     _check_sampling(generation)
@@ -119,6 +118,13 @@ def load_model(
     return replace(loaded, sampling=generation.sampling)
 
 
+def dtype_named(dtype: str) -> torch.dtype | None:
+    """What unquantized matrices are converted to, None for nothing; raises ConfigError for a name that is none."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    return DTYPES[dtype]
+
+
 def load_adapter(name: str, path: str | Path, loaded: LoadedModel, kernels: Kernels) -> LoraAdapter:
     """A LoRA adapter for a model that forerun runs itself. Raises ModelError and ResourceError."""
     family = _family_with_adapters(loaded.implementation, loaded.raw_config)
@@ -131,10 +137,9 @@ def load_adapter(name: str, path: str | Path, loaded: LoadedModel, kernels: Kern
 def _check_adapters(paths: Iterable[str | Path], folder: Path, implementation: Implementation) -> None:
     """Raise ModelError for adapters that cannot be loaded, or are for another model. Reads headers only."""
     for path in paths:
-        base: Checkpoint | GgufCheckpoint = GgufCheckpoint.open(folder) if is_gguf(folder) else Checkpoint.open(folder)
-        raw: Mapping[str, Any] = base.config if isinstance(base, GgufCheckpoint) else _read_raw(folder)
+        base = open_checkpoint(folder)
+        raw = base.config
         family = _family_with_adapters("forerun" if is_gguf(folder) else _choose(raw, implementation), raw)
-        base = base.text_part(dict(raw)) if isinstance(base, Checkpoint) and PART_OF in raw else base
         PeftAdapter.open(Path(path), is_text_part=PART_OF in raw).check_base(base, family.names)
 
 
@@ -169,6 +174,16 @@ def read_config(folder: Path) -> ModelConfig | None:
     raw = _read_raw(folder)
     family = find_family(raw)
     return None if family is None else ModelConfig.read(raw, family)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint | GgufCheckpoint:
+    """The tensors in a folder or GGUF file, of a multimodal model those of its text part, with its configuration."""
+    return GgufCheckpoint.open(folder) if is_gguf(folder) else _open_text(folder, _read_raw(folder))
+
+
+def _open_text(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
+    stored = Checkpoint.open(folder)
+    return stored.text_part(dict(raw)) if PART_OF in raw else stored
 
 
 def _read_raw(folder: Path) -> dict[str, Any]:
@@ -218,8 +233,7 @@ def _load_native(
     config = ModelConfig.read(raw, family)
     _check_device(config, kernels.device)
     positions = _positions(config.max_position, max_position, raw)
-    checkpoint = Checkpoint.open(folder)
-    checkpoint = checkpoint.text_part(dict(raw)) if PART_OF in raw else checkpoint
+    checkpoint = _open_text(folder, raw)
     config = _tied_as_stored(config, family, checkpoint)
     check_tensors(checkpoint)
     if any((raw.get(SECTION) or {}).get(name) for name in CACHE_SCHEMES):

@@ -1,0 +1,146 @@
+"""What a model is and what it would take, told by its configuration and headers: no weight is read.
+
+Knows: the sizes a loaded model will have. Does not know: how tensors are decoded, engines, how any of it is shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.models.adapters import CONFIG_FILE
+from forerun.models.base import LayerSpec, StateSpec
+from forerun.models.blocks import DeltaDims
+from forerun.models.config import ModelConfig, num_parameters
+from forerun.models.family import Family
+from forerun.models.loader import dtype_named, find_family, open_checkpoint, read_config
+from forerun.models.storage import check_float16
+from forerun.quant.formats import check_tensors
+from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
+from forerun.weights.gguf_checkpoint import GgufCheckpoint
+from forerun.weights.resolve import resolve_model
+from forerun.weights.tokenizer import Tokenizer, check_vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """A model that was not loaded; of one that runs through transformers what its headers tell."""
+
+    folder: Path  # or the GGUF file
+    raw_config: Mapping[str, Any]
+    config: ModelConfig | None  # None for a model that runs through transformers
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_position: int
+    num_parameters: int
+    weight_bytes: int  # in memory
+    kv_specs: tuple[LayerSpec, ...]  # () for a model that keeps its own state
+    state_specs: tuple[StateSpec, ...]
+    adapters: tuple[str, ...]  # names of folders beside the weights that hold PEFT adapters
+
+    @property
+    def implementation(self) -> str:
+        """What runs it."""
+        return "transformers" if self.config is None else "forerun"
+
+
+def look_at(name_or_path: str | Path, dtype: str = "auto") -> Overview:
+    """What `load_model` would load. Raises ModelError, for damage to tensors' data excepted."""
+    kept, folder = dtype_named(dtype), resolve_model(name_or_path)
+    if dtype == "float16":
+        check_float16(folder)
+    stored = open_checkpoint(folder)
+    tokenizer = stored.tokenizer() if isinstance(stored, GgufCheckpoint) else Tokenizer.from_folder(folder)
+    family, config = find_family(stored.config), read_config(folder)
+    if family is None or config is None:
+        assert isinstance(stored, Checkpoint)
+        return _through_transformers(folder, stored, tokenizer)
+    if isinstance(stored, Checkpoint):
+        check_tensors(stored)
+        # Whether an output layer is a copy of the embedding would show only in its data: it is counted.
+        has_head = stored.has(f"{family.names.lm_head}.weight")
+        config = replace(config, tie_embeddings=config.tie_embeddings and not has_head)
+    check_vocabulary(tokenizer, config.vocab_size)
+    return Overview(
+        folder,
+        stored.config,
+        config,
+        tokenizer,
+        vocab_size=config.vocab_size,
+        max_position=config.max_position,
+        num_parameters=num_parameters(config),
+        weight_bytes=_weight_bytes(config, family, stored, kept),
+        kv_specs=_kv_specs(config, _kv_dtype(config, family, stored, kept)),
+        state_specs=() if config.deltas is None else (_state_spec(config.deltas),) * len(config.deltas.layers),
+        adapters=_adapters(folder),
+    )
+
+
+def _through_transformers(folder: Path, stored: Checkpoint, tokenizer: Tokenizer) -> Overview:
+    from forerun.models.hf import max_position
+    from forerun.models.hf_loading import read_hf_config  # imports transformers, which takes seconds
+
+    config = read_hf_config(folder, stored.config)
+    return Overview(
+        folder,
+        stored.config,
+        None,
+        tokenizer,
+        vocab_size=config.get_text_config().vocab_size,
+        max_position=max_position(config.get_text_config()),
+        num_parameters=sum(math.prod(stored.shape(name)) for name in stored),
+        weight_bytes=stored.nbytes,
+        kv_specs=(),
+        state_specs=(),
+        adapters=_adapters(folder),
+    )
+
+
+def _weight_bytes(
+    config: ModelConfig, family: Family, stored: Checkpoint | GgufCheckpoint, dtype: torch.dtype | None
+) -> int:
+    """Bytes of the tensors a decoder reads: formats keep their size, float16 is widened."""
+    names = family.names
+    layers = tuple(f"{names.layer.format(index=index)}." for index in range(config.num_layers))
+    heads = () if config.tie_embeddings else (f"{names.lm_head}.",)
+    own = (*layers, *heads, f"{names.embedding}.", f"{names.final_norm}.")
+    return sum(nbytes * _growth(kind, dtype) // 4 for name, kind, nbytes in stored.stored() if name.startswith(own))
+
+
+def _growth(kind: str, dtype: torch.dtype | None) -> int:
+    """Quarters of its size in a file that a tensor takes in memory."""
+    if kind not in FLOAT_DTYPES:
+        return 4
+    kept = dtype or (torch.float32 if kind == "F16" else FLOAT_DTYPES[kind])
+    return 4 * kept.itemsize // FLOAT_DTYPES[kind].itemsize
+
+
+def _kv_dtype(
+    config: ModelConfig, family: Family, stored: Checkpoint | GgufCheckpoint, dtype: torch.dtype | None
+) -> torch.dtype:
+    """As `Builder.decoder` has it: float32 beside float32 and float16 matrices, else bfloat16."""
+    names = family.names
+    out = f"{names.layer.format(index=0)}.{names.delta.out if config.is_recurrent(0) else names.out}.weight"
+    kind = stored.stored_as(out) if stored.has(out) else ""
+    kept = dtype or FLOAT_DTYPES.get(kind, torch.bfloat16)
+    return torch.bfloat16 if kept == torch.bfloat16 else torch.float32
+
+
+def _kv_specs(config: ModelConfig, dtype: torch.dtype) -> tuple[LayerSpec, ...]:
+    num_attending = sum(not config.is_recurrent(layer) for layer in range(config.num_layers))
+    heads = config.heads
+    return (LayerSpec(heads.num_kv, heads.head_dim, dtype, config.latents is not None),) * num_attending
+
+
+def _state_spec(dims: DeltaDims) -> StateSpec:
+    heads = dims.heads
+    return StateSpec((dims.taps - 1, heads.row_size), (heads.num_values, heads.key_dim, heads.value_dim))
+
+
+def _adapters(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))) if folder.is_dir() else ()

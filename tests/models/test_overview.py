@@ -1,0 +1,70 @@
+"""What is told of a checkpoint by its headers is what loading it gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.errors import ConfigError, ModelError
+from forerun.models.base import state_specs_of
+from forerun.models.gguf_export import export_gguf
+from forerun.models.loader import load_model
+from forerun.models.overview import look_at
+from forerun.weights.checkpoint import Checkpoint
+from forerun.weights.resolve import resolve_model
+from tests.models import factory
+
+CASES = (
+    "llama", "llama-tied-biased", "qwen2", "gemma2", "cohere2", "deepseek", "glm4-moe", "gpt-oss", "qwen3-next",
+    "qwen3.5-moe",
+)  # fmt: skip
+
+
+def check(path: Path, dtype: str = "auto") -> None:
+    loaded, found = load_model(path, factory.make_kernels(), dtype), look_at(path, dtype)
+    model = loaded.model
+    assert (found.folder, found.config, found.implementation) == (loaded.folder, loaded.config, "forerun")
+    assert (found.kv_specs, found.state_specs) == (model.kv_specs, state_specs_of(model))
+    assert (found.vocab_size, found.max_position) == (model.vocab_size, model.max_position)
+    assert found.num_parameters == model.num_parameters
+    assert found.weight_bytes == pytest.approx(model.weight_bytes, rel=0.15)  # 16 rows at least a matrix
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    check(factory.make_checkpoint(case, tmp_path, dtype))
+
+
+def test_another_dtype(tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("llama", tmp_path, torch.bfloat16)
+    check(folder, "float32")
+    with pytest.raises(ConfigError, match="float16"):
+        look_at(folder, "float16")
+    with pytest.raises(ConfigError, match="dtype must be one of"):
+        look_at(folder, "int3")
+
+
+@pytest.mark.parametrize("mix", ["Q4_K_M", "Q8_0"])
+def test_a_gguf_file(mix: str, tmp_path: Path) -> None:
+    export_gguf(resolve_model("mini"), tmp_path / "mini.gguf", mix)
+    check(tmp_path / "mini.gguf")
+
+
+def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = factory.make_checkpoint("qwen3.5", tmp_path)
+    for method in ("tensor", "raw", "integers"):
+        monkeypatch.setattr(Checkpoint, method, lambda *_: pytest.fail("read"))
+    assert look_at(folder).state_specs[0].bytes_per_slot == 4 * (3 * 88 + 4 * 12 * 10)
+
+
+def test_a_model_that_runs_through_transformers(tmp_path: Path) -> None:
+    folder = factory.save_checkpoint(factory.random_hf_model("gpt_neox"), tmp_path)
+    found, model = look_at(folder), load_model(folder, factory.make_kernels()).model
+    assert (found.config, found.implementation, found.kv_specs) == (None, "transformers", ())
+    assert (found.vocab_size, found.max_position) == (model.vocab_size, model.max_position)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError):
+        look_at(folder)
