@@ -1,4 +1,4 @@
-"""MTP modules of DeepSeek, GLM, Qwen and MiMo give the logits of the formulas, and what they draft changes no token."""
+"""MTP modules of DeepSeek, GLM, Qwen, Ernie and MiMo give the logits of the formulas, and drafts change no token."""
 
 from __future__ import annotations
 
@@ -182,10 +182,28 @@ def chosen(folder: Path) -> list[str]:
     return [member.name for member in engine_config(str(folder), {"drafter": "auto"}).drafter.members]
 
 
-# -- DeepSeek, GLM, Qwen -------------------------------------------------------------------------------------------
+# -- DeepSeek, GLM, Qwen, Ernie ---------------------------------------------------------------------------------------
 
-NAMES = {"token": "enorm", "state": "hnorm", "projection": "eh_proj", "final": "shared_head.norm"}
-QWEN_NAMES = {"token": "pre_fc_norm_embedding", "state": "pre_fc_norm_hidden", "projection": "fc", "final": "norm"}
+NAMES = {  # role -> tensors, where N is the number of the target's layers
+    "layer": "model.layers.N",
+    "token": "model.layers.N.enorm",
+    "state": "model.layers.N.hnorm",
+    "projection": "model.layers.N.eh_proj",
+    "final": "model.layers.N.shared_head.norm",
+}
+QWEN_NAMES = {
+    "layer": "mtp.layers.0",
+    "token": "mtp.pre_fc_norm_embedding",
+    "state": "mtp.pre_fc_norm_hidden",
+    "projection": "mtp.fc",
+    "final": "mtp.norm",
+}
+ERNIE_NAMES = {
+    "layer": "model.mtp_block.0",
+    "token": "model.mtp_emb_norm.0",
+    "state": "model.mtp_hidden_norm.0",
+    "projection": "model.mtp_linear_proj.0",
+}
 OWN_TABLES = ("embed_tokens", "shared_head.head")
 TYPES = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}  # and those of a module's layer
 
@@ -196,14 +214,18 @@ class WithModule:
     def __init__(self, folder: Path, case: str = "deepseek", has_tables: bool = False) -> None:
         model_type, fields = factory.CASES[case]
         self.num_layers = num = fields.get("num_hidden_layers", LAYERS)
-        more = {name: [*fields[name], last] for name, last in TYPES.items() if name in fields}
+        more: dict[str, Any] = {name: [*fields[name], last] for name, last in TYPES.items() if name in fields}
+        if "moe_k" in fields:  # an Ernie, whose module has no experts
+            more["moe_layer_end_index"] = num - 1
         fields = {**fields, **more, "num_hidden_layers": num + 1, "max_position_embeddings": 128}
         model = factory.random_hf_model(model_type, fields)
         self.eps, self.is_latent = model.config.rms_norm_eps, "kv_lora_rank" in fields
         self.is_qwen = model_type.startswith("qwen")
+        names = QWEN_NAMES if self.is_qwen else ERNIE_NAMES if model_type.startswith("ernie") else NAMES
+        self.names = {role: name.replace("N", str(num)) for role, name in names.items()}
         self.folder = factory.save_checkpoint(model, folder)
         draw = Draw(5)
-        self.own = {role: draw.norm() for role in ("token", "state", "final")}
+        self.own = {role: draw.norm() for role in ("token", "state", "final") if role in names}
         self.own["projection"] = draw.matrix(HIDDEN, 2 * HIDDEN)
         self.tables = {name: draw.matrix(VOCAB, HIDDEN) for name in OWN_TABLES} if has_tables else {}
         tensors = load_file(folder / WEIGHTS)
@@ -218,15 +240,13 @@ class WithModule:
         self.truth = Truth(model)
 
     def _renamed(self, name: str) -> str:
-        behind = f"model.layers.{self.num_layers}."
-        return name.replace(behind, "mtp.layers.0.") if self.is_qwen else name
+        return name.replace(f"model.layers.{self.num_layers}.", f"{self.names['layer']}.")
 
     def _stored(self) -> dict[str, Tensor]:
         """Qwen stores weights of norms less 1."""
-        prefix, names = ("mtp", QWEN_NAMES) if self.is_qwen else (f"model.layers.{self.num_layers}", NAMES)
-        less = {role: 1.0 if self.is_qwen and role != "projection" else 0.0 for role in names}
-        own = {f"{prefix}.{names[role]}.weight": tensor - less[role] for role, tensor in self.own.items()}
-        return own | {f"{prefix}.{name}.weight": table for name, table in self.tables.items()}
+        less = {role: 1.0 if self.is_qwen and role != "projection" else 0.0 for role in self.own}
+        own = {f"{self.names[role]}.weight": tensor - less[role] for role, tensor in self.own.items()}
+        return own | {f"{self.names['layer']}.{name}.weight": table for name, table in self.tables.items()}
 
     def reference(self) -> Reference:
         truth = self.truth
@@ -242,7 +262,7 @@ class WithModule:
             fuse=lambda states: states,
             inner=self.inner,
             outcome=outcome,
-            mask_start=not self.is_qwen,
+            mask_start=self.names["token"].endswith(".enorm"),
         )
 
     @torch.no_grad()
@@ -259,7 +279,9 @@ class WithModule:
         return (out[0] if isinstance(out, tuple) else out).reshape(-1, HIDDEN)[num_before:]
 
     def _rms(self, x: Tensor, role: str) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.own[role]
+        """An Ernie's last norm is the target's."""
+        weight = self.own.get(role, self.truth.model.model.norm.weight.detach())
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight
 
 
 @pytest.mark.parametrize(
@@ -273,6 +295,7 @@ class WithModule:
         ("qwen3-next", False),
         ("qwen3.5", False),
         ("qwen3.5-moe", False),
+        ("ernie4.5-moe", False),
     ],
 )
 def test_a_layer_of_the_targets_kind_computes_the_formulas(case: str, has_tables: bool, tmp_path: Path) -> None:

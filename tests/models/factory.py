@@ -132,6 +132,18 @@ NEXT = {
     "mlp_only_layers": [1],
     "tie_word_embeddings": True,
 }
+ERNIE = {
+    "moe_num_experts": 6,
+    "moe_k": 2,
+    "moe_intermediate_size": 20,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 0,
+    "moe_layer_end_index": -1,
+    "moe_gate": "topk",
+    "moe_capacity": [6, 6, 6],
+    "moe_use_aux_free": True,
+    "use_rmsnorm": True,
+}
 # name -> (model_type, fields beyond SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -199,6 +211,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3_next", NEXT),
     "qwen3.5": ("qwen3_5_text", DELTA),
     "qwen3.5-moe": ("qwen3_5_moe_text", {**DELTA, **QWEN_EXPERTS, "shared_expert_intermediate_size": 24}),
+    "ernie4.5": ("ernie4_5", {"head_dim": 16}),
+    "ernie4.5-moe": ("ernie4_5_moe", ERNIE),
+    "ernie4.5-moe-plain": ("ernie4_5_moe", {**ERNIE, "moe_num_shared_experts": 0, "moe_layer_end_index": 0}),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": 9}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),

@@ -39,7 +39,7 @@ from tests.support.drafting import context_of, watch_chains
 pytest.importorskip("forerun.kernels.cpu._native")
 
 BLOCK_SIZE, BLOCKS_EACH = 4, 24
-LAYOUTS = (*test_eagle.LAYOUTS, "mimo", "deepseek")
+LAYOUTS = (*test_eagle.LAYOUTS, "mimo", "deepseek", "glm4-moe", "ernie4.5-moe")
 LENGTHS = (5, 1, 7, 3)  # nodes each draft may have besides its root
 
 
@@ -58,8 +58,8 @@ class Case:
 def case(layout: str) -> Case:
     with TemporaryDirectory() as name:
         folder = Path(name)
-        if layout == "deepseek":
-            made = test_mtp.WithModule(folder, has_tables=True)
+        if layout in factory.CASES:
+            made = test_mtp.WithModule(folder, layout, has_tables=layout == "deepseek")
             target: Model = load_model(made.folder, tiny.kernels()).model
             assert isinstance(target, Decoder)
             return Case(read_mtp(open_head(made.folder), target, tiny.kernels()), target)

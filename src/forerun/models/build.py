@@ -190,8 +190,9 @@ class Builder:
         return stored + self.family.norm_offset if self.family.norm_offset else stored
 
     def vector(self, name: str, size: int) -> Tensor:
-        """The tensor `name` [size] as float32, where the kernels run."""
-        return aligned(self.source.tensor(name, (size,)).float()).to(self.kernels.device)  # [size]
+        """The tensor `name`, stored as [size] or as a row of it, as float32 where the kernels run -> [size]."""
+        shape = (1, size) if self.source.has(name) and self.source.shape(name) == (1, size) else (size,)
+        return aligned(self.source.tensor(name, shape).flatten().float()).to(self.kernels.device)
 
     def _embedding(self, head: Linear) -> Embedding:
         """The table; if it is tied to the output layer and rows can be read from that one's matrix, that matrix."""

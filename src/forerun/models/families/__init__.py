@@ -8,6 +8,7 @@ from __future__ import annotations
 from forerun.models.families.cohere2 import COHERE2
 from forerun.models.families.deepseek_v3 import DEEPSEEK_V3
 from forerun.models.families.deepseek_v32 import DEEPSEEK_V32
+from forerun.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from forerun.models.families.exaone4 import EXAONE4
 from forerun.models.families.gemma2 import GEMMA2
 from forerun.models.families.gemma3 import GEMMA3_TEXT
@@ -34,9 +35,9 @@ from forerun.models.families.qwen3_next import QWEN3_NEXT
 from forerun.models.families.smollm3 import SMOLLM3
 from forerun.models.family import Family
 
-_WITH_SHARED = (DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM4_MOE_LITE, LLAMA4_TEXT)
+_WITH_SHARED = (ERNIE4_5_MOE, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM4_MOE_LITE, LLAMA4_TEXT)
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, MINIMAX_M2, *_WITH_SHARED)
-_LLAMA_LIKE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, MIMO, QWEN3, PHI3, GRANITE, SMOLLM3, GLM4)
+_LLAMA_LIKE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, MIMO, QWEN3, PHI3, GRANITE, SMOLLM3, GLM4, ERNIE4_5)
 _OTHERS = (GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, EXAONE4, COHERE2)
 _HYBRIDS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_LLAMA_LIKE, *_OTHERS, *_MIXTURES, *_HYBRIDS)}

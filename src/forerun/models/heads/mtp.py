@@ -10,11 +10,13 @@ DeepSeek    h' = eh_proj [enorm embed(x); hnorm h]; a layer of the target's kind
 Qwen3-Next  h' = fc [pre_fc_norm_embedding embed(x); pre_fc_norm_hidden h]; a layer of the target's kind that attends;
             logits = the target's lm_head of norm(y), which is fed back. Stored as `mtp`. h is the state after the final
             norm. Qwen3.5 and 3.6 have the same.
+Ernie 4.5   As Qwen3-Next, but the layer has no experts and norm is the target's own, as its makers compute it; other
+            engines leave it out. Stored as `model.mtp_emb_norm.0`, `mtp_hidden_norm`, `mtp_linear_proj`, `mtp_block`.
 MiMo        h' = input_proj [hidden_layernorm h; token_layernorm embed(x)], the other way round; a Llama-like layer;
             logits = the target's lm_head of final_layernorm(y). Stored as `model.mtp_layers.0`. h is the state before
             the final norm and y is fed back.
 Sources: DeepSeek-V3 (2412.19437) and its README_WEIGHTS.md; vLLM models/deepseek_mtp.py, glm4_moe_mtp.py,
-qwen3_next_mtp.py, qwen3_5_mtp.py, mimo.py and mimo_mtp.py.
+qwen3_next_mtp.py, qwen3_5_mtp.py, mimo.py and mimo_mtp.py; FastDeploy models/ernie4_5_mtp.py.
 """
 
 from __future__ import annotations
@@ -76,10 +78,11 @@ class MtpLayout:
     token_norm: str
     state_norm: str
     projection: str
-    final_norm: str
+    final_norm: str = ""  # "": the target's
     lm_head: str = ""  # its own; "": it has none
     embedding: str = ""
     masks_start: bool = False
+    is_dense: bool = False  # the layer has no experts, whatever the target's have
 
 
 def _deepseek(num_layers: int) -> MtpLayout:
@@ -109,30 +112,44 @@ _QWEN = MtpLayout(
 )
 
 
+_ERNIE = MtpLayout(
+    own="model.mtp_",
+    second="model.mtp_block.1.",
+    layer="model.mtp_block.0",
+    token_norm="model.mtp_emb_norm.0",
+    state_norm="model.mtp_hidden_norm.0",
+    projection="model.mtp_linear_proj.0",
+    is_dense=True,
+)
+
+
 def read_mtp(source: Checkpoint, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
     """The MTP module of a folder, the target's own or another; raises ModelError if it does not fit."""
-    choose_format, num = choose_for(weights), num_layers(target)
-    layout = _find_layout(source, num)
+    choose_format, layout = choose_for(weights), _find_layout(source, num_layers(target))
     if layout is not None:
         return _FamilyModule(source, target, kernels, layout, choose_format).read()
     if source.has(f"{MIMO}.0.input_proj.weight"):
         return _read_mimo(source, target, kernels, choose_format)
+    wanted = *(layout.projection for layout in _layouts(num_layers(target))), f"{MIMO}.0.input_proj"
     raise UnsupportedError(
-        f"{source.folder} has no MTP module for this target: neither {_deepseek(num).projection}.weight (DeepSeek, "
-        f"GLM) nor {_QWEN.projection}.weight (Qwen) nor {MIMO}.0.input_proj.weight (MiMo); give the folder of a module "
-        "with --draft-model, or choose another drafter"
+        f"{source.folder} has no MTP module for this target: none of {', '.join(f'{name}.weight' for name in wanted)} "
+        "(DeepSeek and GLM, Qwen, Ernie, MiMo) is there; give the folder of a module with --draft-model, or choose "
+        "another drafter"
     )
 
 
+def _layouts(num_layers: int) -> tuple[MtpLayout, ...]:
+    """Those of modules whose layer is of the target's family, which has `num_layers`."""
+    return _deepseek(num_layers), _QWEN, _ERNIE
+
+
 def _find_layout(source: Checkpoint, num_layers: int) -> MtpLayout | None:
-    """The layout of a module whose layer is of the target's family, which has `num_layers`."""
-    layouts = _deepseek(num_layers), _QWEN
-    return next((layout for layout in layouts if source.has(f"{layout.projection}.weight")), None)
+    return next((layout for layout in _layouts(num_layers) if source.has(f"{layout.projection}.weight")), None)
 
 
 def holds_mtp(folder: Path) -> bool:
     """Whether a folder holds an MTP module. Raises ModelError if it holds no weights."""
-    ends = (".eh_proj.weight", f"{_QWEN.projection}.weight", f"{MIMO}.0.input_proj.weight")
+    ends = (".eh_proj.weight", *(f"{one.projection}.weight" for one in (_QWEN, _ERNIE)), f"{MIMO}.0.input_proj.weight")
     return any(name.endswith(ends) for name in Checkpoint.open(folder))
 
 
@@ -199,7 +216,7 @@ def _refuse_several(source: Checkpoint, prefix: str) -> None:
         )
 
 
-# -- DeepSeek, GLM, Qwen -------------------------------------------------------------------------------------------
+# -- DeepSeek, GLM, Qwen, Ernie ------------------------------------------------------------------------------------
 
 
 class _FamilyModule:
@@ -223,6 +240,7 @@ class _FamilyModule:
                 f"of the target's kind is supported for {', '.join(FAMILIES)}"
             )
         config, family = ModelConfig.read(raw, family), replace(family, names=replace(family.names, layer=layout.layer))
+        config = replace(config, experts=None) if layout.is_dense else config
         self.source, self.target, self.layout = source, target, layout
         self.builder = Builder(config, family, source, kernels, None, target.max_position, choose_format)
         self.reader = HeadReader(source, target, self.builder, config)
@@ -243,7 +261,7 @@ class _FamilyModule:
             state_first=False,
         )
         embedding, lm_head = self.reader.embedding(layout.embedding), self._lm_head()
-        norm = self.builder.norm(layout.final_norm, size)
+        norm = self.builder.norm(layout.final_norm, size) if layout.final_norm else shared.final_norm
         self.reader.refuse_unread(own=layout.own)
         own = [entrance.projection, *([] if lm_head is shared.lm_head else [lm_head])]
         return DraftHead(
