@@ -11,18 +11,21 @@ from forerun.cache.states import bytes_per_slot
 from forerun.core import CompletionOutput
 from forerun.models.base import state_specs_of
 from tests.drafters.test_mtp import WithModule
+from tests.models.factory import VOCAB_SIZE
+from tests.support import harness
+from tests.support.adversary import Adversary
 
 PROMPTS = ([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 3, 3], [9, 10, 11, 9, 10, 11, 9], list(range(20, 43)), [5, 6, 7, 8, 5])
 ENGINES: dict[str, dict[str, object]] = {
     "plain": {},
     "alone": {"max_num_seqs": 1},
-    "chunks": {"max_num_batched_tokens": 5},
+    "chunks": {"max_num_batched_tokens": 5, "prefix_caching": False},
     "preempted": {"num_kv_blocks": 16, "block_size": 4, "max_model_len": 64},
 }
-DRAFTERS = ("none", "ngram", "suffix", "recycling", "mtp", "portfolio=ngram+recycling", "portfolio=suffix+mtp")
+DRAFTERS = ("none", "ngram", "suffix", "recycling", "mtp", "portfolio=suffix+mtp")  # layer_skip refuses such targets
 
 
-@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5"])
+@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5", "qwen3.5-moe"])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     given = WithModule(tmp_path_factory.mktemp("hybrid"), request.param)
     return LLM(str(given.folder), max_num_seqs=1, threads=1)
@@ -45,6 +48,19 @@ def test_no_drafter_changes_a_token(llm: LLM, temperature: float) -> None:
             assert any(answer.stats.num_preemptions for answer in found) == (name == "preempted"), (drafter, name)
             accepted += sum(map(bool, (source for answer in found for source in answer.token_sources)))
     assert accepted > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_that_lies_changes_no_token(llm: LLM, temperature: float) -> None:
+    expected = [answer.token_ids for answer in answers(llm, temperature)]
+    truth = dict(zip(map(tuple, PROMPTS), expected, strict=True))
+    for seed, options in enumerate(ENGINES.values()):
+        made = llm.with_drafter("none", **{"max_num_seqs": 4, **options})
+        adversary = Adversary(seed, VOCAB_SIZE, max_nodes=12, truth=lambda request: truth[request.prompt_token_ids])
+        harness.with_drafter(made.engine, adversary)
+        found = answers(made, temperature)
+        assert [answer.token_ids for answer in found] == expected, options
+        assert any(source for answer in found for source in answer.token_sources), "the adversary was never right"
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "mtp"])

@@ -16,10 +16,7 @@ from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.resolve import resolve_model
 from tests.models import factory
 
-CASES = (
-    "llama", "llama-tied-biased", "qwen2", "gemma2", "cohere2", "deepseek", "glm4-moe", "gpt-oss", "qwen3-next",
-    "qwen3.5-moe",
-)  # fmt: skip
+HALVES = [(case, dtype) for case in ("llama", "gpt-oss", "qwen3.5-moe") for dtype in (torch.bfloat16, torch.float16)]
 
 
 def check(path: Path, dtype: str = "auto") -> None:
@@ -32,8 +29,7 @@ def check(path: Path, dtype: str = "auto") -> None:
     assert found.weight_bytes == pytest.approx(model.weight_bytes, rel=0.15)  # 16 rows at least a matrix
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), [*((case, torch.float32) for case in factory.CASES), *HALVES])
 def test_a_folder(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     check(factory.make_checkpoint(case, tmp_path, dtype))
 
