@@ -5,7 +5,7 @@ Knows: what is checked, written and copied. Does not know: single tensors (`wide
 What agrees: the function is the same, its rounding not always. With a hidden size 4, 16, 64 ... times the old one the
 norms' factor is a power of two and no weight is rounded; if also as many query heads share a key-value head as before,
 the C++ kernels sum the old entries in the old order and the logits have the same bits (but not where AMX tiles take
-matrices for being large, docs/decisions/0009; `isa="avx512"` is free of them). Otherwise norms are rounded to
+matrices for being large, docs/decisions/0009; `"cpu:avx512"` is free of them). Otherwise norms are rounded to
 float32 (and stored in it) or products are summed in other groups: intermediate results differ in the last bits of
 float32, which a bfloat16 KV cache can turn into its own last bit, and logits agree to about four digits. Widened models
 are for measuring: say beside every number taken on one that it was.

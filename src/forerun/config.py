@@ -86,7 +86,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None  # None: enough for max_num_seqs, bounded by kv_cache_bytes
     kv_cache_bytes: int | None = None  # None: a quarter of the memory available at start
     device: str = "auto"  # "cpu", "cuda", or "auto": a GPU where there is one
-    kernels: str = "auto"
+    kernels: str = "auto"  # "cpu:avx2" and the like: an instruction set below the machine's
     threads: int | None = None  # None: the physical cores this process may use
     pin_threads: bool | None = None  # each thread on a core of its own; None: see `kernels.cores.pins`
     seed: int = 0  # for requests that bring none
@@ -99,7 +99,8 @@ class EngineConfig:
         _choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _choice("implementation", self.implementation, ("auto", "forerun", "transformers"))
         _choice("device", self.device, ("auto", "cpu", "cuda"))
-        _choice("kernels", self.kernels, ("auto", "cpu", "triton", "reference"))
+        if not self.kernels.startswith("cpu:"):  # an instruction set: what there is the kernels say
+            _choice("kernels", self.kernels, ("auto", "cpu", "triton", "reference"))
         _choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "int8"))
         _choice("block_size", self.block_size, (4, 8, 16, 32, 64))
         _range("max_num_seqs", self.max_num_seqs, 1, 4096)

@@ -66,6 +66,7 @@ def test_two_models_are_refused(run: Any) -> None:
         (["--draft-model", "mini-draft", "--drafter", "ngram"], "choose one of draft, eagle, medusa, mtp"),
         (["--dtype", "int3"], "dtype must be one of"),
         (["--kernels", "cuda"], "kernels must be one of"),
+        (["--kernels", "cpu:sse9"], "is not available here"),
         (["--verification", "typical"], "verification must be one of"),
         (["--max-model-len", "99999999"], "the positions this model can use; got 99999999"),
         (["--threads", "0"], "threads must be"),

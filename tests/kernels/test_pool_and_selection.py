@@ -106,10 +106,10 @@ def test_auto_takes_the_best_instruction_set_for_every_op() -> None:
 def test_an_instruction_set_by_name_or_those_there_are(isa: str) -> None:
     available = pytest.importorskip("forerun.kernels.cpu._native").available_isas()
     if isa in available:
-        assert select_kernels("cpu", isa=isa).describe()["linear"] == isa
+        assert select_kernels(f"cpu:{isa}").describe()["linear"] == isa
     else:
         with pytest.raises(KernelError, match=f"{isa}.* is not available here; choose from {', '.join(available)}"):
-            select_kernels("cpu", isa=isa)
+            select_kernels(f"cpu:{isa}")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,9 @@ def test_an_instruction_set_by_name_or_those_there_are(isa: str) -> None:
     [
         ({"name": "cuda"}, "'cuda' is not one of auto, cpu, triton, reference"),
         ({"threads": 0}, "threads must be from 1 to"),
-        ({"isa": "sse9"}, "'sse9' is not available here"),
+        ({"name": "cpu:sse9"}, "'sse9' is not available here"),
+        ({"name": "reference:avx2"}, "'reference:avx2' is not one of"),
+        ({"name": "cpu:"}, "names no instruction set"),
     ],
 )
 def test_what_there_is_not_is_named(arguments: dict[str, Any], said: str) -> None:

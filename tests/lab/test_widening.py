@@ -76,7 +76,7 @@ def test_mini_writes_the_same_tokens_from_the_same_bits(tmp_path: Path) -> None:
     """Greedy text on several prompts, then the bits of every logit."""
     report = widened(resolve_model("mini-draft"), tmp_path / "w", hidden_size=512, num_layers=3, ffn_size=512, num_q=4)
     assert report["same_bits"] and report["sizes"]["num_kv"] == 2
-    kernels = select_kernels(isa="avx512" if mini.plain().kernels.name.endswith("amx") else None)  # decision 0009
+    kernels = select_kernels("cpu:avx512" if mini.plain().kernels.name.endswith("amx") else "auto")  # decision 0009
     small = load_model("mini-draft", kernels).model
     large = load_model(tmp_path / "w", kernels).model
     for prompt in mini.PROMPTS:

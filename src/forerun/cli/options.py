@@ -30,7 +30,7 @@ ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=MODELS, s
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 Dtype = Annotated[str, _option("auto (as stored), float32, bfloat16, or float16 if the checkpoint is.", ENGINE)]
-KernelsName = Annotated[str, _option("auto, cpu, triton or reference.", ENGINE)]
+KernelsName = Annotated[str, _option("auto, cpu (cpu:avx2: with that instruction set), triton or reference.", ENGINE)]
 Threads = Annotated[
     int | None, _option("Threads to compute with; all physical cores this process may use unless given.", ENGINE)
 ]

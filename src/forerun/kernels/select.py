@@ -25,15 +25,19 @@ BACKENDS = ("auto", "cpu", "triton", "reference")
 
 
 def select_kernels(
-    name: str = "auto", threads: int | None = None, isa: str | None = None, device: str = "cpu", pin: bool | None = None
+    name: str = "auto", threads: int | None = None, device: str = "cpu", pin: bool | None = None
 ) -> Kernels:
     """The kernels to use: "cpu" (C++), "triton" (a GPU), "reference" (torch), or "auto" for the best on `device`.
 
+    "cpu:avx2" and the like: C++ with an instruction set that is not the machine's best; the same bits, but of AMX.
     device: "cpu", "cuda", or "auto" for a GPU where there is one and kernels for it. Raises KernelError for what is
     not installed or does not run there, ResourceError where there is no GPU.
     """
-    if name not in BACKENDS:
-        raise KernelError(f"kernels {name!r} is not one of {', '.join(BACKENDS)}")
+    name, _, isa = (given := name).partition(":")
+    if name not in BACKENDS or (given != name and name != "cpu"):
+        raise KernelError(f"kernels {given!r} is not one of {', '.join(BACKENDS)}, or cpu:ISA for an instruction set")
+    if given == "cpu:":
+        raise KernelError("kernels 'cpu:' names no instruction set: write one after the colon, as in cpu:avx2")
     if device not in DEVICES:
         raise KernelError(f"device {device!r} is not one of {', '.join(DEVICES)}")
     if device == "cuda" and name in ("cpu", "reference"):
@@ -59,7 +63,7 @@ def _triton_kernels(device: str) -> Kernels:
     return _because(reason, backend)
 
 
-def _host_kernels(name: str, threads: int | None, isa: str | None, pin: bool | None) -> Kernels:
+def _host_kernels(name: str, threads: int | None, isa: str, pin: bool | None) -> Kernels:
     if name == "reference":
         return _because("asked for", ReferenceKernels())
     try:
@@ -74,7 +78,7 @@ def _host_kernels(name: str, threads: int | None, isa: str | None, pin: bool | N
     cores = os.cpu_count() or 1
     if threads is not None and not 1 <= threads <= cores:
         raise KernelError(f"threads must be from 1 to {cores}, the cores of this machine; got {threads}")
-    backend = CpuKernels(threads, isa, pin)
+    backend = CpuKernels(threads, isa or None, pin)
     reason = f"{backend.engine.isa} on {backend.num_threads} thread(s){', a core each' * backend.is_pinned}"
     if has_cuda() and find_spec("triton") is None:
         reason += "; for the GPU that is there install triton (pip install 'forerun[gpu]')"
