@@ -331,12 +331,13 @@ struct RouteArgs {
     int64_t m, e;
     int64_t top_k, num_groups, top_groups;
     bool sigmoid, normalize;
-    float scale;
+    float scale, smallest_sum;  // the second is added to the sum that normalizes
     float* scratch;  // [m, 3, e], set by the engine
 
     template <class F>
     auto given(F call) {
-        return call(logits, correction, y, m, e, top_k, sigmoid, normalize, scale, num_groups, top_groups);
+        return call(logits, correction, y, m, e, top_k, sigmoid, normalize, scale, num_groups, top_groups,
+                    smallest_sum);
     }
     int64_t work() const { return m * e * top_k; }
 };

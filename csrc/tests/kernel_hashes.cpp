@@ -165,7 +165,7 @@ void run_route(Run& run, int64_t e, int64_t num_groups, bool sigmoid) {
     auto logits = numbers<float>(from, m * e), correction = numbers<float>(from, e);
     Floats y(m * e), scratch(m * 3 * e);
     const RouteArgs args{logits.begin(), sigmoid ? correction.begin() : nullptr, y.begin(), m, e, 3, num_groups,
-                         (num_groups + 1) / 2, sigmoid, sigmoid, 1.25f, scratch.begin()};
+                         (num_groups + 1) / 2, sigmoid, sigmoid, 1.25f, 1e-20f, scratch.begin()};
     FORERUN_CALL(run, route, args, m);
     run.print(join("route", {e, num_groups, sigmoid}), y);
 }

@@ -16,6 +16,7 @@ BACKENDS = ("reference", *ISAS)
 MIXTRAL = Routing(8, 2)
 QWEN = Routing(20, 4, normalize=False)
 DEEPSEEK = Routing(32, 6, sigmoid=True, scale=2.5, num_groups=8, top_groups=3)
+LFM2 = Routing(32, 4, sigmoid=True, smallest_sum=1e-6)
 LONE = Routing(1, 1, sigmoid=True, normalize=False)
 HIDDEN, FFN = 64, 48
 
@@ -31,12 +32,12 @@ def published(logits: Tensor, correction: Tensor | None, routing: Routing) -> Te
     ids = choice.topk(routing.top_k, dim=-1).indices
     chosen = scores.gather(1, ids)
     if routing.normalize:
-        chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + routing.smallest_sum)
     return torch.zeros_like(logits).scatter(1, ids, chosen * routing.scale)
 
 
 @pytest.mark.parametrize("isa", BACKENDS)
-@pytest.mark.parametrize("routing", [MIXTRAL, QWEN, DEEPSEEK, LONE])
+@pytest.mark.parametrize("routing", [MIXTRAL, QWEN, DEEPSEEK, LFM2, LONE])
 @pytest.mark.parametrize("corrected", [False, True])
 def test_weights_are_those_of_the_published_routers(isa: str, routing: Routing, corrected: bool) -> None:
     torch.manual_seed(0)

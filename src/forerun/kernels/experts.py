@@ -14,7 +14,6 @@ from torch import Tensor
 from forerun.errors import KernelError
 from forerun.kernels.ops import ExpertBiases, PackedExperts, PackedLinear, Routing
 
-SMALLEST_SUM = 1e-20  # added to the sum of the chosen scores, which sigmoids may leave at 0
 GROUP_VOTES = 2  # best scores of a group that decide about it
 
 
@@ -56,7 +55,7 @@ def route_row(logits: Tensor, correction: Tensor | None, routing: Routing) -> Te
     chosen[_largest(choice, routing.top_k)] = True
     weights = torch.where(chosen, scores, 0.0)
     if routing.normalize:
-        weights = weights / (weights[chosen].sum() + SMALLEST_SUM)
+        weights = weights / (weights[chosen].sum() + routing.smallest_sum)
     return weights * routing.scale
 
 

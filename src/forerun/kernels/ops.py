@@ -79,6 +79,7 @@ class Routing(NamedTuple):
     scale: float = 1.0  # what the weights are multiplied by at the end
     num_groups: int = 1  # equal runs of experts
     top_groups: int = 1  # groups a row may choose from
+    smallest_sum: float = 1e-20  # added to the sum that normalizes, which sigmoids may leave at 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +321,7 @@ class Kernels(RecurrentOps, Protocol):
 
         Scores s are softmax or sigmoid of the logits. A row chooses by c = s + correction [E] (if given): first the
         top_groups groups whose two best c have the largest sum, then the top_k largest c in these, ties to the lower
-        index each time. The weights of the chosen are s, divided by (their sum + 1e-20) if `normalize`, times `scale`.
+        index each time. Their weights are s, divided by (their sum + smallest_sum) if `normalize`, times `scale`.
         Source: DeepSeek-V3 (2412.19437) section 2.1.2; with one group and softmax, Mixtral (2401.04088).
         """
 
@@ -336,8 +337,7 @@ class Kernels(RecurrentOps, Protocol):
     def experts(self, x: Tensor, weights: Tensor, experts: PackedExperts, base: Tensor | None = None) -> Tensor:
         """base (or 0) plus, over the experts whose weight is not 0, weight * down(gated_act(gate_up(x))) -> [M, H].
 
-        x and base [M, H]; weights [M, E], at most a few of a row other than 0. A row's addends are rounded one by
-        one, in the order of the experts' indices.
+        x and base [M, H]; weights [M, E], few of a row other than 0; addends are rounded one by one, experts in order.
         """
 
     def move_rows(self, kvs: list[LayerKV], sources: Tensor, targets: Tensor) -> None:
