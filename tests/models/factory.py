@@ -144,6 +144,8 @@ ERNIE = {
     "moe_use_aux_free": True,
     "use_rmsnorm": True,
 }
+LFM2 = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}
+LFM2_MOE = {**LFM2, **QWEN_EXPERTS, "num_dense_layers": 1}
 # name -> (model_type, fields beyond SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -214,6 +216,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4.5": ("ernie4_5", {"head_dim": 16}),
     "ernie4.5-moe": ("ernie4_5_moe", ERNIE),
     "ernie4.5-moe-plain": ("ernie4_5_moe", {**ERNIE, "moe_num_shared_experts": 0, "moe_layer_end_index": 0}),
+    "lfm2": ("lfm2", {**LFM2, "block_multiple_of": 8}),
+    "lfm2-moe": ("lfm2_moe", {**LFM2_MOE, "routed_scaling_factor": 1.5}),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": 9}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
@@ -233,7 +237,7 @@ def random_hf_model(model_type: str, fields: dict[str, Any] | None = None, seed:
             spread = 0.1 if parameter.dim() == 1 else 0.15
             parameter.normal_(1.0 if "norm" in name else 0.0, spread)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1)
     return model
 

@@ -1,7 +1,6 @@
 """A layer of gated delta nets: a short convolution and the gated delta rule in place of attention.
 
-Knows: its matrices, the order of its ops, what it keeps of drafts to replay them. Does not know: requests, who owns
-slots.
+Knows: its matrices, the order of its ops. Does not know: requests, who owns slots.
 Source: Gated Delta Networks (2412.06464); transformers modeling_qwen3_next.py.
 """
 
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import Kernels
-from forerun.kernels.recurrent_ops import DeltaHeads, LayerState, StateRows, Walk
+from forerun.kernels.recurrent_ops import DeltaHeads, LayerState, Walk
 from forerun.layers.linear import Linear
+from forerun.layers.recurrent import Recurrent
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,58 +30,33 @@ class DeltaWeights:
     out: Linear  # [H, values_size]
 
 
-class GatedDeltaNet:
+class GatedDeltaNet(Recurrent):
     """Projection, convolution, the delta rule, a gated norm, output projection."""
 
     def __init__(self, kernels: Kernels, heads: DeltaHeads, weights: DeltaWeights, norm_eps: float) -> None:
-        self._kernels = kernels
-        self.heads = heads
-        self.weights = weights
-        self.norm_eps = norm_eps
+        self._kernels, self._heads, self._weights, self._norm_eps = kernels, heads, weights, norm_eps
+        self.out = weights.out
+        self.linears = (weights.project, weights.out)
+        self.vectors = (weights.conv, weights.decay, weights.bias, weights.norm)
+        self.tail = (weights.conv.shape[0] - 1, weights.conv.shape[1])
+        self.memory = (heads.num_values, heads.key_dim, heads.value_dim)
 
-    @property
-    def out(self) -> Linear:
-        """The output projection."""
-        return self.weights.out
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        """Every matrix of the layer."""
-        return (self.weights.project, self.weights.out)
-
-    @property
-    def vectors(self) -> tuple[Tensor, ...]:
-        """The other weights."""
-        weights = self.weights
-        return (weights.conv, weights.decay, weights.bias, weights.norm)
-
-    def __call__(self, x: Tensor, rows: StateRows, wanted: Tensor | None) -> Tensor:
-        """x [M, H] -> [M, H], or [R, H] of the rows `wanted` [R]; the state goes on over known rows."""
-        mixed, gate = self.store(x, rows)
-        if wanted is not None:
-            mixed, gate = mixed.index_select(0, wanted), gate.index_select(0, wanted)
-        heads = mixed.view(-1, self.heads.value_dim)  # [R * num_values, value_dim]
-        normed = self._kernels.rms_norm(heads, self.weights.norm, self.norm_eps).view(mixed.shape)
-        return self.weights.out(self._kernels.gated_act(torch.cat([gate, normed], dim=1), "silu"))
-
-    def store(self, x: Tensor, rows: StateRows) -> tuple[Tensor, Tensor]:
-        """Advance the state over the known rows of x [M, H] -> values found and their gate, each [M, values_size]."""
-        made, columns = self.weights.project(x), self.weights.columns
+    def _enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        made, columns = self._weights.project(x), self._weights.columns
         made = made if columns is None else made.index_select(1, columns)
-        gate_at = self.heads.row_size
-        gates_at = gate_at + self.heads.values_size
+        gate_at = self._heads.row_size
+        gates_at = gate_at + self._heads.values_size
         inputs = torch.cat([made[:, :gate_at], made[:, gates_at:]], dim=1)  # [M, row_size + 2 * num_values]
-        rows.state.inputs = inputs.index_select(0, rows.walk.drafts)
-        return self._advance(inputs, rows.state, rows.walk), made[:, gate_at:gates_at]
-
-    def replay(self, drafts: Tensor, rows: StateRows) -> None:
-        """Advance the state over these drafts [n] of the last pass, which became known."""
-        self._advance(rows.state.inputs.index_select(0, drafts), rows.state, rows.walk)
+        return inputs, made[:, gate_at:gates_at]
 
     def _advance(self, inputs: Tensor, state: LayerState, walk: Walk) -> Tensor:
-        """inputs [M, row_size + 2 * num_values] -> [M, values_size]."""
-        size, weights = self.heads.row_size, self.weights
+        size, weights = self._heads.row_size, self._weights
         qkv = self._kernels.causal_conv(inputs[:, :size].contiguous(), weights.conv, state.tails, walk, silu=True)
         return self._kernels.gated_delta(
-            qkv, inputs[:, size:].contiguous(), self.heads, weights.decay, weights.bias, state.memory, walk
+            qkv, inputs[:, size:].contiguous(), self._heads, weights.decay, weights.bias, state.memory, walk
         )
+
+    def _leave(self, mixed: Tensor, gate: Tensor) -> Tensor:
+        heads = mixed.view(-1, self._heads.value_dim)  # [R * num_values, value_dim]
+        normed = self._kernels.rms_norm(heads, self._weights.norm, self._norm_eps).view(mixed.shape)
+        return self._weights.out(self._kernels.gated_act(torch.cat([gate, normed], dim=1), "silu"))

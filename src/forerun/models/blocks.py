@@ -1,4 +1,4 @@
-"""The shapes of the blocks that only some families have: mixtures of experts, attention over latents, delta nets.
+"""The shapes of the blocks that only some families have: mixtures of experts, attention over latents.
 
 Knows: their sizes, which layers have them, how many parameters they hold. Does not know: config.json's spelling (a
 Family does), tensors.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forerun.kernels.ops import HeadLayout, LatentLayout, Routing
-from forerun.kernels.recurrent_ops import DeltaHeads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +64,3 @@ class LatentDims:
         latents = hidden_size * (self.rank + self.rope_dim) + self.rank
         heads = self.rank * (self.nope_dim + self.value_dim) + self.value_dim * hidden_size
         return queries + latents + num_heads * heads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaDims:
-    """The layers that are gated delta nets (2412.06464) in place of attention, and which layers these are."""
-
-    heads: DeltaHeads
-    taps: int  # of the convolution
-    layers: frozenset[int]
-
-    def num_parameters(self, hidden_size: int) -> int:
-        """Entries of one such layer's matrices, convolution and vectors."""
-        heads = self.heads
-        rows = heads.row_size + 2 * heads.values_size + 2 * heads.num_values  # the output projection among them
-        return hidden_size * rows + heads.row_size * self.taps + 2 * heads.num_values + heads.value_dim

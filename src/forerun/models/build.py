@@ -16,15 +16,16 @@ from torch import Tensor
 from forerun.errors import CheckpointError
 from forerun.kernels.ops import Kernels
 from forerun.layers.attention import Attention, AttentionShape, HeadNorms, NormedProjections
-from forerun.layers.delta import GatedDeltaNet
 from forerun.layers.embedding import Embedding, TableEmbedding
 from forerun.layers.linear import Linear
 from forerun.layers.mla import LatentAttention
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.norm import RMSNorm
+from forerun.layers.recurrent import Recurrent
 from forerun.layers.rotary import RopeSpec, rope_table
 from forerun.layers.scaled import Scaled
-from forerun.models.build_blocks import gated_delta_net, latent_attention, mixture_of_experts
+from forerun.models.build_blocks import latent_attention, mixture_of_experts
+from forerun.models.build_recurrent import recurrent_layer
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts, FeedForward
 from forerun.models.family import Family
@@ -60,7 +61,7 @@ class Builder:
             tie_embeddings=self.config.tie_embeddings,
             after_head=self._scale(self.config.scales.logits, self.config.scales.logits_cap),
         )
-        kind = Decoder if self.config.deltas is None else HybridDecoder
+        kind = Decoder if self.config.recurrent is None else HybridDecoder
         return kind(parts, self.max_position, self._kv_dtype(parts))
 
     def layer(self, index: int, rope: Tensor | None = None) -> DecoderLayer:
@@ -106,9 +107,9 @@ class Builder:
     def _scale(self, factor: float, cap: float = 0.0) -> Scaled | None:
         return None if (factor, cap) == (1, 0) else Scaled(self.kernels, factor, cap)
 
-    def _attention(self, index: int, prefix: str, rope: Tensor) -> Attention | LatentAttention | GatedDeltaNet:
-        if self.config.deltas is not None and self.config.is_recurrent(index):
-            return gated_delta_net(self, self.config.deltas, prefix)
+    def _attention(self, index: int, prefix: str, rope: Tensor) -> Attention | LatentAttention | Recurrent:
+        if self.config.recurrent is not None and self.config.is_recurrent(index):
+            return recurrent_layer(self, self.config.recurrent, prefix)
         if self.config.latents is not None:
             return latent_attention(self, self.config.latents, prefix, rope)
         config, names = self.config, self.family.names

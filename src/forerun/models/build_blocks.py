@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to the blocks that only some families have: experts, latent attention, delta nets.
+"""From a checkpoint's tensors to the blocks that only some families have: experts, latent attention.
 
 Knows: which tensors make up such a block. Does not know: storage formats, files, the rest of a layer.
 """
@@ -6,26 +6,22 @@ Knows: which tensors make up such a block. Does not know: storage formats, files
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from forerun.kernels.ops import Routing
-from forerun.kernels.recurrent_ops import DeltaHeads
 from forerun.kernels.reference import ReferenceKernels
-from forerun.layers.delta import DeltaWeights, GatedDeltaNet
 from forerun.layers.linear import HeadLinear, Linear
 from forerun.layers.mla import LatentAttention, LatentShape, LatentWeights, LowRank
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.moe import MixtureOfExperts, SharedExpert
 from forerun.layers.norm import RMSNorm
-from forerun.models.blocks import DeltaDims, ExpertsShape, LatentDims
+from forerun.models.blocks import ExpertsShape, LatentDims
 from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseFormat
 from forerun.quant.gguf import GgufFormat, read_floats
-from forerun.quant.joined import JoinedWeight
 from forerun.quant.stacked import is_stacked, read_stacked
 
 if TYPE_CHECKING:
@@ -155,40 +151,3 @@ def _floats(builder: Builder, part: RowPart, columns: int) -> Tensor:
         return read_floats(builder.source, f"{part.prefix}.weight", (part.rows, columns), builder.dtype)
     weight: Tensor = form.read(builder.source, [part], columns, ReferenceKernels(), torch.float32).dequantize()
     return weight
-
-
-def gated_delta_net(builder: Builder, dims: DeltaDims, prefix: str) -> GatedDeltaNet:
-    """The gated delta net of the layer `prefix`; raises CheckpointError."""
-    names, hidden, heads = builder.family.names.delta, builder.config.hidden_size, dims.heads
-    sizes = heads.row_size, heads.values_size, heads.num_values, heads.num_values
-    is_fused = len(names.project) == 2  # by heads of keys
-    rows = (sum(sizes[:2]), sum(sizes[2:])) if is_fused else sizes
-    parts = [RowPart(f"{prefix}.{name}", count) for name, count in zip(names.project, rows, strict=True)]
-    conv = builder.source.tensor(f"{prefix}.{names.conv}", (heads.row_size, 1, dims.taps)).float()
-    weights = DeltaWeights(
-        project=_by_formats(builder, parts, hidden),
-        columns=_delta_columns(heads).to(builder.kernels.device) if is_fused else None,
-        conv=conv[:, 0].T.contiguous().to(builder.kernels.device),
-        decay=-builder.vector(f"{prefix}.{names.decay}", heads.num_values).exp(),
-        bias=builder.vector(f"{prefix}.{names.bias}", heads.num_values),
-        norm=builder.vector(f"{prefix}.{names.norm}", heads.value_dim),
-        out=builder.linear([RowPart(f"{prefix}.{names.out}", hidden)], heads.values_size),
-    )
-    return GatedDeltaNet(builder.kernels, heads, weights, builder.config.norm_eps)
-
-
-def _by_formats(builder: Builder, parts: list[RowPart], columns: int) -> Linear:
-    """The modules as one matrix; quantized checkpoints leave b and a as they were."""
-    groups = groupby(parts, lambda part: builder.format_of(part).name)
-    weights = [builder.linear(list(group), columns).weight for _, group in groups]
-    return Linear(weights[0] if len(weights) == 1 else JoinedWeight(weights), modules=parts)
-
-
-def _delta_columns(heads: DeltaHeads) -> Tensor:
-    """Where queries, keys, values, gate, b and a are where each head of keys has its own, b and a behind the others."""
-    share = heads.num_values // heads.num_keys
-    sizes = [heads.key_dim, heads.key_dim, share * heads.value_dim, share * heads.value_dim]
-    wide = torch.arange(heads.num_keys * sum(sizes)).view(heads.num_keys, -1)
-    narrow = torch.arange(2 * heads.num_values).view(heads.num_keys, -1) + wide.numel()
-    pieces = (*torch.split(wide, sizes, dim=1), *torch.split(narrow, share, dim=1))
-    return torch.cat([piece.flatten() for piece in pieces])

@@ -13,9 +13,10 @@ from typing import Any
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.kernels.ops import HeadLayout
 from forerun.layers.rotary import RopeSpec, score_factor
-from forerun.models.blocks import DeltaDims, ExpertsShape, LatentDims
+from forerun.models.blocks import ExpertsShape, LatentDims
 from forerun.models.family import Biases, Family, QkNorm, Scales
 from forerun.models.fields import Fields, words
+from forerun.models.recurrent_dims import RecurrentDims
 from forerun.models.rope_config import LOCAL_BASE, ROPE_FIELDS, reachable_positions, read_rope, read_window_rope
 from forerun.quant.formats import check_quantization
 
@@ -75,7 +76,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     experts: ExpertsShape | None = None  # None: every feed-forward layer is dense
     latents: LatentDims | None = None  # attention over latents, whose `heads` are those of the latent space
-    deltas: DeltaDims | None = None  # layers that are recurrent; None: every layer attends
+    recurrent: RecurrentDims | None = None  # layers that are recurrent; None: every layer attends
     gated_attention: bool = False
 
     @staticmethod
@@ -93,7 +94,7 @@ class ModelConfig:
             model_type=family.model_type,
             vocab_size=fields.integer("vocab_size"),
             hidden_size=fields.integer("hidden_size"),
-            ffn_size=fields.integer(family.ffn_size),
+            ffn_size=family.ffn_size(fields),
             num_layers=num_layers,
             heads=_read_heads(fields, rope.rotary_dim, family) if latents is None else _latent_heads(fields, latents),
             activation=family.gate or _read_activation(fields, family.activation),
@@ -113,7 +114,7 @@ class ModelConfig:
             eos_token_ids=fields.token_ids("eos_token_id"),
             experts=family.experts(fields),
             latents=latents,
-            deltas=family.deltas(fields, num_layers),
+            recurrent=family.recurrent(fields, num_layers),
             gated_attention=family.gated_attention,
         )
 
@@ -139,8 +140,8 @@ class ModelConfig:
         return self.layer_ropes[min(layer, len(self.layer_ropes) - 1)]
 
     def is_recurrent(self, layer: int) -> bool:
-        """Whether a layer is a gated delta net; layers after the last one attend."""
-        return self.deltas is not None and layer in self.deltas.layers
+        """Whether a layer keeps a state in place of keys and values; layers after the last one attend."""
+        return self.recurrent is not None and layer in self.recurrent.layers
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward part is a mixture of experts."""
@@ -166,8 +167,8 @@ def active_parameters(config: ModelConfig) -> int:
 
 
 def _mixer_parameters(config: ModelConfig, layer: int) -> int:
-    if config.deltas is not None and layer in config.deltas.layers:
-        return config.deltas.num_parameters(config.hidden_size)
+    if config.recurrent is not None and layer in config.recurrent.layers:
+        return config.recurrent.num_parameters(config.hidden_size)
     return _attention_parameters(config)
 
 

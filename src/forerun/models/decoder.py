@@ -21,11 +21,11 @@ from torch import Tensor
 from forerun.kernels.ops import LayerKV
 from forerun.kernels.recurrent_ops import StateRows
 from forerun.layers.attention import Attention
-from forerun.layers.delta import GatedDeltaNet
 from forerun.layers.embedding import Embedding
 from forerun.layers.linear import Linear, Matrix
 from forerun.layers.mla import LatentAttention
 from forerun.layers.norm import RMSNorm
+from forerun.layers.recurrent import Recurrent
 from forerun.models.adapted import adapting
 from forerun.models.base import CommittedPath, LayerSpec, PassOutput
 from forerun.models.batch import ForwardBatch
@@ -58,7 +58,7 @@ class DecoderLayer:
     """
 
     attention_norm: RMSNorm | None
-    attention: Attention | LatentAttention | GatedDeltaNet
+    attention: Attention | LatentAttention | Recurrent
     mlp_norm: RMSNorm | None
     mlp: FeedForward
     after_attention: RowFunction | None = None
@@ -94,18 +94,18 @@ class DecoderLayer:
     @property
     def attending(self) -> Attention | LatentAttention:
         """The attention of a layer that is not recurrent."""
-        assert not isinstance(self.attention, GatedDeltaNet)
+        assert not isinstance(self.attention, Recurrent)
         return self.attention
 
     def _attend(self, x: Tensor, batch: ForwardBatch, kv: LayerCache, wanted: Tensor | None) -> Tensor:
-        if isinstance(self.attention, GatedDeltaNet):
+        if isinstance(self.attention, Recurrent):
             assert isinstance(kv, StateRows)
             return self.attention(x, kv, wanted)
         assert isinstance(kv, LayerKV)
         return self.attention(x, kv, batch.positions, batch.slots, batch.rows, wanted)
 
     def _store(self, x: Tensor, batch: ForwardBatch, kv: LayerCache) -> None:
-        if isinstance(self.attention, GatedDeltaNet):
+        if isinstance(self.attention, Recurrent):
             assert isinstance(kv, StateRows)
             self.attention.store(x, kv)
         else:
@@ -203,7 +203,7 @@ def _keep(hidden: dict[int, Tensor], wanted: Sequence[int], index: int, state: T
 
 def _kv_specs(layers: Sequence[DecoderLayer], dtype: torch.dtype) -> Iterator[LayerSpec]:
     for attention in (layer.attention for layer in layers):
-        if not isinstance(attention, GatedDeltaNet):
+        if not isinstance(attention, Recurrent):
             heads = attention.shape.heads
             yield LayerSpec(heads.num_kv, heads.head_dim, dtype, attention.is_latent)
 

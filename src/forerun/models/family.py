@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from forerun.layers.rotary import RopeSpec
-from forerun.models.blocks import DeltaDims, ExpertsShape, LatentDims
+from forerun.models.blocks import ExpertsShape, LatentDims
 from forerun.models.fields import Fields
+from forerun.models.recurrent_dims import RecurrentDims
 
 # Norms of queries and keys: none, of each head, of all heads of a row together, of each rotated head without a weight.
 QkNorm = Literal["", "head", "row", "unit"]
@@ -85,6 +86,15 @@ class DeltaNames:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvNames:
+    """Names of a short convolution's tensors within a layer."""
+
+    project: str = "conv.in_proj"
+    conv: str = "conv.conv.weight"
+    out: str = "conv.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Where a family's tensors are, below `model.layers.N.` for those of a layer.
 
@@ -111,11 +121,17 @@ class TensorNames:
     experts: ExpertNames = ExpertNames()
     latents: LatentNames = LatentNames()
     delta: DeltaNames = DeltaNames()
+    conv: ConvNames = ConvNames()
 
     @property
     def num_norms(self) -> int:
         """Norms around the parts of a layer."""
         return sum(map(bool, (self.attention_norm, self.after_attention, self.mlp_norm, self.after_mlp)))
+
+
+def intermediate_size(fields: Fields) -> int:
+    """Families that name the width of their feed-forward layers as most do."""
+    return fields.integer("intermediate_size")
 
 
 def no_biases(fields: Fields) -> Biases:
@@ -138,7 +154,7 @@ def no_limit(fields: Fields) -> int:
     return 0
 
 
-def no_deltas(fields: Fields, num_layers: int) -> DeltaDims | None:
+def no_recurrence(fields: Fields, num_layers: int) -> RecurrentDims | None:
     """Families whose layers all attend."""
     return None
 
@@ -192,7 +208,7 @@ class Family:
     interleaved_rope: bool = False  # rotated pairs are neighbours
     window_rope: bool = False  # layers with a window have a plain rope of their own
     within_original: bool = False  # attention beyond the original context is computed otherwise, which is not done
-    ffn_size: str = "intermediate_size"  # the field, of layers that are no mixtures
+    ffn_size: Callable[[Fields], int] = intermediate_size  # of layers that are no mixtures
     counts_stretched: bool = False  # max_position_embeddings includes the factor of linear scaling
     rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
     biases: Callable[[Fields], Biases] = no_biases
@@ -203,4 +219,4 @@ class Family:
     latents: Callable[[Fields], LatentDims | None] = no_latents
     scales: Callable[[Fields], Scales] = no_scales
     ropes: Callable[[Fields, RopeSpec, tuple[int, ...]], tuple[RopeSpec, ...]] = one_rope  # a layer
-    deltas: Callable[[Fields, int], DeltaDims | None] = no_deltas
+    recurrent: Callable[[Fields, int], RecurrentDims | None] = no_recurrence

@@ -13,7 +13,7 @@ import torch
 
 from forerun.errors import UnsupportedError
 from forerun.kernels.recurrent_ops import StateRows
-from forerun.layers.delta import GatedDeltaNet
+from forerun.layers.recurrent import Recurrent
 from forerun.models.base import CommittedPath, PassOutput, States, StateSpec
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.decoder import Decoder, DecoderParts, LayerCache
@@ -30,8 +30,8 @@ class HybridDecoder(Decoder):
     def __init__(self, parts: DecoderParts, max_position: int, kv_dtype: torch.dtype) -> None:
         """See `Decoder`."""
         super().__init__(parts, max_position, kv_dtype)
-        self._recurrent = [each.attention for each in parts.layers if isinstance(each.attention, GatedDeltaNet)]
-        self.state_specs = tuple(_state_spec(layer) for layer in self._recurrent)
+        self._recurrent = [each.attention for each in parts.layers if isinstance(each.attention, Recurrent)]
+        self.state_specs = tuple(StateSpec(layer.tail, layer.memory) for layer in self._recurrent)
         self._states: States | None = None
         self._sequences: tuple[SequenceRows, ...] = ()  # of the last pass
 
@@ -52,7 +52,7 @@ class HybridDecoder(Decoder):
         walk = walk_of(batch.sequences, self._states)
         states, pooled = iter(self._states.layers), iter(kvs)
         caches = [
-            StateRows(next(states), walk) if isinstance(layer.attention, GatedDeltaNet) else next(pooled)
+            StateRows(next(states), walk) if isinstance(layer.attention, Recurrent) else next(pooled)
             for layer in self.parts.layers
         ]
         out = super().forward(batch, caches, hidden_layers)
@@ -76,8 +76,3 @@ class HybridDecoder(Decoder):
         """Take the request's slot back."""
         if self._states is not None:
             self._states.release(request_id)
-
-
-def _state_spec(layer: GatedDeltaNet) -> StateSpec:
-    heads, (taps, channels) = layer.heads, layer.weights.conv.shape
-    return StateSpec((taps - 1, channels), (heads.num_values, heads.key_dim, heads.value_dim))

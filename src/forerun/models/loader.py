@@ -258,7 +258,7 @@ def _tied_as_stored(config: ModelConfig, family: Family, checkpoint: Checkpoint)
 
 
 def _check_device(config: ModelConfig, device: torch.device) -> None:
-    part = "the recurrent layers" if config.deltas is not None else ""
+    part = "the recurrent layers" if config.recurrent is not None else ""
     if config.experts is not None and config.experts.scales_inputs:
         part = "experts whose inputs are weighed, those"
     if part and device.type != "cpu":

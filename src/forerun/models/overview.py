@@ -15,10 +15,10 @@ import torch
 
 from forerun.models.adapters import CONFIG_FILE
 from forerun.models.base import LayerSpec, StateSpec
-from forerun.models.blocks import DeltaDims
 from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.family import Family
 from forerun.models.loader import dtype_named, find_family, open_checkpoint, read_config
+from forerun.models.recurrent_dims import ConvDims, state_shapes
 from forerun.models.storage import check_float16
 from forerun.quant.formats import check_tensors
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
@@ -76,7 +76,7 @@ def look_at(name_or_path: str | Path, dtype: str = "auto") -> Overview:
         num_parameters=num_parameters(config),
         weight_bytes=_weight_bytes(config, family, stored, kept),
         kv_specs=_kv_specs(config, _kv_dtype(config, family, stored, kept)),
-        state_specs=() if config.deltas is None else (_state_spec(config.deltas),) * len(config.deltas.layers),
+        state_specs=_state_specs(config),
         adapters=_adapters(folder),
     )
 
@@ -125,7 +125,8 @@ def _kv_dtype(
 ) -> torch.dtype:
     """As `Builder.decoder` has it: float32 beside float32 and float16 matrices, else bfloat16."""
     names = family.names
-    out = f"{names.layer.format(index=0)}.{names.delta.out if config.is_recurrent(0) else names.out}.weight"
+    recurrent = names.conv if isinstance(config.recurrent, ConvDims) else names.delta
+    out = f"{names.layer.format(index=0)}.{recurrent.out if config.is_recurrent(0) else names.out}.weight"
     kind = stored.stored_as(out) if stored.has(out) else ""
     kept = dtype or FLOAT_DTYPES.get(kind, torch.bfloat16)
     return torch.bfloat16 if kept == torch.bfloat16 else torch.float32
@@ -137,9 +138,10 @@ def _kv_specs(config: ModelConfig, dtype: torch.dtype) -> tuple[LayerSpec, ...]:
     return (LayerSpec(heads.num_kv, heads.head_dim, dtype, config.latents is not None),) * num_attending
 
 
-def _state_spec(dims: DeltaDims) -> StateSpec:
-    heads = dims.heads
-    return StateSpec((dims.taps - 1, heads.row_size), (heads.num_values, heads.key_dim, heads.value_dim))
+def _state_specs(config: ModelConfig) -> tuple[StateSpec, ...]:
+    if config.recurrent is None:
+        return ()
+    return (StateSpec(*state_shapes(config.recurrent, config.hidden_size)),) * len(config.recurrent.layers)
 
 
 def _adapters(folder: Path) -> tuple[str, ...]:

@@ -73,6 +73,10 @@ def _experts(fields: Fields) -> ExpertsShape:
     )
 
 
+def _ffn_size(fields: Fields) -> int:
+    return fields.integer("intermediate_size_mlp")
+
+
 LLAMA4_TEXT = Family(
     model_type="llama4_text",
     defaults={
@@ -104,7 +108,7 @@ LLAMA4_TEXT = Family(
     qk_norm="unit",
     qk_norm_flag="use_qk_norm",
     interleaved_rope=True,
-    ffn_size="intermediate_size_mlp",
+    ffn_size=_ffn_size,
     biases=_biases,
     chunks=_chunks,
     ropes=_ropes,

@@ -42,7 +42,7 @@ QWEN3_5 = Family(
     norm_offset=1.0,
     partial_rotary=True,
     biases=_biases,
-    deltas=delta_dims,
+    recurrent=delta_dims,
 )
 QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
@@ -65,5 +65,5 @@ QWEN3_5_MOE = Family(
     partial_rotary=True,
     biases=_biases,
     experts=_experts,
-    deltas=delta_dims,
+    recurrent=delta_dims,
 )

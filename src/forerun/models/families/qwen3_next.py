@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forerun.errors import CheckpointError, UnsupportedError
+from forerun.errors import CheckpointError
 from forerun.kernels.recurrent_ops import DeltaHeads
-from forerun.models.blocks import DeltaDims, ExpertsShape
+from forerun.models.blocks import ExpertsShape
 from forerun.models.families.mixtral import TRAINING_FIELDS
 from forerun.models.families.qwen2_moe import EXPERT_FIELDS, qwen_experts
 from forerun.models.family import Biases, DeltaNames, ExpertNames, Family, TensorNames
 from forerun.models.fields import Fields, words
+from forerun.models.recurrent_dims import MAX_TAPS, DeltaDims, layers_of
 
-MAX_TAPS = 64
 LAYER_KINDS = ("linear_attention", "full_attention")
 DELTA_FIELDS = words(
     "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
@@ -61,14 +61,7 @@ def _delta_layers(fields: Fields, num_layers: int) -> frozenset[int]:
     if kinds is None:
         interval = fields.integer("full_attention_interval")
         kinds = tuple(LAYER_KINDS[(layer + 1) % interval == 0] for layer in range(num_layers))
-    if len(kinds) != num_layers or not set(kinds) <= set(LAYER_KINDS):
-        raise UnsupportedError(
-            f"config.json: layer_types must name one of {', '.join(LAYER_KINDS)} for each of {num_layers} layers, got "
-            f"{len(kinds)} of {', '.join(sorted(set(kinds)))}; correct the file"
-        )
-    if "full_attention" not in kinds:
-        raise UnsupportedError("config.json: no layer has full_attention, which forerun needs; correct the file")
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    return layers_of(kinds, *LAYER_KINDS, num_layers)
 
 
 def shared_experts(fields: Fields) -> ExpertsShape:
@@ -107,5 +100,5 @@ QWEN3_NEXT = Family(
     partial_rotary=True,
     biases=delta_biases,
     experts=_experts,
-    deltas=delta_dims,
+    recurrent=delta_dims,
 )

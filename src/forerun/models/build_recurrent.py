@@ -1,0 +1,78 @@
+"""From a checkpoint's tensors to recurrent layers.
+
+Knows: which tensors make up such a layer. Does not know: storage formats, files, the rest of a layer.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.recurrent_ops import DeltaHeads
+from forerun.layers.delta import DeltaWeights, GatedDeltaNet
+from forerun.layers.linear import Linear
+from forerun.layers.recurrent import Recurrent
+from forerun.layers.short_conv import ShortConv
+from forerun.models.recurrent_dims import ConvDims, DeltaDims, RecurrentDims
+from forerun.quant.base import RowPart
+from forerun.quant.joined import JoinedWeight
+
+if TYPE_CHECKING:
+    from forerun.models.build import Builder
+
+
+def recurrent_layer(builder: Builder, dims: RecurrentDims, prefix: str) -> Recurrent:
+    """The recurrent part of the layer `prefix`; raises CheckpointError."""
+    return _short_conv(builder, dims, prefix) if isinstance(dims, ConvDims) else _gated_delta_net(builder, dims, prefix)
+
+
+def _short_conv(builder: Builder, dims: ConvDims, prefix: str) -> ShortConv:
+    names, hidden = builder.family.names.conv, builder.config.hidden_size
+    project = builder.linear([RowPart(f"{prefix}.{names.project}", 3 * hidden)], hidden)
+    out = builder.linear([RowPart(f"{prefix}.{names.out}", hidden)], hidden)
+    return ShortConv(builder.kernels, project, _taps(builder, f"{prefix}.{names.conv}", hidden, dims.taps), out)
+
+
+def _taps(builder: Builder, name: str, channels: int, taps: int) -> Tensor:
+    """The weights of a convolution -> [taps, channels] float32."""
+    stored = builder.source.tensor(name, (channels, 1, taps)).float()
+    return stored[:, 0].T.contiguous().to(builder.kernels.device)
+
+
+def _gated_delta_net(builder: Builder, dims: DeltaDims, prefix: str) -> GatedDeltaNet:
+    """The gated delta net of the layer `prefix`."""
+    names, hidden, heads = builder.family.names.delta, builder.config.hidden_size, dims.heads
+    sizes = heads.row_size, heads.values_size, heads.num_values, heads.num_values
+    is_fused = len(names.project) == 2  # by heads of keys
+    rows = (sum(sizes[:2]), sum(sizes[2:])) if is_fused else sizes
+    parts = [RowPart(f"{prefix}.{name}", count) for name, count in zip(names.project, rows, strict=True)]
+    weights = DeltaWeights(
+        project=_by_formats(builder, parts, hidden),
+        columns=_delta_columns(heads).to(builder.kernels.device) if is_fused else None,
+        conv=_taps(builder, f"{prefix}.{names.conv}", heads.row_size, dims.taps),
+        decay=-builder.vector(f"{prefix}.{names.decay}", heads.num_values).exp(),
+        bias=builder.vector(f"{prefix}.{names.bias}", heads.num_values),
+        norm=builder.vector(f"{prefix}.{names.norm}", heads.value_dim),
+        out=builder.linear([RowPart(f"{prefix}.{names.out}", hidden)], heads.values_size),
+    )
+    return GatedDeltaNet(builder.kernels, heads, weights, builder.config.norm_eps)
+
+
+def _by_formats(builder: Builder, parts: list[RowPart], columns: int) -> Linear:
+    """The modules as one matrix; quantized checkpoints leave b and a as they were."""
+    groups = groupby(parts, lambda part: builder.format_of(part).name)
+    weights = [builder.linear(list(group), columns).weight for _, group in groups]
+    return Linear(weights[0] if len(weights) == 1 else JoinedWeight(weights), modules=parts)
+
+
+def _delta_columns(heads: DeltaHeads) -> Tensor:
+    """Where queries, keys, values, gate, b and a are where each head of keys has its own, b and a behind the others."""
+    share = heads.num_values // heads.num_keys
+    sizes = [heads.key_dim, heads.key_dim, share * heads.value_dim, share * heads.value_dim]
+    wide = torch.arange(heads.num_keys * sum(sizes)).view(heads.num_keys, -1)
+    narrow = torch.arange(2 * heads.num_values).view(heads.num_keys, -1) + wide.numel()
+    pieces = (*torch.split(wide, sizes, dim=1), *torch.split(narrow, share, dim=1))
+    return torch.cat([piece.flatten() for piece in pieces])

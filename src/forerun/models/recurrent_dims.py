@@ -1,0 +1,64 @@
+"""The shapes of recurrent layers, which stand in place of attention in some layers of a decoder.
+
+Knows: their sizes, which layers have them, how many parameters they hold. Does not know: config.json's spelling (a
+Family does), tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.errors import UnsupportedError
+from forerun.kernels.recurrent_ops import DeltaHeads
+
+MAX_TAPS = 64  # of a convolution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaDims:
+    """The layers that are gated delta nets (2412.06464) in place of attention, and which layers these are."""
+
+    heads: DeltaHeads
+    taps: int  # of the convolution
+    layers: frozenset[int]
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Entries of one such layer's matrices, convolution and vectors."""
+        heads = self.heads
+        rows = heads.row_size + 2 * heads.values_size + 2 * heads.num_values  # the output projection among them
+        return hidden_size * rows + heads.row_size * self.taps + 2 * heads.num_values + heads.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvDims:
+    """The layers that are short convolutions between two gates (LFM2)."""
+
+    taps: int
+    layers: frozenset[int]
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Entries of one such layer's matrices and convolution."""
+        return hidden_size * (4 * hidden_size + self.taps)
+
+
+RecurrentDims = DeltaDims | ConvDims
+
+
+def state_shapes(dims: RecurrentDims, hidden_size: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    """What a sequence keeps of a layer: inputs of the convolution and channels; heads, key_dim and value_dim."""
+    if isinstance(dims, ConvDims):
+        return (dims.taps - 1, hidden_size), (0, 0, 0)
+    heads = dims.heads
+    return (dims.taps - 1, heads.row_size), (heads.num_values, heads.key_dim, heads.value_dim)
+
+
+def layers_of(kinds: tuple[str, ...], kind: str, attends: str, num_layers: int) -> frozenset[int]:
+    """The layers of a kind that do not attend, where config.json names the kind of each; raises UnsupportedError."""
+    if len(kinds) != num_layers or not set(kinds) <= {kind, attends}:
+        raise UnsupportedError(
+            f"config.json: layer_types must name one of {kind}, {attends} for each of {num_layers} layers, got "
+            f"{len(kinds)} of {', '.join(sorted(set(kinds)))}; correct the file"
+        )
+    if attends not in kinds:
+        raise UnsupportedError(f"config.json: no layer has {attends}, which forerun needs; correct the file")
+    return frozenset(layer for layer, found in enumerate(kinds) if found == kind)
