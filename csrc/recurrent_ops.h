@@ -20,6 +20,7 @@ struct Walk {
 struct ConvArgs {
     const float* x;       // [m, c]
     const float* weight;  // [taps, c]
+    const float* bias;    // [c], or null
     float* tails;         // [slots, taps - 1, c], advanced
     float* y;             // [m, c]
     Walk walk;
@@ -28,17 +29,19 @@ struct ConvArgs {
 
     template <class F>
     auto given(F call) {
-        return call(x, weight, tails, y, walk.slots, walk.firsts, walk.num_known, walk.parents, walk.num_sequences,
+        return call(x, weight, bias, tails, y, walk.slots, walk.firsts, walk.num_known, walk.parents, walk.num_sequences,
                     walk.num_slots, m, c, taps, silu);
     }
     int64_t work() const { return m * c * taps; }
 };
 
+// Of the gated delta rule, or of Mamba-2 where there is `skip`.
 struct DeltaArgs {
     const float* qkv;    // [m, row_size]
-    const float* gates;  // [m, 2, num_values]: b, a
+    const float* gates;  // [m, 2, num_values]: b, a; of Mamba-2 [m, num_values]: dt
     const float* decay;  // [num_values]
     const float* bias;   // [num_values]
+    const float* skip;   // [num_values], or null
     float* memory;       // [slots, num_values, key_dim, value_dim], advanced
     float* y;            // [m, num_values, value_dim]
     Walk walk;
@@ -52,7 +55,7 @@ struct DeltaArgs {
     int64_t prepared_size() const { return 2 * num_keys * key_dim + 2 * num_values; }
     template <class F>
     auto given(F call) {
-        return call(qkv, gates, decay, bias, memory, y, walk.slots, walk.firsts, walk.num_known, walk.parents,
+        return call(qkv, gates, decay, bias, skip, memory, y, walk.slots, walk.firsts, walk.num_known, walk.parents,
                     walk.num_sequences, walk.num_slots, m, num_keys, num_values, key_dim, value_dim);
     }
     int64_t work() const { return m * num_values * key_dim * value_dim * 3; }

@@ -12,33 +12,44 @@ from torch import Tensor
 
 from forerun.kernels.ops import Kernels
 from forerun.kernels.recurrent_ops import DeltaHeads, Walk
-from forerun.kernels.recurrent_reference import causal_conv, gated_delta
+from forerun.kernels.recurrent_reference import causal_conv, gated_delta, mamba2
 
 HEADS = DeltaHeads(num_keys=2, num_values=4, key_dim=24, value_dim=70)
 TAPS, NUM_SLOTS = 4, 3
+RULES = ("delta", "mamba2")
 STATES = ((TAPS - 1, HEADS.row_size), (HEADS.num_values, HEADS.key_dim, HEADS.value_dim))
 
 
 class Layer:
-    """Random weights, and the two ops one after the other as a layer has them."""
+    """Random weights, and the two ops one after the other as a layer of this rule has them."""
 
-    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, rule: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        generator, self.rule = torch.Generator().manual_seed(seed), rule
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
 
         self.weight, self.decay, self.bias = random(TAPS, HEADS.row_size), -random(4).exp(), random(4)
         self.tails, self.memory = (random(NUM_SLOTS, *shape) for shape in STATES)
+        self.conv_bias, self.skip = random(HEADS.row_size), random(4)
 
-    def run(self, kernels: Kernels, x: Tensor, gates: Tensor, walk: Walk) -> Tensor:
-        qkv = kernels.causal_conv(x, self.weight, self.tails, walk, silu=True)
-        return kernels.gated_delta(qkv, gates, HEADS, self.decay, self.bias, self.memory, walk)
+    def run(self, kernels: Kernels | Reference, x: Tensor, gates: Tensor, walk: Walk) -> Tensor:
+        if self.rule == "delta":
+            qkv = kernels.causal_conv(x, self.weight, self.tails, walk, silu=True)
+            return kernels.gated_delta(qkv, gates, HEADS, self.decay, self.bias, self.memory, walk)
+        qkv = kernels.causal_conv(x, self.weight, self.tails, walk, True, self.conv_bias)
+        return kernels.mamba2(qkv, gates, HEADS, self.decay, self.bias, self.skip, self.memory, walk)
 
 
-def rows(num: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+class Reference:
+    """The ops in any precision."""
+
+    causal_conv, gated_delta, mamba2 = staticmethod(causal_conv), staticmethod(gated_delta), staticmethod(mamba2)
+
+
+def rows(rule: str, num: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    sizes = HEADS.row_size, 2 * HEADS.num_values
+    sizes = HEADS.row_size, HEADS.num_values * (1 + (rule == "delta"))
     return tuple(torch.randn(num, size, generator=generator) for size in sizes)  # type: ignore[return-value]
 
 
@@ -58,39 +69,40 @@ def path_to(parents: Sequence[int], row: int) -> list[int]:
     return path[::-1]
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("isa", ISAS)
-def test_error_is_at_most_twice_torchs(isa: str) -> None:
-    x, gates = rows(60)
-    walk, exact = chain(1, 60), Layer(dtype=torch.float64)
-    qkv = causal_conv(x.double(), exact.weight, exact.tails, walk, silu=True)
+def test_error_is_at_most_twice_torchs(isa: str, rule: str) -> None:
+    x, gates = rows(rule, 60)
+    walk, exact = chain(1, 60), Layer(rule, dtype=torch.float64)
     torch.set_default_dtype(torch.float64)
     try:
-        truth = gated_delta(qkv, gates.double(), HEADS, exact.decay, exact.bias, exact.memory, walk)
+        truth = exact.run(Reference(), x.double(), gates.double(), walk)
     finally:
         torch.set_default_dtype(torch.float32)
-    ours, theirs = Layer(), Layer()
+    ours, theirs = Layer(rule), Layer(rule)
     found = ours.run(cpu_kernels(isa), x, gates, walk)
     expected = theirs.run(kernels_named("reference"), x, gates, walk)
     assert rms_error(found, truth) <= 2 * rms_error(expected, truth)
     assert rms_error(ours.memory[1], exact.memory[1]) <= 2 * rms_error(theirs.memory[1], exact.memory[1])
-    assert torch.equal(ours.tails, exact.tails.float()) and torch.equal(ours.memory[0], Layer().memory[0])
+    assert torch.equal(ours.tails, exact.tails.float()) and torch.equal(ours.memory[0], Layer(rule).memory[0])
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ("reference", *ISAS))
-def test_trees_and_chunks_give_the_bits_of_rows_one_by_one(name: str) -> None:
+def test_trees_and_chunks_give_the_bits_of_rows_one_by_one(name: str, rule: str) -> None:
     kernels, dice = kernels_named(name), Random(0)
     for case in range(4 if name in ("reference", "portable") else 40):
         num, num_known = dice.randint(2, 40), dice.randint(1, 12)
-        num_known, (x, gates) = min(num_known, num), rows(num, case)
+        num_known, (x, gates) = min(num_known, num), rows(rule, num, case)
         parents = random_parents(dice, num_known, num)
-        together = Layer(case)
+        together = Layer(rule, case)
         found = together.run(kernels, x, gates, Walk.build([2], [num_known], [parents]))
         for row in {dice.randrange(num) for _ in range(4)}:
-            alone = Layer(case)
+            alone = Layer(rule, case)
             for above in path_to(parents, row):
                 last = alone.run(kernels, x[above, None], gates[above, None], chain(2, 1))
             assert torch.equal(last[0], found[row])
-        spans = Layer(case)
+        spans = Layer(rule, case)
         half = dice.randint(1, num_known)
         for part in (slice(0, half), slice(half, num_known)):
             if len(x[part]):
@@ -98,14 +110,15 @@ def test_trees_and_chunks_give_the_bits_of_rows_one_by_one(name: str) -> None:
         assert torch.equal(spans.memory, together.memory) and torch.equal(spans.tails, together.tails)
 
 
-def test_sequences_threads_and_instruction_sets_do_not_change_bits() -> None:
-    x, gates = rows(30)
+@pytest.mark.parametrize("rule", RULES)
+def test_sequences_threads_and_instruction_sets_do_not_change_bits(rule: str) -> None:
+    x, gates = rows(rule, 30)
     walk = Walk.build([1, 0], [2, 5], [[-1, 0, 1, 1, 2, 3, 3], random_parents(Random(3), 5, 23)])
-    found = [Layer() for _ in ISAS]
+    found = [Layer(rule) for _ in ISAS]
     outs = [layer.run(cpu_kernels(isa), x, gates, walk) for layer, isa in zip(found, ISAS, strict=True)]
     for layer, out in zip(found, outs, strict=True):
         assert torch.equal(out, outs[0]) and torch.equal(layer.memory, found[0].memory)
-    alone = Layer()
+    alone = Layer(rule)
     for first, slot, parents, known in ((0, 1, [-1, 0, 1, 1, 2, 3, 3], 2), (7, 0, random_parents(Random(3), 5, 23), 5)):
         part = slice(first, first + len(parents))
         out = alone.run(cpu_kernels(ISAS[0], 1), x[part], gates[part], Walk.build([slot], [known], [parents]))
@@ -114,11 +127,11 @@ def test_sequences_threads_and_instruction_sets_do_not_change_bits() -> None:
 
 
 def test_rows_that_do_not_follow_each_other_are_refused() -> None:
-    x, gates = rows(3)
+    x, gates = rows("delta", 3)
     for walk in (
         Walk.build([NUM_SLOTS], [1], [[-1, 0, 0]]),
         Walk.build([0], [3], [[-1, 0, 0]]),
         Walk.build([0], [1], [[-1, 2, 0]]),
     ):
         with pytest.raises(IndexError):
-            Layer().run(cpu_kernels(), x, gates, walk)
+            Layer("delta").run(cpu_kernels(), x, gates, walk)

@@ -146,6 +146,29 @@ ERNIE = {
 }
 LFM2 = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}
 LFM2_MOE = {**LFM2, **QWEN_EXPERTS, "num_dense_layers": 1}
+MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_head": 16}
+GRANITE_HYBRID = {
+    **GRANITE,
+    **MAMBA,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 40,
+    "num_local_experts": 0,
+    "position_embedding_type": "nope",
+}
+FALCON_H1 = {
+    **MAMBA,
+    "mamba_d_ssm": 64,
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.8,
+    "attention_in_multiplier": 1.25,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.5,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7],
+    "mlp_multipliers": [0.8, 0.6],
+}
 # name -> (model_type, fields beyond SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -218,6 +241,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4.5-moe-plain": ("ernie4_5_moe", {**ERNIE, "moe_num_shared_experts": 0, "moe_layer_end_index": 0}),
     "lfm2": ("lfm2", {**LFM2, "block_multiple_of": 8}),
     "lfm2-moe": ("lfm2_moe", {**LFM2_MOE, "routed_scaling_factor": 1.5}),
+    "granite-hybrid": ("granitemoehybrid", GRANITE_HYBRID),
+    "granite-hybrid-moe": (
+        "granitemoehybrid",
+        {**GRANITE_HYBRID, "num_local_experts": 6, "num_experts_per_tok": 2, "position_embedding_type": "rope"},
+    ),
+    "falcon-h1": ("falcon_h1", FALCON_H1),
+    "falcon-h1-norm": ("falcon_h1", {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": 9}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),

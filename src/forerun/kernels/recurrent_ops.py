@@ -74,7 +74,7 @@ class StateRows(NamedTuple):
 
 
 class DeltaHeads(NamedTuple):
-    """How a row of the gated delta rule is cut: queries, then keys, then values, head by head."""
+    """How a row of the gated delta rule or Mamba-2 is cut: queries, then keys, then values, head by head."""
 
     num_keys: int  # heads of queries and keys; each serves as many neighbouring heads of values
     num_values: int
@@ -95,11 +95,14 @@ class DeltaHeads(NamedTuple):
 class RecurrentOps(Protocol):
     """The ops; part of `kernels.ops.Kernels`. A backend that does not define them refuses models that need them."""
 
-    def causal_conv(self, x: Tensor, weight: Tensor, tails: Tensor, walk: Walk, silu: bool) -> Tensor:
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, tails: Tensor, walk: Walk, silu: bool, bias: Tensor | None = None
+    ) -> Tensor:
         """Sums over a row and the rows before it of weight [taps, C] times x [M, C], channel by channel -> [M, C].
 
-        The last tap belongs to the row itself; addends are fused in the order of the taps. What came before the
-        sequence's first row is in its slot of `tails` [num_slots, taps - 1, C], which is advanced in place.
+        The last tap belongs to the row itself; to `bias` [C], if given, addends are fused in the order of the taps.
+        What came before the sequence's first row is in its slot of `tails` [num_slots, taps - 1, C], which is advanced
+        in place.
         silu: the sum goes through it.
         """
         raise KernelError(_MISSING)
@@ -116,5 +119,20 @@ class RecurrentOps(Protocol):
             S = exp(decay * softplus(a + bias)) * S
             S = S + k (sigmoid(b) * (v - S^T k))^T
             o = S^T q
+        """
+        raise KernelError(_MISSING)
+
+    def mamba2(
+        self, rows: Tensor, steps: Tensor, heads: DeltaHeads, decay: Tensor, bias: Tensor, skip: Tensor, memory: Tensor,
+        walk: Walk,
+    ) -> Tensor:  # fmt: skip
+        """The state space of Mamba-2 (2405.21060) -> [M, num_values * value_dim].
+
+        rows [M, row_size] are c, b and x, as queries, keys and values; steps [M, num_values]; decay, bias and skip
+        [num_values]. For each head and its state S [key_dim, value_dim], which is a slot of `memory`, advanced in
+        place, where t = softplus(step + bias):
+
+            S = exp(decay * t) * S + b (t * x)^T
+            o = S^T c + skip * x
         """
         raise KernelError(_MISSING)

@@ -39,7 +39,7 @@ from forerun.kernels.ops import (
     PackedLinear,
     Routing,
 )
-from forerun.kernels.recurrent_reference import causal_conv, gated_delta
+from forerun.kernels.recurrent_reference import causal_conv, gated_delta, mamba2
 from forerun.kernels.tree_growth import grow_trees, keep_trees
 from forerun.kernels.tree_walk import walk_trees
 
@@ -306,7 +306,7 @@ class ReferenceKernels(Kernels):
         chances = rival_log_chances(scores)
         return ids[:, :width], chances.masked_fill(ids < 0, float("-inf"))[:, :width]
 
-    causal_conv, gated_delta = staticmethod(causal_conv), staticmethod(gated_delta)
+    causal_conv, gated_delta, mamba2 = staticmethod(causal_conv), staticmethod(gated_delta), staticmethod(mamba2)
     grow_trees, keep_trees, walk_trees = staticmethod(grow_trees), staticmethod(keep_trees), walk_trees
 
 

@@ -14,12 +14,18 @@ from forerun.layers.linear import Linear
 class GatedMLP:
     """SwiGLU and its relatives."""
 
-    def __init__(self, kernels: Kernels, gate_up: Linear, down: Linear, activation: str) -> None:
-        """`gate_up` [2F, H], gate rows first; `down` [H, F]; `activation` one of `ops.ACTIVATIONS`."""
+    def __init__(
+        self, kernels: Kernels, gate_up: Linear, down: Linear, activation: str, gate_factor: float = 1.0
+    ) -> None:
+        """`gate_up` [2F, H], gate rows first; `down` [H, F]; `activation` one of `ops.ACTIVATIONS`.
+
+        gate_factor: of what goes through the activation; no recorder can write another than 1 down.
+        """
         self._kernels = kernels
         self.gate_up = gate_up
         self.down = down
         self.activation = activation
+        self._gate_factor = gate_factor
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -32,5 +38,8 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, H] -> [M, H]."""
-        gated = self._kernels.gated_act(self.gate_up(x), self.activation)  # [M, F]
+        made = self.gate_up(x)  # [M, 2F]
+        if self._gate_factor != 1:
+            made[:, : made.shape[1] // 2] *= self._gate_factor
+        gated = self._kernels.gated_act(made, self.activation)  # [M, F]
         return self.down(gated)

@@ -164,7 +164,7 @@ def _places(model: Decoder, names: TensorNames) -> Iterator[tuple[str, ModulePla
     parts = model.parts
     for layer in parts.layers:
         dense = layer.mlp.linears if isinstance(layer.mlp, GatedMLP) else ()
-        for linear in (*layer.attention.linears, *dense):
+        for linear in (*(linear for mixer in layer.mixers for linear in mixer.linears), *dense):
             if isinstance(linear, Linear):
                 yield from _modules_of(linear)
     yield names.lm_head, ModulePlace(parts.lm_head, parts.lm_head.weight.shape)

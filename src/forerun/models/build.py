@@ -90,15 +90,16 @@ class Builder:
     def _layer_with(self, index: int, rope: Tensor) -> DecoderLayer:
         names = self.family.names
         prefix = names.layer.format(index=index)
-        rescale = self._scale(self.config.scales.residual)
+        scales = self.config.scales
         return DecoderLayer(
             attention_norm=self._layer_norm(prefix, names.attention_norm),
             attention=self._attention(index, prefix, rope),
             mlp_norm=self._layer_norm(prefix, names.mlp_norm),
             mlp=self._feed_forward(index, prefix),
-            after_attention=self._layer_norm(prefix, names.after_attention) or rescale,
-            after_mlp=self._layer_norm(prefix, names.after_mlp) or rescale,
+            after_attention=self._layer_norm(prefix, names.after_attention) or self._scale(scales.of_attention),
+            after_mlp=self._layer_norm(prefix, names.after_mlp) or self._scale(scales.of_mlp),
             parallel=self.family.parallel,
+            beside=self._beside(index, prefix),
         )
 
     def _layer_norm(self, prefix: str, name: str) -> RMSNorm | None:
@@ -108,11 +109,11 @@ class Builder:
         return None if (factor, cap) == (1, 0) else Scaled(self.kernels, factor, cap)
 
     def _attention(self, index: int, prefix: str, rope: Tensor) -> Attention | LatentAttention | Recurrent:
-        if self.config.recurrent is not None and self.config.is_recurrent(index):
-            return recurrent_layer(self, self.config.recurrent, prefix)
+        config, names = self.config, self.family.names
+        if config.recurrent is not None and config.is_recurrent(index):
+            return recurrent_layer(self, config.recurrent, prefix)
         if self.config.latents is not None:
             return latent_attention(self, self.config.latents, prefix, rope)
-        config, names = self.config, self.family.names
         heads, hidden = config.heads._replace(rotary_dim=rope.shape[1]), config.hidden_size
         window, cap, gated = config.window(index), config.scales.attention_cap, config.gated_attention
         limits = window, config.norm_eps, config.chunk(index), cap
@@ -128,6 +129,10 @@ class Builder:
         out = self.linear(parts, heads.num_q * heads.head_dim, config.biases.out)
         sinks = self.vector(f"{prefix}.{names.sinks}", heads.num_q) if config.sinks else None
         return Attention(self.kernels, shape, qkv, out, rope, self._head_norms(prefix, rope), sinks)
+
+    def _beside(self, index: int, prefix: str) -> Recurrent | None:
+        dims = self.config.recurrent if self.config.has_beside(index) else None
+        return None if dims is None else recurrent_layer(self, dims, prefix)
 
     def _normed_projections(self, prefix: str, rows: tuple[int, ...]) -> NormedProjections:
         names, config = self.family.names, self.config
@@ -161,7 +166,7 @@ class Builder:
         hidden = self.config.hidden_size
         joined = self.linear(module_parts(prefix, gate_up, (ffn, ffn)), hidden, has_bias)
         narrow = self.linear(module_parts(prefix, (down,), (hidden,)), ffn, has_bias)
-        return GatedMLP(self.kernels, joined, narrow, self.config.activation)
+        return GatedMLP(self.kernels, joined, narrow, self.config.activation, self.config.scales.gate)
 
     def linear(self, parts: list[RowPart], columns: int, has_bias: bool = False) -> Linear:
         """The modules `parts`, of `columns` inputs, as one matrix; raises CheckpointError if they are not there."""

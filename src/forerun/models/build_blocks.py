@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from forerun.models.build import Builder
 
 LATENT_NORM_EPS = 1e-6  # of the norms inside latent attention, whatever config.json says of the others (transformers)
-GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of all experts, where they are stacked
 ONE_GATED = Routing(num_experts=1, top_k=1, sigmoid=True, normalize=False)  # a lone expert weighed by a sigmoid
 
 
@@ -37,7 +36,7 @@ def mixture_of_experts(builder: Builder, shape: ExpertsShape, prefix: str) -> Mi
     names, routing = builder.family.names.experts, shape.routing
     part = RowPart(f"{prefix}.{names.router}", routing.num_experts)
     router = builder.linear([part], builder.config.hidden_size, shape.biases)
-    stacked = is_stacked(builder.source, f"{prefix}.{names.stacked}.{DOWN}")
+    stacked = is_stacked(builder.source, f"{prefix}.{names.stacked}.{names.stacked_down}")
     experts = _stacked_experts(builder, shape, prefix) if stacked else _single_experts(builder, shape, prefix)
     correction = f"{prefix}.{names.correction}"
     return MixtureOfExperts(
@@ -71,7 +70,9 @@ def _stacked_experts(builder: Builder, shape: ExpertsShape, prefix: str) -> list
         biases = _stacked_biases(builder, f"{module}_bias", sizes[:2], order) if shape.biases else [None] * sizes[0]
         return [Linear(*pair) for pair in zip(weights, biases, strict=True)]
 
-    pairs = zip(read(GATE_UP, 2 * ffn, hidden, order), read(DOWN, hidden, ffn, None), strict=True)
+    pairs = zip(
+        read(names.stacked_gate_up, 2 * ffn, hidden, order), read(names.stacked_down, hidden, ffn, None), strict=True
+    )
     return [GatedMLP(builder.kernels, *pair, builder.config.activation) for pair in pairs]
 
 

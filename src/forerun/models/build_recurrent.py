@@ -5,6 +5,7 @@ Knows: which tensors make up such a layer. Does not know: storage formats, files
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,10 @@ from torch import Tensor
 from forerun.kernels.recurrent_ops import DeltaHeads
 from forerun.layers.delta import DeltaWeights, GatedDeltaNet
 from forerun.layers.linear import Linear
+from forerun.layers.mamba import Mamba2, MambaNorm, MambaWeights
 from forerun.layers.recurrent import Recurrent
 from forerun.layers.short_conv import ShortConv
-from forerun.models.recurrent_dims import ConvDims, DeltaDims, RecurrentDims
+from forerun.models.recurrent_dims import ConvDims, DeltaDims, MambaDims, RecurrentDims
 from forerun.quant.base import RowPart
 from forerun.quant.joined import JoinedWeight
 
@@ -26,7 +28,39 @@ if TYPE_CHECKING:
 
 def recurrent_layer(builder: Builder, dims: RecurrentDims, prefix: str) -> Recurrent:
     """The recurrent part of the layer `prefix`; raises CheckpointError."""
+    if isinstance(dims, MambaDims):
+        return _mamba(builder, dims, prefix)
     return _short_conv(builder, dims, prefix) if isinstance(dims, ConvDims) else _gated_delta_net(builder, dims, prefix)
+
+
+def _mamba(builder: Builder, dims: MambaDims, prefix: str) -> Mamba2:
+    names, hidden, heads = builder.family.names.mamba, builder.config.hidden_size, dims.heads
+    size, keys, num = heads.values_size, heads.num_keys * heads.key_dim, heads.num_values
+    x, b, c = torch.split(torch.arange(heads.row_size), [size, keys, keys])
+    order = torch.cat([c, b, x])
+    project = RowPart(f"{prefix}.{names.project}", size + heads.row_size + num)
+    factors = torch.tensor(dims.factors).repeat_interleave(torch.tensor([size, size, keys, keys, num]))
+    conv = _taps(builder, f"{prefix}.{names.conv}.weight", heads.row_size, dims.taps)[:, order].contiguous()
+    read = partial(builder.vector, size=num)
+    weights = MambaWeights(
+        project=builder.linear([project], hidden),
+        factors=None if set(dims.factors) == {1} else factors.to(builder.kernels.device),
+        conv=conv,
+        conv_bias=builder.vector(f"{prefix}.{names.conv}.bias", heads.row_size)[order] if dims.conv_bias else None,
+        decay=-read(f"{prefix}.{names.decay}").exp(),
+        bias=read(f"{prefix}.{names.bias}"),
+        skip=read(f"{prefix}.{names.skip}"),
+        norm=_mamba_norm(builder, dims, f"{prefix}.{names.norm}"),
+        out=builder.linear([RowPart(f"{prefix}.{names.out}", hidden)], size),
+    )
+    return Mamba2(builder.kernels, heads, weights, dims.out_factor)
+
+
+def _mamba_norm(builder: Builder, dims: MambaDims, name: str) -> MambaNorm | None:
+    if not dims.norm:
+        return None
+    weight = builder.vector(name, dims.heads.values_size)
+    return MambaNorm(weight, builder.config.norm_eps, dims.norm == "before_gate")
 
 
 def _short_conv(builder: Builder, dims: ConvDims, prefix: str) -> ShortConv:

@@ -16,7 +16,7 @@ from forerun.layers.rotary import RopeSpec, score_factor
 from forerun.models.blocks import ExpertsShape, LatentDims
 from forerun.models.family import Biases, Family, QkNorm, Scales
 from forerun.models.fields import Fields, words
-from forerun.models.recurrent_dims import RecurrentDims
+from forerun.models.recurrent_dims import MambaDims, RecurrentDims
 from forerun.models.rope_config import LOCAL_BASE, ROPE_FIELDS, reachable_positions, read_rope, read_window_rope
 from forerun.quant.formats import check_quantization
 
@@ -141,7 +141,11 @@ class ModelConfig:
 
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer keeps a state in place of keys and values; layers after the last one attend."""
-        return self.recurrent is not None and layer in self.recurrent.layers
+        return self.recurrent is not None and layer in self.recurrent.layers and not self.has_beside(layer)
+
+    def has_beside(self, layer: int) -> bool:
+        """Whether a layer has attention and a recurrent part beside it."""
+        return isinstance(self.recurrent, MambaDims) and self.recurrent.beside and layer in self.recurrent.layers
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward part is a mixture of experts."""
@@ -167,9 +171,9 @@ def active_parameters(config: ModelConfig) -> int:
 
 
 def _mixer_parameters(config: ModelConfig, layer: int) -> int:
-    if config.recurrent is not None and layer in config.recurrent.layers:
-        return config.recurrent.num_parameters(config.hidden_size)
-    return _attention_parameters(config)
+    dims = config.recurrent
+    recurrent = dims.num_parameters(config.hidden_size) if dims is not None and layer in dims.layers else 0
+    return recurrent + (0 if config.is_recurrent(layer) else _attention_parameters(config))
 
 
 def _attention_parameters(config: ModelConfig) -> int:

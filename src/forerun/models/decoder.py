@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,7 +46,16 @@ class FeedForward(Protocol):
 
 
 RowFunction = Callable[[Tensor], Tensor]  # [M, H] -> [M, H], row by row
-LayerCache = LayerKV | StateRows  # what a layer knows of the tokens before its rows
+
+
+class BothCaches(NamedTuple):
+    """What a layer whose attention has a recurrent part beside it knows of the tokens before its rows."""
+
+    kv: LayerKV
+    states: StateRows
+
+
+LayerCache = LayerKV | StateRows | BothCaches  # what a layer knows of the tokens before its rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,7 @@ class DecoderLayer:
     after_attention: RowFunction | None = None
     after_mlp: RowFunction | None = None
     parallel: bool = False  # the feed-forward part reads what attention reads
+    beside: Recurrent | None = None  # reads what attention reads, and adds to what that gives
 
     def enter(self, residual: Tensor) -> Tensor:
         """What attention reads of the residual stream [M, H] -> [M, H]."""
@@ -82,6 +92,8 @@ class DecoderLayer:
             return residual[:0], residual[:0]
         mixed = self._attend(x, batch, kv, wanted)
         mixed = mixed if self.after_attention is None else self.after_attention(mixed)
+        if self.beside is not None:
+            mixed = mixed + self.beside(x, states_in(kv), wanted)
         residual = residual if wanted is None else residual.index_select(0, wanted)
         if self.parallel:
             x = x if wanted is None else x.index_select(0, wanted)
@@ -97,20 +109,38 @@ class DecoderLayer:
         assert not isinstance(self.attention, Recurrent)
         return self.attention
 
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """The part that keeps a state, in place of attention or beside it."""
+        return self.attention if isinstance(self.attention, Recurrent) else self.beside
+
+    @property
+    def mixers(self) -> tuple[Attention | LatentAttention | Recurrent, ...]:
+        """Attention and what is beside it."""
+        return (self.attention,) if self.beside is None else (self.attention, self.beside)
+
     def _attend(self, x: Tensor, batch: ForwardBatch, kv: LayerCache, wanted: Tensor | None) -> Tensor:
         if isinstance(self.attention, Recurrent):
-            assert isinstance(kv, StateRows)
-            return self.attention(x, kv, wanted)
-        assert isinstance(kv, LayerKV)
-        return self.attention(x, kv, batch.positions, batch.slots, batch.rows, wanted)
+            return self.attention(x, states_in(kv), wanted)
+        return self.attention(x, pooled_in(kv), batch.positions, batch.slots, batch.rows, wanted)
 
     def _store(self, x: Tensor, batch: ForwardBatch, kv: LayerCache) -> None:
-        if isinstance(self.attention, Recurrent):
-            assert isinstance(kv, StateRows)
-            self.attention.store(x, kv)
-        else:
-            assert isinstance(kv, LayerKV)
-            self.attention.store(x, kv, batch.positions, batch.slots)
+        if self.recurrent is not None:
+            self.recurrent.store(x, states_in(kv))
+        if not isinstance(self.attention, Recurrent):
+            self.attention.store(x, pooled_in(kv), batch.positions, batch.slots)
+
+
+def states_in(cache: LayerCache) -> StateRows:
+    """The rows' states, of a layer with a recurrent part."""
+    assert not isinstance(cache, LayerKV)
+    return cache.states if isinstance(cache, BothCaches) else cache
+
+
+def pooled_in(cache: LayerCache) -> LayerKV:
+    """The layer's share of the pool, of a layer that attends."""
+    assert not isinstance(cache, StateRows)
+    return cache.kv if isinstance(cache, BothCaches) else cache
 
 
 def add_norm(norm: RMSNorm | None, x: Tensor, residual: Tensor) -> Tensor:
@@ -209,8 +239,8 @@ def _kv_specs(layers: Sequence[DecoderLayer], dtype: torch.dtype) -> Iterator[La
 
 
 def _linears(parts: DecoderParts) -> list[Matrix]:
-    layers = [linear for layer in parts.layers for linear in (*layer.attention.linears, *layer.mlp.linears)]
-    return [*layers, parts.lm_head]
+    mixers = [linear for layer in parts.layers for mixer in layer.mixers for linear in mixer.linears]
+    return [*mixers, *(linear for layer in parts.layers for linear in layer.mlp.linears), parts.lm_head]
 
 
 def _norm_tensors(parts: DecoderParts) -> list[Tensor]:
@@ -218,7 +248,7 @@ def _norm_tensors(parts: DecoderParts) -> list[Tensor]:
     for layer in parts.layers:
         around = (layer.attention_norm, layer.after_attention, layer.mlp_norm, layer.after_mlp)
         tensors += [norm.weight for norm in around if isinstance(norm, RMSNorm)]
-        tensors += layer.attention.vectors
+        tensors += [vector for mixer in layer.mixers for vector in mixer.vectors]
     return tensors
 
 

@@ -32,7 +32,9 @@ class Scales(NamedTuple):
 
     embedding: float = 1.0
     attention: float | None = None  # of scores; None: 1 / sqrt(head_dim)
-    residual: float = 1.0  # of what attention and feed-forward parts give
+    of_attention: float = 1.0  # of what attention gives
+    gate: float = 1.0  # of what goes through the activation of feed-forward parts
+    of_mlp: float = 1.0  # of what these give
     logits: float = 1.0
     attention_cap: float = 0.0
     logits_cap: float = 0.0
@@ -43,13 +45,15 @@ class ExpertNames:
     """Names of a mixture of experts' tensors within a layer; `gate_up` and `down` are names within an expert."""
 
     expert: str = "mlp.experts.{index}"
-    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
-    stacked: str = "mlp.experts"  # where all experts are in two tensors, gate_up_proj and down_proj, these are here
+    stacked: str = "mlp.experts"  # where all experts are in two tensors, these are here
+    stacked_gate_up: str = "gate_up_proj"
+    stacked_down: str = "down_proj"
     is_transposed: bool = False  # those are stored by inputs, unless they are blocks
     is_interleaved: bool = False  # their gate and up rows alternate
 
@@ -95,6 +99,19 @@ class ConvNames:
 
 
 @dataclass(frozen=True, slots=True)
+class MambaNames:
+    """Names of Mamba-2's tensors within a layer."""
+
+    project: str = "mamba.in_proj"
+    conv: str = "mamba.conv1d"
+    decay: str = "mamba.A_log"
+    bias: str = "mamba.dt_bias"
+    skip: str = "mamba.D"
+    norm: str = "mamba.norm.weight"
+    out: str = "mamba.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Where a family's tensors are, below `model.layers.N.` for those of a layer.
 
@@ -122,6 +139,7 @@ class TensorNames:
     latents: LatentNames = LatentNames()
     delta: DeltaNames = DeltaNames()
     conv: ConvNames = ConvNames()
+    mamba: MambaNames = MambaNames()
 
     @property
     def num_norms(self) -> int:

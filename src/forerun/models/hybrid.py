@@ -7,16 +7,15 @@ who owns slots.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from forerun.errors import UnsupportedError
-from forerun.kernels.recurrent_ops import StateRows
-from forerun.layers.recurrent import Recurrent
+from forerun.kernels.recurrent_ops import LayerState, StateRows, Walk
 from forerun.models.base import CommittedPath, PassOutput, States, StateSpec
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.models.decoder import Decoder, DecoderParts, LayerCache
+from forerun.models.decoder import BothCaches, Decoder, DecoderLayer, DecoderParts, LayerCache, pooled_in
 from forerun.models.walk import end_of, replay_of, walk_of
 
 
@@ -30,7 +29,7 @@ class HybridDecoder(Decoder):
     def __init__(self, parts: DecoderParts, max_position: int, kv_dtype: torch.dtype) -> None:
         """See `Decoder`."""
         super().__init__(parts, max_position, kv_dtype)
-        self._recurrent = [each.attention for each in parts.layers if isinstance(each.attention, Recurrent)]
+        self._recurrent = [layer.recurrent for layer in parts.layers if layer.recurrent is not None]
         self.state_specs = tuple(StateSpec(layer.tail, layer.memory) for layer in self._recurrent)
         self._states: States | None = None
         self._sequences: tuple[SequenceRows, ...] = ()  # of the last pass
@@ -51,10 +50,7 @@ class HybridDecoder(Decoder):
         self._sequences = batch.sequences
         walk = walk_of(batch.sequences, self._states)
         states, pooled = iter(self._states.layers), iter(kvs)
-        caches = [
-            StateRows(next(states), walk) if isinstance(layer.attention, Recurrent) else next(pooled)
-            for layer in self.parts.layers
-        ]
+        caches = [_cache(layer, walk, states, pooled) for layer in self.parts.layers]
         out = super().forward(batch, caches, hidden_layers)
         for rows in batch.sequences:
             self._states.end(rows.request_id, end_of(rows))
@@ -76,3 +72,13 @@ class HybridDecoder(Decoder):
         """Take the request's slot back."""
         if self._states is not None:
             self._states.release(request_id)
+
+
+def _cache(
+    layer: DecoderLayer, walk: Walk, states: Iterator[LayerState], pooled: Iterator[LayerCache]
+) -> LayerCache:  # fmt: skip
+    """What the layer needs of the next state and the next layer of the pool."""
+    if layer.recurrent is None:
+        return next(pooled)
+    rows = StateRows(next(states), walk)
+    return rows if layer.recurrent is layer.attention else BothCaches(pooled_in(next(pooled)), rows)

@@ -18,7 +18,7 @@ from forerun.models.base import LayerSpec, StateSpec
 from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.family import Family
 from forerun.models.loader import dtype_named, find_family, open_checkpoint, read_config
-from forerun.models.recurrent_dims import ConvDims, state_shapes
+from forerun.models.recurrent_dims import ConvDims, DeltaDims, MambaDims, state_shapes
 from forerun.models.storage import check_float16
 from forerun.quant.formats import check_tensors
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
@@ -125,8 +125,9 @@ def _kv_dtype(
 ) -> torch.dtype:
     """As `Builder.decoder` has it: float32 beside float32 and float16 matrices, else bfloat16."""
     names = family.names
-    recurrent = names.conv if isinstance(config.recurrent, ConvDims) else names.delta
-    out = f"{names.layer.format(index=0)}.{recurrent.out if config.is_recurrent(0) else names.out}.weight"
+    outs = {ConvDims: names.conv.out, MambaDims: names.mamba.out, DeltaDims: names.delta.out}
+    last = outs[type(config.recurrent)] if config.is_recurrent(0) else names.out
+    out = f"{names.layer.format(index=0)}.{last}.weight"
     kind = stored.stored_as(out) if stored.has(out) else ""
     kept = dtype or FLOAT_DTYPES.get(kind, torch.bfloat16)
     return torch.bfloat16 if kept == torch.bfloat16 else torch.float32

@@ -7,8 +7,9 @@ Family does), tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from forerun.errors import UnsupportedError
+from forerun.errors import CheckpointError, UnsupportedError
 from forerun.kernels.recurrent_ops import DeltaHeads
 
 MAX_TAPS = 64  # of a convolution
@@ -41,7 +42,37 @@ class ConvDims:
         return hidden_size * (4 * hidden_size + self.taps)
 
 
-RecurrentDims = DeltaDims | ConvDims
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaDims:
+    """The layers that are Mamba-2 (2405.21060) in place of attention or beside it."""
+
+    heads: DeltaHeads  # groups of b and c are its heads of keys
+    taps: int  # of the convolution
+    layers: frozenset[int]
+    beside: bool = False  # attention reads the same, and the two outputs are added
+    conv_bias: bool = True
+    norm: Literal["", "before_gate", "after_gate"] = "after_gate"  # of what the state space gives
+    factors: tuple[float, float, float, float, float] = (1, 1, 1, 1, 1)  # of gate, x, b, c and steps
+    out_factor: float = 1.0  # of what the layer gives
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Entries of one such layer's matrices, convolution and vectors."""
+        heads = self.heads
+        rows = heads.row_size + 2 * heads.values_size + heads.num_values  # the output projection among them
+        conv = heads.row_size * (self.taps + self.conv_bias)
+        return hidden_size * rows + conv + 3 * heads.num_values + heads.values_size * bool(self.norm)
+
+
+RecurrentDims = DeltaDims | ConvDims | MambaDims
+
+
+def mamba_heads(num_heads: int, head_dim: int, num_groups: int, state_dim: int) -> DeltaHeads:
+    """The heads of Mamba-2; raises CheckpointError if groups do not divide them."""
+    if num_heads % num_groups:
+        raise CheckpointError(
+            f"config.json: {num_heads} heads of Mamba-2 are no multiple of their {num_groups} groups; correct the file"
+        )
+    return DeltaHeads(num_groups, num_heads, state_dim, head_dim)
 
 
 def state_shapes(dims: RecurrentDims, hidden_size: int) -> tuple[tuple[int, int], tuple[int, int, int]]:

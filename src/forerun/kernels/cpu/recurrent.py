@@ -19,10 +19,13 @@ class CpuRecurrentOps(ReferenceKernels):
 
     engine: _native.CpuEngine
 
-    def causal_conv(self, x: Tensor, weight: Tensor, tails: Tensor, walk: Walk, silu: bool) -> Tensor:
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, tails: Tensor, walk: Walk, silu: bool, bias: Tensor | None = None
+    ) -> Tensor:
         """See `RecurrentOps.causal_conv`."""
         out, (taps, channels) = empty(*x.shape), weight.shape
-        addresses = [floats_of(tensor) for tensor in (x, weight, tails, out)]
+        shift = 0 if bias is None else floats_of(bias)
+        addresses = (floats_of(x), floats_of(weight), shift, floats_of(tails), floats_of(out))
         self.engine.causal_conv(*addresses, *_walk(walk, tails), x.shape[0], channels, taps, silu)
         return out
 
@@ -30,9 +33,24 @@ class CpuRecurrentOps(ReferenceKernels):
         self, qkv: Tensor, gates: Tensor, heads: DeltaHeads, decay: Tensor, bias: Tensor, memory: Tensor, walk: Walk
     ) -> Tensor:
         """See `RecurrentOps.gated_delta`."""
-        out = empty(qkv.shape[0], heads.values_size)
-        addresses = [floats_of(tensor) for tensor in (qkv, gates, decay, bias, memory, out)]
-        self.engine.gated_delta(*addresses, *_walk(walk, memory), qkv.shape[0], *heads)
+        return self._advance(qkv, gates, heads, decay, bias, None, memory, walk)
+
+    def mamba2(
+        self, rows: Tensor, steps: Tensor, heads: DeltaHeads, decay: Tensor, bias: Tensor, skip: Tensor, memory: Tensor,
+        walk: Walk,
+    ) -> Tensor:  # fmt: skip
+        """See `RecurrentOps.mamba2`."""
+        return self._advance(rows, steps, heads, decay, bias, skip, memory, walk)
+
+    def _advance(
+        self, rows: Tensor, gates: Tensor, heads: DeltaHeads, decay: Tensor, bias: Tensor, skip: Tensor | None,
+        memory: Tensor, walk: Walk,
+    ) -> Tensor:  # fmt: skip
+        """The gated delta rule, or with `skip` Mamba-2, which the engine walks alike."""
+        out = empty(rows.shape[0], heads.values_size)
+        given = [floats_of(tensor) for tensor in (rows, gates, decay, bias)]
+        changed = (0 if skip is None else floats_of(skip), floats_of(memory), floats_of(out))
+        self.engine.gated_delta(*given, *changed, *_walk(walk, memory), rows.shape[0], *heads)
         return out
 
 

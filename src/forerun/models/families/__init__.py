@@ -10,6 +10,7 @@ from forerun.models.families.deepseek_v3 import DEEPSEEK_V3
 from forerun.models.families.deepseek_v32 import DEEPSEEK_V32
 from forerun.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from forerun.models.families.exaone4 import EXAONE4
+from forerun.models.families.falcon_h1 import FALCON_H1
 from forerun.models.families.gemma2 import GEMMA2
 from forerun.models.families.gemma3 import GEMMA3_TEXT
 from forerun.models.families.glm4 import GLM4
@@ -17,6 +18,7 @@ from forerun.models.families.glm4_moe import GLM4_MOE
 from forerun.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from forerun.models.families.gpt_oss import GPT_OSS
 from forerun.models.families.granite import GRANITE
+from forerun.models.families.granite_hybrid import GRANITE_HYBRID
 from forerun.models.families.lfm2 import LFM2, LFM2_MOE
 from forerun.models.families.llama import LLAMA
 from forerun.models.families.llama4 import LLAMA4_TEXT
@@ -40,5 +42,5 @@ _WITH_SHARED = (ERNIE4_5_MOE, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM4_MOE_LITE
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, MINIMAX_M2, *_WITH_SHARED)
 _LLAMA_LIKE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, MIMO, QWEN3, PHI3, GRANITE, SMOLLM3, GLM4, ERNIE4_5)
 _OTHERS = (GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, EXAONE4, COHERE2)
-_HYBRIDS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2, LFM2_MOE)
+_HYBRIDS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2, LFM2_MOE, GRANITE_HYBRID, FALCON_H1)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_LLAMA_LIKE, *_OTHERS, *_MIXTURES, *_HYBRIDS)}

@@ -9,12 +9,17 @@ from forerun.models.families.llama import LLAMA
 from forerun.models.family import Family, Scales
 from forerun.models.fields import Fields, words
 
+SCALE_FIELDS = words("embedding_multiplier attention_multiplier residual_multiplier logits_scaling")
 
-def _scales(fields: Fields) -> Scales:
+
+def granite_scales(fields: Fields) -> Scales:
+    """The multipliers, of which config.json may leave out any."""
+    residual = fields.number("residual_multiplier", default=1.0)
     return Scales(
         embedding=fields.number("embedding_multiplier", default=1.0),
         attention=fields.number("attention_multiplier", default=1.0),
-        residual=fields.number("residual_multiplier", default=1.0),
+        of_attention=residual,
+        of_mlp=residual,
         logits=1.0 / fields.number("logits_scaling", default=1.0, minimum=1e-6),
     )
 
@@ -22,7 +27,7 @@ def _scales(fields: Fields) -> Scales:
 GRANITE = Family(
     model_type="granite",
     defaults=LLAMA.defaults,
-    fields=LLAMA.fields | words("embedding_multiplier attention_multiplier residual_multiplier logits_scaling"),
+    fields=LLAMA.fields | SCALE_FIELDS,
     biases=LLAMA.biases,
-    scales=_scales,
+    scales=granite_scales,
 )
