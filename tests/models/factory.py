@@ -169,6 +169,15 @@ FALCON_H1 = {
     "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7],
     "mlp_multipliers": [0.8, 0.6],
 }
+NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "linear_attention", "mlp"],
+    "num_hidden_layers": 6,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "head_dim": 16,
+}
 # name -> (model_type, fields beyond SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -248,6 +257,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-h1": ("falcon_h1", FALCON_H1),
     "falcon-h1-norm": ("falcon_h1", {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "nemotron-h": ("nemotron_h", NEMOTRON_H),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": 9}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),

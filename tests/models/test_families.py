@@ -111,7 +111,7 @@ HALVES = (
     "llama-tied-biased", "mistral-window", "qwen2", "qwen3", "phi3", "llama3", "mixtral", "qwen3-moe", "deepseek",
     "gpt-oss", "glm4-moe", "glm4-moe-lite", "deepseek-v32", "gemma2", "gemma3", "olmo3", "exaone4", "granite",
     "smollm3", "glm4", "cohere2", "minimax-m2", "llama4", "qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2",
-    "lfm2-moe", "granite-hybrid", "falcon-h1",
+    "lfm2-moe", "granite-hybrid", "falcon-h1", "nemotron-h",
 )  # fmt: skip
 
 

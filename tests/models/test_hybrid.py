@@ -20,7 +20,7 @@ from forerun.models.loader import load_model, read_config
 from tests.models import factory
 
 
-@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5", "lfm2", "granite-hybrid", "falcon-h1"])
+@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5", "lfm2", "granite-hybrid", "falcon-h1", "nemotron-h"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return factory.make_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))
 
@@ -132,8 +132,9 @@ def test_a_bare_model_has_no_state_to_commit_or_release(model: HybridDecoder) ->
 def test_layers_are_those_that_config_names(folder: Path) -> None:
     config = read_config(folder)
     assert config is not None and config.recurrent is not None
-    assert config.recurrent.layers == ({0, 1} if config.has_beside(0) else {0, 1, 3})
-    assert not config.is_recurrent(4)  # of a module for drafting
+    expected = {"falcon_h1": {0, 1}, "nemotron_h": {0, 3, 4}}
+    assert config.recurrent.layers == expected.get(config.model_type, {0, 1, 3})
+    assert not config.is_recurrent(config.num_layers)  # of a module for drafting
     assert num_parameters(config) == load_model(folder, factory.make_kernels()).model.num_parameters
 
 

@@ -35,7 +35,7 @@ class TimedPasses:
         self.runner = bind(passes_of(model), kernels, self.cache.layers, BLOCK_SIZE)
         self._vocab_size = model.vocab_size
         self._windows = [layer.attending.shape.window for layer in model.parts.layers]
-        self._mlps = [layer.mlp for layer in model.parts.layers]
+        self._mlps = [layer.mlp for layer in model.parts.layers if layer.mlp is not None]
         self.weight_bytes = model.weight_bytes - model.parts.embedding.nbytes
 
     @property

@@ -91,7 +91,7 @@ def _describe(found: Overview) -> dict[str, Any]:
 
     raw = found.raw_config
     sizes = {
-        "num_layers": raw.get("num_hidden_layers"),
+        "num_layers": raw.get("num_hidden_layers") if found.config is None else found.config.num_layers,
         "hidden_size": raw.get("hidden_size"),
         "intermediate_size": raw.get("intermediate_size"),
         "num_heads": raw.get("num_attention_heads"),

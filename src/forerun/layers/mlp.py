@@ -1,4 +1,4 @@
-"""The gated feed-forward layer: down(act(gate(x)) * up(x)), gate and up in one matrix.
+"""The gated feed-forward layer: down(act(gate(x)) * up(x)), gate and up in one matrix; and one without a gate.
 
 Knows: its two matrices and the activation's name. Does not know: experts, or which model it is in.
 """
@@ -43,3 +43,20 @@ class GatedMLP:
             made[:, : made.shape[1] // 2] *= self._gate_factor
         gated = self._kernels.gated_act(made, self.activation)  # [M, F]
         return self.down(gated)
+
+
+class SquaredMLP:
+    """down(relu(up(x))^2), without a gate; no recorder can write it down."""
+
+    def __init__(self, up: Linear, down: Linear) -> None:
+        """`up` [F, H]; `down` [H, F]."""
+        self.linears = (up, down)
+
+    def bytes_read(self, num_rows: int) -> int:
+        """Bytes that a pass over `num_rows` rows reads: all of them."""
+        return sum(linear.nbytes for linear in self.linears)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, H] -> [M, H]."""
+        up, down = self.linears
+        return down(up(x).clamp_(min=0).square_())

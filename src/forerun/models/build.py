@@ -19,7 +19,7 @@ from forerun.layers.attention import Attention, AttentionShape, HeadNorms, Norme
 from forerun.layers.embedding import Embedding, TableEmbedding
 from forerun.layers.linear import Linear
 from forerun.layers.mla import LatentAttention
-from forerun.layers.mlp import GatedMLP
+from forerun.layers.mlp import GatedMLP, SquaredMLP
 from forerun.layers.norm import RMSNorm
 from forerun.layers.recurrent import Recurrent
 from forerun.layers.rotary import RopeSpec, rope_table
@@ -28,7 +28,7 @@ from forerun.models.build_blocks import latent_attention, mixture_of_experts
 from forerun.models.build_recurrent import recurrent_layer
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts, FeedForward
-from forerun.models.family import Family
+from forerun.models.family import SQUARED_RELU, Family
 from forerun.models.hybrid import HybridDecoder
 from forerun.quant.base import RowPart, TensorSource, WeightFormat
 from forerun.quant.dense import DenseWeight
@@ -93,9 +93,9 @@ class Builder:
         scales = self.config.scales
         return DecoderLayer(
             attention_norm=self._layer_norm(prefix, names.attention_norm),
-            attention=self._attention(index, prefix, rope),
+            attention=self._attention(index, prefix, rope) if self.config.has_mixer(index) else None,
             mlp_norm=self._layer_norm(prefix, names.mlp_norm),
-            mlp=self._feed_forward(index, prefix),
+            mlp=self._feed_forward(index, prefix) if self.config.has_mlp(index) else None,
             after_attention=self._layer_norm(prefix, names.after_attention) or self._scale(scales.of_attention),
             after_mlp=self._layer_norm(prefix, names.after_mlp) or self._scale(scales.of_mlp),
             parallel=self.family.parallel,
@@ -157,7 +157,14 @@ class Builder:
         config, names = self.config, self.family.names
         if config.experts is not None and config.experts.has(index):
             return mixture_of_experts(self, config.experts, prefix)
+        if config.activation == SQUARED_RELU:
+            return self._squared_mlp(prefix)
         return self.gated_mlp(prefix, names.gate_up, names.down, config.ffn_size, config.biases.mlp)
+
+    def _squared_mlp(self, prefix: str) -> SquaredMLP:
+        names, hidden, ffn = self.family.names, self.config.hidden_size, self.config.ffn_size
+        up = self.linear(module_parts(prefix, names.gate_up, (ffn,)), hidden)
+        return SquaredMLP(up, self.linear(module_parts(prefix, (names.down,), (hidden,)), ffn))
 
     def gated_mlp(
         self, prefix: str, gate_up: tuple[str, ...], down: str, ffn: int, has_bias: bool = False
@@ -215,7 +222,8 @@ class Builder:
 
     def _kv_dtype(self, parts: DecoderParts) -> torch.dtype:
         """float32 beside float32 and float16 matrices, bfloat16 beside bfloat16 and quantized ones."""
-        weight = parts.layers[0].attention.out.weight if parts.layers else parts.lm_head.weight
+        outs = [mixer.out for layer in parts.layers[:1] for mixer in layer.mixers]
+        weight = outs[0].weight if outs else parts.lm_head.weight
         dtype = self.dtype or (weight.dtype if isinstance(weight, DenseWeight) else torch.bfloat16)
         return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 

@@ -14,7 +14,7 @@ from forerun.errors import CheckpointError, UnsupportedError
 from forerun.kernels.ops import HeadLayout
 from forerun.layers.rotary import RopeSpec, score_factor
 from forerun.models.blocks import ExpertsShape, LatentDims
-from forerun.models.family import Biases, Family, QkNorm, Scales
+from forerun.models.family import SQUARED_RELU, Biases, Family, Parts, QkNorm, Scales
 from forerun.models.fields import Fields, words
 from forerun.models.recurrent_dims import MambaDims, RecurrentDims
 from forerun.models.rope_config import LOCAL_BASE, ROPE_FIELDS, reachable_positions, read_rope, read_window_rope
@@ -39,7 +39,6 @@ TELLING_WORDS = words(
     "scal multiplier bias norm soft rope rotary window expert moe attn attention alibi head layer hidden quant lora "
     "act residual logit cap parallel interleav sparse mask position embed mtp"
 )
-MAX_LAYERS = 10_000  # an absurd value must not become an absurd allocation
 ACTIVATION_NAMES = {
     "silu": "silu",
     "swish": "silu",
@@ -59,7 +58,7 @@ class ModelConfig:
     ffn_size: int
     num_layers: int
     heads: HeadLayout
-    activation: str  # one of ops.ACTIVATIONS
+    activation: str  # one of ops.ACTIVATIONS, or SQUARED_RELU
     norm_eps: float
     rope: RopeSpec  # of layers without a window
     layer_ropes: tuple[RopeSpec, ...]  # a layer
@@ -78,13 +77,14 @@ class ModelConfig:
     latents: LatentDims | None = None  # attention over latents, whose `heads` are those of the latent space
     recurrent: RecurrentDims | None = None  # layers that are recurrent; None: every layer attends
     gated_attention: bool = False
+    parts: tuple[Parts, ...] = ()  # a layer; layers after the last one are whole
 
     @staticmethod
     def read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
         """Read a config.json object; raises CheckpointError (malformed) or UnsupportedError (beyond forerun)."""
         _refuse_unknown(raw, family)
         fields = Fields(raw, family.defaults)
-        num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+        num_layers = family.num_layers(fields)
         windows = family.windows(fields, num_layers)
         latents = family.latents(fields)
         rope = read_rope(raw, fields, family, latents.rope_dim if latents else _head_dim(fields))
@@ -116,6 +116,7 @@ class ModelConfig:
             latents=latents,
             recurrent=family.recurrent(fields, num_layers),
             gated_attention=family.gated_attention,
+            parts=family.parts(fields, num_layers),
         )
 
     @property
@@ -142,6 +143,14 @@ class ModelConfig:
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer keeps a state in place of keys and values; layers after the last one attend."""
         return self.recurrent is not None and layer in self.recurrent.layers and not self.has_beside(layer)
+
+    def has_mixer(self, layer: int) -> bool:
+        """Whether a layer has attention, or what stands in its place."""
+        return self.parts[layer] != "mlp" if layer < len(self.parts) else True
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has a feed-forward part."""
+        return self.parts[layer] != "mixer" if layer < len(self.parts) else True
 
     def has_beside(self, layer: int) -> bool:
         """Whether a layer has attention and a recurrent part beside it."""
@@ -171,6 +180,8 @@ def active_parameters(config: ModelConfig) -> int:
 
 
 def _mixer_parameters(config: ModelConfig, layer: int) -> int:
+    if not config.has_mixer(layer):
+        return 0
     dims = config.recurrent
     recurrent = dims.num_parameters(config.hidden_size) if dims is not None and layer in dims.layers else 0
     return recurrent + (0 if config.is_recurrent(layer) else _attention_parameters(config))
@@ -191,6 +202,10 @@ def _attention_parameters(config: ModelConfig) -> int:
 
 def _feed_forward_parameters(config: ModelConfig, layer: int) -> int:
     hidden, ffn = config.hidden_size, config.ffn_size
+    if not config.has_mlp(layer):
+        return 0
+    if config.activation == SQUARED_RELU:
+        return 2 * hidden * ffn
     if config.experts is not None and config.experts.has(layer):
         return config.experts.num_parameters(hidden)
     return 3 * hidden * ffn + (2 * ffn + hidden) * config.biases.mlp

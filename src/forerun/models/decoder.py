@@ -55,34 +55,34 @@ class BothCaches(NamedTuple):
     states: StateRows
 
 
-LayerCache = LayerKV | StateRows | BothCaches  # what a layer knows of the tokens before its rows
+LayerCache = LayerKV | StateRows | BothCaches | None  # what a layer knows of the tokens before its rows
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer: attention and a feed-forward part, each added to the residual stream.
+    """One layer: attention and a feed-forward part, each added to the residual stream. One of the two may be missing.
 
     What a part reads is the stream through a norm, or as it is where there is none; what it gives may be changed before
     it is added. Adding waits for the next norm, which does both.
     """
 
     attention_norm: RMSNorm | None
-    attention: Attention | LatentAttention | Recurrent
+    attention: Attention | LatentAttention | Recurrent | None
     mlp_norm: RMSNorm | None
-    mlp: FeedForward
+    mlp: FeedForward | None
     after_attention: RowFunction | None = None
     after_mlp: RowFunction | None = None
     parallel: bool = False  # the feed-forward part reads what attention reads
     beside: Recurrent | None = None  # reads what attention reads, and adds to what that gives
 
     def enter(self, residual: Tensor) -> Tensor:
-        """What attention reads of the residual stream [M, H] -> [M, H]."""
+        """What the first part reads of the residual stream [M, H] -> [M, H]."""
         return residual if self.attention_norm is None else self.attention_norm(residual)
 
     def __call__(
         self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv: LayerCache, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x, which attention reads, and residual [M, H] -> the layer's last addend and the residual stream.
+        """x, which the first part reads, and residual [M, H] -> the layer's last addend and the residual stream.
 
         Both are [M, H], or [R, H] of the rows `wanted` [R]; if these are none, only keys and values are computed. The
         residual may be added to in place.
@@ -90,23 +90,29 @@ class DecoderLayer:
         if wanted is not None and wanted.shape[0] == 0:
             self._store(x, batch, kv)
             return residual[:0], residual[:0]
-        mixed = self._attend(x, batch, kv, wanted)
-        mixed = mixed if self.after_attention is None else self.after_attention(mixed)
-        if self.beside is not None:
-            mixed = mixed + self.beside(x, states_in(kv), wanted)
-        residual = residual if wanted is None else residual.index_select(0, wanted)
+        residual, entered = _rows(residual, wanted), x
+        if self.attention is None or self.parallel:
+            entered = _rows(x, wanted)
+        if self.attention is not None:
+            mixed = self._mix(x, batch, kv, wanted)
+            if self.mlp is None:
+                return mixed, residual
+            entered = self._add(mixed, entered, residual)
+        assert self.mlp is not None
+        made = self.mlp(entered)
+        return made if self.after_mlp is None else self.after_mlp(made), residual
+
+    def _add(self, mixed: Tensor, x: Tensor, residual: Tensor) -> Tensor:
+        """Add what attention gives to the residual stream -> what the feed-forward part reads."""
         if self.parallel:
-            x = x if wanted is None else x.index_select(0, wanted)
             residual.add_(mixed)
-        else:
-            x = add_norm(self.mlp_norm, mixed, residual)
-        x = self.mlp(x)
-        return x if self.after_mlp is None else self.after_mlp(x), residual
+            return x
+        return add_norm(self.mlp_norm, mixed, residual)
 
     @property
     def attending(self) -> Attention | LatentAttention:
-        """The attention of a layer that is not recurrent."""
-        assert not isinstance(self.attention, Recurrent)
+        """The attention of a layer that has one, and is not recurrent."""
+        assert isinstance(self.attention, Attention | LatentAttention)
         return self.attention
 
     @property
@@ -117,29 +123,37 @@ class DecoderLayer:
     @property
     def mixers(self) -> tuple[Attention | LatentAttention | Recurrent, ...]:
         """Attention and what is beside it."""
-        return (self.attention,) if self.beside is None else (self.attention, self.beside)
+        return tuple(mixer for mixer in (self.attention, self.beside) if mixer is not None)
 
-    def _attend(self, x: Tensor, batch: ForwardBatch, kv: LayerCache, wanted: Tensor | None) -> Tensor:
+    def _mix(self, x: Tensor, batch: ForwardBatch, kv: LayerCache, wanted: Tensor | None) -> Tensor:
+        """What attention and what is beside it give, [R, H] of the rows `wanted`."""
         if isinstance(self.attention, Recurrent):
-            return self.attention(x, states_in(kv), wanted)
-        return self.attention(x, pooled_in(kv), batch.positions, batch.slots, batch.rows, wanted)
+            mixed = self.attention(x, states_in(kv), wanted)
+        else:
+            mixed = self.attending(x, pooled_in(kv), batch.positions, batch.slots, batch.rows, wanted)
+        mixed = mixed if self.after_attention is None else self.after_attention(mixed)
+        return mixed if self.beside is None else mixed + self.beside(x, states_in(kv), wanted)
 
     def _store(self, x: Tensor, batch: ForwardBatch, kv: LayerCache) -> None:
         if self.recurrent is not None:
             self.recurrent.store(x, states_in(kv))
-        if not isinstance(self.attention, Recurrent):
+        if isinstance(self.attention, Attention | LatentAttention):
             self.attention.store(x, pooled_in(kv), batch.positions, batch.slots)
+
+
+def _rows(x: Tensor, wanted: Tensor | None) -> Tensor:
+    return x if wanted is None else x.index_select(0, wanted)
 
 
 def states_in(cache: LayerCache) -> StateRows:
     """The rows' states, of a layer with a recurrent part."""
-    assert not isinstance(cache, LayerKV)
+    assert isinstance(cache, StateRows | BothCaches)
     return cache.states if isinstance(cache, BothCaches) else cache
 
 
 def pooled_in(cache: LayerCache) -> LayerKV:
     """The layer's share of the pool, of a layer that attends."""
-    assert not isinstance(cache, StateRows)
+    assert isinstance(cache, LayerKV | BothCaches)
     return cache.kv if isinstance(cache, BothCaches) else cache
 
 
@@ -233,14 +247,15 @@ def _keep(hidden: dict[int, Tensor], wanted: Sequence[int], index: int, state: T
 
 def _kv_specs(layers: Sequence[DecoderLayer], dtype: torch.dtype) -> Iterator[LayerSpec]:
     for attention in (layer.attention for layer in layers):
-        if not isinstance(attention, Recurrent):
+        if isinstance(attention, Attention | LatentAttention):
             heads = attention.shape.heads
             yield LayerSpec(heads.num_kv, heads.head_dim, dtype, attention.is_latent)
 
 
 def _linears(parts: DecoderParts) -> list[Matrix]:
     mixers = [linear for layer in parts.layers for mixer in layer.mixers for linear in mixer.linears]
-    return [*mixers, *(linear for layer in parts.layers for linear in layer.mlp.linears), parts.lm_head]
+    mlps = [linear for layer in parts.layers if layer.mlp is not None for linear in layer.mlp.linears]
+    return [*mixers, *mlps, parts.lm_head]
 
 
 def _norm_tensors(parts: DecoderParts) -> list[Tensor]:

@@ -15,8 +15,10 @@ from forerun.models.blocks import ExpertsShape, LatentDims
 from forerun.models.fields import Fields
 from forerun.models.recurrent_dims import RecurrentDims
 
+MAX_LAYERS = 10_000  # an absurd value must not become an absurd allocation
 # Norms of queries and keys: none, of each head, of all heads of a row together, of each rotated head without a weight.
 QkNorm = Literal["", "head", "row", "unit"]
+Parts = Literal["both", "mixer", "mlp"]  # of a layer: a mixer is attention, or what stands in its place
 
 
 class Biases(NamedTuple):
@@ -147,6 +149,11 @@ class TensorNames:
         return sum(map(bool, (self.attention_norm, self.after_attention, self.mlp_norm, self.after_mlp)))
 
 
+def num_hidden_layers(fields: Fields) -> int:
+    """Families that say how many layers they have as most do."""
+    return fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+
+
 def intermediate_size(fields: Fields) -> int:
     """Families that name the width of their feed-forward layers as most do."""
     return fields.integer("intermediate_size")
@@ -197,7 +204,19 @@ def rope_in_windows(fields: Fields, rope: RopeSpec, windows: tuple[int, ...]) ->
     return tuple(rope if window else UNROTATED for window in windows)
 
 
+def unrotated(fields: Fields, rope: RopeSpec, windows: tuple[int, ...]) -> tuple[RopeSpec, ...]:
+    """Families without rope."""
+    return (UNROTATED,) * len(windows)
+
+
+def whole_layers(fields: Fields, num_layers: int) -> tuple[Parts, ...]:
+    """Families whose layers all have attention (or what stands in its place) and a feed-forward part."""
+    parts: tuple[Parts, ...] = ("both",)
+    return parts * num_layers
+
+
 UNROTATED = RopeSpec(rotary_dim=0)
+SQUARED_RELU = "squared_relu"  # of feed-forward parts without a gate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +237,7 @@ class Family:
     centered_norms: bool = False  # layer norms
     parallel: bool = False  # attention and feed-forward part read the same norm
     sinks: bool = False  # a score of each head beside its keys'
-    gate: str = ""  # one of ops.ACTIVATIONS that config.json has no name for; "": what its activation says
+    gate: str = ""  # SQUARED_RELU, or one of ops.ACTIVATIONS that config.json has no name for; "": what that says
     activation: str = "hidden_act"  # the field that names it
     norm_eps: str = "rms_norm_eps"  # the field
     gated_attention: bool = False  # each head's output is weighed by a sigmoid
@@ -226,6 +245,7 @@ class Family:
     interleaved_rope: bool = False  # rotated pairs are neighbours
     window_rope: bool = False  # layers with a window have a plain rope of their own
     within_original: bool = False  # attention beyond the original context is computed otherwise, which is not done
+    num_layers: Callable[[Fields], int] = num_hidden_layers
     ffn_size: Callable[[Fields], int] = intermediate_size  # of layers that are no mixtures
     counts_stretched: bool = False  # max_position_embeddings includes the factor of linear scaling
     rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -237,4 +257,5 @@ class Family:
     latents: Callable[[Fields], LatentDims | None] = no_latents
     scales: Callable[[Fields], Scales] = no_scales
     ropes: Callable[[Fields, RopeSpec, tuple[int, ...]], tuple[RopeSpec, ...]] = one_rope  # a layer
+    parts: Callable[[Fields, int], tuple[Parts, ...]] = whole_layers  # a layer
     recurrent: Callable[[Fields, int], RecurrentDims | None] = no_recurrence

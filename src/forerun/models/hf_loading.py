@@ -24,7 +24,7 @@ from transformers.utils import logging
 from forerun.errors import CheckpointError, ForerunError, UnsupportedError
 from forerun.kernels.device import CPU
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.models.config import MAX_LAYERS
+from forerun.models.family import MAX_LAYERS
 from forerun.models.hf import HFModel
 
 _MAX_REASON = 300  # characters of another library's message

@@ -79,6 +79,6 @@ def _cache(
 ) -> LayerCache:  # fmt: skip
     """What the layer needs of the next state and the next layer of the pool."""
     if layer.recurrent is None:
-        return next(pooled)
+        return None if layer.attention is None else next(pooled)
     rows = StateRows(next(states), walk)
     return rows if layer.recurrent is layer.attention else BothCaches(pooled_in(next(pooled)), rows)

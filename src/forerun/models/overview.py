@@ -127,14 +127,15 @@ def _kv_dtype(
     names = family.names
     outs = {ConvDims: names.conv.out, MambaDims: names.mamba.out, DeltaDims: names.delta.out}
     last = outs[type(config.recurrent)] if config.is_recurrent(0) else names.out
-    out = f"{names.layer.format(index=0)}.{last}.weight"
+    out = f"{names.layer.format(index=0)}.{last}.weight" if config.has_mixer(0) else f"{names.lm_head}.weight"
     kind = stored.stored_as(out) if stored.has(out) else ""
     kept = dtype or FLOAT_DTYPES.get(kind, torch.bfloat16)
     return torch.bfloat16 if kept == torch.bfloat16 else torch.float32
 
 
 def _kv_specs(config: ModelConfig, dtype: torch.dtype) -> tuple[LayerSpec, ...]:
-    num_attending = sum(not config.is_recurrent(layer) for layer in range(config.num_layers))
+    layers = range(config.num_layers)
+    num_attending = sum(config.has_mixer(layer) and not config.is_recurrent(layer) for layer in layers)
     heads = config.heads
     return (LayerSpec(heads.num_kv, heads.head_dim, dtype, config.latents is not None),) * num_attending
 

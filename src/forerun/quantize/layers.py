@@ -53,7 +53,8 @@ class LayerWork:
         self.layer = decoder.parts.layers[index]
         self._checkpoint = checkpoint
         self.prefix = family.names.layer.format(index=index) + "."
-        names, mlp, attention = family.names, self.layer.mlp.linears, self.layer.attention
+        names, attention = family.names, self.layer.attention
+        mlp = () if self.layer.mlp is None else self.layer.mlp.linears
         if len(mlp) != 2 or not isinstance(attention, Attention):
             raise UnsupportedError(
                 f"{self.prefix}mlp has {len(mlp)} matrices; quantizing is implemented for gated feed-forward layers "

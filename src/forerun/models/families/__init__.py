@@ -27,6 +27,7 @@ from forerun.models.families.minimax_m2 import MINIMAX_M2
 from forerun.models.families.ministral3 import MINISTRAL3
 from forerun.models.families.mistral import MISTRAL
 from forerun.models.families.mixtral import MIXTRAL
+from forerun.models.families.nemotron_h import NEMOTRON_H
 from forerun.models.families.olmo2 import OLMO2, OLMO3
 from forerun.models.families.phi3 import PHI3
 from forerun.models.families.qwen2 import QWEN2
@@ -42,5 +43,5 @@ _WITH_SHARED = (ERNIE4_5_MOE, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM4_MOE_LITE
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, MINIMAX_M2, *_WITH_SHARED)
 _LLAMA_LIKE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, MIMO, QWEN3, PHI3, GRANITE, SMOLLM3, GLM4, ERNIE4_5)
 _OTHERS = (GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, EXAONE4, COHERE2)
-_HYBRIDS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2, LFM2_MOE, GRANITE_HYBRID, FALCON_H1)
+_HYBRIDS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2, LFM2_MOE, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_LLAMA_LIKE, *_OTHERS, *_MIXTURES, *_HYBRIDS)}

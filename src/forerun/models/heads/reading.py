@@ -158,7 +158,7 @@ class HeadReader:
         """What the pool keeps of each layer: bfloat16 beside bfloat16 and quantized matrices, else float32."""
         specs = []
         for layer in layers:
-            weight = layer.attention.out.weight
+            weight = layer.attending.out.weight
             stored = weight.dtype if isinstance(weight, DenseWeight) else torch.bfloat16
             dtype = torch.bfloat16 if stored == torch.bfloat16 else torch.float32
             heads = layer.attending.shape.heads
@@ -180,7 +180,8 @@ class HeadReader:
 
 def num_bytes(layers: Sequence[DecoderLayer], linears: Sequence[Linear], embedding_bytes: int) -> int:
     """Bytes of matrices and tables (norms are too small to count)."""
-    inner = sum(linear.nbytes for layer in layers for linear in (*layer.attention.linears, *layer.mlp.linears))
+    parts = [part for layer in layers for part in (layer.attention, layer.mlp) if part is not None]
+    inner = sum(linear.nbytes for part in parts for linear in part.linears)
     return inner + sum(linear.nbytes for linear in linears) + embedding_bytes
 
 
