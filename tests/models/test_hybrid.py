@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from forerun.cache.states import RecurrentStates
-from forerun.errors import ResourceError, UnsupportedError
+from forerun.errors import CheckpointError, ResourceError, UnsupportedError
 from forerun.models.base import CommittedPath
 from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.families import FAMILIES
@@ -138,16 +139,82 @@ def test_layers_are_those_that_config_names(folder: Path) -> None:
     assert num_parameters(config) == load_model(folder, factory.make_kernels()).model.num_parameters
 
 
-def test_what_cannot_be_computed_is_refused() -> None:
-    family = FAMILIES["qwen3_next"]
-    raw = {**factory.SIZES, "model_type": "qwen3_next", "intermediate_size": 48}
-    for fields, message in (
-        ({"layer_types": ["full_attention", "mamba"]}, "layer_types must name one of"),
-        ({"layer_types": ["linear_attention"] * 2}, "no layer has full_attention"),
-        ({"layer_types": ["full_attention"] * 2, "hidden_act": "gelu"}, "hidden_act"),
-    ):
-        with pytest.raises(UnsupportedError, match=message):
-            ModelConfig.read({**raw, **fields}, family)
+@pytest.mark.parametrize(
+    ("case", "fields", "message"),
+    [
+        ("qwen3-next", {"layer_types": ["full_attention", "mamba"]}, "layer_types must name one of"),
+        ("qwen3-next", {"layer_types": ["linear_attention"] * 4}, "no layer has full_attention"),
+        ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("granite-hybrid", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("lfm2", {"conv_bias": True}, "conv_bias is True"),
+        ("lfm2", {"tie_embedding": False, "tie_word_embeddings": True}, "tie_embedding is False"),
+        ("granite-hybrid", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
+        ("granite-hybrid", {"time_step_limit": [0.1, 2.0]}, "time_step_limit is"),
+        ("granite-hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
+        ("falcon-h1", {"projectors_bias": True}, "projectors_bias is True"),
+        ("nemotron-h", {"time_step_limit": [0.001, 1e9]}, "time_step_limit is"),
+        ("nemotron-h", {"mlp_hidden_act": "gelu"}, "mlp_hidden_act is 'gelu'"),
+        ("nemotron-h", {"layers_block_type": ["full_attention", "moe"] * 3}, "asks for layers of moe"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(case: str, fields: dict[str, Any], message: str) -> None:
+    model_type, given = factory.CASES[case]
+    with pytest.raises(UnsupportedError, match=message):
+        ModelConfig.read({**factory.SIZES, **given, "model_type": model_type, **fields}, FAMILIES[model_type])
+
+
+def test_heads_that_do_not_fit_are_an_error() -> None:
+    raw = {**factory.SIZES, **factory.GRANITE_HYBRID, "model_type": "granitemoehybrid"}
+    for fields, message in (({"mamba_d_head": 15}, "are not the 64"), ({"mamba_n_groups": 3}, "no multiple of")):
+        with pytest.raises(CheckpointError, match=message):
+            ModelConfig.read({**raw, **fields}, FAMILIES["granitemoehybrid"])
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
+    "lfm2": (
+        {
+            "num_hidden_layers": 16, "hidden_size": 2048, "block_ff_dim": 12288, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 65536, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "num_heads": 32,
+            "block_norm_eps": 1e-5, "conv_dim": 2048, "conv_dim_out": 2048, "use_pos_enc": True, "tie_embedding": True,
+        },
+        1.1703,
+    ),
+    "granitemoehybrid": (
+        {
+            "num_hidden_layers": 40, "hidden_size": 2048, "shared_intermediate_size": 8192, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 100352, "mamba_d_head": 64, "mamba_d_state": 128,
+            "mamba_n_heads": 64, "num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": "nope",
+            "normalization_function": "rmsnorm", "init_method": "mup", "tie_word_embeddings": True,
+            "layer_types": [*["mamba"] * 9, "attention"] * 4,
+        },
+        3.191,
+    ),
+    "falcon_h1": (
+        {
+            "num_hidden_layers": 36, "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8,
+            "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 32784, "mamba_d_ssm": 1536, "mamba_n_heads": 24,
+            "mamba_d_head": 64, "mamba_d_state": 128, "mamba_use_mlp": True, "mlp_expansion_factor": 8,
+            "rope_theta": 1e11,
+        },
+        0.5214,
+    ),
+    "nemotron_h": (
+        {
+            "num_hidden_layers": 56, "hidden_size": 4480, "intermediate_size": 15680, "num_attention_heads": 40,
+            "num_key_value_heads": 8, "vocab_size": 131072, "mamba_head_dim": 80, "sliding_window": None,
+            "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+            "time_step_rank": 256, "rescale_prenorm_residual": True,
+        },
+        8.888,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_published_configs_have_the_published_sizes(model_type: str) -> None:
+    fields, billions = PUBLISHED[model_type]
+    raw = {**factory.SIZES, "rms_norm_eps": 1e-5, "model_type": model_type, **fields}
+    assert num_parameters(ModelConfig.read(raw, FAMILIES[model_type])) / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
 @pytest.mark.parametrize(
