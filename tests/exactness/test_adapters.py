@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from forerun import LLM, SamplingParams
 from forerun.core import CompletionOutput
 from forerun.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
 from forerun.kernels.select import select_kernels
+from forerun.models.adapters import PeftAdapter
 from forerun.models.loader import load_adapter, load_model
+from forerun.weights.resolve import resolve_model
 from tests.models import factory
-from tests.support.adapters import matrices, merged, write_adapter, write_config
+from tests.support.adapters import PREFIX, matrices, merged, write_adapter, write_config
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -73,6 +76,21 @@ def test_no_drafter_changes_a_token(llm: LLM, drafter: str) -> None:
         made = llm.with_drafter(drafter, adaptive=False, **{"max_num_seqs": 4, "prefix_caching": True, **options})
         for _ in range(2):
             assert [answer.token_ids for answer in answers(made, PROMPTS, names)] == expected, options
+
+
+@pytest.mark.parametrize("drafter", ["draft", "eagle", "medusa", "mtp"])
+def test_no_trained_drafter_changes_a_token(drafter: str, tmp_path: Path) -> None:
+    """Drafters with weights of their own are not adapted; they read the adapted model's hidden states."""
+    base = resolve_model("mini")
+    path = write_adapter(tmp_path / "one", base, ("q_proj", "v_proj", "down_proj"))
+    llm = LLM("mini", lora={"one": str(path)}, threads=1, max_num_seqs=1, prefix_caching=False)
+    names: list[str | None] = [None, "one", "one", None]
+    expected = [answer.token_ids for answer in answers(llm, PROMPTS, names)]
+    made = llm.with_drafter(drafter, draft_model=f"mini-{drafter}", adaptive=False, max_num_seqs=4, prefix_caching=True)
+    for _ in range(2):
+        found = answers(made, PROMPTS, names)
+        assert [answer.token_ids for answer in found] == expected
+    assert sum(count.drafted for answer in found for count in answer.stats.drafters.values()) > 0
 
 
 def test_prefixes_are_shared_within_an_adapter_alone(llm: LLM) -> None:
@@ -171,12 +189,45 @@ def test_damaged_folders_are_refused(base: Path, tmp_path: Path) -> None:
     refused(path, CheckpointError, "states rank 5")
     write_config(path, target_modules=[*ATTENTION, "down_proj"])
     refused(path, CheckpointError, "down_proj")
+    with pytest.raises(CheckpointError, match="down_proj"):
+        load_adapter("one", path, load_model(base, kernels), kernels)
+    write_config(path, target_modules=[*ATTENTION, "a_name_of_other_models"])
+    load_model(base, kernels, adapters=[path])
     write_config(path, rank_pattern={"(": 3})
     refused(path, CheckpointError, "rank_pattern")
     write_config(path, lora_alpha="much")
     refused(path, CheckpointError, "lora_alpha")
     (path / "adapter_model.safetensors").unlink()
     refused(path, CheckpointError, "adapter_model.safetensors")
+
+
+def test_tables_beside_the_updates_must_be_the_models_own(base: Path, tmp_path: Path) -> None:
+    """PEFT writes the base's embedding and output layer, too, where an adapter changes one of them."""
+    kernels = select_kernels("reference")
+    path, own = write_adapter(tmp_path / "one", base, ("lm_head",)), load_file(base / "model.safetensors")
+    updates, loaded = load_file(path / "adapter_model.safetensors"), load_model(base, kernels)
+    name = f"{PREFIX}lm_head.base_layer.weight"
+    save_file({**updates, name: own["lm_head.weight"]}, path / "adapter_model.safetensors")
+    assert len(load_adapter("one", path, loaded, kernels).updates) == 1
+    save_file({**updates, name: own["lm_head.weight"] + 1}, path / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedError, match="lm_head of its own"):
+        load_adapter("one", path, loaded, kernels)
+    save_file({**updates, f"{PREFIX}model.norm.weight": torch.ones(32)}, path / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"model\.norm"):
+        load_adapter("one", path, loaded, kernels)
+
+
+def test_of_a_multimodal_models_adapter_the_text_part_is_read(base: Path, tmp_path: Path) -> None:
+    """Patterns match the names of the whole model."""
+    path = write_adapter(tmp_path / "one", base, ("q_proj",), alpha_pattern={"^model.language_model.*0.*": 12})
+    plain = PeftAdapter.open(path)
+    tensors = load_file(path / "adapter_model.safetensors")
+    named = {name.replace("model.layers", "model.language_model.layers"): tensor for name, tensor in tensors.items()}
+    image = {f"{PREFIX}model.visual.blocks.0.qkv.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
+    save_file({**named, **image}, path / "adapter_model.safetensors")
+    found = PeftAdapter.open(path, is_text_part=True)
+    assert found.modules.keys() == plain.modules.keys()
+    assert [found.modules[name].scale for name in sorted(found.modules)] == [3, 2]
 
 
 def test_adapters_of_other_models_are_refused_before_weights_are_read(base: Path, tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
 
 from forerun.errors import CheckpointError, ModelNotFoundError, UnsupportedError
 from forerun.kernels.ops import Kernels
@@ -25,12 +28,13 @@ from forerun.layers.linear import Linear
 from forerun.layers.lora import LowRankUpdate
 from forerun.layers.mlp import GatedMLP, SquaredMLP
 from forerun.models.adapted import LoraAdapter
+from forerun.models.build import aligned
 from forerun.models.decoder import Decoder
 from forerun.models.family import TensorNames
-from forerun.quant.base import TensorSource
 from forerun.quant.dense import DenseWeight
 from forerun.quant.formats import find_format
-from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint, read_file, read_json
+from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint, read_file, read_json, text_name
+from forerun.weights.gguf_checkpoint import GgufCheckpoint
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -49,6 +53,9 @@ HARMLESS: Mapping[str, tuple[object, ...]] = {
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # others begin by changing the base model
 }
 NOTHING: tuple[object, ...] = (None, False, [], {})
+MERGE = "merge the adapter into its model (peft: merge_and_unload, then save_pretrained)"
+TABLES = ("embed_tokens", "lm_head")  # of which PEFT adds the model's own to files of adapters that change them
+_T = TypeVar("_T")
 
 
 class LowRankPair(NamedTuple):
@@ -68,6 +75,7 @@ class PeftAdapter:
     folder: Path
     checkpoint: Checkpoint
     modules: Mapping[str, LowRankPair]
+    copies: Mapping[str, str]  # tensors that must be the model's own matrices, by module; PEFT adds tables to files
 
     @staticmethod
     def open(folder: Path, is_text_part: bool = False) -> PeftAdapter:
@@ -79,25 +87,33 @@ class PeftAdapter:
         path = next((folder / name for name in WEIGHT_FILES if (folder / name).exists()), None)
         if path is None:
             raise CheckpointError(f"{folder} has no {WEIGHT_FILES[0]}, the adapter's weights; copy the folder again")
-        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in read_file(path).items()}
-        checkpoint = Checkpoint(folder, config, tensors)
-        checkpoint = checkpoint.text_part(config) if is_text_part else checkpoint
-        adapter = PeftAdapter(folder, checkpoint, dict(_pairs(folder, checkpoint)))
-        adapter._check_targets(config.get("target_modules"))
-        return adapter
+        checkpoint = Checkpoint(folder, config, {n.removeprefix(PREFIX): t for n, t in read_file(path).items()})
+        modules = dict(_pairs(folder, checkpoint))
+        low_rank = {name for pair in modules.values() for name in (pair.down, pair.up)}
+        copies = dict(_copies(folder, set(checkpoint) - low_rank))
+        if is_text_part:
+            modules, copies = _of_text(modules), _of_text(copies)
+        if not modules:
+            raise CheckpointError(f"{folder} has no low-rank matrices of a text model; copy the folder again")
+        return PeftAdapter(folder, checkpoint, modules, copies)
 
-    def _check_targets(self, targets: object) -> None:
-        """Raise CheckpointError if a module that was adapted has no tensors."""
-        named = targets if isinstance(targets, list) else []
-        absent = [name for name in named if not any(f".{module}".endswith(f".{name}") for module in self.modules)]
-        if absent or not self.modules:
-            raise CheckpointError(
-                f"{self.folder} has no low-rank matrices of {', '.join(map(str, absent)) or 'any module'}, which "
-                f"{CONFIG_FILE} names; copy the folder again"
-            )
+    def _check_targets(self, known: Iterable[str]) -> None:
+        """Raise CheckpointError if no tensors are there for modules of the model that were adapted."""
+        config = self.checkpoint.config
+        named = config.get("target_modules")
+        targets = named if isinstance(named, list) and not config.get("exclude_modules") else []
+        all_known = list(known)
+        for name in map(str, targets):  # others are usual names of models in general
+            if _has_end(all_known, name) and not _has_end(self.modules, name):
+                raise CheckpointError(
+                    f"{self.folder} has no low-rank matrices of {name}, which {CONFIG_FILE} names; copy the folder "
+                    "again"
+                )
 
-    def check_base(self, base: TensorSource, names: TensorNames) -> None:
+    def check_base(self, base: Checkpoint | GgufCheckpoint, names: TensorNames) -> None:
         """Raise CheckpointError if the headers of a checkpoint show that the adapter is for another model."""
+        modules = (name.rpartition(".")[0] for name, *_ in base.stored())
+        self._check_targets(module for module in modules if ".experts." not in module)  # often no modules there
         for module, pair in self.modules.items():
             name, shape = f"{module}.weight", pair.shape[::-1] if pair.of_embedding else pair.shape
             if find_format(base, module) is None and module != names.lm_head:  # a tied one is not stored
@@ -123,8 +139,10 @@ class PeftAdapter:
             raise UnsupportedError(
                 f"{self.folder} adapts {missing[0]} ({len(missing)} such modules), which forerun cannot adapt in this "
                 "model: it adapts the matrices of attention and of dense feed-forward layers, embedding and lm_head; "
-                "merge the adapter into the model (peft: merge_and_unload, then save_pretrained)"
+                f"{MERGE}"
             )
+        self._check_targets(places)
+        self._check_copies(places, kernels)
         num_bytes = 0
         for module, pair in self.modules.items():
             place = places[module]
@@ -136,18 +154,27 @@ class PeftAdapter:
         return LoraAdapter(name, str(self.folder), updates, num_bytes)
 
     def _read(self, pair: LowRankPair, place: ModulePlace, kernels: Kernels) -> tuple[LowRankUpdate, int]:
-        down, up = self.checkpoint.tensor(pair.down), DenseWeight(kernels, self.checkpoint.tensor(pair.up))
+        down, second = (aligned(self.checkpoint.tensor(name)) for name in (pair.down, pair.up))
+        up = DenseWeight(kernels, second)
         if pair.of_embedding:
             if place.scale != 1:
                 raise UnsupportedError(
-                    f"{self.folder} adapts the embedding of a model that scales it, which forerun does not do; merge "
-                    "the adapter into the model (peft: merge_and_unload, then save_pretrained)"
+                    f"{self.folder} adapts the embedding of a model that scales it, which forerun does not do; {MERGE}"
                 )
             table = down.float().T.contiguous().to(kernels.device)  # [V, rank]
             return LowRankUpdate(kernels, TableEmbedding(kernels, table), up, pair.scale), table.nbytes + up.nbytes
         weight = DenseWeight(kernels, down)
         update = LowRankUpdate(kernels, partial(weight.matmul, bias=None), up, pair.scale, place.first)
         return update, weight.nbytes + up.nbytes
+
+    def _check_copies(self, places: Mapping[str, ModulePlace], kernels: Kernels) -> None:
+        """Raise UnsupportedError for tables of the adapter that are not those of the model."""
+        for module, name in self.copies.items():
+            own, stored = places[module].table(kernels) if module in places else None, self.checkpoint.tensor(name)
+            if own is None or own.shape != stored.shape or not torch.equal(own.float().cpu(), stored.float()):
+                raise UnsupportedError(
+                    f"{self.folder} brings a {module} of its own ({name}), which differs from this model's; {MERGE}"
+                )
 
 
 class ModulePlace(NamedTuple):
@@ -157,6 +184,13 @@ class ModulePlace(NamedTuple):
     shape: tuple[int, int]
     first: int = 0  # column of the layer's output
     scale: float = 1.0  # of an embedding's rows
+
+    def table(self, kernels: Kernels) -> Tensor:
+        """The matrix of the embedding or the output layer [V, H]."""
+        if isinstance(self.layer, Linear):
+            return self.layer.weight.dequantize()
+        assert isinstance(self.layer, TableEmbedding)
+        return self.layer(torch.arange(self.layer.shape[0]).to(kernels.device))
 
 
 def _places(model: Decoder, names: TensorNames) -> Iterator[tuple[str, ModulePlace]]:
@@ -186,35 +220,48 @@ def _check_fields(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise UnsupportedError, by name, for fields that change what is computed and are not implemented."""
     if config.get("peft_type") != "LORA":
         raise UnsupportedError(
-            f"{folder} is a PEFT adapter of the kind {config.get('peft_type')!r}; forerun runs LORA: merge it into its "
-            "model (peft: merge_and_unload, then save_pretrained)"
+            f"{folder} is a PEFT adapter of the kind {config.get('peft_type')!r}; forerun runs LORA; {MERGE}"
         )
     for name, value in config.items():
         plain = value in NOTHING or value in HARMLESS.get(name, ())
         if name not in INERT and name not in READ and not plain:
             raise UnsupportedError(
-                f"{folder / CONFIG_FILE} sets {name} to {str(value)[:100]}, which forerun does not implement; merge "
-                "the adapter into its model (peft: merge_and_unload, then save_pretrained)"
+                f"{folder / CONFIG_FILE} sets {name} to {str(value)[:100]}, which forerun does not implement; {MERGE}"
             )
 
 
 def _pairs(folder: Path, checkpoint: Checkpoint) -> Iterator[tuple[str, LowRankPair]]:
     """The adapted modules. Raises CheckpointError for one without its two matrices, or of other ranks than stated."""
-    left = set(checkpoint)
-    for down in sorted(left):
+    for down in sorted(checkpoint):
         for kind, end in (("lora_", ".weight"), ("lora_embedding_", "")):
             module = down.removesuffix(f".{kind}A{end}")
             up = f"{module}.{kind}B{end}"
             if module != down:
-                if up not in left:
+                if not checkpoint.has(up):
                     raise CheckpointError(f"{folder} has {down} but no {up}; copy the folder again")
-                left -= {down, up}
                 yield module, _pair(folder, checkpoint, module, down, up, kind == "lora_embedding_")
-    if left:
-        raise UnsupportedError(
-            f"{folder} has {len(left)} tensors that are no low-rank matrices, e.g. {min(left)}, which forerun does not "
-            "add; merge the adapter into its model (peft: merge_and_unload, then save_pretrained)"
-        )
+
+
+def _copies(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The whole tables among an adapter's other tensors, by module. Raises UnsupportedError for anything else."""
+    for name in sorted(names):
+        module = name.removesuffix(".weight").removesuffix(".base_layer")
+        if module == name or not module.endswith(TABLES):
+            raise UnsupportedError(
+                f"{folder} has tensors that are no low-rank matrices, e.g. {name}, which forerun does not add; {MERGE}"
+            )
+        yield module, name
+
+
+def _of_text(by_module: Mapping[str, _T]) -> dict[str, _T]:
+    """What belongs to a multimodal model's text part, by the names of a model of text alone."""
+    named = ((text_name(f"{module}."), value) for module, value in by_module.items())
+    return {name.removesuffix("."): value for name, value in named if name is not None}
+
+
+def _has_end(modules: Iterable[str], name: str) -> bool:
+    """Whether PEFT finds a module by this name."""
+    return any(f".{module}".endswith(f".{name}") for module in modules)
 
 
 def _pair(

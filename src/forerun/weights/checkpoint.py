@@ -41,6 +41,8 @@ _TEXT_PARTS = (
     ("language_model.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),
     ("mtp.", "mtp."),
+    ("model.layers.", "model.layers."),  # in adapters that were trained on the text part alone
+    ("model.embed_tokens.", "model.embed_tokens."),
 )
 
 
@@ -72,13 +74,8 @@ class Checkpoint:
 
     def text_part(self, config: dict[str, Any]) -> Checkpoint:
         """The tensors of a multimodal model's text part, named as in a model of text alone; `config` describes it."""
-        tensors = {
-            own + name.removeprefix(prefix): tensor
-            for name, tensor in self._tensors.items()
-            for prefix, own in _TEXT_PARTS
-            if name.startswith(prefix)
-        }
-        return Checkpoint(self.folder, config, tensors)
+        named = ((text_name(name), tensor) for name, tensor in self._tensors.items())
+        return Checkpoint(self.folder, config, {name: tensor for name, tensor in named if name is not None})
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -169,6 +166,11 @@ class Checkpoint:
                 "of another family"
             )
         return self._tensors[name]
+
+
+def text_name(name: str) -> str | None:
+    """What a multimodal model's tensor is called in a model of text alone; None for other parts than that of text."""
+    return next((own + name.removeprefix(prefix) for prefix, own in _TEXT_PARTS if name.startswith(prefix)), None)
 
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
