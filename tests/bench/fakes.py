@@ -23,15 +23,21 @@ class FakeTokenizer:
 class FakeLLM:
     """Answers with letters that depend on the prompt's length and the seed; `wrong_at` spoils one position."""
 
+    adapters: Mapping[str, object] = {}
+
     def __init__(self, seconds_a_token: float = 0.01, wrong_at: int | None = None, max_model_len: int = 1000) -> None:
         self.tokenizer = FakeTokenizer()
         self.max_model_len = max_model_len
         self.prompts: list[str] = []
         self.batch_sizes: list[int] = []
+        self.loras: list[str | None] = []
         self._seconds_a_token = seconds_a_token
         self._wrong_at = wrong_at
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], lora: Sequence[str | None]
+    ) -> list[RequestOutput]:
+        self.loras += lora
         self.batch_sizes.append(len(prompts))
         self.prompts += ["".join(map(chr, prompt)) for prompt in prompts]
         return [self._output(prompt, given) for prompt, given in zip(prompts, params, strict=True)]

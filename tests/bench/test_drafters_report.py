@@ -46,8 +46,10 @@ class Drafting(FakeLLM):
         self.engine = SimpleNamespace(policy=FixedPolicy(1))
         self.drafts = seconds_a_token < 0.01
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        outputs = super().generate(prompts, params)
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], lora: Sequence[str | None]
+    ) -> list[RequestOutput]:
+        outputs = super().generate(prompts, params, lora)
         for stats in (output.outputs[0].stats for output in outputs) if self.drafts else ():
             for step in range(6):
                 stats.trees.count([1, 2], [1, 2] if step % 2 else [1])

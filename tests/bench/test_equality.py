@@ -35,6 +35,14 @@ def test_equal_engines_pass_in_batches() -> None:
     assert plain.batch_sizes == [1] * 10 and other.batch_sizes == [3, 2, 3, 2]
 
 
+def test_adapters_are_taken_in_turn() -> None:
+    plain, other = FakeLLM(), FakeLLM()
+    plain.adapters = other.adapters = {"sql": 1, "chat": 2}
+    engines: Any = {"other": other}
+    check_equality(plain, engines, CASES, PARAMS[:1], batch_size=3)  # type: ignore[arg-type]
+    assert plain.loras == other.loras == [None, "sql", "chat", None, "sql"]
+
+
 def test_a_wrong_token_is_reported_with_its_place() -> None:
     engines: Any = {"wrong": FakeLLM(wrong_at=4)}
     plain: Any = FakeLLM()

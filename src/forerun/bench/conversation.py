@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 ROLES = ("user", "assistant")
 
 
-def run_cases(llm: LLM, cases: Sequence[PromptCase], params: Sequence[SamplingParams]) -> list[list[CompletionOutput]]:
+def run_cases(
+    llm: LLM, cases: Sequence[PromptCase], params: Sequence[SamplingParams], loras: Sequence[str | None] = ()
+) -> list[list[CompletionOutput]]:
     """Every case's answers, all cases together in one batch -> one list of answers per case, one answer per turn.
 
+    `loras`: the name of each case's adapter, if any has one.
     A conversation ends before the turn that no longer fits the context. A request that fails raises its error.
     """
     answers: list[list[CompletionOutput]] = [[] for _ in cases]
@@ -28,7 +31,9 @@ def run_cases(llm: LLM, cases: Sequence[PromptCase], params: Sequence[SamplingPa
         going_on = [i for i, case in enumerate(cases) if turn < len(case.turns) and len(answers[i]) == turn]
         prompts = {i: _prompt(llm, cases[i], answers[i]) for i in going_on}
         fitting = {i: prompt for i, prompt in prompts.items() if len(prompt) < llm.max_model_len}
-        outputs = llm.generate(list(fitting.values()), [params[i] for i in fitting]) if fitting else []
+        names = [loras[i] if loras else None for i in fitting]
+        given = [params[i] for i in fitting]
+        outputs = llm.generate(list(fitting.values()), given, lora=names) if fitting else []
         for i, output in zip(fitting, outputs, strict=True):
             answers[i].append(_checked(output.outputs[0]))
     return answers

@@ -79,12 +79,14 @@ def check_equality(
 def _run(
     llm: LLM, cases: Sequence[PromptCase], params: SamplingParams, batch_size: int, advance: Step
 ) -> list[list[CompletionOutput]]:
-    """Run all cases, `batch_size` at a time; case i has the seed of `params` plus i."""
+    """Run all cases, `batch_size` at a time; case i has the seed of `params` plus i, adapters are taken in turn."""
     answers: list[list[CompletionOutput]] = []
+    names = (None, *llm.adapters)
     for start in range(0, len(cases), batch_size):
         batch = cases[start : start + batch_size]
         seeded = [params.with_seed((params.seed or 0) + start + i) for i in range(len(batch))]
-        answers.extend(run_cases(llm, batch, seeded))
+        loras = [names[(start + i) % len(names)] for i in range(len(batch))]
+        answers.extend(run_cases(llm, batch, seeded, loras))
         advance(len(batch))
     return answers
 

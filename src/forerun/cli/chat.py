@@ -16,7 +16,7 @@ import typer
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_error, print_note
 from forerun.cli.drafted import DraftedText, has_colour, render
-from forerun.cli.engine import note_sampling, open_to_answer, stats_line
+from forerun.cli.engine import adapter_of, note_sampling, open_to_answer, stats_line
 from forerun.cli.explain import print_explanation
 from forerun.cli.terminal import Corner, enable_line_editing, read_line
 from forerun.config import cache_folder
@@ -53,7 +53,7 @@ def chat(
     talk: Talk,
     sampling: opt.Sampling,
     drafting: opt.Drafting,
-    loading: opt.Loading,
+    loading: opt.AdaptedLoading,
 ) -> None:
     """Talk with a model. /help lists the commands; Ctrl-C stops an answer."""
     sampling.params({})  # checks the options before anything is loaded
@@ -140,7 +140,7 @@ class ChatSession:
         params = self.params.with_seed((self.params.seed or 0) + self.num_answers)
         self.num_answers += 1
         output: RequestOutput | None = None
-        steps = self.llm.stream(prompt, params)
+        steps = self.llm.stream(prompt, params, adapter_of(self.llm))
         try:
             with self._corner() as show:
                 for output in steps:

@@ -16,6 +16,7 @@ from forerun.cli import options as opt
 from forerun.cli.console import err, print_note
 from forerun.cli.groups import values
 from forerun.core import RequestStats
+from forerun.errors import ConfigError
 from forerun.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -31,8 +32,12 @@ def open_llm(
     note: Callable[[str], None] = print_note,
     **options: Any,
 ) -> LLM:
-    """Load a model, with a spinner on a terminal; `note` hears what is slow or left out. None is a default."""
+    """Load a model, with a spinner on a terminal; `note` hears what is slow or left out. None is a default.
+
+    The option `lora` is a list as on the command line.
+    """
     given = {name: value for name, value in options.items() if value is not None}
+    given["lora"] = opt.adapters(options.get("lora"))
     prepare(model, drafter, draft_model, **given)
     with err().status(f"loading {model}"):
         from forerun.llm import LLM
@@ -46,12 +51,19 @@ def open_llm(
 
 
 def open_to_answer(
-    name: str, sampling: opt.Sampling, drafting: opt.Drafting, loading: opt.Loading, **options: Any
+    name: str, sampling: opt.Sampling, drafting: opt.Drafting, loading: opt.AdaptedLoading, **options: Any
 ) -> LLM:
-    """An engine with these groups of options."""
+    """An engine with these groups of options. Raises ConfigError for more adapters than an answer can have."""
+    if len(loading.lora or ()) > 1:
+        raise ConfigError(f"--lora was given {len(loading.lora or ())} times, but an answer has one adapter: give one")
     _import_engine()
     options |= {**drafting.of(name), **values(loading), "generation_config": sampling.generation_config}
     return open_llm(name, **options)
+
+
+def adapter_of(llm: LLM) -> str | None:
+    """The name of the adapter that answers have, where at most one is loaded."""
+    return next(iter(llm.adapters), None)
 
 
 def prepare(model: str, drafter: str, draft_model: str | None = None, **options: Any) -> None:

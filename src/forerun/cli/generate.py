@@ -14,7 +14,7 @@ import typer
 from forerun.cli import options as opt
 from forerun.cli.console import err, out, print_json, print_note
 from forerun.cli.drafted import DraftedText, has_colour, legend, render
-from forerun.cli.engine import note_sampling, open_to_answer, stats_dict, stats_line
+from forerun.cli.engine import adapter_of, note_sampling, open_to_answer, stats_dict, stats_line
 from forerun.cli.explain import explain_dict, print_explanation
 from forerun.cli.prompt import model_and_prompt
 from forerun.core import CompletionOutput, RequestOutput, SamplingParams
@@ -78,7 +78,7 @@ class FullSampling(opt.Sampling):
         return {**{name: v for name, v in given.items() if v != ()}, "logit_bias": opt.biases(self.logit_bias)}
 
 
-def generate(asked: AskedText, sampling: FullSampling, drafting: opt.Drafting, loading: opt.Loading) -> None:
+def generate(asked: AskedText, sampling: FullSampling, drafting: opt.Drafting, loading: opt.AdaptedLoading) -> None:
     """Complete a prompt, given as an argument, with --file or on standard input."""
     name, prompt = model_and_prompt(asked.arguments or [], asked.model, asked.file)
     sampling.params({})  # checks the options before anything is loaded
@@ -96,12 +96,12 @@ def as_prompt(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
 
 def _answer(llm: LLM, prompt: list[int], params: SamplingParams, asked: AskedText) -> None:
     if asked.json:
-        print_json(_as_json(_checked(llm.generate([prompt], params)[0]), asked.explain))
+        print_json(_as_json(_checked(llm.generate([prompt], params, lora=adapter_of(llm))[0]), asked.explain))
         return
     if params.n == 1 and asked.stream:
         output = _stream(llm, prompt, params, asked.show_drafts)
     else:
-        output = _checked(llm.generate([prompt], params)[0])
+        output = _checked(llm.generate([prompt], params, lora=adapter_of(llm))[0])
         _show(llm, output, asked.show_drafts)
     if asked.show_drafts:
         sources = [source for sample in output.outputs for source in sample.token_sources]
@@ -124,7 +124,7 @@ def _stream(llm: LLM, prompt: list[int], params: SamplingParams, show_drafts: bo
     """Write text as it comes."""
     console, text = out(), DraftedText(llm.tokenizer, prompt)
     output: RequestOutput | None = None
-    for output in llm.stream(prompt, params):
+    for output in llm.stream(prompt, params, adapter_of(llm)):
         pieces = text.take(output.outputs[0])
         if show_drafts:
             console.print(render(pieces, not has_colour(console)), end="", soft_wrap=True)

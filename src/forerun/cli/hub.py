@@ -31,7 +31,7 @@ def run(
     *,
     sampling: opt.Sampling,
     drafting: opt.Drafting,
-    loading: opt.Loading,
+    loading: opt.AdaptedLoading,
 ) -> None:
     """Download a model if needed, then talk with it, or answer a prompt (also one from a pipe)."""
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():

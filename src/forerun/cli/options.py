@@ -51,10 +51,6 @@ Seed = Annotated[int, _option("The same seed gives the same text.", SAMPLING)]
 GenerationConfig = Annotated[
     str, _option("Sampling defaults: auto (the model's generation_config.json), none, or a path.", SAMPLING)
 ]
-Lora = Annotated[
-    list[str] | None, _option("A LoRA adapter (PEFT's folder) that requests name as their model, NAME=PATH; "
-                              "repeatable.", ENGINE)
-]  # fmt: skip
 USUAL_SAMPLING = {"temperature": 0.7}
 
 PromptsFile = Annotated[
@@ -63,6 +59,11 @@ PromptsFile = Annotated[
 Limit = Annotated[int | None, typer.Option(help="Use this many prompts, spread evenly over the file.")]
 ChartFile = Annotated[Path | None, typer.Option("--chart", help="Draw the figures into this .svg file.")]
 Drafters = Annotated[str, typer.Option(help="NAME, NAME=MODEL or FILE.py:CLASS, separated by commas.")]
+
+Lora = Annotated[
+    list[str] | None,
+    _option("NAME=PATH of a LoRA adapter, a folder that PEFT saved; repeatable where several requests run.", ENGINE),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,13 @@ class Loading(Machine):
     max_model_len: Annotated[int | None, _option("Context to make room for; the model's own unless given.", ENGINE)] = (
         None
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedLoading(Loading):
+    """A model and adapters of it."""
+
+    lora: Lora = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,7 +109,7 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedEngine(opt.Loading):
+class ServedEngine(opt.AdaptedLoading):
     """Fields of EngineConfig."""
 
     max_num_seqs: Annotated[int, _engine("Requests computed at the same time.")] = 32
@@ -119,7 +119,6 @@ class ServedEngine(opt.Loading):
     )
     seed: Annotated[int, _engine("Seeds of requests without one are derived from this.")] = 0
     generation_config: opt.GenerationConfig = "auto"
-    lora: opt.Lora = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +149,7 @@ def serve(
     _log_to(listening.log_format, listening.log_level)
     settings = _settings(name, listening, serving)
     listen = {"host": listening.host, "port": listening.port, **_tls(listening.ssl_certfile, listening.ssl_keyfile)}
-    options = {**drafting.of(name), **values(engine), "lora": opt.adapters(engine.lora)}
+    options = {**drafting.of(name), **values(engine)}
     _check_address(listening.host, listening.port)
     _note_open(listening.host, settings)
     _bound_memory()

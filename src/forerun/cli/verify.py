@@ -29,7 +29,7 @@ EXIT_DIFFERENT = 1
 def verify(
     target: opt.Target,
     sizes: opt.DraftSizes,
-    loading: opt.Loading,
+    loading: opt.AdaptedLoading,
     drafters: opt.Drafters = "ngram,draft",
     prompts: opt.PromptsFile = None,
     limit: opt.Limit = None,
@@ -48,7 +48,8 @@ def verify(
 ) -> None:
     """Compare every drafter's tokens with plain decoding, and test the rejection rule. Exit status 1: a difference.
 
-    Plain decoding takes one conversation at a time; drafter `none` is plain decoding in batches.
+    Plain decoding takes one conversation at a time; drafter `none` is plain decoding in batches. Of adapters, the
+    conversations have none, the first, the second and so on in turn.
     """
     wanted = opt.names(drafters)
     check_drafters(wanted)
