@@ -1,17 +1,19 @@
 """What serving many users brings, each part switched off in turn: a dated result and a table.
 
     python benchmarks/serving.py --model mini [--four-bit FOLDER] [--drafter ngram] [--num-requests 64] [--repeats 1]
-        [--only batching prefix parts] [--prefix-drafters none,mtp=FOLDER]
+        [--only batching prefix parts adapters] [--prefix-drafters none,mtp=FOLDER] [--rank 16]
 
 `--model` is anything `forerun serve` takes: the embedded model, one that `lab/widen.py` made, random weights of
-some shape (`lab/serving_peers.py` compares batching with other engines). Three measurements, each through
+some shape (`lab/serving_peers.py` compares batching with other engines). Four measurements, each through
 `forerun bench serve --json` against a `forerun serve` of its own:
 
 * batching: the same requests one at a time and 16 at a time;
 * prefix: the time to the first token behind a prefix that is new, and behind one that another request had, and how many
   tokens of prompts came from the cache, with each of several drafters;
 * parts: a shared-prefix chat workload with continuous batching, prefix cache, 4-bit weights and speculation together,
-  with each of them switched off, and with none.
+  with each of them switched off, and with none;
+* adapters: many requests at a time without an adapter, all with the same one, and with eight by turns. These are random
+  ones, of every matrix of attention and feed-forward layers.
 
 Random weights say what things cost, not what drafts are accepted: give speculation a trained model. Writes
 benchmarks/results/DATE-NAME.json and prints Markdown. Nothing else should run on the machine meanwhile.
@@ -76,6 +78,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--prefix-drafters", help="NAME or NAME=MODEL, with commas; --drafter unless given")
+    parser.add_argument("--rank", type=int, default=16, help="of adapters")
     parser.add_argument("--only", nargs="+", default=list(MEASUREMENTS), choices=MEASUREMENTS, help="measurements")
     parser.add_argument("--repeats", type=int, default=1, help="of everything, in turns; medians")
     parser.add_argument("--name", default="serving")
@@ -259,6 +262,52 @@ def row(reports: Sequence[Report]) -> dict[str, Any]:
     }
 
 
+def adapters(given: argparse.Namespace) -> Report:
+    """The same load without adapters, with one and with several, in turns on one server without drafts."""
+    asked = {"input_len": given.input_len, "max_tokens": given.max_tokens, "num_requests": given.num_requests}
+    plain = ["--drafter", "none", "--no-prefix-caching", "--max-num-seqs", str(given.concurrency)]
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {
+            f"a{seed}": write_adapter(given.model, Path(folder, f"a{seed}"), given.rank, seed) for seed in range(8)
+        }
+        variants = {"no adapter": "base", "one adapter": "a0", f"{len(paths)} adapters": ",".join(paths)}
+        runs: dict[str, list[Report]] = {name: [] for name in variants}
+        loaded = [f"--lora={name}={path}" for name, path in paths.items()]
+        with server(given.model, [*plain, "--served-model-name", "base", *loaded]) as (url, _):
+            for _ in range(given.repeats):
+                for name, model in variants.items():
+                    runs[name].append(load(url, concurrency=given.concurrency, model=model, **asked))
+    rows = {name: row(reports) for name, reports in runs.items()}
+    speed = rows["no adapter"]["tokens_per_s"]
+    return {"rows": rows, "shares": {name: round(found["tokens_per_s"] / speed, 3) for name, found in rows.items()}}
+
+
+def write_adapter(model: str, folder: Path, rank: int, seed: int) -> Path:
+    """A random adapter for a model of Llama's shape, as PEFT saves them."""
+    import torch
+    from safetensors.torch import save_file
+
+    from forerun.weights.resolve import resolve_model
+
+    sizes = json.loads(Path(resolve_model(model), "config.json").read_text("utf-8"))
+    hidden, ffn, num_q = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_attention_heads"]
+    size = sizes.get("head_dim") or hidden // num_q
+    queries, keys = num_q * size, sizes.get("num_key_value_heads", num_q) * size
+    shapes = {"self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
+              "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
+              "mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "mlp.down_proj": (hidden, ffn)}  # fmt: skip
+    drawn, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(sizes["num_hidden_layers"]):
+        for name, (rows, columns) in shapes.items():
+            module = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, columns, generator=drawn).mul(0.01).bfloat16()
+            tensors[f"{module}.lora_B.weight"] = torch.randn(rows, rank, generator=drawn).mul(0.01).bfloat16()
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    return folder
+
+
 # -- Markdown ---------------------------------------------------------------------------------------------------
 
 HEADER = "| | tokens/s | requests/s | TTFT p50, ms | TPOT p50, ms | TPOT p99, ms | tokens a step | prompt cached |"
@@ -301,10 +350,17 @@ def tell_parts(result: Report) -> str:
     return f"{lines(found['rows'])}\n\n{summary}"
 
 
+def tell_adapters(result: Report) -> str:
+    """What adapters cost."""
+    found = result["adapters"]
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in found["shares"].items())
+    return f"{lines(found['rows'])}\n\nTokens per second, of those without adapters: {shares}."
+
+
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace], Report]] = {
-    "batching": batching, "prefix": prefix, "parts": parts,
+    "batching": batching, "prefix": prefix, "parts": parts, "adapters": adapters,
 }  # fmt: skip
-TELL = {"batching": tell_batching, "prefix": tell_prefix, "parts": tell_parts}
+TELL = {"batching": tell_batching, "prefix": tell_prefix, "parts": tell_parts, "adapters": tell_adapters}
 
 
 def same(measured: Report) -> str:

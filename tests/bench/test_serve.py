@@ -138,6 +138,12 @@ def test_conversations_of_a_file_hold_as_many_turns_as_asked() -> None:
     assert all(not talk.is_chat for talk in from_cases(5, cases, Prefixes(), Scale(), 0, "completions"))
 
 
+def test_conversations_name_models_in_turn() -> None:
+    fields = RequestFields("m,sql,chat", 8, 0.0, 5)
+    assert [fields.body(index)["model"] for index in range(4)] == ["m", "sql", "chat", "m"]
+    assert FIELDS.body(3)["model"] == "m"
+
+
 def test_extra_fields_may_not_replace_options() -> None:
     with pytest.raises(ConfigError, match="stream"):
         RequestFields("m", 1, 0.0, 0, extra={"stream": False})

@@ -33,7 +33,7 @@ WORDS: Final = (
 class RequestFields:
     """The fields every request has besides its prompt."""
 
-    model: str
+    model: str  # or several with commas, which conversations name in turn
     max_tokens: int
     temperature: float
     seed: int  # of the first conversation; the next one has the next seed
@@ -48,7 +48,8 @@ class RequestFields:
 
     def body(self, index: int) -> dict[str, Any]:
         """The fields of conversation `index`."""
-        own = {"model": self.model, "max_tokens": self.max_tokens, "temperature": self.temperature}
+        models = self.model.split(",")
+        own = {"model": models[index % len(models)], "max_tokens": self.max_tokens, "temperature": self.temperature}
         options = {"stream_options": {"include_usage": True}} if self.usage else {}
         return {**own, "seed": self.seed + index, "stream": True, **options, **self.extra}
 

@@ -50,7 +50,11 @@ class Options:
     url: Annotated[str, typer.Argument(metavar="[URL]", help="The server's address.")] = "http://127.0.0.1:8000"
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="Name of the model; the first that the server lists unless given."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="Name of the model, or several with commas, in turn. Default: the first that the server lists.",
+        ),
     ] = None
     api_key: Annotated[str | None, typer.Option(help="API key, if the server needs one.")] = None
     endpoint: Annotated[str, _work("chat, completions, or auto: by the kind of each prompt.")] = "auto"
