@@ -394,6 +394,13 @@ def test_tensors_of_a_qwen_that_are_not_read_are_refused(name: str, tmp_path: Pa
         engine(load_model(given.folder, tiny.kernels()).model, given.folder, None, 1)
 
 
+def test_scales_of_caches_and_activations_change_nothing(tmp_path: Path) -> None:
+    given, layer = WithModule(tmp_path, "qwen3.5"), "mtp.layers.0"
+    scales = {f"{layer}.{name}": torch.ones(1) for name in ("self_attn.k_scale", "mlp.down_proj.input_scale")}
+    save_file(load_file(given.folder / WEIGHTS) | scales, given.folder / WEIGHTS)
+    engine(load_model(given.folder, tiny.kernels()).model, given.folder, None, 1)
+
+
 def test_a_target_that_runs_through_transformers_is_refused(tmp_path: Path) -> None:
     folder = factory.save_checkpoint(heads.truth(LAYERS).model, tmp_path / "target")
     head = heads.write(tmp_path / "head", mimo_tensors(), mimo_config())

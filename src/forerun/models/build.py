@@ -35,6 +35,11 @@ from forerun.quant.dense import DenseWeight
 from forerun.quant.formats import find_format
 from forerun.quant.gguf import keeps_blocks, read_floats
 
+# Suffixes of tensors that change nothing here; activations are not rounded to FP8 or FP4, nor are keys and values.
+INERT_TENSORS = (
+    ".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias", ".input_scale",
+    ".input_scale_ub", ".activation_scale", ".input_global_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale",
+)  # fmt: skip
 Progress = Callable[[int, int], None]  # (layers done, layers in all)
 
 

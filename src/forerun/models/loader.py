@@ -21,7 +21,7 @@ from forerun.models.adapted import LoraAdapter
 from forerun.models.adapters import CONFIG_FILE as ADAPTER_FILE
 from forerun.models.adapters import PeftAdapter
 from forerun.models.base import Model
-from forerun.models.build import Builder, Progress
+from forerun.models.build import INERT_TENSORS, Builder, Progress
 from forerun.models.config import ModelConfig, estimate_bytes
 from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
@@ -60,11 +60,6 @@ CACHE_NOTICE = (
     "%s asks for an FP8 cache of keys and values, which forerun does not have: they stay in 16 bits, which rounds less "
     "and takes twice the memory (kv_cache_dtype 'int8' halves it)"
 )
-# Suffixes of tensors that change nothing here; activations are not rounded to FP8 or FP4, nor are keys and values.
-INERT_TENSORS = (
-    ".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias", ".input_scale",
-    ".input_scale_ub", ".activation_scale", ".input_global_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

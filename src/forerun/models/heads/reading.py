@@ -22,7 +22,7 @@ from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
 from forerun.layers.rotary import rope_table
 from forerun.models.base import LayerSpec, Model
-from forerun.models.build import Builder, aligned, module_parts
+from forerun.models.build import INERT_TENSORS, Builder, aligned, module_parts
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer
 from forerun.models.family import Biases, Family
@@ -167,7 +167,8 @@ class HeadReader:
 
     def refuse_unread(self, own: str = "", inert: frozenset[str] = frozenset()) -> None:
         """Raise UnsupportedError if tensors below `own` were not used: the head computes something else."""
-        unread = [n for n in self.source.unread if n.startswith(own) and n not in inert and "rotary_emb" not in n]
+        unread = [n for n in self.source.unread if n.startswith(own) and n not in inert]
+        unread = [n for n in unread if not n.endswith(INERT_TENSORS)]
         needless = self.builder.family.names.unread  # in a module of the target's kind as in its layers
         unread = [n for n in unread if not needless or needless not in n]
         if unread:
