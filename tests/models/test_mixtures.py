@@ -183,7 +183,7 @@ def test_blocks_are_worth_what_transformers_says(tmp_path: Path) -> None:
             assert torch.equal(packed.down.weight.dequantize(), expert.down.weight.dequantize())
         size = 5 * 3 * 64 * 96 * 4.25 / 8
         assert sum(e.gate_up.weight.nbytes + e.down.weight.nbytes for e in ours.experts) <= 1.05 * size
-    said = describe_storage(folder, model.num_parameters)
+    said = describe_storage(folder)
     assert (said["format"], said["method"], said["bits"], said["group_size"]) == ("quantized", "mxfp4", 4, 32)
     found, truth = (Runner(one, 20).span(TOKENS).logits for one in (model, dense))
     assert factory.rms_error(found, truth.double()) < 0.02 * float(truth.std())

@@ -192,7 +192,7 @@ def test_changed_headers_never_crash(case: str, tmp_path: Path) -> None:
 
 def test_stacked_experts_are_told_as_experts(tmp_path: Path) -> None:
     folder, path = make(tmp_path, "mixtral")
-    of_file, of_folder = (describe_storage(where, 1)["bytes"] for where in (path, folder))
+    of_file, of_folder = (describe_storage(where)["bytes"] for where in (path, folder))
     assert of_file["experts"] == of_folder["experts"]
 
 

@@ -99,7 +99,8 @@ def _describe(found: Overview) -> dict[str, Any]:
         "vocab_size": found.vocab_size,
         **_special_sizes(found.config),
     }
-    storage = describe_storage(found.folder, found.num_parameters)
+    bits = round(8 * found.stored_bytes / found.num_parameters, 2)
+    storage = {**describe_storage(found.folder), "bits_per_weight": bits}
     return {
         "family": raw.get("model_type"),
         "text_part": what_part(found),
@@ -133,7 +134,8 @@ def _drafters(name: str, found: Overview) -> dict[str, str]:
 
     single = [spec for spec in all_specs().values() if spec.is_single]
     is_open = found.implementation == "forerun"
-    return {spec.name: _with_what(name, spec) for spec in single if is_open or not spec.needs_layers}
+    fit = [spec for spec in single if not (found.state_specs and spec.skips_layers)]
+    return {spec.name: _with_what(name, spec) for spec in fit if is_open or not spec.needs_layers}
 
 
 def _with_what(name: str, spec: DrafterSpec) -> str:

@@ -67,6 +67,7 @@ SPEC = DrafterSpec(
     options=("layers", "tree_width"),
     tree_width=1,
     needs_layers=True,
+    skips_layers=True,
 )
 
 

@@ -6,7 +6,7 @@ Knows: the sizes a loaded model will have. Does not know: how tensors are decode
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Overview:
     vocab_size: int
     max_position: int
     num_parameters: int
+    stored_bytes: int  # in files; of a checkpoint's modules for drafting and parts for images nothing is counted
     weight_bytes: int  # in memory
     kv_specs: tuple[LayerSpec, ...]  # () for a model that keeps its own state
     state_specs: tuple[StateSpec, ...]
@@ -74,7 +75,8 @@ def look_at(name_or_path: str | Path, dtype: str = "auto") -> Overview:
         vocab_size=config.vocab_size,
         max_position=config.max_position,
         num_parameters=num_parameters(config),
-        weight_bytes=_weight_bytes(config, family, stored, kept),
+        stored_bytes=sum(nbytes for _, nbytes in _tensors(config, family, stored)),
+        weight_bytes=sum(nbytes * _growth(kind, kept) // 4 for kind, nbytes in _tensors(config, family, stored)),
         kv_specs=_kv_specs(config, _kv_dtype(config, family, stored, kept)),
         state_specs=_state_specs(config),
         adapters=_adapters(folder),
@@ -94,6 +96,7 @@ def _through_transformers(folder: Path, stored: Checkpoint, tokenizer: Tokenizer
         vocab_size=config.get_text_config().vocab_size,
         max_position=max_position(config.get_text_config()),
         num_parameters=sum(math.prod(stored.shape(name)) for name in stored),
+        stored_bytes=stored.nbytes,
         weight_bytes=stored.nbytes,
         kv_specs=(),
         state_specs=(),
@@ -101,19 +104,17 @@ def _through_transformers(folder: Path, stored: Checkpoint, tokenizer: Tokenizer
     )
 
 
-def _weight_bytes(
-    config: ModelConfig, family: Family, stored: Checkpoint | GgufCheckpoint, dtype: torch.dtype | None
-) -> int:
-    """Bytes of the tensors a decoder reads: formats keep their size, float16 is widened."""
+def _tensors(config: ModelConfig, family: Family, stored: Checkpoint | GgufCheckpoint) -> Iterator[tuple[str, int]]:
+    """Type and bytes of the tensors that a decoder reads."""
     names = family.names
     layers = tuple(f"{names.layer.format(index=index)}." for index in range(config.num_layers))
     heads = () if config.tie_embeddings else (f"{names.lm_head}.",)
     own = (*layers, *heads, f"{names.embedding}.", f"{names.final_norm}.")
-    return sum(nbytes * _growth(kind, dtype) // 4 for name, kind, nbytes in stored.stored() if name.startswith(own))
+    return ((kind, nbytes) for name, kind, nbytes in stored.stored() if name.startswith(own))
 
 
 def _growth(kind: str, dtype: torch.dtype | None) -> int:
-    """Quarters of its size in a file that a tensor takes in memory."""
+    """Quarters of its size in a file that a tensor takes in memory: formats keep theirs, float16 is widened."""
     if kind not in FLOAT_DTYPES:
         return 4
     kept = dtype or (torch.float32 if kind == "F16" else FLOAT_DTYPES[kind])

@@ -30,12 +30,12 @@ PACKED = ("qweight", "qzeros", "weight_packed")  # integers that hold several sm
 BITS, GROUP_SIZES = ("bits", "w_bit", "num_bits"), ("group_size", "q_group_size")  # what formats call them
 
 
-def describe_storage(path: Path, num_parameters: int) -> dict[str, Any]:
+def describe_storage(path: Path) -> dict[str, Any]:
     """What `forerun inspect` says of the weights in a folder or GGUF file.
 
     "method" names the quantization, or the type of dense weights; "bits" and "group_size" are those of quantized
-    matrices, null where there are none or several; "bits_per_weight" is over the whole model; "bytes" are of each kind
-    of tensor by the type they are stored in, the largest first.
+    matrices, null where there are none or several; "bytes" are of each kind of tensor by the type they are stored in,
+    the largest first.
     """
     checkpoint = GgufCheckpoint.open(path) if is_gguf(path) else Checkpoint.open(path)
     named = _named_gguf(checkpoint.file_type) if isinstance(checkpoint, GgufCheckpoint) else _named_folder(checkpoint)
@@ -44,11 +44,7 @@ def describe_storage(path: Path, num_parameters: int) -> dict[str, Any]:
         label = f"int{named['bits']}" if name.endswith(PACKED) and named["bits"] else stored
         sizes = kinds.setdefault(kind_of(name), {})
         sizes[label] = sizes.get(label, 0) + nbytes
-    return {
-        **named,
-        "bits_per_weight": round(8 * checkpoint.nbytes / num_parameters, 2),
-        "bytes": dict(sorted(kinds.items(), key=lambda item: -sum(item[1].values()))),
-    }
+    return {**named, "bytes": dict(sorted(kinds.items(), key=lambda item: -sum(item[1].values())))}
 
 
 def check_float16(path: Path) -> None:
