@@ -20,7 +20,7 @@ from tests.support.adapters import PREFIX, matrices, merged, write_adapter, writ
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-# case -> what is adapted: joined and single matrices, both tables, latent attention beside a mixture, delta nets
+# case -> what is adapted: joined and single matrices, both tables, latent attention beside a mixture, recurrent layers
 CASES = {
     "llama": (*ALL, "lm_head", "embed_tokens"),
     "llama-tied-biased": (*ALL, "embed_tokens"),
@@ -28,6 +28,8 @@ CASES = {
     "olmo2": ALL,
     "deepseek": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
     "qwen3.5": (*ALL, "in_proj_qkv", "in_proj_z", "out_proj"),
+    "falcon-h1": ("in_proj", "out_proj", *ALL),
+    "lfm2": ("in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2"),
 }
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 3, 3], [9, 10, 11, 9, 10, 11, 9], list(range(20, 43))]
 NAMES = [f"a{index}" for index in range(8)]

@@ -14,20 +14,19 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from forerun.kernels.ops import Kernels
 from forerun.quant.base import Weight
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankUpdate:
-    """What one adapter adds to some columns of one layer's output."""
+    """What one adapter adds to some columns of one layer's output, of which several modules may be parts."""
 
-    kernels: Kernels
-    down: Callable[[Tensor], Tensor]  # what the layer reads, [m, K] or token ids [m], -> [m, rank]
-    up: Weight  # [N, rank]
-    scale: float
+    down: Callable[[Tensor], Tensor]  # what the layer reads, [m, K] or token ids [m], -> [m, ranks of all modules]
+    scales: Tensor  # [ranks] float32
+    up: Weight  # [N, ranks], zero where a column and a rank are of different modules
     first: int = 0  # column of the output that the update begins at
 
     @property
@@ -37,24 +36,25 @@ class LowRankUpdate:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rows of what the layer reads -> [m, N]."""
-        return self.up.matmul(self.kernels.scaled(self.down(x), self.scale), None)
+        return self.up.matmul(self.down(x).mul_(self.scales), None)
 
 
 class AdapterRows(NamedTuple):
     """The rows of a pass that one adapter changes."""
 
-    updates: Mapping[object, Sequence[LowRankUpdate]]  # by layer
-    # how many rows a layer reads -> which of them; None: all. All rows of the pass, or those whose logits are wanted.
-    rows: Mapping[int, Tensor | None]  # [m] int64
+    updates: Mapping[object, LowRankUpdate]  # by layer
+    # how many rows a layer reads -> which of them. These are all rows of the pass, or those whose logits are wanted.
+    runs: Mapping[int, Sequence[slice]]
 
     def add(self, layer: object, x: Tensor, out: Tensor) -> None:
-        """Add the layer's updates of x [M, K] or [M] to its output [M, N] in place."""
-        for update in self.updates.get(layer, ()):
-            rows, changed = self.rows[x.shape[0]], out[:, update.columns]
-            if rows is None:
-                changed.add_(update(x))
-            elif rows.shape[0]:
-                changed.index_add_(0, rows, update(x.index_select(0, rows)))
+        """Add the layer's update of x [M, K] or [M] to its output [M, N] in place."""
+        update = self.updates.get(layer)
+        runs = () if update is None else self.runs[x.shape[0]]
+        if update is None or not runs:
+            return
+        change = update(x[runs[0]] if len(runs) == 1 else torch.cat([x[run] for run in runs]))  # [m, N]
+        for run, rows in zip(runs, change.split_with_sizes([run.stop - run.start for run in runs]), strict=True):
+            out[run, update.columns].add_(rows)  # in pieces: index_add_ takes four times as long on a CPU
 
 
 # Set while a pass with adapters runs: layers do not hand it down, most of which have nothing to do with adapters.

@@ -5,12 +5,9 @@ Knows: which rows of a batch belong to which sequence. Does not know: files, wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from forerun.layers.lora import ADAPTED, AdapterRows, LowRankUpdate
 from forerun.models.batch import ForwardBatch
@@ -22,30 +19,38 @@ class LoraAdapter:
 
     name: str
     path: str
-    updates: Mapping[object, Sequence[LowRankUpdate]]  # by layer
-    nbytes: int
+    updates: Mapping[object, LowRankUpdate]  # by layer
 
 
 @contextmanager
-def adapting(batch: ForwardBatch, device: torch.device) -> Iterator[None]:
+def adapting(batch: ForwardBatch) -> Iterator[None]:
     """A block in which layers add to the rows of the batch's sequences what their adapters add."""
     found = dict.fromkeys(adapter for adapter in batch.adapters if adapter is not None)
-    token = ADAPTED.set([_rows_of(adapter, batch, device) for adapter in found])
+    token = ADAPTED.set([_rows_of(adapter, batch) for adapter in found])
     try:
         yield
     finally:
         ADAPTED.reset(token)
 
 
-def _rows_of(adapter: object, batch: ForwardBatch, device: torch.device) -> AdapterRows:
+def _rows_of(adapter: object, batch: ForwardBatch) -> AdapterRows:
     assert isinstance(adapter, LoraAdapter)
-    all_rows, logit_rows = list[bool](), list[bool]()  # whether they are the adapter's
+    all_runs, logit_runs = list[slice](), list[slice]()
+    num_rows = num_logits = 0
     for rows, own in zip(batch.sequences, batch.adapters, strict=True):
-        num_span, num_nodes, is_own = len(rows.span), len(rows.tree_tokens), own is adapter
-        all_rows += [is_own] * (num_span + num_nodes)
-        logit_rows += [is_own] * (num_span * rows.span_logits + num_nodes)
-    return AdapterRows(adapter.updates, {len(of): _chosen(of, device) for of in (logit_rows, all_rows)})
+        num_nodes = len(rows.tree_tokens)
+        own_rows, own_logits = len(rows.span) + num_nodes, len(rows.span) * rows.span_logits + num_nodes
+        if own is adapter:
+            _extend(all_runs, num_rows, own_rows)
+            _extend(logit_runs, num_logits, own_logits)
+        num_rows, num_logits = num_rows + own_rows, num_logits + own_logits
+    return AdapterRows(adapter.updates, {num_logits: logit_runs, num_rows: all_runs})
 
 
-def _chosen(of: Sequence[bool], device: torch.device) -> Tensor | None:
-    return None if all(of) else torch.tensor(of).nonzero()[:, 0].to(device)  # [m] int64
+def _extend(runs: list[slice], first: int, count: int) -> None:
+    """Add these rows, to the last run if they follow it."""
+    if runs and runs[-1].stop == first:
+        first, count = runs[-1].start, count + first - runs[-1].start
+        runs.pop()
+    if count:
+        runs.append(slice(first, first + count))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from forerun.layers.linear import Linear
 from forerun.layers.lora import LowRankUpdate
 from forerun.layers.mlp import GatedMLP, SquaredMLP
 from forerun.models.adapted import LoraAdapter
-from forerun.models.build import aligned
 from forerun.models.decoder import Decoder
 from forerun.models.family import TensorNames
 from forerun.quant.dense import DenseWeight
@@ -133,7 +132,7 @@ class PeftAdapter:
 
     def bind(self, name: str, model: Decoder, names: TensorNames, kernels: Kernels) -> LoraAdapter:
         """Read the matrices for the layers of `model`. Raises CheckpointError and UnsupportedError, naming modules."""
-        places, updates = dict(_places(model, names)), dict[object, list[LowRankUpdate]]()
+        places, parts = dict(_places(model, names)), dict[object, list[tuple[ModulePlace, LowRankPair]]]()
         missing = sorted(module for module in self.modules if module not in places)
         if missing:
             raise UnsupportedError(
@@ -143,29 +142,29 @@ class PeftAdapter:
             )
         self._check_targets(places)
         self._check_copies(places, kernels)
-        num_bytes = 0
         for module, pair in self.modules.items():
             place = places[module]
             if pair.shape != place.shape or pair.of_embedding != (module == names.embedding):
                 raise self._other_base(module, pair.shape, place.shape)
-            update, nbytes = self._read(pair, place, kernels)
-            updates.setdefault(place.layer, []).append(update)
-            num_bytes += nbytes
-        return LoraAdapter(name, str(self.folder), updates, num_bytes)
+            parts.setdefault(place.layer, []).append((place, pair))
+        in_order = {layer: sorted(own, key=lambda part: part[0].first) for layer, own in parts.items()}
+        return LoraAdapter(name, str(self.folder), {at: self._read(own, kernels) for at, own in in_order.items()})
 
-    def _read(self, pair: LowRankPair, place: ModulePlace, kernels: Kernels) -> tuple[LowRankUpdate, int]:
-        down, second = (aligned(self.checkpoint.tensor(name)) for name in (pair.down, pair.up))
-        up = DenseWeight(kernels, second)
-        if pair.of_embedding:
-            if place.scale != 1:
-                raise UnsupportedError(
-                    f"{self.folder} adapts the embedding of a model that scales it, which forerun does not do; {MERGE}"
-                )
-            table = down.float().T.contiguous().to(kernels.device)  # [V, rank]
-            return LowRankUpdate(kernels, TableEmbedding(kernels, table), up, pair.scale), table.nbytes + up.nbytes
-        weight = DenseWeight(kernels, down)
-        update = LowRankUpdate(kernels, partial(weight.matmul, bias=None), up, pair.scale, place.first)
-        return update, weight.nbytes + up.nbytes
+    def _read(self, parts: Sequence[tuple[ModulePlace, LowRankPair]], kernels: Kernels) -> LowRankUpdate:
+        """The update of a layer, of whose columns the modules are parts in this order."""
+        first, pairs = parts[0][0].first, [pair for _, pair in parts]
+        downs = [self.checkpoint.tensor(pair.down) for pair in pairs]  # each [rank, K]
+        ups = [(place.first, self.checkpoint.tensor(pair.up)) for place, pair in parts]
+        scales = torch.cat([torch.full((len(down),), pair.scale) for down, pair in zip(downs, pairs, strict=True)])
+        scales, up, down = scales.to(kernels.device), DenseWeight(kernels, _joined(ups)), torch.cat(downs)
+        if not pairs[0].of_embedding:
+            return LowRankUpdate(partial(DenseWeight(kernels, down).matmul, bias=None), scales, up, first)
+        if parts[0][0].scale != 1:
+            raise UnsupportedError(
+                f"{self.folder} adapts the embedding of a model that scales it, which forerun does not do; {MERGE}"
+            )
+        table = down.float().T.contiguous().to(kernels.device)  # [V, rank]
+        return LowRankUpdate(TableEmbedding(kernels, table), scales, up)
 
     def _check_copies(self, places: Mapping[str, ModulePlace], kernels: Kernels) -> None:
         """Raise UnsupportedError for tables of the adapter that are not those of the model."""
@@ -204,6 +203,16 @@ def _places(model: Decoder, names: TensorNames) -> Iterator[tuple[str, ModulePla
     yield names.lm_head, ModulePlace(parts.lm_head, parts.lm_head.weight.shape)
     vocab_size, width = parts.embedding.shape
     yield names.embedding, ModulePlace(parts.embedding, (width, vocab_size), scale=parts.embedding.scale)
+
+
+def _joined(parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Matrices [rows, rank] of modules whose rows begin there -> one [all rows, all ranks], zero outside of them."""
+    blocks, end = list[Tensor](), parts[0][0]
+    for first, matrix in parts:
+        blocks += [matrix.new_zeros(first - end, 0), matrix]
+        end = first + len(matrix)
+    joined: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+    return joined
 
 
 def _modules_of(linear: Linear) -> Iterator[tuple[str, ModulePlace]]:

@@ -208,7 +208,7 @@ class Decoder:
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerCache], hidden_layers: Sequence[int] = ()) -> PassOutput:
         """See `models.base.Model`."""
         batch = batch.on(self.device)
-        with adapting(batch, self.device):
+        with adapting(batch):
             return self._forward(batch, kvs, hidden_layers)
 
     def _forward(self, batch: ForwardBatch, kvs: Sequence[LayerCache], hidden_layers: Sequence[int]) -> PassOutput:
