@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -20,10 +21,15 @@ from forerun.models.hybrid import HybridDecoder
 from forerun.models.loader import load_model, read_config
 from tests.models import factory
 
+NUM_CASES = int(os.environ.get("FORERUN_RANDOM_CASES", "4"))
+MAX_TOKENS = 120
+
 
 @pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5", "lfm2", "granite-hybrid", "falcon-h1", "nemotron-h"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return factory.make_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))
+    model_type, fields = factory.CASES[request.param]
+    model = factory.random_hf_model(model_type, {**fields, "max_position_embeddings": 256})
+    return factory.save_checkpoint(model, tmp_path_factory.mktemp("hybrid"))
 
 
 @pytest.fixture(scope="module")
@@ -33,29 +39,40 @@ def model(folder: Path) -> HybridDecoder:
     return found
 
 
-def test_accepted_paths_leave_the_state_of_plain_decoding(model: HybridDecoder) -> None:
+def test_chunks_trees_and_plain_decoding_give_the_same_bits(model: HybridDecoder) -> None:
+    """Of logits and, after a random path of a tree was accepted, of the state; several trees one after the other."""
     dice, kernels = Random(0), factory.make_kernels()
-    for _ in range(60):
-        drafted, plain = factory.Runner(model, 60), factory.Runner(model, 60)
-        known = [dice.randrange(3, factory.VOCAB_SIZE) for _ in range(dice.randint(0, 9))]
-        start, span = len(known), known
-        while start < 40:
+    for _ in range(NUM_CASES):
+        drafted, plain, whole = (factory.Runner(model, MAX_TOKENS + 64) for _ in range(3))
+        known = random_tokens(dice, dice.randint(1, 100))
+        expected, start = whole.span(known).logits, 0
+        for offset, token in enumerate(known):
+            assert torch.equal(plain.root(token, offset), expected[offset])
+        while start < len(known):
+            chunk = known[start : start + dice.randint(1, 100)]
+            assert torch.equal(drafted.span(chunk, start).logits, expected[start : start + len(chunk)])
+            start += len(chunk)
+        while start < MAX_TOKENS:
             tree, parents = random_tree(dice)
-            drafted.tree(tree, parents, start, span)
-            path = random_path(dice, parents)
+            logits, path = drafted.tree(tree, parents, start), random_path(dice, parents)
             rows = torch.tensor([[start + node for node in path], range(start, start + len(path))], dtype=torch.int32)
             kernels.move_rows(drafted.kvs, rows[0], rows[1])  # the pool's part of a commit
             drafted.model.commit([CommittedPath("r", path)])
-            for offset, token in enumerate([*span, *(tree[node] for node in path)], start - len(span)):
-                plain.root(token, offset)
+            for offset, node in enumerate(path, start):
+                assert torch.equal(plain.root(tree[node], offset), logits[node])
             assert all(map(torch.equal, state_of(drafted), state_of(plain)))
-            start, span = start + len(path), []
+            start += len(path)
+
+
+def random_tokens(dice: Random, count: int) -> list[int]:
+    return [dice.randrange(3, factory.VOCAB_SIZE) for _ in range(count)]
 
 
 def random_tree(dice: Random) -> tuple[list[int], list[int]]:
-    size = dice.choice((1, 2, 5, 12))
-    tokens = [dice.randrange(3, factory.VOCAB_SIZE) for _ in range(size)]
-    return tokens, [-1, *(dice.randrange(node) for node in range(1, size))]
+    """Up to 64 nodes: any shape, or branching in three at every node."""
+    size, is_even = dice.choice((1, 2, 5, 12, 64)), dice.random() < 0.3
+    parents = [(node - 1) // 3 if is_even else dice.randrange(max(0, node - 9), node) for node in range(1, size)]
+    return random_tokens(dice, size), [-1, *parents]
 
 
 def random_path(dice: Random, parents: Sequence[int]) -> tuple[int, ...]:
