@@ -133,6 +133,41 @@ def test_tools_and_json_schema(api: Any) -> None:
     assert 0 <= json.loads(answer.choices[0].message.content)["n"] <= 99
 
 
+HARMONY = (
+    "<|channel|>analysis<|message|>They ask.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+    '<|start|>assistant<|channel|>commentary to=functions.find <|constrain|>json<|message|>{"name": "fox"}'
+)
+GEMMA = '<|channel>thought\nThey ask.<channel|>I look.<|tool_call>call:find{name:<|"|>fox<|"|>}<tool_call|>'
+GLM = (
+    "<think>They ask.</think>I look.<tool_call>find\n<arg_key>name</arg_key>\n<arg_value>fox</arg_value>\n</tool_call>"
+)
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "text"), [("openai", "auto", HARMONY), ("gemma4", "gemma4", GEMMA), ("glm47", "glm45", GLM)]
+)
+def test_a_familys_own_format(llm: LLM, monkeypatch: pytest.MonkeyPatch, tools: str, reasoning: str, text: str) -> None:
+    """The embedded model writes none of them; its text is replaced."""
+    from forerun.engine.stopping import OutputText
+
+    ends = list(llm.tokenizer.eos_token_ids)
+    monkeypatch.setattr(OutputText, "visible", lambda self: text if self.request.finish_reason else text[:40])
+    find: Any = {"type": "function", "function": {"name": "find", "parameters": {}}}
+    asked: Any = {"model": "mini", "messages": MESSAGES, "tools": [find], "extra_body": {"allowed_token_ids": ends}}
+    with running(create_app(llm, settings(tool_parser=tools, reasoning_parser=reasoning))) as at:
+        api = openai.OpenAI(base_url=f"{at}/v1", api_key="none", max_retries=0, timeout=120)
+        [whole] = api.chat.completions.create(**asked).choices
+        deltas = [chunk.choices[0].delta for chunk in api.chat.completions.create(**asked, stream=True)]
+    assert (whole.message.content, whole.message.reasoning_content) == ("I look.", "They ask.")
+    assert whole.finish_reason == "tool_calls"
+    [call] = whole.message.tool_calls
+    assert call.function.name == "find" and json.loads(call.function.arguments) == {"name": "fox"}
+    assert "".join(delta.content or "" for delta in deltas) == "I look."
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "They ask."
+    pieces = [piece.function.arguments or "" for delta in deltas for piece in delta.tool_calls or ()]
+    assert "".join(pieces) == call.function.arguments
+
+
 class Cat(BaseModel):
     kind: Literal["cat"] = "cat"
     lives: Annotated[int, Field(ge=1, le=9)]

@@ -314,14 +314,16 @@ def listed(mask: PrefixMask | AfterThinking, prefix: list[int]) -> set[int]:
 
 def test_a_mask_may_begin_behind_the_thinking(compiler: GrammarCompiler) -> None:
     inner = compiler.mask(GrammarSpec("regex", "yes"))
-    inside = AfterThinking(inner, None, 77)
+    inside = AfterThinking(inner, None, [77])
     assert inside.allowed([]) is None and inside.allowed([1, 2, 3]) is None
     assert inside.allowed([1, 77]) == inner.allowed([]) and inside.allowed([1, 77, 5]) == inner.allowed([5])
+    several = AfterThinking(inner, None, [7, 7, 8])
+    assert several.allowed([7, 8, 7]) is None and several.allowed([7, 7, 7, 8, 5]) == inner.allowed([5])
 
 
 def test_a_model_that_does_not_think_keeps_to_its_grammar(llm: LLM, compiler: GrammarCompiler) -> None:
     inner = compiler.mask(GrammarSpec("regex", "yes"))
-    mask, yes = AfterThinking(inner, 70, 77), llm.tokenizer.encode("yes", add_special_tokens=False)
+    mask, yes = AfterThinking(inner, 70, [77]), llm.tokenizer.encode("yes", add_special_tokens=False)
     assert listed(mask, []) == listed(inner, []) | {70}  # it may think first
     assert listed(mask, yes) == listed(inner, yes) == set(llm.tokenizer.eos_token_ids)
     assert mask.allowed([70]) is None and mask.allowed([70, *yes]) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 from fastapi.testclient import TestClient
@@ -13,17 +13,22 @@ from hypothesis import strategies as st
 
 from forerun import LLM
 from forerun.errors import ConfigError
-from forerun.server.call_readers import CallPiece, JsonCalls, read_json
-from forerun.server.reasoning import ReasoningSplitter, may_think, reasoning_style, starts_inside
+from forerun.server.call_readers import CallPiece, JsonCalls, NoCalls, ToolParser, read_json
+from forerun.server.conversation import render
+from forerun.server.harmony import Harmony
+from forerun.server.reasoning import STYLES as REASONING
+from forerun.server.reasoning import ReasoningMarks, ReasoningSplitter, may_think, reasoning_style, starts_inside
+from forerun.server.schema import ChatBody
+from forerun.server.tagged_calls import typed
 from forerun.server.tools import (
     STYLES,
     ForcedArguments,
     ForcedCalls,
-    ToolParser,
     call_id,
     calls_schema,
     tool_style,
 )
+from forerun.weights.tokenizer import Tokenizer
 from tests.server.conftest import events_of
 from tests.support.shared import shared_data
 
@@ -38,6 +43,31 @@ class Call(NamedTuple):
 CALL = '{"name": "f", "arguments": {"x": [1, "a]}"]}}'
 NO_NAME = '{"name": "\\ud800", "arguments": {}}'
 F = Call("f", '{"x": [1, "a]}"]}')
+FUNCTIONS: dict[str, dict[str, Any]] = {  # a function without a schema, and one with parameters of every type
+    "f": {},
+    "g": {
+        "properties": {
+            "text": {"type": "string"}, "count": {"type": "integer"}, "on": {"type": ["boolean", "null"]},
+            "one_of": {"enum": ["5", "b"]}, "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+            "there": {"$ref": "#/$defs/place"}, "list": {"type": "array"},
+        },
+        "$defs": {"place": {"type": "string"}},
+    },
+}  # fmt: skip
+TYPED = {"text": "5", "count": "5", "on": "True", "one_of": "5", "either": "5", "there": "[1]", "list": "[1, 2]"}
+G = Call("g", '{"text": "5", "count": 5, "on": true, "one_of": "5", "either": 5, "there": "[1]", "list": [1, 2]}')
+XML_G = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in TYPED.items())
+GLM_G = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in TYPED.items())
+MINIMAX_G = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in TYPED.items())
+DSML = "<｜DSML｜"
+DSML_G = "".join(
+    f'{DSML}parameter name="{key}" string="false">{value}</｜DSML｜parameter>\n' for key, value in TYPED.items()
+)
+GEMMA_G = '{text:<|"|>5<|"|>,count:5,on:true,one_of:<|"|>5<|"|>,either:5,there:<|"|>[1]<|"|>,list:[1, 2]}'
+CHANNELS = (
+    "<|channel|>analysis<|message|>Hm. <b>?<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": [1, "a]}"]}<|call|>'
+)
 TEXTS: dict[str, tuple[str, str, str, list[Call]]] = {  # name -> style, text, content, calls
     "hermes": ("hermes", f"I will. <tool_call>\n{CALL}\n</tool_call>", "I will. ", [F]),
     "hermes-two": ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "", [F, F]),
@@ -69,6 +99,59 @@ TEXTS: dict[str, tuple[str, str, str, list[Call]]] = {  # name -> style, text, c
         "mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{}', "", [Call("f", '{"x": 1}'), Call("g", "{}")]
     ),
     "mistral-broken": ("mistral", "[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing", []),
+    "qwen-typed": ("qwen3_coder", f"<tool_call>\n<function=g>\n{XML_G}</function>\n</tool_call>", "", [G]),
+    "glm": ("glm45", f"Well.\n<tool_call>g\n{GLM_G}</tool_call>", "Well.\n", [G]),
+    "glm-two": ("glm45", "<tool_call>f\n</tool_call>\n<tool_call>f</tool_call>", "", [Call("f", "{}")] * 2),
+    "glm-47": (
+        "glm45", "<tool_call>f<arg_key>x</arg_key><arg_value>a <b> & c</arg_value></tool_call>", "",
+        [Call("f", '{"x": "a <b> & c"}')],
+    ),
+    "glm-cut": ("glm45", "<tool_call>get_wea", "<tool_call>get_wea", []),
+    "glm-text": ("glm45", "<tool_call>no call</tool_call>", "<tool_call>no call</tool_call>", []),
+    "minimax": (
+        "minimax_m2",
+        f'<minimax:tool_call>\n<invoke name="g">\n{MINIMAX_G}</invoke>\n<invoke name="f">\n</invoke>\n'
+        "</minimax:tool_call>",
+        "", [G, Call("f", "{}")],
+    ),
+    "minimax-broken": (
+        "minimax_m2", "<minimax:tool_call><b></minimax:tool_call>", "<minimax:tool_call><b></minimax:tool_call>", []
+    ),
+    "dsml": (
+        "deepseek_v32",
+        f'So: {DSML}function_calls>\n{DSML}invoke name="g">\n{DSML_G}</｜DSML｜invoke>\n{DSML}invoke name="f">\n'
+        f'{DSML}parameter name="x" string="true">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        "So: ", [G, Call("f", '{"x": "5"}')],
+    ),
+    "gemma": ("gemma4", f"<|tool_call>call:g{GEMMA_G}<tool_call|><|tool_call>call:f{{}}<tool_call|>", "",
+              [G, Call("f", "{}")]),
+    "gemma-nested": (
+        "gemma4",
+        'a<|tool_call>call:f{x:{y:[<|"|>{"q": 1},\n<|"|>,-1.5e3,null],z w:{}},u:bare word}<tool_call|>b',
+        "ab",
+        [Call("f", '{"x": {"y": ["{\\"q\\": 1},\\n", -1500.0, null], "z w": {}}, "u": "bare word"}')],
+    ),
+    "gemma-cut": ("gemma4", '<|tool_call>call:f{x:1,y:<|"|>a, b', ',y:<|"|>a, b', [Call("f", '{"x": 1')]),
+    "gemma-broken": (
+        "gemma4", "<|tool_call>call:f{:1}<tool_call|>", ":1}<tool_call|>", [Call("f", "")]
+    ),
+    "harmony": ("openai", CHANNELS, "I look.", [F]),
+    "harmony-role": (
+        "openai",
+        " to=functions.f<|channel|>commentary json<|message|>{}<|call|><|start|>assistant<|channel|>final<|message|>"
+        "Done.<|return|>",
+        "Done.", [Call("f", "{}")],
+    ),
+    "harmony-cut": ("openai", '<|channel|>commentary to=functions.f<|message|>{"x', "", [Call("f", '{"x')]),
+    "harmony-empty": ("openai", "<|channel|>commentary to=functions.f<|message|>", "", [Call("f", "{}")]),
+    "harmony-two": (
+        "openai", "<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b", "a\n\nb", []
+    ),
+    "harmony-half": ("openai", "<|channel|>final<|message|>a<|end|><|start|>assist", "a\n\n<|start|>assist", []),
+    "harmony-plain": ("openai", "to be < or <| not", "to be < or <| not", []),
+    "harmony-one-letter": ("openai", "t", "t", []),
+    "harmony-other": ("openai", "<|channel|>loud<|message|>x", "<|channel|>loud<|message|>x", []),
+    "harmony-long": ("openai", "to=" + "x" * 300, "to=" + "x" * 300, []),
     "none": ("none", f"<tool_call>{CALL}</tool_call>", f"<tool_call>{CALL}</tool_call>", []),
 }  # fmt: skip
 
@@ -96,19 +179,90 @@ def cut(text: str, places: list[int]) -> list[str]:
 def test_calls_are_found_however_the_text_is_cut(name: str) -> None:
     style, text, content, calls = TEXTS[name]
     for pieces in ([text], list(text), cut(text, list(range(0, 200, 3))), cut(text, [7, 19, 23])):
-        assert read(STYLES[style](), pieces) == (content, calls), pieces
+        assert read(STYLES[style](FUNCTIONS), pieces) == (content, calls), pieces
 
 
 @given(st.sampled_from(sorted(TEXTS)), st.lists(st.integers(0, 300), max_size=8))
 def test_any_cut_gives_the_same(name: str, places: list[int]) -> None:
     style, text, content, calls = TEXTS[name]
-    assert read(STYLES[style](), cut(text, places)) == (content, calls)
+    assert read(STYLES[style](FUNCTIONS), cut(text, places)) == (content, calls)
 
 
 @given(st.sampled_from([name for name in STYLES if name != "none"]), st.text("<tol_ca>[TOOL_CALLS]{}\n x", max_size=40))
 def test_text_without_calls_is_kept_whole(style: str, text: str) -> None:
-    content, calls = read(STYLES[style](), list(text))
+    content, calls = read(STYLES[style](FUNCTIONS), list(text))
     assert calls or content == text
+
+
+MARKUP = (
+    "<tool_call>", "</tool_call>", "<function=g>", "<parameter=count>", "</parameter>", "</function>", "<arg_key>",
+    "count", "</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", "</minimax:tool_call>",
+    '<invoke name="g">', '<parameter name="on">', "</invoke>", "<｜DSML｜function_calls>", '<｜DSML｜invoke name="g">',
+    "</｜DSML｜function_calls>", '<｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter>",
+    "</｜DSML｜invoke>",
+    "<|tool_call>", "call:g{", "}", "<tool_call|>", '<|"|>', "{", "[", "]", ",", ":", "5", "<|start|>",
+    "assistant", "<|channel|>", "final", "analysis", "commentary", " to=functions.g", "<|message|>", "<|end|>",
+    "<|call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "x", '{"name": "g", "arguments": {', " ", "\n", "g",
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from([name for name in STYLES if name != "none"]),
+    st.lists(st.sampled_from(MARKUP), max_size=14),
+    st.lists(st.integers(0, 300), max_size=8),
+)
+def test_broken_output_is_read_the_same_however_it_is_cut(style: str, parts: list[str], places: list[int]) -> None:
+    text = "".join(parts)
+    whole = read(STYLES[style](FUNCTIONS), [text])
+    assert read(STYLES[style](FUNCTIONS), cut(text, places)) == read(STYLES[style](FUNCTIONS), list(text)) == whole
+    content, calls = whole
+    if not calls and style != "openai":
+        assert content == text
+
+
+@given(st.text("ab <|>\n", max_size=60).map(lambda text: text.replace("<|", "<")))
+def test_harmony_keeps_the_text_of_every_channel(text: str) -> None:
+    parser = STYLES["openai"]({})
+    said = (
+        f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant<|channel|>final<|message|>{text}<|end|>"
+        f"<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{text}<|call|>"
+    )
+    parsed = [*map(parser.feed, said), parser.finish()]
+    assert "".join(p.reasoning for p in parsed) == "".join(p.content for p in parsed) == text
+    assert together([piece for p in parsed for piece in p.calls]) == [Call("f", text or "{}")]
+
+
+def test_harmony_without_tools_reads_channels_only() -> None:
+    parser = Harmony(NoCalls(), reads_calls=False)
+    parsed = [*map(parser.feed, CHANNELS), parser.finish()]
+    assert "".join(p.reasoning for p in parsed) == "Hm. <b>?" and not any(p.calls for p in parsed)
+    assert "".join(p.content for p in parsed) == f"I look.\n\n{F.arguments}"
+    forced = Harmony(ForcedCalls(), reads_calls=False)
+    answer = f"<|channel|>commentary<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>[{CALL}]"
+    assert read(forced, list(answer)) == ("So.", [F])
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (None, "5", 5),
+        (None, "True", "True"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "integer"}, "many", "many"),
+        ({"type": "integer"}, "5.0", 5.0),
+        ({"type": "integer"}, '{"a": 1}', {"a": 1}),
+        ({"type": "number"}, "-1e3", -1000.0),
+        ({"const": 3}, "3", 3),
+        ({"allOf": [{"$ref": "#/$defs/n"}]}, "7", "7"),
+        ({"$ref": "#/nowhere"}, "7", 7),
+        ({"type": 5, "enum": 5}, "7", 7),
+        ({"$ref": "#"}, "7", 7),
+    ],
+)
+def test_values_have_the_types_of_their_schema(schema: Any, text: str, value: Any) -> None:
+    assert json.loads(typed(text, schema, {"$defs": {"n": {"type": "string"}}})) == value
 
 
 def test_forced_calls() -> None:
@@ -155,7 +309,7 @@ def test_deep_values_are_no_errors(style: str) -> None:
         f'{{"name": "f", "other": {DEEP}}}',
         f'[TOOL_CALLS][{{"name": "f", "other": {DEEP}}}]',
     ):
-        content, calls = read(STYLES[style](), [text])
+        content, calls = read(STYLES[style](FUNCTIONS), [text])
         assert calls or content == text
         assert not calls or json.loads(calls[0].arguments) == {"x": DEEP}
 
@@ -171,7 +325,7 @@ def test_deep_values_are_no_errors(style: str) -> None:
 )
 def test_arguments_are_passed_on_as_they_come(style: str, text: str, first: str) -> None:
     """Every character of the arguments, as soon as it is there; the name before the first of them."""
-    parser, seen = STYLES[style](), []
+    parser, seen = STYLES[style](FUNCTIONS), []
     for character in text:
         seen.append(list(parser.feed(character).calls))
     start = text.index(first) + len(first) - 1
@@ -182,7 +336,7 @@ def test_arguments_are_passed_on_as_they_come(style: str, text: str, first: str)
 
 
 def test_xml_arguments_are_passed_on_by_parameter() -> None:
-    parser = STYLES["qwen3_coder"]()
+    parser = STYLES["qwen3_coder"]({})
     texts = ("<tool_call>\n<function=f>", "\n<parameter=x>\n5\n</para", "meter>\n<parameter=y>NaN</parameter>",
              "</function></tool_call>")  # fmt: skip
     assert [together([CallPiece("f"), *parser.feed(text).calls]) for text in texts] == [
@@ -201,7 +355,9 @@ def test_styles_are_found_in_the_real_templates() -> None:
     }
     found = {name: tool_style("auto", (folder / f"{name}.jinja").read_text("utf-8")) for name in expected}
     assert found == expected
-    assert tool_style("qwen", None) == "hermes" and len(call_id("mistral")) == 9
+    assert (
+        tool_style("qwen", None) == "hermes" and tool_style("glm47", None) == "glm45" and len(call_id("mistral")) == 9
+    )
     with pytest.raises(ConfigError, match="tool-parser"):
         tool_style("gpt", None)
 
@@ -209,8 +365,10 @@ def test_styles_are_found_in_the_real_templates() -> None:
 # -- reasoning --------------------------------------------------------------------------------------------------
 
 
-def split(text: str, pieces: list[str], inside: bool = False) -> tuple[str, str]:
-    splitter = ReasoningSplitter("<think>", "</think>", inside)
+def split(
+    text: str, pieces: list[str], inside: bool = False, marks: ReasoningMarks = REASONING["think"]
+) -> tuple[str, str]:
+    splitter = ReasoningSplitter(marks, inside)
     parts = [*map(splitter.feed, pieces), splitter.finish()]
     return "".join(p.reasoning for p in parts), "".join(p.content for p in parts)
 
@@ -233,9 +391,45 @@ def test_reasoning_is_split_however_the_text_is_cut(text: str, inside: bool, rea
         assert split(text, pieces, inside) == (reasoning, content), pieces
 
 
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<|channel>thought\nhm\n<channel|>Yes", "hm", "Yes"),
+        ("<|channel>thought\n<channel|>Yes", "", "Yes"),
+        ("<|channel>thoughtful\n<channel|>Yes", "thoughtful", "Yes"),
+        ("<|channel>thought\n\nthought\nx", "thought\nx", ""),
+        ("Yes <channel|>", "", "Yes <channel|>"),
+    ],
+)
+def test_gemma_names_its_channel(text: str, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text), cut(text, [12, 17, 18]), cut(text, [18, 19])):
+        assert split(text, pieces, marks=REASONING["gemma4"]) == (reasoning, content), pieces
+
+
+def test_reasoning_is_found_in_templates() -> None:
+    assert reasoning_style("auto", "'<|channel>thought\n<channel|>'") == REASONING["gemma4"]
+    assert reasoning_style("auto", "[THINK]x[/THINK]") == REASONING["mistral"]
+    assert reasoning_style("glm45", None) == REASONING["think"] and reasoning_style("openai_gptoss", None) is None
+
+
+@pytest.mark.parametrize(
+    ("sign", "style"),
+    [
+        ("<tool_call>\n<function=example>", "qwen3_coder"),
+        ("<tool_call>{name}\n<arg_key>{key}</arg_key>", "glm45"),
+        ("'<minimax:tool_call>'", "minimax_m2"),
+        ("<｜DSML｜function_calls>", "deepseek_v32"),
+        ("'<|tool_call>call:' + name, '<|channel>thought'", "gemma4"),
+        ("'<|start|>assistant<|channel|>analysis<|message|>'", "openai"),
+    ],
+)
+def test_families_are_told_by_what_their_templates_write(sign: str, style: str) -> None:
+    assert tool_style("auto", f"{{{{ {sign} }}}}") == style
+
+
 def test_whether_a_prompt_leaves_room_for_thinking() -> None:
     marks = reasoning_style("auto", "... '</think>' ...")
-    assert marks == ("<think>", "</think>") and reasoning_style("auto", "hello") is None
+    assert marks == REASONING["think"] and reasoning_style("auto", "hello") is None
     assert starts_inside("<|Assistant|><think>\n", marks) and not starts_inside("<think>\n\n</think>\n\n", marks)
     assert not may_think("<think>\n\n</think>\n\n", marks) and may_think("assistant\n", marks)
     with pytest.raises(ConfigError, match="reasoning-parser"):
@@ -281,6 +475,24 @@ def test_tools_of_a_model_that_writes_calls(
     assert call["function"] == {"name": "f", "arguments": F.arguments} and call["id"].startswith("call_")
     [untouched] = chat("weather?", tools=[WEATHER], tool_choice="none", max_tokens=3)["choices"]
     assert untouched["message"]["content"] == text
+
+
+class Harmonized:
+    """A tokenizer whose template reads reasoning as gpt-oss's does."""
+
+    chat_template = "{{ message.thinking }}"
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], *_: Any, **__: Any) -> str:
+        return json.dumps([{key: message.get(key) for key in ("content", "thinking")} for message in messages])
+
+
+def test_reasoning_reaches_gpt_oss_by_its_own_name() -> None:
+    """Not beside a text: its template refuses both in one message with a call."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = {"role": "assistant", "reasoning_content": "hm", "tool_calls": [call]}
+    body = ChatBody(messages=[said, {**said, "content": "So."}, {"role": "user", "content": "?"}])
+    rendered = json.loads(render(cast(Tokenizer, Harmonized()), body, []))
+    assert [tuple(message.values()) for message in rendered] == [("", "hm"), ("So.", None), ("?", None)]
 
 
 def test_conversations_with_calls_are_rendered(post: Callable[..., Any]) -> None:

@@ -88,6 +88,17 @@ def test_a_small_vocabulary() -> None:
     assert framed.encode("b") == [0, 1, 3] and framed.encode("b", add_special_tokens=False) == [1]
 
 
+def test_what_ends_an_answer_of_gpt_oss() -> None:
+    """Its <|end|> stands between reasoning and answer."""
+    names = ["a", "b", "ab", "<|return|>", "<|end|>", "<|call|>"]
+    kinds = np.array([1, 1, 1, 3, 3, 3], dtype=np.int32)
+    assert read_tokenizer(metadata(tokens=names, token_type=kinds)).eos_token_ids == (3, 5)
+    assert read_tokenizer(metadata(tokens=names, token_type=kinds, eot_token_id=4)).eos_token_ids == (3, 5)
+    assert read_tokenizer(metadata(tokens=names[:5], token_type=kinds[:5])).eos_token_ids == (3, 4)
+    gemma = read_tokenizer(metadata(tokens=[*names[:3], "<eos>", "<turn|>", "<|tool_response>"], token_type=kinds))
+    assert gemma.eos_token_ids == (3, 4, 5)
+
+
 def test_tokens_the_file_names_twice_or_not_at_all() -> None:
     tokenizer = read_tokenizer(metadata(tokens=["a", "b", "ab", "a"], token_type=None, eos_token_id=2**32 - 1))
     assert tokenizer.encode("aab") == [0, 2] and tokenizer.eos_token_ids == () and tokenizer.vocab_size == 4

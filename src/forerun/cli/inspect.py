@@ -79,10 +79,11 @@ def _usable_context(found: Overview, config: EngineConfig, kernels: Kernels) -> 
 def _parsers(template: str | None) -> dict[str, str | None]:
     """What a server takes for tool calls and for reasoning, going by the chat template."""
     from forerun.server.reasoning import reasoning_style
-    from forerun.server.tools import tool_style
+    from forerun.server.tools import HARMONY, tool_style
 
-    marks = reasoning_style("auto", template)
-    return {"tools": template and tool_style("auto", template), "reasoning": " ... ".join(marks) if marks else None}
+    tools, marks = template and tool_style("auto", template), reasoning_style("auto", template)
+    channels = "analysis channel" if tools == HARMONY else None
+    return {"tools": tools, "reasoning": f"{marks.start} ... {marks.end}" if marks else channels}
 
 
 def _describe(found: Overview) -> dict[str, Any]:

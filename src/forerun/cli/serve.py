@@ -73,12 +73,13 @@ class Serving:
     tool_parser: Annotated[
         str,
         _server(
-            "auto (by chat template), hermes, qwen, qwen3_coder, llama3_json, mistral or none.",
+            "auto (by chat template), hermes, qwen3_coder, glm45, minimax_m2, deepseek_v32, gemma4, llama3_json, "
+            "mistral, openai (gpt-oss) or none.",
             "--tool-parser",
             "--tool-call-parser",
         ),
     ] = "auto"
-    reasoning_parser: Annotated[str, _server("auto (by chat template), think or none.")] = "auto"
+    reasoning_parser: Annotated[str, _server("auto (by chat template), think, gemma4, mistral or none.")] = "auto"
     unknown_fields: Annotated[
         str, _server("Fields of requests not known here: refuse, or ignore (answers name them).")
     ] = "refuse"

@@ -23,6 +23,36 @@ class CallPiece(NamedTuple):
     arguments: str = ""
 
 
+class Parsed(NamedTuple):
+    """What new text turned out to be."""
+
+    content: str = ""
+    calls: tuple[CallPiece, ...] = ()
+    reasoning: str = ""  # in formats that have it between calls and text
+
+
+class ToolParser(Protocol):
+    """Reads one output piece by piece."""
+
+    def feed(self, text: str) -> Parsed:
+        """What is certain now."""
+
+    def finish(self) -> Parsed:
+        """What was held back."""
+
+
+class NoCalls:
+    """Everything is content."""
+
+    def feed(self, text: str) -> Parsed:
+        """The text as it is."""
+        return Parsed(text)
+
+    def finish(self) -> Parsed:
+        """Nothing was held back."""
+        return Parsed()
+
+
 class CallReader(Protocol):
     """Reads one stretch of text that should hold calls and nothing else."""
 
@@ -106,7 +136,7 @@ class JsonCalls:
     def finish(self) -> list[CallPiece]:
         """No text follows; a call that was cut off stays as it is."""
         left = self._held if self._place is ReaderState.BETWEEN else ""
-        if self.rest is None and left and not (self.num_calls and not left.strip(_SEPARATORS)):
+        if self.rest is None and (left.strip(_SEPARATORS) or not self.num_calls):
             self.rest = left
         return []
 
@@ -250,83 +280,22 @@ class MistralCalls:
             pieces = self._json.finish()
             self.rest = self._json.rest
             return pieces
-        if self.rest is None and self._held.strip():
+        if self.rest is None and (self._held.strip() or not self.num_calls):
             self.rest = self._held
         return []
 
 
-_FUNCTION = re.compile(r"\s*<function=([^>]+)>")
-_PARAMETER = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_FUNCTION_END = re.compile(r"\s*</function>")
-
-
-@dataclass(slots=True)
-class XmlCalls:
-    """<function=NAME><parameter=KEY>value</parameter>...</function> (Qwen3-Coder): a parameter at a time."""
-
-    rest: str | None = None
-    num_calls: int = 0
-    _held: str = ""
-    _num_parameters: int | None = None  # of the function that is being read
-
-    def feed(self, text: str) -> list[CallPiece]:
-        """What is certain now."""
-        if self.rest is not None:
-            self.rest += text
-            return []
-        self._held += text
-        pieces: list[CallPiece] = []
-        while ">" in self._held and self._advance(pieces):
-            pass
-        return pieces
-
-    def _advance(self, pieces: list[CallPiece]) -> bool:
-        if self._num_parameters is None:
-            return self._begin(pieces)
-        if found := _PARAMETER.match(self._held):
-            lead = ", " if self._num_parameters else "{"
-            pieces.append(CallPiece(None, f"{lead}{_written(found[1].strip())}: {_value(found[2])}"))
-            self._num_parameters += 1
-        elif found := _FUNCTION_END.match(self._held):
-            pieces.append(self._closed())
-        else:
-            return False
-        self._held = self._held[found.end() :]
-        return True
-
-    def _begin(self, pieces: list[CallPiece]) -> bool:
-        found = _FUNCTION.match(self._held)
-        if found is None:
-            self.rest, self._held = self._held, ""
-            return False
-        self.num_calls, self._num_parameters, self._held = self.num_calls + 1, 0, self._held[found.end() :]
-        pieces.append(CallPiece(found[1].strip()))
-        return True
-
-    def _closed(self) -> CallPiece:
-        end = "}" if self._num_parameters else "{}"
-        self._num_parameters = None
-        return CallPiece(None, end)
-
-    def finish(self) -> list[CallPiece]:
-        """A function whose end never came ends here, unless it stopped in a parameter."""
-        if self.rest is None and self._held.strip():
-            self.rest = self._held
-            return []
-        return [] if self._num_parameters is None else [self._closed()]
-
-
 def _call(value: Any) -> tuple[str, str] | None:
-    """Name and arguments of an object with both (or `parameters`), else None; raises ValueError like `_written`."""
+    """Name and arguments of an object with both (or `parameters`), else None; raises ValueError like `written_json`."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    name, text = value["name"], arguments if isinstance(arguments, str) else _written(arguments)
+    name, text = value["name"], arguments if isinstance(arguments, str) else written_json(arguments)
     f"{name}{text}".encode()
     return name, text
 
 
-def _written(value: Any) -> str:
+def written_json(value: Any) -> str:
     """JSON text; raises ValueError for what answers cannot hold: numbers that are not finite, lone surrogates."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text.encode()
@@ -336,7 +305,7 @@ def _written(value: Any) -> str:
 def read_json(text: str) -> Any:
     """The value of JSON text a model wrote. Raises ValueError if it is not JSON that an answer can hold."""
     value = from_json(text, allow_inf_nan=False)
-    _written(value)
+    written_json(value)
     return value
 
 
@@ -345,14 +314,6 @@ def _name(quoted: str) -> str | None:
         return str(read_json(quoted))
     except ValueError:
         return None
-
-
-def _value(text: str) -> str:
-    """The text if it is JSON, else the text as a JSON string."""
-    try:
-        return _written(read_json(text))
-    except ValueError:
-        return _written(text)
 
 
 def _no_constant(name: str) -> Any:

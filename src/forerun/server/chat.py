@@ -12,26 +12,25 @@ from typing import Any
 
 from forerun.core import GrammarMask, SamplingParams
 from forerun.server.answers import Account, chat_logprob, head, prompt_logprobs, token_counts
-from forerun.server.call_readers import CallPiece
+from forerun.server.call_readers import CallPiece, NoCalls, Parsed, ToolParser
 from forerun.server.context import ServerContext, dropped_fields
 from forerun.server.conversation import continues, render
 from forerun.server.errors import ApiError
 from forerun.server.functions import old_finish_reason, old_message, with_tools
 from forerun.server.generation import Event, Generation
 from forerun.server.grammar_masks import AfterThinking, PrefixMask
+from forerun.server.harmony import FINAL, MESSAGE, Harmony
 from forerun.server.params import check_fields, engine_options, sampling_params, token_limit
 from forerun.server.reasoning import ReasoningSplitter, may_think, starts_inside
 from forerun.server.schema import ChatBody, NamedToolChoice, Tool
 from forerun.server.service import Delta
 from forerun.server.structured import GrammarSpec, grammar_spec, json_spec
 from forerun.server.tools import (
+    HARMONY,
     MARKED_BY_SPECIAL_TOKENS,
     STYLES,
     ForcedArguments,
     ForcedCalls,
-    NoCalls,
-    Parsed,
-    ToolParser,
     call_id,
     calls_schema,
 )
@@ -66,11 +65,12 @@ class _ChatChoice:
         """
         reasoning, content = self._split(delta.text) if delta.text else ("", "")
         parsed = self.parser.feed(content) if content else Parsed()
-        content, pieces = parsed.content, list(parsed.calls)
+        content, pieces, reasoning = parsed.content, list(parsed.calls), reasoning + parsed.reasoning
         if delta.finish_reason is not None:
             more_reasoning, rest = self.splitter.finish() if self.splitter else ("", "")
             for last in (self.parser.feed(rest) if rest else Parsed(), self.parser.finish()):
                 content, pieces = content + last.content, pieces + list(last.calls)
+                more_reasoning += last.reasoning
             reasoning += more_reasoning
         new = self._add(reasoning, content, pieces)
         if delta.finish_reason is not None:
@@ -180,7 +180,7 @@ class ChatJob:
         others["prompt_logprobs"] = body.prompt_logprobs
         if body.logprobs:
             others["logprobs"] = body.top_logprobs or 0
-        if self._reads_calls and self._style in MARKED_BY_SPECIAL_TOKENS and body.skip_special_tokens is None:
+        if self._needs_special_tokens and body.skip_special_tokens is None:
             others["skip_special_tokens"] = False
         return sampling_params(body, self._context.llm.loaded.sampling, **others)
 
@@ -200,11 +200,13 @@ class ChatJob:
 
     def _after_thinking(self, mask: PrefixMask) -> GrammarMask:
         """The mask after the thinking; from the start if no token ends thinking, and then the model cannot think."""
-        splitter, token_id = self._splitter, self._context.tokenizer.token_id
-        if splitter is None or (end := token_id(splitter.end)) is None:
+        splitter, tokenizer = self._splitter, self._context.tokenizer
+        if self._style == HARMONY and not continues(self._body) and tokenizer.token_id(MESSAGE) is not None:
+            return AfterThinking(mask, None, tokenizer.encode(FINAL, add_special_tokens=False))
+        if splitter is None or (end := tokenizer.token_id(splitter.end)) is None:
             return mask
-        start = None if splitter.inside else token_id(splitter.start)
-        return mask if start is None and not splitter.inside else AfterThinking(mask, start, end)
+        start = None if splitter.inside else tokenizer.token_id(splitter.start)
+        return mask if start is None and not splitter.inside else AfterThinking(mask, start, [end])
 
     def _forced_spec(self) -> GrammarSpec | None:
         choice = self._body.tool_choice
@@ -229,6 +231,15 @@ class ChatJob:
         """Whether the model's own text may contain calls."""
         return bool(self._tools) and self._body.tool_choice in (None, "auto")
 
+    @property
+    def _needs_special_tokens(self) -> bool:
+        """Whether marks of calls or of thinking are special tokens, which texts usually omit."""
+        tokenizer, splitter = self._context.tokenizer, self._splitter
+        end = None if splitter is None else tokenizer.token_id(splitter.end)
+        marks_thinking = end is not None and tokenizer.special_text(end) != ""
+        marks_calls = self._reads_calls and self._style in MARKED_BY_SPECIAL_TOKENS
+        return self._style == HARMONY or marks_calls or marks_thinking
+
     def _unheld_functions(self, path: str) -> list[str]:
         """Fields that asked for `strict` where no grammar enforces it, because the model decides if and how it calls.
 
@@ -241,17 +252,22 @@ class ChatJob:
 
     def _choice(self, index: int) -> _ChatChoice:
         splitter = self._splitter
-        own = splitter and ReasoningSplitter(splitter.start, splitter.end, splitter.inside)
+        own = splitter and ReasoningSplitter(splitter.marks, splitter.inside)
         only_one = self._body.parallel_tool_calls is False
         return _ChatChoice(index, own, self._parser(), self._style, only_one)
 
     def _parser(self) -> ToolParser:
+        forced = self._forced_parser()
+        if self._reads_calls:
+            functions = {tool.function.name: tool.function.parameters or {} for tool in self._tools}
+            return STYLES[self._style](functions)
+        return Harmony(forced, reads_calls=False) if self._style == HARMONY else forced
+
+    def _forced_parser(self) -> ToolParser:
         choice = self._body.tool_choice
         if isinstance(choice, NamedToolChoice):
             return ForcedArguments(choice.function.name)
-        if choice == "required":
-            return ForcedCalls()
-        return STYLES[self._style]() if self._reads_calls else NoCalls()
+        return ForcedCalls() if choice == "required" else NoCalls()
 
     # -- how to answer ------------------------------------------------------------------------------------------
 
@@ -379,4 +395,4 @@ def _splitter(context: ServerContext, prompt: str, goes_on: bool) -> ReasoningSp
     if marks is None or not may_think(prompt, marks):
         return None
     inside = starts_inside(prompt, marks)
-    return None if goes_on and not inside else ReasoningSplitter(*marks, inside=inside)
+    return None if goes_on and not inside else ReasoningSplitter(marks, inside)

@@ -15,11 +15,12 @@ from forerun.errors import ConfigError
 from forerun.llm import LLM
 from forerun.server.errors import ApiError, unsupported
 from forerun.server.grammar_compiler import GrammarCompiler
+from forerun.server.harmony import MESSAGE
 from forerun.server.reasoning import reasoning_style
 from forerun.server.schema import Body, unknown_fields
 from forerun.server.service import Delta
 from forerun.server.settings import ServerSettings
-from forerun.server.tools import tool_style
+from forerun.server.tools import HARMONY, tool_style
 from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer
 
@@ -41,6 +42,18 @@ class ServerContext:
         self.tool_style = tool_style(settings.tool_parser, template)
         self.reasoning_marks = reasoning_style(settings.reasoning_parser, template)
         self.grammars = GrammarCompiler(llm.tokenizer, llm.loaded.model.vocab_size, settings.grammar_timeout_s)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether answers may hold reasoning."""
+        return self.tool_style == HARMONY or self.reasoning_marks is not None
+
+    @property
+    def end_of_reasoning(self) -> str | None:
+        """The token behind the reasoning, if answers may hold any."""
+        if self.tool_style == HARMONY:
+            return MESSAGE
+        return None if self.reasoning_marks is None else self.reasoning_marks.end
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -97,10 +97,13 @@ def _message(message: Message, index: int, template: str) -> dict[str, Any]:
         raise unsupported("messages", f"messages.{index}.audio is not supported")
     role = "system" if message.role == "developer" and "developer" not in template else message.role
     made: dict[str, Any] = {"role": role, "content": _text(message, index)}
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    harmony = "reasoning_content" not in template and "message.thinking" in template
     optional = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.reasoning if message.reasoning_content is None else message.reasoning_content,
+        # gpt-oss's template refuses a call with both reasoning and a text, and shows either before the call
+        "thinking" if harmony else "reasoning_content": None if harmony and message.content else reasoning,
     }
     made |= {name: value for name, value in optional.items() if value is not None}
     if calls := _calls(message, index):

@@ -124,11 +124,11 @@ _TOO_SLOW = (
 class AfterThinking:
     """A mask for models that may think first: it applies after the thinking, if any, else from the first token."""
 
-    def __init__(self, inner: PrefixMask, start_id: int | None, end_id: int) -> None:
-        """`start_id`: the token that opens the thinking; None: the prompt has opened it."""
+    def __init__(self, inner: PrefixMask, start_id: int | None, end_ids: Sequence[int]) -> None:
+        """`start_id`: the token that opens the thinking; None: it is open. `end_ids`: the tokens that end it."""
         self._inner = inner
         self._start_id = start_id
-        self._end_id = end_id
+        self._end_ids = list(end_ids)
 
     def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int] | TokenBits | None:
         """All tokens while the model thinks; then the inner mask of the tokens since."""
@@ -147,8 +147,11 @@ class AfterThinking:
         """The tokens after the thinking; None while the model thinks."""
         if self._start_id is not None and (not tokens or tokens[0] != self._start_id):
             return tokens
-        tokens = list(tokens)
-        return tokens[tokens.index(self._end_id) + 1 :] if self._end_id in tokens else None
+        tokens, size = list(tokens), len(self._end_ids)
+        ends = (at + size for at, token in enumerate(tokens)
+                if token == self._end_ids[0] and tokens[at : at + size] == self._end_ids)  # fmt: skip
+        end = next(ends, None)
+        return None if end is None else tokens[end:]
 
     def _or_start(self, bits: TokenBits) -> TokenBits:
         if self._start_id is None:

@@ -143,7 +143,7 @@ def usage(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_body(context: ServerContext, body: CountTokensBody) -> ChatBody:
-    return chat_body(body, context.tokenizer.chat_template or "", context.reasoning_marks is not None)
+    return chat_body(body, context.tokenizer.chat_template or "", context.thinks)
 
 
 def _stop(finish_reason: str, stop_reason: int | str | None) -> dict[str, Any]:

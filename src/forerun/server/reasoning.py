@@ -1,4 +1,4 @@
-"""Splits a model's reasoning, the text between <think> and </think>, from its answer.
+"""Splits a model's reasoning, the text between two marks such as <think> and </think>, from its answer.
 
 Knows: the marks, and text that arrives in pieces. Does not know: tokens, requests.
 """
@@ -10,8 +10,24 @@ from typing import NamedTuple
 
 from forerun.errors import ConfigError
 
-STYLES = {"think": ("<think>", "</think>")}
-PARSERS = {"auto": None, "none": None, "think": "think", "deepseek_r1": "think", "qwen3": "think"}  # vLLM's names too
+
+class ReasoningMarks(NamedTuple):
+    """What stands around a model's reasoning."""
+
+    start: str
+    end: str
+    label: str = ""  # first line of the reasoning, which is no reasoning
+
+
+STYLES = {
+    "think": ReasoningMarks("<think>", "</think>"),
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
+    "gemma4": ReasoningMarks("<|channel>", "<channel|>", "thought\n"),
+}
+PARSERS: dict[str, str | None] = {  # vLLM's names too; the tool parser "openai" reads reasoning itself
+    "auto": None, "none": None, **{style: style for style in STYLES}, "openai_gptoss": None,
+    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "minimax_m2"), "think"),
+}  # fmt: skip
 
 
 class ReasoningSplit(NamedTuple):
@@ -34,13 +50,15 @@ class Phase(Enum):
 class ReasoningSplitter:
     """Splits one output, fed in pieces. Thinking can only begin it; blank lines around the marks belong to neither."""
 
-    def __init__(self, start: str, end: str, inside: bool = False) -> None:
+    def __init__(self, marks: ReasoningMarks, inside: bool = False) -> None:
         """`inside`: the prompt has opened the thinking already."""
-        self.start = start
-        self.end = end
+        self.marks = marks
+        self.start = marks.start
+        self.end = marks.end
         self.inside = inside
         self._phase = Phase.OPENED if inside else Phase.START
         self._held = ""
+        self._label = marks.label
 
     def feed(self, text: str) -> ReasoningSplit:
         """What is certain now; what may be part of a mark is held back."""
@@ -66,6 +84,10 @@ class ReasoningSplitter:
         """Skip blanks and marks once it is certain what they are."""
         if phase is not Phase.START:
             self._held = self._held.lstrip("\n")
+            if phase is Phase.OPENED and self._label:
+                if self._held != self._label and self._label.startswith(self._held):
+                    return
+                self._held, self._label = self._held.removeprefix(self._label).lstrip("\n"), ""
             if self._held:
                 self._phase = Phase.INSIDE if phase is Phase.OPENED else Phase.SAID
             return
@@ -90,7 +112,7 @@ def held_back(text: str, mark: str) -> int:
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
-def reasoning_style(parser: str, template: str | None) -> tuple[str, str] | None:
+def reasoning_style(parser: str, template: str | None) -> ReasoningMarks | None:
     """The marks of a model's reasoning, by option or found in its chat template; None if the model does not reason.
 
     Raises ConfigError for an unknown parser.
@@ -98,16 +120,16 @@ def reasoning_style(parser: str, template: str | None) -> tuple[str, str] | None
     if parser not in PARSERS:
         raise ConfigError(f"reasoning-parser must be one of {', '.join(PARSERS)}; got {parser!r}")
     if parser == "auto":
-        return next((marks for marks in STYLES.values() if marks[1] in (template or "")), None)
+        return next((marks for marks in STYLES.values() if marks.end in (template or "")), None)
     style = PARSERS[parser]
     return STYLES[style] if style else None
 
 
-def starts_inside(prompt: str, marks: tuple[str, str]) -> bool:
+def starts_inside(prompt: str, marks: ReasoningMarks) -> bool:
     """Whether a rendered prompt ends in open thinking."""
-    return prompt.rfind(marks[0]) > prompt.rfind(marks[1])
+    return prompt.rfind(marks.start) > prompt.rfind(marks.end)
 
 
-def may_think(prompt: str, marks: tuple[str, str]) -> bool:
+def may_think(prompt: str, marks: ReasoningMarks) -> bool:
     """Whether the answer to a rendered prompt may begin with thinking: the template has not closed it at the end."""
-    return not prompt.rstrip().endswith(marks[1])
+    return not prompt.rstrip().endswith(marks.end)

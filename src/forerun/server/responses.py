@@ -45,8 +45,7 @@ class ResponseJob:
         self._items = ITEMS.dump_json(items, by_alias=True, exclude_none=True) if keeps else b""
         self.groups, self.constrained = self._chat.groups, self._chat.constrained
         self.grammar_s = self._chat.grammar_s
-        marks = context.reasoning_marks
-        self._pieces = Pieces(marks[1] if marks else None)
+        self._pieces = Pieces(context.end_of_reasoning)
         self._output = Output(body.reasoning is not None and _wants_summary(body))
         self._finish_reason: str | None = None
         self._response = _begun(context, body, chat.tool_choice is not None, self._store is not None)

@@ -10,42 +10,15 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 from uuid import uuid4
 
 from forerun.errors import ConfigError
-from forerun.server.call_readers import CallPiece, CallReader, JsonCalls, MistralCalls, XmlCalls
+from forerun.server.call_readers import CallPiece, CallReader, JsonCalls, MistralCalls, NoCalls, Parsed, ToolParser
+from forerun.server.harmony import Harmony
 from forerun.server.json_schema import moved
 from forerun.server.reasoning import held_back
-
-
-class Parsed(NamedTuple):
-    """What new text turned out to be."""
-
-    content: str = ""
-    calls: tuple[CallPiece, ...] = ()
-
-
-class ToolParser(Protocol):
-    """Reads one output piece by piece."""
-
-    def feed(self, text: str) -> Parsed:
-        """What is certain now."""
-
-    def finish(self) -> Parsed:
-        """What was held back."""
-
-
-class NoCalls:
-    """Everything is content."""
-
-    def feed(self, text: str) -> Parsed:
-        """The text as it is."""
-        return Parsed(text)
-
-    def finish(self) -> Parsed:
-        """Nothing was held back."""
-        return Parsed()
+from forerun.server.tagged_calls import DSML, GEMMA, GLM, MINIMAX, QWEN, CallForm, Functions, TaggedCalls
 
 
 @dataclass(slots=True)
@@ -190,17 +163,32 @@ class ForcedArguments:
 
 
 MISTRAL_MARK = "[TOOL_CALLS]"
-STYLES: dict[str, Callable[[], ToolParser]] = {
-    "hermes": lambda: BetweenMarks("<tool_call>", "</tool_call>", JsonCalls),
-    "qwen3_coder": lambda: BetweenMarks("<tool_call>", "</tool_call>", XmlCalls),
-    "llama3_json": lambda: ToTheEnd("<|python_tag|>", JsonCalls, bare=True),
-    "mistral": lambda: ToTheEnd(MISTRAL_MARK, partial(MistralCalls, MISTRAL_MARK)),
-    "none": NoCalls,
+HARMONY = "openai"
+
+
+def _tagged(start: str, end: str, form: CallForm) -> Callable[[Functions], ToolParser]:
+    return lambda functions: BetweenMarks(start, end, lambda: TaggedCalls(form, functions))
+
+
+STYLES: dict[str, Callable[[Functions], ToolParser]] = {  # vLLM's names
+    "hermes": lambda _: BetweenMarks("<tool_call>", "</tool_call>", JsonCalls),
+    "qwen3_coder": _tagged("<tool_call>", "</tool_call>", QWEN),
+    "glm45": _tagged("<tool_call>", "</tool_call>", GLM),
+    "minimax_m2": _tagged("<minimax:tool_call>", "</minimax:tool_call>", MINIMAX),
+    "deepseek_v32": _tagged("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", DSML),
+    "gemma4": _tagged("<|tool_call>", "<tool_call|>", GEMMA),
+    "llama3_json": lambda _: ToTheEnd("<|python_tag|>", JsonCalls, bare=True),
+    "mistral": lambda _: ToTheEnd(MISTRAL_MARK, partial(MistralCalls, MISTRAL_MARK)),
+    HARMONY: lambda _: Harmony(NoCalls(), reads_calls=True),
+    "none": lambda _: NoCalls(),
 }
-ALIASES = {"qwen": "hermes", "qwen2": "hermes", "qwen3": "hermes", "llama3": "llama3_json", "llama": "llama3_json"}
+ALIASES = {"qwen": "hermes", "qwen2": "hermes", "qwen3": "hermes", "llama3": "llama3_json", "llama": "llama3_json",
+           "llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder", "glm47": "glm45"}  # fmt: skip
 NAMES = ("auto", *STYLES, *ALIASES)
-MARKED_BY_SPECIAL_TOKENS = ("mistral", "llama3_json")  # their marks are control tokens, which texts usually omit
-_SIGNS = (("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"),
+MARKED_BY_SPECIAL_TOKENS = ("mistral", "llama3_json", "gemma4", "minimax_m2", "deepseek_v32")  # texts usually omit them
+_SIGNS = (("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("<minimax:tool_call>", "minimax_m2"),
+          ("<｜DSML｜", "deepseek_v32"), ("<|tool_call>call:", "gemma4"), ("<|channel|>", HARMONY),
+          ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"),
           ("<|python_tag|>", "llama3_json"), ('"parameters":', "llama3_json"))  # fmt: skip
 
 

@@ -18,7 +18,9 @@ from forerun.weights.sentencepiece import PieceType, PieceVocabulary, build_toke
 from forerun.weights.tokenizer import Tokenizer
 
 # Tokens that end an answer wherever they occur in a vocabulary: files often name only one end token of several.
-END_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>")
+END_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<turn|>",
+             "<|tool_response>", "[e~[", "<|return|>", "<|call|>")  # fmt: skip
+HARMONY_NAMES = {"<|return|>", "<|call|>", "<|end|>"}  # in a vocabulary with all three, <|end|> ends only a message
 _END_KEYS = ("eos", "eot", "eom")
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other special tokens remove the spaces after them
@@ -49,7 +51,9 @@ def end_token_ids(metadata: GGUFMetadata) -> tuple[int, ...]:
     named = [special_token_id(metadata, key, len(names)) for key in _END_KEYS]
     wanted = set(END_NAMES)
     known = [token_id for token_id, name in enumerate(names) if isinstance(name, str) and name in wanted]
-    return tuple(dict.fromkeys([*(token_id for token_id in named if token_id is not None), *known]))
+    ends = dict.fromkeys([*(token_id for token_id in named if token_id is not None), *known])
+    is_harmony = {names[token_id] for token_id in ends} >= HARMONY_NAMES
+    return tuple(token_id for token_id in ends if not (is_harmony and names[token_id] == "<|end|>"))
 
 
 def special_token_id(metadata: GGUFMetadata, key: str, num_tokens: int) -> int | None:
