@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
@@ -27,6 +28,7 @@ from tests.models import factory
 from tests.support import heads, tiny
 from tests.support.drafting import assert_as_computed, overhear
 from tests.support.heads import CONFIG, HIDDEN, VOCAB, Draw, Reference, Truth, layer_of, rms
+from tests.weights.gguf_makers import write_mixture
 
 LAYERS = 2
 MIMO = "model.mtp_layers.0"
@@ -323,6 +325,17 @@ def test_a_layer_of_the_targets_kind_changes_nothing_but_speed(case: str, width:
             tokens, stats = tiny.run(engine(model, given.folder, None, width, **limits), wanted)
             assert tokens == expected, (temperature, limits)
             assert sum(count.drafted for stat in stats for count in stat.drafters.values()) > 0
+
+
+def test_a_module_in_a_gguf_file_computes_the_formulas(tmp_path: Path) -> None:
+    given = WithModule(tmp_path, "glm4-moe-biased", has_tables=True)
+    config = AutoConfig.from_pretrained(given.folder, num_hidden_layers=LAYERS + 1)
+    path = write_mixture(tmp_path / "glm.gguf", given.folder, config, "glm4moe", nextn_predict_layers=1)
+    assert chosen(path) == ["suffix", "recycling", "mtp"]
+    ear = overhear(made := engine(load_model(path, tiny.kernels()).model, path, None, 3), stride=3)
+    _, stats = tiny.run(made, requests(2))
+    assert_as_computed(ear, given.reference(), given.truth.states)
+    assert tiny.num_accepted(stats) > 0
 
 
 def test_a_module_of_a_multimodal_checkpoint_is_found_beside_its_text_part(tmp_path: Path) -> None:

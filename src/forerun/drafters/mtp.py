@@ -10,22 +10,21 @@ from pathlib import Path
 from forerun.drafters.autoregressive import head_drafter
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
 from forerun.errors import ConfigError
-from forerun.models.heads.mtp import brings_mtp, holds_mtp, read_mtp
+from forerun.models.heads.mtp import brings_mtp, holds_mtp, open_mtp, read_mtp
 from forerun.models.heads.reading import native_target
-from forerun.models.heads.source import open_head
 
 
 def build(context: DrafterContext) -> Drafter:
     """The module the options name, else the target's own; raises ModelErrors where there is none that fits."""
     target = native_target(context.model)
-    head = read_mtp(open_head(_folder(context)), target, context.kernels, context.options.head_weights)
+    head = read_mtp(open_mtp(_folder(context)), target, context.kernels, context.options.head_weights)
     return head_drafter(head, context)
 
 
 def _folder(context: DrafterContext) -> str | Path:
     if context.options.model is not None:
         return context.options.model
-    if context.folder is None or not context.folder.is_dir():
+    if context.folder is None or not context.folder.exists():
         raise ConfigError(
             "drafter 'mtp' looks for a module in the target's own folder, and this target was not read from one: give "
             "the module's folder with --draft-model"

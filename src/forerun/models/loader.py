@@ -271,7 +271,7 @@ def _load_gguf(
     if implementation == "transformers":
         raise UnsupportedError(f"{path} is a GGUF file, which forerun runs itself; leave `implementation` at 'auto'")
     checkpoint = GgufCheckpoint.open(path)
-    family, config = _gguf_family(checkpoint), _gguf_config(checkpoint)
+    family, config = gguf_family(checkpoint), _gguf_config(checkpoint)
     positions = _positions(config.max_position, max_position, checkpoint.config)
     in_blocks = DTYPES[dtype] is None and keeps_blocks(checkpoint, f"{family.names.embedding}.weight")
     table_bytes = 0 if in_blocks else config.vocab_size * config.hidden_size * 4  # the embedding as float32
@@ -282,7 +282,7 @@ def _load_gguf(
     return LoadedModel(model, tokenizer, path, checkpoint.config, config, "forerun")
 
 
-def _gguf_family(checkpoint: GgufCheckpoint) -> Family:
+def gguf_family(checkpoint: GgufCheckpoint) -> Family:
     """The family as GGUF files have it: norms by their GGUF names, with whole weights.
 
     "longrope" is allowed: a file of any family may hold a divisor for each rope frequency.
@@ -296,7 +296,7 @@ def _gguf_family(checkpoint: GgufCheckpoint) -> Family:
 
 def _gguf_config(checkpoint: GgufCheckpoint) -> ModelConfig:
     try:
-        return ModelConfig.read(checkpoint.config, _gguf_family(checkpoint))
+        return ModelConfig.read(checkpoint.config, gguf_family(checkpoint))
     except ModelError as error:
         raise type(error)(f"{checkpoint.folder}, its metadata read as a config.json: {error}") from error
 

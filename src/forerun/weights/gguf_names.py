@@ -43,6 +43,8 @@ _INNER = {
     "self_attn.kv_b_proj": "attn_kv_b",  # newer files have the next two instead, names of llama.cpp's converter
     "self_attn.k_b_proj": "attn_k_b",
     "self_attn.v_b_proj": "attn_v_b",
+    **{name: f"nextn.{name}" for name in ("embed_tokens", "enorm", "hnorm", "eh_proj")},
+    **{f"shared_head.{name}": f"nextn.shared_head_{name}" for name in ("head", "norm")},
 }
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}

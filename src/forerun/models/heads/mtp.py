@@ -6,7 +6,7 @@ one module drafts several tokens. Does not know: how drafts grow.
 DeepSeek    h' = eh_proj [enorm embed(x); hnorm h]; a layer of the target's kind; logits = shared_head. Stored as
             `model.layers.{num_hidden_layers}`. The embedding at position 0 is zero. h is the state after the final
             norm and shared_head.norm(y) is fed back, as engines that measured it do (vLLM 45895, ROCm/ATOM 1764).
-            GLM-4.5 to 4.7 have the same.
+            GLM-4.5 to 4.7 have the same, in GGUF files, too.
 Qwen3-Next  h' = fc [pre_fc_norm_embedding embed(x); pre_fc_norm_hidden h]; a layer of the target's kind that attends;
             logits = the target's lm_head of norm(y), which is fed back. Stored as `mtp`. h is the state after the final
             norm. Qwen3.5 and 3.6 have the same.
@@ -40,14 +40,17 @@ from forerun.models.fields import Fields, words
 from forerun.models.heads.eagle import as_it_is
 from forerun.models.heads.head import DraftHead, HeadParts
 from forerun.models.heads.reading import SKIP_SLOT_ZERO, HeadReader, check_hidden_size, num_bytes, num_layers
-from forerun.models.heads.source import open_head
+from forerun.models.loader import gguf_family, open_checkpoint
 from forerun.quant.rounded import ChooseFormat, choose_for
 from forerun.weights.checkpoint import Checkpoint
+from forerun.weights.gguf_checkpoint import GgufCheckpoint
+from forerun.weights.resolve import resolve_model
 
 MIMO = "model.mtp_layers"
 QWEN = "mtp"
 OWN_TABLE = "mtp_use_dedicated_embeddings"  # a field
 MTP_FIELDS = words("num_nextn_predict_layers num_mtp_layers target_hidden_size")
+Source = Checkpoint | GgufCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +126,17 @@ _ERNIE = MtpLayout(
 )
 
 
-def read_mtp(source: Checkpoint, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
+def open_mtp(name_or_folder: str | Path) -> Source:
+    """The tensors a module is among, of a folder, a GGUF file or a hub id. Raises ModelError."""
+    return open_checkpoint(resolve_model(name_or_folder))
+
+
+def read_mtp(source: Source, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
     """The MTP module of a folder, the target's own or another; raises ModelError if it does not fit."""
     choose_format, layout = choose_for(weights), _find_layout(source, num_layers(target))
     if layout is not None:
         return _FamilyModule(source, target, kernels, layout, choose_format).read()
-    if source.has(f"{MIMO}.0.input_proj.weight"):
+    if isinstance(source, Checkpoint) and source.has(f"{MIMO}.0.input_proj.weight"):
         return _read_mimo(source, target, kernels, choose_format)
     wanted = *(layout.projection for layout in _layouts(num_layers(target))), f"{MIMO}.0.input_proj"
     raise UnsupportedError(
@@ -143,7 +151,7 @@ def _layouts(num_layers: int) -> tuple[MtpLayout, ...]:
     return _deepseek(num_layers), _QWEN, _ERNIE
 
 
-def _find_layout(source: Checkpoint, num_layers: int) -> MtpLayout | None:
+def _find_layout(source: Source, num_layers: int) -> MtpLayout | None:
     return next((layout for layout in _layouts(num_layers) if source.has(f"{layout.projection}.weight")), None)
 
 
@@ -159,7 +167,7 @@ def brings_mtp(name_or_folder: str | Path) -> bool:
     Tensors are not read, only their names.
     """
     try:
-        source = open_head(name_or_folder)
+        source = open_mtp(name_or_folder)
     except ModelError:  # loading the model reports what is wrong
         return False
     if source.config.get("model_type") not in FAMILIES:  # transformers gives no state after the final norm
@@ -168,7 +176,7 @@ def brings_mtp(name_or_folder: str | Path) -> bool:
     if layout is None and not source.has(f"{MIMO}.0.input_proj.weight"):
         return False
     second = f"{MIMO}.1." if layout is None else layout.second
-    return not source.config.get(OWN_TABLE) and not any(name.startswith(second) for name in source)
+    return not source.config.get(OWN_TABLE) and not any(name.startswith(second) for name, *_ in source.stored())
 
 
 # -- MiMo ----------------------------------------------------------------------------------------------------------
@@ -208,9 +216,9 @@ def _read_mimo(source: Checkpoint, target: Decoder, kernels: Kernels, choose_for
     )
 
 
-def _refuse_several(source: Checkpoint, prefix: str) -> None:
+def _refuse_several(source: Source, prefix: str) -> None:
     """Refuse several modules: one drafts all tokens here, but each of several was trained for one depth."""
-    if any(name.startswith(prefix) for name in source):
+    if any(name.startswith(prefix) for name, *_ in source.stored()):
         raise UnsupportedError(
             f"{source.folder} has several MTP modules ({prefix}*); supported is one, which drafts several tokens"
         )
@@ -223,7 +231,7 @@ class _FamilyModule:
     """Reads a module whose layer is of the target's own family."""
 
     def __init__(
-        self, source: Checkpoint, target: Decoder, kernels: Kernels, layout: MtpLayout, choose_format: ChooseFormat
+        self, source: Source, target: Decoder, kernels: Kernels, layout: MtpLayout, choose_format: ChooseFormat
     ) -> None:
         raw = source.config
         _refuse_several(source, layout.second)
@@ -233,7 +241,7 @@ class _FamilyModule:
                 f"{source.folder}: config.json sets {OWN_TABLE}; supported are MTP modules that share the target's "
                 "embedding; choose another drafter"
             )
-        family = FAMILIES.get(str(raw.get("model_type")))
+        family = gguf_family(source) if isinstance(source, GgufCheckpoint) else FAMILIES.get(str(raw.get("model_type")))
         if family is None:
             raise UnsupportedError(
                 f"{source.folder}: config.json names model_type {raw.get('model_type')!r}; an MTP module with a layer "

@@ -34,6 +34,7 @@ from forerun.quant.dense import DenseWeight
 from forerun.quant.gguf import read_floats
 from forerun.quant.rounded import ChooseFormat
 from forerun.weights.checkpoint import Checkpoint
+from forerun.weights.gguf_checkpoint import GgufCheckpoint
 
 SKIP_SLOT_ZERO = -1  # an attention window: the first token has no state before it, so its slot is never written
 QKV, OUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"
@@ -64,7 +65,7 @@ def num_layers(target: Decoder) -> int:
 class HeadReader:
     """Reads the tensors of one head for one target."""
 
-    source: Checkpoint
+    source: Checkpoint | GgufCheckpoint
     target: Decoder
     builder: Builder
     config: ModelConfig
@@ -215,7 +216,7 @@ def _refuse_windows(raw: Mapping[str, Any]) -> None:
         )
 
 
-def check_hidden_size(source: Checkpoint, fields: Fields, target: Decoder) -> None:
+def check_hidden_size(source: Checkpoint | GgufCheckpoint, fields: Fields, target: Decoder) -> None:
     """Raise UnsupportedError if the head was trained for a target of another hidden size."""
     own = fields.integer("hidden_size")
     wanted = fields.integer("target_hidden_size", default=own)

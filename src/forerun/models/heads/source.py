@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forerun.models.multimodal import PART_OF, text_config
 from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.resolve import resolve_model
 
 
 def open_head(name_or_folder: str | Path) -> Checkpoint:
-    """The tensors of a head given by embedded name, folder or hub id; of a multimodal model those of its text part.
+    """The tensors of a head given by embedded name, folder or hub id.
 
     Raises ModelNotFoundError, CheckpointError or UnsupportedError naming what was looked for.
     """
-    stored = Checkpoint.open(resolve_model(name_or_folder))
-    config = text_config(stored.config)
-    return stored.text_part(config) if PART_OF in config else stored
+    return Checkpoint.open(resolve_model(name_or_folder))
