@@ -25,17 +25,20 @@ constexpr int64_t kStackHeadDim = 256;  // attention over larger heads takes its
 constexpr int64_t kMaxHeadsPerGroup = 64;
 constexpr int64_t kMaxRowsTogether = 16;  // rows of a sequence that read its keys together
 
-// Where the numbers of a matrix of codes lie: panels of 16 outputs, each with codes (bytes [k, 16] of e4m3, or nibbles
-// [k / 2, 16] whose low halves are even inputs), scales (floats [num_groups, 16], or bytes), and where there are units
-// shifts and units (floats [1 + num_units, 16]). Scale bytes stand for scale_values, times the unit, plus the shift.
+// Where the numbers of a matrix of codes lie: panels of 16 outputs, each with codes (bytes [k, 16], or nibbles [k / 2, 16]
+// whose low halves are even inputs), scales (floats [num_groups, 16], or bytes), where there are units shifts and units
+// (floats [1 + num_units, 16]), and offsets (floats [num_groups, 16]), which are taken from code times scale. Scale
+// bytes stand for scale_values, times the unit, plus the shift.
 struct CodedLayout {
-    const float* values;        // [16] that nibbles stand for, or null: codes are e4m3
+    const float* values;        // [16] that nibbles stand for, or null: codes are bytes
     const float* scale_values;  // [256], or null: scales are floats
+    const int64_t* order;       // [k], the inputs that columns multiply, or null: their own
+    int64_t zero;               // what bytes count from, below 0: they are e4m3
     int64_t group_size;
-    int64_t scales_at, units_at, panel_bytes;  // bytes from a panel's start
-    int64_t groups_a_unit;                     // 0: no units
+    int64_t groups_a_unit;                                 // 0: no units
+    int64_t scales_at, units_at, offsets_at, panel_bytes;  // bytes from a panel's start; offsets at 0: none
 };
-static_assert(sizeof(CodedLayout) == 7 * 8, "src/forerun/kernels/cpu/coded.py writes these words one by one");
+static_assert(sizeof(CodedLayout) == 10 * 8, "src/forerun/kernels/cpu/coded.py writes these words one by one");
 constexpr int64_t kMaxCodedRows = 96;  // of a unit of a matrix of codes
 
 struct LinearArgs {
@@ -242,10 +245,11 @@ struct EmbeddingArgs {
     int64_t m, h, v;
     Dtype dtype;
     bool packed;
+    const CodedLayout* layout;  // of codes, or null
 
     template <class F>
     auto given(F call) {
-        return call(ids, table, y, m, h, v, dtype, packed);
+        return call(ids, table, y, m, h, v, dtype, packed, layout);
     }
     int64_t work() const { return m * h; }
 };

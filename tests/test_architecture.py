@@ -177,6 +177,7 @@ OPTIONS = {
         "kv_cache_bytes",
         "device",
         "kernels",
+        "activations",
         "threads",
         "pin_threads",
         "seed",

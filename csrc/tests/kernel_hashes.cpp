@@ -37,13 +37,15 @@ void run_linear(Run& run, int64_t m, int64_t n, int64_t k, int64_t rows_per_unit
     run.print(join("linear", {m, n, k}) + "-" + kDtypeName<T>, y);
 }
 
-// Codes of e4m3 (but NaN) or nibbles, with scales that are floats, or bytes with units and shifts.
-void run_coded(Run& run, int64_t m, int64_t k, bool nibbles, bool counted) {
+// Codes of e4m3 (but NaN) or nibbles, with scales that are floats, or bytes with units and shifts; or integers with
+// offsets, the last column first.
+void run_coded(Run& run, int64_t m, int64_t k, bool nibbles, bool counted, bool integers = false) {
     constexpr int64_t n = 40, group_size = 32, rows_per_unit = 24;
     const int64_t panels = divide_up(n, kLanes), groups = divide_up(k, group_size);
     const int64_t scales_at = divide_up((nibbles ? k / 2 : k) * kLanes, 64) * 64;
     const int64_t units_at = scales_at + divide_up(groups * kLanes * (counted ? 1 : 4), 64) * 64;
-    const int64_t panel_bytes = units_at + (counted ? 2 * kLanes * 4 : 0);
+    const int64_t offsets_at = units_at + (counted ? 2 * kLanes * 4 : 0);
+    const int64_t panel_bytes = offsets_at + (integers ? groups * kLanes * 4 : 0);
     Generator from{static_cast<uint64_t>(m * k + nibbles)};
     Array<uint8_t> weight(panels * panel_bytes, [&](int64_t) { return from.below(2) << 7 | from.below(127); });
     auto values = numbers<float>(from, 16), scale_values = numbers<float>(from, 256), floats = numbers<float>(from, 4096);
@@ -51,21 +53,30 @@ void run_coded(Run& run, int64_t m, int64_t k, bool nibbles, bool counted) {
         uint8_t* panel = weight.begin() + p * panel_bytes;
         if (!counted) std::memcpy(panel + scales_at, floats.begin() + p, static_cast<size_t>(groups * kLanes * 4));
         if (counted) std::memcpy(panel + units_at, floats.begin() + p, 2 * kLanes * 4);
+        if (integers) std::memcpy(panel + offsets_at, floats.begin() + 64 + p, static_cast<size_t>(groups * kLanes * 4));
     }
-    const CodedLayout layout{nibbles ? values.begin() : nullptr, counted ? scale_values.begin() : nullptr, group_size,
-                             scales_at, units_at, panel_bytes, counted ? groups : 0};
+    Array<int64_t> order(k, [&](int64_t i) { return k - 1 - i; });
+    const CodedLayout layout{nibbles ? values.begin() : nullptr, counted ? scale_values.begin() : nullptr,
+                             integers ? order.begin() : nullptr, integers ? 100 : -1, group_size, counted ? groups : 0,
+                             scales_at, units_at, integers ? offsets_at : 0, panel_bytes};
     auto x = numbers<float>(from, m * k), bias = numbers<float>(from, n);
     Floats y(m * n);
     const LinearArgs args{x.begin(), weight.begin(), bias.begin(), y.begin(), m, n, k, Dtype::kFloat32, &layout, 4,
                           rows_per_unit, 1, nullptr};
     FORERUN_CALL(run, coded, args, divide_up(m, rows_per_unit));
-    run.print(join("coded", {m, k, nibbles, counted}), y);
+    run.print(join("coded", {m, k, nibbles, counted, integers}), y);
+    Array<int64_t> ids(7, [&](int64_t) { return from.below(n); });
+    Floats rows(7 * k);
+    const EmbeddingArgs table{ids.begin(), weight.begin(), rows.begin(), 7, k, n, Dtype::kFloat32, true, &layout};
+    FORERUN_CALL(run, embedding, table, 7);
+    run.print(join("coded-rows", {m, k, nibbles, counted, integers}), rows);
 }
 
 void run_all_coded(Run& run) {
     for (int64_t m = 1; m <= 9; ++m) run_coded(run, m, 300, m % 2 == 0, m % 4 < 2);
     run_coded(run, 29, 256, false, false);
     run_coded(run, 29, 255, false, true);
+    for (bool nibbles : {false, true}) run_coded(run, 29, 300, nibbles, false, true);
 }
 
 void run_all_linear(Run& run) {
@@ -86,7 +97,7 @@ void run_embedding(Run& run, int64_t v, int64_t h) {
     for (bool is_packed : {false, true}) {
         Floats y(7 * h);
         const void* at = is_packed ? panels.begin() : table.begin();
-        FORERUN_CALL(run, embedding, (EmbeddingArgs{ids.begin(), at, y.begin(), 7, h, v, kDtype<T>, is_packed}), 7);
+        FORERUN_CALL(run, embedding, (EmbeddingArgs{ids.begin(), at, y.begin(), 7, h, v, kDtype<T>, is_packed, nullptr}), 7);
         run.print(join("embedding", {h, is_packed}) + "-" + kDtypeName<T>, y);
     }
 }

@@ -24,7 +24,8 @@ _OPTIONAL_SIZES = (
     "max_num_prefill_tokens", "max_num_batched_nodes", "max_num_waiting",
 )  # fmt: skip
 _OF_LOADING = (
-    "model", "dtype", "implementation", "device", "kernels", "threads", "pin_threads", "generation_config", "lora",
+    "model", "dtype", "implementation", "device", "kernels", "activations", "threads", "pin_threads",
+    "generation_config", "lora",
 )  # fmt: skip
 
 
@@ -87,6 +88,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # None: a quarter of the memory available at start
     device: str = "auto"  # "cpu", "cuda", or "auto": a GPU where there is one
     kernels: str = "auto"  # "cpu:avx2" and the like: an instruction set below the machine's
+    activations: str = "auto"  # in products with integers: "auto" rounds them to 8 bits, "float32" does not (CPUs only)
     threads: int | None = None  # None: the physical cores this process may use
     pin_threads: bool | None = None  # each thread on a core of its own; None: see `kernels.cores.pins`
     seed: int = 0  # for requests that bring none
@@ -101,6 +103,7 @@ class EngineConfig:
         _choice("device", self.device, ("auto", "cpu", "cuda"))
         if not self.kernels.startswith("cpu:"):  # an instruction set: what there is the kernels say
             _choice("kernels", self.kernels, ("auto", "cpu", "triton", "reference"))
+        _choice("activations", self.activations, ("auto", "float32"))
         _choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "int8"))
         _choice("block_size", self.block_size, (4, 8, 16, 32, 64))
         _range("max_num_seqs", self.max_num_seqs, 1, 4096)

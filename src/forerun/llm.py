@@ -361,7 +361,9 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
 
 
 def _load(config: EngineConfig) -> _Shared:
-    kernels = select_kernels(config.kernels, config.threads, device=config.device, pin=config.pin_threads)
+    kernels = select_kernels(
+        config.kernels, config.threads, device=config.device, pin=config.pin_threads, activations=config.activations
+    )
     with telling_heads(config.model):
         loaded = load_model(
             config.model, kernels, dtype=config.dtype, generation_config=config.generation_config,

@@ -18,6 +18,7 @@ TYPES: dict[str, dict[str, str] | None] = {
     "Q4_K_M": None,
     "small": {"ffn_down": "IQ2_XS", "token_embd": "Q8_0", "": "MXFP4"},  # rows of 1024 are whole blocks of 256
 }
+CASES = (("Q4_K_M", "auto"), ("Q4_K_M", "float32"), ("small", "auto"))  # and what becomes of activations
 DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"ngram_min": 1},
     "suffix": {},
@@ -30,14 +31,15 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=TYPES)
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    types = TYPES[request.param]
+    mix, activations = request.param
+    types = TYPES[mix]
     path = tmp_path_factory.mktemp("files") / "mini.gguf"
-    export_gguf(resolve_model("mini"), path, "F32" if types else request.param)
+    export_gguf(resolve_model("mini"), path, "F32" if types else mix)
     if types:
         makers.write_again(path, types=types)
-    return LLM(str(path), max_num_seqs=6, max_model_len=256)
+    return LLM(str(path), max_num_seqs=6, max_model_len=256, activations=activations)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -6,15 +6,24 @@ import math
 
 import pytest
 import torch
-from tests.kernels.cases import ISAS, kernels_named
+from tests.kernels.cases import ISAS, kernels_named, rms_error
+from tests.kernels.test_grouped import COUNTING_CASES, TILE_CASES, Case
 from torch import Tensor
 
 from forerun.errors import KernelError
 from forerun.kernels.coded import CodedMatrix, fit, stacked
 from forerun.kernels.ops import Kernels
+from forerun.kernels.select import select_kernels
 
 SHAPES = [(40, 300), (16, 128), (5, 64), (150, 512)]
 KINDS = ("float8", "float8 bytes", "table", "table counted")
+INTEGERS = [
+    *COUNTING_CASES,
+    *TILE_CASES,
+    Case(bits=4, order=True, offsets=True, half=False),
+    Case(bits=4, num_inputs=7, group_size=7),  # no pairs
+    Case(bits=8, num_inputs=100, group_size=100, order=True),
+]
 
 
 def coded_matrix(kind: str, rows: int, columns: int, group_size: int = 32) -> CodedMatrix:
@@ -94,10 +103,46 @@ def test_experts_take_codes() -> None:
     assert torch.equal(kernels.experts(x, chosen, coded), kernels.experts(x, chosen, dense))
 
 
-def test_an_embedding_of_codes_is_refused() -> None:
-    kernels = kernels_named(ISAS[0])
-    with pytest.raises(KernelError, match="embedding table"):
-        kernels.embedding(torch.tensor([0]), kernels.pack_coded(coded_matrix("float8", 16, 64)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_embedding_of_codes(kind: str) -> None:
+    kernels, matrix = kernels_named(ISAS[0]), coded_matrix(kind, 37, 300)
+    ids = torch.tensor([36, 0, 17, 17])
+    assert torch.equal(kernels.embedding(ids, kernels.pack_coded(matrix)), matrix.dequantize()[ids])
+
+
+def float_kernels(name: str) -> Kernels:
+    """Kernels that do not round activations."""
+    chosen = name if name == "reference" else f"cpu:{kernels_named(name).describe()['linear']}"
+    return select_kernels(chosen, activations="float32")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_integers_taken_as_floats(isa: str) -> None:
+    torch.manual_seed(0)
+    kernels = float_kernels(isa)
+    for case in INTEGERS:
+        matrix = case.matrix()
+        dense, packed = matrix.dequantize(), kernels.pack_grouped(matrix)
+        order = torch.arange(case.num_inputs) if matrix.input_order is None else matrix.input_order
+        plain = kernels.pack_linear(dense[:, order].contiguous())
+        for num_rows in (1, 5, 29, 100):
+            x = torch.randn(num_rows, case.num_inputs)
+            expected = kernels.linear(x[:, order].contiguous(), plain)
+            assert torch.equal(kernels.linear(x, packed), expected), (case, num_rows)
+        assert torch.equal(kernels.embedding(torch.arange(case.num_outputs), packed), dense), case
+
+
+@pytest.mark.parametrize("name", [ISAS[0], "reference"])
+def test_integers_taken_as_floats_are_off_by_what_torch_is(name: str) -> None:
+    torch.manual_seed(0)
+    x, matrix = torch.randn(8, 2048), Case(64, 2048, 4, 128, offsets=True, order=True).matrix()
+    exact = x.double() @ matrix.dequantize().double().T
+    usual = rms_error(x @ matrix.dequantize().T, exact)
+    errors = [
+        rms_error(kernels.linear(x, kernels.pack_grouped(matrix)), exact)
+        for kernels in (float_kernels(name), kernels_named(name))
+    ]
+    assert errors[0] <= 2 * usual < errors[1] / 100
 
 
 def test_matrices_that_fit_are_stacked() -> None:

@@ -100,6 +100,8 @@ def test_auto_takes_the_best_instruction_set_for_every_op() -> None:
     kernels = select_kernels("auto", threads=1)
     assert kernels.describe()["linear"] == best
     assert (kernels.name, kernels.reason) == (f"cpu-{best}", f"{best} on 1 thread(s)")
+    exact = select_kernels("auto", threads=1, activations="float32")
+    assert exact.reason == f"{best} on 1 thread(s); activations in float32"
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -120,6 +122,8 @@ def test_an_instruction_set_by_name_or_those_there_are(isa: str) -> None:
         ({"name": "cpu:sse9"}, "'sse9' is not available here"),
         ({"name": "reference:avx2"}, "'reference:avx2' is not one of"),
         ({"name": "cpu:"}, "names no instruction set"),
+        ({"activations": "int4"}, "activations 'int4' is not one of auto, float32"),
+        ({"name": "triton", "activations": "float32"}, "'float32' are for CPUs only.*: choose device 'cpu'"),
     ],
 )
 def test_what_there_is_not_is_named(arguments: dict[str, Any], said: str) -> None:

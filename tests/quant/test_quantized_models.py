@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forerun import LLM, SamplingParams
 from forerun.errors import CheckpointError, UnsupportedError
+from forerun.kernels.select import select_kernels
 from forerun.layers.linear import Linear
 from forerun.models.base import Model
 from forerun.models.decoder import Decoder
@@ -87,6 +88,21 @@ def test_logits_are_those_of_the_matrices(method: str, case: str, tmp_path: Path
     runner = Runner(loaded, 20)
     alone = [runner.root(token, index) for index, token in enumerate(known)]
     assert torch.equal(torch.stack(alone), found)  # the same bits token by token
+
+
+@pytest.mark.parametrize("case", ["llama-tied-biased", "mixtral"])
+@pytest.mark.parametrize("method", SECTIONS)
+def test_without_rounding_activations_logits_are_those_of_the_floats(method: str, case: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    folder = factory.make_checkpoint(case, tmp_path / "dense")
+    dense = quantized_copy(folder, tmp_path / "quantized", method)
+    save_file(dict(dense), folder / "model.safetensors", metadata={"format": "pt"})
+    known, kernels = torch.randint(3, 96, (12,)).tolist(), select_kernels(threads=1, activations="float32")
+    runners = [
+        Runner(load_model(where, kernels, dtype="float32").model, 20) for where in (folder, tmp_path / "quantized")
+    ]
+    truth, found = (runner.span(known).logits for runner in runners)
+    assert factory.rms_error(found, truth.double()) < 1e-5 * float(truth.std())
 
 
 @pytest.mark.parametrize("method", ["compressed-tensors", "fp8"])

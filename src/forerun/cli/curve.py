@@ -119,7 +119,10 @@ def _build(shape: Any, weights: str, machine: opt.Machine, max_rows: int) -> Ran
     from forerun.kernels.select import select_kernels
 
     kind = read_kind(weights)
-    kernels = select_kernels(machine.kernels, machine.threads, device=machine.device, pin=machine.pin_threads)
+    kernels = select_kernels(
+        machine.kernels, machine.threads, device=machine.device, pin=machine.pin_threads,
+        activations=machine.activations,
+    )  # fmt: skip
     note_slow_kernels(kernels, machine.kernels)
     with err().status(f"making {shape.name} with random {kind.name} weights"):
         return random_model(shape, kind, kernels, max_rows)

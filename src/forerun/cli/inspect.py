@@ -40,7 +40,9 @@ def _inspect(name: str, **options: Any) -> dict[str, Any]:
     from forerun.models.overview import look_at
 
     config = engine_config(name, given)
-    kernels = select_kernels(config.kernels, config.threads, device=config.device, pin=config.pin_threads)
+    kernels = select_kernels(
+        config.kernels, config.threads, device=config.device, pin=config.pin_threads, activations=config.activations
+    )
     with telling_heads(name):
         found = look_at(name, config.dtype)
     note_slow_kernels(kernels, given.get("kernels"))

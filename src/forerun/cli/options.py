@@ -85,6 +85,10 @@ class Machine:
 
     device: Annotated[str, _option("cpu, cuda, or auto for a GPU where there is one.", ENGINE)] = "auto"
     kernels: KernelsName = "auto"
+    activations: Annotated[
+        str,
+        _option("In products with integers: auto rounds them to 8 bits, float32 does not and is slower.", ENGINE),
+    ] = "auto"
     threads: Threads = None
     pin_threads: Annotated[
         bool | None,

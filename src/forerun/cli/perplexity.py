@@ -31,7 +31,10 @@ def perplexity(
 
     texts = read_texts(text)
     name = target.name
-    kernels = select_kernels(machine.kernels, machine.threads, device=machine.device, pin=machine.pin_threads)
+    kernels = select_kernels(
+        machine.kernels, machine.threads, device=machine.device, pin=machine.pin_threads,
+        activations=machine.activations,
+    )  # fmt: skip
     loaded = load(name, kernels)
     found = measure(loaded, cut(texts, loaded.tokenizer, sequence_length(loaded, length), limit))
     report = {

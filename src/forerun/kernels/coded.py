@@ -1,10 +1,11 @@
-"""Matrices of codes that stand for floats, with a scale per group of inputs: FP8 and NF4.
+"""Matrices of codes that stand for floats, with a scale per group of inputs: FP8, NF4, and integers taken as floats.
 
-Knows: this interchange form and the float32 matrix it stands for. Does not know: file formats, nor how a backend lays
-a matrix out.
+Knows: this interchange form, the float32 matrix it stands for, and which one stands for the same as a grouped matrix.
+Does not know: file formats, nor how a backend lays a matrix out.
 
 The product is that of `Kernels.linear` with the float32 matrix, to the bit: a backend looks codes up while it reads
-them. Activations are not rounded, unlike those of `kernels.grouped`.
+them. With an input order it sums columns in the order in which codes lie. Activations are not rounded, unlike those of
+`kernels.grouped`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import KernelError
+from forerun.kernels.grouped import GroupedMatrix, check_matrix
 
 NUM_VALUES = 16  # that codes of 4 bits stand for
 NUM_SCALE_VALUES = 256
@@ -24,11 +26,12 @@ NUM_SCALE_VALUES = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedMatrix:
-    """w[n, k] = value of codes[n, k] * scale of (n, k // group_size), the product rounded to float32.
+    """w[n, k] = value of codes[n, k] * scale of (n, g) - offsets[n, g], g = k // group_size, each step rounded.
 
-    The value is `values[code]`, or what e4m3 says of a byte. The scale is scales[n, g]; where that is a byte,
-    scale_values[scales[n, g]]; and where there are units that * units[n, u] + shifts[n], each step rounded, with as
-    many neighbouring groups to every unit. The last group may be shorter than the others.
+    The value is `values[code]`, or code - `zero`, or what e4m3 says of a byte. The scale is scales[n, g]; where that is
+    a byte, scale_values[scales[n, g]]; and where there are units that * units[n, u] + shifts[n], each step rounded,
+    with as many neighbouring groups to every unit. The last group may be shorter than the others. Column k multiplies
+    input `input_order[k]`.
     """
 
     codes: Tensor  # [N, K] uint8
@@ -38,6 +41,9 @@ class CodedMatrix:
     scale_values: Tensor | None = None  # [256] float32
     units: Tensor | None = None  # [N, num_units] float32
     shifts: Tensor | None = None  # [N] float32, where there are units
+    zero: int | None = None  # 0 .. 255, where bytes are integers
+    offsets: Tensor | None = None  # [N, num_groups] float32, where codes are not e4m3
+    input_order: Tensor | None = None  # [K] int64, a permutation
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
@@ -47,6 +53,8 @@ class CodedMatrix:
         _check("scales", self.scales, kind, (rows, groups))
         _check("values", self.values, torch.float32, (NUM_VALUES,))
         _check("scale values", self.scale_values, torch.float32, (NUM_SCALE_VALUES,))
+        _check("offsets", self.offsets, torch.float32, (rows, groups))
+        _check("input order", self.input_order, torch.int64, (columns,))
         if self.values is not None and (columns % 2 or (self.group_size % 2 and groups > 1)):
             raise KernelError(f"codes of 4 bits lie in pairs: {columns} inputs in groups of {self.group_size} do not")
         if self.units is not None:
@@ -76,16 +84,42 @@ class CodedMatrix:
 
     def dequantize(self) -> Tensor:
         """The matrix it stands for -> [N, K] float32."""
-        coded = self.codes.view(torch.float8_e4m3fn).float() if self.values is None else self.values[self.codes.int()]
-        return coded * self.float_scales().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
+        group_ids = torch.arange(self.shape[1]) // self.group_size  # [K]
+        dense = self._values() * self.float_scales()[:, group_ids]
+        if self.offsets is not None:
+            dense -= self.offsets[:, group_ids]
+        if self.input_order is None:
+            return dense
+        return torch.empty_like(dense).index_copy_(1, self.input_order, dense)
+
+    def _values(self) -> Tensor:
+        """What the codes stand for -> [N, K] float32."""
+        if self.values is not None:
+            return self.values[self.codes.int()]
+        return self.codes.view(torch.float8_e4m3fn).float() if self.zero is None else self.codes.float() - self.zero
+
+
+def of_integers(matrix: GroupedMatrix) -> CodedMatrix:
+    """Codes that stand for the floats of `matrix`, to the bit: nibbles where 4 bits are enough, else bytes."""
+    check_matrix(matrix)
+    columns, plain = matrix.shape[1], matrix.plain()
+    found = CodedMatrix(
+        plain.codes, plain.scales, matrix.group_size, zero=matrix.zero, offsets=plain.offsets,
+        input_order=matrix.input_order,
+    )  # fmt: skip
+    if matrix.bits > 4 or columns % 2:
+        return found
+    integers = torch.arange(NUM_VALUES) if matrix.table is None else matrix.table
+    return replace(found, codes=matrix.codes, values=integers.float() - matrix.zero, zero=None)
 
 
 def fit(first: CodedMatrix, other: CodedMatrix) -> bool:
     """Whether the rows of two matrices can be those of one."""
-    same = (first.shape[1], first.group_size, first.groups_a_unit) == (
-        other.shape[1], other.group_size, other.groups_a_unit,
+    same = (first.shape[1], first.group_size, first.groups_a_unit, first.zero, first.offsets is None) == (
+        other.shape[1], other.group_size, other.groups_a_unit, other.zero, other.offsets is None,
     )  # fmt: skip
-    return same and _equal(first.values, other.values) and _equal(first.scale_values, other.scale_values)
+    names = ("values", "scale_values", "input_order")
+    return same and all(_equal(getattr(first, name), getattr(other, name)) for name in names)
 
 
 def stacked(matrices: Sequence[CodedMatrix]) -> CodedMatrix:
@@ -93,7 +127,7 @@ def stacked(matrices: Sequence[CodedMatrix]) -> CodedMatrix:
     first = matrices[0]
     if len(matrices) == 1:
         return first
-    names = ("codes", "scales", "units", "shifts")
+    names = ("codes", "scales", "units", "shifts", "offsets")
     held = {name: [getattr(matrix, name) for matrix in matrices] for name in names if getattr(first, name) is not None}
     joined: dict[str, Any] = {name: torch.cat(tables) for name, tables in held.items()}
     return replace(first, **joined)

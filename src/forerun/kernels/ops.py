@@ -236,7 +236,7 @@ class Kernels(RecurrentOps, Protocol):
         """Pack `weight` [N, K] (float32, bfloat16 or float16; float16 is widened exactly) for `linear`."""
 
     def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
-        """Pack small integers with group scales for `linear`, whose arithmetic on them `kernels.grouped` defines."""
+        """Pack small integers with group scales for `linear`: rounding x as `kernels.grouped` says, or as `coded`."""
 
     def pack_coded(self, matrix: CodedMatrix) -> PackedLinear:
         """Pack codes of floats for `linear`, whose result is that of the float32 matrix, to the bit; or KernelError."""
@@ -247,7 +247,7 @@ class Kernels(RecurrentOps, Protocol):
     def embedding(self, token_ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
         """Rows `token_ids` [M] int64 of `table` [V, H] (float32 or bfloat16) widened to float32 -> [M, H].
 
-        One packed by `pack_linear` may be a tied output layer's; one by `pack_grouped` gives its `dequantize`, exactly.
+        One packed by `pack_linear` may be a tied output layer's; others give their `dequantize`, exactly.
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> Tensor:

@@ -85,6 +85,7 @@ class ReferenceKernels(Kernels):
 
     name = "reference"
     device = torch.device("cpu")
+    float_activations = False  # True: products with integers do not round activations to 8 bits; set before packing
 
     def pack_linear(self, weight: Tensor) -> PackedLinear:
         """See `Kernels.pack_linear`."""
@@ -93,7 +94,7 @@ class ReferenceKernels(Kernels):
 
     def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
         """See `Kernels.pack_grouped`."""
-        return pack_reference(matrix)
+        return ReferenceLinear(matrix.dequantize()) if self.float_activations else pack_reference(matrix)
 
     def pack_coded(self, matrix: CodedMatrix) -> PackedLinear:
         """See `Kernels.pack_coded`."""

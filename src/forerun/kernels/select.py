@@ -22,29 +22,39 @@ if TYPE_CHECKING:
     from forerun.kernels.cpu.program import Recorder
 
 BACKENDS = ("auto", "cpu", "triton", "reference")
+ACTIVATIONS = ("auto", "float32")
 
 
 def select_kernels(
-    name: str = "auto", threads: int | None = None, device: str = "cpu", pin: bool | None = None
-) -> Kernels:
+    name: str = "auto", threads: int | None = None, device: str = "cpu", pin: bool | None = None,
+    activations: str = "auto",
+) -> Kernels:  # fmt: skip
     """The kernels to use: "cpu" (C++), "triton" (a GPU), "reference" (torch), or "auto" for the best on `device`.
 
     "cpu:avx2" and the like: C++ with an instruction set that is not the machine's best; the same bits, but of AMX.
-    device: "cpu", "cuda", or "auto" for a GPU where there is one and kernels for it. Raises KernelError for what is
-    not installed or does not run there, ResourceError where there is no GPU.
+    device: "cpu", "cuda", or "auto" for a GPU where there is one and kernels for it. activations: "auto" rounds them to
+    8 bits for products with matrices of integers, "float32" does not. Raises KernelError for what is not installed or
+    does not run there, ResourceError where there is no GPU.
     """
     name, _, isa = (given := name).partition(":")
     if name not in BACKENDS or (given != name and name != "cpu"):
         raise KernelError(f"kernels {given!r} is not one of {', '.join(BACKENDS)}, or cpu:ISA for an instruction set")
     if given == "cpu:":
         raise KernelError("kernels 'cpu:' names no instruction set: write one after the colon, as in cpu:avx2")
+    if activations not in ACTIVATIONS:
+        raise KernelError(f"activations {activations!r} is not one of {', '.join(ACTIVATIONS)}")
     if device not in DEVICES:
         raise KernelError(f"device {device!r} is not one of {', '.join(DEVICES)}")
     if device == "cuda" and name in ("cpu", "reference"):
         raise KernelError(f"kernels {name!r} run on the CPU, but device 'cuda' was asked for: choose kernels 'triton'")
     if name == "triton" or device == "cuda" or (device == "auto" and name == "auto" and _can_use_gpu()):
+        if activations == "float32":
+            raise KernelError(
+                "activations 'float32' are for CPUs only, on a GPU products with integers round activations to 8 bits: "
+                "choose device 'cpu', leave activations at 'auto', or take a bfloat16 checkpoint of the model"
+            )
         return _triton_kernels(device)
-    return _host_kernels(name, threads, isa, pin)
+    return _host_kernels(name, threads, isa, pin, activations == "float32")
 
 
 def _can_use_gpu() -> bool:
@@ -63,9 +73,18 @@ def _triton_kernels(device: str) -> Kernels:
     return _because(reason, backend)
 
 
-def _host_kernels(name: str, threads: int | None, isa: str, pin: bool | None) -> Kernels:
+def _host_kernels(
+    name: str, threads: int | None, isa: str, pin: bool | None, float_activations: bool
+) -> Kernels:  # fmt: skip
+    backend, reason = _host_backend(name, threads, isa, pin)
+    backend.float_activations = float_activations
+    return _because(reason + "; activations in float32" * float_activations, backend)
+
+
+def _host_backend(name: str, threads: int | None, isa: str, pin: bool | None) -> tuple[ReferenceKernels, str]:
+    """The backend, and why that one."""
     if name == "reference":
-        return _because("asked for", ReferenceKernels())
+        return ReferenceKernels(), "asked for"
     try:
         from forerun.kernels.cpu.backend import CpuKernels
     except ImportError as error:
@@ -74,7 +93,7 @@ def _host_kernels(name: str, threads: int | None, isa: str, pin: bool | None) ->
             raise KernelError(
                 f"{reason}. Install a C++17 compiler and run `pip install .` again, or choose kernels 'reference'."
             ) from error
-        return _because(reason, ReferenceKernels())
+        return ReferenceKernels(), reason
     cores = os.cpu_count() or 1
     if threads is not None and not 1 <= threads <= cores:
         raise KernelError(f"threads must be from 1 to {cores}, the cores of this machine; got {threads}")
@@ -82,7 +101,7 @@ def _host_kernels(name: str, threads: int | None, isa: str, pin: bool | None) ->
     reason = f"{backend.engine.isa} on {backend.num_threads} thread(s){', a core each' * backend.is_pinned}"
     if has_cuda() and find_spec("triton") is None:
         reason += "; for the GPU that is there install triton (pip install 'forerun[gpu]')"
-    return _because(reason, backend)
+    return backend, reason
 
 
 @contextmanager

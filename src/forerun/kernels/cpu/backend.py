@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, empty
 
 from forerun.errors import KernelError
-from forerun.kernels.coded import CodedMatrix
+from forerun.kernels.coded import CodedMatrix, of_integers
 from forerun.kernels.cores import pins, usable_cores
 from forerun.kernels.cpu import _native, coded
 from forerun.kernels.cpu.addresses import address_of as _address
@@ -93,6 +93,8 @@ class CpuKernels(CpuRecurrentOps):
 
     def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
         """See `Kernels.pack_grouped`."""
+        if self.float_activations:
+            return self.pack_coded(of_integers(matrix))
         return pack_matrix(matrix, self.engine, self._arena)
 
     def pack_coded(self, matrix: CodedMatrix) -> PackedLinear:
@@ -128,13 +130,13 @@ class CpuKernels(CpuRecurrentOps):
             sizes = (out.shape[0], vocab_size, width)
             self.engine.grouped_rows(ids, address, out.data_ptr(), order, *sizes, zero, table.layout)
             return out
-        if packed := isinstance(table, CpuLinear) and not table.layout:
-            address, code = table.address, table.dtype_code
+        if packed := isinstance(table, CpuLinear):
+            address, code, layout = table.address, table.dtype_code, table.layout
         elif isinstance(table, Tensor):
-            address, code = table.data_ptr(), _dtype_code(table)
+            address, code, layout = table.data_ptr(), _dtype_code(table), 0
         else:
             raise KernelError(f"an embedding table packed by {type(table).__name__} given to the C++ kernels")
-        self.engine.embedding(ids, address, out.data_ptr(), out.shape[0], width, vocab_size, code, packed)
+        self.engine.embedding(ids, address, out.data_ptr(), out.shape[0], width, vocab_size, code, packed, layout)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> Tensor:

@@ -6,6 +6,8 @@ arithmetic.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -24,18 +26,26 @@ def pack_matrix(matrix: CodedMatrix, arena: WeightArena) -> CpuLinear:
     codes = _by_lanes(matrix.codes)  # [P, K, 16]
     if matrix.values is not None:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    parts = [codes, _by_lanes(matrix.scales)]
+    parts = {"codes": codes, "scales": _by_lanes(matrix.scales)}
     if matrix.units is not None and matrix.shifts is not None:
-        parts.append(_by_lanes(torch.cat([matrix.shifts[:, None], matrix.units], dim=1)))
-    lines = [_in_lines(part) for part in parts]
-    starts = [0, *torch.tensor([part.shape[1] for part in lines]).cumsum(0).tolist()]
-    panels = arena.take(len(codes) * starts[-1], torch.uint8)
-    for part, start in zip(lines, starts, strict=False):
-        panels.view(len(codes), -1)[:, start : start + part.shape[1]] = part
-    tables = tuple(None if table is None else table.contiguous() for table in (matrix.values, matrix.scale_values))
+        parts["units"] = _by_lanes(torch.cat([matrix.shifts[:, None], matrix.units], dim=1))
+    if matrix.offsets is not None:
+        parts["offsets"] = _by_lanes(matrix.offsets)
+    lines = {name: _in_lines(part) for name, part in parts.items()}
+    ends = dict(zip(lines, accumulate(part.shape[1] for part in lines.values()), strict=True))
+    size = max(ends.values())
+    panels = arena.take(len(codes) * size, torch.uint8)
+    for name, part in lines.items():
+        panels.view(-1, size)[:, ends[name] - part.shape[1] : ends[name]] = part
+    tables = tuple(
+        None if table is None else table.contiguous()
+        for table in (matrix.values, matrix.scale_values, matrix.input_order)
+    )
     addresses = [0 if table is None else table.data_ptr() for table in tables]
+    starts = [ends[name] - lines[name].shape[1] if name in lines else 0 for name in ("scales", "units", "offsets")]
+    zero = -1 if matrix.zero is None else matrix.zero
     # csrc's CodedLayout, word by word
-    layout = torch.tensor([*addresses, matrix.group_size, *starts[1:3], starts[-1], matrix.groups_a_unit])
+    layout = torch.tensor([*addresses, zero, matrix.group_size, matrix.groups_a_unit, *starts, size])
     held = (layout, *tables)
     return CpuLinear(panels, panels.data_ptr(), num_outputs, num_inputs, FLOAT32_CODE, layout.data_ptr(), held)
 
