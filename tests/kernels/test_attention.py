@@ -32,6 +32,7 @@ HEADS = (
     HeadLayout(14, 2, 64, 64),
     HeadLayout(3, 1, 40, 40),
     HeadLayout(9, 1, 96, 96),
+    HeadLayout(8, 1, 512, 512),
 )
 
 
@@ -40,7 +41,8 @@ HEADS = (
 def test_error_is_at_most_twice_torchs(isa: str, heads: HeadLayout) -> None:
     case = attention_case([1, 30, 300], num_nodes=4, heads=heads)
     exact, torchs = attention_truth(case)
-    assert rms_error(case.run(kernels_named(isa)), exact) <= 2 * rms_error(torchs, exact) + 1e-8
+    most = 2 if heads.head_dim <= 256 else 4  # a score's products are added one by one
+    assert rms_error(case.run(kernels_named(isa)), exact) <= most * rms_error(torchs, exact) + 1e-8
 
 
 @cache  # one for all backends
@@ -221,7 +223,7 @@ def test_extreme_scores(isa: str) -> None:
 
 
 def test_heads_too_wide_for_the_extension_fall_back() -> None:
-    case = attention_case([20], num_nodes=2, heads=HeadLayout(1, 1, 320, 320))
+    case = attention_case([20], num_nodes=2, heads=HeadLayout(1, 1, 592, 592))
     assert torch.equal(case.run(cpu_kernels()), case.run(kernels_named("reference")))
 
 

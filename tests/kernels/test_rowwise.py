@@ -201,6 +201,24 @@ def test_rope_against_the_reference(isa: str, heads: HeadLayout, dtype: torch.dt
         assert all(torch.equal(a, b) for a, b in zip(ours, portable, strict=True))
 
 
+@pytest.mark.parametrize("isa", ("reference", *ISAS))
+def test_queries_alone_have_the_same_bits_and_write_nothing(isa: str) -> None:
+    heads, order = HeadLayout(4, 2, 24, 24), torch.arange(40)
+    kernels, generator = kernels_named(isa), torch.Generator().manual_seed(3)
+    qkv = torch.randn(40, heads.row_size, generator=generator)
+    angles, norm = torch.randn(40, 12, generator=generator), torch.randn(24, generator=generator)
+    table, places, kv = (
+        torch.cat([angles.cos(), angles.sin()], 1),
+        order.int(),
+        LayerKV.zeros(5, 2, 24, 8, torch.float32),
+    )
+    queries = qkv[:, : 4 * 24].clone()
+    kernels.rope_and_cache(queries, heads._replace(num_kv=0), table, places, places, kv, norm, None, 1e-6)
+    assert not kv.keys.any() and not kv.values.any()
+    kernels.rope_and_cache(qkv, heads, table, places, places, kv, norm, norm, 1e-6)
+    assert torch.equal(queries, qkv[:, : 4 * 24]) and kv.keys.any()
+
+
 @pytest.mark.parametrize("isa", ("reference", "avx512", "avx2"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.int8))
 def test_rope_rows_have_the_same_bits_in_every_batch(isa: str, dtype: torch.dtype) -> None:

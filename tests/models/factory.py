@@ -114,6 +114,32 @@ GPT_OSS = {
     "head_dim": 16,
     "rope_parameters": {**YARN, "truncate": False},
 }
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 7,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 3.0,
+}
+GEMMA4_EXPERTS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 20,
+}
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 DELTA: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -197,6 +223,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-plain": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 5}),
     "gemma3": ("gemma3_text", {**WINDOWS, "head_dim": 16, "rope_parameters": GEMMA3_ROPES}),
     "gemma3-capped": ("gemma3_text", {"sliding_window": 5, "final_logit_softcapping": 3.0, "attention_bias": True}),
+    "gemma4": ("gemma4_text", GEMMA4),
+    "gemma4-experts": ("gemma4_text", GEMMA4_EXPERTS),
+    "gemma4-wide": (
+        "gemma4_text",
+        {**GEMMA4, "global_head_dim": 512, "num_kv_shared_layers": 0, "attention_bias": True},
+    ),
     "ministral3": (
         "ministral3",
         {
@@ -279,6 +311,8 @@ def random_hf_model(model_type: str, fields: dict[str, Any] | None = None, seed:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1)
+            if name.endswith("layer_scalar"):
+                buffer.normal_(1.0, 0.1)
     return model
 
 

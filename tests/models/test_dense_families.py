@@ -16,8 +16,10 @@ from forerun.cli.engine import what_part
 from forerun.errors import ConfigError, UnsupportedError
 from forerun.models.base import passes_of
 from forerun.models.config import ModelConfig, num_parameters
+from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
 from forerun.models.loader import load_model, read_config
+from forerun.models.subset import lent_layers, subset_decoder
 from forerun.quantize.run import open_source
 from forerun.quantize.settings import QuantizeSettings
 from forerun.runtime.bind import bind
@@ -26,7 +28,7 @@ from tests.models.factory import Runner
 
 CASES = (
     "gemma2", "gemma3", "gemma3-capped", "ministral3", "olmo2", "olmo3", "exaone4", "granite", "smollm3-window", "glm4",
-    "cohere2",
+    "cohere2", "gemma4", "gemma4-experts", "gemma4-wide",
 )  # fmt: skip
 TOKENS = [5, 9, 40, 33, 7, 81, 3, 9, 40, 12, 13]
 
@@ -53,7 +55,7 @@ def generated(llm: LLM, temperature: float) -> list[Any]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("case", ["gemma2", "gemma3", "cohere2"])
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "gemma4", "gemma4-experts", "cohere2"])
 def test_drafting_changes_no_token(case: str, tmp_path: Path) -> None:
     folder = str(factory.make_checkpoint(case, tmp_path))
     plain = LLM(folder, drafter="none")
@@ -76,6 +78,7 @@ def as_part(folder: Path, model_type: str, prefix: str) -> None:
     ("case", "model_type", "prefix"),
     [
         ("gemma3", "gemma3", "language_model.model."),
+        ("gemma4", "gemma4", "model.language_model."),
         ("mistral", "mistral3", "model.language_model."),
         ("qwen3.5", "qwen3_5", "model.language_model."),
     ],
@@ -131,11 +134,23 @@ COHERE2 = {
 }  # fmt: skip
 
 
+GEMMA4_31B = {
+    "head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True, "num_global_key_value_heads": 4,
+    "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+GEMMA4_26B = {
+    **GEMMA4_31B, "num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "billions"),
     [
         ("gemma2", published(26, 2304, 9216, 8, 4, 256000, sliding_window_size=4096, hidden_act="gelu"), 2.614),
         ("gemma3_text", published(34, 2560, 10240, 8, 4, 262208, sliding_window=1024), 3.880),
+        ("gemma4_text", published(60, 5376, 21504, 32, 16, 262144, **GEMMA4_31B), 30.7),
+        ("gemma4_text", published(30, 2816, 2112, 16, 8, 262144, **GEMMA4_26B), 25.2),
         ("olmo2", published(32, 4096, 11008, 32, 32, 100352), 7.299),
         ("granite", published(40, 2048, 8192, 32, 8, 49159, tie_word_embeddings=True), 2.534),
         ("smollm3", published(36, 2048, 11008, 16, 4, 128256, max_window_layers=28), 3.075),
@@ -181,12 +196,58 @@ def test_windows_and_ropes_of_layers() -> None:
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters must hold an object for each"),
         ("olmo2", {"sliding_window": 5}, "sliding_window"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ("gemma4_text", {"per_layer_config": {"1": {"intermediate_size": 9}}}, "per_layer_config"),
+        ("gemma4_text", {"num_kv_shared_layers": 1, "num_hidden_layers": 6}, "num_kv_shared_layers leaves no layer"),
+        ("gemma4_text", {"attention_sink_size": 4}, "attention_sink_size"),
         ("mistral", {"rope_scaling": {**factory.YARN, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
     ],
 )
 def test_what_would_change_the_computation_is_refused(model_type: str, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedError, match=named):
         read(model_type, **changes)
+
+
+def test_shapes_of_gemma_4s_layers() -> None:
+    types = ["sliding_attention", "full_attention"] * 3
+    fields = {"num_hidden_layers": 6, "num_kv_shared_layers": 3, "layer_types": types, "use_double_wide_mlp": True}
+    config = read("gemma4_text", head_dim=16, global_head_dim=32, sliding_window=5, **fields)
+    assert [shape.kv_layer for shape in config.shapes] == [None, None, None, 1, 2, 1]
+    assert [shape.heads.head_dim for shape in config.shapes] == [16, 32] * 3
+    assert [shape.ffn_size for shape in config.shapes] == [48] * 3 + [96] * 3
+    assert [(rope.kind, rope.rotary_dim, rope.num_turned) for rope in config.layer_ropes[:2]] == [
+        ("default", 16, 0),
+        ("proportional", 32, 4),
+    ]
+    own = read("gemma4_text", attention_k_eq_v=True, num_global_key_value_heads=1, num_hidden_layers=6)
+    assert [shape.heads.num_kv for shape in own.shapes] == [2] * 5 + [1]
+    assert [shape.keys_are_values for shape in own.shapes] == [False] * 5 + [True]
+
+
+def test_keys_of_layers_that_read_anothers_are_not_missed_nor_used(tmp_path: Path) -> None:
+    """Published files hold them."""
+    folder = factory.make_checkpoint("gemma4", tmp_path)
+    alone = load_model(folder, factory.make_kernels()).model
+    assert len(alone.kv_specs) == 3
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    of_owner = {name: tensor for name, tensor in tensors.items() if ".layers.1.self_attn.k" in name}
+    save_file({**tensors, **{name.replace(".1.", ".5."): tensor.clone() for name, tensor in of_owner.items()}}, path)
+    full = load_model(folder, factory.make_kernels()).model
+    assert torch.equal(*[Runner(model, 12).span(TOKENS).logits for model in (alone, full)])
+
+
+def test_layers_draft_with_those_whose_keys_they_read(tmp_path: Path) -> None:
+    model = load_model(factory.make_checkpoint("gemma4", tmp_path), factory.make_kernels()).model
+    assert isinstance(model, Decoder) and lent_layers(model) == {1, 2}
+    assert len(subset_decoder(model, (1, 2, 3, 5)).kv_specs) == 2
+    with pytest.raises(ConfigError, match="keep 1, 2, too"):
+        subset_decoder(model, (0, 1, 4))
+
+
+def test_gemma_4_is_not_quantized(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="norms of values"):
+        open_source(factory.make_checkpoint("gemma4", tmp_path), QuantizeSettings())
 
 
 def test_ministral_stays_within_its_original_context(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ BOTH = (
     "gpt-oss",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4-experts",
     "olmo2",
     "granite",
     "glm4",
@@ -109,9 +111,9 @@ def test_counts_are_those_of_transformers(loaded: LoadedModel) -> None:
 
 HALVES = (
     "llama-tied-biased", "mistral-window", "qwen2", "qwen3", "phi3", "llama3", "mixtral", "qwen3-moe", "deepseek",
-    "gpt-oss", "glm4-moe", "glm4-moe-lite", "deepseek-v32", "gemma2", "gemma3", "olmo3", "exaone4", "granite",
-    "smollm3", "glm4", "cohere2", "minimax-m2", "llama4", "qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2",
-    "lfm2-moe", "granite-hybrid", "falcon-h1", "nemotron-h",
+    "gpt-oss", "glm4-moe", "glm4-moe-lite", "deepseek-v32", "gemma2", "gemma3", "gemma4", "gemma4-experts",
+    "olmo3", "exaone4", "granite", "smollm3", "glm4", "cohere2", "minimax-m2", "llama4", "qwen3-next", "qwen3.5",
+    "qwen3.5-moe", "lfm2", "lfm2-moe", "granite-hybrid", "falcon-h1", "nemotron-h",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from forerun.kernels.ops import Kernels
 from forerun.models.base import LayerSpec, passes_of
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.config import ModelConfig
-from forerun.models.decoder import Decoder
+from forerun.models.decoder import Decoder, tables_of
 from forerun.runtime.bind import bind
 
 BLOCK_SIZE = 16  # of the engine's pool, unless told otherwise
@@ -36,7 +36,7 @@ class TimedPasses:
         self._vocab_size = model.vocab_size
         self._windows = [layer.attending.shape.window for layer in model.parts.layers]
         self._mlps = [layer.mlp for layer in model.parts.layers if layer.mlp is not None]
-        self.weight_bytes = model.weight_bytes - model.parts.embedding.nbytes
+        self.weight_bytes = model.weight_bytes - sum(table.nbytes for table in tables_of(model.parts))
 
     @property
     def recorded(self) -> bool:
@@ -61,7 +61,8 @@ class TimedPasses:
     def bytes_read(self, context: int, tokens: int) -> int:
         """Bytes a chain must read: matrices (as many experts as it can choose) and the keys and values it sees."""
         seen = context + tokens
-        per_position = [bytes_per_block([spec], 1) for spec in self.model.kv_specs]
+        specs = [self.model.kv_specs[place] for place in self.model.kv_places if place is not None]
+        per_position = [bytes_per_block([spec], 1) for spec in specs]
         positions = [min(seen, window + tokens - 1) if window else seen for window in self._windows]
         stored = sum(linear.nbytes for mlp in self._mlps for linear in mlp.linears)
         weights = self.weight_bytes - stored + sum(mlp.bytes_read(tokens) for mlp in self._mlps)
@@ -94,5 +95,5 @@ def kv_bytes(specs: Sequence[LayerSpec], max_rows: int) -> int:
 def kv_specs(config: ModelConfig, dtype: torch.dtype) -> list[LayerSpec]:
     """The specs a model will have, before it is made."""
     kept = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
-    heads = config.heads
-    return [LayerSpec(heads.num_kv, heads.head_dim, kept, config.latents is not None)] * config.num_layers
+    stored = (shape.heads for shape in config.shapes if shape.kv_layer is None)
+    return [LayerSpec(heads.num_kv, heads.head_dim, kept, config.latents is not None) for heads in stored]

@@ -9,7 +9,8 @@ The layers are given (the first E for a checkpoint trained for early exit: Layer
 the fly in the text itself (CLaSp, arXiv 2505.24196; see `models.layer_search`). A search is due at the first draft
 and then every _SEARCH_EVERY times drafts are wanted; it reads _SAMPLE_TOKENS known tokens about as often as half the
 target has layers, so at 16 layers it costs about 5 passes of the target over a few rows: some 2 % of the time between.
-No randomness is involved, and what is found changes speed alone.
+No randomness is involved, and what is found changes speed alone. Where layers read the keys and values of others, every
+second layer drafts, and those others: a search would have to compute both in the same free rows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from forerun.models.base import PassOutput, passes_of, state_specs_of
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.decoder import Decoder
 from forerun.models.layer_search import Sample, find_layers
-from forerun.models.subset import subset_decoder
+from forerun.models.subset import lent_layers, subset_decoder
 from forerun.runtime.bind import bind
 from forerun.runtime.runner import Runner
 from forerun.speculation.drawn import Drawn
@@ -78,13 +79,17 @@ class LayerRunner:
         self, model: Decoder, kernels: Kernels, kvs: Sequence[LayerKV], block_size: int, layers: Sequence[int] | None
     ) -> None:
         """`kvs`: of all the target's layers. Raises ConfigError for layers it does not have, or too few of them."""
-        self._target, self._kernels, self._kvs, self._block_size = model, kernels, kvs, block_size
-        self._is_searching, self._until_search = layers is None, 0
-        self._use(spread_layers(len(model.parts.layers)) if layers is None else tuple(layers))
+        self._target, self._kernels, self._block_size = model, kernels, block_size
+        self._kvs = [kvs[place] for place in model.kv_places if place is not None]  # a layer
+        lent = lent_layers(model)
+        self._is_searching, self._until_search = layers is None and not lent, 0
+        natural = sorted({*spread_layers(len(model.parts.layers)), *lent})
+        self._use(tuple(natural if layers is None else layers))
 
     def _use(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
-        part, kvs = subset_decoder(self._target, layers), [self._kvs[index] for index in layers]
+        part = subset_decoder(self._target, layers)
+        kvs = [self._kvs[index] for index in layers if self._target.parts.layers[index].stores]
         self._runner = bind(passes_of(part), self._kernels, kvs, self._block_size)
         self.replays = self._runner.replays
 

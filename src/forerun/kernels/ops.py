@@ -270,7 +270,7 @@ class Kernels(RecurrentOps, Protocol):
 
         qkv [M, row_size] is changed in place (only its q part means something afterwards), neighbours that rotate are
         left in halves. rope_table [max_position, rotary_dim] float32: cosines, then sines. positions [M] int32; slots
-        [M] int32 is block * B + offset, pairwise different. kv is written in place.
+        [M] int32 is block * B + offset, pairwise different. kv is written in place; with num_kv = 0 it is not.
         """
 
     def attention(

@@ -161,6 +161,8 @@ class ReferenceKernels(Kernels):
                 head, size = _head_norm(parts[index], q_norm if index < num_q else k_norm, eps), heads.rotary_dim
                 turned = rotate_tail(head[:size], rope_table[position], heads.interleaved)
                 parts[index] = torch.cat([turned, head[size:]])
+            if num_kv == 0:
+                continue
             kv.keys[block, :, :, offset] = stored(parts[num_q : num_q + num_kv], kv.key_scales, block, offset, kv)
             kv.values[block, :, offset, :] = stored(parts[num_q + num_kv :], kv.value_scales, block, offset, kv)
 

@@ -33,7 +33,7 @@ class HeadNorms:
     """RMS norms over each query and each key head."""
 
     query: Tensor  # [D] float32
-    key: Tensor  # [D] float32
+    key: Tensor | None  # [D] float32; None: keys are another layer's
     is_unit: bool = False  # all ones, which a model does not store
 
 
@@ -47,9 +47,42 @@ class NormedProjections:
     query_norm: RMSNorm
     key_norm: RMSNorm
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix."""
+        return (self.query, self.key, self.value)
+
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        """The weights of the norms."""
+        return (self.query_norm.weight, self.key_norm.weight)
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, H] -> [M, row_size]."""
         return torch.cat([self.query_norm(self.query(x)), self.key_norm(self.key(x)), self.value(x)], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class NormedValues:
+    """q, k and v by matrices of their own; each value head is divided by its root mean square."""
+
+    query: Linear
+    key: Linear
+    value: Linear | None  # None: values are what the key's matrix gives
+    norm: RMSNorm  # of one head, whose weight is all ones
+    num_kv: int
+    vectors = ()  # that a model stores
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix."""
+        return (self.query, self.key) if self.value is None else (self.query, self.key, self.value)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, H] -> [M, row_size]."""
+        keys = self.key(x)  # [M, G * D]
+        values = (keys if self.value is None else self.value(x)).chunk(self.num_kv, dim=1)
+        return torch.cat([self.query(x), keys, *(self.norm(head.contiguous()) for head in values)], dim=1)
 
 
 class Attention:
@@ -58,12 +91,14 @@ class Attention:
     is_latent = False  # keys and values lie in the pool
 
     def __init__(
-        self, kernels: Kernels, shape: AttentionShape, qkv: Linear | NormedProjections, out: Linear,
+        self, kernels: Kernels, shape: AttentionShape, qkv: Linear | NormedProjections | NormedValues, out: Linear,
         rope_table: Tensor, norms: HeadNorms | None = None, sinks: Tensor | None = None,
+        source: Attention | None = None,
     ) -> None:  # fmt: skip
         """`qkv` [row_size, H]: q, k, v rows in order, more if `shape` is gated; `out` [H, Q * D]; `sinks` [Q].
 
-        rope_table [P, rotary_dim].
+        rope_table [P, rotary_dim]. source: an earlier layer, whose keys and values this one reads; `qkv` then makes
+        queries alone.
         """
         self._kernels = kernels
         self.shape = shape
@@ -72,20 +107,20 @@ class Attention:
         self.rope_table = rope_table
         self.norms = norms
         self.sinks = sinks
+        self.source = source
+        self._made = shape.heads if source is None else shape.heads._replace(num_kv=0)  # by `qkv`
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix of the layer."""
-        qkv = self.qkv
-        return (*((qkv,) if isinstance(qkv, Linear) else (qkv.query, qkv.key, qkv.value)), self.out)
+        return (*((self.qkv,) if isinstance(self.qkv, Linear) else self.qkv.linears), self.out)
 
     @property
     def vectors(self) -> tuple[Tensor, ...]:
         """The weights of the norms inside, and the sinks."""
         norms = () if self.norms is None or self.norms.is_unit else (self.norms.query, self.norms.key)
-        if not isinstance(self.qkv, Linear):
-            norms = (self.qkv.query_norm.weight, self.qkv.key_norm.weight)
-        return norms if self.sinks is None else (*norms, self.sinks)
+        inner = () if isinstance(self.qkv, Linear) else self.qkv.vectors
+        return tuple(vector for vector in (*norms, *inner, self.sinks) if vector is not None)
 
     def store(self, x: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor) -> Tensor:
         """Write the keys and values of x [M, H] to `slots` of `kv` -> [M, row_size], the rotated queries first."""
@@ -104,7 +139,7 @@ class Attention:
         shape, norms = self.shape, self.norms
         self._kernels.rope_and_cache(
             qkv,
-            shape.heads,
+            self._made,
             self.rope_table,
             positions,
             slots,

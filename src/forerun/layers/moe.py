@@ -7,6 +7,7 @@ model are mixtures.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from forerun.kernels.ops import ExpertBiases, Kernels, PackedExperts, Routing
 from forerun.layers.linear import Linear
 from forerun.layers.mlp import GatedMLP
+from forerun.layers.norm import RMSNorm
 
 
 class SharedExpert(Protocol):
@@ -40,10 +42,11 @@ class MixtureOfExperts:
     def __init__(
         self, kernels: Kernels, routing: Routing, router: Linear, experts: Sequence[GatedMLP],
         correction: Tensor | None = None, shared: SharedExpert | None = None, scales_inputs: bool = False,
+        factors: Tensor | None = None,
     ) -> None:  # fmt: skip
         """`router` [E, H]; `correction` [E] float32 is added to the scores that experts are chosen by.
 
-        scales_inputs: see `Kernels.pack_experts`.
+        scales_inputs: see `Kernels.pack_experts`. factors [E]: what the experts' weights are multiplied by.
         """
         assert len(experts) == routing.num_experts, (len(experts), routing)
         self._kernels = kernels
@@ -53,6 +56,8 @@ class MixtureOfExperts:
         self.correction = correction
         self.shared = shared
         self._scales_inputs = scales_inputs
+        self.factors = factors
+        self._diagonal = None if factors is None else kernels.pack_linear(torch.diag(factors))
         self._packed = _pack(kernels, self.experts, scales_inputs)
 
     @property
@@ -68,9 +73,11 @@ class MixtureOfExperts:
         shared = 0 if self.shared is None else self.shared.bytes_read(num_rows)
         return self.router.nbytes + chosen * largest + shared
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [M, H] -> [M, H]."""
-        weights = self._kernels.route(self.router(x), self.correction, self.routing)  # [M, E]
+    def __call__(self, x: Tensor, routed_by: Tensor | None = None) -> Tensor:
+        """x [M, H] -> [M, H]; `routed_by` [M, H] is what the router reads, if not x."""
+        scores = self.router(x if routed_by is None else routed_by)  # [M, E]
+        weights = self._kernels.route(scores, self.correction, self.routing)  # [M, E]
+        weights = weights if self._diagonal is None else self._kernels.linear(weights, self._diagonal)
         base = None if self.shared is None else self.shared(x)  # [M, H]
         if self._packed is None:
             return self._one_by_one(x, weights, base)
@@ -84,6 +91,50 @@ class MixtureOfExperts:
             given, expert = weights[rows, index, None], self.experts[index]
             out[rows] += expert(given * x[rows]) if self._scales_inputs else given * expert(x[rows])
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class NormsBesideDense:
+    """The norms of experts and of the dense part beside them."""
+
+    before_dense: RMSNorm
+    after_dense: RMSNorm
+    router: RMSNorm
+    before_experts: RMSNorm
+    after_experts: RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsBesideDense:
+    """A dense part plus experts, each between norms of its own (Gemma 4)."""
+
+    dense: GatedMLP
+    experts: MixtureOfExperts
+    norms: NormsBesideDense
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix of the layer."""
+        return (*self.dense.linears, *self.experts.linears)
+
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        """The weights of the norms, and the experts' factors."""
+        norms = self.norms
+        inside = (norms.before_dense, norms.after_dense, norms.router, norms.before_experts, norms.after_experts)
+        factors = () if self.experts.factors is None else (self.experts.factors,)
+        return (*(norm.weight for norm in inside), *factors)
+
+    def bytes_read(self, num_rows: int) -> int:
+        """Bytes of matrices that a pass over `num_rows` rows reads at most."""
+        return self.dense.bytes_read(num_rows) + self.experts.bytes_read(num_rows)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The stream x [M, H] -> [M, H]."""
+        norms = self.norms
+        dense = norms.after_dense(self.dense(norms.before_dense(x)))
+        routed = self.experts(norms.before_experts(x), norms.router(x))
+        return norms.after_experts(routed).add_(dense)
 
 
 def _pack(kernels: Kernels, experts: Sequence[GatedMLP], scales_inputs: bool) -> PackedExperts | None:

@@ -1,7 +1,7 @@
 """Rotary position tables: for every position the cosines and sines its query and key pairs turn by.
 
-Knows: the frequency formulas (plain, linear, dynamic NTK, yarn, llama3, longrope within its original context) as
-transformers computes them (modeling_rope_utils.py), in float32 and in its order. Does not know: config files.
+Knows: the frequency formulas (plain, linear, dynamic NTK, yarn, llama3, proportional, longrope within its original
+context) as transformers computes them (modeling_rope_utils.py), in float32 and in its order. Does not know: config.
 
 **Why dynamic NTK is per position here.** transformers recomputes the base from the length of the *call*: the same
 prompt gives other keys when it comes in two chunks or in a longer batch. Then nothing that reuses keys (chunked
@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,7 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     short_factors: tuple[float, ...] = ()  # longrope: one divisor per frequency
+    num_turned: int = 0  # proportional: pairs that turn, the first ones
 
     @property
     def amplitude(self) -> float:
@@ -81,6 +82,9 @@ def _frequencies(spec: RopeSpec, positions: Tensor) -> Tensor:
     if spec.kind == "longrope":
         return (1.0 / (torch.tensor(spec.short_factors) * spec.theta ** _exponents(spec)))[None]
     plain = _plain(spec)
+    if spec.kind == "proportional":
+        plain[spec.num_turned :] = 0
+        return (plain / spec.factor)[None]
     return (plain / spec.factor if spec.kind == "linear" else plain)[None]
 
 

@@ -7,8 +7,30 @@ Family does), tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forerun.kernels.ops import HeadLayout, LatentLayout, Routing
+
+
+class LayerShape(NamedTuple):
+    """What the layers of one model may differ in, beside windows and ropes."""
+
+    heads: HeadLayout  # all of which its rope may turn
+    ffn_size: int  # of its dense feed-forward part, if it has one
+    kv_layer: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own
+    keys_are_values: bool = False  # one matrix makes both; norms and rotation come after
+
+
+class PerLayerSizes(NamedTuple):
+    """What every layer is given of each token, beside the residual stream (Gemma 3n)."""
+
+    vocab_size: int  # rows of the table that a part of it is read from
+    size: int  # entries a layer
+
+    def num_parameters(self, hidden_size: int, num_layers: int) -> int:
+        """Entries of the table and projection for all layers, of their norm, and of what layers do with their parts."""
+        for_all = (self.vocab_size + hidden_size) * num_layers * self.size + self.size
+        return for_all + num_layers * (2 * hidden_size * self.size + hidden_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +43,7 @@ class ExpertsShape:
     shared_gate: bool = False  # the shared expert's output is weighed by a sigmoid of its own
     biases: bool = False  # of the router and the experts
     scales_inputs: bool = False  # weights multiply what experts read, not what they give
+    beside_dense: bool = False  # a dense part is added to them, with norms for both, and weights have factors
     correction: bool = False  # a stored vector is added to the scores that experts are chosen by
     first: int = 0  # layers before this one are dense
     step: int = 1  # layers whose number, counted from 1, is no multiple of it are dense
@@ -35,7 +58,8 @@ class ExpertsShape:
         router = self.routing.num_experts + self.shared_gate
         columns = 3 * (self.routing.num_experts * self.ffn_size + self.shared_size)
         biases = self.routing.num_experts * (1 + 2 * self.ffn_size + hidden_size) * self.biases
-        return hidden_size * (router + columns) + biases
+        vectors = (4 * hidden_size + self.routing.num_experts) * self.beside_dense
+        return hidden_size * (router + columns) + biases + vectors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

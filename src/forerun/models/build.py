@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from forerun.errors import CheckpointError
-from forerun.kernels.ops import Kernels
-from forerun.layers.attention import Attention, AttentionShape, HeadNorms, NormedProjections
+from forerun.kernels.ops import HeadLayout, Kernels
+from forerun.layers.attention import Attention, AttentionShape, HeadNorms, NormedProjections, NormedValues
 from forerun.layers.embedding import Embedding, TableEmbedding
 from forerun.layers.linear import Linear
 from forerun.layers.mla import LatentAttention
@@ -24,7 +24,13 @@ from forerun.layers.norm import RMSNorm
 from forerun.layers.recurrent import Recurrent
 from forerun.layers.rotary import RopeSpec, rope_table
 from forerun.layers.scaled import Scaled
-from forerun.models.build_blocks import latent_attention, mixture_of_experts
+from forerun.models.build_blocks import (
+    experts_beside_dense,
+    latent_attention,
+    mixture_of_experts,
+    per_layer_block,
+    per_layer_inputs,
+)
 from forerun.models.build_recurrent import recurrent_layer
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts, FeedForward
@@ -65,6 +71,7 @@ class Builder:
             lm_head=head,
             tie_embeddings=self.config.tie_embeddings,
             after_head=self._scale(self.config.scales.logits, self.config.scales.logits_cap),
+            per_layer=None if self.config.per_layer is None else per_layer_inputs(self, self.config.per_layer),
         )
         kind = Decoder if self.config.recurrent is None else HybridDecoder
         return kind(parts, self.max_position, self._kv_dtype(parts))
@@ -87,24 +94,31 @@ class Builder:
         tables = {rope: self._table(rope) for rope in set(self.config.layer_ropes)}  # shared by layers
         total, layers = self.config.num_layers, list[DecoderLayer]()
         for index in range(total):
-            layers.append(self._layer_with(index, tables[self.config.rope_of(index)]))
+            kv_layer = self.config.shape(index).kv_layer
+            source = None if kv_layer is None else layers[kv_layer].attending
+            layers.append(self._layer_with(index, tables[self.config.rope_of(index)], source))
             if progress is not None:
                 progress(index + 1, total)
         return tuple(layers)
 
-    def _layer_with(self, index: int, rope: Tensor) -> DecoderLayer:
-        names = self.family.names
+    def _layer_with(
+        self, index: int, rope: Tensor, source: Attention | LatentAttention | None = None
+    ) -> DecoderLayer:  # fmt: skip
+        names, per_layer = self.family.names, self.config.per_layer
         prefix = names.layer.format(index=index)
-        scales = self.config.scales
+        scales, experts = self.config.scales, self.config.experts
+        norms_inside = experts is not None and experts.beside_dense
         return DecoderLayer(
             attention_norm=self._layer_norm(prefix, names.attention_norm),
-            attention=self._attention(index, prefix, rope) if self.config.has_mixer(index) else None,
-            mlp_norm=self._layer_norm(prefix, names.mlp_norm),
+            attention=self._attention(index, prefix, rope, source) if self.config.has_mixer(index) else None,
+            mlp_norm=None if norms_inside else self._layer_norm(prefix, names.mlp_norm),
             mlp=self._feed_forward(index, prefix) if self.config.has_mlp(index) else None,
             after_attention=self._layer_norm(prefix, names.after_attention) or self._scale(scales.of_attention),
             after_mlp=self._layer_norm(prefix, names.after_mlp) or self._scale(scales.of_mlp),
             parallel=self.family.parallel,
             beside=self._beside(index, prefix),
+            per_layer=None if per_layer is None else per_layer_block(self, per_layer, index, prefix),
+            at_end=self._scale(float(self.vector(f"{prefix}.{names.scale}", 1))) if names.scale else None,
         )
 
     def _layer_norm(self, prefix: str, name: str) -> RMSNorm | None:
@@ -113,58 +127,78 @@ class Builder:
     def _scale(self, factor: float, cap: float = 0.0) -> Scaled | None:
         return None if (factor, cap) == (1, 0) else Scaled(self.kernels, factor, cap)
 
-    def _attention(self, index: int, prefix: str, rope: Tensor) -> Attention | LatentAttention | Recurrent:
+    def _attention(
+        self, index: int, prefix: str, rope: Tensor, source: Attention | LatentAttention | None
+    ) -> Attention | LatentAttention | Recurrent:  # fmt: skip
         config, names = self.config, self.family.names
         if config.recurrent is not None and config.is_recurrent(index):
             return recurrent_layer(self, config.recurrent, prefix)
         if self.config.latents is not None:
             return latent_attention(self, self.config.latents, prefix, rope)
-        heads, hidden = config.heads._replace(rotary_dim=rope.shape[1]), config.hidden_size
+        heads, hidden = config.shape(index).heads._replace(rotary_dim=rope.shape[1]), config.hidden_size
         window, cap, gated = config.window(index), config.scales.attention_cap, config.gated_attention
         limits = window, config.norm_eps, config.chunk(index), cap
         shape = AttentionShape(heads, config.attention_scale, *limits, gated=gated)
         counts = (heads.num_q * (1 + gated), heads.num_kv, heads.num_kv)
         rows = tuple(count * heads.head_dim for count in counts)
-        qkv: Linear | NormedProjections
-        if config.qk_norm == "row":
+        qkv: Linear | NormedProjections | NormedValues
+        if source is not None:
+            qkv = self._part(prefix, names.qkv[0], rows[0])
+        elif config.value_norms:
+            qkv = self._normed_values(prefix, heads, rows, config.shape(index).keys_are_values)
+        elif config.qk_norm == "row":
             qkv = self._normed_projections(prefix, rows)
         else:
             qkv = self.linear(module_parts(prefix, names.qkv, rows), hidden, config.biases.qkv)
         parts = module_parts(prefix, (names.out,), (hidden,))
         out = self.linear(parts, heads.num_q * heads.head_dim, config.biases.out)
         sinks = self.vector(f"{prefix}.{names.sinks}", heads.num_q) if config.sinks else None
-        return Attention(self.kernels, shape, qkv, out, rope, self._head_norms(prefix, rope), sinks)
+        norms = self._head_norms(prefix, rope, heads.head_dim, source is None)
+        assert source is None or isinstance(source, Attention)
+        return Attention(self.kernels, shape, qkv, out, rope, norms, sinks, source)
+
+    def _part(self, prefix: str, name: str, rows: int) -> Linear:
+        return self.linear([RowPart(f"{prefix}.{name}", rows)], self.config.hidden_size, self.config.biases.qkv)
+
+    def _normed_values(
+        self, prefix: str, heads: HeadLayout, rows: tuple[int, ...], keys_are_values: bool
+    ) -> NormedValues:  # fmt: skip
+        query, key, value = zip(self.family.names.qkv, rows, strict=True)
+        norm = RMSNorm(self.kernels, torch.ones(heads.head_dim, device=self.kernels.device), self.config.norm_eps)
+        own = None if keys_are_values else self._part(prefix, *value)
+        return NormedValues(self._part(prefix, *query), self._part(prefix, *key), own, norm, heads.num_kv)
 
     def _beside(self, index: int, prefix: str) -> Recurrent | None:
         dims = self.config.recurrent if self.config.has_beside(index) else None
         return None if dims is None else recurrent_layer(self, dims, prefix)
 
     def _normed_projections(self, prefix: str, rows: tuple[int, ...]) -> NormedProjections:
-        names, config = self.family.names, self.config
-        query, key, value = (
-            self.linear([RowPart(f"{prefix}.{name}", count)], config.hidden_size, config.biases.qkv)
-            for name, count in zip(names.qkv, rows, strict=True)
-        )
+        names = self.family.names
+        query, key, value = (self._part(prefix, *part) for part in zip(names.qkv, rows, strict=True))
         norms = (names.query_norm, rows[0]), (names.key_norm, rows[1])
         return NormedProjections(query, key, value, *(self.norm(f"{prefix}.{name}", size) for name, size in norms))
 
-    def _head_norms(self, prefix: str, rope: Tensor) -> HeadNorms | None:
+    def _head_norms(self, prefix: str, rope: Tensor, head_dim: int, has_keys: bool) -> HeadNorms | None:
         if self.config.qk_norm == "unit" and rope.shape[1]:
-            ones = torch.ones(self.config.heads.head_dim, device=self.kernels.device)
+            ones = torch.ones(head_dim, device=self.kernels.device)
             return HeadNorms(ones, ones, is_unit=True)
         if self.config.qk_norm != "head":
             return None
-        read = partial(self._norm_weight, size=self.config.heads.head_dim)
+        read = partial(self._norm_weight, size=head_dim)
         names = self.family.names
-        return HeadNorms(read(f"{prefix}.{names.query_norm}"), read(f"{prefix}.{names.key_norm}"))
+        key = read(f"{prefix}.{names.key_norm}") if has_keys else None
+        return HeadNorms(read(f"{prefix}.{names.query_norm}"), key)
 
     def _feed_forward(self, index: int, prefix: str) -> FeedForward:
         config, names = self.config, self.family.names
-        if config.experts is not None and config.experts.has(index):
-            return mixture_of_experts(self, config.experts, prefix)
+        experts = config.experts if config.has_experts(index) else None
+        if experts is not None and not experts.beside_dense:
+            return mixture_of_experts(self, experts, prefix)
         if config.activation == SQUARED_RELU:
             return self._squared_mlp(prefix)
-        return self.gated_mlp(prefix, names.gate_up, names.down, config.ffn_size, config.biases.mlp)
+        ffn_size = config.shape(index).ffn_size
+        dense = self.gated_mlp(prefix, names.gate_up, names.down, ffn_size, config.biases.mlp)
+        return dense if experts is None else experts_beside_dense(self, experts, prefix, dense)
 
     def _squared_mlp(self, prefix: str) -> SquaredMLP:
         names, hidden, ffn = self.family.names, self.config.hidden_size, self.config.ffn_size
@@ -216,12 +250,19 @@ class Builder:
         """The table; if it is tied to the output layer and rows can be read from that one's matrix, that matrix."""
         module, scale = self.family.names.embedding, self.config.scales.embedding
         in_blocks = self.dtype is None and keeps_blocks(self.source, f"{module}.weight")
-        tied = self.config.tie_embeddings and (in_blocks or isinstance(head.weight, DenseWeight))
-        if tied or in_blocks:
-            weight = head.weight if tied else self._table_module(module).weight
+        if self.config.tie_embeddings and (in_blocks or isinstance(head.weight, DenseWeight)):
+            assert head.weight.packed is not None
+            return TableEmbedding(self.kernels, head.weight.packed, shared=True, scale=scale)
+        return self.table(module, (self.config.vocab_size, self.config.hidden_size), scale)
+
+    def table(self, module: str, shape: tuple[int, int], scale: float) -> Embedding:
+        """A table of floats, or of blocks as a file has them; raises CheckpointError."""
+        name = f"{module}.weight"
+        if self.dtype is None and keeps_blocks(self.source, name):
+            weight = self.linear([RowPart(module, shape[0])], shape[1]).weight
             assert weight.packed is not None
-            return TableEmbedding(self.kernels, weight.packed, tied, scale)
-        table = self._stored_table()
+            return TableEmbedding(self.kernels, weight.packed, scale=scale)
+        table = read_floats(self.source, name, shape)
         dtype = self.dtype or (torch.float32 if table.dtype == torch.float16 else table.dtype)
         return TableEmbedding(self.kernels, aligned(table.to(dtype)).to(self.kernels.device), scale=scale)
 
@@ -231,10 +272,6 @@ class Builder:
         weight = outs[0].weight if outs else parts.lm_head.weight
         dtype = self.dtype or (weight.dtype if isinstance(weight, DenseWeight) else torch.bfloat16)
         return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-
-    def _stored_table(self) -> Tensor:
-        name = f"{self.family.names.embedding}.weight"
-        return read_floats(self.source, name, (self.config.vocab_size, self.config.hidden_size))  # [V, H]
 
     def _lm_head(self) -> Linear:
         names = self.family.names

@@ -16,9 +16,10 @@ from forerun.kernels.reference import ReferenceKernels
 from forerun.layers.linear import HeadLinear, Linear
 from forerun.layers.mla import LatentAttention, LatentShape, LatentWeights, LowRank
 from forerun.layers.mlp import GatedMLP
-from forerun.layers.moe import MixtureOfExperts, SharedExpert
+from forerun.layers.moe import ExpertsBesideDense, MixtureOfExperts, NormsBesideDense, SharedExpert
 from forerun.layers.norm import RMSNorm
-from forerun.models.blocks import ExpertsShape, LatentDims
+from forerun.layers.per_layer import PerLayerBlock, PerLayerInputs
+from forerun.models.blocks import ExpertsShape, LatentDims, PerLayerSizes
 from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseFormat
 from forerun.quant.gguf import GgufFormat, read_floats
@@ -47,7 +48,30 @@ def mixture_of_experts(builder: Builder, shape: ExpertsShape, prefix: str) -> Mi
         builder.vector(correction, routing.num_experts) if shape.correction else None,
         _shared_expert(builder, shape, prefix),
         shape.scales_inputs,
+        _factors(builder, shape, prefix),
     )
+
+
+def experts_beside_dense(builder: Builder, shape: ExpertsShape, prefix: str, dense: GatedMLP) -> ExpertsBesideDense:
+    """The feed-forward part of a layer with experts and a dense part; raises CheckpointError."""
+    names, size = builder.family.names, builder.config.hidden_size
+    own = names.experts
+    scale = builder.vector(f"{prefix}.{own.router_scale}", size) * size**-0.5
+    norms = NormsBesideDense(
+        before_dense=builder.norm(f"{prefix}.{names.mlp_norm}", size),
+        after_dense=builder.norm(f"{prefix}.{own.after_dense}", size),
+        router=RMSNorm(builder.kernels, scale, builder.config.norm_eps),
+        before_experts=builder.norm(f"{prefix}.{own.before}", size),
+        after_experts=builder.norm(f"{prefix}.{own.after}", size),
+    )
+    return ExpertsBesideDense(dense, mixture_of_experts(builder, shape, prefix), norms)
+
+
+def _factors(builder: Builder, shape: ExpertsShape, prefix: str) -> Tensor | None:
+    """What each expert's weights are multiplied by [E], if anything."""
+    if not shape.beside_dense:
+        return None
+    return builder.vector(f"{prefix}.{builder.family.names.experts.factors}", shape.routing.num_experts)
 
 
 def _single_experts(builder: Builder, shape: ExpertsShape, prefix: str) -> list[GatedMLP]:
@@ -94,6 +118,33 @@ def _shared_expert(builder: Builder, shape: ExpertsShape, prefix: str) -> Shared
         return expert
     gate = builder.linear([RowPart(f"{prefix}.{names.shared_gate}", 1)], builder.config.hidden_size)
     return MixtureOfExperts(builder.kernels, ONE_GATED, gate, [expert])
+
+
+def per_layer_inputs(builder: Builder, sizes: PerLayerSizes) -> PerLayerInputs:
+    """What gives every layer its part of each token; raises CheckpointError.
+
+    The two addends of a part are each divided by sqrt(2) where they are made. The projection is divided by
+    sqrt(hidden_size) before its norm, which is the same as a larger epsilon.
+    """
+    config, names = builder.config, builder.family.names.per_layer
+    num_layers, half = config.num_layers, 0.5**0.5
+    columns = num_layers * sizes.size
+    weight = builder.vector(f"{names.norm}.weight", sizes.size) * half
+    return PerLayerInputs(
+        table=builder.table(names.table, (sizes.vocab_size, columns), config.scales.per_layer * half),
+        projection=builder.linear([RowPart(names.projection, columns)], config.hidden_size),
+        norm=RMSNorm(builder.kernels, weight, config.norm_eps * config.hidden_size),
+        num_layers=num_layers,
+    )
+
+
+def per_layer_block(builder: Builder, sizes: PerLayerSizes, index: int, prefix: str) -> PerLayerBlock:
+    """How the layer `prefix` takes its part in; raises CheckpointError."""
+    config, names = builder.config, builder.family.names.per_layer
+    gate = builder.linear([RowPart(f"{prefix}.{names.gate}", sizes.size)], config.hidden_size)
+    out = builder.linear([RowPart(f"{prefix}.{names.out}", config.hidden_size)], sizes.size)
+    norm = builder.norm(f"{prefix}.{names.after}", config.hidden_size)
+    return PerLayerBlock(builder.kernels, index, gate, out, norm, config.activation)
 
 
 def latent_attention(builder: Builder, dims: LatentDims, prefix: str, rope: Tensor) -> LatentAttention:

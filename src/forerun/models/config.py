@@ -13,7 +13,7 @@ from typing import Any
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.kernels.ops import HeadLayout
 from forerun.layers.rotary import RopeSpec, score_factor
-from forerun.models.blocks import ExpertsShape, LatentDims
+from forerun.models.blocks import ExpertsShape, LatentDims, LayerShape, PerLayerSizes
 from forerun.models.family import SQUARED_RELU, Biases, Family, Parts, QkNorm, Scales
 from forerun.models.fields import Fields, words
 from forerun.models.recurrent_dims import MambaDims, RecurrentDims
@@ -58,6 +58,7 @@ class ModelConfig:
     ffn_size: int
     num_layers: int
     heads: HeadLayout
+    shapes: tuple[LayerShape, ...]  # a layer; those of most layers are `heads` and `ffn_size`
     activation: str  # one of ops.ACTIVATIONS, or SQUARED_RELU
     norm_eps: float
     rope: RopeSpec  # of layers without a window
@@ -76,6 +77,8 @@ class ModelConfig:
     experts: ExpertsShape | None = None  # None: every feed-forward layer is dense
     latents: LatentDims | None = None  # attention over latents, whose `heads` are those of the latent space
     recurrent: RecurrentDims | None = None  # layers that are recurrent; None: every layer attends
+    per_layer: PerLayerSizes | None = None  # what layers are given beside the stream; None: nothing
+    value_norms: bool = False
     gated_attention: bool = False
     parts: tuple[Parts, ...] = ()  # a layer; layers after the last one are whole
 
@@ -87,7 +90,9 @@ class ModelConfig:
         num_layers = family.num_layers(fields)
         windows = family.windows(fields, num_layers)
         latents = family.latents(fields)
-        rope = read_rope(raw, fields, family, latents.rope_dim if latents else _head_dim(fields))
+        heads = _read_heads(fields, family) if latents is None else _latent_heads(fields, latents)
+        shapes = family.shapes(fields, LayerShape(heads, family.ffn_size(fields)), windows)
+        rope = read_rope(raw, fields, family, latents.rope_dim if latents else _rope_head_dim(shapes, windows))
         ropes = _layer_ropes(raw, fields, family, rope, windows)
         starts = fields.token_ids("bos_token_id")
         return ModelConfig(
@@ -96,7 +101,8 @@ class ModelConfig:
             hidden_size=fields.integer("hidden_size"),
             ffn_size=family.ffn_size(fields),
             num_layers=num_layers,
-            heads=_read_heads(fields, rope.rotary_dim, family) if latents is None else _latent_heads(fields, latents),
+            heads=heads if latents is not None else heads._replace(rotary_dim=rope.rotary_dim),
+            shapes=shapes,
             activation=family.gate or _read_activation(fields, family.activation),
             norm_eps=fields.number(family.norm_eps),
             rope=rope,
@@ -115,6 +121,8 @@ class ModelConfig:
             experts=family.experts(fields),
             latents=latents,
             recurrent=family.recurrent(fields, num_layers),
+            per_layer=family.per_layer(fields),
+            value_norms=family.value_norms,
             gated_attention=family.gated_attention,
             parts=family.parts(fields, num_layers),
         )
@@ -135,6 +143,10 @@ class ModelConfig:
     def chunk(self, layer: int) -> int:
         """The chunk of a layer, likewise."""
         return self.chunks[min(layer, len(self.chunks) - 1)]
+
+    def shape(self, layer: int) -> LayerShape:
+        """The shape of a layer; layers after the last one have that of the last."""
+        return self.shapes[min(layer, len(self.shapes) - 1)]
 
     def rope_of(self, layer: int) -> RopeSpec:
         """The rope of a layer; layers after the last one have that of the last."""
@@ -167,6 +179,7 @@ def num_parameters(config: ModelConfig) -> int:
     layers = config.num_layers * config.num_norms * hidden
     layers += sum(_mixer_parameters(config, layer) for layer in range(config.num_layers))
     layers += sum(_feed_forward_parameters(config, layer) for layer in range(config.num_layers))
+    layers += config.per_layer.num_parameters(hidden, config.num_layers) if config.per_layer else 0
     return layers + config.vocab_size * hidden * (1 if config.tie_embeddings else 2) + hidden
 
 
@@ -184,31 +197,35 @@ def _mixer_parameters(config: ModelConfig, layer: int) -> int:
         return 0
     dims = config.recurrent
     recurrent = dims.num_parameters(config.hidden_size) if dims is not None and layer in dims.layers else 0
-    return recurrent + (0 if config.is_recurrent(layer) else _attention_parameters(config))
+    return recurrent + (0 if config.is_recurrent(layer) else _attention_parameters(config, layer))
 
 
-def _attention_parameters(config: ModelConfig) -> int:
-    hidden, heads, biases = config.hidden_size, config.heads, config.biases
+def _attention_parameters(config: ModelConfig, layer: int) -> int:
+    shape = config.shape(layer)
+    hidden, heads, biases = config.hidden_size, shape.heads, config.biases
     out = hidden * biases.out
     if config.latents is not None:
         down = config.latents.query_rank + config.latents.rank + config.latents.rope_dim
         return config.latents.num_parameters(hidden, heads.num_q) + down * biases.qkv + out
-    rows = heads.row_size + heads.num_q * heads.head_dim * config.gated_attention
+    made = 0 if shape.kv_layer is not None else heads.num_kv * (2 - shape.keys_are_values)
+    rows = (heads.num_q * (1 + config.gated_attention) + made) * heads.head_dim
     matrices = hidden * (rows + heads.num_q * heads.head_dim)
-    normed = {"": 0, "unit": 0, "head": 2, "row": heads.num_q + heads.num_kv}[config.qk_norm]
+    of_heads = 1 + (shape.kv_layer is None)
+    normed = {"": 0, "unit": 0, "head": of_heads, "row": heads.num_q + heads.num_kv}[config.qk_norm]
     vectors = normed * heads.head_dim + heads.num_q * config.sinks
     return matrices + rows * biases.qkv + out + vectors
 
 
 def _feed_forward_parameters(config: ModelConfig, layer: int) -> int:
-    hidden, ffn = config.hidden_size, config.ffn_size
+    hidden, ffn = config.hidden_size, config.shape(layer).ffn_size
     if not config.has_mlp(layer):
         return 0
     if config.activation == SQUARED_RELU:
         return 2 * hidden * ffn
+    dense = 3 * hidden * ffn + (2 * ffn + hidden) * config.biases.mlp
     if config.experts is not None and config.experts.has(layer):
-        return config.experts.num_parameters(hidden)
-    return 3 * hidden * ffn + (2 * ffn + hidden) * config.biases.mlp
+        return config.experts.num_parameters(hidden) + dense * config.experts.beside_dense
+    return dense
 
 
 def estimate_bytes(config: ModelConfig, bytes_per_weight: float, max_position: int | None = None) -> int:
@@ -256,8 +273,14 @@ def _layer_ropes(
 ) -> tuple[RopeSpec, ...]:
     if not family.window_rope:
         return family.ropes(fields, rope, windows)
-    own = read_window_rope(raw, fields, family, rope.rotary_dim)
+    own = read_window_rope(raw, fields, family, _head_dim(fields))
     return tuple(own if window else rope for window in windows)
+
+
+def _rope_head_dim(shapes: tuple[LayerShape, ...], windows: tuple[int, ...]) -> int:
+    """The head size of layers without a window, which differ in nothing that a rope depends on."""
+    sizes = {shape.heads.head_dim for shape, window in zip(shapes, windows, strict=True) if not window}
+    return sizes.pop() if len(sizes) == 1 else shapes[0].heads.head_dim
 
 
 def _head_dim(fields: Fields) -> int:
@@ -271,15 +294,15 @@ def _head_dim(fields: Fields) -> int:
     return fields.integer("head_dim") if given else hidden // heads
 
 
-def _read_heads(fields: Fields, rotary_dim: int, family: Family) -> HeadLayout:
-    num_q = fields.integer("num_attention_heads")
+def _read_heads(fields: Fields, family: Family) -> HeadLayout:
+    head_dim, num_q = _head_dim(fields), fields.integer("num_attention_heads")
     num_kv = fields.integer("num_key_value_heads", default=num_q)
     if num_q % num_kv:
         raise CheckpointError(
             f"config.json: num_attention_heads {num_q} is not a multiple of num_key_value_heads {num_kv}; "
             "correct the file"
         )
-    return HeadLayout(num_q, num_kv, _head_dim(fields), rotary_dim, family.interleaved_rope)
+    return HeadLayout(num_q, num_kv, head_dim, head_dim, family.interleaved_rope)
 
 
 def _latent_heads(fields: Fields, latents: LatentDims) -> HeadLayout:

@@ -10,7 +10,7 @@ logits are wanted, and if there are none, nothing but keys and values: nobody re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -24,7 +24,9 @@ from forerun.layers.attention import Attention
 from forerun.layers.embedding import Embedding
 from forerun.layers.linear import Linear, Matrix
 from forerun.layers.mla import LatentAttention
+from forerun.layers.moe import ExpertsBesideDense
 from forerun.layers.norm import RMSNorm
+from forerun.layers.per_layer import PerLayerBlock, PerLayerInputs
 from forerun.layers.recurrent import Recurrent
 from forerun.models.adapted import adapting
 from forerun.models.base import CommittedPath, LayerSpec, PassOutput
@@ -74,18 +76,21 @@ class DecoderLayer:
     after_mlp: RowFunction | None = None
     parallel: bool = False  # the feed-forward part reads what attention reads
     beside: Recurrent | None = None  # reads what attention reads, and adds to what that gives
+    per_layer: PerLayerBlock | None = None  # takes in the layer's part of each token, last
+    at_end: RowFunction | None = None  # what becomes of the stream after all that
 
     def enter(self, residual: Tensor) -> Tensor:
         """What the first part reads of the residual stream [M, H] -> [M, H]."""
         return residual if self.attention_norm is None else self.attention_norm(residual)
 
     def __call__(
-        self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv: LayerCache, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv: LayerCache, wanted: Tensor | None = None,
+        parts: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """x, which the first part reads, and residual [M, H] -> the layer's last addend and the residual stream.
 
         Both are [M, H], or [R, H] of the rows `wanted` [R]; if these are none, only keys and values are computed. The
-        residual may be added to in place.
+        residual may be added to in place. parts [M, P] are those of all layers, see `PerLayerInputs`.
         """
         if wanted is not None and wanted.shape[0] == 0:
             self._store(x, batch, kv)
@@ -100,7 +105,8 @@ class DecoderLayer:
             entered = self._add(mixed, entered, residual)
         assert self.mlp is not None
         made = self.mlp(entered)
-        return made if self.after_mlp is None else self.after_mlp(made), residual
+        made = made if self.after_mlp is None else self.after_mlp(made)
+        return self._end(made, residual, wanted, parts)
 
     def _add(self, mixed: Tensor, x: Tensor, residual: Tensor) -> Tensor:
         """Add what attention gives to the residual stream -> what the feed-forward part reads."""
@@ -108,6 +114,15 @@ class DecoderLayer:
             residual.add_(mixed)
             return x
         return add_norm(self.mlp_norm, mixed, residual)
+
+    def _end(
+        self, x: Tensor, residual: Tensor, wanted: Tensor | None, parts: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """What follows the feed-forward part: nothing, in most families."""
+        if self.per_layer is not None:
+            residual.add_(x)
+            x = self.per_layer(residual, _rows(parts[self.per_layer.place], wanted))
+        return (x, residual) if self.at_end is None else (self.at_end(x), self.at_end(residual))
 
     @property
     def attending(self) -> Attention | LatentAttention:
@@ -134,6 +149,11 @@ class DecoderLayer:
         mixed = mixed if self.after_attention is None else self.after_attention(mixed)
         return mixed if self.beside is None else mixed + self.beside(x, states_in(kv), wanted)
 
+    @property
+    def stores(self) -> bool:
+        """Whether it leaves anything for later tokens."""
+        return self.recurrent is not None or (self.attention is not None and _owner(self) is self.attention)
+
     def _store(self, x: Tensor, batch: ForwardBatch, kv: LayerCache) -> None:
         if self.recurrent is not None:
             self.recurrent.store(x, states_in(kv))
@@ -157,6 +177,13 @@ def pooled_in(cache: LayerCache) -> LayerKV:
     return cache.kv if isinstance(cache, BothCaches) else cache
 
 
+def _owner(layer: DecoderLayer) -> Attention | LatentAttention | None:
+    """Whose keys and values the layer's attention reads; None: it does not attend."""
+    if isinstance(layer.attention, Attention):
+        return layer.attention.source or layer.attention
+    return layer.attention if isinstance(layer.attention, LatentAttention) else None
+
+
 def add_norm(norm: RMSNorm | None, x: Tensor, residual: Tensor) -> Tensor:
     """In place residual += x [M, H]; the norm of it, or itself where there is none -> [M, H]."""
     return residual.add_(x) if norm is None else norm.add(x, residual)
@@ -164,7 +191,7 @@ def add_norm(norm: RMSNorm | None, x: Tensor, residual: Tensor) -> Tensor:
 
 def run_layers(
     layers: Sequence[DecoderLayer], x: Tensor, residual: Tensor, batch: ForwardBatch, kvs: Sequence[LayerCache],
-    wanted: Tensor | None, keep: Callable[[int, Tensor], None] | None = None,
+    wanted: Tensor | None, keep: Callable[[int, Tensor], None] | None = None, parts: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """All layers, the first of which reads x; the others are as of `DecoderLayer`, `wanted` as of the last layer.
 
@@ -175,7 +202,7 @@ def run_layers(
         x = x if index == 0 else add_norm(layer.attention_norm, x, residual)
         if keep is not None:
             keep(index, residual)
-        x, residual = layer(x, residual, batch, kv, wanted if index == len(layers) - 1 else None)
+        x, residual = layer(x, residual, batch, kv, wanted if index == len(layers) - 1 else None, parts)
     return x, residual
 
 
@@ -189,36 +216,56 @@ class DecoderParts:
     lm_head: Linear
     tie_embeddings: bool
     after_head: RowFunction | None = None  # what becomes of logits
+    per_layer: PerLayerInputs | None = None  # what layers are given beside the stream
 
 
 class Decoder:
     """A causal decoder over the paged pool. Implements `models.base.Model`."""
 
     def __init__(self, parts: DecoderParts, max_position: int, kv_dtype: torch.dtype) -> None:
-        """`max_position`: rows of the rope tables the layers hold."""
+        """`max_position`: rows of the rope tables the layers hold.
+
+        `kv_places` will say which of kv_specs each layer reads; None: it does not attend.
+        """
         self.parts = parts
         self.max_position = max_position
         self.vocab_size, self.hidden_size = parts.embedding.shape
         self.device = parts.final_norm.weight.device
-        self.kv_specs = tuple(_kv_specs(parts.layers, kv_dtype))
+        owners = [_owner(layer) for layer in parts.layers]
+        pooled = list(dict.fromkeys(owner for owner in owners if owner is not None))
+        self.kv_specs = tuple(_kv_spec(attention, kv_dtype) for attention in pooled)
+        self.kv_places = tuple(None if owner is None else pooled.index(owner) for owner in owners)
+        self._num_storing = 1 + max((index for index, layer in enumerate(parts.layers) if layer.stores), default=0)
         self.weight_bytes = _count_bytes(parts)
         self.num_parameters = _count_parameters(parts)
 
-    @torch.no_grad()
-    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerCache], hidden_layers: Sequence[int] = ()) -> PassOutput:
+    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> PassOutput:
         """See `models.base.Model`."""
+        return self._run(batch, self.pooled(kvs), hidden_layers)
+
+    def pooled(self, kvs: Sequence[LayerKV]) -> list[LayerKV | None]:
+        """What each layer reads of the pool, None where it does not attend."""
+        return [None if place is None else kvs[place] for place in self.kv_places]
+
+    @torch.no_grad()
+    def _run(self, batch: ForwardBatch, caches: Sequence[LayerCache], hidden_layers: Sequence[int]) -> PassOutput:
+        """`forward` over the cache of each layer."""
         batch = batch.on(self.device)
         with adapting(batch):
-            return self._forward(batch, kvs, hidden_layers)
+            return self._forward(batch, caches, hidden_layers)
 
-    def _forward(self, batch: ForwardBatch, kvs: Sequence[LayerCache], hidden_layers: Sequence[int]) -> PassOutput:
+    def _forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], hidden_layers: Sequence[int]) -> PassOutput:
         parts, hidden = self.parts, dict[int, Tensor]()
         num_layers = len(parts.layers)
         keep = partial(_keep, hidden, hidden_layers)
         shown = any(index >= num_layers for index in hidden_layers)
         wanted = None if shown or batch.all_logits else batch.logit_rows
         residual = parts.embedding(batch.token_ids)  # [M, H]
-        x, residual = run_layers(parts.layers, parts.layers[0].enter(residual), residual, batch, kvs, wanted, keep)
+        given = () if parts.per_layer is None else parts.per_layer(batch.token_ids, residual)
+        is_silent = wanted is not None and wanted.shape[0] == 0 and not hidden_layers
+        layers = parts.layers[: self._num_storing] if is_silent else parts.layers
+        x = layers[0].enter(residual)
+        x, residual = run_layers(layers, x, residual, batch, caches[: len(layers)], wanted, keep, given)
         if residual.shape[0] == 0:
             return PassOutput(residual.new_empty(0, self.vocab_size), hidden)
         x = parts.final_norm.add(x, residual)
@@ -245,17 +292,16 @@ def _keep(hidden: dict[int, Tensor], wanted: Sequence[int], index: int, state: T
         hidden[index] = state.clone()  # [M, H]
 
 
-def _kv_specs(layers: Sequence[DecoderLayer], dtype: torch.dtype) -> Iterator[LayerSpec]:
-    for attention in (layer.attention for layer in layers):
-        if isinstance(attention, Attention | LatentAttention):
-            heads = attention.shape.heads
-            yield LayerSpec(heads.num_kv, heads.head_dim, dtype, attention.is_latent)
+def _kv_spec(attention: Attention | LatentAttention, dtype: torch.dtype) -> LayerSpec:
+    heads = attention.shape.heads
+    return LayerSpec(heads.num_kv, heads.head_dim, dtype, attention.is_latent)
 
 
 def _linears(parts: DecoderParts) -> list[Matrix]:
     mixers = [linear for layer in parts.layers for mixer in layer.mixers for linear in mixer.linears]
     mlps = [linear for layer in parts.layers if layer.mlp is not None for linear in layer.mlp.linears]
-    return [*mixers, *mlps, parts.lm_head]
+    ends = [linear for layer in parts.layers if layer.per_layer is not None for linear in layer.per_layer.linears]
+    return [*mixers, *mlps, *ends, parts.lm_head, *(() if parts.per_layer is None else (parts.per_layer.projection,))]
 
 
 def _norm_tensors(parts: DecoderParts) -> list[Tensor]:
@@ -264,15 +310,23 @@ def _norm_tensors(parts: DecoderParts) -> list[Tensor]:
         around = (layer.attention_norm, layer.after_attention, layer.mlp_norm, layer.after_mlp)
         tensors += [norm.weight for norm in around if isinstance(norm, RMSNorm)]
         tensors += [vector for mixer in layer.mixers for vector in mixer.vectors]
-    return tensors
+        tensors += layer.mlp.vectors if isinstance(layer.mlp, ExpertsBesideDense) else ()
+        tensors += [] if layer.per_layer is None else [layer.per_layer.norm.weight]
+    return tensors if parts.per_layer is None else [*tensors, parts.per_layer.norm.weight]
+
+
+def tables_of(parts: DecoderParts) -> list[Embedding]:
+    """The tables that a pass reads a few rows of."""
+    return [parts.embedding] if parts.per_layer is None else [parts.embedding, parts.per_layer.table]
 
 
 def _count_bytes(parts: DecoderParts) -> int:
     linears = sum(linear.nbytes for linear in _linears(parts))
-    return linears + sum(tensor.nbytes for tensor in _norm_tensors(parts)) + parts.embedding.nbytes
+    vectors = sum(tensor.nbytes for tensor in _norm_tensors(parts))
+    return linears + vectors + sum(table.nbytes for table in tables_of(parts))
 
 
 def _count_parameters(parts: DecoderParts) -> int:
     linears = sum(linear.num_parameters for linear in _linears(parts))
-    table = 0 if parts.tie_embeddings else math.prod(parts.embedding.shape)
-    return linears + table + sum(tensor.numel() for tensor in _norm_tensors(parts))
+    tables = [math.prod(table.shape) for table in tables_of(parts)][1 if parts.tie_embeddings else 0 :]
+    return linears + sum(tables) + sum(tensor.numel() for tensor in _norm_tensors(parts))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from forerun.layers.rotary import RopeSpec
-from forerun.models.blocks import ExpertsShape, LatentDims
+from forerun.models.blocks import ExpertsShape, LatentDims, LayerShape, PerLayerSizes
 from forerun.models.fields import Fields
 from forerun.models.recurrent_dims import RecurrentDims
 
@@ -33,6 +33,7 @@ class Scales(NamedTuple):
     """Numbers that activations are multiplied with, and soft caps: 0 for none."""
 
     embedding: float = 1.0
+    per_layer: float = 1.0  # the table of parts for each layer
     attention: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     of_attention: float = 1.0  # of what attention gives
     gate: float = 1.0  # of what goes through the activation of feed-forward parts
@@ -58,6 +59,11 @@ class ExpertNames:
     stacked_down: str = "down_proj"
     is_transposed: bool = False  # those are stored by inputs, unless they are blocks
     is_interleaved: bool = False  # their gate and up rows alternate
+    router_scale: str = "router.scale"  # this and the next beside a dense part
+    factors: str = "router.per_expert_scale"
+    before: str = "pre_feedforward_layernorm_2"
+    after: str = "post_feedforward_layernorm_2"
+    after_dense: str = "post_feedforward_layernorm_1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,18 @@ class MambaNames:
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayerNames:
+    """Names of what gives every layer its part of a token, the last three within a layer."""
+
+    table: str = "model.embed_tokens_per_layer"
+    projection: str = "model.per_layer_model_projection"
+    norm: str = "model.per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    out: str = "per_layer_projection"
+    after: str = "post_per_layer_input_norm"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Where a family's tensors are, below `model.layers.N.` for those of a layer.
 
@@ -136,12 +154,14 @@ class TensorNames:
     sinks: str = "self_attn.sinks"  # a tensor, not a module
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    scale: str = ""  # a tensor: what the stream is multiplied by at the end of a layer; "": nothing
     unread: str = ""  # what is in the names of a layer's tensors that are not needed; "": all are
     experts: ExpertNames = ExpertNames()
     latents: LatentNames = LatentNames()
     delta: DeltaNames = DeltaNames()
     conv: ConvNames = ConvNames()
     mamba: MambaNames = MambaNames()
+    per_layer: PerLayerNames = PerLayerNames()
 
     @property
     def num_norms(self) -> int:
@@ -194,6 +214,16 @@ def no_scales(fields: Fields) -> Scales:
     return Scales()
 
 
+def alike(fields: Fields, shape: LayerShape, windows: tuple[int, ...]) -> tuple[LayerShape, ...]:
+    """Families whose layers are of one shape."""
+    return (shape,) * len(windows)
+
+
+def no_inputs(fields: Fields) -> PerLayerSizes | None:
+    """Families whose layers read the residual stream alone."""
+    return None
+
+
 def one_rope(fields: Fields, rope: RopeSpec, windows: tuple[int, ...]) -> tuple[RopeSpec, ...]:
     """Families whose layers all rotate alike."""
     return (rope,) * len(windows)
@@ -240,6 +270,7 @@ class Family:
     gate: str = ""  # SQUARED_RELU, or one of ops.ACTIVATIONS that config.json has no name for; "": what that says
     activation: str = "hidden_act"  # the field that names it
     norm_eps: str = "rms_norm_eps"  # the field
+    value_norms: bool = False  # each value head is normalised without a weight
     gated_attention: bool = False  # each head's output is weighed by a sigmoid
     partial_rotary: bool = False
     interleaved_rope: bool = False  # rotated pairs are neighbours
@@ -259,3 +290,5 @@ class Family:
     ropes: Callable[[Fields, RopeSpec, tuple[int, ...]], tuple[RopeSpec, ...]] = one_rope  # a layer
     parts: Callable[[Fields, int], tuple[Parts, ...]] = whole_layers  # a layer
     recurrent: Callable[[Fields, int], RecurrentDims | None] = no_recurrence
+    shapes: Callable[[Fields, LayerShape, tuple[int, ...]], tuple[LayerShape, ...]] = alike
+    per_layer: Callable[[Fields], PerLayerSizes | None] = no_inputs

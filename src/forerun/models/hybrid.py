@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from forerun.errors import UnsupportedError
+from forerun.kernels.ops import LayerKV
 from forerun.kernels.recurrent_ops import LayerState, StateRows, Walk
 from forerun.models.base import CommittedPath, PassOutput, States, StateSpec
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.models.decoder import BothCaches, Decoder, DecoderLayer, DecoderParts, LayerCache, pooled_in
+from forerun.models.decoder import BothCaches, Decoder, DecoderLayer, DecoderParts, LayerCache
 from forerun.models.walk import end_of, replay_of, walk_of
 
 
@@ -40,7 +41,7 @@ class HybridDecoder(Decoder):
         other._states = states
         return other
 
-    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerCache], hidden_layers: Sequence[int] = ()) -> PassOutput:
+    def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> PassOutput:
         """See `models.base.Model`; `kvs` are those of the attention layers. Raises UnsupportedError without slots."""
         if self._states is None:
             raise UnsupportedError(
@@ -49,9 +50,9 @@ class HybridDecoder(Decoder):
             )
         self._sequences = batch.sequences
         walk = walk_of(batch.sequences, self._states)
-        states, pooled = iter(self._states.layers), iter(kvs)
-        caches = [_cache(layer, walk, states, pooled) for layer in self.parts.layers]
-        out = super().forward(batch, caches, hidden_layers)
+        states, pooled = iter(self._states.layers), self.pooled(kvs)
+        caches = [_cache(*each, walk, states) for each in zip(self.parts.layers, pooled, strict=True)]
+        out = self._run(batch, caches, hidden_layers)
         for rows in batch.sequences:
             self._states.end(rows.request_id, end_of(rows))
         return out
@@ -75,10 +76,10 @@ class HybridDecoder(Decoder):
 
 
 def _cache(
-    layer: DecoderLayer, walk: Walk, states: Iterator[LayerState], pooled: Iterator[LayerCache]
+    layer: DecoderLayer, kv: LayerKV | None, walk: Walk, states: Iterator[LayerState]
 ) -> LayerCache:  # fmt: skip
-    """What the layer needs of the next state and the next layer of the pool."""
+    """What the layer needs of its share of the pool and the next state."""
     if layer.recurrent is None:
-        return None if layer.attention is None else next(pooled)
+        return kv
     rows = StateRows(next(states), walk)
-    return rows if layer.recurrent is layer.attention else BothCaches(pooled_in(next(pooled)), rows)
+    return rows if kv is None else BothCaches(kv, rows)

@@ -256,6 +256,8 @@ def _check_device(config: ModelConfig, device: torch.device) -> None:
     part = "the recurrent layers" if config.recurrent is not None else ""
     if config.experts is not None and config.experts.scales_inputs:
         part = "experts whose inputs are weighed, those"
+    if any(shape.heads.head_dim != config.heads.head_dim for shape in config.shapes):
+        part = "layers with heads of several sizes, those"
     if part and device.type != "cpu":
         raise UnsupportedError(
             f"{part} of {config.model_type} models run on CPUs only so far; choose device 'cpu', or load the model "
@@ -320,6 +322,7 @@ def _refuse_unread(checkpoint: Checkpoint | GgufCheckpoint, config: ModelConfig,
     unused = [name for name in checkpoint.unread if name.startswith(own) and not name.endswith(INERT_TENSORS)]
     unused = [name for name in unused if not _adds_nothing(checkpoint, name)]
     unused = [name for name in unused if not names.unread or names.unread not in name]
+    unused = [name for name in unused if not name.startswith(_replaced(config, family))]
     if config.tie_embeddings:  # lm_head.weight is then a copy of the embedding
         unused = [name for name in unused if name != f"{names.lm_head}.weight"]
     if unused:
@@ -328,6 +331,13 @@ def _refuse_unread(checkpoint: Checkpoint | GgufCheckpoint, config: ModelConfig,
             f"ask for, e.g. {', '.join(unused[:3])}; weights and config.json do not belong together, or load the model "
             "through transformers (implementation='transformers')"
         )
+
+
+def _replaced(config: ModelConfig, family: Family) -> tuple[str, ...]:
+    """Keys and values of layers that read another one's; published files hold them nevertheless."""
+    names, readers = family.names, [i for i, shape in enumerate(config.shapes) if shape.kv_layer is not None]
+    modules = (*names.qkv[1:], names.key_norm)
+    return tuple(f"{names.layer.format(index=index)}.{module}." for index in readers for module in modules)
 
 
 def _adds_nothing(checkpoint: Checkpoint | GgufCheckpoint, name: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 WRAPPERS = {  # model type -> that of the text part if it has none
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "llama4": "llama4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",

@@ -109,7 +109,8 @@ def _tensors(config: ModelConfig, family: Family, stored: Checkpoint | GgufCheck
     names = family.names
     layers = tuple(f"{names.layer.format(index=index)}." for index in range(config.num_layers))
     heads = () if config.tie_embeddings else (f"{names.lm_head}.",)
-    own = (*layers, *heads, f"{names.embedding}.", f"{names.final_norm}.")
+    inputs = (names.per_layer.table, names.per_layer.projection, names.per_layer.norm) if config.per_layer else ()
+    own = (*layers, *heads, *(f"{module}." for module in (names.embedding, names.final_norm, *inputs)))
     return ((kind, nbytes) for name, kind, nbytes in stored.stored() if name.startswith(own))
 
 
@@ -135,10 +136,9 @@ def _kv_dtype(
 
 
 def _kv_specs(config: ModelConfig, dtype: torch.dtype) -> tuple[LayerSpec, ...]:
-    layers = range(config.num_layers)
-    num_attending = sum(config.has_mixer(layer) and not config.is_recurrent(layer) for layer in layers)
-    heads = config.heads
-    return (LayerSpec(heads.num_kv, heads.head_dim, dtype, config.latents is not None),) * num_attending
+    attending = [i for i in range(config.num_layers) if config.has_mixer(i) and not config.is_recurrent(i)]
+    stored = [config.shape(layer).heads for layer in attending if config.shape(layer).kv_layer is None]
+    return tuple(LayerSpec(heads.num_kv, heads.head_dim, dtype, config.latents is not None) for heads in stored)
 
 
 def _state_specs(config: ModelConfig) -> tuple[StateSpec, ...]:

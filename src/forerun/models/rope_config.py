@@ -30,6 +30,7 @@ _READ_BY_KIND: dict[str, frozenset[str]] = {
     "yarn": words(_YARN),
     "llama3": words(_LLAMA3),
     "longrope": words(_LONGROPE),
+    "proportional": frozenset({"factor"}),
 }
 _OLD_NAMES = {"su": "longrope"}
 
@@ -53,7 +54,7 @@ def _read(table: Mapping[str, Any], fields: Fields, family: Family, head_dim: in
     kind = _kind(table, family)
     _refuse_unread(table, kind, family)
     scaling = Fields(table, {}, where="config.json's rope scaling")
-    rotary_dim = _rotary_dim(fields, scaling, family, head_dim)
+    rotary_dim = head_dim if kind == "proportional" else _rotary_dim(fields, scaling, family, head_dim)
     _check_dimensions(rotary_dim, kind)
     theta = scaling.number("rope_theta", default=theta, minimum=2.0)
     return _SPECS[kind](scaling, fields, rotary_dim, theta)
@@ -226,6 +227,18 @@ def _longrope(scaling: Fields, fields: Fields, rotary_dim: int, theta: float) ->
     )
 
 
+def _proportional(scaling: Fields, fields: Fields, rotary_dim: int, theta: float) -> RopeSpec:
+    """The frequencies are those of a whole head, of which the first ones are used."""
+    share = scaling.number("partial_rotary_factor", default=1.0, maximum=1.0)
+    return RopeSpec(
+        kind="proportional",
+        rotary_dim=rotary_dim,
+        theta=theta,
+        factor=scaling.number("factor", default=1.0, minimum=1.0, maximum=MAX_FACTOR),
+        num_turned=int(share * rotary_dim // 2),
+    )
+
+
 _SPECS = {
     "default": _default,
     "linear": _linear,
@@ -233,4 +246,5 @@ _SPECS = {
     "yarn": _yarn,
     "llama3": _llama3,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

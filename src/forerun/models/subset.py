@@ -19,7 +19,8 @@ from forerun.models.decoder import Decoder
 def subset_decoder(model: Decoder, layers: Sequence[int]) -> Decoder:
     """The decoder of `layers`, ascending; its kv_specs are those of these layers.
 
-    Raises ConfigError for layers that do not exist, are out of order, or are all or none of them.
+    Raises ConfigError for layers that do not exist, are out of order, or are all or none of them, and for those that
+    read the keys and values of one left out.
     """
     num_layers = len(model.parts.layers)
     is_ascending = all(a < b for a, b in pairwise(layers))
@@ -28,5 +29,20 @@ def subset_decoder(model: Decoder, layers: Sequence[int]) -> Decoder:
             f"the layers to draft with must be some of 0 to {num_layers - 1}, ascending and not all of them; got "
             f"{', '.join(map(str, layers)) or 'none'}"
         )
+    missing = lent_layers(model) - set(layers)
+    lost = {model.kv_places[index] for index in missing}
+    if any(model.kv_places[index] in lost for index in layers):
+        raise ConfigError(
+            f"some of the layers {', '.join(map(str, layers))} read the keys and values of a layer that is not among "
+            f"them; keep {', '.join(map(str, sorted(lent_layers(model))))}, too"
+        )
     parts = replace(model.parts, layers=tuple(model.parts.layers[index] for index in layers))
     return Decoder(parts, model.max_position, model.kv_specs[0].dtype)
+
+
+def lent_layers(model: Decoder) -> frozenset[int]:
+    """The layers whose keys and values other layers read."""
+    layers = model.parts.layers
+    readers = {place for layer, place in zip(layers, model.kv_places, strict=True) if not layer.stores}
+    pairs = enumerate(zip(layers, model.kv_places, strict=True))
+    return frozenset(index for index, (layer, place) in pairs if layer.stores and place in readers - {None})

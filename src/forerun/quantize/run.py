@@ -72,6 +72,11 @@ def open_source(folder: Path, settings: QuantizeSettings) -> Quantizable:
             f"{folder} is a {source.config.model_type} model; quantizing is implemented for dense feed-forward layers "
             "behind attention with keys and values, not for mixtures of experts or latent attention"
         )
+    if source.config.value_norms:
+        raise UnsupportedError(
+            f"{folder} is a {source.config.model_type} model; quantizing is not implemented for norms of values and "
+            "layers that read another one's keys"
+        )
     names = family.names
     if family.norm_offset or not names.attention_norm or not names.mlp_norm or source.config.qk_norm == "row":
         raise UnsupportedError(

@@ -47,7 +47,6 @@ from forerun.kernels.reference import (
     check_weight,
 )
 
-_WIDEST_HEAD = 256  # C++ adds a score's products one by one, which for wider heads rounds more than torch does
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 _POOL_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
@@ -210,7 +209,7 @@ class CpuKernels(CpuRecurrentOps):
     ) -> Tensor:  # fmt: skip
         """See `Kernels.attention`."""
         num_q, num_kv, head_dim, *_ = heads
-        if head_dim > _WIDEST_HEAD or num_q > num_kv * _native.MAX_HEADS_PER_GROUP:
+        if head_dim > _native.MAX_HEAD_DIM or num_q > num_kv * _native.MAX_HEADS_PER_GROUP:
             return super().attention(qkv, heads, kv, rows, scale, window, chunk, sinks, cap)
         out = empty(qkv.shape[0], num_q * head_dim)
         sizes, many = (num_q, num_kv, head_dim, head_dim, qkv.shape[1]), (qkv.shape[0], rows.max_visible)

@@ -13,6 +13,7 @@ from forerun.models.families.exaone4 import EXAONE4
 from forerun.models.families.falcon_h1 import FALCON_H1
 from forerun.models.families.gemma2 import GEMMA2
 from forerun.models.families.gemma3 import GEMMA3_TEXT
+from forerun.models.families.gemma4 import GEMMA4_TEXT
 from forerun.models.families.glm4 import GLM4
 from forerun.models.families.glm4_moe import GLM4_MOE
 from forerun.models.families.glm4_moe_lite import GLM4_MOE_LITE
@@ -42,6 +43,6 @@ from forerun.models.family import Family
 _WITH_SHARED = (ERNIE4_5_MOE, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM4_MOE_LITE, LLAMA4_TEXT)
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, MINIMAX_M2, *_WITH_SHARED)
 _LLAMA_LIKE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, MIMO, QWEN3, PHI3, GRANITE, SMOLLM3, GLM4, ERNIE4_5)
-_OTHERS = (GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, EXAONE4, COHERE2)
+_OTHERS = (GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, OLMO2, OLMO3, EXAONE4, COHERE2)
 _HYBRIDS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2, LFM2_MOE, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_LLAMA_LIKE, *_OTHERS, *_MIXTURES, *_HYBRIDS)}

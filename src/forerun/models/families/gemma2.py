@@ -30,16 +30,22 @@ def gemma_biases(fields: Fields) -> Biases:
 
 def gemma_scales(fields: Fields) -> Scales:
     """Embeddings times sqrt(hidden_size), which the models were trained with rounded to their own precision."""
-    dtype = _ROUNDED.get(str(fields.get("dtype") or fields.get("torch_dtype")), torch.float32)
     return Scales(
-        embedding=float(torch.tensor(fields.integer("hidden_size") ** 0.5).to(dtype)),
+        embedding=rounded_root(fields, fields.integer("hidden_size")),
         attention=fields.number("query_pre_attn_scalar", minimum=1e-6) ** -0.5,
-        attention_cap=_cap(fields, "attn_logit_softcapping"),
-        logits_cap=_cap(fields, "final_logit_softcapping"),
+        attention_cap=cap(fields, "attn_logit_softcapping"),
+        logits_cap=cap(fields, "final_logit_softcapping"),
     )
 
 
-def _cap(fields: Fields, name: str) -> float:
+def rounded_root(fields: Fields, size: int) -> float:
+    """sqrt(size) in the precision that the model was trained in."""
+    dtype = _ROUNDED.get(str(fields.get("dtype") or fields.get("torch_dtype")), torch.float32)
+    return float(torch.tensor(size**0.5).to(dtype))
+
+
+def cap(fields: Fields, name: str) -> float:
+    """A soft cap, 0 if there is none."""
     return 0.0 if fields.get(name) is None else fields.number(name, minimum=1e-3)
 
 
