@@ -98,6 +98,7 @@ TEXTS: dict[str, tuple[str, str, str, list[Call]]] = {  # name -> style, text, c
     "mistral-new": (
         "mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{}', "", [Call("f", '{"x": 1}'), Call("g", "{}")]
     ),
+    "mistral-no-list": ("mistral", "[TOOL_CALLS][TOOL_CALLS]", "[TOOL_CALLS][TOOL_CALLS]", []),
     "mistral-broken": ("mistral", "[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing", []),
     "qwen-typed": ("qwen3_coder", f"<tool_call>\n<function=g>\n{XML_G}</function>\n</tool_call>", "", [G]),
     "glm": ("glm45", f"Well.\n<tool_call>g\n{GLM_G}</tool_call>", "Well.\n", [G]),

@@ -276,7 +276,7 @@ class MistralCalls:
 
     def finish(self) -> list[CallPiece]:
         """No text follows."""
-        if self._json is not None:
+        if self._json is not None and self.rest is None:
             pieces = self._json.finish()
             self.rest = self._json.rest
             return pieces
