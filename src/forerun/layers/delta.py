@@ -28,6 +28,7 @@ class DeltaWeights:
     bias: Tensor  # [num_values] float32
     norm: Tensor  # [value_dim] float32
     out: Linear  # [H, values_size]
+    order: Tensor | None = None  # [values_size] int64: which values `out`'s columns are for; None: each for its own
 
 
 class GatedDeltaNet(Recurrent):
@@ -59,4 +60,5 @@ class GatedDeltaNet(Recurrent):
     def _leave(self, mixed: Tensor, gate: Tensor) -> Tensor:
         heads = mixed.view(-1, self._heads.value_dim)  # [R * num_values, value_dim]
         normed = self._kernels.rms_norm(heads, self._weights.norm, self._norm_eps).view(mixed.shape)
-        return self._weights.out(self._kernels.gated_act(torch.cat([gate, normed], dim=1), "silu"))
+        left, order = self._kernels.gated_act(torch.cat([gate, normed], dim=1), "silu"), self._weights.order
+        return self._weights.out(left if order is None else left.index_select(1, order))

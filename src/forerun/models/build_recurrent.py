@@ -47,7 +47,7 @@ def _mamba(builder: Builder, dims: MambaDims, prefix: str) -> Mamba2:
         factors=None if set(dims.factors) == {1} else factors.to(builder.kernels.device),
         conv=conv,
         conv_bias=builder.vector(f"{prefix}.{names.conv}.bias", heads.row_size)[order] if dims.conv_bias else None,
-        decay=-read(f"{prefix}.{names.decay}").exp(),
+        decay=_decay(builder, f"{prefix}.{names.decay}", num),
         bias=read(f"{prefix}.{names.bias}"),
         skip=read(f"{prefix}.{names.skip}"),
         norm=_mamba_norm(builder, dims, f"{prefix}.{names.norm}"),
@@ -61,6 +61,11 @@ def _mamba_norm(builder: Builder, dims: MambaDims, name: str) -> MambaNorm | Non
         return None
     weight = builder.vector(name, dims.heads.values_size)
     return MambaNorm(weight, builder.config.norm_eps, dims.norm == "before_gate")
+
+
+def _decay(builder: Builder, name: str, size: int) -> Tensor:
+    stored = builder.vector(name, size)
+    return -stored.exp() if builder.family.log_decay else stored
 
 
 def _short_conv(builder: Builder, dims: ConvDims, prefix: str) -> ShortConv:
@@ -81,16 +86,19 @@ def _gated_delta_net(builder: Builder, dims: DeltaDims, prefix: str) -> GatedDel
     names, hidden, heads = builder.family.names.delta, builder.config.hidden_size, dims.heads
     sizes = heads.row_size, heads.values_size, heads.num_values, heads.num_values
     is_fused = len(names.project) == 2  # by heads of keys
-    rows = (sum(sizes[:2]), sum(sizes[2:])) if is_fused else sizes
+    is_tiled = names.is_tiled and heads.num_keys != heads.num_values
+    joined = {2: (sum(sizes[:2]), sum(sizes[2:])), 3: (*sizes[:2], sum(sizes[2:])), 4: sizes}
+    rows = joined[len(names.project)]
     parts = [RowPart(f"{prefix}.{name}", count) for name, count in zip(names.project, rows, strict=True)]
     weights = DeltaWeights(
         project=_by_formats(builder, parts, hidden),
         columns=_delta_columns(heads).to(builder.kernels.device) if is_fused else None,
         conv=_taps(builder, f"{prefix}.{names.conv}", heads.row_size, dims.taps),
-        decay=-builder.vector(f"{prefix}.{names.decay}", heads.num_values).exp(),
+        decay=_decay(builder, f"{prefix}.{names.decay}", heads.num_values),
         bias=builder.vector(f"{prefix}.{names.bias}", heads.num_values),
         norm=builder.vector(f"{prefix}.{names.norm}", heads.value_dim),
         out=builder.linear([RowPart(f"{prefix}.{names.out}", hidden)], heads.values_size),
+        order=_tiles(heads).to(builder.kernels.device) if is_tiled else None,
     )
     return GatedDeltaNet(builder.kernels, heads, weights, builder.config.norm_eps)
 
@@ -100,6 +108,12 @@ def _by_formats(builder: Builder, parts: list[RowPart], columns: int) -> Linear:
     groups = groupby(parts, lambda part: builder.format_of(part).name)
     weights = [builder.linear(list(group), columns).weight for _, group in groups]
     return Linear(weights[0] if len(weights) == 1 else JoinedWeight(weights), modules=parts)
+
+
+def _tiles(heads: DeltaHeads) -> Tensor:
+    """Values in the order that the first head of every head of keys comes first -> [values_size] int64."""
+    values = torch.arange(heads.values_size).view(heads.num_keys, -1, heads.value_dim)
+    return values.transpose(0, 1).flatten()
 
 
 def _delta_columns(heads: DeltaHeads) -> Tensor:

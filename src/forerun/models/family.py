@@ -86,7 +86,8 @@ class DeltaNames:
     """Names of a gated delta net's tensors within a layer.
 
     `project` has the modules of queries, keys, values, gate, b and a in this order, or those of two matrices that hold
-    the rows of [query, key, values, gate] and of [b, a] for one head of keys after the other.
+    the rows of [query, key, values, gate] and of [b, a] for one head of keys after the other. Of three, the last one
+    holds b, then a.
     """
 
     project: tuple[str, ...] = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
@@ -95,6 +96,7 @@ class DeltaNames:
     bias: str = "linear_attn.dt_bias"
     norm: str = "linear_attn.norm.weight"
     out: str = "linear_attn.out_proj"
+    is_tiled: bool = False  # columns of `out`: first those of the first head of values of every head of keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,7 @@ class Family:
     qk_norm: QkNorm = ""
     qk_norm_flag: str = ""  # if config.json says false to this field, there are no norms of queries and keys
     norm_offset: float = 0.0  # added to the stored weights of norms
+    log_decay: bool = True  # of recurrent layers, logarithms are stored; False: what these are turned into
     centered_norms: bool = False  # layer norms
     parallel: bool = False  # attention and feed-forward part read the same norm
     sinks: bool = False  # a score of each head beside its keys'

@@ -26,6 +26,7 @@ from forerun.models.config import ModelConfig, estimate_bytes
 from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
 from forerun.models.family import Family
+from forerun.models.gguf_family import as_in_gguf
 from forerun.models.memory import check_memory
 from forerun.models.multimodal import PART_OF, text_config
 from forerun.models.storage import check_float16
@@ -44,12 +45,6 @@ log = logging.getLogger("forerun.models")
 DTYPES: dict[str, torch.dtype | None] = {
     "auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": None,
 }  # fmt: skip
-GGUF_NORMS = {
-    "attention_norm": "attn_norm",
-    "after_attention": "post_attention_norm",
-    "mlp_norm": "ffn_norm",
-    "after_mlp": "post_ffw_norm",
-}
 LIMITS = {  # why families stop before the positions their config.json states
     "deepseek_v32": "past index_topk positions it attends to a selection of them, which forerun does not do",
     "llama4_text": "past floor_scale positions it multiplies queries by position, which forerun does not do",
@@ -274,6 +269,7 @@ def _load_gguf(
         raise UnsupportedError(f"{path} is a GGUF file, which forerun runs itself; leave `implementation` at 'auto'")
     checkpoint = GgufCheckpoint.open(path)
     family, config = gguf_family(checkpoint), _gguf_config(checkpoint)
+    _check_device(config, kernels.device)
     positions = _positions(config.max_position, max_position, checkpoint.config)
     in_blocks = DTYPES[dtype] is None and keeps_blocks(checkpoint, f"{family.names.embedding}.weight")
     table_bytes = 0 if in_blocks else config.vocab_size * config.hidden_size * 4  # the embedding as float32
@@ -285,15 +281,10 @@ def _load_gguf(
 
 
 def gguf_family(checkpoint: GgufCheckpoint) -> Family:
-    """The family as GGUF files have it: norms by their GGUF names, with whole weights.
-
-    "longrope" is allowed: a file of any family may hold a divisor for each rope frequency.
-    """
+    """The family as GGUF files have it."""
     family = find_family(checkpoint.config)
     assert family is not None, checkpoint.config["model_type"]
-    norms: dict[str, Any] = {field: own for field, own in GGUF_NORMS.items() if getattr(family.names, field)}
-    names = replace(family.names, **norms)
-    return replace(family, names=names, norm_offset=0.0, rope_kinds=(*family.rope_kinds, "longrope"))
+    return as_in_gguf(family)
 
 
 def _gguf_config(checkpoint: GgufCheckpoint) -> ModelConfig:

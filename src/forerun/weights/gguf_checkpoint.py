@@ -21,10 +21,12 @@ from forerun.weights.gguf_file import GgufFile, GgufModel, GgufTensor
 from forerun.weights.gguf_metadata import GGUFMetadata
 from forerun.weights.gguf_names import (
     ExpertPlace,
+    gates_from_keys,
     halves_from_pairs,
     hugging_face_name,
     places,
     reordered_heads,
+    values_from_tiles,
 )
 from forerun.weights.gguf_tokenizer import read_tokenizer
 from forerun.weights.gguf_types import FILE_TYPES
@@ -32,7 +34,10 @@ from forerun.weights.tokenizer import Tokenizer
 
 SUFFIX = ".gguf"
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-REORDERED = ("llama", "granite", "smollm3")  # architectures whose converter changes the order of rows of q and k
+# Architectures whose converter changes the order of rows of q and k, and of heads of values in gated delta nets.
+REORDERED = ("llama", "granite", "granitehybrid", "nemotron_h", "smollm3")
+TILED = ("qwen35", "qwen35moe")
+_TILED_ROWS = re.compile(r"blk\.\d+\.(attn_qkv|attn_gate|ssm_conv1d|ssm_alpha|ssm_beta|ssm_a|ssm_dt)(\.weight|\.bias)?")
 MAX_FILES = 10_000
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _READ_WITH_CONFIG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -49,7 +54,7 @@ class GgufCheckpoint:
         self.config = read_config(self._model)
         self._unread = set(self._model.tensors) - set(_READ_WITH_CONFIG)
         self._num_heads = {"q": self.config["num_attention_heads"], "k": self.config["num_key_value_heads"]}
-        self._reorders = self._metadata.text("general.architecture") in REORDERED
+        self._arch = self._metadata.text("general.architecture")
 
     @staticmethod
     def open(path: Path) -> GgufCheckpoint:
@@ -131,14 +136,12 @@ class GgufCheckpoint:
                 "convert the model again"
             )
         self._unread.discard(own)
-        rows, kind = self._model.rows(own), reordered_heads(own)
+        rows = self._model.rows(own)
         if place.expert is not None:
             matrices = self._model.tensors[own].shape[0] * place.parts
             rows = rows.reshape(matrices, math.prod(entry.shape[:-1]), -1)[place.expert * place.parts + place.part]
-        if kind is None or not self._reorders:
-            return rows
-        rows = rows.view(entry.shape[0], -1)  # a bias has rows of one entry
-        return rows[halves_from_pairs(entry.shape[0], self._heads(own, kind, entry.shape[0]))]
+        order = self._order(own, entry.shape[0])
+        return rows if order is None else rows.view(entry.shape[0], -1)[order]  # a bias has rows of one entry
 
     def describe(self, name: str) -> str:
         """How messages name the tensor: its file, and its name in that file."""
@@ -147,6 +150,24 @@ class GgufCheckpoint:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer in the file."""
         return read_tokenizer(self._metadata)
+
+    def _order(self, own: str, num_rows: int) -> Tensor | None:
+        """Where the rows of a tensor lie; None: where Hugging Face has them."""
+        kind = reordered_heads(own) if self._arch in REORDERED else None
+        if kind is not None:
+            return halves_from_pairs(num_rows, self._heads(own, kind, num_rows))
+        is_tiled = self._arch in TILED and _TILED_ROWS.fullmatch(own) is not None
+        if not is_tiled and not (self._arch == "qwen3next" and ".ssm_ba." in own):
+            return None
+        num_keys, num_values = (int(self.config[f"linear_num_{kind}_heads"]) for kind in ("key", "value"))
+        if not is_tiled:
+            return gates_from_keys(num_keys, num_values)
+        keys = 2 * num_keys * int(self.config["linear_key_head_dim"])
+        first = keys if ".attn_qkv." in own or ".ssm_conv1d." in own else 0
+        if num_rows <= first or (num_rows - first) % num_values:
+            raise CheckpointError(f"{self.folder}: the {num_rows} rows of {own} are not {num_values} heads of values")
+        heads = torch.arange(first, num_rows).view(num_values, -1)[values_from_tiles(num_keys, num_values)]
+        return torch.cat([torch.arange(first), heads.flatten()])
 
     def _heads(self, own: str, kind: str, num_rows: int) -> int:
         heads = int(self._num_heads[kind])
@@ -177,9 +198,10 @@ class GgufCheckpoint:
 
 
 def _same_rows(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether both shapes hold the same rows: files may stack matrices by head, or store one row as a vector."""
-    flat = (math.prod(stored[:-1]), stored[-1])
-    return stored == wanted or (len(wanted) == 2 and flat == wanted)
+    """Whether both shapes hold the same rows: files may stack matrices by head, or a vector's entries by group."""
+    if len(wanted) == 1:
+        return math.prod(stored) == wanted[0]
+    return (math.prod(stored[:-1]), stored[-1]) == (math.prod(wanted[:-1]), wanted[-1])
 
 
 def is_gguf(path: Path) -> bool:

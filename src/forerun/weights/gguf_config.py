@@ -1,8 +1,8 @@
 """GGUF metadata as the config.json that the same model would have.
 
 Knows: the keys that decoders share, and what they mean in Hugging Face's terms; those of mixtures of experts are in
-`gguf_mixtures`. Does not know: how a config is used. Unknown keys that may change what a
-model computes are refused.
+`gguf_mixtures`, of recurrent layers in `gguf_recurrent`. Does not know: how a config is used. Unknown keys that may
+change what a model computes are refused.
 Source: llama.cpp gguf-py/gguf/constants.py, convert_hf_to_gguf.py and llama-model.cpp.
 """
 
@@ -30,6 +30,7 @@ from forerun.weights.gguf_mixtures import (
     mixtral_fields,
     qwen_fields,
 )
+from forerun.weights.gguf_recurrent import RECURRENT, layer_sizes
 from forerun.weights.gguf_tokenizer import end_token_ids, special_token_id
 
 # Architecture -> the keys it has beyond the common ones.
@@ -37,7 +38,7 @@ ARCHITECTURES = {
     "llama": EXPERT_KEYS, "qwen2": "", "qwen3": "", "phi3": "", "qwen2moe": QWEN_KEYS, "qwen3moe": QWEN_KEYS,
     "deepseek2": LATENT_KEYS, "gpt-oss": f"{EXPERT_KEYS} expert_feed_forward_length", "glm4moe": GLM_KEYS,
     "minimax-m2": f"{EXPERT_KEYS} expert_feed_forward_length expert_gating_func",
-    **{arch: keys for arch, (keys, _) in DENSE.items()},
+    **{arch: keys for arch, (keys, _) in {**DENSE, **RECURRENT}.items()},
 }  # fmt: skip
 MIXTURES = {
     "deepseek2": deepseek_fields,
@@ -45,6 +46,7 @@ MIXTURES = {
     "glm4moe": glm_fields,
     "minimax-m2": minimax_fields,
 }
+_OTHER_NORMS = ("cohere2", "nemotron_h")  # whose files name the epsilon of norms otherwise
 LIMITED_BY = "_max_position_limited_by"  # in the config: why fewer positions can be used than the file says
 PHI3_WINDOWS = {4096: 2047, 131072: None}  # context -> window; None: longer than the context
 MISTRAL_WINDOW = 4096
@@ -71,17 +73,20 @@ def read_config(file: GgufModel) -> dict[str, Any]:
     vocab_size, hidden = _table_shape(file)
     heads = metadata.integer(f"{arch}.attention.head_count")
     head_dim = _head_dim(metadata, arch, hidden, heads)
+    expert_size = metadata.get(f"{arch}.expert_feed_forward_length")  # where no layer is dense, the other key may lack
     config: dict[str, Any] = {
         "model_type": arch,
         "vocab_size": vocab_size,
         "hidden_size": metadata.integer(f"{arch}.embedding_length"),
-        "intermediate_size": metadata.integer(f"{arch}.feed_forward_length"),
+        "intermediate_size": _size(metadata, arch, "feed_forward_length", expert_size),
         "num_hidden_layers": metadata.integer(f"{arch}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.integer(f"{arch}.attention.head_count_kv", heads),
+        "num_key_value_heads": _size(metadata, arch, "attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": metadata.number(f"{arch}.attention.layer_norm_rms_epsilon", None if arch != "cohere2" else 0.0),
+        "rms_norm_eps": metadata.number(
+            f"{arch}.attention.layer_norm_rms_epsilon", 0.0 if arch in _OTHER_NORMS else None
+        ),
         "max_position_embeddings": metadata.integer(f"{arch}.context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": special_token_id(metadata, "bos", vocab_size),
@@ -140,6 +145,13 @@ def _head_dim(metadata: GGUFMetadata, arch: str, hidden: int, heads: int) -> int
     return head_dim
 
 
+def _size(metadata: GGUFMetadata, arch: str, key: str, default: int | None = None) -> int:
+    """A size of layers, which only some layers of a recurrent model may have."""
+    if arch not in RECURRENT:
+        return metadata.integer(f"{arch}.{key}", default)
+    return max(layer_sizes(metadata, arch, key, default), default=0)
+
+
 def _main_type(file: GgufModel) -> str:
     """The tensor type that takes the most bytes."""
     sizes: dict[str, int] = {}
@@ -157,12 +169,14 @@ def _of_family(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str, 
     window = metadata.integer(f"{arch}.attention.sliding_window", 0)
     if arch == "phi3":
         return {"sliding_window": window or _phi3_window(metadata)}
+    if window and (arch in RECURRENT or arch.startswith("qwen")):
+        raise UnsupportedError(
+            f"{metadata.path} sets {arch}.attention.sliding_window = {window} without saying in which layers; load the "
+            "model from its safetensors"
+        )
+    if arch in RECURRENT:
+        return RECURRENT[arch][1](file, metadata)
     if arch.startswith("qwen"):
-        if window:
-            raise UnsupportedError(
-                f"{metadata.path} sets {arch}.attention.sliding_window = {window} without saying in which layers; "
-                "load the model from its safetensors"
-            )
         return _of_qwen(file, metadata, arch)
     if metadata.get("llama.expert_count"):
         return {**mixtral_fields(file, metadata), "sliding_window": window or None}
@@ -205,9 +219,7 @@ def _unrecorded_window(metadata: GGUFMetadata) -> dict[str, Any]:
 def _rope(file: GgufModel, metadata: GGUFMetadata, arch: str, head_dim: int, positions: int) -> dict[str, Any]:
     theta = _positive(metadata, f"{arch}.rope.freq_base", 10000.0)
     rotary_dim = metadata.integer(f"{arch}.rope.dimension_count", head_dim)
-    fields: dict[str, Any] = {"rope_theta": theta}
-    if rotary_dim != head_dim:
-        fields["partial_rotary_factor"] = _share(rotary_dim, head_dim)
+    fields: dict[str, Any] = {"rope_theta": theta, "partial_rotary_factor": _share(rotary_dim, head_dim)}
     kind = metadata.text(f"{arch}.rope.scaling.type", "none")
     scaling = _factors(file, metadata, arch, theta, rotary_dim, positions) or _scaling(metadata, arch, kind, positions)
     if scaling:

@@ -62,19 +62,24 @@ def _exaone4(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     return _window(metadata, "exaone4")
 
 
-def _granite(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
-    def number(key: str) -> float:
-        return metadata.number(f"granite.{key}", 0.0)
+def granite_scales(metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
+    """The multipliers of Granite's families."""
 
-    head_dim = metadata.integer("granite.embedding_length") / metadata.integer("granite.attention.head_count")
+    def number(key: str) -> float:
+        return metadata.number(f"{arch}.{key}", 0.0)
+
+    head_dim = max(metadata.integer(f"{arch}.embedding_length"), 1) / metadata.integer(f"{arch}.attention.head_count")
     return {
-        "attention_bias": _has_bias(file),
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "embedding_multiplier": number("embedding_scale") or 1.0,  # llama.cpp: 0 is no scale
         "residual_multiplier": number("residual_scale") or 1.0,
         "attention_multiplier": number("attention.scale") or head_dim**-0.5,
         "logits_scaling": number("logit_scale") or 1.0,
     }
+
+
+def _granite(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    biases = {"attention_bias": _has_bias(file), "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
+    return {**biases, **granite_scales(metadata, "granite")}
 
 
 def _smollm3(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:

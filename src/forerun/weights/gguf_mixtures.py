@@ -33,13 +33,13 @@ _GROUPS = {(61, 256): (8, 4), (27, 64): (1, 1), (61, 384): (1, 1)}
 
 def mixtral_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     """Fields of a file of the architecture llama with experts (Mixtral)."""
-    experts, used = _counts(file, metadata, "llama")
+    experts, used = expert_counts(file, metadata, "llama")
     return {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used}
 
 
 def qwen_fields(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
     """Fields of qwen2moe and qwen3moe. Files do not store norm_topk_prob: it is true for Qwen3, false for Qwen2."""
-    experts, used = _counts(file, metadata, arch)
+    experts, used = expert_counts(file, metadata, arch)
     fields: dict[str, Any] = {
         "model_type": "qwen2_moe" if arch == "qwen2moe" else "qwen3_moe",
         "num_experts": experts,
@@ -56,7 +56,7 @@ def qwen_fields(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str,
 
 def gpt_oss_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     """Fields of gpt-oss, of whose layers every second one has the window."""
-    experts, used = _counts(file, metadata, "gpt-oss")
+    experts, used = expert_counts(file, metadata, "gpt-oss")
     return {
         "model_type": "gpt_oss",
         "intermediate_size": _inner_size(file, metadata, "gpt-oss.expert_feed_forward_length", "ffn_down_exps"),
@@ -73,7 +73,7 @@ def deepseek_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     number = partial(_integer, metadata)
     is_joined = "deepseek2.attention.key_length_mla" in metadata  # key_length is then that of the latent
     key, value = (f"attention.{name}_length{'_mla' if is_joined else ''}" for name in ("key", "value"))
-    rope, experts = number("rope.dimension_count"), _counts(file, metadata, "deepseek2")
+    rope, experts = number("rope.dimension_count"), expert_counts(file, metadata, "deepseek2")
     groups, used_groups = _groups(metadata, experts[0])
     rank = number("attention.q_lora_rank", 0)
     return {
@@ -98,8 +98,8 @@ def deepseek_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
 
 def minimax_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     """Fields of minimax-m2."""
-    experts, used = _counts(file, metadata, "minimax-m2")
-    _expect_sigmoid(metadata, "minimax-m2")
+    experts, used = expert_counts(file, metadata, "minimax-m2")
+    expect_sigmoid(metadata, "minimax-m2")
     inner = _inner_size(file, metadata, "minimax-m2.expert_feed_forward_length", "ffn_down_exps")
     return {
         "model_type": "minimax_m2",
@@ -111,9 +111,9 @@ def minimax_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
 
 def glm_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     """Fields of glm4moe, of whose blocks the last ones may be layers for drafting."""
-    experts, used = _counts(file, metadata, "glm4moe")
+    experts, used = expert_counts(file, metadata, "glm4moe")
     number = partial(_integer, metadata, arch="glm4moe")
-    _expect_sigmoid(metadata, "glm4moe")
+    expect_sigmoid(metadata, "glm4moe")
     return {
         "model_type": "glm4_moe",
         "num_hidden_layers": number("block_count") - number("nextn_predict_layers", 0),
@@ -147,13 +147,14 @@ def _integer(metadata: GGUFMetadata, key: str, default: int | None = None, arch:
     return metadata.integer(f"{arch}.{key}", default)
 
 
-def _expect_sigmoid(metadata: GGUFMetadata, arch: str) -> None:
+def expect_sigmoid(metadata: GGUFMetadata, arch: str) -> None:
+    """Raise UnsupportedError if experts are chosen by something else."""
     key = f"{arch}.expert_gating_func"
     if metadata.integer(key, _SIGMOID) != _SIGMOID:
         raise UnsupportedError(f"{metadata.path}: {key} must be {_SIGMOID} (sigmoid); load the model's safetensors")
 
 
-def _counts(file: GgufModel, metadata: GGUFMetadata, arch: str) -> tuple[int, int]:
+def expert_counts(file: GgufModel, metadata: GGUFMetadata, arch: str) -> tuple[int, int]:
     """The number of experts, and how many a row uses."""
     experts = metadata.integer(f"{arch}.expert_count")
     for name, tensor in file.tensors.items():

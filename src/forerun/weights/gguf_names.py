@@ -49,8 +49,9 @@ _INNER = {
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:[._](weight|bias|scale))?")  # without a kind in GGUF: weight
-_BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias|scale)")
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+?)((?:\.(?:weight|bias|scale))?)")
 _OUTWARD = {theirs: ours for ours, theirs in {**_OUTER, **_INNER}.items() if ours != "mlp.gate_up_proj"}
+_BARE = ("ssm_a", "ssm_d")  # tensors of recurrent layers whose names end there
 _REORDERED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 
 
@@ -67,7 +68,8 @@ def gguf_name(name: str) -> str:
     """GGUF's name for a tensor, from Hugging Face's name; a name without an equivalent stays as it is."""
     match = _LAYER.fullmatch(name)
     if match:
-        return f"blk.{match[1]}.{_INNER.get(match[2], match[2])}.{match[3] or 'weight'}"
+        own = f"blk.{match[1]}.{_INNER.get(match[2], match[2])}"
+        return own if match[2] in _BARE else f"{own}.{match[3] or 'weight'}"
     module, _, kind = name.rpartition(".")
     return f"{_OUTER[module]}.{kind}" if module in _OUTER else name
 
@@ -81,7 +83,8 @@ def places(name: str) -> list[ExpertPlace]:
     expert = _EXPERT.fullmatch(match[2]) if match else None
     if match is None or expert is None or expert[2] not in _EXPERT_PARTS:
         own = gguf_name(name)
-        return [ExpertPlace(own), ExpertPlace(own.replace(".ffn_norm.", ".post_attention_norm."))]
+        others = own.replace(".ffn_norm.", ".post_attention_norm."), own.replace(".ffn_norm.weight", ".ffn_norm")
+        return [ExpertPlace(own), *map(ExpertPlace, others)]  # the last one is Falcon-H1's
     block, index, part = f"blk.{match[1]}", int(expert[1]), _EXPERT_PARTS[expert[2]]
     found = [ExpertPlace(f"{block}.ffn_{part}_exps.{match[3]}", index)]
     if part != "down":
@@ -99,7 +102,7 @@ def hugging_face_name(name: str) -> str:
     """A name that `gguf_name` turns into `name`: Hugging Face's where it has one."""
     match = _BLOCK.fullmatch(name)
     if match:
-        return f"model.layers.{match[1]}.{_OUTWARD.get(match[2], match[2])}.{match[3]}"
+        return f"model.layers.{match[1]}.{_OUTWARD.get(match[2], match[2])}{match[3]}"
     module, _, kind = name.rpartition(".")
     return f"{_OUTWARD[module]}.{kind}" if module in _OUTWARD else name
 
@@ -117,6 +120,16 @@ def halves_from_pairs(num_rows: int, num_heads: int) -> Tensor:
     """
     pairs = torch.arange(num_rows).reshape(num_heads, -1, 2)  # [heads, D / 2, 2]
     return pairs.transpose(1, 2).reshape(-1)
+
+
+def values_from_tiles(num_keys: int, num_values: int) -> Tensor:
+    """Where each head of values lies in files that have the first of all heads of keys first -> [num_values] int64."""
+    return torch.arange(num_values).view(-1, num_keys).T.reshape(-1)
+
+
+def gates_from_keys(num_keys: int, num_values: int) -> Tensor:
+    """Where each head's b, then each one's a, lies in files that have both of one head of keys after the other."""
+    return torch.arange(2 * num_values).view(num_keys, 2, -1).transpose(0, 1).reshape(-1)
 
 
 def pairs_from_halves(num_rows: int, num_heads: int) -> Tensor:

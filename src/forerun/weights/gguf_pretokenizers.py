@@ -17,6 +17,10 @@ _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_WORD}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_WORD}|\p{{N}}|{_REST}"
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _LETTERS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
@@ -64,7 +68,11 @@ PRE_TOKENIZERS = {
     "llama3": _LLAMA_BPE,
     "llama-v3": _LLAMA_BPE,
     "falcon3": _LLAMA_BPE,
+    "falcon-h1": _LLAMA_BPE,
+    "pixtral": _LLAMA_BPE,
+    "lfm2": _LLAMA_BPE,
     "qwen2": PreTokenizer((_QWEN2,)),
+    "qwen35": PreTokenizer((_QWEN35,)),
     "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
     "megrez": PreTokenizer((_QWEN2,)),
     "gpt-2": _PLAIN,
