@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from forerun.core import CompletionOutput
 from forerun.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
 from forerun.kernels.select import select_kernels
 from forerun.models.adapters import PeftAdapter
+from forerun.models.family import TensorNames
 from forerun.models.loader import load_adapter, load_model
 from forerun.weights.resolve import resolve_model
 from tests.models import factory
@@ -178,6 +182,15 @@ def test_what_is_not_implemented_is_refused_by_name(
         load_model(base, select_kernels("reference"), adapters=[path])
 
 
+def test_an_unloaded_adapter_is_freed_with_its_last_request(base: Path, tmp_path: Path) -> None:
+    llm = LLM(str(base), lora={"one": str(write_adapter(tmp_path / "one", base, ATTENTION))}, threads=1)
+    held = ref(llm.adapters["one"])
+    llm.generate([PROMPTS[0], PROMPTS[0]], PARAMS, lora="one")
+    llm.unload_adapter("one")
+    gc.collect()
+    assert held() is None
+
+
 def test_damaged_folders_are_refused(base: Path, tmp_path: Path) -> None:
     kernels = select_kernels("reference")
 
@@ -222,14 +235,28 @@ def test_tables_beside_the_updates_must_be_the_models_own(base: Path, tmp_path: 
 def test_of_a_multimodal_models_adapter_the_text_part_is_read(base: Path, tmp_path: Path) -> None:
     """Patterns match the names of the whole model."""
     path = write_adapter(tmp_path / "one", base, ("q_proj",), alpha_pattern={"^model.language_model.*0.*": 12})
-    plain = PeftAdapter.open(path)
+    plain = PeftAdapter.open(path, TensorNames())
     tensors = load_file(path / "adapter_model.safetensors")
     named = {name.replace("model.layers", "model.language_model.layers"): tensor for name, tensor in tensors.items()}
     image = {f"{PREFIX}model.visual.blocks.0.qkv.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
     save_file({**named, **image}, path / "adapter_model.safetensors")
-    found = PeftAdapter.open(path, is_text_part=True)
+    found = PeftAdapter.open(path, TensorNames(), is_text_part=True)
     assert found.modules.keys() == plain.modules.keys()
     assert [found.modules[name].scale for name in sorted(found.modules)] == [3, 2]
+
+
+@pytest.mark.parametrize("case", ["falcon-h1", "granite-hybrid", "lfm2", "nemotron-h"])
+def test_modules_may_have_the_names_of_a_running_model(case: str, tmp_path: Path) -> None:
+    """PEFT writes the names that modules have in transformers, which may differ from those of the checkpoint."""
+    base, kernels = factory.make_checkpoint(case, tmp_path / "base"), select_kernels("reference")
+    path = write_adapter(tmp_path / "one", base, ("q_proj", "in_proj", "out_proj", "o_proj"))
+    tensors = load_file(path / "adapter_model.safetensors")
+    running = {name for name, _ in factory.random_hf_model(*factory.CASES[case]).named_modules()}
+    renamed = {name: re.sub(r"^(base_model\.model\.)backbone\.", r"\1model.", name) for name in tensors}
+    assert {name.split(".lora_")[0].removeprefix(PREFIX) for name in renamed.values()} <= running
+    save_file({renamed[name]: tensor for name, tensor in tensors.items()}, path / "adapter_model.safetensors")
+    loaded = load_model(base, kernels, adapters=[path])
+    assert load_adapter("one", path, loaded, kernels).updates
 
 
 def test_adapters_of_other_models_are_refused_before_weights_are_read(base: Path, tmp_path: Path) -> None:

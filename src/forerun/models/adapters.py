@@ -77,7 +77,7 @@ class PeftAdapter:
     copies: Mapping[str, str]  # tensors that must be the model's own matrices, by module; PEFT adds tables to files
 
     @staticmethod
-    def open(folder: Path, is_text_part: bool = False) -> PeftAdapter:
+    def open(folder: Path, names: TensorNames, is_text_part: bool = False) -> PeftAdapter:
         """`is_text_part`: of a multimodal model. Raises ModelNotFoundError, CheckpointError and UnsupportedError."""
         if not folder.is_dir():
             raise ModelNotFoundError(f"there is no adapter folder {folder}: give the one PEFT's save_pretrained wrote")
@@ -94,7 +94,7 @@ class PeftAdapter:
             modules, copies = _of_text(modules), _of_text(copies)
         if not modules:
             raise CheckpointError(f"{folder} has no low-rank matrices of a text model; copy the folder again")
-        return PeftAdapter(folder, checkpoint, modules, copies)
+        return PeftAdapter(folder, checkpoint, _as_stored(modules, names), _as_stored(copies, names))
 
     def _check_targets(self, known: Iterable[str]) -> None:
         """Raise CheckpointError if no tensors are there for modules of the model that were adapted."""
@@ -266,6 +266,12 @@ def _of_text(by_module: Mapping[str, _T]) -> dict[str, _T]:
     """What belongs to a multimodal model's text part, by the names of a model of text alone."""
     named = ((text_name(f"{module}."), value) for module, value in by_module.items())
     return {name.removesuffix("."): value for name, value in named if name is not None}
+
+
+def _as_stored(by_module: Mapping[str, _T], names: TensorNames) -> dict[str, _T]:
+    """By the names of the checkpoint. transformers calls a decoder `model` whatever its tensors are stored below."""
+    root = f"{names.layer.partition('.')[0]}."
+    return {re.sub(r"^model\.", root, module): value for module, value in by_module.items()}
 
 
 def _has_end(modules: Iterable[str], name: str) -> bool:

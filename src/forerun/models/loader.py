@@ -118,7 +118,7 @@ def dtype_named(dtype: str) -> torch.dtype | None:
 def load_adapter(name: str, path: str | Path, loaded: LoadedModel, kernels: Kernels) -> LoraAdapter:
     """A LoRA adapter for a model that forerun runs itself. Raises ModelError and ResourceError."""
     family = _family_with_adapters(loaded.implementation, loaded.raw_config)
-    adapter = PeftAdapter.open(Path(path), is_text_part=PART_OF in loaded.raw_config)
+    adapter = PeftAdapter.open(Path(path), family.names, is_text_part=PART_OF in loaded.raw_config)
     assert isinstance(loaded.model, Decoder)
     check_memory(adapter.checkpoint.nbytes, f"loading {path}", kernels.device)
     return adapter.bind(name, loaded.model, family.names, kernels)
@@ -130,7 +130,7 @@ def _check_adapters(paths: Iterable[str | Path], folder: Path, implementation: I
         base = open_checkpoint(folder)
         raw = base.config
         family = _family_with_adapters("forerun" if is_gguf(folder) else _choose(raw, implementation), raw)
-        PeftAdapter.open(Path(path), is_text_part=PART_OF in raw).check_base(base, family.names)
+        PeftAdapter.open(Path(path), family.names, is_text_part=PART_OF in raw).check_base(base, family.names)
 
 
 def _family_with_adapters(implementation: str, raw: Mapping[str, Any]) -> Family:
