@@ -354,7 +354,7 @@ class Scheduler:
             elif request.status is Status.WAITING:
                 del self.waiting[bisect_left(self.waiting, request.turn, key=_turn)]
             if self._shared is not None:
-                self._shared.forget(request.request_id)
+                self._shared.end(request)
             self._timed.pop(request.request_id, None)
             request.status = Status.FINISHED
 

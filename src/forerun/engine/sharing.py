@@ -40,7 +40,7 @@ class SharedPrefixes:
         writer, num_rows = awaited
         if writer.status is Status.RUNNING and writer.num_computed < num_rows:
             return True
-        self.forget(request.request_id)
+        del self._awaited[request.request_id]
         return False
 
     def must_wait(self, request: Request, hit: Hit) -> bool:
@@ -63,9 +63,11 @@ class SharedPrefixes:
         end = self._cache.last_end(writer)
         return end if writer.num_computed < end <= min(num_rows, len(request.token_ids) - 1) else 0
 
-    def forget(self, request_id: str) -> None:
-        """The request waits no more."""
-        self._awaited.pop(request_id, None)
+    def end(self, request: Request) -> None:
+        """The request has ended: it waits no more and computes for nobody. Nothing of it is kept."""
+        self._writers = {place: writer for place, writer in self._writers.items() if writer is not request}
+        self._awaited.pop(request.request_id, None)
+        self._awaited = {waiting: found for waiting, found in self._awaited.items() if found[0] is not request}
 
 
 def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
