@@ -38,6 +38,10 @@ class ConfigError(ForerunError):
     """An option is unknown, out of range, or contradicts another."""
 
 
+class UnknownAdapterError(ConfigError):
+    """No adapter of this name is loaded."""
+
+
 class SamplingError(ConfigError):
     """A sampling parameter of one request is out of range or contradicts another."""
 

@@ -22,7 +22,7 @@ from forerun.drafters.registry import check, telling_heads
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.stopping import OutputText
-from forerun.errors import ConfigError, PromptError, QueueFullError, SamplingError, suggestion
+from forerun.errors import ConfigError, PromptError, QueueFullError, SamplingError, UnknownAdapterError, suggestion
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
 from forerun.models.adapted import LoraAdapter
@@ -125,29 +125,33 @@ class LLM:
         """The LoRA adapters that are loaded, by name."""
         return self._shared.adapters
 
-    def load_adapter(self, name: str, path: str) -> None:
+    def load_adapter(self, name: str, path: str, in_place: bool = False) -> None:
         """Load a folder that PEFT saved, for requests that name it, of all engines on these weights.
 
-        Not beside a running step. Raises ConfigError for a name that is taken, and ModelError.
+        in_place: it may replace an adapter of this name; requests that have that one keep it to their end. Not beside a
+        running step. Raises ConfigError for a name that is taken, and ModelError.
         """
-        if name in self.adapters:
+        if name in self.adapters and not in_place:
             raise ConfigError(f"there is an adapter {name!r} already, from {self.adapters[name].path}: unload it first")
         adapter = load_adapter(name, path, self._shared.loaded, self._shared.kernels)
         self._shared.adapters = {**self.adapters, name: adapter}  # others may be reading the old one
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that have it keep it to their end. Raises ConfigError for an unknown name."""
+        """Forget an adapter; requests that have it keep it to their end. Raises UnknownAdapterError."""
         gone = self._adapter(name)
         self._shared.adapters = {own: adapter for own, adapter in self.adapters.items() if adapter is not gone}
 
     def _adapter(self, name: str | None) -> LoraAdapter | None:
-        if name is not None and name not in self.adapters:
-            known = ", ".join(self.adapters) or "none"
-            raise ConfigError(
+        if name is None:
+            return None
+        adapters = self.adapters  # read once: other threads may load and unload meanwhile
+        if name not in adapters:
+            known = ", ".join(adapters) or "none"
+            raise UnknownAdapterError(
                 f"there is no adapter {name!r:.100}; loaded are {known}: load it with the option lora or load_adapter"
-                f"{suggestion(name, self.adapters)}"
+                f"{suggestion(str(name), adapters)}"
             )
-        return None if name is None else self.adapters[name]
+        return adapters[name]
 
     # -- generating ---------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ def test_a_request_names_an_adapter_as_its_model(own: LLM, folder: Path, client:
 def test_adapters_are_listed(own: LLM, folder: Path, client: TestClient) -> None:
     listed = {entry["id"]: entry for entry in client.get("/v1/models").json()["data"]}
     assert listed["one"]["parent"] == "mini" and listed["one"]["root"] == str(folder / "a1")
-    assert "parent" not in listed["mini"]
+    assert listed["mini"]["parent"] is None
     assert client.get("/v1/models/one").json() == listed["one"]
 
 
@@ -86,10 +86,36 @@ def test_adapters_are_loaded_and_unloaded(folder: Path, client: TestClient) -> N
     assert client.post("/v1/unload_lora_adapter", json={"lora_name": "two"}).status_code == 200
 
 
+def test_an_adapter_is_replaced_in_place(folder: Path, client: TestClient) -> None:
+    given = {"lora_name": "two", "lora_path": str(folder / "a2"), "load_inplace": True}
+    assert client.post("/v1/load_lora_adapter", json=given).status_code == 200
+    first = complete(client, "two")["choices"][0]["token_ids"]
+    given["lora_path"] = str(folder / "a1")
+    assert client.post("/v1/load_lora_adapter", json=given).status_code == 200
+    assert complete(client, "two")["choices"][0]["token_ids"] != first
+    assert client.post("/v1/load_lora_adapter", json={**given, "lora_name": "mini"}).status_code == 400
+    gone = {"lora_name": "two", "lora_int_id": 2}
+    assert client.post("/v1/unload_lora_adapter", json=gone).status_code == 200
+
+
+def test_an_adapter_that_goes_before_its_request_begins_is_an_unknown_model(
+    own: LLM, folder: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.load_adapter("short", str(folder / "a2"))
+    prepare = own.prepare
+
+    def late(*given: Any, **options: Any) -> Any:
+        own.unload_adapter("short")
+        return prepare(*given, **options)
+
+    monkeypatch.setattr(own, "prepare", late)
+    assert complete(client, "short", status=404)["error"]["code"] == "model_not_found"
+
+
 def test_a_folder_that_is_no_adapter_is_refused(folder: Path, client: TestClient) -> None:
-    for path in (folder / "nowhere", folder / "base"):
-        answer = client.post("/v1/load_lora_adapter", json={"lora_name": "three", "lora_path": str(path)})
-        assert 400 <= answer.status_code < 500, answer.text
+    for path, status in ((str(folder / "nowhere"), 404), (str(folder / "base"), 400), ("", 400)):
+        answer = client.post("/v1/load_lora_adapter", json={"lora_name": "three", "lora_path": path})
+        assert answer.status_code == status, answer.text
     assert complete(client, "mini")["choices"]
 
 

@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from forerun import __version__
 from forerun.engine.outputs import RequestGroup
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, ModelNotFoundError
 from forerun.llm import LLM
 from forerun.server import metrics
 from forerun.server.bodies import CheckedRequest, CheckedRoute, LargeBodies
@@ -265,10 +265,16 @@ def _add_adapters(router: APIRouter, service: EngineService, context: ServerCont
     async def load_lora_adapter(body: LoadAdapterBody) -> dict[str, Any]:
         """Load a LoRA adapter from a folder of the server's machine."""
         check_allowed()
-        if body.lora_name in context.names:
-            raise ApiError(400, f"{body.lora_name[:100]!r} is the name of a model or adapter here: unload it, or give "
-                                "another one", param="lora_name")  # fmt: skip
-        await service.between_steps(lambda: context.llm.load_adapter(body.lora_name, body.lora_path))
+        names = context.settings.served_names if body.load_inplace else context.names
+        if body.lora_name in names:
+            raise ApiError(400, f"{body.lora_name[:100]!r} is the name of a model or adapter here: unload it, load in "
+                                "its place (load_inplace), or give another one", param="lora_name")  # fmt: skip
+        try:
+            await service.between_steps(
+                lambda: context.llm.load_adapter(body.lora_name, body.lora_path, body.load_inplace)
+            )
+        except ModelNotFoundError as error:
+            raise ApiError(404, str(error), param="lora_path") from error
         return {"id": body.lora_name, "object": "model", "parent": context.model_name}
 
     @router.post("/v1/unload_lora_adapter", response_class=JSONResponse)
@@ -312,22 +318,25 @@ def _add_status(router: APIRouter, service: EngineService, context: ServerContex
         "max_model_len": context.llm.max_model_len,
     }
 
-    def entry(name: str) -> dict[str, Any]:
-        adapter = context.llm.adapters.get(name)
-        if adapter is None:
-            return {"id": name, **same, "root": context.llm.config.model}
-        return {"id": name, **same, "root": adapter.path, "parent": context.model_name}
+    def entries() -> dict[str, dict[str, Any]]:
+        base = {"root": context.llm.config.model, "parent": None}
+        return {name: {"id": name, **same, **base} for name in context.settings.served_names} | {
+            name: {"id": name, **same, "root": adapter.path, "parent": context.model_name}
+            for name, adapter in context.llm.adapters.items()
+        }
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The served model, by all its names, and its adapters."""
-        return {"object": "list", "data": [entry(name) for name in context.names]}
+        return {"object": "list", "data": list(entries().values())}
 
     @router.get("/v1/models/{model_id:path}")
     async def one_model(model_id: str) -> dict[str, Any]:
         """The served model, by one of its names, or an adapter."""
-        context.check_model(model_id)
-        return entry(model_id)
+        found = entries().get(model_id)
+        if found is None:
+            raise context.no_model(model_id)
+        return found
 
     @router.get("/version")
     async def version() -> dict[str, str]:

@@ -72,7 +72,8 @@ class ServerContext:
 
     def name_of(self, body: Body) -> str:
         """The name that the answer to a request carries: the adapter's, or the model's."""
-        return self.adapter_of(body) or self.model_name
+        adapter = self.adapter_of(body)
+        return self.model_name if adapter is None else adapter
 
     def adapter_of(self, body: Body) -> str | None:
         """The adapter that a request names as its model; None for the model itself."""
@@ -93,9 +94,13 @@ class ServerContext:
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for a model or adapter that is not served here."""
         if name is not None and name not in self.names:
-            listed = ", ".join(self.names)
-            raise ApiError(404, f"there is no model {name[:100]!r} here; there is {listed}", param="model",
-                           code="model_not_found")  # fmt: skip
+            raise self.no_model(name)
+
+    def no_model(self, name: str) -> ApiError:
+        """The error for a model or adapter that is not served here."""
+        listed = ", ".join(self.names)
+        return ApiError(404, f"there is no model {name[:100]!r} here; there is {listed}", param="model",
+                        code="model_not_found")  # fmt: skip
 
     def check_body(self, body: Body) -> None:
         """The checks that every request passes first. Raises ApiError for unknown models, fields and templates."""

@@ -24,6 +24,7 @@ from forerun.errors import (
     ModelError,
     QueueFullError,
     RequestError,
+    UnknownAdapterError,
 )
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -93,6 +94,8 @@ def as_api_error(error: Exception, constrained: bool = False) -> ApiError:
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
         case RequestError():
             return ApiError(400, str(error), code="invalid_prompt")
+        case UnknownAdapterError():  # it was unloaded after the name was checked
+            return ApiError(404, str(error), param="model", code="model_not_found")
         case ConfigError() | ModelError():  # the model of an adapter that a request loads
             return ApiError(400, str(error), code="invalid_value")
         case ForerunError():

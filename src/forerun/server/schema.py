@@ -320,13 +320,16 @@ class TokenizeBody(Body):
 class UnloadAdapterBody(Body):
     """What /v1/unload_lora_adapter accepts."""
 
-    lora_name: str
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_int_id: int | None = None  # has no effect, as in vLLM
 
 
-class LoadAdapterBody(UnloadAdapterBody):
+class LoadAdapterBody(Body):
     """What /v1/load_lora_adapter accepts."""
 
-    lora_path: str  # a folder on the server's machine
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_path: Annotated[str, Field(min_length=1)]  # a folder on the server's machine
+    load_inplace: bool = False  # replace the adapter of this name, if there is one
 
 
 class DetokenizeBody(Body):
