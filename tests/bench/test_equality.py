@@ -9,6 +9,7 @@ import pytest
 from forerun.bench.equality import Difference, check_equality, first_difference
 from forerun.bench.prompts import PromptCase
 from forerun.core import SamplingParams
+from forerun.errors import ConfigError
 from tests.bench.fakes import FakeLLM
 
 CASES = [PromptCase((f"prompt {i}",), True, "", f"file:{i}") for i in range(5)]
@@ -41,6 +42,13 @@ def test_adapters_are_taken_in_turn() -> None:
     engines: Any = {"other": other}
     check_equality(plain, engines, CASES, PARAMS[:1], batch_size=3)  # type: ignore[arg-type]
     assert plain.loras == other.loras == [None, "sql", "chat", None, "sql"]
+
+
+def test_fewer_prompts_than_adapters_are_refused() -> None:
+    plain: Any = FakeLLM()
+    plain.adapters = {"sql": 1, "chat": 2}
+    with pytest.raises(ConfigError, match="at least 3"):
+        check_equality(plain, {"other": plain}, CASES[:2], PARAMS[:1], batch_size=3)
 
 
 def test_a_wrong_token_is_reported_with_its_place() -> None:

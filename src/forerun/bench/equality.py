@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from forerun.bench.conversation import run_cases
 from forerun.bench.prompts import PromptCase
 from forerun.core import CompletionOutput, SamplingParams
+from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -66,7 +67,15 @@ def check_equality(
     batch_size: int,
     advance: Step = lambda _: None,
 ) -> list[Check]:
-    """Compare each engine with `plain` under each of `params` -> one Check per drafter and params."""
+    """Compare each engine with `plain` under each of `params` -> one Check per drafter and params.
+
+    Raises ConfigError if there are too few cases for every adapter and the model alone to have one.
+    """
+    if plain.adapters and len(cases) <= len(plain.adapters):
+        raise ConfigError(
+            f"{len(cases)} prompts leave some adapters unchecked: they and the model alone take turns; "
+            f"give at least {len(plain.adapters) + 1} prompts, or fewer adapters"
+        )
     checks = []
     for given in params:
         expected = _run(plain, cases, given, 1, advance)
