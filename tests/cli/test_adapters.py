@@ -44,3 +44,8 @@ def test_verify_takes_several(run_json: Any, folders: list[str]) -> None:
     both = [word for index, folder in enumerate(folders) for word in ("--lora", f"a{index}={folder}")]
     report = run_json("verify", "mini", *both, "--drafters", "ngram", "--limit", "3", *SHORT)
     assert report["passed"] and report["checks"][0]["num_prompts"] == 3
+
+
+def test_serve_refuses_an_adapter_with_the_models_name_before_it_reads_files(run: Any) -> None:
+    said = run("serve", "mini", "--lora", "mini=/nowhere", status=2).stderr
+    assert "give one of them another name" in " ".join(said.split())

@@ -151,6 +151,7 @@ def serve(
     settings = _settings(name, listening, serving)
     listen = {"host": listening.host, "port": listening.port, **_tls(listening.ssl_certfile, listening.ssl_keyfile)}
     options = {**drafting.of(name), **values(engine)}
+    settings.check_adapters(opt.adapters(engine.lora))
     _check_address(listening.host, listening.port)
     _note_open(listening.host, settings)
     _bound_memory()

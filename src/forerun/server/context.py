@@ -11,7 +11,6 @@ from itertools import islice
 
 from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
-from forerun.errors import ConfigError
 from forerun.llm import LLM
 from forerun.server.errors import ApiError, unsupported
 from forerun.server.grammar_compiler import GrammarCompiler
@@ -33,9 +32,7 @@ class ServerContext:
     """One served model. Raises ConfigError for an unknown parser."""
 
     def __init__(self, llm: LLM, settings: ServerSettings) -> None:
-        twice = [name for name in llm.adapters if name in settings.served_names]
-        if twice:
-            raise ConfigError(f"{twice[0]!r} is the name of an adapter and of the model: give one of them another name")
+        settings.check_adapters(llm.adapters)
         self.llm = llm
         self.settings = settings
         template = llm.tokenizer.chat_template

@@ -6,6 +6,7 @@ Knows: names, defaults and ranges of what `forerun serve` adds to the engine's o
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from forerun.errors import ConfigError
@@ -60,6 +61,12 @@ class ServerSettings:
             "allowed origin", self.allowed_origins, _ORIGIN, "* or SCHEME://HOST[:PORT], such as https://example.com"
         )
         _forms("allowed host", self.allowed_hosts, _HOST, "*, a name, *.NAME or an address, without scheme and port")
+
+    def check_adapters(self, names: Iterable[str]) -> None:
+        """Raise ConfigError for an adapter that has one of the model's names."""
+        twice = next((name for name in names if name in self.served_names), None)
+        if twice is not None:
+            raise ConfigError(f"{twice!r} is the name of an adapter and of the model: give one of them another name")
 
 
 def _positive(name: str, value: float) -> None:
