@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,21 @@ def test_a_folder_that_is_no_adapter_is_refused(folder: Path, client: TestClient
     for path, status in ((str(folder / "nowhere"), 404), (str(folder / "base"), 400), ("", 400)):
         answer = client.post("/v1/load_lora_adapter", json={"lora_name": "three", "lora_path": path})
         assert answer.status_code == status, answer.text
+    assert complete(client, "mini")["choices"]
+
+
+def test_a_panic_while_loading_is_the_loading_requests_alone(own: LLM, client: TestClient) -> None:
+    class Panic(BaseException):
+        """What libraries raise that is no Exception."""
+
+    def work() -> None:
+        raise Panic("broken")
+
+    service: Any = client.app.state.service  # type: ignore[attr-defined]
+    num_errors = service.metrics.errors._value.get()
+    with pytest.raises(RuntimeError, match="broken"):
+        asyncio.run(asyncio.wait_for(service.between_steps(work), 10))
+    assert service.metrics.errors._value.get() == num_errors, "a step counts as failed"
     assert complete(client, "mini")["choices"]
 
 

@@ -201,6 +201,9 @@ class EngineService:
                     done.set_result(None)
                 except Exception as error:
                     done.set_exception(error)
+                except BaseException as error:  # libraries may panic with one; it would end the event loop
+                    log.exception("work between two steps failed")
+                    done.set_exception(RuntimeError(str(error)))
 
         self._commands.put(run)
         if self._ended and not done.done():
