@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from fastapi.testclient import TestClient
 from forerun import LLM, SamplingParams
 from forerun.errors import ConfigError
 from forerun.server.app import create_app
+from forerun.server.playground import STREAM_PATH
 from tests.models import factory
-from tests.server.conftest import client_of, settings
+from tests.server.conftest import client_of, events_of, settings
 from tests.support.adapters import write_adapter
 
 PROMPT = [5, 6, 7, 8, 5, 6, 7]
@@ -25,6 +27,7 @@ MODULES = ("q_proj", "v_proj", "down_proj")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("server")
     factory.make_checkpoint("llama", folder / "base")
+    (folder / "base" / "chat_template.jinja").write_text("{{ messages[0].content }}", "utf-8")
     for seed in (1, 2):
         write_adapter(folder / f"a{seed}", folder / "base", MODULES, seed)
     return folder
@@ -60,6 +63,14 @@ def test_a_request_names_an_adapter_as_its_model(own: LLM, folder: Path, client:
     assert (plain["model"], adapted["model"]) == ("mini", "one")
     assert plain["choices"][0]["token_ids"] == tokens(apart, None)
     assert adapted["choices"][0]["token_ids"] == tokens(apart, "one") != tokens(apart, None)
+
+
+def test_the_playground_names_the_adapter(client: TestClient) -> None:
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    for model in ("mini", "one"):
+        answer = client.post(STREAM_PATH, json={**asked, "model": model})
+        assert answer.status_code == 200, answer.text
+        assert json.loads(events_of(answer.text)[0])["start"]["model"] == model
 
 
 def test_adapters_are_listed(own: LLM, folder: Path, client: TestClient) -> None:

@@ -87,7 +87,8 @@ class TracedChat:
         given = {name: getattr(body, name) for name in body.model_fields_set}
         if body.temperature is None:
             given["temperature"] = context.llm.loaded.sampling.get("temperature", USUAL_TEMPERATURE)
-        self.chat = ChatJob(context, ChatBody(**given))
+        chat = ChatBody(**given)
+        self.chat, self._name = ChatJob(context, chat), context.name_of(chat)
         self._context = context
         self._sample = self.chat.groups[0].samples[0]
         self._sample.trace = []
@@ -108,7 +109,7 @@ class TracedChat:
     def _start(self) -> dict[str, Any]:
         request = self._sample.request
         return {
-            "model": self._context.model_name,
+            "model": self._name,
             "drafter": self._context.drafter.name,
             "prompt_tokens": len(request.prompt_token_ids),
             "seed": str(request.seed),  # JavaScript's integers are exact up to 2**53
