@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from pathlib import Path
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -190,6 +191,28 @@ def test_an_unloaded_adapter_is_freed_with_its_last_request(base: Path, tmp_path
     llm.unload_adapter("one")
     gc.collect()
     assert held() is None
+
+
+def test_a_home_folder_is_found(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_adapter(tmp_path / "one", base, ATTENTION)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    load_model(base, select_kernels("reference"), adapters=["~/one"])
+
+
+def test_only_some_layers_may_be_adapted(base: Path, tmp_path: Path) -> None:
+    """Those may lack a module that others have, which the adapter names."""
+    path = write_adapter(
+        tmp_path / "one", base, ("layers.0.self_attn.q_proj",), target_modules=list(ATTENTION), layers_to_transform=[0]
+    )
+    load_model(base, select_kernels("reference"), adapters=[path])
+
+
+def test_an_unknown_adapter_is_refused(base: Path) -> None:
+    llm = LLM(str(base), threads=1)
+    wrong: Any
+    for wrong in ("nobody", 5):
+        with pytest.raises(ConfigError, match=f"no adapter '?{wrong}"):
+            llm.generate([PROMPTS[0]], PARAMS, lora=[wrong])
 
 
 def test_damaged_folders_are_refused(base: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ Source: peft src/peft/tuners/lora (config.py, layer.py), utils/other.py (get_pat
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class PeftAdapter:
     @staticmethod
     def open(folder: Path, names: TensorNames, is_text_part: bool = False) -> PeftAdapter:
         """`is_text_part`: of a multimodal model. Raises ModelNotFoundError, CheckpointError and UnsupportedError."""
+        folder = Path(os.path.expanduser(folder))
         if not folder.is_dir():
             raise ModelNotFoundError(f"there is no adapter folder {folder}: give the one PEFT's save_pretrained wrote")
         config = read_json(folder / CONFIG_FILE)
@@ -99,8 +101,10 @@ class PeftAdapter:
     def _check_targets(self, known: Iterable[str]) -> None:
         """Raise CheckpointError if no tensors are there for modules of the model that were adapted."""
         config = self.checkpoint.config
+        if config.get("exclude_modules") or config.get("layers_to_transform") is not None:
+            return  # layers that have such a module may have been left out
         named = config.get("target_modules")
-        targets = named if isinstance(named, list) and not config.get("exclude_modules") else []
+        targets = named if isinstance(named, list) else []
         all_known = list(known)
         for name in map(str, targets):  # others are usual names of models in general
             if _has_end(all_known, name) and not _has_end(self.modules, name):
