@@ -304,3 +304,21 @@ def test_experts_are_not_adapted(tmp_path: Path) -> None:
     kernels = select_kernels("reference")
     with pytest.raises(UnsupportedError, match=r"mlp\.gate"):
         load_adapter("router", path, load_model(base, kernels), kernels)
+
+
+@pytest.mark.parametrize(
+    ("case", "module"),
+    [
+        ("qwen3-moe", "mlp.gate"),
+        ("deepseek", "self_attn.kv_b_proj"),
+        ("gemma2", "embed_tokens"),
+    ],
+)
+def test_modules_that_cannot_be_adapted_are_refused_before_weights_are_read(
+    case: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = factory.make_checkpoint(case, tmp_path / "base")
+    path = write_adapter(tmp_path / "one", base, (module,))
+    monkeypatch.setattr("forerun.models.loader.Builder", None)
+    with pytest.raises(UnsupportedError, match="embedding of a model that scales" if "embed" in module else module):
+        load_model(base, select_kernels("reference"), adapters=[path])

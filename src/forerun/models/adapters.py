@@ -113,8 +113,11 @@ class PeftAdapter:
                     "again"
                 )
 
-    def check_base(self, base: Checkpoint | GgufCheckpoint, names: TensorNames) -> None:
-        """Raise CheckpointError if the headers of a checkpoint show that the adapter is for another model."""
+    def check_base(self, base: Checkpoint | GgufCheckpoint, names: TensorNames, scale: float) -> None:
+        """Check what the headers of a checkpoint tell; `scale`: what the model multiplies its embedding's rows with.
+
+        Raises CheckpointError for an adapter of another model, and UnsupportedError.
+        """
         modules = (name.rpartition(".")[0] for name, *_ in base.stored())
         self._check_targets(module for module in modules if ".experts." not in module)  # often no modules there
         for module, pair in self.modules.items():
@@ -124,9 +127,25 @@ class PeftAdapter:
                     f"{self.folder} is for another model: it adapts {module}, which this model does not have; give an "
                     "adapter of this model"
                 )
+            if _is_unadaptable(module, names):
+                raise self._unadaptable([module])
+            if pair.of_embedding and scale != 1:
+                raise self._scaled_embedding()
             is_dense = base.has(name) and base.stored_as(name) in FLOAT_DTYPES  # `bind` checks the others
             if is_dense and base.shape(name) != shape:
                 raise self._other_base(module, shape, base.shape(name))
+
+    def _unadaptable(self, modules: Sequence[str]) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.folder} adapts {modules[0]} ({len(modules)} such modules), which forerun cannot adapt in this "
+            "model: it adapts the matrices of attention and of dense feed-forward layers, embedding and lm_head; "
+            f"{MERGE}"
+        )
+
+    def _scaled_embedding(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.folder} adapts the embedding of a model that scales it, which forerun does not do; {MERGE}"
+        )
 
     def _other_base(self, module: str, found: tuple[int, ...], has: tuple[int, ...]) -> CheckpointError:
         return CheckpointError(
@@ -139,11 +158,7 @@ class PeftAdapter:
         places, parts = dict(_places(model, names)), dict[object, list[tuple[ModulePlace, LowRankPair]]]()
         missing = sorted(module for module in self.modules if module not in places)
         if missing:
-            raise UnsupportedError(
-                f"{self.folder} adapts {missing[0]} ({len(missing)} such modules), which forerun cannot adapt in this "
-                "model: it adapts the matrices of attention and of dense feed-forward layers, embedding and lm_head; "
-                f"{MERGE}"
-            )
+            raise self._unadaptable(missing)
         self._check_targets(places)
         self._check_copies(places, kernels)
         for module, pair in self.modules.items():
@@ -164,9 +179,7 @@ class PeftAdapter:
         if not pairs[0].of_embedding:
             return LowRankUpdate(partial(DenseWeight(kernels, down).matmul, bias=None), scales, up, first)
         if parts[0][0].scale != 1:
-            raise UnsupportedError(
-                f"{self.folder} adapts the embedding of a model that scales it, which forerun does not do; {MERGE}"
-            )
+            raise self._scaled_embedding()
         table = down.float().T.contiguous().to(kernels.device)  # [V, rank]
         return LowRankUpdate(TableEmbedding(kernels, table), scales, up)
 
@@ -276,6 +289,12 @@ def _as_stored(by_module: Mapping[str, _T], names: TensorNames) -> dict[str, _T]
     """By the names of the checkpoint. transformers calls a decoder `model` whatever its tensors are stored below."""
     root = f"{names.layer.partition('.')[0]}."
     return {re.sub(r"^model\.", root, module): value for module, value in by_module.items()}
+
+
+def _is_unadaptable(module: str, names: TensorNames) -> bool:
+    """Whether it is among the modules of a mixture, whose rows are regrouped, or has its matrix split in two."""
+    experts = names.experts.expert.partition("{")[0]
+    return f".{experts}" in module or module.endswith((f".{names.experts.router}", f".{names.latents.up}"))
 
 
 def _has_end(modules: Iterable[str], name: str) -> bool:

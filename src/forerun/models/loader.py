@@ -130,7 +130,8 @@ def _check_adapters(paths: Iterable[str | Path], folder: Path, implementation: I
         base = open_checkpoint(folder)
         raw = base.config
         family = _family_with_adapters("forerun" if is_gguf(folder) else _choose(raw, implementation), raw)
-        PeftAdapter.open(Path(path), family.names, is_text_part=PART_OF in raw).check_base(base, family.names)
+        adapter, config = PeftAdapter.open(Path(path), family.names, is_text_part=PART_OF in raw), read_config(folder)
+        adapter.check_base(base, family.names, 1.0 if config is None else config.scales.embedding)
 
 
 def _family_with_adapters(implementation: str, raw: Mapping[str, Any]) -> Family:
