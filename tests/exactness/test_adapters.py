@@ -22,6 +22,7 @@ from forerun.models.loader import load_adapter, load_model
 from forerun.weights.resolve import resolve_model
 from tests.models import factory
 from tests.support.adapters import PREFIX, matrices, merged, write_adapter, write_config
+from tests.weights.gguf_makers import write_model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -251,8 +252,32 @@ def test_tables_beside_the_updates_must_be_the_models_own(base: Path, tmp_path: 
     save_file({**updates, name: own["lm_head.weight"] + 1}, path / "adapter_model.safetensors")
     with pytest.raises(UnsupportedError, match="lm_head of its own"):
         load_adapter("one", path, loaded, kernels)
+    save_file({**updates, name: own["lm_head.weight"].bfloat16()}, path / "adapter_model.safetensors")
+    for dtype in ("auto", "bfloat16"):  # the files are compared: what the model was converted to makes no difference
+        assert load_adapter("one", path, load_model(base, kernels, dtype=dtype), kernels).updates
+    save_file({**updates, name: torch.zeros(7, 32)}, path / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedError, match="lm_head of its own"):
+        load_adapter("one", path, loaded, kernels)
     save_file({**updates, f"{PREFIX}model.norm.weight": torch.ones(32)}, path / "adapter_model.safetensors")
     with pytest.raises(UnsupportedError, match=r"model\.norm"):
+        load_adapter("one", path, loaded, kernels)
+
+
+def test_tables_beside_the_updates_of_a_quantized_base_are_compared_by_shape(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, kernels = factory.make_checkpoint("qwen3", tmp_path / "base"), select_kernels("reference")
+    file = tmp_path / "base.gguf"
+    write_model(file, base, factory.random_hf_model(*factory.CASES["qwen3"]), "qwen3", {"output": "Q8_0", "": "F32"})
+    path, own = write_adapter(tmp_path / "one", base, ("lm_head",)), load_file(base / "model.safetensors")
+    updates, loaded = load_file(path / "adapter_model.safetensors"), load_model(file, kernels)
+    name = f"{PREFIX}lm_head.base_layer.weight"
+    save_file({**updates, name: own["lm_head.weight"]}, path / "adapter_model.safetensors")
+    with caplog.at_level("WARNING", logger="forerun.models"):
+        assert load_adapter("one", path, loaded, kernels).updates
+    assert "copy of lm_head" in caplog.text
+    save_file({**updates, name: torch.zeros(7, 32)}, path / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedError, match="lm_head of its own"):
         load_adapter("one", path, loaded, kernels)
 
 

@@ -10,6 +10,7 @@ Source: peft src/peft/tuners/lora (config.py, layer.py), utils/other.py (get_pat
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -54,8 +55,11 @@ HARMLESS: Mapping[str, tuple[object, ...]] = {
 }
 NOTHING: tuple[object, ...] = (None, False, [], {})
 MERGE = "merge the adapter into its model (peft: merge_and_unload, then save_pretrained)"
+UNCOMPARED = "%s brings a copy of %s, which cannot be compared with the model's, as that was converted: it is left out"
+ROWS = 4096  # of a table that are compared at a time
 TABLES = ("embed_tokens", "lm_head")  # of which PEFT adds the model's own to files of adapters that change them
 _T = TypeVar("_T")
+log = logging.getLogger("forerun.models")
 
 
 class LowRankPair(NamedTuple):
@@ -160,7 +164,7 @@ class PeftAdapter:
         if missing:
             raise self._unadaptable(missing)
         self._check_targets(places)
-        self._check_copies(places, kernels)
+        self._check_copied_shapes(places)
         for module, pair in self.modules.items():
             place = places[module]
             if pair.shape != place.shape or pair.of_embedding != (module == names.embedding):
@@ -183,14 +187,27 @@ class PeftAdapter:
         table = down.float().T.contiguous().to(kernels.device)  # [V, rank]
         return LowRankUpdate(TableEmbedding(kernels, table), scales, up)
 
-    def _check_copies(self, places: Mapping[str, ModulePlace], kernels: Kernels) -> None:
-        """Raise UnsupportedError for tables of the adapter that are not those of the model."""
+    def check_copies(self, base: Checkpoint | GgufCheckpoint, names: TensorNames) -> None:
+        """Raise UnsupportedError for tables of the adapter that differ from those that the model's files hold."""
         for module, name in self.copies.items():
-            own, stored = places[module].table(kernels) if module in places else None, self.checkpoint.tensor(name)
-            if own is None or own.shape != stored.shape or not torch.equal(own.float().cpu(), stored.float()):
-                raise UnsupportedError(
-                    f"{self.folder} brings a {module} of its own ({name}), which differs from this model's; {MERGE}"
-                )
+            table = f"{module}.weight"
+            if module == names.lm_head and not base.has(table):  # it is tied
+                table = f"{names.embedding}.weight"
+            if isinstance(base, GgufCheckpoint) or not base.has(table) or base.stored_as(table) not in FLOAT_DTYPES:
+                log.warning(UNCOMPARED, self.folder, module)
+            elif not _is_copy(self.checkpoint.tensor(name), base.raw(table)):
+                raise self._own_table(module)
+
+    def _check_copied_shapes(self, places: Mapping[str, ModulePlace]) -> None:
+        for module, name in self.copies.items():
+            if module not in places or sorted(self.checkpoint.shape(name)) != sorted(places[module].shape):
+                raise self._own_table(module)
+
+    def _own_table(self, module: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.folder} brings a {module} of its own ({self.copies[module]}), which differs from this model's; "
+            f"{MERGE}"
+        )
 
 
 class ModulePlace(NamedTuple):
@@ -200,13 +217,6 @@ class ModulePlace(NamedTuple):
     shape: tuple[int, int]
     first: int = 0  # column of the layer's output
     scale: float = 1.0  # of an embedding's rows
-
-    def table(self, kernels: Kernels) -> Tensor:
-        """The matrix of the embedding or the output layer [V, H]."""
-        if isinstance(self.layer, Linear):
-            return self.layer.weight.dequantize()
-        assert isinstance(self.layer, TableEmbedding)
-        return self.layer(torch.arange(self.layer.shape[0]).to(kernels.device))
 
 
 def _places(model: Decoder, names: TensorNames) -> Iterator[tuple[str, ModulePlace]]:
@@ -289,6 +299,12 @@ def _as_stored(by_module: Mapping[str, _T], names: TensorNames) -> dict[str, _T]
     """By the names of the checkpoint. transformers calls a decoder `model` whatever its tensors are stored below."""
     root = f"{names.layer.partition('.')[0]}."
     return {re.sub(r"^model\.", root, module): value for module, value in by_module.items()}
+
+
+def _is_copy(table: Tensor, own: Tensor) -> bool:
+    """Whether a table [V, H] is the model's own in the precision in which it is stored."""
+    parts = (slice(first, first + ROWS) for first in range(0, table.shape[0], ROWS))
+    return table.shape == own.shape and all(torch.equal(table[part], own[part].to(table.dtype)) for part in parts)
 
 
 def _is_unadaptable(module: str, names: TensorNames) -> bool:

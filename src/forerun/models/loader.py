@@ -120,6 +120,8 @@ def load_adapter(name: str, path: str | Path, loaded: LoadedModel, kernels: Kern
     family = _family_with_adapters(loaded.implementation, loaded.raw_config)
     adapter = PeftAdapter.open(Path(path), family.names, is_text_part=PART_OF in loaded.raw_config)
     assert isinstance(loaded.model, Decoder)
+    if adapter.copies:
+        adapter.check_copies(open_checkpoint(loaded.folder), family.names)
     check_memory(adapter.checkpoint.nbytes, f"loading {path}", kernels.device)
     return adapter.bind(name, loaded.model, family.names, kernels)
 
