@@ -49,6 +49,11 @@ def test_a_gguf_file(mix: str, tmp_path: Path) -> None:
     check(tmp_path / "mini.gguf")
 
 
+@pytest.mark.parametrize("name", ["qwen35", "lfm2", "granitehybrid", "falcon-h1", "nemotron_h"])
+def test_a_gguf_file_with_recurrent_layers(name: str) -> None:
+    check(Path(__file__).parents[1] / "weights" / "fixtures" / "gguf" / f"{name}.gguf")
+
+
 def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = factory.make_checkpoint("qwen3.5", tmp_path)
     for method in ("tensor", "raw", "integers"):

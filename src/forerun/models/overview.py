@@ -17,7 +17,7 @@ from forerun.models.adapters import CONFIG_FILE
 from forerun.models.base import LayerSpec, StateSpec
 from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.family import Family
-from forerun.models.loader import dtype_named, find_family, open_checkpoint, read_config
+from forerun.models.loader import dtype_named, find_family, gguf_family, open_checkpoint, read_config
 from forerun.models.recurrent_dims import ConvDims, DeltaDims, MambaDims, state_shapes
 from forerun.models.storage import check_float16
 from forerun.quant.formats import check_tensors
@@ -57,7 +57,8 @@ def look_at(name_or_path: str | Path, dtype: str = "auto") -> Overview:
         check_float16(folder)
     stored = open_checkpoint(folder)
     tokenizer = stored.tokenizer() if isinstance(stored, GgufCheckpoint) else Tokenizer.from_folder(folder)
-    family, config = find_family(stored.config), read_config(folder)
+    family = gguf_family(stored) if isinstance(stored, GgufCheckpoint) else find_family(stored.config)
+    config = read_config(folder)
     if family is None or config is None:
         assert isinstance(stored, Checkpoint)
         return _through_transformers(folder, stored, tokenizer)
