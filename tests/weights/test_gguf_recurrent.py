@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.errors import ForerunError, ModelError
+from forerun.errors import ForerunError, ModelError, UnsupportedError
 from forerun.models.loader import load_model, read_config
 from tests.models import factory
 from tests.models.factory import DELTA, FALCON_H1, GRANITE_HYBRID, LFM2, LFM2_MOE, NEMOTRON_H, QWEN_EXPERTS, Runner
@@ -97,6 +97,11 @@ def test_what_would_be_computed_otherwise_is_refused(case: str, tmp_path: Path) 
     name, add, says = REFUSED[case]
     with pytest.raises(ModelError, match=says):
         load_model(changed(name, tmp_path, add), factory.make_kernels())
+
+
+def test_adapters_beside_multiplied_matrices_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="Falcon-H1's multipliers"):
+        load_model(FIXTURES / "falcon-h1.gguf", factory.make_kernels(), adapters=[tmp_path])
 
 
 def test_layers_for_drafting_are_left_out(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def dtype_named(dtype: str) -> torch.dtype | None:
 
 def load_adapter(name: str, path: str | Path, loaded: LoadedModel, kernels: Kernels) -> LoraAdapter:
     """A LoRA adapter for a model that forerun runs itself. Raises ModelError and ResourceError."""
-    family = _family_with_adapters(loaded.implementation, loaded.raw_config)
+    family = _family_with_adapters(loaded.folder, loaded.implementation, loaded.raw_config)
     adapter = PeftAdapter.open(Path(path), family.names, is_text_part=PART_OF in loaded.raw_config)
     assert isinstance(loaded.model, Decoder)
     if adapter.copies:
@@ -131,17 +131,22 @@ def _check_adapters(paths: Iterable[str | Path], folder: Path, implementation: I
     for path in paths:
         base = open_checkpoint(folder)
         raw = base.config
-        family = _family_with_adapters("forerun" if is_gguf(folder) else _choose(raw, implementation), raw)
+        family = _family_with_adapters(folder, "forerun" if is_gguf(folder) else _choose(raw, implementation), raw)
         adapter, config = PeftAdapter.open(Path(path), family.names, is_text_part=PART_OF in raw), read_config(folder)
         adapter.check_base(base, family.names, 1.0 if config is None else config.scales.embedding)
 
 
-def _family_with_adapters(implementation: str, raw: Mapping[str, Any]) -> Family:
+def _family_with_adapters(folder: Path, implementation: str, raw: Mapping[str, Any]) -> Family:
     family = find_family(raw)
     if implementation == "transformers" or family is None:
         raise UnsupportedError(
             f"adapters are for models that forerun runs itself ({', '.join(FAMILIES)}), and this one runs through "
             "transformers: merge the adapter into it (peft: merge_and_unload, then save_pretrained)"
+        )
+    if is_gguf(folder) and family.model_type == "falcon_h1":
+        raise UnsupportedError(
+            f"{folder} has matrices that are multiplied with Falcon-H1's multipliers, and adapters are trained beside "
+            "matrices that are not: load the adapter with the model's safetensors"
         )
     return family
 
