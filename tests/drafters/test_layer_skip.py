@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -54,25 +55,24 @@ def sparse() -> Decoder:
         layer = model.parts.layers[index]
         if index in USEFUL:
             return layer
-        return replace(layer, attention=_Silent(layer.attention), mlp=_Silent(layer.mlp))
+        return replace(layer, attention=_silent(layer.attention), mlp=_silent(layer.mlp))
 
     parts = replace(model.parts, layers=tuple(silenced(index) for index in range(NUM_LAYERS)))
     return Decoder(parts, model.max_position, model.kv_specs[0].dtype)
 
 
-class _Silent:
+def _silent(inner: Any) -> Any:
     """A sublayer followed by a matrix of zeros, with all that it does to the pool."""
+    width = factory.SIZES["hidden_size"]
+    zeros = DenseWeight(tiny.kernels(), torch.zeros(width, width))
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        width = factory.SIZES["hidden_size"]
-        self._zeros = DenseWeight(tiny.kernels(), torch.zeros(width, width))
+    class Silent(type(inner)):  # type: ignore[misc]
+        def __call__(self, *args: Any) -> torch.Tensor:
+            return zeros.matmul(super().__call__(*args), None)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def __call__(self, *args: Any) -> torch.Tensor:
-        return self._zeros.matmul(self._inner(*args), None)
+    made = copy(inner)
+    made.__class__ = Silent
+    return made
 
 
 # -- the subset -------------------------------------------------------------------------------------------------------

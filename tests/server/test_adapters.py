@@ -15,6 +15,7 @@ from forerun import LLM, SamplingParams
 from forerun.errors import ConfigError
 from forerun.server.app import create_app
 from forerun.server.playground import STREAM_PATH
+from forerun.weights.resolve import resolve_model
 from tests.models import factory
 from tests.server.conftest import client_of, events_of, settings
 from tests.support.adapters import write_adapter
@@ -65,12 +66,14 @@ def test_a_request_names_an_adapter_as_its_model(own: LLM, folder: Path, client:
     assert adapted["choices"][0]["token_ids"] == tokens(apart, "one") != tokens(apart, None)
 
 
-def test_the_playground_names_the_adapter(client: TestClient) -> None:
+def test_the_playground_names_the_adapter(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a", resolve_model("mini"), MODULES, 1)
     asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-    for model in ("mini", "one"):
-        answer = client.post(STREAM_PATH, json={**asked, "model": model})
-        assert answer.status_code == 200, answer.text
-        assert json.loads(events_of(answer.text)[0])["start"]["model"] == model
+    with client_of(LLM("mini", lora={"one": str(tmp_path / "a")}, threads=1)) as client:
+        for model in ("mini", "one"):
+            answer = client.post(STREAM_PATH, json={**asked, "model": model})
+            assert answer.status_code == 200, answer.text
+            assert json.loads(events_of(answer.text)[0])["start"]["model"] == model
 
 
 def test_adapters_are_listed(own: LLM, folder: Path, client: TestClient) -> None:
