@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -62,7 +62,7 @@ def test_a_group_may_change_a_default() -> None:
     ],
 )
 def test_defaults_are_those_of_the_settings(group: type, config: type) -> None:
-    stated = {field.name: field.default for field in fields(config)}
+    stated = {field.name: None if field.default is MISSING else field.default for field in fields(config)}
     assert {field.name: stated[field.name] for field in fields(group)} == values(group())
 
 

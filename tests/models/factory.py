@@ -283,6 +283,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {**LFM2, "block_multiple_of": 8}),
     "lfm2-moe": ("lfm2_moe", {**LFM2_MOE, "routed_scaling_factor": 1.5}),
     "granite-hybrid": ("granitemoehybrid", GRANITE_HYBRID),
+    "granite-attending": ("granitemoehybrid", {**GRANITE_HYBRID, "layer_types": ["full_attention"] * 4}),
     "granite-hybrid-moe": (
         "granitemoehybrid",
         {**GRANITE_HYBRID, "num_local_experts": 6, "num_experts_per_tok": 2, "position_embedding_type": "rope"},

@@ -170,6 +170,7 @@ def test_layers_are_those_that_config_names(folder: Path) -> None:
         ("granite-hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
         ("falcon-h1", {"projectors_bias": True}, "projectors_bias is True"),
         ("nemotron-h", {"time_step_limit": [0.001, 1e9]}, "time_step_limit is"),
+        ("nemotron-h", {"mamba_dt_limit": [0.01, 0.1]}, "mamba_dt_limit is"),
         ("nemotron-h", {"mlp_hidden_act": "gelu"}, "mlp_hidden_act is 'gelu'"),
         ("nemotron-h", {"layers_block_type": ["full_attention", "moe"] * 3}, "asks for layers of moe"),
     ],

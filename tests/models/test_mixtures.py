@@ -217,9 +217,9 @@ def test_latents_are_not_kept_in_8_bits(tmp_path: Path) -> None:
     assert len(generated(wide, 0.0)[0].token_ids) == 24
 
 
-@pytest.mark.parametrize("case", ["mixtral", "deepseek"])
+@pytest.mark.parametrize("case", ["mixtral", "deepseek", "lfm2", "falcon-h1"])
 def test_quantizing_is_refused(case: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="mixtures of experts or latent attention"):
+    with pytest.raises(UnsupportedError, match="mixtures of experts, latent attention"):
         open_source(factory.make_checkpoint(case, tmp_path), QuantizeSettings())
 
 

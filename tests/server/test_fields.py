@@ -109,6 +109,8 @@ def test_every_path_refuses_unknown_fields_or_says_that_it_dropped_them(llm: LLM
         "prompt": {"prompt": "hi", "max_tokens": 4},
         "tokens": {"tokens": [300]},
         "input": {"input": "hi"},
+        "adapter": {"lora_name": "one"},
+        "its folder": {"lora_name": "one", "lora_path": "one"},
     }
     paths = [path for path, kinds in client.app.openapi()["paths"].items() if "post" in kinds]  # type: ignore[attr-defined]
     assert len(paths) >= 4

@@ -89,7 +89,7 @@ class ModelConfig:
         fields = Fields(raw, family.defaults)
         num_layers = family.num_layers(fields)
         windows = family.windows(fields, num_layers)
-        latents = family.latents(fields)
+        latents, recurrent = family.latents(fields), family.recurrent(fields, num_layers)
         heads = _read_heads(fields, family) if latents is None else _latent_heads(fields, latents)
         shapes = family.shapes(fields, LayerShape(heads, family.ffn_size(fields)), windows)
         rope = read_rope(raw, fields, family, latents.rope_dim if latents else _rope_head_dim(shapes, windows))
@@ -120,7 +120,7 @@ class ModelConfig:
             eos_token_ids=fields.token_ids("eos_token_id"),
             experts=family.experts(fields),
             latents=latents,
-            recurrent=family.recurrent(fields, num_layers),
+            recurrent=recurrent if recurrent is not None and recurrent.layers else None,
             per_layer=family.per_layer(fields),
             value_norms=family.value_norms,
             gated_attention=family.gated_attention,

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from forerun.errors import ConfigError, UnsupportedError
 from forerun.kernels.threads import single_torch_thread
-from forerun.models.base import state_specs_of
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.family import Family
@@ -67,18 +66,19 @@ def open_source(folder: Path, settings: QuantizeSettings) -> Quantizable:
     if raw.get("quantization_config"):
         raise UnsupportedError(f"{folder} is quantized already; start from the unquantized checkpoint")
     source = Quantizable(Checkpoint.open(folder), family, ModelConfig.read(raw, family))
-    if source.config.experts is not None or source.config.latents is not None:
+    config = source.config
+    if config.experts is not None or config.latents is not None or config.recurrent is not None:
         raise UnsupportedError(
-            f"{folder} is a {source.config.model_type} model; quantizing is implemented for dense feed-forward layers "
-            "behind attention with keys and values, not for mixtures of experts or latent attention"
+            f"{folder} is a {config.model_type} model; quantizing is implemented for dense feed-forward layers "
+            "behind attention with keys and values, not for mixtures of experts, latent attention or recurrent layers"
         )
-    if source.config.value_norms:
+    if config.value_norms:
         raise UnsupportedError(
-            f"{folder} is a {source.config.model_type} model; quantizing is not implemented for norms of values and "
+            f"{folder} is a {config.model_type} model; quantizing is not implemented for norms of values and "
             "layers that read another one's keys"
         )
     names = family.names
-    if family.norm_offset or not names.attention_norm or not names.mlp_norm or source.config.qk_norm == "row":
+    if family.norm_offset or not names.attention_norm or not names.mlp_norm or config.qk_norm == "row":
         raise UnsupportedError(
             f"{folder} is a {family.model_type} model; quantizing is implemented for attention and feed-forward layers "
             "each behind a norm whose weights are stored as they are, without norms over all heads together"
@@ -120,10 +120,6 @@ def quantize_model(
     """
     decoder = loaded.model
     assert isinstance(decoder, Decoder)  # of every family in FAMILIES
-    if state_specs_of(decoder):
-        raise UnsupportedError(
-            f"gptq and awq quantize models whose layers all attend, which those of {loaded.folder} do not; choose rtn"
-        )
     if any(len(ids) > decoder.max_position for ids in sequences):
         raise ConfigError(f"calibration sequences may have at most {decoder.max_position} tokens in this model")
     partial = Partial(out, _asked(source, settings, sequences))

@@ -36,6 +36,8 @@ OWN_FIELDS = words(
     "use_conv_bias"
 )
 # How training began, how kernels cut their work, layers for drafting, and experts, which layers name where there are.
+# Names of an early configuration class for fields above; transformers reads them, and these readers do not.
+EARLY_NAMES = words("mamba_dt_limit mamba_n_groups mamba_d_conv mamba_conv_bias attention_head_dim")
 OTHER_FIELDS = words(
     "expand chunk_size rescale_prenorm_residual num_logits_to_keep use_mamba_kernels mamba_ssm_cache_dtype "
     "time_step_min time_step_max time_step_floor time_step_limit time_step_rank rms_norm_eps mtp_layers_block_type "
@@ -66,7 +68,7 @@ def _num_layers(fields: Fields) -> int:
 
 
 def _parts(fields: Fields, num_layers: int) -> tuple[Parts, ...]:
-    for name, value in ONLY.items():
+    for name, value in {**dict.fromkeys(sorted(EARLY_NAMES)), **ONLY}.items():
         fields.expect(name, value)
     return tuple(PARTS[kind] for kind in _kinds(fields))
 
@@ -96,7 +98,7 @@ NEMOTRON_H = Family(
         "conv_kernel": 4,
         "use_conv_bias": True,
     },
-    fields=OWN_FIELDS | OTHER_FIELDS | set(ONLY),
+    fields=OWN_FIELDS | OTHER_FIELDS | EARLY_NAMES | set(ONLY),
     names=TensorNames(
         embedding="backbone.embeddings",
         layer="backbone.layers.{index}",
