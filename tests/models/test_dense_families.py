@@ -198,6 +198,7 @@ def test_windows_and_ropes_of_layers() -> None:
         ("olmo2", {"sliding_window": 5}, "sliding_window"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ("gemma4_text", {"per_layer_config": {"1": {"intermediate_size": 9}}}, "per_layer_config"),
+        ("gemma4_text", {"per_layer_config": {"full": {"head_dim": 16}}}, "per_layer_config"),
         ("gemma4_text", {"num_kv_shared_layers": 1, "num_hidden_layers": 6}, "num_kv_shared_layers leaves no layer"),
         ("gemma4_text", {"attention_sink_size": 4}, "attention_sink_size"),
         ("mistral", {"rope_scaling": {**factory.YARN, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
@@ -222,6 +223,14 @@ def test_shapes_of_gemma_4s_layers() -> None:
     own = read("gemma4_text", attention_k_eq_v=True, num_global_key_value_heads=1, num_hidden_layers=6)
     assert [shape.heads.num_kv for shape in own.shapes] == [2] * 5 + [1]
     assert [shape.keys_are_values for shape in own.shapes] == [False] * 5 + [True]
+
+
+def test_gemma_4s_layers_may_be_numbered_with_zeros_before() -> None:
+    """As transformers writes them."""
+    own = {"05": {"head_dim": 32}, "11": {"head_dim": 32, "num_key_value_heads": 1}}
+    shapes = read("gemma4_text", head_dim=16, num_hidden_layers=12, per_layer_config=own).shapes
+    assert [shape.heads.head_dim for shape in shapes] == ([16] * 5 + [32]) * 2
+    assert [shape.heads.num_kv for shape in shapes] == [2] * 11 + [1]
 
 
 def test_keys_of_layers_that_read_anothers_are_not_missed_nor_used(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from forerun.errors import UnsupportedError
 from forerun.kernels.ops import HeadLayout, Routing
@@ -68,7 +69,8 @@ def _heads(fields: Fields, shape: LayerShape, layer: int, window: int) -> HeadLa
         num_kv = fields.integer("num_global_key_value_heads", default=heads.num_kv)
         size = fields.integer("global_head_dim")
         return heads._replace(head_dim=size, num_kv=num_kv if fields.flag("attention_k_eq_v") else heads.num_kv)
-    own = given.get(str(layer), {}) if isinstance(given, Mapping) else None
+    by_layer = _by_layer(given)
+    own = None if by_layer is None else by_layer.get(layer, {})
     if not isinstance(own, Mapping) or set(own) - {"head_dim", "num_key_value_heads"} or (window and own):
         raise UnsupportedError(
             "config.json: per_layer_config may give layers without a window another head_dim and num_key_value_heads; "
@@ -79,6 +81,14 @@ def _heads(fields: Fields, shape: LayerShape, layer: int, window: int) -> HeadLa
         head_dim=own_fields.integer("head_dim", default=heads.head_dim),
         num_kv=own_fields.integer("num_key_value_heads", default=heads.num_kv),
     )
+
+
+def _by_layer(given: Any) -> dict[int, Any] | None:
+    """By the layer's number, which transformers pads with zeros; None if it does not map numbers."""
+    try:
+        return {int(key): value for key, value in given.items()} if isinstance(given, Mapping) else None
+    except ValueError:
+        return None
 
 
 def _per_layer(fields: Fields) -> PerLayerSizes | None:
