@@ -266,6 +266,20 @@ def test_values_have_the_types_of_their_schema(schema: Any, text: str, value: An
     assert json.loads(typed(text, schema, {"$defs": {"n": {"type": "string"}}})) == value
 
 
+def test_a_schema_that_refers_to_itself_is_looked_into_once() -> None:
+    lookups = 0
+
+    class Definitions(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            nonlocal lookups
+            lookups += 1
+            return super().get(key, default)
+
+    again = {"$ref": "#/$defs/a"}
+    root = {"$defs": Definitions(a={"anyOf": [*({**again} for _ in range(3)), {"type": "string"}]})}
+    assert typed("7", again, root) == '"7"' and lookups <= 5
+
+
 def test_forced_calls() -> None:
     assert read(ForcedCalls(), list(f"[{CALL}, {CALL}]")) == ("", [F, F])
     cut_off = Call("f", '{"x": [1, "a]')  # by max_tokens: the finish reason says so

@@ -113,7 +113,7 @@ def typed(text: str, schema: Any, root: Schema) -> str:
 
     `root`: what the schema's references point into.
     """
-    kinds = set(_kinds(schema, root, MAX_NESTING))
+    kinds = set(_kinds(schema, root))
     if kinds == {"string"}:
         return written_json(text)
     for spelled in (text, _FROM_PYTHON.get(text.strip(), "")):
@@ -124,22 +124,25 @@ def typed(text: str, schema: Any, root: Schema) -> str:
 
 
 _FROM_PYTHON = {"True": "true", "False": "false", "None": "null"}  # templates show models earlier values like this
-MAX_NESTING = 8  # of schemas within schemas that are looked into for types
+MAX_SCHEMAS = 1000  # that are looked into for types
 
 
-def _kinds(schema: Any, root: Schema, depth: int) -> Iterator[str]:
-    """Names of the JSON types a schema allows; none if it does not say."""
-    if not isinstance(schema, Mapping) or depth == 0:
-        return
-    named = schema.get("type")
-    yield from (name for name in [named, *_list(named)] if isinstance(name, str))
-    for value in [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
-        if named is None:
-            yield from _kinds_of(json.dumps(value))
-    for inner in [*_list(schema.get("anyOf")), *_list(schema.get("oneOf")), *_list(schema.get("allOf"))]:
-        yield from _kinds(inner, root, depth - 1)
-    if isinstance(reference := schema.get("$ref"), str):
-        yield from _kinds(_referred(reference, root), root, depth - 1)
+def _kinds(schema: Any, root: Schema) -> Iterator[str]:
+    """Names of the JSON types a schema allows; none if it does not say. Each schema within it is read once."""
+    seen, waiting = set[int](), [schema]
+    while waiting and len(seen) < MAX_SCHEMAS:
+        schema = waiting.pop()
+        if not isinstance(schema, Mapping) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        named = schema.get("type")
+        yield from (name for name in [named, *_list(named)] if isinstance(name, str))
+        for value in [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
+            if named is None:
+                yield from _kinds_of(json.dumps(value))
+        waiting += [*_list(schema.get("anyOf")), *_list(schema.get("oneOf")), *_list(schema.get("allOf"))]
+        if isinstance(reference := schema.get("$ref"), str):
+            waiting.append(_referred(reference, root))
 
 
 def _list(value: Any) -> list[Any]:
