@@ -413,6 +413,7 @@ def test_reasoning_is_split_however_the_text_is_cut(text: str, inside: bool, rea
         ("<|channel>thought\n<channel|>Yes", "", "Yes"),
         ("<|channel>thoughtful\n<channel|>Yes", "thoughtful", "Yes"),
         ("<|channel>thought\n\nthought\nx", "thought\nx", ""),
+        ("<|channel>thoug", "", ""),
         ("Yes <channel|>", "", "Yes <channel|>"),
     ],
 )

@@ -76,8 +76,10 @@ class ReasoningSplitter:
                 return ReasoningSplit(reasoning, content)
 
     def finish(self) -> ReasoningSplit:
-        """What was held back."""
+        """What was held back; the beginning of a label is nothing."""
         text, self._held = self._held, ""
+        if self._phase is Phase.OPENED:
+            return ReasoningSplit()
         return ReasoningSplit(reasoning=text) if self._phase is Phase.INSIDE else ReasoningSplit(content=text)
 
     def _leave(self, phase: Phase) -> None:
