@@ -321,6 +321,15 @@ def test_a_mask_may_begin_behind_the_thinking(compiler: GrammarCompiler) -> None
     assert several.allowed([7, 8, 7]) is None and several.allowed([7, 7, 7, 8, 5]) == inner.allowed([5])
 
 
+def test_a_mask_begins_behind_any_header_of_the_final_channel(compiler: GrammarCompiler) -> None:
+    """<|channel|> is token 70, final 71, <|message|> 77."""
+    inner = compiler.mask(GrammarSpec("regex", "yes"))
+    mask = AfterThinking(inner, None, [70, 71], [77])
+    assert mask.allowed([70, 72, 77, 5, 71]) is None and mask.allowed([70, 71, 73]) is None
+    assert mask.allowed([70, 72, 77, 5, 70, 71, 73, 74, 77]) == inner.allowed([])
+    assert mask.allowed([70, 71, 77, 5]) == inner.allowed([5])
+
+
 def test_a_model_that_does_not_think_keeps_to_its_grammar(llm: LLM, compiler: GrammarCompiler) -> None:
     inner = compiler.mask(GrammarSpec("regex", "yes"))
     mask, yes = AfterThinking(inner, 70, [77]), llm.tokenizer.encode("yes", add_special_tokens=False)

@@ -202,7 +202,8 @@ class ChatJob:
         """The mask after the thinking; from the start if no token ends thinking, and then the model cannot think."""
         splitter, tokenizer = self._splitter, self._context.tokenizer
         if self._style == HARMONY and not continues(self._body) and tokenizer.token_id(MESSAGE) is not None:
-            return AfterThinking(mask, None, tokenizer.encode(FINAL, add_special_tokens=False))
+            marks = (tokenizer.encode(mark, add_special_tokens=False) for mark in (FINAL, MESSAGE))
+            return AfterThinking(mask, None, *marks)
         if splitter is None or (end := tokenizer.token_id(splitter.end)) is None:
             return mask
         start = None if splitter.inside else tokenizer.token_id(splitter.start)

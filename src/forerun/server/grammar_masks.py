@@ -124,11 +124,14 @@ _TOO_SLOW = (
 class AfterThinking:
     """A mask for models that may think first: it applies after the thinking, if any, else from the first token."""
 
-    def __init__(self, inner: PrefixMask, start_id: int | None, end_ids: Sequence[int]) -> None:
-        """`start_id`: the token that opens the thinking; None: it is open. `end_ids`: the tokens that end it."""
+    def __init__(self, inner: PrefixMask, start_id: int | None, *marks: Sequence[int]) -> None:
+        """`start_id`: the token that opens the thinking; None: it is open.
+
+        `marks`: the tokens that end it; of several marks the last, once the others have come, whatever is between.
+        """
         self._inner = inner
         self._start_id = start_id
-        self._end_ids = list(end_ids)
+        self._marks = [list(mark) for mark in marks]
 
     def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int] | TokenBits | None:
         """All tokens while the model thinks; then the inner mask of the tokens since."""
@@ -147,11 +150,10 @@ class AfterThinking:
         """The tokens after the thinking; None while the model thinks."""
         if self._start_id is not None and (not tokens or tokens[0] != self._start_id):
             return tokens
-        tokens, size = list(tokens), len(self._end_ids)
-        ends = (at + size for at, token in enumerate(tokens)
-                if token == self._end_ids[0] and tokens[at : at + size] == self._end_ids)  # fmt: skip
-        end = next(ends, None)
-        return None if end is None else tokens[end:]
+        rest: list[int] | None = list(tokens)
+        for mark in self._marks:
+            rest = None if rest is None else _behind(mark, rest)
+        return rest
 
     def _or_start(self, bits: TokenBits) -> TokenBits:
         if self._start_id is None:
@@ -159,3 +161,11 @@ class AfterThinking:
         packed = bytearray(bits.packed)
         packed[self._start_id // 8] |= 1 << self._start_id % 8
         return TokenBits(bytes(packed))
+
+
+def _behind(mark: list[int], tokens: list[int]) -> list[int] | None:
+    """The tokens behind the first place of `mark`; None if it is not there."""
+    places = (at + len(mark) for at, token in enumerate(tokens)
+              if token == mark[0] and tokens[at : at + len(mark)] == mark)  # fmt: skip
+    place = next(places, None)
+    return None if place is None else tokens[place:]

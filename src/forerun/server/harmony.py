@@ -14,7 +14,7 @@ from forerun.server.call_readers import CallPiece, Parsed, ToolParser
 from forerun.server.reasoning import held_back
 
 MESSAGE = "<|message|>"
-FINAL = "<|channel|>final<|message|>"  # begins the answer proper
+FINAL = "<|channel|>final"  # begins the header of the answer proper, which MESSAGE ends
 MAX_HEADER = 200  # characters; nothing longer is a header
 _CHANNELS = ("", "analysis", "commentary", "final")
 _FUNCTION = "functions."
