@@ -29,7 +29,7 @@ from forerun.server.tools import (
     tool_style,
 )
 from forerun.weights.tokenizer import Tokenizer
-from tests.server.conftest import events_of
+from tests.server.conftest import client_of, events_of
 from tests.support.shared import shared_data
 
 
@@ -491,6 +491,20 @@ def test_tools_of_a_model_that_writes_calls(
     assert call["function"] == {"name": "f", "arguments": F.arguments} and call["id"].startswith("call_")
     [untouched] = chat("weather?", tools=[WEATHER], tool_choice="none", max_tokens=3)["choices"]
     assert untouched["message"]["content"] == text
+
+
+def test_a_forced_call_of_gpt_oss_may_come_as_it_writes_calls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xgrammar")
+    from forerun.engine.stopping import OutputText
+
+    monkeypatch.setattr(OutputText, "visible", lambda self: CHANNELS if self.request.finish_reason else CHANNELS[:40])
+    tool = {"type": "function", "function": {"name": "f"}}
+    asked = {"messages": [{"role": "user", "content": "?"}], "tools": [tool], "max_tokens": 3}
+    with client_of(llm, tool_parser="openai") as client:
+        for choice in (tool, "required"):
+            answer = client.post("/v1/chat/completions", json={**asked, "tool_choice": choice}).json()
+            [call] = answer["choices"][0]["message"]["tool_calls"]
+            assert call["function"] == {"name": "f", "arguments": F.arguments}
 
 
 class Harmonized:

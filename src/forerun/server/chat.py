@@ -262,7 +262,7 @@ class ChatJob:
         if self._reads_calls:
             functions = {tool.function.name: tool.function.parameters or {} for tool in self._tools}
             return STYLES[self._style](functions)
-        return Harmony(forced, reads_calls=False) if self._style == HARMONY else forced
+        return Harmony(forced, reads_calls=bool(self._tools)) if self._style == HARMONY else forced
 
     def _forced_parser(self) -> ToolParser:
         choice = self._body.tool_choice

@@ -42,6 +42,7 @@ class Harmony:
     _has_arguments: bool = False
     _has_reasoned: bool = False
     _has_said: bool = False
+    _has_called: bool = False
 
     def feed(self, text: str) -> Parsed:
         """What is certain now."""
@@ -52,13 +53,13 @@ class Harmony:
         return _joined(parts)
 
     def finish(self) -> Parsed:
-        """What was held back; the beginning of a header is nothing."""
+        """What was held back; the beginning of a header is nothing. No call is forced where the model wrote one."""
         text, self._held = self._held, ""
         if self._in_header:
             text = "" if text.lstrip().startswith("<|") and _parsed(text) else text
             self._open("", "")
         parts = [self._said(text)] if text else []
-        return _joined([*parts, self._ended(), self.inner.finish()])
+        return _joined([*parts, self._ended(), Parsed() if self._has_called else self.inner.finish()])
 
     def _header(self, parts: list[Parsed]) -> bool:
         """Read a header if it is complete; returns whether there may be more to read."""
@@ -82,6 +83,7 @@ class Harmony:
     def _open(self, channel: str, recipient: str) -> Parsed:
         is_call = self.reads_calls and recipient.startswith(_FUNCTION)
         self._call = recipient.removeprefix(_FUNCTION) if is_call else None
+        self._has_called |= is_call
         self._channel, self._has_arguments = channel, False
         self._gap = _GAP if (self._has_reasoned if channel == "analysis" else self._has_said) else ""
         return Parsed() if self._call is None else Parsed(calls=(CallPiece(self._call),))
