@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from forerun import LLM
 from forerun.config import DrafterConfig
 from forerun.core import Request, SamplingParams
 from forerun.drafters import layer_skip
@@ -233,6 +235,16 @@ def test_the_search_finds_the_layers_that_matter(sparse: Decoder) -> None:
     assert tokens == tiny.plain(sparse, wanted)
     assert set(USEFUL) < set(runner.layers) and len(runner.layers) == 3
     assert sum(stat.num_tokens for stat in stats) > 2.5 * sum(stat.num_steps for stat in stats)
+
+
+def test_there_is_no_search_where_layers_have_a_part_of_each_token(tmp_path: Path) -> None:
+    llm = LLM(str(factory.make_checkpoint("gemma4-wide", tmp_path)), threads=1)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    plain, drafted = (
+        made.generate([[5, 6, 7, 8, 5, 6]], params)[0].outputs[0]
+        for made in (llm, llm.with_drafter("layer_skip", adaptive=False))
+    )
+    assert drafted.token_ids == plain.token_ids
 
 
 def test_the_search_repeats() -> None:

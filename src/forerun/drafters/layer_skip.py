@@ -10,7 +10,8 @@ the fly in the text itself (CLaSp, arXiv 2505.24196; see `models.layer_search`).
 and then every _SEARCH_EVERY times drafts are wanted; it reads _SAMPLE_TOKENS known tokens about as often as half the
 target has layers, so at 16 layers it costs about 5 passes of the target over a few rows: some 2 % of the time between.
 No randomness is involved, and what is found changes speed alone. Where layers read the keys and values of others, every
-second layer drafts, and those others: a search would have to compute both in the same free rows.
+second layer drafts, and those others: a search would have to compute both in the same free rows. Nor is there a
+search where layers are given a part of each token (Gemma 4's per-layer inputs): it passes on the stream alone.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class LayerRunner:
         self._target, self._kernels, self._block_size = model, kernels, block_size
         self._kvs = [kvs[place] for place in model.kv_places if place is not None]  # a layer
         lent = lent_layers(model)
-        self._is_searching, self._until_search = layers is None and not lent, 0
+        self._is_searching = layers is None and not lent and model.parts.per_layer is None
+        self._until_search = 0
         natural = sorted({*spread_layers(len(model.parts.layers)), *lent})
         self._use(tuple(natural if layers is None else layers))
 
