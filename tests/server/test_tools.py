@@ -132,6 +132,12 @@ TEXTS: dict[str, tuple[str, str, str, list[Call]]] = {  # name -> style, text, c
         "ab",
         [Call("f", '{"x": {"y": ["{\\"q\\": 1},\\n", -1500.0, null], "z w": {}}, "u": "bare word"}')],
     ),
+    "gemma-bare": (
+        "gemma4",
+        "<|tool_call>call:f{at:12:30,when:[12:30]}<tool_call|><|tool_call>call:g{text:5,list:[1],count:2}<tool_call|>",
+        "",
+        [Call("f", '{"at": "12:30", "when": "[12:30]"}'), Call("g", '{"text": "5", "list": [1], "count": 2}')],
+    ),
     "gemma-cut": ("gemma4", '<|tool_call>call:f{x:1,y:<|"|>a, b', ',y:<|"|>a, b', [Call("f", '{"x": 1')]),
     "gemma-broken": (
         "gemma4", "<|tool_call>call:f{:1}<tool_call|>", ":1}<tool_call|>", [Call("f", "")]

@@ -207,14 +207,17 @@ _LEXEME = re.compile(
 
 def _gemma_parameter(text: str, schema: Schema) -> Parameter | None:
     """`key:value` up to a "," or the call's "}"; strings stand between <|"|>, names of members stand bare."""
-    made, depth, place = list[str](), 0, len(text) - len(text.lstrip(", \t\r\n"))
+    key, made, depth, place = None, list[str](), 0, len(text) - len(text.lstrip(", \t\r\n"))
+    begin = place
     while found := _LEXEME.match(text, place):  # none where a string is not complete
         sign = found["sign"] or ""
         if depth == 0 and sign and sign in ",}":
-            return _member("".join(made), place)
+            return None if key is None else _member(key, text[begin:place].strip(), "".join(made), place, schema)
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(sign, 0)
         made.append(sign or _gemma_word(found, text))
         place = found.end()
+        if depth == 0 and sign == ":" and key is None:
+            key, made, begin = "".join(made[:-1]), [], place
     return None
 
 
@@ -227,12 +230,21 @@ def _gemma_word(found: re.Match[str], text: str) -> str:
     return "" if not word else written_json(word) if is_name else _json(word) or written_json(word)
 
 
-def _member(made: str, end: int) -> Parameter | None:
+def _member(key: str, text: str, made: str, end: int, schema: Schema) -> Parameter | None:
+    """A parameter whose key is JSON, and whose value is `text`, which was `made` into what should be JSON."""
     try:
-        ((key, value),) = read_json("{" + made + "}").items()
+        name = read_json(key)
     except ValueError:
         return None
-    return Parameter(key, written_json(value), end)
+    if not isinstance(name, str):
+        return None
+    value = _json(made) if _MARK.search(text) else None
+    if value is None or not value.startswith('"'):
+        value = typed(value or text, _property(name, schema), schema)
+    return Parameter(name, value, end)
+
+
+_MARK = re.compile(r'<\|"\|>|[{}\[\]]')  # none in a bare value
 
 
 QWEN = CallForm(
