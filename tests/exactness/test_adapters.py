@@ -26,13 +26,15 @@ from tests.weights.gguf_makers import write_model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-# case -> what is adapted: joined and single matrices, both tables, latent attention beside a mixture, recurrent layers
+# case -> what is adapted: joined and single matrices, both tables, latent attention beside a mixture, a dense part
+# beside experts, recurrent layers
 CASES = {
     "llama": (*ALL, "lm_head", "embed_tokens"),
     "llama-tied-biased": (*ALL, "embed_tokens"),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "olmo2": ALL,
     "deepseek": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "gemma4-experts": ("gate_proj", "up_proj", "down_proj", "q_proj", "o_proj"),
     "qwen3.5": (*ALL, "in_proj_qkv", "in_proj_z", "out_proj"),
     "falcon-h1": ("in_proj", "out_proj", *ALL),
     "lfm2": ("in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2"),

@@ -29,6 +29,7 @@ from forerun.layers.embedding import TableEmbedding
 from forerun.layers.linear import Linear
 from forerun.layers.lora import LowRankUpdate
 from forerun.layers.mlp import GatedMLP, SquaredMLP
+from forerun.layers.moe import ExpertsBesideDense
 from forerun.models.adapted import LoraAdapter
 from forerun.models.decoder import Decoder
 from forerun.models.family import TensorNames
@@ -223,7 +224,8 @@ def _places(model: Decoder, names: TensorNames) -> Iterator[tuple[str, ModulePla
     """The modules of a decoder that can be adapted, those whose rows are the rows of the pass."""
     parts = model.parts
     for layer in parts.layers:
-        dense = layer.mlp.linears if isinstance(layer.mlp, GatedMLP | SquaredMLP) else ()
+        mlp = layer.mlp.dense if isinstance(layer.mlp, ExpertsBesideDense) else layer.mlp
+        dense = mlp.linears if isinstance(mlp, GatedMLP | SquaredMLP) else ()
         for linear in (*(linear for mixer in layer.mixers for linear in mixer.linears), *dense):
             if isinstance(linear, Linear):
                 yield from _modules_of(linear)
