@@ -11,7 +11,7 @@ from forerun.errors import ConfigError, ModelError
 from forerun.models.base import state_specs_of
 from forerun.models.gguf_export import export_gguf
 from forerun.models.loader import load_model
-from forerun.models.overview import look_at
+from forerun.models.overview import look_at, why_refused
 from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.resolve import resolve_model
 from tests.models import factory
@@ -59,6 +59,12 @@ def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for method in ("tensor", "raw", "integers"):
         monkeypatch.setattr(Checkpoint, method, lambda *_: pytest.fail("read"))
     assert look_at(folder).state_specs[0].bytes_per_slot == 4 * (3 * 88 + 4 * 12 * 10)
+
+
+def test_what_a_device_cannot_run_is_told(tmp_path: Path) -> None:
+    found = look_at(factory.make_checkpoint("qwen3.5", tmp_path))
+    assert "run on CPUs only" in (why_refused(found, torch.device("cuda")) or "")
+    assert why_refused(found, torch.device("cpu")) is None
 
 
 def test_a_model_that_runs_through_transformers(tmp_path: Path) -> None:

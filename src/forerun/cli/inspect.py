@@ -37,7 +37,7 @@ def _inspect(name: str, **options: Any) -> dict[str, Any]:
     from forerun.drafters.registry import telling_heads
     from forerun.kernels.select import select_kernels
     from forerun.llm import engine_config
-    from forerun.models.overview import look_at
+    from forerun.models.overview import look_at, why_refused
 
     config = engine_config(name, given)
     kernels = select_kernels(
@@ -46,7 +46,7 @@ def _inspect(name: str, **options: Any) -> dict[str, Any]:
     with telling_heads(name):
         found = look_at(name, config.dtype)
     note_slow_kernels(kernels, given.get("kernels"))
-    for said in (why_slow(found), what_part(found)):
+    for said in (why_slow(found), what_part(found), why_refused(found, kernels.device)):
         if said is not None:
             print_note(said)
     usable = _usable_context(found, config, kernels)

@@ -229,7 +229,7 @@ def _load_native(
     family = find_family(raw)
     assert family is not None
     config = ModelConfig.read(raw, family)
-    _check_device(config, kernels.device)
+    check_device(config, kernels.device)
     positions = _positions(config.max_position, max_position, raw)
     checkpoint = _open_text(folder, raw)
     config = _tied_as_stored(config, family, checkpoint)
@@ -255,7 +255,8 @@ def _tied_as_stored(config: ModelConfig, family: Family, checkpoint: Checkpoint)
     return replace(config, tie_embeddings=own.dtype == copied.dtype and torch.equal(own, copied))
 
 
-def _check_device(config: ModelConfig, device: torch.device) -> None:
+def check_device(config: ModelConfig, device: torch.device) -> None:
+    """Raise UnsupportedError for a model that forerun does not run there."""
     part = "the recurrent layers" if config.recurrent is not None else ""
     if config.experts is not None and config.experts.scales_inputs:
         part = "experts whose inputs are weighed, those"
@@ -277,7 +278,7 @@ def _load_gguf(
         raise UnsupportedError(f"{path} is a GGUF file, which forerun runs itself; leave `implementation` at 'auto'")
     checkpoint = GgufCheckpoint.open(path)
     family, config = gguf_family(checkpoint), _gguf_config(checkpoint)
-    _check_device(config, kernels.device)
+    check_device(config, kernels.device)
     positions = _positions(config.max_position, max_position, checkpoint.config)
     in_blocks = DTYPES[dtype] is None and keeps_blocks(checkpoint, f"{family.names.embedding}.weight")
     table_bytes = 0 if in_blocks else config.vocab_size * config.hidden_size * 4  # the embedding as float32

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from forerun.errors import UnsupportedError
 from forerun.models.adapters import CONFIG_FILE
 from forerun.models.base import LayerSpec, StateSpec
 from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.family import Family
-from forerun.models.loader import dtype_named, find_family, gguf_family, open_checkpoint, read_config
+from forerun.models.loader import check_device, dtype_named, find_family, gguf_family, open_checkpoint, read_config
 from forerun.models.recurrent_dims import ConvDims, DeltaDims, MambaDims, state_shapes
 from forerun.models.storage import check_float16
 from forerun.quant.formats import check_tensors
@@ -82,6 +83,16 @@ def look_at(name_or_path: str | Path, dtype: str = "auto") -> Overview:
         state_specs=_state_specs(config),
         adapters=_adapters(folder),
     )
+
+
+def why_refused(found: Overview, device: torch.device) -> str | None:
+    """Why loading the model there fails; None if the device can run it."""
+    try:
+        if found.config is not None:
+            check_device(found.config, device)
+    except UnsupportedError as error:
+        return str(error)
+    return None
 
 
 def _through_transformers(folder: Path, stored: Checkpoint, tokenizer: Tokenizer) -> Overview:
