@@ -2,7 +2,8 @@
 
 ForerunError
 ├── ConfigError            an option is unknown, out of range, or contradicts another
-│   └── SamplingError      the same for one request's sampling parameters
+│   ├── SamplingError      the same for one request's sampling parameters
+│   └── UnknownAdapterError no LoRA adapter has the name
 ├── ModelError             a model cannot be loaded or used
 │   ├── ModelNotFoundError no such folder, embedded model or hub id
 │   ├── CheckpointError    a file is missing, truncated, corrupt, or of the wrong shape
