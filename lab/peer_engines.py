@@ -97,12 +97,13 @@ class LlamaCpp:
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {given['file']}")
         self._contexts: dict[int, Any] = {}  # known tokens -> llama_context
+        self._known: dict[int, Any] = {}  # likewise: bytes of all it knows, where positions cannot be dropped
         self._prompts: dict[int, Any] = {}  # likewise, empty
 
     def chain(self, context: int, tokens: int) -> float:
         """See PeerEngine."""
         own = self._contexts.get(context) or self._filled_context(context)
-        self._timed(own, context, tokens)
+        self._timed(own, context, tokens)  # after which the state of recurrent layers is set back
         return self._timed(own, context, tokens)
 
     def prefill(self, tokens: int) -> float:
@@ -138,6 +139,10 @@ class LlamaCpp:
         """A context of its own for every length: attention looks at all cells in use."""
         own = self._contexts[context] = self._new_context(context + MAX_TOKENS)
         self._fill(own, context)
+        if self._is_recurrent():
+            size = self._api.llama_state_seq_get_size(own, 0)
+            self._known[context] = (ctypes.c_uint8 * size)()
+            self._api.llama_state_seq_get_data(own, self._known[context], size, 0)
         return own
 
     def _fill(self, own: Any, count: int) -> None:
@@ -198,9 +203,16 @@ class LlamaCpp:
         self._api.llama_batch_free(batch)
         return failed
 
+    def _is_recurrent(self) -> bool:
+        """Whether any layer is."""
+        return bool(self._api.llama_model_is_recurrent(self._model) or self._api.llama_model_is_hybrid(self._model))
+
     def _forget(self, own: Any, start: int) -> None:
         """Drop positions from `start` on."""
-        self._api.llama_memory_seq_rm(self._api.llama_get_memory(own), 0, start, -1)
+        memory, known = self._api.llama_get_memory(own), self._known.get(start)
+        self._api.llama_memory_seq_rm(memory, 0, start if known is None else 0, -1)
+        if known is not None:
+            self._api.llama_state_seq_set_data(own, known, len(known), 0)
 
 
 class IkLlama(LlamaCpp):
@@ -225,6 +237,9 @@ class IkLlama(LlamaCpp):
         numbers = (ctypes.c_int32 * len(ids))(*ids)
         failed: int = self._api.ik_decode(own, numbers, len(ids), start, all_logits)
         return failed
+
+    def _is_recurrent(self) -> bool:
+        return False  # its library here has no calls for such models' states
 
     def _forget(self, own: Any, start: int) -> None:
         self._api.llama_kv_cache_seq_rm(own, 0, start, -1)

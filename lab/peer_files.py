@@ -2,9 +2,10 @@
 
 Knows: the names and metadata llama.cpp and OpenVINO GenAI ask for, the block sizes of GGUF. Does not know: engines.
 Every matrix has the one block type asked for (the quantizer's own files mix several), or the one llama.cpp's quantizer
-takes instead where rows are not whole blocks of 256. The integers are random bytes,
+takes instead where rows are not whole blocks of 256; beside experts in MXFP4 all others are Q8_0, as gpt-oss is
+published. The integers are random bytes,
 only the scales inside a block are written on purpose, so that a file of a gigabyte takes seconds and every pass has
-ordinary numbers. Norms and biases are float32. The vocabulary is made up: nothing is tokenized.
+ordinary numbers. Norms, biases, routers and convolutions are float32. The vocabulary is made up: nothing is tokenized.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -20,6 +21,8 @@ import numpy.typing as npt
 
 from forerun.bench.shapes import Shape
 from forerun.errors import ConfigError
+from forerun.models.config import ModelConfig
+from forerun.models.recurrent_dims import DeltaDims
 
 Bytes = npt.NDArray[np.uint8]
 PERIOD = 100_003  # blocks; a prime, so that no two rows begin alike
@@ -40,11 +43,28 @@ SCALES: dict[str, tuple[tuple[int, float], ...]] = {
     "Q6_K": ((208, 1400),),
     "IQ4_NL": ((0, 70),),
     "IQ4_XS": ((0, 1300),),
+    "MXFP4": (),  # a power of two, see `_blocks`
 }
 NARROW = {  # for rows that are not whole blocks of 256
     "Q2_K": "Q4_0", "Q3_K": "Q4_0", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
 }  # fmt: skip
 DENSE = {"F32": np.float32, "F16": np.float16}
+MXFP4_SPREAD, MXFP4_BIAS = 5.9, 128  # of the doubled codes, of the exponents
+
+
+class OfFamily(NamedTuple):
+    """What llama.cpp calls a family, and the norms of its layers."""
+
+    architecture: str
+    norms: tuple[str, ...] = ("attn_norm", "post_attention_norm")
+
+
+FAMILIES = {
+    "qwen3_5_text": OfFamily("qwen35"),
+    "gpt_oss": OfFamily("gpt-oss"),
+    "gemma3_text": OfFamily("gemma3", ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")),
+}
+Sizes = tuple[int, ...]  # of a tensor, outputs before inputs
 
 
 def model_file(shape: Shape, block_type: str, folder: Path) -> Path:
@@ -60,15 +80,16 @@ def write_gguf(shape: Shape, block_type: str, path: Path) -> Path:
     """Write the file; raises ConfigError for types and widths GGUF cannot have."""
     if block_type not in SCALES and block_type not in (*DENSE, "BF16"):
         raise ConfigError(f"no random GGUF of type {block_type}; choose {', '.join((*DENSE, 'BF16', *SCALES))}")
-    writer = gguf.GGUFWriter(path, shape.config.model_type)
+    writer = gguf.GGUFWriter(path, _family(shape.config).architecture)
     _add_sizes(writer, shape, block_type)
+    _add_special(writer, shape)
     _add_vocabulary(writer, shape.config.vocab_size)
     random = np.random.default_rng(0)
     for name, dimensions in _tensors(shape):
-        if len(dimensions) == 1:
-            writer.add_tensor(name, (1 + 0.1 * random.standard_normal(dimensions)).astype(np.float32))
+        if _is_float(name, dimensions):
+            writer.add_tensor(name, _floats(random, name, dimensions))
         else:
-            stored = _type(block_type, dimensions[1])
+            stored = _type(block_type, dimensions)
             kind = gguf.GGMLQuantizationType[stored]
             writer.add_tensor(name, _matrix(random, name, dimensions, stored), raw_dtype=kind)
     writer.write_header_to_file()
@@ -80,12 +101,31 @@ def write_gguf(shape: Shape, block_type: str, path: Path) -> Path:
 
 def stored_types(shape: Shape, block_type: str) -> set[str]:
     """The block types of the matrices in its file."""
-    return {_type(block_type, dimensions[1]) for _, dimensions in _tensors(shape) if len(dimensions) == 2}
+    return {_type(block_type, sizes) for name, sizes in _tensors(shape) if not _is_float(name, sizes)}
 
 
-def _type(block_type: str, columns: int) -> str:
-    """Of a matrix with rows of so many columns."""
-    return NARROW.get(block_type, block_type) if columns % 256 else block_type
+def _type(block_type: str, dimensions: Sizes) -> str:
+    """Of a matrix of that size, or of the experts' matrices together."""
+    if block_type == "MXFP4" and len(dimensions) == 2:
+        return "Q8_0"
+    return NARROW.get(block_type, block_type) if dimensions[-1] % 256 else block_type
+
+
+def _is_float(name: str, dimensions: Sizes) -> bool:
+    """Whether a tensor is one that quantizers leave in float32."""
+    return len(dimensions) == 1 or name.endswith((".bias", ".ffn_gate_inp.weight", ".ssm_conv1d.weight"))
+
+
+def _floats(random: np.random.Generator, name: str, dimensions: Sizes) -> npt.NDArray[np.float32]:
+    """Vectors around 1 (-1 where a state decays by them), matrices that keep the size of what they multiply."""
+    values = random.standard_normal(dimensions).astype(np.float32)
+    if len(dimensions) > 1:
+        return values / np.float32(math.sqrt(dimensions[-1]))
+    return (-1 if name.endswith(".ssm_a") else 1) + np.float32(0.1) * values
+
+
+def _family(config: ModelConfig) -> OfFamily:
+    return FAMILIES.get(config.model_type, OfFamily(config.model_type, ("attn_norm", "ffn_norm")))
 
 
 def _add_sizes(writer: Any, shape: Shape, block_type: str) -> None:
@@ -119,52 +159,125 @@ def _add_vocabulary(writer: Any, size: int) -> None:
     writer.add_pad_token_id(size - 1)
 
 
-def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and sizes [outputs, inputs], or [size]."""
+def _add_special(writer: Any, shape: Shape) -> None:
+    """The keys of what Llama does not have."""
+    config, rope = shape.config, shape.config.rope
+    if any(config.windows):
+        writer.add_sliding_window(max(config.windows))
+    if rope.kind != "llama3" and rope.factor != 1:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope.kind))
+        writer.add_rope_scaling_factor(rope.factor)
+    if rope.kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope.original_max_position)
+    if config.experts is not None:
+        writer.add_expert_count(config.experts.routing.num_experts)
+        writer.add_expert_used_count(config.experts.routing.top_k)
+        writer.add_expert_feed_forward_length(config.experts.ffn_size)
+    if isinstance(config.recurrent, DeltaDims):
+        heads = config.recurrent.heads
+        writer.add_full_attention_interval(shape.raw["full_attention_interval"])
+        writer.add_ssm_conv_kernel(config.recurrent.taps)
+        writer.add_ssm_inner_size(heads.values_size)
+        writer.add_ssm_state_size(heads.key_dim)
+        writer.add_ssm_time_step_rank(heads.num_values)
+        writer.add_ssm_group_count(heads.num_keys)
+        third = rope.rotary_dim // 6  # of the rotated pairs, for time, height and width
+        writer.add_rope_dimension_sections([rope.rotary_dim // 2 - 2 * third, third, third, 0])
+
+
+def _tensors(shape: Shape) -> Iterator[tuple[str, Sizes]]:
+    """Names and sizes [outputs, inputs], [experts, outputs, inputs] or [size]."""
     config = shape.config
-    hidden, ffn, heads = config.hidden_size, config.ffn_size, config.heads
-    query, key = heads.num_q * heads.head_dim, heads.num_kv * heads.head_dim
-    yield "token_embd.weight", (config.vocab_size, hidden)
+    yield "token_embd.weight", (config.vocab_size, config.hidden_size)
     for index in range(config.num_layers):
-        prefix = f"blk.{index}."
-        yield prefix + "attn_norm.weight", (hidden,)
-        for name, rows in (("attn_q", query), ("attn_k", key), ("attn_v", key)):
-            yield f"{prefix}{name}.weight", (rows, hidden)
-            if config.biases.qkv:
-                yield f"{prefix}{name}.bias", (rows,)
-        yield prefix + "attn_output.weight", (hidden, query)
-        yield prefix + "ffn_norm.weight", (hidden,)
-        yield prefix + "ffn_gate.weight", (ffn, hidden)
-        yield prefix + "ffn_up.weight", (ffn, hidden)
-        yield prefix + "ffn_down.weight", (hidden, ffn)
-    yield "output_norm.weight", (hidden,)
+        of_layer: dict[str, Sizes] = {f"{name}.weight": (config.hidden_size,) for name in _family(config).norms}
+        if config.is_recurrent(index):
+            assert isinstance(config.recurrent, DeltaDims), config.recurrent
+            of_layer |= _delta_net(config.recurrent, config.hidden_size)
+        else:
+            of_layer |= _attention(config)
+        of_layer |= _feed_forward(config) if config.experts is None else _experts(config)
+        for name, sizes in of_layer.items():
+            yield f"blk.{index}.{name}", sizes
+    yield "output_norm.weight", (config.hidden_size,)
     if not config.tie_embeddings:
-        yield "output.weight", (config.vocab_size, hidden)
+        yield "output.weight", (config.vocab_size, config.hidden_size)
 
 
-def _matrix(random: np.random.Generator, name: str, dimensions: tuple[int, ...], block_type: str) -> Any:
+def _attention(config: ModelConfig) -> dict[str, Sizes]:
+    heads, hidden = config.heads, config.hidden_size
+    query, key = heads.num_q * heads.head_dim, heads.num_kv * heads.head_dim
+    found: dict[str, Sizes] = {}
+    for name, rows in (("attn_q", query * (1 + config.gated_attention)), ("attn_k", key), ("attn_v", key)):
+        found[f"{name}.weight"] = (rows, hidden)
+        if config.biases.qkv:
+            found[f"{name}.bias"] = (rows,)
+    if config.qk_norm == "head":
+        found |= {f"attn_{part}_norm.weight": (heads.head_dim,) for part in "qk"}
+    if config.sinks:
+        found["attn_sinks.weight"] = (heads.num_q,)
+    if config.biases.out:
+        found["attn_output.bias"] = (hidden,)
+    return {**found, "attn_output.weight": (hidden, query)}
+
+
+def _delta_net(dims: DeltaDims, hidden: int) -> dict[str, Sizes]:
+    heads = dims.heads
+    return {
+        "attn_qkv.weight": (heads.row_size, hidden),
+        "attn_gate.weight": (heads.values_size, hidden),
+        "ssm_conv1d.weight": (heads.row_size, dims.taps),
+        "ssm_dt.bias": (heads.num_values,),
+        "ssm_a": (heads.num_values,),
+        "ssm_beta.weight": (heads.num_values, hidden),
+        "ssm_alpha.weight": (heads.num_values, hidden),
+        "ssm_norm.weight": (heads.value_dim,),
+        "ssm_out.weight": (hidden, heads.values_size),
+    }
+
+
+def _feed_forward(config: ModelConfig) -> dict[str, Sizes]:
+    hidden, ffn = config.hidden_size, config.ffn_size
+    return {"ffn_gate.weight": (ffn, hidden), "ffn_up.weight": (ffn, hidden), "ffn_down.weight": (hidden, ffn)}
+
+
+def _experts(config: ModelConfig) -> dict[str, Sizes]:
+    assert config.experts is not None
+    count, ffn, hidden = config.experts.routing.num_experts, config.experts.ffn_size, config.hidden_size
+    found: dict[str, Sizes] = {"ffn_gate_inp.weight": (count, hidden)}
+    for part, sizes in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
+        found[f"ffn_{part}_exps.weight"] = (count, *sizes)
+        if config.experts.biases:
+            found[f"ffn_{part}_exps.bias"] = (count, sizes[0])
+    return {**found, "ffn_gate_inp.bias": (count,)} if config.experts.biases else found
+
+
+def _matrix(random: np.random.Generator, name: str, dimensions: Sizes, block_type: str) -> Any:
     """Entries of about 1 / sqrt(inputs), in the bytes of the file."""
-    rows, columns = dimensions
+    rows, columns = math.prod(dimensions[:-1]), dimensions[-1]
     scale = 1 / math.sqrt(columns)
     if block_type in DENSE:
         values = (random.standard_normal(PERIOD) * scale).astype(DENSE[block_type])
-        return _tiled(values, rows * columns).reshape(rows, columns)
+        return _tiled(values, rows * columns).reshape(dimensions)
     if block_type == "BF16":
         values = (random.standard_normal(PERIOD) * scale).astype(np.float32).view(np.uint32)
-        return _tiled((values >> 16).astype(np.uint16), rows * columns).reshape(rows, columns).view(np.uint8)
+        return _tiled((values >> 16).astype(np.uint16), rows * columns).reshape(dimensions).view(np.uint8)
     size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
     if columns % size:
         raise ConfigError(
             f"{name} has {columns} inputs, which blocks of {size} ({block_type}) do not divide; choose a type with "
             "blocks of 32, such as Q4_0 or Q8_0"
         )
-    return _blocks(random, block_type, rows * columns // size, num_bytes, scale).reshape(rows, -1)
+    return _blocks(random, block_type, rows * columns // size, num_bytes, scale).reshape(*dimensions[:-1], -1)
 
 
 def _blocks(random: np.random.Generator, block_type: str, count: int, num_bytes: int, scale: float) -> Bytes:
     blocks = random.integers(0, 256, (min(count, PERIOD), num_bytes), dtype=np.uint8)
     if block_type == "Q8_0":
         blocks[blocks == 0x80] = 0x81  # no quantizer writes -128, and ik_llama.cpp adds 127 to make bytes
+    if block_type == "MXFP4":
+        exponents = np.log2(scale / MXFP4_SPREAD * random.uniform(0.5, 1.5, len(blocks)))
+        blocks[:, 0] = np.round(exponents) + MXFP4_BIAS
     for place, spread in SCALES[block_type]:
         sizes = scale / spread * random.uniform(0.5, 1.5, len(blocks))
         signs = random.choice((-1, 1), len(blocks))  # integers of a block need not have mean 0

@@ -35,7 +35,7 @@ import torch
 
 from forerun.bench.bandwidth import reader
 from forerun.bench.machine import describe_machine
-from forerun.bench.shapes import Shape, read_shape
+from forerun.bench.shapes import Shape, part_of, read_shape
 from forerun.kernels.select import select_kernels
 from peer_engines import STORED, file_type
 from peer_files import model_file, stored_types
@@ -52,6 +52,7 @@ def main() -> None:
     """Measure every storage, keep, print."""
     given = options()
     shape, cores = read_shape(given.shape), sorted(os.sched_getaffinity(0))[: given.threads]
+    shape = part_of(shape, given.layers, given.vocabulary)
     os.sched_setaffinity(0, cores)  # inherited by every engine
     engines = {name: installed(name, given.ik_llama) for name in given.engines.split(",")}
     missing = [name for name, there in engines.items() if not there]
@@ -64,7 +65,7 @@ def main() -> None:
         "repeats": given.repeats,
         "not_installed": missing,
         "runs": runs,
-        "machine": describe_machine(),
+        "machine": describe_machine(select_kernels("auto", given.threads)),
     }
     keep(result, given.out)
 
@@ -73,6 +74,8 @@ def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="forerun beside other engines, one pass over M tokens.")
     parser.add_argument("--shape", default="qwen2.5-0.5b")
+    parser.add_argument("--layers", type=int, help="the first ones only, of models that do not fit")
+    parser.add_argument("--vocabulary", type=int, help="so many tokens only, so that a few layers do not drown in it")
     parser.add_argument("--weights", default="Q4_0,Q8_0,BF16", help="block types of GGUF")
     parser.add_argument("--engines", default=",".join((*MODULES, IK_LLAMA)))
     parser.add_argument("--ik-llama", type=Path, help="the library built from lab/ik_llama.cpp")
@@ -225,10 +228,11 @@ def rows_of(times: Times) -> list[dict[str, Any]]:
 
 
 def keep(result: dict[str, Any], folder: Path) -> None:
-    """JSON and Markdown."""
+    """JSON and Markdown, named by the instruction set too: machines differ from day to day, and within one."""
     folder.mkdir(parents=True, exist_ok=True)
     name = Path(result["shape"]).stem if result["shape"].endswith(".json") else result["shape"]
-    parts = [result["machine"]["date"], "peers", name, *(run["weights"] for run in result["runs"])]
+    machine = result["machine"]
+    parts = [machine["date"], "peers", name, *(run["weights"] for run in result["runs"]), machine["kernels"].split()[0]]
     path = folder / f"{'-'.join(parts)}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     text = markdown(result)
@@ -250,9 +254,9 @@ def markdown(result: dict[str, Any]) -> str:
         notes += [f"{name} was left out: {reason}" for name, reason in run["skipped"].items()]
         parts.append("\n".join(f"* {note}" for note in [*notes, f"memory read at {run['read_gb_per_s']} GB/s"]))
     machine = result["machine"]
-    place = f"{machine['cpu']}, {result['threads']} threads, commit {machine['commit']}, {machine['date']}"
+    place = f"{machine['cpu']}, {result['threads']} threads, kernels {machine['kernels']}, commit {machine['commit']}"
     missing = [f"Not installed: {', '.join(result['not_installed'])}."] if result["not_installed"] else []
-    return "\n\n".join([*parts, *missing, f"{place}:", f"```\n{result['command']}\n```"])
+    return "\n\n".join([*parts, *missing, f"{place}, {machine['date']}:", f"```\n{result['command']}\n```"])
 
 
 def table(shape: str, run: dict[str, Any], context: int) -> str:

@@ -17,6 +17,7 @@ from forerun.bench.weight_kinds import GGUF_TYPES, read_kind
 from forerun.errors import ConfigError, ResourceError
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
+from forerun.models.base import state_specs_of
 from forerun.models.config import ModelConfig
 from forerun.models.families import FAMILIES
 from tests.models.factory import CASES, SIZES
@@ -141,6 +142,21 @@ def test_mixtures_and_latents_can_be_measured(case: str, weights: str) -> None:
     assert built.model.weight_bytes < 1.5 * bytes_needed(tiny(case).config, kind, kernels, 40)
     few, many = (built.bytes_read(20, rows) - built.bytes_read(19, rows + 1) for rows in (1, 30))
     assert few < 0 == many, "one row reads its own experts only"
+
+
+@pytest.mark.parametrize("case", ["qwen3.5", "falcon-h1"])
+def test_recurrent_layers_can_be_measured_and_accept_the_chain(case: str) -> None:
+    kernels, kind = select_kernels("auto", threads=1), read_kind("int4:16")
+    built = TimedPasses(random_decoder(tiny(case), kind, kernels, 40), kernels, 40)
+    built.run(built.chain(20, 3))
+    for chunk in [*built.chunks(33, 16), built.chain(0, 3)]:
+        built.run(chunk)
+    logits = built.runner.run(built.chain(3, 2)).logits
+    assert bool(logits.isfinite().all()) and 0.1 < float(logits.std()) < 10
+    with pytest.raises(RuntimeError, match="goes on after 5 tokens, its state after 4"):
+        built.runner.run(built.chain(5, 1))
+    states = sum(spec.bytes_per_slot for spec in state_specs_of(built.model))
+    assert built.bytes_read(0, 1) > built.weight_bytes + 2 * states
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))

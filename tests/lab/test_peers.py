@@ -5,18 +5,24 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import gguf
 import pytest
+import torch
 
 import peer_engines
 import peer_files
 import peers
-from forerun.bench.shapes import Shape, read_shape
+from forerun.bench.passes import TimedPasses
+from forerun.bench.shapes import Shape, part_of, read_shape
 from forerun.errors import ConfigError
+from forerun.kernels.select import select_kernels
 from forerun.models.config import ModelConfig
+from forerun.models.loader import load_model
 
 
 @pytest.fixture
@@ -65,6 +71,60 @@ def test_narrow_rows_have_the_type_of_the_quantizer_and_engines_without_it_are_l
     assert peers.unread("openvino", shape, "Q2_K") == "it cannot have Q2_K"
     readers = (("openvino", shape), ("openvino-ir", narrow), ("llama.cpp", narrow))
     assert [peers.unread(name, some, "Q4_K") for name, some in readers] == [None] * 3
+
+
+NARROW = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+NARROW_DELTA = {f"linear_num_{part}_heads": count for part, count in (("key", 1), ("value", 2))}
+
+
+@pytest.mark.parametrize(
+    ("name", "block_type", "fields"),
+    [
+        ("qwen3.5-4b", "Q4_K", NARROW_DELTA),
+        ("gemma-3-4b", "Q4_K", {"head_dim": 64}),
+        ("gpt-oss-20b", "MXFP4", {"num_local_experts": 8}),
+    ],
+)
+def test_files_of_other_families_are_models(name: str, block_type: str, fields: dict[str, int], tmp_path: Path) -> None:
+    known = part_of(read_shape(name), 6, 300)
+    raw = {**known.raw, **NARROW, **fields}
+    shape = known._replace(raw=raw, config=ModelConfig.read(raw, known.family))
+    path = peer_files.write_gguf(shape, block_type, tmp_path / "model.gguf")
+    kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    assert kinds == {"F32", "MXFP4", "Q8_0"} if block_type == "MXFP4" else {"F32", "Q4_K"}
+    assert peer_files.stored_types(shape, block_type) == kinds - {"F32"}
+    kernels = select_kernels("auto", 1)
+    loaded = load_model(path, kernels)
+    config = loaded.config
+    assert config is not None and (config.rope, config.windows) == (shape.config.rope, shape.config.windows)
+    assert (config.recurrent, config.heads, config.experts) == (
+        shape.config.recurrent, shape.config.heads, shape.config.experts
+    )  # fmt: skip
+    model: Any = loaded.model
+    passes = TimedPasses(model, kernels, 40)
+    first, again = (passes.runner.run(passes.chain(0, 8)).logits for _ in range(2))
+    assert torch.equal(first, again) and bool(first.isfinite().all()) and 0.1 < float(first.std()) < 30
+
+
+def test_parts_of_shapes() -> None:
+    part = part_of(read_shape("gpt-oss-20b"), 6, 50272).config
+    assert (part.num_layers, part.vocab_size, len(part.windows)) == (6, 50272, 6)
+    with pytest.raises(ConfigError, match="num_hidden_layers 24; choose from 1 to that, not 25"):
+        part_of(read_shape("gpt-oss-20b"), 25, None)
+
+
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_llama_goes_back_to_what_it_knew(monkeypatch: pytest.MonkeyPatch, is_hybrid: bool) -> None:
+    api = MagicMock(__version__="1", **{"llama_decode.return_value": 0, "llama_state_seq_get_size.return_value": 5,
+                    "llama_model_is_recurrent.return_value": False,
+                    "llama_model_is_hybrid.return_value": is_hybrid})  # fmt: skip
+    monkeypatch.setitem(sys.modules, "llama_cpp", api)
+    engine = peer_engines.LlamaCpp({"file": "model.gguf", "type": "Q4_K", "threads": 2, "vocab_size": 300})
+    engine.chain(128, 8)
+    first = 0 if is_hybrid else 128  # states cannot be cut at a position
+    assert [call.args[1:] for call in api.llama_memory_seq_rm.call_args_list] == [(0, first, -1)] * 2
+    restored = [call.args[2:] for call in api.llama_state_seq_set_data.call_args_list]
+    assert restored == ([(5, 0)] * 2 if is_hybrid else [])
 
 
 class FakeWorker:
@@ -123,11 +183,11 @@ def test_engines_take_turns_and_the_first_turn_does_not_count(
     run = {"weights": "Q4_0", "rows": rows, "skipped": {"c": "no reader"}, "read_gb_per_s": 9.5,
            "engines": {name: {"version": "1", "compared": "nothing", "cosine": 1.0} for name in workers}}  # fmt: skip
     result = {"command": "x", "shape": "small", "threads": 1, "repeats": 2, "not_installed": ["d"], "runs": [run],
-              "machine": {"cpu": "c", "commit": "0", "date": "2026-01-01"}}  # fmt: skip
+              "machine": {"cpu": "c", "commit": "0", "date": "2026-01-01", "kernels": "cpu-avx2 (why)"}}  # fmt: skip
     peers.keep(result, tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {f"2026-01-01-peers-small-Q4_0.{end}" for end in ("json", "md")}
-    assert json.loads((tmp_path / "2026-01-01-peers-small-Q4_0.json").read_text()) == result
+    assert names == {f"2026-01-01-peers-small-Q4_0-cpu-avx2.{end}" for end in ("json", "md")}
+    assert json.loads((tmp_path / "2026-01-01-peers-small-Q4_0-cpu-avx2.json").read_text()) == result
     said = capsys.readouterr().out
     assert "| b | 2.0 | 16.0 | 8.00 | 500 |" in said
     assert "c was left out: no reader" in said and "Not installed: d." in said

@@ -1,6 +1,7 @@
 """Single forward passes of a bare model, with a cache that holds some context already.
 
-Knows: batches of one sequence, the pool, how many bytes a pass must read. Does not know: which passes are wanted.
+Knows: batches of one sequence, the pool, slots of state, how many bytes a pass must read. Does not know: which passes
+are wanted.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from forerun.cache.kv_cache import KVCache, bytes_per_block
+from forerun.cache.states import RecurrentStates, bytes_per_slot
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
-from forerun.models.base import LayerSpec, passes_of
+from forerun.models.base import CommittedPath, LayerSpec, Model, passes_of, state_specs_of, with_states
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, tables_of
@@ -23,7 +25,10 @@ MAX_CHAIN = 64  # nodes of a draft tree
 
 
 class TimedPasses:
-    """A model bound to a pool full of random keys and values, its forward recorded if the kernels can do that."""
+    """A model bound to a pool full of random keys and values, its forward recorded if the kernels can do that.
+
+    Recurrent layers have a state for the one sequence, which goes on from pass to pass; what it holds costs nothing.
+    """
 
     def __init__(self, model: Decoder, kernels: Kernels, max_rows: int) -> None:
         """`max_rows`: context and new tokens together."""
@@ -32,9 +37,17 @@ class TimedPasses:
             layer.keys.normal_()
             layer.values.normal_()
         self.model = model
-        self.runner = bind(passes_of(model), kernels, self.cache.layers, BLOCK_SIZE)
+        specs = state_specs_of(model)
+        self._states = RecurrentStates(specs, 1, kernels.device) if specs else None
+        self._bound: Model = model
+        if self._states is not None:
+            self._states.begin("", 0)
+            self._bound = with_states(model, self._states)
+        self.runner = bind(passes_of(self._bound), kernels, self.cache.layers, BLOCK_SIZE)
         self._vocab_size = model.vocab_size
-        self._windows = [layer.attending.shape.window for layer in model.parts.layers]
+        places = zip(model.parts.layers, model.kv_places, strict=True)
+        self._windows = [layer.attending.shape.window for layer, place in places if place is not None]
+        self._state_bytes = 2 * bytes_per_slot(specs)  # read and written
         self._mlps = [layer.mlp for layer in model.parts.layers if layer.mlp is not None]
         self.weight_bytes = model.weight_bytes - sum(table.nbytes for table in tables_of(model.parts))
 
@@ -54,19 +67,24 @@ class TimedPasses:
         return [*(self._batch(span, 0) for span in spans[:-1]), self._batch(last[:-1], 1)]
 
     def run(self, batch: ForwardBatch) -> None:
-        """Compute it."""
+        """Compute it. Where states go on, a chain's drafts are accepted, all of them: other engines' passes do that."""
+        rows = batch.sequences[0]
+        if self._states is not None:
+            self._states.end("", rows.start if rows.span else rows.tree_start)
         self.runner.run(batch)
+        if self._states is not None:
+            self._bound.commit([CommittedPath("", tuple(rows.tree_rows))])
         synchronize(self.cache.device)
 
     def bytes_read(self, context: int, tokens: int) -> int:
-        """Bytes a chain must read: matrices (as many experts as it can choose) and the keys and values it sees."""
+        """Bytes a chain must read: matrices (as many experts as it can choose), the keys and values it sees, states."""
         seen = context + tokens
         specs = [self.model.kv_specs[place] for place in self.model.kv_places if place is not None]
         per_position = [bytes_per_block([spec], 1) for spec in specs]
         positions = [min(seen, window + tokens - 1) if window else seen for window in self._windows]
         stored = sum(linear.nbytes for mlp in self._mlps for linear in mlp.linears)
         weights = self.weight_bytes - stored + sum(mlp.bytes_read(tokens) for mlp in self._mlps)
-        return weights + sum(a * b for a, b in zip(per_position, positions, strict=True))
+        return weights + self._state_bytes + sum(a * b for a, b in zip(per_position, positions, strict=True))
 
     def _batch(self, span: range, nodes: int) -> ForwardBatch:
         """Known tokens at the positions of `span`, then a chain of `nodes`."""

@@ -71,6 +71,71 @@ SHAPES: dict[str, Mapping[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
+    "qwen3.5-4b": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "partial_rotary_factor": 0.25,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e7,
+        "tie_word_embeddings": True,
+    },
+    "gemma-3-4b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 1024,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "tie_word_embeddings": True,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
     "small": {
         "model_type": "llama",
         "vocab_size": 8192,
@@ -106,6 +171,16 @@ def read_shape(name: str) -> Shape:
             f"measured without weights; choose {', '.join(SHAPES)} or another config.json"
         )
     return Shape(name, raw, ModelConfig.read(raw, family), family)
+
+
+def part_of(shape: Shape, layers: int | None, vocab_size: int | None) -> Shape:
+    """The shape with its first layers and tokens only (None: all); raises ConfigError for more than there are."""
+    raw = dict(shape.raw)
+    for field, count in (("num_hidden_layers", layers), ("vocab_size", vocab_size)):
+        if count is not None and not 1 <= count <= raw[field]:
+            raise ConfigError(f"{shape.name} has {field} {raw[field]}; choose from 1 to that, not {count}")
+        raw[field] = raw[field] if count is None else count
+    return shape._replace(raw=raw, config=ModelConfig.read(raw, shape.family))
 
 
 def _from_file(name: str) -> Mapping[str, Any]:

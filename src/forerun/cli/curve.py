@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from forerun.bench.random_model import RandomModel
 
 ShapeName = Annotated[
-    str, typer.Option("--shape", help="qwen2.5-0.5b, llama-3.2-1b, llama-3.1-8b, small or a config.json.")
+    str,
+    typer.Option(
+        "--shape",
+        help="qwen2.5-0.5b, llama-3.2-1b, llama-3.1-8b, qwen3.5-4b, gemma-3-4b, gpt-oss-20b, small or a config.json.",
+    ),
 ]
 Weights = Annotated[
     str, typer.Option("--weights", help="bf16, f32, f16, int8, int4 (int4:32 for groups of 32) or gguf:TYPE.")
