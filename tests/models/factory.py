@@ -299,9 +299,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def random_hf_model(model_type: str, fields: dict[str, Any] | None = None, seed: int = 0) -> Any:
     """A transformers model of SIZES (changed by `fields`) with random weights, biases and norms, in float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    config = AutoConfig.for_model(model_type, **{**SIZES, **(fields or {})})
+    return random_model_of(AutoConfig.for_model(model_type, **{**SIZES, **(fields or {})}), seed)
+
+
+def random_model_of(config: Any, seed: int = 0) -> Any:
+    """The same by transformers' configuration."""
+    from transformers import AutoModelForCausalLM
+
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.core import Request
 from forerun.drafters.base import DrafterContext, Observed
-from forerun.drafters.following import FeatureFollower, Follower, Span
+from forerun.drafters.following import FeatureFollower, Follower, RootFollower, Span
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import LayerSpec, Passes
 from forerun.models.batch import ForwardBatch, SequenceRows
@@ -131,16 +131,22 @@ class AutoregressiveDrafter:
 
 def head_drafter(head: DraftHead, context: DrafterContext) -> AutoregressiveDrafter:
     """Drafts with a head that is fed the target's states."""
-    passes, max_position = head.passes, context.model.max_position
-    follower = FeatureFollower(head, context)
+    passes, places, max_position = head.passes, head.kv_places, context.model.max_position
+    follower = FeatureFollower(head, context) if places is None else RootFollower(head)
+    bind_layers = binder(passes, context, places)
     return AutoregressiveDrafter(
-        context, follower, binder(passes, context), max_position, head.weight_bytes, head.kv_specs, passes.shift
+        context, follower, bind_layers, max_position, head.weight_bytes, head.kv_specs, passes.shift
     )
 
 
-def binder(passes: Passes, context: DrafterContext) -> Bind:
-    """Binds passes to layers of their own."""
-    return lambda target, own: bind(passes, context.kernels, own, context.block_size)
+def binder(passes: Passes, context: DrafterContext, places: Sequence[int] | None = None) -> Bind:
+    """Binds passes to layers of their own, or to the target's at these places."""
+
+    def bind_layers(target: Sequence[LayerKV], own: Sequence[LayerKV]) -> Runner:
+        kvs = own if places is None else [target[place] for place in places]
+        return bind(passes, context.kernels, kvs, context.block_size)
+
+    return bind_layers
 
 
 def _rows(request: Request, start: int, end: int) -> SequenceRows:

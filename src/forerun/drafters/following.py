@@ -235,6 +235,34 @@ class FeatureFollower(Follower):
         self._left.discard(request_id)
 
 
+class RootFollower(Follower):
+    """Follows for a head that reads the target's own KV: keeps the state of the token before each root, and no more."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self.hidden_layers = head.hidden_layers
+        self._states: dict[str, tuple[int, Tensor]] = {}  # the position it will be fed at, and the state [1, W]
+
+    def can_draft(self, request: Request) -> bool:
+        """That state is known: not in a request's very first step."""
+        return super().can_draft(request) and self._states.get(request.request_id, (-1,))[0] == request.root_position
+
+    def features(self, spans: Sequence[Span]) -> Tensor:
+        """The states of the tokens before the roots."""
+        return torch.cat([self._states[request.request_id][1] for request, _, _ in spans])
+
+    def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor], read: Read) -> None:
+        """Keep the state of the last token computed; there is nothing to read."""
+        layers = [hidden[layer] for layer in self.hidden_layers]
+        for request, rows, _, _ in observed:
+            if rows:
+                state = side_by_side(layers, rows[-1:]).clone()  # the step's whole states need not stay
+                self._states[request.request_id] = request.num_computed, state
+
+    def end(self, request_id: str) -> None:
+        """Forget the request."""
+        self._states.pop(request_id, None)
+
+
 def _is_due(seen: Observed) -> bool:
     """Others may go on from these rows soon, or nobody computes them later."""
     return len(seen.rows) > len(seen.nodes) or seen.request.finish_reason is not None

@@ -76,12 +76,13 @@ class Builder:
         kind = Decoder if self.config.recurrent is None else HybridDecoder
         return kind(parts, self.max_position, self._kv_dtype(parts))
 
-    def layer(self, index: int, rope: Tensor | None = None) -> DecoderLayer:
+    def layer(self, index: int, rope: Tensor | None = None, source: Attention | None = None) -> DecoderLayer:
         """Read one layer. It may be one after the last: that is where checkpoints keep their MTP modules.
 
-        rope: the table [P, rotary_dim] of another layer to share; None makes one. Raises CheckpointError.
+        rope: the table [P, rotary_dim] of another layer to share; None makes one. source: whose keys and values it
+        reads; None: it has its own. Raises CheckpointError.
         """
-        return self._layer_with(index, self._table(self.config.rope_of(index)) if rope is None else rope)
+        return self._layer_with(index, self._table(self.config.rope_of(index)) if rope is None else rope, source)
 
     def rope_table(self) -> Tensor:
         """The rotations of all positions, of layers without a window -> [P, rotary_dim]."""

@@ -1,7 +1,7 @@
 """DraftHead: a small decoder that reads a target's hidden states beside the tokens.
 
 Knows: the order of ops, of which only the entrance differs between EAGLE-1, EAGLE-3 and MTP. Does not know: files,
-layouts, requests, or which positions its rows stand for.
+layouts, requests, or which positions its rows stand for (but those of heads that read the target's own KV).
 
 A row is a token and a *feature*: the target's hidden state of the token before, or, while drafting, what the head
 itself gave there. It gives logits for the next token, and the feature that a child's row is fed.
@@ -24,6 +24,7 @@ from forerun.layers.norm import RMSNorm
 from forerun.models.base import LayerSpec, Passes, PassOutput
 from forerun.models.batch import ForwardBatch
 from forerun.models.decoder import DecoderLayer, RowFunction, add_norm, run_layers
+from forerun.models.heads.clusters import ClusteredOutput
 from forerun.models.heads.vocabulary import DraftVocabulary
 
 POSITION_SHIFT = -1  # rows stand at the position of the state they are fed, which is that of the token before
@@ -34,6 +35,25 @@ class Entrance(Protocol):
 
     def __call__(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """Both [M, H] -> what the first attention reads, and the residual stream [M, H], which may be written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairEntrance:
+    """Embedding and state, as a rule normed, side by side through one matrix; then the layer's first norm."""
+
+    token_norm: RMSNorm | None
+    state_norm: RMSNorm | None
+    projection: Linear
+    attention_norm: RMSNorm
+    state_first: bool
+
+    def __call__(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Entrance`."""
+        token = embedded if self.token_norm is None else self.token_norm(embedded)
+        state = feature if self.state_norm is None else self.state_norm(feature)
+        pair = [state, token] if self.state_first else [token, state]
+        residual = self.projection(torch.cat(pair, dim=1))  # [M, H]
+        return self.attention_norm(residual), residual
 
 
 class Fusion(Protocol):
@@ -48,10 +68,11 @@ class Exit:
     """From the residual stream to logits and the next feature."""
 
     norm: RMSNorm | None  # before the output layer; None: that reads the feature itself
-    lm_head: Linear
+    lm_head: Linear | ClusteredOutput
     after_head: RowFunction | None  # what becomes of logits, as in the target whose output layer this is
     vocabulary: DraftVocabulary | None  # None: the output layer's rows are the target's tokens
     feeds_normed: bool  # the next feature is the normed state
+    back: Linear | None = None  # or what this makes of it
 
     def __call__(self, x: Tensor, state: Tensor) -> PassOutput:
         """x [R, H] the last addend, state [R, H] the residual stream, which is added to in place."""
@@ -60,7 +81,8 @@ class Exit:
         logits = logits if self.after_head is None else self.after_head(logits)
         if self.vocabulary is not None:
             logits = self.vocabulary.widen(logits)
-        return PassOutput(logits, features=normed if self.feeds_normed else state)
+        fed = normed if self.feeds_normed else state
+        return PassOutput(logits, features=fed if self.back is None else self.back(fed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +99,7 @@ class HeadParts:
     kv_specs: tuple[LayerSpec, ...]
     state_size: int  # sum of their widths
     weight_bytes: int  # of tensors it does not share with the target
+    kv_places: tuple[int, ...] | None = None  # of the target's KV, which each layer reads; None: layers have their own
 
 
 class DraftHead:
@@ -88,6 +111,7 @@ class DraftHead:
         self.kv_specs = parts.kv_specs
         self.weight_bytes = parts.weight_bytes
         self.state_size = parts.state_size
+        self.kv_places = parts.kv_places
 
     @property
     def sees_slot_zero(self) -> bool:
@@ -96,7 +120,7 @@ class DraftHead:
 
     @property
     def hidden_size(self) -> int:
-        """H, of features and of the residual stream."""
+        """H, of embeddings and features."""
         return self.parts.embedding.shape[1]
 
     @property
@@ -115,6 +139,7 @@ class DraftHead:
         """Compute every row of `batch` with its feature of [M, H], writing KV; no features if nobody wants logits."""
         parts, batch = self.parts, batch.on(features.device)
         assert features.shape[0] == batch.num_rows, (features.shape[0], batch.num_rows)
+        batch = batch if parts.kv_places is None else _at_roots(batch)
         embedded = parts.embedding(batch.token_ids)  # [M, H]
         if parts.masks_start:
             embedded = embedded.masked_fill(batch.positions[:, None] == 0, 0.0)
@@ -142,6 +167,13 @@ class DraftHead:
             vocab_size=self.vocab_size,
             feature_size=self.state_size,
             fed_size=self.hidden_size,
-            shift=POSITION_SHIFT,
+            shift=POSITION_SHIFT if self.kv_places is None else 0,
             past_start=DraftHead(replace(self.parts, masks_start=False)).passes if self.parts.masks_start else None,
         )
+
+
+def _at_roots(batch: ForwardBatch) -> ForwardBatch:
+    """The batch with every row at the position of its tree's root; it sees the tokens before that, and no draft."""
+    before = batch.rows.prefix_lens  # of a node's row: the root's position
+    unseen = torch.zeros(before.shape[0], dtype=torch.int64, device=before.device)  # [M]
+    return replace(batch, positions=before, rows=replace(batch.rows, tree_masks=unseen))

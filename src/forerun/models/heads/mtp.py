@@ -12,6 +12,7 @@ Qwen3-Next  h' = fc [pre_fc_norm_embedding embed(x); pre_fc_norm_hidden h]; a la
             norm. Qwen3.5 and 3.6 have the same.
 Ernie 4.5   As Qwen3-Next, but the layer has no experts and norm is the target's own, as its makers compute it; other
             engines leave it out. Stored as `model.mtp_emb_norm.0`, `mtp_hidden_norm`, `mtp_linear_proj`, `mtp_block`.
+Gemma 4     Has an assistant, a checkpoint of its own: see `heads.assistant`.
 MiMo        h' = input_proj [hidden_layernorm h; token_layernorm embed(x)], the other way round; a Llama-like layer;
             logits = the target's lm_head of final_layernorm(y). Stored as `model.mtp_layers.0`. h is the state before
             the final norm and y is fed back.
@@ -24,21 +25,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from forerun.config import HeadWeights
 from forerun.errors import ModelError, UnsupportedError
 from forerun.kernels.ops import Kernels
 from forerun.layers.linear import Linear
-from forerun.layers.norm import RMSNorm
 from forerun.models.build import Builder
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
 from forerun.models.fields import Fields, words
+from forerun.models.heads.assistant import ASSISTANTS, read_assistant
 from forerun.models.heads.eagle import as_it_is
-from forerun.models.heads.head import DraftHead, HeadParts
+from forerun.models.heads.head import DraftHead, HeadParts, PairEntrance
 from forerun.models.heads.reading import SKIP_SLOT_ZERO, HeadReader, check_hidden_size, num_bytes, num_layers
 from forerun.models.loader import gguf_family, open_checkpoint
 from forerun.quant.rounded import ChooseFormat, choose_for
@@ -51,24 +49,6 @@ QWEN = "mtp"
 OWN_TABLE = "mtp_use_dedicated_embeddings"  # a field
 MTP_FIELDS = words("num_nextn_predict_layers num_mtp_layers target_hidden_size")
 Source = Checkpoint | GgufCheckpoint
-
-
-@dataclass(frozen=True, slots=True)
-class MtpEntrance:
-    """Normed embedding and normed state, side by side, through one matrix; then the layer's first norm."""
-
-    token_norm: RMSNorm
-    state_norm: RMSNorm
-    projection: Linear
-    attention_norm: RMSNorm
-    state_first: bool
-
-    def __call__(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """See `heads.head.Entrance`."""
-        token, state = self.token_norm(embedded), self.state_norm(feature)
-        pair = [state, token] if self.state_first else [token, state]
-        residual = self.projection(torch.cat(pair, dim=1))  # [M, H]
-        return self.attention_norm(residual), residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +114,8 @@ def open_mtp(name_or_folder: str | Path) -> Source:
 def read_mtp(source: Source, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
     """The MTP module of a folder, the target's own or another; raises ModelError if it does not fit."""
     choose_format, layout = choose_for(weights), _find_layout(source, num_layers(target))
+    if isinstance(source, Checkpoint) and source.config.get("model_type") in ASSISTANTS:
+        return read_assistant(source, target, kernels, choose_format)
     if layout is not None:
         return _FamilyModule(source, target, kernels, layout, choose_format).read()
     if isinstance(source, Checkpoint) and source.has(f"{MIMO}.0.input_proj.weight"):
@@ -141,8 +123,8 @@ def read_mtp(source: Source, target: Decoder, kernels: Kernels, weights: HeadWei
     wanted = *(layout.projection for layout in _layouts(num_layers(target))), f"{MIMO}.0.input_proj"
     raise UnsupportedError(
         f"{source.folder} has no MTP module for this target: none of {', '.join(f'{name}.weight' for name in wanted)} "
-        "(DeepSeek and GLM, Qwen, Ernie, MiMo) is there; give the folder of a module with --draft-model, or choose "
-        "another drafter"
+        "(DeepSeek and GLM, Qwen, Ernie, MiMo) is there, nor is it an assistant of Gemma 4; give a module's folder "
+        "with --draft-model, or choose another drafter"
     )
 
 
@@ -158,7 +140,8 @@ def _find_layout(source: Source, num_layers: int) -> MtpLayout | None:
 def holds_mtp(folder: Path) -> bool:
     """Whether a folder holds an MTP module. Raises ModelError if it holds no weights."""
     ends = (".eh_proj.weight", *(f"{one.projection}.weight" for one in (_QWEN, _ERNIE)), f"{MIMO}.0.input_proj.weight")
-    return any(name.endswith(ends) for name in Checkpoint.open(folder))
+    checkpoint = Checkpoint.open(folder)
+    return checkpoint.config.get("model_type") in ASSISTANTS or any(name.endswith(ends) for name in checkpoint)
 
 
 def brings_mtp(name_or_folder: str | Path) -> bool:
@@ -191,7 +174,7 @@ def _read_mimo(source: Checkpoint, target: Decoder, kernels: Kernels, choose_for
     reader = HeadReader.open(source, raw, known, prefix, target, kernels, choose_format)
     builder, size = reader.builder, reader.hidden_size
     layer = reader.layer(prefix, size, reader.rope(), None)
-    entrance = MtpEntrance(
+    entrance = PairEntrance(
         token_norm=builder.norm(f"{prefix}.token_layernorm", size),
         state_norm=builder.norm(f"{prefix}.hidden_layernorm", size),
         projection=reader.linear(f"{prefix}.input_proj", size, 2 * size),
@@ -261,7 +244,7 @@ class _FamilyModule:
         attention = layer.attending
         if not attention.is_latent and attention.shape.window == 0:
             attention.shape = replace(attention.shape, window=SKIP_SLOT_ZERO)
-        entrance = MtpEntrance(
+        entrance = PairEntrance(
             token_norm=self.builder.norm(layout.token_norm, size),
             state_norm=self.builder.norm(layout.state_norm, size),
             projection=self.reader.linear(layout.projection, size, 2 * size),

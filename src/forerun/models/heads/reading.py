@@ -27,6 +27,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer
 from forerun.models.family import Biases, Family
 from forerun.models.fields import Fields, words
+from forerun.models.heads.clusters import ClusteredOutput
 from forerun.models.heads.head import Exit
 from forerun.models.heads.vocabulary import DraftVocabulary
 from forerun.quant.base import RowPart
@@ -82,11 +83,7 @@ class HeadReader:
         _refuse_windows(raw)
         family = _family(source, layer, known)
         config = ModelConfig.read(_layer_fields(raw), family)
-        if config.vocab_size != target.vocab_size:
-            raise VocabularyError(
-                f"the head in {source.folder} was trained for {config.vocab_size} tokens (vocab_size in its "
-                f"config.json), the target has {target.vocab_size}; give a head that was trained for this target"
-            )
+        check_vocabulary(source, config, target)
         builder = Builder(config, family, source, kernels, None, target.max_position, choose_format)
         return HeadReader(source, target, builder, config)
 
@@ -180,7 +177,9 @@ class HeadReader:
             )
 
 
-def num_bytes(layers: Sequence[DecoderLayer], linears: Sequence[Linear], embedding_bytes: int) -> int:
+def num_bytes(
+    layers: Sequence[DecoderLayer], linears: Sequence[Linear | ClusteredOutput], embedding_bytes: int
+) -> int:  # fmt: skip
     """Bytes of matrices and tables (norms are too small to count)."""
     parts = [part for layer in layers for part in (layer.attention, layer.mlp) if part is not None]
     inner = sum(linear.nbytes for part in parts for linear in part.linears)
@@ -219,10 +218,23 @@ def _refuse_windows(raw: Mapping[str, Any]) -> None:
 def check_hidden_size(source: Checkpoint | GgufCheckpoint, fields: Fields, target: Decoder) -> None:
     """Raise UnsupportedError if the head was trained for a target of another hidden size."""
     own = fields.integer("hidden_size")
-    wanted = fields.integer("target_hidden_size", default=own)
+    field = "target_hidden_size" if fields.given("target_hidden_size") else "hidden_size"
+    check_width(source, field, fields.integer("target_hidden_size", default=own), target)
+
+
+def check_width(source: Checkpoint | GgufCheckpoint, field: str, wanted: int, target: Decoder) -> None:
+    """Raise UnsupportedError if the target's hidden size is not what the `field` of config.json says."""
     if wanted != target.hidden_size:
-        field = "target_hidden_size" if fields.given("target_hidden_size") else "hidden_size"
         raise UnsupportedError(
             f"the head in {source.folder} was trained for a target of hidden size {wanted} ({field} in its "
             f"config.json), this target has {target.hidden_size}; give a head that was trained for this target"
+        )
+
+
+def check_vocabulary(source: Checkpoint | GgufCheckpoint, config: ModelConfig, target: Decoder) -> None:
+    """Raise VocabularyError if the head was trained for another number of tokens."""
+    if config.vocab_size != target.vocab_size:
+        raise VocabularyError(
+            f"the head in {source.folder} was trained for {config.vocab_size} tokens (vocab_size in its "
+            f"config.json), the target has {target.vocab_size}; give a head that was trained for this target"
         )
