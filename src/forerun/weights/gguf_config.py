@@ -16,6 +16,8 @@ import numpy as np
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.gguf_dense import DENSE
 from forerun.weights.gguf_file import GgufModel
+from forerun.weights.gguf_gemma4 import GEMMA4_KEYS, gemma4_fields
+from forerun.weights.gguf_layers import layer_sizes, layer_values
 from forerun.weights.gguf_metadata import GGUFMetadata
 from forerun.weights.gguf_mixtures import (
     EXPERT_KEYS,
@@ -30,14 +32,14 @@ from forerun.weights.gguf_mixtures import (
     mixtral_fields,
     qwen_fields,
 )
-from forerun.weights.gguf_recurrent import RECURRENT, layer_sizes
+from forerun.weights.gguf_recurrent import RECURRENT
 from forerun.weights.gguf_tokenizer import end_token_ids, special_token_id
 
 # Architecture -> the keys it has beyond the common ones.
 ARCHITECTURES = {
     "llama": EXPERT_KEYS, "qwen2": "", "qwen3": "", "phi3": "", "qwen2moe": QWEN_KEYS, "qwen3moe": QWEN_KEYS,
     "deepseek2": LATENT_KEYS, "gpt-oss": f"{EXPERT_KEYS} expert_feed_forward_length", "glm4moe": GLM_KEYS,
-    "minimax-m2": f"{EXPERT_KEYS} expert_feed_forward_length expert_gating_func",
+    "minimax-m2": f"{EXPERT_KEYS} expert_feed_forward_length expert_gating_func", "gemma4": GEMMA4_KEYS,
     **{arch: keys for arch, (keys, _) in {**DENSE, **RECURRENT}.items()},
 }  # fmt: skip
 MIXTURES = {
@@ -45,9 +47,12 @@ MIXTURES = {
     "gpt-oss": gpt_oss_fields,
     "glm4moe": glm_fields,
     "minimax-m2": minimax_fields,
+    "gemma4": gemma4_fields,
 }
+DIFFERING = ("gemma4",)  # architectures whose layers may differ in sizes
 _OTHER_NORMS = ("cohere2", "nemotron_h")  # whose files name the epsilon of norms otherwise
 LIMITED_BY = "_max_position_limited_by"  # in the config: why fewer positions can be used than the file says
+NOT_TURNED = 1e30  # a divisor of frequencies
 PHI3_WINDOWS = {4096: 2047, 131072: None}  # context -> window; None: longer than the context
 MISTRAL_WINDOW = 4096
 MISTRAL_REASON = (
@@ -146,10 +151,13 @@ def _head_dim(metadata: GGUFMetadata, arch: str, hidden: int, heads: int) -> int
 
 
 def _size(metadata: GGUFMetadata, arch: str, key: str, default: int | None = None) -> int:
-    """A size of layers, which only some layers of a recurrent model may have."""
-    if arch not in RECURRENT:
-        return metadata.integer(f"{arch}.{key}", default)
-    return max(layer_sizes(metadata, arch, key, default), default=0)
+    """A size of layers, which only some layers of a recurrent model may have; the first's where they may differ."""
+    if arch in DIFFERING:
+        return next(iter(layer_values(metadata, arch, key, default)), 0)
+    sizes = layer_sizes(metadata, arch, key, default)
+    if arch not in RECURRENT and len(set(sizes)) > 1:
+        raise metadata.wrong(f"{arch}.{key}", "the same in all layers")
+    return max(sizes, default=0)
 
 
 def _main_type(file: GgufModel) -> str:
@@ -278,6 +286,8 @@ def _factors(
     """rope_scaling for files that store a divisor for every frequency, {} for others."""
     if "rope_freqs.weight" in file.tensors:
         found = _vector(file, "rope_freqs.weight", rotary_dim // 2)
+        if arch == "gemma4":
+            return _as_proportional(file, found)
         return _as_llama3(found, theta, rotary_dim) or _as_longrope(found, positions, 1.0)
     if "rope_factors_short.weight" in file.tensors:
         found = _vector(file, "rope_factors_short.weight", rotary_dim // 2)
@@ -298,6 +308,17 @@ def _as_longrope(factors: np.ndarray[Any, Any], original: int, amplitude: float)
         "attention_factor": amplitude,
         "original_max_position_embeddings": original,
     }
+
+
+def _as_proportional(file: GgufModel, factors: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """The first frequencies are used, the others divided by so much that nothing turns."""
+    num_turned = int((factors == 1.0).sum())
+    if not (factors[:num_turned] == 1.0).all() or not (factors[num_turned:] >= NOT_TURNED).all():
+        raise UnsupportedError(
+            f"{file.path}: rope_freqs.weight holds other divisors than 1 and, for the last frequencies, {NOT_TURNED}; "
+            "load the model from its safetensors"
+        )
+    return {"rope_type": "proportional", "partial_rotary_factor": _share(2 * num_turned, 2 * len(factors))}
 
 
 def _as_llama3(factors: np.ndarray[Any, Any], theta: float, rotary_dim: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from forerun.errors import UnsupportedError
 from forerun.weights.gguf_file import GgufModel
 from forerun.weights.gguf_metadata import GGUFMetadata
 
@@ -78,8 +79,19 @@ def granite_scales(metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
 
 
 def _granite(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
-    biases = {"attention_bias": _has_bias(file), "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
-    return {**biases, **granite_scales(metadata, "granite")}
+    """Files of Granite 4 without recurrent layers (micro, 1b, 350m) have the keys of those with some, too."""
+    if not metadata.flag("granite.rope.scaling.finetuned", True):  # llama.cpp's switch for rope
+        raise UnsupportedError(
+            f"{metadata.path} says that the model does not rotate (granite.rope.scaling.finetuned false); supported "
+            "are files of the architecture granite that do: load the model from its safetensors"
+        )
+    dense_size = metadata.integer("granite.feed_forward_length")
+    return {
+        "attention_bias": _has_bias(file),
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "intermediate_size": metadata.integer("granite.expert_shared_feed_forward_length", dense_size),
+        **granite_scales(metadata, "granite"),
+    }
 
 
 def _smollm3(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
@@ -99,6 +111,10 @@ def _cohere2(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     }
 
 
+SSM_KEYS = "ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank ssm.group_count"
+_GRANITE_KEYS = (  # those of recurrent layers and of shared experts mean nothing without such
+    f"embedding_scale residual_scale logit_scale attention.scale expert_shared_feed_forward_length {SSM_KEYS}"
+)
 _GEMMA_KEYS = "attn_logit_softcapping final_logit_softcapping rope.freq_base_swa"
 # Architecture -> the keys it has beyond the common ones, and what they say.
 DENSE: dict[str, tuple[str, Reader]] = {
@@ -106,7 +122,7 @@ DENSE: dict[str, tuple[str, Reader]] = {
     "gemma3": (_GEMMA_KEYS, _gemma3),
     "olmo2": (_PATTERN, _olmo2),
     "exaone4": (_PATTERN, _exaone4),
-    "granite": ("embedding_scale residual_scale logit_scale attention.scale", _granite),
+    "granite": (_GRANITE_KEYS, _granite),
     "smollm3": ("", _smollm3),
     "glm4": ("", _glm4),
     "cohere2": ("logit_scale attention.layer_norm_epsilon", _cohere2),

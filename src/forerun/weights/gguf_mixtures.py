@@ -158,7 +158,7 @@ def expert_counts(file: GgufModel, metadata: GGUFMetadata, arch: str) -> tuple[i
     """The number of experts, and how many a row uses."""
     experts = metadata.integer(f"{arch}.expert_count")
     for name, tensor in file.tensors.items():
-        dimensions = 2 if name.endswith(".bias") else 3
+        dimensions = {"bias": 2, "scale": 1}.get(name.rpartition(".")[2], 3)
         if "_exps." in name and (len(tensor.shape) != dimensions or tensor.shape[0] != experts):
             raise CheckpointError(
                 f"{file.path}: {name} has shape {list(tensor.shape)}, but {arch}.expert_count is {experts}; convert "

@@ -10,16 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 from forerun.errors import CheckpointError, UnsupportedError
-from forerun.weights.gguf_dense import Reader, granite_scales
+from forerun.weights.gguf_dense import SSM_KEYS, Reader, granite_scales
 from forerun.weights.gguf_file import GgufModel
+from forerun.weights.gguf_layers import layer_sizes, num_blocks
 from forerun.weights.gguf_metadata import GGUFMetadata
 from forerun.weights.gguf_mixtures import EXPERT_KEYS, QWEN_KEYS, expect_sigmoid, expert_counts
 
-_MAX_BLOCKS = 10_000  # an absurd value must not become an absurd allocation
-_SSM_KEYS = "ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank ssm.group_count"
 # Rotated sections are for positions of pictures; those of text are the same in all.
 _DELTA_KEYS = (
-    f"{_SSM_KEYS} full_attention_interval attention.recurrent_layers nextn_predict_layers rope.dimension_sections"
+    f"{SSM_KEYS} full_attention_interval attention.recurrent_layers nextn_predict_layers rope.dimension_sections"
 )
 
 
@@ -47,7 +46,7 @@ def _experts(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str, An
 
 def _delta(metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
     """Gated delta nets. Blocks after the last layer are for drafting."""
-    blocks = _num_blocks(metadata, arch)
+    blocks = num_blocks(metadata, arch)
     num_layers = blocks - metadata.integer(f"{arch}.nextn_predict_layers", 0)
     interval = max(metadata.integer(f"{arch}.full_attention_interval", 4), 1)
     is_recurrent = [bool((layer + 1) % interval) for layer in range(num_layers)]
@@ -105,27 +104,6 @@ def _convolutions(metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
 def _kinds(metadata: GGUFMetadata, arch: str, recurrent: str, attends: str) -> list[str]:
     """What each layer is: those without heads of keys do not attend."""
     return [attends if heads else recurrent for heads in layer_sizes(metadata, arch, "attention.head_count_kv")]
-
-
-def layer_sizes(metadata: GGUFMetadata, arch: str, key: str, default: int | None = None) -> list[int]:
-    """A size of each layer, the same in all that do not have 0; raises UnsupportedError if they differ."""
-    num_layers, key = _num_blocks(metadata, arch), f"{arch}.{key}"
-    if isinstance(metadata.get(key), int | None):
-        return [metadata.integer(key, default)] * num_layers
-    sizes = metadata.numbers(key, num_layers)
-    if len(set(sizes) - {0}) > 1:
-        raise UnsupportedError(
-            f"{metadata.path}: {key} has several sizes; supported is one for all layers that have it; load the model "
-            "from its safetensors through transformers"
-        )
-    return sizes
-
-
-def _num_blocks(metadata: GGUFMetadata, arch: str) -> int:
-    blocks = metadata.integer(f"{arch}.block_count")
-    if blocks > _MAX_BLOCKS:
-        raise metadata.wrong(f"{arch}.block_count", f"at most {_MAX_BLOCKS}")
-    return blocks
 
 
 def _mamba(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
@@ -202,7 +180,7 @@ def _nemotron_h(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
 
 
 _GRANITE_KEYS = (
-    f"{_SSM_KEYS} {EXPERT_KEYS} expert_shared_feed_forward_length embedding_scale residual_scale logit_scale "
+    f"{SSM_KEYS} {EXPERT_KEYS} expert_shared_feed_forward_length embedding_scale residual_scale logit_scale "
     "attention.scale"
 )
 _LFM2MOE_KEYS = (
@@ -216,6 +194,6 @@ RECURRENT: dict[str, tuple[str, Reader]] = {
     "lfm2": ("shortconv.l_cache", _lfm2),
     "lfm2moe": (_LFM2MOE_KEYS, _lfm2moe),
     "granitehybrid": (_GRANITE_KEYS, _granitehybrid),
-    "falcon-h1": (_SSM_KEYS, _falcon_h1),
-    "nemotron_h": (f"{_SSM_KEYS} attention.layer_norm_epsilon", _nemotron_h),
+    "falcon-h1": (SSM_KEYS, _falcon_h1),
+    "nemotron_h": (f"{SSM_KEYS} attention.layer_norm_epsilon", _nemotron_h),
 }

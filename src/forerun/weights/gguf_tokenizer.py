@@ -1,4 +1,5 @@
-"""Tokenizers from GGUF metadata: byte-level BPE (`gpt2`) and sentencepiece (`llama`), with special tokens.
+"""Tokenizers from GGUF metadata: byte-level BPE (`gpt2`), sentencepiece (`llama`), its pieces with merges of their own
+(`gemma4`), with special tokens.
 
 Knows: the keys below `tokenizer.` and what llama.cpp does where they are absent. Does not know: tensors or models.
 Source: llama.cpp src/llama-vocab.cpp (llama_vocab::impl::load).
@@ -159,7 +160,22 @@ def _with_swallowed_spaces(backend: tokenizers.Tokenizer) -> tokenizers.Tokenize
     return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
-_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
+def _merged_pieces(metadata: GGUFMetadata, names: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
+    """Pieces that are joined by the file's merges; a start token comes first."""
+    vocabulary = PieceVocabulary(
+        pieces=tuple(names),
+        scores=(0.0,) * len(names),
+        types=_types(metadata, names),
+        add_dummy_prefix=False,
+        merges=tuple(_merge(metadata, line) for line in metadata.texts("tokenizer.ggml.merges")),
+    )
+    try:
+        return build_tokenizer(vocabulary, start=None), True
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{metadata.path}: tokens and merges do not fit together: {error}") from error
+
+
+_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _merged_pieces}
 
 # -- around a text ------------------------------------------------------------------------------------------------
 

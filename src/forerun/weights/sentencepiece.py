@@ -51,6 +51,7 @@ class PieceVocabulary:
     add_dummy_prefix: bool = True
     remove_extra_whitespaces: bool = False
     charsmap: bytes = b""
+    merges: tuple[tuple[str, str], ...] | None = None  # best first; None: what scores say
 
     def ids_of(self, kind: PieceType) -> list[int]:
         """Token ids of one type."""
@@ -105,7 +106,7 @@ def _bpe(vocabulary: PieceVocabulary) -> models.BPE:
     """Joining the best-scoring pair first is BPE with merges ranked by the score of their result."""
     return models.BPE(
         vocab=unique_ids(vocabulary.pieces),
-        merges=_merges(vocabulary),
+        merges=_merges(vocabulary) if vocabulary.merges is None else list(vocabulary.merges),
         unk_token=_unknown(vocabulary),
         fuse_unk=True,
         byte_fallback=_has_bytes(vocabulary),
