@@ -167,6 +167,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     max_len: int = 0  # known tokens at which the request ends with "length"
+    prediction: tuple[int, ...] = ()  # what the answer is expected to repeat in part; drafters may copy from it
     adapter: object | None = None  # a loaded LoRA adapter, the model's to know; by identity: names may be given again
     speculate: bool = True
     drafter: str | None = None  # of a portfolio's members the only one that may draft
@@ -186,8 +187,7 @@ class Request:
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the request was first admitted
     failed_drafters: tuple[str, ...] = ()  # raised, or proposed nonsense; they are not asked for it again
     last_asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # by drafter: tokens known, and preemptions
-    # by drafter: right drafts that were expected, and those that were found; the policy lets both fade
-    right_drafts: dict[str, tuple[float, float]] = field(default_factory=dict)
+    right_drafts: dict[str, tuple[float, float]] = field(default_factory=dict)  # expected and found, both fading
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

@@ -17,8 +17,8 @@ from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import Request, RequestOutput, SamplingParams
 from forerun.drafters.base import DrafterHealth
-from forerun.drafters.named import drafter_config
-from forerun.drafters.registry import check, telling_heads
+from forerun.drafters.named import engine_config
+from forerun.drafters.registry import check_prediction, telling_heads
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.stopping import OutputText
@@ -161,18 +161,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
         lora: str | Sequence[str | None] | None = None,
+        prediction: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt (text, or token ids) -> one output a prompt, in order.
 
-        lora: the name of an adapter, or one a prompt, None for the model alone. Raises PromptError, ConfigError and
-        QueueFullError before any work starts. A request that fails while running
-        ends with finish_reason "error"; the others go on.
+        lora: the name of an adapter, or one a prompt, None for the model alone. prediction: text that the answer is
+        expected to repeat in large part, or one a prompt; it changes the speed, never the answer. Raises PromptError,
+        ConfigError and QueueFullError before any work starts. A request that fails while running ends with
+        finish_reason "error"; the others go on.
         """
         listed = _as_prompts(prompts)
         given = self.sampling_params() if sampling_params is None else sampling_params
         params = _each(given, SamplingParams, len(listed), "sampling parameters")
         names = _each(lora, (str, type(None)), len(listed), "adapters")
-        groups = [self._group(p, s, name) for p, s, name in zip(listed, params, names, strict=True)]
+        texts = _each(prediction, (str, type(None)), len(listed), "predictions")
+        groups = [self._group(*each) for each in zip(listed, params, names, texts, strict=True)]
         self._queue(groups)
         self._run(groups, progress)
         return [group.output() for group in groups]
@@ -183,13 +186,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
         lora: str | Sequence[str | None] | None = None,
+        prediction: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template."""
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self.generate([self.render_chat(c) for c in conversations], sampling_params, progress, lora)
+        return self.generate([self.render_chat(c) for c in conversations], sampling_params, progress, lora, prediction)
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, lora: str | None = None
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        lora: str | None = None,
+        prediction: str | None = None,
     ) -> Generator[RequestOutput]:
         """Complete one prompt or conversation -> an output whenever there is more of it. Closing the generator aborts.
 
@@ -199,7 +207,7 @@ class LLM:
         given: Any = prompt
         if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
             given = self.render_chat(given)
-        group = self._group(given, sampling_params or self.sampling_params(), lora)
+        group = self._group(given, sampling_params or self.sampling_params(), lora, prediction)
         self.engine.add(group)
         outputs = self._stream(group)
         next(outputs)  # only what has begun is told when it is closed
@@ -251,8 +259,8 @@ class LLM:
     ) -> RequestGroup:
         """A checked request that is not queued yet; may be called beside a running step.
 
-        `options` are fields of `Request`: speculate, drafter, max_nodes, priority, deadline_s. Raises PromptError and
-        SamplingError.
+        `options` are fields of `Request`: speculate, drafter, max_nodes, priority, deadline_s, prediction (ids).
+        Raises PromptError and SamplingError.
         """
         group = self._group(prompt, sampling_params or self.sampling_params(), lora)
         for sample in group.samples:
@@ -279,21 +287,29 @@ class LLM:
 
     # -- user requests to engine requests -----------------------------------------------------------------------
 
-    def _group(self, prompt: Prompt, params: SamplingParams, lora: str | None) -> RequestGroup:
+    def predicted(self, text: str) -> tuple[int, ...]:
+        """The ids of a prediction. Raises ConfigError if no drafter would read it."""
+        check_prediction(self.config.drafter)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _group(
+        self, prompt: Prompt, params: SamplingParams, lora: str | None, prediction: str | None = None
+    ) -> RequestGroup:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_prompt(token_ids, params)
         self._check_params(params)
         group_id = str(next(self._counter))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         words = self._bad_word_ids(params.bad_words)
-        given = tuple(token_ids), params, seed, words, self._adapter(lora)
+        expected = () if prediction is None else self.predicted(prediction)
+        given = tuple(token_ids), params, seed, words, self._adapter(lora), expected
         requests = [self._request(group_id, i, *given) for i in range(params.n)]
         samples = [SampleRecord(r, OutputText(r, self._detokenizer(r))) for r in requests]
         return RequestGroup(group_id, prompt if isinstance(prompt, str) else None, samples)
 
     def _request(
         self, group_id: str, index: int, token_ids: tuple[int, ...], params: SamplingParams, seed: int,
-        bad_word_ids: tuple[tuple[int, ...], ...], adapter: LoraAdapter | None,
+        bad_word_ids: tuple[tuple[int, ...], ...], adapter: LoraAdapter | None, prediction: tuple[int, ...],
     ) -> Request:  # fmt: skip
         room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -307,6 +323,7 @@ class LLM:
             parent_id=group_id,
             bad_word_ids=bad_word_ids,
             adapter=adapter,
+            prediction=prediction,
             stop_token_ids=frozenset(filter(self._has_row, (*params.stop_token_ids, *eos))),
             max_len=len(token_ids) + max_tokens,
         )
@@ -345,23 +362,6 @@ class LLM:
         if strange is not None:
             known = f"the model knows 0 to {vocab_size - 1}"
             raise SamplingError(f"a sampling parameter names token id {strange}; {known}")
-
-
-def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
-    """EngineConfig from flat options. Raises ConfigError for one that does not exist."""
-    drafter_fields = {f.name for f in fields(DrafterConfig)} - {"name", "model"}
-    engine_fields = {f.name for f in fields(EngineConfig)} - {"model", "drafter"}
-    unknown = sorted(set(options) - drafter_fields - engine_fields - {"drafter", "draft_model"})
-    if unknown:
-        allowed = sorted(drafter_fields | engine_fields | {"drafter", "draft_model"})
-        raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(allowed)}")
-    drafter = options.get("drafter") or "none"
-    if isinstance(drafter, DrafterConfig):
-        check(drafter)
-    else:
-        given = {k: v for k, v in options.items() if k in drafter_fields}
-        drafter = drafter_config(model, drafter, options.get("draft_model"), given)
-    return EngineConfig(model=model, drafter=drafter, **{k: v for k, v in options.items() if k in engine_fields})
 
 
 def _load(config: EngineConfig) -> _Shared:

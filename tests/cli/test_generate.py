@@ -119,3 +119,14 @@ def test_sampling_options_reach_the_engine(run_json: Any) -> None:
     assert set(run_json("generate", PROMPT, *SHORT, "--allowed-token-id", "300", "--ignore-eos")["token_ids"]) == {300}
     stopped = run_json("generate", PROMPT, *SHORT, "--stop-token-id", str(first))
     assert stopped["finish_reason"] == "stop" and stopped["stats"]["num_tokens"] == 1
+
+
+def test_a_predicted_text_makes_drafts_and_changes_nothing(run: Any, run_json: Any, tmp_path: Path) -> None:
+    long = ("--max-tokens", "40", "--temperature", "0", "--drafter", "suffix", "--no-adaptive")
+    plain = run_json("generate", PROMPT, *long)
+    (tmp_path / "said.txt").write_text(plain["text"], "utf-8")
+    predicted = run_json("generate", PROMPT, *long, "--prediction", str(tmp_path / "said.txt"))
+    assert predicted["text"] == plain["text"]
+    assert predicted["stats"]["num_steps"] < 0.7 * plain["stats"]["num_steps"]
+    missing = run("generate", PROMPT, *long, "--prediction", str(tmp_path / "no.txt"), status=2).stderr
+    assert "cannot read the prediction" in " ".join(missing.split())

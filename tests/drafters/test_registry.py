@@ -17,9 +17,9 @@ from forerun.bench.drafters import auto_drafters, entrants
 from forerun.cli.app import app
 from forerun.config import DrafterConfig, option_names
 from forerun.drafters.base import DrafterSpec
+from forerun.drafters.named import engine_config
 from forerun.drafters.registry import all_specs, check, spec_of
 from forerun.errors import ConfigError
-from forerun.llm import engine_config
 from forerun.server.speculative import parse_speculative_config
 from tests.support import mini
 

@@ -15,6 +15,7 @@ from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Drafter
 from forerun.drafters.ngram import NgramDrafter, select_index
 from forerun.drafters.suffix import SuffixDrafter
+from forerun.errors import ConfigError
 from forerun.kernels.suffix import reference_suffix, select_suffix
 from forerun.speculation import verify
 from forerun.speculation.draft import Draft
@@ -217,3 +218,66 @@ def test_several_certain_children_are_verified_exactly(seed: int) -> None:
         for token in range(3):
             spread((*accepted, token), coins.chance * float(weights[token]), p, length, law)
     assert largest_difference(law, target_law(p, length)) < 1e-12
+
+
+# -- predictions ------------------------------------------------------------------------------------------------
+
+
+def edited(seed: int, length: int = 300, share: float = 0.05) -> tuple[list[int], list[int]]:
+    """A text, and the same with some tokens replaced, dropped or inserted."""
+    rng = random.Random(seed)
+    before = [rng.randrange(400) for _ in range(length)]
+    after: list[int] = []
+    for token in before:
+        kind = rng.random() / share
+        after += [rng.randrange(400)] if kind < 1 / 3 else [] if kind < 2 / 3 else [token]
+        after += [rng.randrange(400)] if 2 / 3 <= kind < 1 else []
+    return before, after
+
+
+def test_copies_what_the_answer_is_expected_to_repeat() -> None:
+    """One step for 12 tokens and one for each change, not more than one besides."""
+    for seed in range(3):
+        before, after = edited(seed)
+        changes = sum(a != b for a, b in zip(before, after, strict=False))
+        assert changes > 5
+        expected, plain = request("a", range(500, 540)), request("b", range(500, 540))
+        expected.prediction = tuple(before)
+        without = answer(suffix(), plain, after)
+        assert answer(suffix(), expected, after) < 75 < 250 < without, seed
+
+
+def test_the_first_draft_is_the_beginning_of_the_prediction() -> None:
+    wanted, drafter = request("a", range(50)), suffix()
+    wanted.prediction = (101, 102, 103, 104, 105)
+    drafter.begin(wanted)
+    assert propose(drafter, wanted).tree.tokens[1:6] == [101, 102, 103, 104, 105]
+
+
+def test_a_preempted_request_still_knows_its_prediction() -> None:
+    wanted, drafter = request("a", range(50)), suffix()
+    wanted.prediction = tuple(range(100, 120))
+    drafter.begin(wanted)
+    wanted.token_ids += [100, 101]
+    drafter.end(wanted.request_id)
+    assert propose(drafter, wanted).tree.tokens[1:4] == [102, 103, 104]
+
+
+def test_predictions_change_no_token() -> None:
+    """Right or wrong, of any request in a batch."""
+    params = [SamplingParams(max_tokens=40, temperature=t, seed=5, ignore_eos=True) for t in (0.0, 1.0)]
+    prompts = ["Once upon a time", "The old man said"]
+    truth = mini.plain().generate(prompts, params)
+    said = [output.outputs[0].text for output in truth]
+    llm = mini.plain().with_drafter("suffix", across_requests=False, adaptive=False)
+    for predictions in (said, said[::-1], [said[0], None], ["", "something else"]):
+        again = llm.generate(prompts, params, prediction=predictions)
+        assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in truth]
+    right, none = llm.generate(prompts, params, prediction=said), llm.generate(prompts, params)
+    steps = [[output.outputs[0].stats.num_steps for output in outputs] for outputs in (right, none)]
+    assert sum(steps[0]) < 0.6 * sum(steps[1])
+
+
+def test_a_prediction_that_nobody_reads_is_refused() -> None:
+    with pytest.raises(ConfigError, match="read by the drafter suffix alone, and this engine has none"):
+        mini.plain().generate("a", prediction="b")

@@ -12,6 +12,7 @@ from forerun import LLM, SamplingParams
 from forerun.server import completions
 from tests.server.conftest import Post, client_of, events_of
 from tests.server.test_completions import check_offsets
+from tests.support import mini
 
 PROMPT = "Once upon a time there was"
 NOTES: dict[str, Any] = {
@@ -308,3 +309,51 @@ def test_functions_as_they_were_before_tools(client: TestClient, llm: LLM, post:
             for messages in (history, today)
         ]
     assert tokens[0] == tokens[1] and '"tool_call_id": "call00001"' in llm.tokenizer.decode(tokens[0])
+
+
+# -- predictions ------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_makes_drafts_and_changes_nothing() -> None:
+    llm = mini.drafting("suffix", adaptive=False, across_requests=False)
+    question = [{"role": "user", "content": "Tell me a story."}]
+    with client_of(llm) as own:
+
+        def asked(**fields: Any) -> Any:
+            body = {"messages": question, "max_tokens": 40, "seed": 3, "ignore_eos": True, **fields}
+            answer = own.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        plain = asked()
+        text = text_of(plain)
+        assert "accepted_prediction_tokens" not in plain["usage"]["completion_tokens_details"]
+        halves = [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]
+        for content, least in ((text, 25), (halves, 25), ("nothing of the kind", 0)):
+            answer = asked(prediction={"type": "content", "content": content})
+            assert text_of(answer) == text
+            details = answer["usage"]["completion_tokens_details"]
+            assert details["accepted_prediction_tokens"] >= least
+            expected = content if isinstance(content, str) else text
+            num = len(llm.tokenizer.encode(expected, add_special_tokens=False))
+            assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == num
+        assert asked(prediction={"type": "content", "content": text})["forerun"]["num_steps"] < 12
+        events = streamed(
+            own, "/v1/chat/completions", messages=question, max_tokens=40, seed=3, ignore_eos=True,
+            prediction={"type": "content", "content": text}, stream_options={"include_usage": True},
+        )  # fmt: skip
+        assert events[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] >= 25
+
+
+@pytest.mark.parametrize(
+    ("prediction", "message"),
+    [
+        ({"type": "content", "content": "a"}, "read by the drafter suffix alone"),  # this server has ngram
+        ({"type": "code", "content": "a"}, "prediction"),
+        ({"type": "content"}, "prediction"),
+        ({"type": "content", "content": [{"type": "image_url", "text": "a"}]}, "prediction"),
+        ("a text", "prediction"),
+    ],
+)
+def test_predictions_that_cannot_be_used(chat: Post, prediction: Any, message: str) -> None:
+    assert message in chat("hello", 400, prediction=prediction)["error"]["message"]

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 from forerun.bench.prompts import PromptCase
 from forerun.bench.speed import PLAIN, measure, report
 from forerun.core import SamplingParams
-from forerun.drafters.named import own_model, read
+from forerun.drafters.named import engine_config, own_model, read
 from forerun.drafters.registry import all_specs
 from forerun.errors import ForerunError
-from forerun.llm import engine_config
 
 if TYPE_CHECKING:
     from forerun.llm import LLM

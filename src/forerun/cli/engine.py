@@ -69,7 +69,7 @@ def adapter_of(llm: LLM) -> str | None:
 def prepare(model: str, drafter: str, draft_model: str | None = None, **options: Any) -> None:
     """Before anything is loaded: check the options, and download models from the hub."""
     _import_engine()
-    from forerun.llm import engine_config
+    from forerun.drafters.named import engine_config
 
     wanted = {**options, "drafter": drafter, "draft_model": draft_model}
     drafters = engine_config(model, wanted).drafter

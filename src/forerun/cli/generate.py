@@ -5,6 +5,7 @@ Knows: how a prompt is asked and how an answer is shown. Does not know: where a 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,7 @@ from forerun.cli.console import err, out, print_json, print_note
 from forerun.cli.drafted import DraftedText, has_colour, legend, render
 from forerun.cli.engine import adapter_of, note_sampling, open_to_answer, stats_dict, stats_line
 from forerun.cli.explain import explain_dict, print_explanation
-from forerun.cli.prompt import model_and_prompt
+from forerun.cli.prompt import model_and_prompt, read_file
 from forerun.core import CompletionOutput, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class AskedText:
     ] = None
     model: opt.ModelOption = None
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None
+    prediction: Annotated[
+        Path | None,
+        typer.Option(help="A file with text that the answer will repeat in large part; it makes drafts, no text."),
+    ] = None
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -82,9 +87,10 @@ def generate(asked: AskedText, sampling: FullSampling, drafting: opt.Drafting, l
     """Complete a prompt, given as an argument, with --file or on standard input."""
     name, prompt = model_and_prompt(asked.arguments or [], asked.model, asked.file)
     sampling.params({})  # checks the options before anything is loaded
+    prediction = asked.prediction and read_file(asked.prediction, "the prediction")
     llm = open_to_answer(name, sampling, drafting, loading, max_num_seqs=sampling.n)
     note_sampling(llm)
-    _answer(llm, as_prompt(llm, prompt, asked.chat), sampling.params(llm.loaded.sampling), asked)
+    _answer(llm, as_prompt(llm, prompt, asked.chat), sampling.params(llm.loaded.sampling), asked, prediction)
 
 
 def as_prompt(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
@@ -94,14 +100,15 @@ def as_prompt(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
     return llm.render_chat([{"role": "user", "content": prompt}])
 
 
-def _answer(llm: LLM, prompt: list[int], params: SamplingParams, asked: AskedText) -> None:
+def _answer(llm: LLM, prompt: list[int], params: SamplingParams, asked: AskedText, prediction: str | None) -> None:
+    beside = {"lora": adapter_of(llm), "prediction": prediction}
     if asked.json:
-        print_json(_as_json(_checked(llm.generate([prompt], params, lora=adapter_of(llm))[0]), asked.explain))
+        print_json(_as_json(_checked(llm.generate([prompt], params, **beside)[0]), asked.explain))
         return
     if params.n == 1 and asked.stream:
-        output = _stream(llm, prompt, params, asked.show_drafts)
+        output = _stream(llm, llm.stream(prompt, params, **beside), asked.show_drafts)
     else:
-        output = _checked(llm.generate([prompt], params, lora=adapter_of(llm))[0])
+        output = _checked(llm.generate([prompt], params, **beside)[0])
         _show(llm, output, asked.show_drafts)
     if asked.show_drafts:
         sources = [source for sample in output.outputs for source in sample.token_sources]
@@ -120,11 +127,13 @@ def _checked(output: RequestOutput) -> RequestOutput:
     return output
 
 
-def _stream(llm: LLM, prompt: list[int], params: SamplingParams, show_drafts: bool) -> RequestOutput:
+def _stream(llm: LLM, outputs: Iterable[RequestOutput], show_drafts: bool) -> RequestOutput:
     """Write text as it comes."""
-    console, text = out(), DraftedText(llm.tokenizer, prompt)
+    console = out()
+    text: DraftedText | None = None
     output: RequestOutput | None = None
-    for output in llm.stream(prompt, params, adapter_of(llm)):
+    for output in outputs:
+        text = text or DraftedText(llm.tokenizer, output.prompt_token_ids)
         pieces = text.take(output.outputs[0])
         if show_drafts:
             console.print(render(pieces, not has_colour(console)), end="", soft_wrap=True)

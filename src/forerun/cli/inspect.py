@@ -34,9 +34,9 @@ def inspect(
 def _inspect(name: str, **options: Any) -> dict[str, Any]:
     given = {option: value for option, value in options.items() if value is not None}
     prepare(name, "none", **given)
+    from forerun.drafters.named import engine_config
     from forerun.drafters.registry import telling_heads
     from forerun.kernels.select import select_kernels
-    from forerun.llm import engine_config
     from forerun.models.overview import look_at, why_refused
 
     config = engine_config(name, given)

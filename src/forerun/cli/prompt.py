@@ -72,9 +72,14 @@ def _read_prompt(file: Path | None, model: str | None) -> str:
     if file is None and (sys.stdin is None or sys.stdin.isatty()):
         missing = f"there is no prompt for the model {model}" if model else "there is no prompt"
         raise ConfigError(f"{missing}: give it as an argument after the model, with --file, or on standard input")
+    return read_file(file, "the prompt")
+
+
+def read_file(file: Path | None, what: str) -> str:
+    """The text of a file, or of standard input. Raises DataError, which names `what` it is for."""
     try:
         return file.read_text("utf-8") if file is not None else sys.stdin.read()
     except OSError as error:
-        raise DataError(f"cannot read the prompt from {file}: {error.strerror or error}") from error
+        raise DataError(f"cannot read {what} from {file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"the prompt is not UTF-8 text (byte {error.start})") from error
+        raise DataError(f"{what} is not UTF-8 text (byte {error.start})") from error

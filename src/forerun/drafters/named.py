@@ -1,4 +1,4 @@
-"""A drafter as it is written, NAME, NAME=MODEL, FILE.py:CLASS, portfolio=A+B or auto, as options.
+"""Options as they are written: of a drafter (NAME, NAME=MODEL, FILE.py:CLASS, portfolio=A+B or auto), of an engine.
 
 Knows: what comes with a target to draft with, and who takes a draft model. Does not know: any drafter by name.
 """
@@ -6,11 +6,12 @@ Knows: what comes with a target to draft with, and who takes a draft model. Does
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from forerun.config import DrafterConfig
+from forerun.config import DrafterConfig, EngineConfig
 from forerun.drafters import portfolio
 from forerun.drafters.base import DrafterSpec
 from forerun.drafters.registry import all_specs, check, spec_of
@@ -81,3 +82,20 @@ def _offered(target: str, draft_model: str | None) -> list[str]:
     lookups = [spec.name for spec in in_order if not spec.model]
     with_model = (spec.name for spec in in_order if spec.model and (draft_model is not None or has_own(target, spec)))
     return [*lookups, *islice(with_model, 1)]
+
+
+def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """EngineConfig from flat options. Raises ConfigError for one that does not exist."""
+    drafter_fields = {f.name for f in fields(DrafterConfig)} - {"name", "model"}
+    engine_fields = {f.name for f in fields(EngineConfig)} - {"model", "drafter"}
+    unknown = sorted(set(options) - drafter_fields - engine_fields - {"drafter", "draft_model"})
+    if unknown:
+        allowed = sorted(drafter_fields | engine_fields | {"drafter", "draft_model"})
+        raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(allowed)}")
+    drafter = options.get("drafter") or "none"
+    if isinstance(drafter, DrafterConfig):
+        check(drafter)
+    else:
+        given = {k: v for k, v in options.items() if k in drafter_fields}
+        drafter = drafter_config(model, drafter, options.get("draft_model"), given)
+    return EngineConfig(model=model, drafter=drafter, **{k: v for k, v in options.items() if k in engine_fields})

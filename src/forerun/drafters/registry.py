@@ -73,6 +73,16 @@ def _check_members(options: DrafterConfig) -> None:
         check(member)
 
 
+def check_prediction(options: DrafterConfig) -> None:
+    """Raise ConfigError if no drafter of an engine with these options reads what an answer is expected to repeat."""
+    if not any(spec_of(each.name).reads_prediction for each in options.members or (options,)):
+        readers = ", ".join(name for name, spec in all_specs().items() if spec.reads_prediction)
+        raise ConfigError(
+            f"a prediction is read by the drafter {readers} alone, and this engine has {options.name}: use auto or a "
+            "portfolio that has it, or leave the prediction out"
+        )
+
+
 def check_names(members: Sequence[str]) -> None:
     """Raise ConfigError where two members of a portfolio have one name, under which their drafts are counted."""
     for name, num in Counter(members).items():

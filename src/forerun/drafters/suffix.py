@@ -1,7 +1,7 @@
 """Suffix drafting: what most often followed the same last tokens, in this request and in answers before it.
 
-Knows: token ids of each request and of finished answers. Does not know: any model, how occurrences are found
-(kernels.suffix).
+Knows: token ids of each request, of what its answer is expected to repeat, and of finished answers. Does not know: any
+model, how occurrences are found (kernels.suffix).
 
 Sources: SAM decoding (arXiv 2411.10666), SuffixDecoding (arXiv 2411.04975). Trees grow best first by chances that
 blend how often a token followed matches of several lengths; they also are the nodes' log survival.
@@ -23,6 +23,9 @@ from forerun.speculation.tree import ROOT
 MAX_MATCH: Final = 32  # longest tail that is looked up; longer ones are no more informative
 LEAST_CHANCE: Final = 0.03  # of a node's whole path: rarer guesses are not worth a row even where rows are cheap
 CORPUS_TOKENS: Final = 1 << 18  # of answers kept for all requests, about 170 bytes each
+# How often a prediction counts as seen. Texts of 300 tokens with 5 % changed, 12 and 24 drafts: 6.1 and 7.2 tokens a
+# step if once, 6.7 and 8.6 if twice, 6.7 and 8.9 if three times.
+PREDICTED: Final = 2
 
 
 def build(context: DrafterContext) -> Drafter:
@@ -37,6 +40,7 @@ SPEC = DrafterSpec(
     help="the same, in this request and in answers before it, weighed by how often",
     options=("across_requests",),
     max_draft_tokens=12,
+    reads_prediction=True,
     auto=1,
     vllm_names=("suffix",),
 )
@@ -44,10 +48,11 @@ SPEC = DrafterSpec(
 
 @dataclass(slots=True)
 class _Reading:
-    """A request and the part of its text that was read."""
+    """A request and the part of its text that was read, behind `num_before` tokens of what is expected."""
 
     request: Request
     text: SuffixText
+    num_before: int
 
 
 class SuffixDrafter(Stateless):
@@ -75,8 +80,11 @@ class SuffixDrafter(Stateless):
         self._readings: dict[str, _Reading] = {}
 
     def begin(self, request: Request) -> None:
-        """Start an empty text; it catches up when the request first drafts."""
-        self._readings[request.request_id] = _Reading(request, self._kit.text(self._window, self._corpus))
+        """Start a text, of what is expected behind the prompt; it catches up when the request first drafts."""
+        text = self._kit.text(self._window, self._corpus)
+        if request.prediction:
+            text.extend([*request.prompt_token_ids[1 - self._window :], *request.prediction] * PREDICTED)
+        self._readings[request.request_id] = _Reading(request, text, text.size)
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Grow each tree from the tail's occurrences."""
@@ -91,8 +99,9 @@ class SuffixDrafter(Stateless):
         request = draft.request
         if request.request_id not in self._readings:  # preempted since
             self.begin(request)
-        text = self._readings[request.request_id].text
-        new = request.token_ids[text.size :]
+        reading = self._readings[request.request_id]
+        text = reading.text
+        new = request.token_ids[text.size - reading.num_before :]
         if len(new) > self.max_nodes:  # more than one step can add
             draft.num_caught_up += len(new)
         text.extend(new)

@@ -185,6 +185,11 @@ class RequestGroup:
         return all(sample.request.finish_reason is not None for sample in self.samples)
 
     @property
+    def prediction(self) -> tuple[int, ...]:
+        """What the answers are expected to repeat."""
+        return self.samples[0].request.prediction
+
+    @property
     def num_events(self) -> int:
         """Tokens and ended samples so far: while this number stays the same, `output` does not change."""
         return sum(s.request.num_output + (s.request.finish_reason is not None) for s in self.samples)

@@ -11,6 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from forerun.core import PositionLogprobs, RequestStats, TokenLogprob
+from forerun.drafters.registry import all_specs
 from forerun.server.service import Delta
 from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer
@@ -57,6 +58,18 @@ class Account:
         num_cached = sum(stats.num_cached_tokens for stats in prompts)
         counted = token_counts(sum(stats.num_prompt_tokens for stats in prompts), self._num_written)
         return {**counted, "prompt_tokens_details": {"cached_tokens": num_cached}}
+
+    def predicted(self, num_tokens: int) -> dict[str, int]:
+        """How much of a prediction of `num_tokens` the drafts brought, in OpenAI's words; {} without one."""
+        if num_tokens == 0:
+            return {}
+        readers = [name for name, spec in all_specs().items() if spec.reads_prediction]
+        drafters = _drafters(self._stats)
+        num_accepted = min(num_tokens, sum(drafters[name]["accepted"] for name in readers if name in drafters))
+        return {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_tokens - num_accepted,
+        }
 
     @property
     def _num_written(self) -> int:

@@ -132,11 +132,10 @@ class ChatJob:
         check_fields(body)
         self._context = context
         self._body = body = with_tools(body)
-        options = engine_options(body, context.drafter, context.settings.timeout_s)
+        options = engine_options(body, context.drafter, context.settings.timeout_s) | context.expected(body.prediction)
         self.grammar_s: float | None = None
         self._tools = usable_tools(body)
-        text = render(context.tokenizer, body, self._tools)
-        self._splitter = _splitter(context, text, continues(body))
+        self._splitter = _splitter(context, text := render(context.tokenizer, body, self._tools), continues(body))
         params = self._params(options.get("deadline_s"))
         whole = body.truncate_prompt_tokens is None
         token_ids = context.encode(text, body.add_special_tokens or False, whole=whole)
@@ -283,7 +282,8 @@ class ChatJob:
     def _ends(self) -> dict[str, Any]:
         """Usage and figures of the answer."""
         thought = sum(choice.num_reasoning_tokens(self._context.tokenizer) for choice in self._choices)
-        usage = {**self._account.usage(), "completion_tokens_details": {"reasoning_tokens": thought}}
+        details = {"reasoning_tokens": thought, **self._account.predicted(len(self.groups[0].prediction))}
+        usage = {**self._account.usage(), "completion_tokens_details": details}
         return {"usage": usage, "forerun": self._account.forerun()}
 
     @property
@@ -383,11 +383,11 @@ def usable_tools(body: ChatBody) -> list[Tool]:
 
 
 def _find(tools: list[Tool], name: str) -> Tool:
-    found = next((tool for tool in tools if tool.function.name == name), None)
-    if found is None:
-        listed = ", ".join(tool.function.name for tool in tools) or "none"
-        raise ApiError(400, f"tool_choice names {name[:64]!r}; the tools are {listed}", param="tool_choice")
-    return found
+    for tool in tools:
+        if tool.function.name == name:
+            return tool
+    listed = ", ".join(tool.function.name for tool in tools) or "none"
+    raise ApiError(400, f"tool_choice names {name[:64]!r}; the tools are {listed}", param="tool_choice")
 
 
 def _splitter(context: ServerContext, prompt: str, goes_on: bool) -> ReasoningSplitter | None:

@@ -11,12 +11,13 @@ from itertools import islice
 
 from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
+from forerun.errors import ConfigError
 from forerun.llm import LLM
 from forerun.server.errors import ApiError, unsupported
 from forerun.server.grammar_compiler import GrammarCompiler
 from forerun.server.harmony import MESSAGE
 from forerun.server.reasoning import reasoning_style
-from forerun.server.schema import Body, unknown_fields
+from forerun.server.schema import Body, Prediction, unknown_fields
 from forerun.server.service import Delta
 from forerun.server.settings import ServerSettings
 from forerun.server.tools import HARMONY, tool_style
@@ -51,6 +52,17 @@ class ServerContext:
         if self.tool_style == HARMONY:
             return MESSAGE
         return None if self.reasoning_marks is None else self.reasoning_marks.end
+
+    def expected(self, prediction: Prediction | None) -> dict[str, tuple[int, ...]]:
+        """A request's prediction as the engine takes it. Raises ApiError 400 where nothing would read it."""
+        if prediction is None:
+            return {}
+        content = prediction.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        try:
+            return {"prediction": self.llm.predicted(text)}
+        except ConfigError as error:
+            raise unsupported("prediction", str(error)) from error
 
     @property
     def tokenizer(self) -> Tokenizer:

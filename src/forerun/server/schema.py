@@ -273,6 +273,20 @@ class NamedToolChoice(Body):
     function: NamedFunction
 
 
+class PredictedPart(Body):
+    """A part of a predicted text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """What the answer is expected to repeat in large part."""
+
+    type: Literal["content"]
+    content: str | list[PredictedPart]
+
+
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
@@ -293,7 +307,7 @@ class ChatBody(SamplingBody):
     function_call: Literal["none", "auto"] | NamedFunction | None = None
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
-    prediction: dict[str, Any] | None = None
+    prediction: Prediction | None = None
     web_search_options: dict[str, Any] | None = None
     # Passed to the chat template if it uses them: see TEMPLATE_FIELDS.
     reasoning_effort: str | None = None
@@ -348,7 +362,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "extra_body": ({},),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
 }
 # What to do instead, where there is something.
