@@ -87,7 +87,7 @@ def generate(asked: AskedText, sampling: FullSampling, drafting: opt.Drafting, l
     """Complete a prompt, given as an argument, with --file or on standard input."""
     name, prompt = model_and_prompt(asked.arguments or [], asked.model, asked.file)
     sampling.params({})  # checks the options before anything is loaded
-    prediction = asked.prediction and read_file(asked.prediction, "the prediction")
+    prediction = None if asked.prediction is None else read_file(asked.prediction, "the prediction")
     llm = open_to_answer(name, sampling, drafting, loading, max_num_seqs=sampling.n)
     note_sampling(llm)
     _answer(llm, as_prompt(llm, prompt, asked.chat), sampling.params(llm.loaded.sampling), asked, prediction)
@@ -101,7 +101,7 @@ def as_prompt(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
 
 
 def _answer(llm: LLM, prompt: list[int], params: SamplingParams, asked: AskedText, prediction: str | None) -> None:
-    beside = {"lora": adapter_of(llm), "prediction": prediction}
+    beside: Any = {"lora": adapter_of(llm), "prediction": prediction}
     if asked.json:
         print_json(_as_json(_checked(llm.generate([prompt], params, **beside)[0]), asked.explain))
         return
