@@ -13,7 +13,7 @@
 namespace forerun {
 
 enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };  // int8: KV only
-enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClippedSwiglu = 2, kSigmoid = 3 };
+enum class Activation : int32_t { kSilu, kGeluTanh, kClippedSwiglu, kSigmoid, kSiluWithin7, kSiluWithin16 };
 
 constexpr int64_t kLanes = 16;            // outputs in a weight panel, keys in a score group
 constexpr int64_t kChunk = 128;           // inputs summed before they join the running total

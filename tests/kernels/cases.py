@@ -51,6 +51,11 @@ def clipped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
+def bounded_swiglu(gate: Tensor, up: Tensor, bound: float) -> Tensor:
+    """The gate of some of Step-3.5's layers, as transformers writes it."""
+    return torch.nn.functional.silu(gate).clamp(max=bound) * up.clamp(min=-bound, max=bound)
+
+
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 

@@ -10,6 +10,7 @@ import torch
 from tests.kernels.cases import (
     ISAS,
     KV_DTYPES,
+    bounded_swiglu,
     clipped_swiglu,
     cpu_kernels,
     kernels_named,
@@ -31,7 +32,7 @@ def _ops(width: int) -> dict[str, tuple[Op, Callable[[Tensor], Tensor]]]:
     """Name -> (the op, its definition in the dtype of its argument)."""
     generator = torch.Generator().manual_seed(width)
     weight = torch.randn(width, generator=generator)
-    up = 5 * torch.randn(1, width, generator=generator)
+    up = 9 * torch.randn(1, width, generator=generator)
 
     def rms(x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight.to(x.dtype)
@@ -53,6 +54,8 @@ def _ops(width: int) -> dict[str, tuple[Op, Callable[[Tensor], Tensor]]]:
         "sigmoid": (gated("sigmoid"), lambda x: torch.sigmoid(x) * up.to(x.dtype)),
         "gelu_tanh": (gated("gelu_tanh"), lambda x: functional.gelu(x, approximate="tanh") * up.to(x.dtype)),
         "clipped_swiglu": (gated("clipped_swiglu"), lambda x: clipped_swiglu(x, up.to(x.dtype))),
+        "silu_within_7": (gated("silu_within_7"), lambda x: bounded_swiglu(x, up.to(x.dtype), 7.0)),
+        "silu_within_16": (gated("silu_within_16"), lambda x: bounded_swiglu(x, up.to(x.dtype), 16.0)),
     }
 
 
@@ -94,8 +97,12 @@ def test_instruction_sets_agree_bit_by_bit(isa: str, width: int) -> None:
 def test_a_clipped_gate_lets_nothing_but_numbers_be_clipped(isa: str) -> None:
     gate = torch.tensor([[7.5, 1e30, torch.inf, -1e30, torch.nan, 1.0, 1.0, 1.0]])
     up = torch.tensor([[1.0, -9.0, 9.0, 1.0, 1.0, torch.inf, -torch.inf, torch.nan]])
-    out = kernels_named(isa).gated_act(torch.cat([gate, up], 1), "clipped_swiglu")
+    kernels, both = kernels_named(isa), torch.cat([gate, up], 1)
+    out = kernels.gated_act(both, "clipped_swiglu")
     assert torch.allclose(out, clipped_swiglu(gate, up), rtol=1e-6, atol=1e-30, equal_nan=True)
+    for bound in (7, 16):
+        out = kernels.gated_act(both, f"silu_within_{bound}")
+        assert torch.allclose(out, bounded_swiglu(gate, up, bound), rtol=1e-6, atol=1e-30, equal_nan=True)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -393,8 +393,8 @@ class Kernels(RecurrentOps, Protocol):
 
 
 OPS = tuple(n for n in (*vars(Kernels), *vars(RecurrentOps)) if n not in ("describe", "reason") and n[0] != "_")
-# "clipped_swiglu" is gpt-oss's g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7), u = clamp(up, -7, 7).
-ACTIVATIONS = ("silu", "gelu_tanh", "clipped_swiglu", "sigmoid")  # in the order of Activation in csrc/ops.h
+# In the order of csrc/ops.h; `reference` says what clipped_swiglu (gpt-oss) and silu_within_* (Step-3.5) are.
+ACTIVATIONS = ("silu", "gelu_tanh", "clipped_swiglu", "sigmoid", "silu_within_7", "silu_within_16")
 ATTENTION_SPLIT = 256  # visible keys a split of the softmax covers, in every backend
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -359,8 +359,14 @@ def _rms_norm(row: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _clipped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """g * sigmoid(1.702 g) * (u + 1), where g is at most 7 and u within 7 of 0."""
     gate = gate.clamp(max=7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
+
+
+def _bounded_swiglu(gate: Tensor, up: Tensor, bound: float) -> Tensor:
+    """silu(gate), at most `bound`, times up, within `bound` of 0."""
+    return functional.silu(gate).clamp(max=bound) * up.clamp(-bound, bound)
 
 
 _GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -368,6 +374,8 @@ _GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
     "clipped_swiglu": _clipped_swiglu,
     "sigmoid": lambda gate, up: torch.sigmoid(gate) * up,
+    "silu_within_7": functools.partial(_bounded_swiglu, bound=7.0),
+    "silu_within_16": functools.partial(_bounded_swiglu, bound=16.0),
 }
 
 

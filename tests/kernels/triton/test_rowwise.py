@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.cases import clipped_swiglu, rms_error
+from tests.kernels.cases import bounded_swiglu, clipped_swiglu, rms_error
 from torch import Tensor
 from torch.nn import functional
 
 from forerun.errors import KernelError
 
 WIDTHS = (1, 7, 100, 384)
-OPS = ("rms_norm", "add_rms_norm", "layer_norm", "scaled", "capped", "silu", "gelu_tanh", "clipped_swiglu", "sigmoid")
+OPS = (
+    "rms_norm", "add_rms_norm", "layer_norm", "scaled", "capped", "silu", "gelu_tanh", "clipped_swiglu", "sigmoid",
+    "silu_within_7", "silu_within_16",
+)  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 
 
@@ -23,7 +26,7 @@ def op_and_definition(
 ) -> tuple[Callable[[Any, Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """The op on its device, and its definition in the dtype of the argument."""
     generator = torch.Generator().manual_seed(width)
-    weight, up = (torch.randn(width, generator=generator) for _ in range(2))
+    weight, up = torch.randn(width, generator=generator), 8 * torch.randn(width, generator=generator)
     scale, factor = weight.to(device), up.to(device)
 
     def rms(x: Tensor) -> Tensor:
@@ -45,6 +48,8 @@ def op_and_definition(
         "sigmoid": (gated, lambda x: torch.sigmoid(x) * up.to(x)),
         "gelu_tanh": (gated, lambda x: functional.gelu(x, approximate="tanh") * up.to(x)),
         "clipped_swiglu": (gated, lambda x: clipped_swiglu(x, up.to(x))),
+        "silu_within_7": (gated, lambda x: bounded_swiglu(x, up.to(x), 7.0)),
+        "silu_within_16": (gated, lambda x: bounded_swiglu(x, up.to(x), 16.0)),
     }[name]
 
 

@@ -120,8 +120,9 @@ def soft_cap(x, cap):
 
 @triton.jit
 def gated(x, up, ACTIVATION: tl.constexpr):
-    """up * silu(x), clipped SwiGLU, up * sigmoid(x), or GELU's tanh form: 1 + tanh u = 2 / (1 + e^-2u)."""
-    if ACTIVATION == 0:
+    """up * silu(x), clipped or bounded SwiGLU, up * sigmoid(x), or GELU's tanh form: 1 + tanh u = 2 / (1 + e^-2u)."""
+    bound: tl.constexpr = 7.0 if ACTIVATION == 4 else 16.0
+    if ACTIVATION == 0 or ACTIVATION >= 4:
         power = -x
     elif ACTIVATION == 2:
         x = tl.where(x > 7.0, 7.0, x)  # which lets NaN through
@@ -132,4 +133,8 @@ def gated(x, up, ACTIVATION: tl.constexpr):
         x = tl.full(x.shape, 1.0, tl.float32)
     else:
         power = -2.0 * 0.7978845608028654 * (x + 0.044715 * (x * x * x))  # u = sqrt(2 / pi) (x + 0.044715 x^3)
-    return tl.math.div_rn(x, 1.0 + tl.exp(power)) * up
+    made = tl.math.div_rn(x, 1.0 + tl.exp(power))
+    if ACTIVATION >= 4:
+        made = tl.where(made > bound, bound, made)  # which lets NaN through
+        up = tl.where(up > bound, bound, tl.where(up < -bound, -bound, up))
+    return made * up
