@@ -18,7 +18,7 @@ from forerun.speculation import selfcheck
 from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.resolve import resolve_model
 from tests.drafters.test_mtp import WithModule
-from tests.models.factory import make_checkpoint, random_hf_model, save_checkpoint
+from tests.models.factory import CASES, make_checkpoint, random_hf_model, save_checkpoint
 
 ROW = {
     "drafter", "tokens_per_s", "speedup", "speedup_interval", "within_noise", "acceptance_length", "identical",
@@ -204,6 +204,17 @@ def test_inspect_tells_what_comes_with_a_checkpoint_and_reads_no_weights(
     text = " ".join(run("inspect", str(folder)).stdout.split())
     assert "8.7 KiB a request" in text and f"for one request of {context} tokens" in text and "polite" in text
     assert run_json("inspect", "mini")["parsers"] == {"tools": "hermes", "reasoning": None}
+
+
+@pytest.mark.parametrize("case", ["step3.5", "mimo-v2"])
+def test_inspect_names_family_module_and_parsers(case: str, run_json: Any, tmp_path: Path) -> None:
+    folder = WithModule(tmp_path, case).folder
+    template = "{{ messages }}<think></think><tool_call>\n<function=name>\n</tool_call>"
+    (folder / "chat_template.jinja").write_text(template, "utf-8")
+    report = run_json("inspect", str(folder))
+    assert (report["family"], report["implementation"]) == (CASES[case][0], "forerun")
+    assert report["drafters"]["mtp"] == "with the checkpoint's own module" and report["sizes"]["num_kv_heads"] == 2
+    assert report["parsers"] == {"tools": "qwen3_coder", "reasoning": "<think> ... </think>"}
 
 
 def test_inspect_says_how_weights_are_stored(run: Any, run_json: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""MTP modules of DeepSeek, GLM, Qwen, Ernie and MiMo give the logits of the formulas, and drafts change no token."""
+"""MTP modules of many families give the logits of the formulas, and drafts change no token."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def chosen(folder: Path) -> list[str]:
     return [member.name for member in engine_config(str(folder), {"drafter": "auto"}).drafter.members]
 
 
-# -- DeepSeek, GLM, Qwen, Ernie ---------------------------------------------------------------------------------------
+# -- DeepSeek, GLM, Step, Qwen, Ernie, MiMo-V2 ----------------------------------------------------------------------
 
 NAMES = {  # role -> tensors, where N is the number of the target's layers
     "layer": "model.layers.N",
@@ -206,8 +206,27 @@ ERNIE_NAMES = {
     "state": "model.mtp_hidden_norm.0",
     "projection": "model.mtp_linear_proj.0",
 }
+MIMO_V2_NAMES = {
+    "layer": "model.mtp.layers.0",
+    "token": "model.mtp.layers.0.enorm",
+    "state": "model.mtp.layers.0.hnorm",
+    "projection": "model.mtp.layers.0.eh_proj",
+    "final": "model.mtp.layers.0.final_layernorm",
+}
+STEP_NAMES = {**NAMES, "final": "model.layers.N.transformer.shared_head.norm"}
 OWN_TABLES = ("embed_tokens", "shared_head.head")
+STEP_TABLES = ("transformer.shared_head.output",)
 TYPES = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}  # and those of a module's layer
+MIMO_V2_TYPES = {"layer_types": "sliding_attention", "mlp_layer_types": "dense"}
+STEP_LISTS = {  # which go on behind the target's layers
+    "layer_types": "sliding_attention", "rope_theta": 10000.0, "partial_rotary_factors": 1.0, "swiglu_limits": 0.0,
+    "swiglu_limits_shared": 0.0,
+}  # fmt: skip
+
+
+def names_of(model_type: str) -> dict[str, str]:
+    named = {"qwen": QWEN_NAMES, "ernie": ERNIE_NAMES, "step": STEP_NAMES, "mimo_v2": MIMO_V2_NAMES}
+    return next((names for start, names in named.items() if model_type.startswith(start)), NAMES)
 
 
 class WithModule:
@@ -216,25 +235,29 @@ class WithModule:
     def __init__(self, folder: Path, case: str = "deepseek", has_tables: bool = False) -> None:
         model_type, fields = factory.CASES[case]
         self.num_layers = num = fields.get("num_hidden_layers", LAYERS)
-        more: dict[str, Any] = {name: [*fields[name], last] for name, last in TYPES.items() if name in fields}
+        self.is_step = model_type == "step3p5"
+        lists = {"step3p5": STEP_LISTS, "mimo_v2_flash": MIMO_V2_TYPES}.get(model_type, TYPES)
+        self.window = fields["sliding_window"] if lists is not TYPES else 0  # of the module's layer
+        more: dict[str, Any] = {name: [*fields[name], last] for name, last in lists.items() if name in fields}
         if "moe_k" in fields:  # an Ernie, whose module has no experts
             more["moe_layer_end_index"] = num - 1
         fields = {**fields, **more, "num_hidden_layers": num + 1, "max_position_embeddings": 128}
         model = factory.random_hf_model(model_type, fields)
         self.eps, self.is_latent = model.config.rms_norm_eps, "kv_lora_rank" in fields
-        self.is_qwen = model_type.startswith("qwen")
-        names = QWEN_NAMES if self.is_qwen else ERNIE_NAMES if model_type.startswith("ernie") else NAMES
+        self.less = 1.0 if model_type.startswith(("qwen", "step")) else 0.0  # what stored norms are less
+        names = names_of(model_type)
         self.names = {role: name.replace("N", str(num)) for role, name in names.items()}
         self.folder = factory.save_checkpoint(model, folder)
         draw = Draw(5)
         self.own = {role: draw.norm() for role in ("token", "state", "final") if role in names}
         self.own["projection"] = draw.matrix(HIDDEN, 2 * HIDDEN)
-        self.tables = {name: draw.matrix(VOCAB, HIDDEN) for name in OWN_TABLES} if has_tables else {}
+        tables = STEP_TABLES if self.is_step else OWN_TABLES
+        self.tables = {name: draw.matrix(VOCAB, HIDDEN) for name in tables} if has_tables else {}
         tensors = load_file(folder / WEIGHTS)
         save_file({self._renamed(name): tensor for name, tensor in tensors.items()} | self._stored(), folder / WEIGHTS)
         path = folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
-        config |= {name: config[name][:num] for name in TYPES if config.get(name)}
+        config |= {name: config[name][:num] for name in TYPES if config.get(name) and not self.is_step}
         count = "mtp_num_hidden_layers" if model_type.startswith("qwen3_5") else "num_nextn_predict_layers"
         path.write_text(json.dumps({**config, "num_hidden_layers": num, count: 1}), encoding="utf-8")
         self.layer = model.model.layers[num]
@@ -242,41 +265,52 @@ class WithModule:
         self.truth = Truth(model)
 
     def _renamed(self, name: str) -> str:
-        return name.replace(f"model.layers.{self.num_layers}.", f"{self.names['layer']}.")
+        renamed = name.replace(f"model.layers.{self.num_layers}.", f"{self.names['layer']}.")
+        return renamed.replace("mtp.layers.0.post_attention", "mtp.layers.0.pre_mlp") if self.window else renamed
 
     def _stored(self) -> dict[str, Tensor]:
-        """Qwen stores weights of norms less 1."""
-        less = {role: 1.0 if self.is_qwen and role != "projection" else 0.0 for role in self.own}
+        less = {role: self.less * (role != "projection") for role in self.own}
         own = {f"{self.names[role]}.weight": tensor - less[role] for role, tensor in self.own.items()}
+        if self.window:  # as published, with further modules
+            second = self.names["token"].replace(f".{self.num_layers}.", f".{self.num_layers + 1}.")
+            own[f"{second.replace('mtp.layers.0', 'mtp.layers.1')}.weight"] = torch.ones(HIDDEN)
         return own | {f"{self.names['layer']}.{name}.weight": table for name, table in self.tables.items()}
 
     def reference(self) -> Reference:
         truth = self.truth
-        lm_head = self.tables.get("shared_head.head", truth.lm_head)
+        own_heads = (self.tables[name] for name in ("shared_head.head", *STEP_TABLES) if name in self.tables)
+        lm_head = next(own_heads, truth.lm_head)
 
         def outcome(y: Tensor) -> tuple[Tensor, Tensor]:
             normed = self._rms(y, "final")
-            return normed @ lm_head.T, normed
+            return normed @ lm_head.T, y if self.is_step else normed
 
         return Reference(
             embedding=self.tables.get("embed_tokens", truth.embedding),
-            layers=[self.num_layers + 1],
+            layers=[self.num_layers + (not self.is_step)],
             fuse=lambda states: states,
             inner=self.inner,
             outcome=outcome,
-            mask_start=self.names["token"].endswith(".enorm"),
+            mask_start=self.names["token"].endswith(".enorm") and not self.window,
+            sees_first=self.window > 0,
         )
 
     @torch.no_grad()
     def inner(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        """The layer over the rows; latent attention sees one of zeros before: the first token's, without a state."""
+        """The layer over the rows; latent attention sees one of zeros before: the first token's, without a state.
+
+        In a window that row is among those given.
+        """
         z = torch.cat([self._rms(embedded, "token"), self._rms(feature, "state")], dim=1) @ self.own["projection"].T
         num_before = int(self.is_latent)
         rows = torch.cat([torch.zeros(num_before, HIDDEN), z])[None]  # [1, rows, H]
-        num_rows = rows.shape[1]
-        positions = torch.tensor([[*range(num_before), *range(num_rows - num_before)]])
+        num_rows, num_first = rows.shape[1], max(num_before, int(self.window > 0))
+        positions = torch.tensor([[*range(num_first), *range(num_rows - num_first)]])
         mask = torch.full((num_rows, num_rows), -torch.inf).triu(1)[None, None]
-        angles = self.truth.model.model.rotary_emb(rows, positions)
+        if self.window:
+            mask += torch.full((num_rows, num_rows), -torch.inf).tril(-self.window)
+        kind = ["sliding_attention"] if self.window else []
+        angles = self.truth.model.model.rotary_emb(rows, positions, *kind)
         out = self.layer(rows, attention_mask=mask, position_ids=positions, position_embeddings=angles)
         return (out[0] if isinstance(out, tuple) else out).reshape(-1, HIDDEN)[num_before:]
 
@@ -298,6 +332,8 @@ class WithModule:
         ("qwen3.5", False),
         ("qwen3.5-moe", False),
         ("ernie4.5-moe", False),
+        ("step3.5", True),
+        ("mimo-v2", False),
     ],
 )
 def test_a_layer_of_the_targets_kind_computes_the_formulas(case: str, has_tables: bool, tmp_path: Path) -> None:
@@ -314,7 +350,7 @@ def test_a_layer_of_the_targets_kind_computes_the_formulas(case: str, has_tables
 
 
 @pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("case", ["glm4-moe", "qwen3.5"])
+@pytest.mark.parametrize("case", ["glm4-moe", "qwen3.5", "step3.5", "mimo-v2"])
 def test_a_layer_of_the_targets_kind_changes_nothing_but_speed(case: str, width: int, tmp_path: Path) -> None:
     given = WithModule(tmp_path, case)
     model = load_model(given.folder, tiny.kernels()).model

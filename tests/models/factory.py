@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.base import KeepsSlots, Model, PassOutput, state_specs_of
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.runtime import runner as runtime
+from tests.models.step import StepForCausalLM
 
 REPO = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 96
@@ -204,6 +206,45 @@ NEMOTRON_H = {
     "ssm_state_size": 12,
     "head_dim": 16,
 }
+STEP: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 7,
+    "head_dim": 16,
+    "num_attention_groups": 2,
+    "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 6,
+                                "num_attention_groups": 2, "head_dim": 16},
+    "rope_theta": [500.0, 10000.0, 10000.0, 500.0],
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+    "rope_scaling": {name: value for name, value in LLAMA3.items() if name != "rope_theta"},
+    "yarn_only_types": ["full_attention"],
+    "moe_layers_enum": "1,2,3",
+    "moe_num_experts": 6,
+    "moe_top_k": 2,
+    "moe_intermediate_size": 20,
+    "share_expert_dim": 24,
+    "moe_router_scaling_factor": 1.5,
+    "moe_router_activation": "sigmoid",
+    "use_moe_router_bias": True,
+    "use_head_wise_attn_gate": True,
+    "norm_expert_weight": True,
+    "swiglu_limits": [0.0, 0.0, 7.0, 7.0],
+    "swiglu_limits_shared": [0.0, 0.0, 0.0, 16.0],
+}  # fmt: skip
+MIMO_V2: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "sliding_window": 7,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "attention_value_scale": 0.707,
+}
 # name -> (model_type, fields beyond SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -291,6 +332,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1": ("falcon_h1", FALCON_H1),
     "falcon-h1-norm": ("falcon_h1", {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "nemotron-h": ("nemotron_h", NEMOTRON_H),
+    "step3.5": ("step3p5", STEP),
+    "mimo-v2": ("mimo_v2_flash", MIMO_V2),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": 9}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
@@ -301,7 +344,11 @@ def random_hf_model(model_type: str, fields: dict[str, Any] | None = None, seed:
     """A transformers model of SIZES (changed by `fields`) with random weights, biases and norms, in float32."""
     from transformers import AutoConfig
 
-    return random_model_of(AutoConfig.for_model(model_type, **{**SIZES, **(fields or {})}), seed)
+    fields = {**SIZES, **(fields or {})}
+    if model_type == "step3p5":
+        torch.manual_seed(seed)
+        return with_random_weights(StepForCausalLM({"model_type": model_type, **fields}).eval())
+    return random_model_of(AutoConfig.for_model(model_type, **fields), seed)
 
 
 def random_model_of(config: Any, seed: int = 0) -> Any:
@@ -310,7 +357,11 @@ def random_model_of(config: Any, seed: int = 0) -> Any:
 
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    return with_random_weights(AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval())
+
+
+def with_random_weights(model: Any) -> Any:
+    """The model, its weights, biases and norms drawn anew."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = 0.1 if parameter.dim() == 1 else 0.15
@@ -453,6 +504,8 @@ def hf_model(folder: Path, dtype: torch.dtype) -> Any:
     """A saved folder in transformers. float64 is the exact arithmetic on the stored weights."""
     from transformers import AutoModelForCausalLM
 
+    if json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "step3p5":
+        return StepForCausalLM.from_pretrained(folder, dtype)
     load = partial(AutoModelForCausalLM.from_pretrained, folder, attn_implementation="eager")
     load = partial(load, experts_implementation="eager")  # others have no float64
     if dtype != torch.float64:  # `to` would round the rope frequencies too, which stay float32 when loaded

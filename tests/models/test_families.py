@@ -114,6 +114,7 @@ HALVES = (
     "gpt-oss", "glm4-moe", "glm4-moe-lite", "deepseek-v32", "gemma2", "gemma3", "gemma4", "gemma4-experts",
     "olmo3", "exaone4", "granite", "smollm3", "glm4", "cohere2", "minimax-m2", "llama4", "qwen3-next", "qwen3.5",
     "qwen3.5-moe", "lfm2", "lfm2-moe", "granite-hybrid", "falcon-h1", "nemotron-h",
+    "step3.5", "mimo-v2",
 )  # fmt: skip
 
 

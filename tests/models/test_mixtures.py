@@ -35,7 +35,7 @@ from tests.models import factory
 from tests.models.factory import CASES, Runner, new_kvs
 from tests.support.shared import shared_data
 
-WITH_EXPERTS = ("moe", "mixtral", "deepseek", "oss", "minimax", "llama4")
+WITH_EXPERTS = ("moe", "mixtral", "deepseek", "oss", "minimax", "llama4", "step", "mimo")
 SPARSE = [name for name in CASES if any(word in name for word in WITH_EXPERTS)]
 WEIGHTS = "model.safetensors"
 TOKENS = [5, 9, 40, 33, 7, 81, 3, 9, 40]
@@ -57,7 +57,12 @@ def test_sizes_are_known_from_config_json_alone(case: str, tmp_path: Path) -> No
         assert model.kv_specs[0].bytes_per_position == 4 * (20 + 8)  # the latent and the rotated part, once
 
 
-@pytest.mark.parametrize("case", ["mixtral-window", "qwen2-moe", "deepseek-direct", "gpt-oss", "minimax-m2", "llama4"])
+RECORDED = (
+    "mixtral-window", "qwen2-moe", "deepseek-direct", "gpt-oss", "minimax-m2", "llama4", "step3.5", "mimo-v2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RECORDED)
 def test_a_recorded_forward_has_the_bits_of_the_models_own(case: str, tmp_path: Path) -> None:
     pytest.importorskip("forerun.kernels.cpu._native")
     kernels = factory.make_kernels("cpu")
@@ -78,7 +83,7 @@ def generated(llm: LLM, temperature: float) -> list[Any]:
     return [output.outputs[0] for output in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("case", ["mixtral", "deepseek", "gpt-oss"])
+@pytest.mark.parametrize("case", ["mixtral", "deepseek", "gpt-oss", "step3.5", "mimo-v2"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_and_chunks_change_no_token(case: str, temperature: float, tmp_path: Path) -> None:
     folder = str(factory.make_checkpoint(case, tmp_path))

@@ -130,12 +130,15 @@ class Reference:
     inner: Callable[[Tensor, Tensor], Tensor]
     outcome: Callable[[Tensor], tuple[Tensor, Tensor]]
     mask_start: bool = False
+    sees_first: bool = False  # there is a row of the first token before the others, with a state of zeros
 
     def after(self, known: Sequence[int], drafted: Sequence[int], states: States) -> Tensor:
         """Logits [V] after known and then drafted tokens: row i reads token i + 1 and the state of token i."""
         by_layer = states(known)
         features = self.fuse(torch.cat([by_layer[layer] for layer in self.layers], dim=1)[: len(known) - 1])
         tokens = list(known[1:])
+        if self.sees_first:
+            tokens, features = list(known), torch.cat([torch.zeros_like(features[:1]), features])
         for step in range(len(drafted) + 1):
             logits, fed = self._last(tokens, features)
             if step < len(drafted):

@@ -98,7 +98,7 @@ def _describe(found: Overview) -> dict[str, Any]:
         "hidden_size": raw.get("hidden_size"),
         "intermediate_size": raw.get("intermediate_size"),
         "num_heads": raw.get("num_attention_heads"),
-        "num_kv_heads": raw.get("num_key_value_heads", raw.get("num_attention_heads")),
+        "num_kv_heads": _num_kv_heads(found),
         "vocab_size": found.vocab_size,
         **_special_sizes(found.config),
     }
@@ -115,6 +115,15 @@ def _describe(found: Overview) -> dict[str, Any]:
         "storage": storage,
         "context": found.max_position,
     }
+
+
+def _num_kv_heads(found: Overview) -> int | None:
+    """Heads of keys, of latent attention as config.json has them."""
+    raw, config = found.raw_config, found.config
+    if config is not None and config.latents is None:
+        return config.heads.num_kv
+    given: int | None = raw.get("num_key_value_heads", raw.get("num_attention_heads"))
+    return given
 
 
 def _special_sizes(config: ModelConfig | None) -> dict[str, int]:

@@ -5,6 +5,7 @@ Knows: its matrices, head layout, window and rope table. Does not know: the batc
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ class AttentionShape:
     chunk: int = 0  # positions that see only each other; 0: there are no chunks
     cap: float = 0.0  # scores are bounded softly by it; 0: not
     gated: bool = False  # each query head's rows in `qkv` are followed by those of a gate over its output
+    value_dim: int = 0  # entries of a value head that are not zeros behind it; 0: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +87,41 @@ class NormedValues:
         return torch.cat([self.query(x), keys, *(self.norm(head.contiguous()) for head in values)], dim=1)
 
 
+class NarrowValues:
+    """q, k and v by matrices of their own; value heads are smaller than key heads, and are filled up with zeros."""
+
+    vectors = ()  # that a model stores
+
+    def __init__(
+        self, query: Linear, key: Linear, value: Linear, shape: AttentionShape, device: torch.device
+    ) -> None:  # fmt: skip
+        """`value` [G * value_dim, H]."""
+        self.linears = (query, key, value)
+        self._size = shape.heads.num_kv * shape.heads.head_dim
+        self._places = _places(shape.heads.num_kv, shape.heads.head_dim, shape.value_dim).to(device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, H] -> [M, row_size]."""
+        query, key, value = (linear(x) for linear in self.linears)
+        filled = value.new_full([value.shape[0], self._size], 0.0)
+        return torch.cat([query, key, filled.index_copy_(1, self._places, value)], dim=1)
+
+
 class Attention:
     """qkv projection, rotation and cache write, attention, output projection."""
 
     is_latent = False  # keys and values lie in the pool
 
     def __init__(
-        self, kernels: Kernels, shape: AttentionShape, qkv: Linear | NormedProjections | NormedValues, out: Linear,
-        rope_table: Tensor, norms: HeadNorms | None = None, sinks: Tensor | None = None,
-        source: Attention | None = None,
+        self, kernels: Kernels, shape: AttentionShape,
+        qkv: Linear | NormedProjections | NormedValues | NarrowValues, out: Linear, rope_table: Tensor,
+        norms: HeadNorms | None = None, sinks: Tensor | None = None, source: Attention | None = None,
+        head_gate: Linear | None = None,
     ) -> None:  # fmt: skip
         """`qkv` [row_size, H]: q, k, v rows in order, more if `shape` is gated; `out` [H, Q * D]; `sinks` [Q].
 
         rope_table [P, rotary_dim]. source: an earlier layer, whose keys and values this one reads; `qkv` then makes
-        queries alone.
+        queries alone. head_gate [Q, H]: what each query head's output is weighed by, through a sigmoid.
         """
         self._kernels = kernels
         self.shape = shape
@@ -108,12 +131,16 @@ class Attention:
         self.norms = norms
         self.sinks = sinks
         self.source = source
+        self.head_gate = head_gate
+        self._spread = None if head_gate is None else kernels.pack_linear(_spread(shape.heads, rope_table.device))
+        self._order = _narrow_first(shape, rope_table.device) if shape.value_dim else None
         self._made = shape.heads if source is None else shape.heads._replace(num_kv=0)  # by `qkv`
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix of the layer."""
-        return (*((self.qkv,) if isinstance(self.qkv, Linear) else self.qkv.linears), self.out)
+        gates = () if self.head_gate is None else (self.head_gate,)
+        return (*((self.qkv,) if isinstance(self.qkv, Linear) else self.qkv.linears), self.out, *gates)
 
     @property
     def vectors(self) -> tuple[Tensor, ...]:
@@ -129,6 +156,8 @@ class Attention:
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [M, H] -> queries, keys and values [M, row_size], and the gate [M, Q * D] if there is one."""
         made, heads = self.qkv(x), self.shape.heads
+        if self.head_gate is not None and self._spread is not None:
+            return made, self._kernels.linear(self.head_gate(x), self._spread)
         if not self.shape.gated:
             return made, None
         size = 2 * heads.num_q * heads.head_dim
@@ -161,4 +190,30 @@ class Attention:
         )  # [M, Q * D]
         if gate is not None:
             mixed = self._kernels.gated_act(torch.cat([gate, mixed], dim=1), "sigmoid")
-        return self.out(mixed if wanted is None else mixed.index_select(0, wanted))
+        mixed = mixed if wanted is None else mixed.index_select(0, wanted)
+        return self.out(mixed if self._order is None else self._narrow(mixed, self._order))
+
+    def _narrow(self, mixed: Tensor, order: Tensor) -> Tensor:
+        """mixed [M, Q * D] without what stands for the zeros behind values -> [M, Q * value_dim]."""
+        size, own = self.shape.heads.head_dim, self.shape.value_dim
+        sorted_ = mixed.new_full(mixed.shape, 0.0).index_copy_(1, order, mixed)  # these at the end
+        run = math.gcd(size, own)
+        return torch.cat(sorted_.chunk(size // run, dim=1)[: own // run], dim=1)
+
+
+def _spread(heads: HeadLayout, device: torch.device) -> Tensor:
+    """The matrix that repeats a number of each query head over its entries -> [Q * D, Q]."""
+    return torch.eye(heads.num_q, device=device).repeat_interleave(heads.head_dim, dim=0)
+
+
+def _places(num_heads: int, head_dim: int, num: int) -> Tensor:
+    """Where the first `num` entries of each head are among all -> [num_heads * num] int64."""
+    return (torch.arange(num_heads)[:, None] * head_dim + torch.arange(num)).flatten()
+
+
+def _narrow_first(shape: AttentionShape, device: torch.device) -> Tensor:
+    """New columns for those of all heads: values' own entries, then the others -> [Q * D] int64."""
+    heads, own = shape.heads, shape.value_dim
+    first, entries = torch.arange(heads.num_q)[:, None], torch.arange(heads.head_dim)
+    behind = heads.num_q * own + first * (heads.head_dim - own) + entries - own
+    return torch.where(entries < own, first * own + entries, behind).flatten().to(device)

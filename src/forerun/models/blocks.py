@@ -19,6 +19,10 @@ class LayerShape(NamedTuple):
     ffn_size: int  # of its dense feed-forward part, if it has one
     kv_layer: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own
     keys_are_values: bool = False  # one matrix makes both; norms and rotation come after
+    has_sinks: bool = False  # a score of each query head beside its keys'
+    value_dim: int = 0  # entries of a value head, where these are fewer than a key head's; 0: as many
+    bound: int = 0  # of what the gate of its dense part, or of its shared expert, gives and multiplies; 0: none
+    experts_bound: int = 0  # likewise of its other experts
 
 
 class PerLayerSizes(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.errors import CheckpointError
 from forerun.kernels.ops import HeadLayout, Kernels
-from forerun.layers.attention import Attention, AttentionShape, HeadNorms, NormedProjections, NormedValues
+from forerun.layers.attention import Attention, AttentionShape, HeadNorms, NarrowValues, NormedProjections, NormedValues
 from forerun.layers.embedding import Embedding, TableEmbedding
 from forerun.layers.linear import Linear
 from forerun.layers.mla import LatentAttention
@@ -24,6 +24,7 @@ from forerun.layers.norm import RMSNorm
 from forerun.layers.recurrent import Recurrent
 from forerun.layers.rotary import RopeSpec, rope_table
 from forerun.layers.scaled import Scaled
+from forerun.models.blocks import LayerShape
 from forerun.models.build_blocks import (
     experts_beside_dense,
     latent_attention,
@@ -136,30 +137,41 @@ class Builder:
             return recurrent_layer(self, config.recurrent, prefix)
         if self.config.latents is not None:
             return latent_attention(self, self.config.latents, prefix, rope)
-        heads, hidden = config.shape(index).heads._replace(rotary_dim=rope.shape[1]), config.hidden_size
-        window, cap, gated = config.window(index), config.scales.attention_cap, config.gated_attention
-        limits = window, config.norm_eps, config.chunk(index), cap
-        shape = AttentionShape(heads, config.attention_scale, *limits, gated=gated)
-        counts = (heads.num_q * (1 + gated), heads.num_kv, heads.num_kv)
-        rows = tuple(count * heads.head_dim for count in counts)
-        qkv: Linear | NormedProjections | NormedValues
-        if source is not None:
-            qkv = self._part(prefix, names.qkv[0], rows[0])
-        elif config.value_norms:
-            qkv = self._normed_values(prefix, heads, rows, config.shape(index).keys_are_values)
-        elif config.qk_norm == "row":
-            qkv = self._normed_projections(prefix, rows)
-        else:
-            qkv = self.linear(module_parts(prefix, names.qkv, rows), hidden, config.biases.qkv)
+        own, hidden = config.shape(index), config.hidden_size
+        heads = own.heads._replace(rotary_dim=rope.shape[1])
+        limits = config.window(index), config.norm_eps, config.chunk(index), config.scales.attention_cap
+        shape = AttentionShape(heads, config.attention_scale, *limits, config.gated_attention, own.value_dim)
         parts = module_parts(prefix, (names.out,), (hidden,))
-        out = self.linear(parts, heads.num_q * heads.head_dim, config.biases.out)
-        sinks = self.vector(f"{prefix}.{names.sinks}", heads.num_q) if config.sinks else None
+        out = self.linear(parts, heads.num_q * (own.value_dim or heads.head_dim), config.biases.out)
+        sinks = self.vector(f"{prefix}.{names.sinks}", heads.num_q) if own.has_sinks else None
         norms = self._head_norms(prefix, rope, heads.head_dim, source is None)
+        gate = self._part(prefix, names.head_gate, heads.num_q, has_bias=False) if config.head_gates else None
+        qkv = self._qkv(prefix, own, shape, source is None)
         assert source is None or isinstance(source, Attention)
-        return Attention(self.kernels, shape, qkv, out, rope, norms, sinks, source)
+        return Attention(self.kernels, shape, qkv, out, rope, norms, sinks, source, gate)
 
-    def _part(self, prefix: str, name: str, rows: int) -> Linear:
-        return self.linear([RowPart(f"{prefix}.{name}", rows)], self.config.hidden_size, self.config.biases.qkv)
+    def _qkv(
+        self, prefix: str, own: LayerShape, shape: AttentionShape, has_keys: bool
+    ) -> Linear | NormedProjections | NormedValues | NarrowValues:  # fmt: skip
+        """What makes queries, and keys and values unless these are another layer's."""
+        config, names, heads = self.config, self.family.names, shape.heads
+        counts = (heads.num_q * (1 + shape.gated), heads.num_kv, heads.num_kv)
+        sizes = (heads.head_dim, heads.head_dim, own.value_dim or heads.head_dim)
+        rows = tuple(count * size for count, size in zip(counts, sizes, strict=True))
+        if not has_keys:
+            return self._part(prefix, names.qkv[0], rows[0])
+        if config.value_norms:
+            return self._normed_values(prefix, heads, rows, own.keys_are_values)
+        if config.qk_norm == "row":
+            return self._normed_projections(prefix, rows)
+        if own.value_dim:
+            query, key, value = (self._part(prefix, *part) for part in zip(names.qkv, rows, strict=True))
+            return NarrowValues(query, key, value, shape, self.kernels.device)
+        return self.linear(module_parts(prefix, names.qkv, rows), config.hidden_size, config.biases.qkv)
+
+    def _part(self, prefix: str, name: str, rows: int, has_bias: bool | None = None) -> Linear:
+        biased = self.config.biases.qkv if has_bias is None else has_bias
+        return self.linear([RowPart(f"{prefix}.{name}", rows)], self.config.hidden_size, biased)
 
     def _normed_values(
         self, prefix: str, heads: HeadLayout, rows: tuple[int, ...], keys_are_values: bool
@@ -194,12 +206,12 @@ class Builder:
         config, names = self.config, self.family.names
         experts = config.experts if config.has_experts(index) else None
         if experts is not None and not experts.beside_dense:
-            return mixture_of_experts(self, experts, prefix)
+            return mixture_of_experts(self, experts, prefix, config.shape(index))
         if config.activation == SQUARED_RELU:
             return self._squared_mlp(prefix)
-        ffn_size = config.shape(index).ffn_size
-        dense = self.gated_mlp(prefix, names.gate_up, names.down, ffn_size, config.biases.mlp)
-        return dense if experts is None else experts_beside_dense(self, experts, prefix, dense)
+        shape = config.shape(index)
+        dense = self.gated_mlp(prefix, names.gate_up, names.down, shape.ffn_size, config.biases.mlp, shape.bound)
+        return dense if experts is None else experts_beside_dense(self, experts, prefix, dense, shape)
 
     def _squared_mlp(self, prefix: str) -> SquaredMLP:
         names, hidden, ffn = self.family.names, self.config.hidden_size, self.config.ffn_size
@@ -207,13 +219,20 @@ class Builder:
         return SquaredMLP(up, self.linear(module_parts(prefix, (names.down,), (hidden,)), ffn))
 
     def gated_mlp(
-        self, prefix: str, gate_up: tuple[str, ...], down: str, ffn: int, has_bias: bool = False
+        self, prefix: str, gate_up: tuple[str, ...], down: str, ffn: int, has_bias: bool = False, bound: int = 0
     ) -> GatedMLP:  # fmt: skip
-        """A gated feed-forward layer of `ffn` inner entries from the modules of these names below `prefix`."""
+        """A gated feed-forward layer of `ffn` inner entries from the modules of these names below `prefix`.
+
+        bound: see `LayerShape`.
+        """
         hidden = self.config.hidden_size
         joined = self.linear(module_parts(prefix, gate_up, (ffn, ffn)), hidden, has_bias)
         narrow = self.linear(module_parts(prefix, (down,), (hidden,)), ffn, has_bias)
-        return GatedMLP(self.kernels, joined, narrow, self.config.activation, self.config.scales.gate)
+        return GatedMLP(self.kernels, joined, narrow, self.activation(bound), self.config.scales.gate)
+
+    def activation(self, bound: int) -> str:
+        """The activation of a gate whose values are bounded so; 0: they are not."""
+        return f"{self.config.activation}_within_{bound}" if bound else self.config.activation
 
     def linear(self, parts: list[RowPart], columns: int, has_bias: bool = False) -> Linear:
         """The modules `parts`, of `columns` inputs, as one matrix; raises CheckpointError if they are not there."""

@@ -19,7 +19,7 @@ from forerun.layers.mlp import GatedMLP
 from forerun.layers.moe import ExpertsBesideDense, MixtureOfExperts, NormsBesideDense, SharedExpert
 from forerun.layers.norm import RMSNorm
 from forerun.layers.per_layer import PerLayerBlock, PerLayerInputs
-from forerun.models.blocks import ExpertsShape, LatentDims, PerLayerSizes
+from forerun.models.blocks import ExpertsShape, LatentDims, LayerShape, PerLayerSizes
 from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseFormat
 from forerun.quant.gguf import GgufFormat, read_floats
@@ -32,13 +32,14 @@ LATENT_NORM_EPS = 1e-6  # of the norms inside latent attention, whatever config.
 ONE_GATED = Routing(num_experts=1, top_k=1, sigmoid=True, normalize=False)  # a lone expert weighed by a sigmoid
 
 
-def mixture_of_experts(builder: Builder, shape: ExpertsShape, prefix: str) -> MixtureOfExperts:
-    """The feed-forward part of the layer `prefix`; raises CheckpointError."""
+def mixture_of_experts(builder: Builder, shape: ExpertsShape, prefix: str, layer: LayerShape) -> MixtureOfExperts:
+    """The feed-forward part of the layer `prefix`, which is of the shape `layer`; raises CheckpointError."""
     names, routing = builder.family.names.experts, shape.routing
     part = RowPart(f"{prefix}.{names.router}", routing.num_experts)
     router = builder.linear([part], builder.config.hidden_size, shape.biases)
     stacked = is_stacked(builder.source, f"{prefix}.{names.stacked}.{names.stacked_down}")
-    experts = _stacked_experts(builder, shape, prefix) if stacked else _single_experts(builder, shape, prefix)
+    read_experts = _stacked_experts if stacked else _single_experts
+    experts = read_experts(builder, shape, prefix, layer.experts_bound)
     correction = f"{prefix}.{names.correction}"
     return MixtureOfExperts(
         builder.kernels,
@@ -46,13 +47,15 @@ def mixture_of_experts(builder: Builder, shape: ExpertsShape, prefix: str) -> Mi
         router,
         experts,
         builder.vector(correction, routing.num_experts) if shape.correction else None,
-        _shared_expert(builder, shape, prefix),
+        _shared_expert(builder, shape, prefix, layer.bound),
         shape.scales_inputs,
         _factors(builder, shape, prefix),
     )
 
 
-def experts_beside_dense(builder: Builder, shape: ExpertsShape, prefix: str, dense: GatedMLP) -> ExpertsBesideDense:
+def experts_beside_dense(
+    builder: Builder, shape: ExpertsShape, prefix: str, dense: GatedMLP, layer: LayerShape
+) -> ExpertsBesideDense:  # fmt: skip
     """The feed-forward part of a layer with experts and a dense part; raises CheckpointError."""
     names, size = builder.family.names, builder.config.hidden_size
     own = names.experts
@@ -64,7 +67,7 @@ def experts_beside_dense(builder: Builder, shape: ExpertsShape, prefix: str, den
         before_experts=builder.norm(f"{prefix}.{own.before}", size),
         after_experts=builder.norm(f"{prefix}.{own.after}", size),
     )
-    return ExpertsBesideDense(dense, mixture_of_experts(builder, shape, prefix), norms)
+    return ExpertsBesideDense(dense, mixture_of_experts(builder, shape, prefix, layer), norms)
 
 
 def _factors(builder: Builder, shape: ExpertsShape, prefix: str) -> Tensor | None:
@@ -74,30 +77,32 @@ def _factors(builder: Builder, shape: ExpertsShape, prefix: str) -> Tensor | Non
     return builder.vector(f"{prefix}.{builder.family.names.experts.factors}", shape.routing.num_experts)
 
 
-def _single_experts(builder: Builder, shape: ExpertsShape, prefix: str) -> list[GatedMLP]:
+def _single_experts(builder: Builder, shape: ExpertsShape, prefix: str, bound: int) -> list[GatedMLP]:
     """Experts with tensors of their own."""
     names = builder.family.names.experts
     modules = (f"{prefix}.{names.expert.format(index=index)}" for index in range(shape.routing.num_experts))
-    return [builder.gated_mlp(module, names.gate_up, names.down, shape.ffn_size, shape.biases) for module in modules]
+    sizes = shape.ffn_size, shape.biases, bound
+    return [builder.gated_mlp(module, names.gate_up, names.down, *sizes) for module in modules]
 
 
-def _stacked_experts(builder: Builder, shape: ExpertsShape, prefix: str) -> list[GatedMLP]:
-    """Experts whose matrices are parts of two tensors."""
+def _stacked_experts(builder: Builder, shape: ExpertsShape, prefix: str, bound: int) -> list[GatedMLP]:
+    """Experts whose matrices are parts of two or three tensors."""
     names, ffn, hidden = builder.family.names.experts, shape.ffn_size, builder.config.hidden_size
     gates = torch.arange(0, 2 * ffn, 2)
     order = torch.cat([gates, gates + 1]) if names.is_interleaved else None  # [2F]
 
-    def read(name: str, rows: int, columns: int, order: Tensor | None) -> list[Linear]:
-        module, sizes = f"{prefix}.{names.stacked}.{name}", (shape.routing.num_experts, rows, columns)
-        given = builder.source, module, sizes, builder.kernels, builder.dtype, order, names.is_transposed
+    def read(parts: tuple[str, ...], rows: int, columns: int, order: Tensor | None) -> list[Linear]:
+        modules = [f"{prefix}.{names.stacked}.{name}" for name in parts]
+        sizes = (shape.routing.num_experts, rows, columns)
+        given = builder.source, modules, sizes, builder.kernels, builder.dtype, order, names.is_transposed
         weights = read_stacked(*given)
-        biases = _stacked_biases(builder, f"{module}_bias", sizes[:2], order) if shape.biases else [None] * sizes[0]
+        biases = _stacked_biases(builder, f"{modules[0]}_bias", sizes[:2], order) if shape.biases else [None] * sizes[0]
         return [Linear(*pair) for pair in zip(weights, biases, strict=True)]
 
     pairs = zip(
-        read(names.stacked_gate_up, 2 * ffn, hidden, order), read(names.stacked_down, hidden, ffn, None), strict=True
+        read(names.stacked_gate_up, 2 * ffn, hidden, order), read((names.stacked_down,), hidden, ffn, None), strict=True
     )
-    return [GatedMLP(builder.kernels, *pair, builder.config.activation) for pair in pairs]
+    return [GatedMLP(builder.kernels, *pair, builder.activation(bound)) for pair in pairs]
 
 
 def _stacked_biases(
@@ -108,12 +113,13 @@ def _stacked_biases(
     return (stored if order is None else stored[:, order]).to(builder.kernels.device).contiguous().unbind()
 
 
-def _shared_expert(builder: Builder, shape: ExpertsShape, prefix: str) -> SharedExpert | None:
+def _shared_expert(builder: Builder, shape: ExpertsShape, prefix: str, bound: int) -> SharedExpert | None:
     """The expert of every row; where it is gated, it is a mixture of one."""
     if not shape.shared_size:
         return None
     names = builder.family.names.experts
-    expert = builder.gated_mlp(f"{prefix}.{names.shared}", names.gate_up, names.down, shape.shared_size)
+    module = f"{prefix}.{names.shared}"
+    expert = builder.gated_mlp(module, names.gate_up, names.down, shape.shared_size, bound=bound)
     if not shape.shared_gate:
         return expert
     gate = builder.linear([RowPart(f"{prefix}.{names.shared_gate}", 1)], builder.config.hidden_size)

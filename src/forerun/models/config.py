@@ -68,7 +68,6 @@ class ModelConfig:
     chunks: tuple[int, ...]  # a layer: positions that see only each other; 0: all see all
     biases: Biases
     qk_norm: QkNorm
-    sinks: bool
     scales: Scales
     num_norms: int  # of a layer, beside those of queries and keys
     tie_embeddings: bool
@@ -80,18 +79,20 @@ class ModelConfig:
     per_layer: PerLayerSizes | None = None  # what layers are given beside the stream; None: nothing
     value_norms: bool = False
     gated_attention: bool = False
+    head_gates: bool = False
     parts: tuple[Parts, ...] = ()  # a layer; layers after the last one are whole
 
     @staticmethod
     def read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
         """Read a config.json object; raises CheckpointError (malformed) or UnsupportedError (beyond forerun)."""
+        raw = family.respelled(raw)
         _refuse_unknown(raw, family)
         fields = Fields(raw, family.defaults)
         num_layers = family.num_layers(fields)
         windows = family.windows(fields, num_layers)
         latents, recurrent = family.latents(fields), family.recurrent(fields, num_layers)
         heads = _read_heads(fields, family) if latents is None else _latent_heads(fields, latents)
-        shapes = family.shapes(fields, LayerShape(heads, family.ffn_size(fields)), windows)
+        shapes = family.shapes(fields, LayerShape(heads, family.ffn_size(fields), has_sinks=family.sinks), windows)
         rope = read_rope(raw, fields, family, latents.rope_dim if latents else _rope_head_dim(shapes, windows))
         ropes = _layer_ropes(raw, fields, family, rope, windows)
         starts = fields.token_ids("bos_token_id")
@@ -112,7 +113,6 @@ class ModelConfig:
             chunks=family.chunks(fields, num_layers),
             biases=family.biases(fields),
             qk_norm="" if family.qk_norm_flag and not fields.flag(family.qk_norm_flag) else family.qk_norm,
-            sinks=family.sinks,
             scales=family.scales(fields),
             num_norms=family.names.num_norms,
             tie_embeddings=fields.flag("tie_word_embeddings"),
@@ -124,6 +124,7 @@ class ModelConfig:
             per_layer=family.per_layer(fields),
             value_norms=family.value_norms,
             gated_attention=family.gated_attention,
+            head_gates=family.head_gates,
             parts=family.parts(fields, num_layers),
         )
 
@@ -209,10 +210,12 @@ def _attention_parameters(config: ModelConfig, layer: int) -> int:
         return config.latents.num_parameters(hidden, heads.num_q) + down * biases.qkv + out
     made = 0 if shape.kv_layer is not None else heads.num_kv * (2 - shape.keys_are_values)
     rows = (heads.num_q * (1 + config.gated_attention) + made) * heads.head_dim
-    matrices = hidden * (rows + heads.num_q * heads.head_dim)
+    missing = heads.head_dim - shape.value_dim if shape.value_dim else 0  # entries of a value head
+    rows -= heads.num_kv * missing
+    matrices = hidden * (rows + heads.num_q * (heads.head_dim - missing + config.head_gates))
     of_heads = 1 + (shape.kv_layer is None)
     normed = {"": 0, "unit": 0, "head": of_heads, "row": heads.num_q + heads.num_kv}[config.qk_norm]
-    vectors = normed * heads.head_dim + heads.num_q * config.sinks
+    vectors = normed * heads.head_dim + heads.num_q * shape.has_sinks
     return matrices + rows * biases.qkv + out + vectors
 
 
@@ -235,7 +238,8 @@ def estimate_bytes(config: ModelConfig, bytes_per_weight: float, max_position: i
 
 
 def _refuse_unknown(raw: Mapping[str, Any], family: Family) -> None:
-    known = COMMON_FIELDS | INERT_FIELDS | ROPE_FIELDS | family.fields | {family.activation, family.norm_eps}
+    known = COMMON_FIELDS | INERT_FIELDS | ROPE_FIELDS | family.fields
+    known |= {family.activation, family.norm_eps, family.kv_heads}
     if family.window_rope:
         known |= {LOCAL_BASE}
     for name, value in raw.items():
@@ -296,10 +300,10 @@ def _head_dim(fields: Fields) -> int:
 
 def _read_heads(fields: Fields, family: Family) -> HeadLayout:
     head_dim, num_q = _head_dim(fields), fields.integer("num_attention_heads")
-    num_kv = fields.integer("num_key_value_heads", default=num_q)
+    num_kv = fields.integer(family.kv_heads, default=num_q)
     if num_q % num_kv:
         raise CheckpointError(
-            f"config.json: num_attention_heads {num_q} is not a multiple of num_key_value_heads {num_kv}; "
+            f"config.json: num_attention_heads {num_q} is not a multiple of {family.kv_heads} {num_kv}; "
             "correct the file"
         )
     return HeadLayout(num_q, num_kv, head_dim, head_dim, family.interleaved_rope)

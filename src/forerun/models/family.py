@@ -54,8 +54,8 @@ class ExpertNames:
     correction: str = "mlp.gate.e_score_correction_bias"
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
-    stacked: str = "mlp.experts"  # where all experts are in two tensors, these are here
-    stacked_gate_up: str = "gate_up_proj"
+    stacked: str = "mlp.experts"  # where all experts are in two or three tensors, these are here
+    stacked_gate_up: tuple[str, ...] = ("gate_up_proj",)
     stacked_down: str = "down_proj"
     is_transposed: bool = False  # those are stored by inputs, unless they are blocks
     is_interleaved: bool = False  # their gate and up rows alternate
@@ -154,6 +154,7 @@ class TensorNames:
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"  # a tensor, not a module
+    head_gate: str = "self_attn.g_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     scale: str = ""  # a tensor: what the stream is multiplied by at the end of a layer; "": nothing
@@ -169,6 +170,11 @@ class TensorNames:
     def num_norms(self) -> int:
         """Norms around the parts of a layer."""
         return sum(map(bool, (self.attention_norm, self.after_attention, self.mlp_norm, self.after_mlp)))
+
+
+def as_written(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Families whose config.json has the names of transformers."""
+    return raw
 
 
 def num_hidden_layers(fields: Fields) -> int:
@@ -273,8 +279,11 @@ class Family:
     gate: str = ""  # SQUARED_RELU, or one of ops.ACTIVATIONS that config.json has no name for; "": what that says
     activation: str = "hidden_act"  # the field that names it
     norm_eps: str = "rms_norm_eps"  # the field
+    kv_heads: str = "num_key_value_heads"  # the field
+    respelled: Callable[[Mapping[str, Any]], Mapping[str, Any]] = as_written  # config.json in transformers' names
     value_norms: bool = False  # each value head is normalised without a weight
-    gated_attention: bool = False  # each head's output is weighed by a sigmoid
+    gated_attention: bool = False  # each head's output is weighed by a sigmoid, entry by entry
+    head_gates: bool = False  # likewise, a number a head
     partial_rotary: bool = False
     interleaved_rope: bool = False  # rotated pairs are neighbours
     window_rope: bool = False  # layers with a window have a plain rope of their own

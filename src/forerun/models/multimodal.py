@@ -15,6 +15,7 @@ WRAPPERS = {  # model type -> that of the text part if it has none
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "step3p7": "step3p5",
 }
 PART_OF = "_text_part_of"  # in the config: the model type of the whole
 _OF_THE_WHOLE = ("quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")

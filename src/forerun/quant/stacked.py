@@ -8,6 +8,8 @@ Source: OCP Microscaling Formats 1.0; transformers integrations/mxfp4.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,22 +35,25 @@ def is_stacked(source: TensorSource, name: str) -> bool:
 
 
 def read_stacked(
-    source: TensorSource, name: str, shape: tuple[int, int, int], kernels: Kernels, dtype: torch.dtype | None,
-    order: Tensor | None = None, is_transposed: bool = False,
+    source: TensorSource, names: Sequence[str], shape: tuple[int, int, int], kernels: Kernels,
+    dtype: torch.dtype | None, order: Tensor | None = None, is_transposed: bool = False,
 ) -> list[Weight]:  # fmt: skip
     """The matrices of E experts, [N, K] each, for shape (E, N, K); rows by `order` [N] if given.
 
-    dtype, if given, is what floats are converted to. is_transposed: floats are [E, K, N]. Raises CheckpointError.
+    names: of one tensor, or of several floats with as many of the rows each. dtype, if given, is what floats are
+    converted to. is_transposed: floats are [E, K, N]. Raises CheckpointError.
     """
     num_experts, rows, columns = shape
-    if source.has(f"{name}_blocks"):
-        blocks, scales = _read_blocks(source, name, shape)
+    if source.has(f"{names[0]}_blocks"):
+        blocks, scales = _read_blocks(source, names[0], shape)
         chosen = torch.arange(rows) if order is None else order
         return [
             GroupedWeight(kernels, float4_matrix(block[chosen].flatten(1), powers_of_two()[scale[chosen].int()], BLOCK))
             for block, scale in zip(blocks, scales, strict=True)
         ]
-    stored = source.tensor(name, (num_experts, columns, rows) if is_transposed else shape)
+    own = rows // len(names)
+    sizes = (num_experts, columns, own) if is_transposed else (num_experts, own, columns)
+    stored = torch.cat([source.tensor(name, sizes) for name in names], dim=2 if is_transposed else 1)
     matrices = (matrix.T if is_transposed else matrix for matrix in stored.to(dtype or stored.dtype))
     return [DenseWeight(kernels, matrix if order is None else matrix[order]) for matrix in matrices]
 

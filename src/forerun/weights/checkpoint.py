@@ -41,8 +41,9 @@ _TEXT_PARTS = (
     ("language_model.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),
     ("mtp.", "mtp."),
-    ("model.layers.", "model.layers."),  # in adapters that were trained on the text part alone
+    ("model.layers.", "model.layers."),  # in Step 3.7, and in adapters that were trained on the text part alone
     ("model.embed_tokens.", "model.embed_tokens."),
+    ("model.norm.", "model.norm."),
 )
 
 

@@ -118,7 +118,7 @@ GRANITE_HYBRID = Family(
             router="block_sparse_moe.router.layer",
             shared="shared_mlp",
             stacked="block_sparse_moe",
-            stacked_gate_up="input_linear.weight",
+            stacked_gate_up=("input_linear.weight",),
             stacked_down="output_linear.weight",
         ),
     ),

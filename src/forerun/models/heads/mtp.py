@@ -7,23 +7,30 @@ DeepSeek    h' = eh_proj [enorm embed(x); hnorm h]; a layer of the target's kind
             `model.layers.{num_hidden_layers}`. The embedding at position 0 is zero. h is the state after the final
             norm and shared_head.norm(y) is fed back, as engines that measured it do (vLLM 45895, ROCm/ATOM 1764).
             GLM-4.5 to 4.7 have the same, in GGUF files, too.
+Step-3.5    As DeepSeek, with `transformer.shared_head`, a layer that is no mixture and nothing zero at position 0. h is
+            the state before the final norm and y is fed back. Of its three modules the first drafts all tokens.
 Qwen3-Next  h' = fc [pre_fc_norm_embedding embed(x); pre_fc_norm_hidden h]; a layer of the target's kind that attends;
             logits = the target's lm_head of norm(y), which is fed back. Stored as `mtp`. h is the state after the final
             norm. Qwen3.5 and 3.6 have the same.
 Ernie 4.5   As Qwen3-Next, but the layer has no experts and norm is the target's own, as its makers compute it; other
             engines leave it out. Stored as `model.mtp_emb_norm.0`, `mtp_hidden_norm`, `mtp_linear_proj`, `mtp_block`.
 Gemma 4     Has an assistant, a checkpoint of its own: see `heads.assistant`.
+MiMo-V2     As Qwen3-Next, with a layer in a window and without experts. Stored as `model.mtp.layers.0` and two more,
+            which are left alone.
 MiMo        h' = input_proj [hidden_layernorm h; token_layernorm embed(x)], the other way round; a Llama-like layer;
             logits = the target's lm_head of final_layernorm(y). Stored as `model.mtp_layers.0`. h is the state before
             the final norm and y is fed back.
 Sources: DeepSeek-V3 (2412.19437) and its README_WEIGHTS.md; vLLM models/deepseek_mtp.py, glm4_moe_mtp.py,
-qwen3_next_mtp.py, qwen3_5_mtp.py, mimo.py and mimo_mtp.py; FastDeploy models/ernie4_5_mtp.py.
+step3p5_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py, mimo_v2_mtp.py, mimo.py and mimo_mtp.py; FastDeploy
+models/ernie4_5_mtp.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from forerun.config import HeadWeights
 from forerun.errors import ModelError, UnsupportedError
@@ -56,7 +63,6 @@ class MtpLayout:
     """Where a module has its tensors whose layer is of the target's family."""
 
     own: str  # before all its names
-    second: str  # before those of a second module
     layer: str
     token_norm: str
     state_norm: str
@@ -64,8 +70,16 @@ class MtpLayout:
     final_norm: str = ""  # "": the target's
     lm_head: str = ""  # its own; "": it has none
     embedding: str = ""
+    second: str = ""  # before the names of a second module, which is refused; "": further ones are left alone
+    before_norm: bool = False  # reads the target's state before its final norm, and is fed its own before it
     masks_start: bool = False
     is_dense: bool = False  # the layer has no experts, whatever the target's have
+    names: Mapping[str, Any] = field(default_factory=dict)  # of its layer, where they differ from the target's layers
+    sign: str = ""  # the module it is told by; "": the projection
+
+    def is_in(self, source: Source) -> bool:
+        """Whether the checkpoint has a module with this layout."""
+        return source.has(f"{self.sign or self.projection}.weight")
 
 
 def _deepseek(num_layers: int) -> MtpLayout:
@@ -81,6 +95,21 @@ def _deepseek(num_layers: int) -> MtpLayout:
         lm_head=f"{prefix}.shared_head.head",
         embedding=f"{prefix}.embed_tokens",
         masks_start=True,
+    )
+
+
+def _step(num_layers: int) -> MtpLayout:
+    prefix = f"model.layers.{num_layers}"
+    return MtpLayout(
+        own=f"{prefix}.",
+        layer=prefix,
+        token_norm=f"{prefix}.enorm",
+        state_norm=f"{prefix}.hnorm",
+        projection=f"{prefix}.eh_proj",
+        final_norm=f"{prefix}.transformer.shared_head.norm",
+        lm_head=f"{prefix}.transformer.shared_head.output",
+        before_norm=True,
+        sign=f"{prefix}.transformer.shared_head.norm",
     )
 
 
@@ -106,6 +135,19 @@ _ERNIE = MtpLayout(
 )
 
 
+_MIMO_V2 = MtpLayout(
+    own="model.mtp.layers.0.",
+    layer="model.mtp.layers.0",
+    token_norm="model.mtp.layers.0.enorm",
+    state_norm="model.mtp.layers.0.hnorm",
+    projection="model.mtp.layers.0.eh_proj",
+    final_norm="model.mtp.layers.0.final_layernorm",
+    is_dense=True,
+    names={"mlp_norm": "pre_mlp_layernorm"},
+    sign="model.mtp.layers.0.final_layernorm",
+)
+
+
 def open_mtp(name_or_folder: str | Path) -> Source:
     """The tensors a module is among, of a folder, a GGUF file or a hub id. Raises ModelError."""
     return open_checkpoint(resolve_model(name_or_folder))
@@ -120,21 +162,22 @@ def read_mtp(source: Source, target: Decoder, kernels: Kernels, weights: HeadWei
         return _FamilyModule(source, target, kernels, layout, choose_format).read()
     if isinstance(source, Checkpoint) and source.has(f"{MIMO}.0.input_proj.weight"):
         return _read_mimo(source, target, kernels, choose_format)
-    wanted = *(layout.projection for layout in _layouts(num_layers(target))), f"{MIMO}.0.input_proj"
+    layouts = _layouts(num_layers(target))
+    wanted = dict.fromkeys([*(layout.projection for layout in layouts), f"{MIMO}.0.input_proj"])
     raise UnsupportedError(
         f"{source.folder} has no MTP module for this target: none of {', '.join(f'{name}.weight' for name in wanted)} "
-        "(DeepSeek and GLM, Qwen, Ernie, MiMo) is there, nor is it an assistant of Gemma 4; give a module's folder "
-        "with --draft-model, or choose another drafter"
+        "(DeepSeek, GLM and Step, Qwen, Ernie, MiMo-V2, MiMo) is there, nor is it an assistant of Gemma 4; give a "
+        "module's folder with --draft-model, or choose another drafter"
     )
 
 
 def _layouts(num_layers: int) -> tuple[MtpLayout, ...]:
     """Those of modules whose layer is of the target's family, which has `num_layers`."""
-    return _deepseek(num_layers), _QWEN, _ERNIE
+    return _step(num_layers), _deepseek(num_layers), _QWEN, _ERNIE, _MIMO_V2
 
 
 def _find_layout(source: Source, num_layers: int) -> MtpLayout | None:
-    return next((layout for layout in _layouts(num_layers) if source.has(f"{layout.projection}.weight")), None)
+    return next((layout for layout in _layouts(num_layers) if layout.is_in(source)), None)
 
 
 def holds_mtp(folder: Path) -> bool:
@@ -159,7 +202,8 @@ def brings_mtp(name_or_folder: str | Path) -> bool:
     if layout is None and not source.has(f"{MIMO}.0.input_proj.weight"):
         return False
     second = f"{MIMO}.1." if layout is None else layout.second
-    return not source.config.get(OWN_TABLE) and not any(name.startswith(second) for name, *_ in source.stored())
+    is_second = (name.startswith(second) for name, *_ in source.stored())
+    return not source.config.get(OWN_TABLE) and not (second and any(is_second))
 
 
 # -- MiMo ----------------------------------------------------------------------------------------------------------
@@ -200,8 +244,8 @@ def _read_mimo(source: Checkpoint, target: Decoder, kernels: Kernels, choose_for
 
 
 def _refuse_several(source: Source, prefix: str) -> None:
-    """Refuse several modules: one drafts all tokens here, but each of several was trained for one depth."""
-    if any(name.startswith(prefix) for name, *_ in source.stored()):
+    """Refuse several modules where one is trained to draft all tokens."""
+    if prefix and any(name.startswith(prefix) for name, *_ in source.stored()):
         raise UnsupportedError(
             f"{source.folder} has several MTP modules ({prefix}*); supported is one, which drafts several tokens"
         )
@@ -230,7 +274,8 @@ class _FamilyModule:
                 f"{source.folder}: config.json names model_type {raw.get('model_type')!r}; an MTP module with a layer "
                 f"of the target's kind is supported for {', '.join(FAMILIES)}"
             )
-        config, family = ModelConfig.read(raw, family), replace(family, names=replace(family.names, layer=layout.layer))
+        names = replace(family.names, layer=layout.layer, **layout.names)
+        config, family = ModelConfig.read(raw, family), replace(family, names=names)
         config = replace(config, experts=None) if layout.is_dense else config
         self.source, self.target, self.layout = source, target, layout
         self.builder = Builder(config, family, source, kernels, None, target.max_position, choose_format)
@@ -260,9 +305,9 @@ class _FamilyModule:
                 embedding=embedding,
                 entrance=entrance,
                 layers=(layer,),
-                exit=self.reader.exit(norm, lm_head, feeds_normed=True),
+                exit=self.reader.exit(norm, lm_head, feeds_normed=not layout.before_norm),
                 fuse=as_it_is,
-                hidden_layers=(num_layers(self.target) + 1,),
+                hidden_layers=(num_layers(self.target) + (not layout.before_norm),),
                 masks_start=layout.masks_start,
                 kv_specs=self.reader.kv_specs([layer]),
                 state_size=size,
