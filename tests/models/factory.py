@@ -245,6 +245,22 @@ MIMO_V2: dict[str, Any] = {
     "moe_intermediate_size": 20,
     "attention_value_scale": 0.707,
 }
+LONGCAT: dict[str, Any] = {
+    "num_layers": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "head_dim": 8,
+    "n_routed_experts": 6,
+    "zero_expert_num": 3,
+    "moe_topk": 3,
+    "expert_ffn_hidden_size": 20,
+    "routed_scaling_factor": 1.5,
+}
 # name -> (model_type, fields beyond SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -334,6 +350,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-h": ("nemotron_h", NEMOTRON_H),
     "step3.5": ("step3p5", STEP),
     "mimo-v2": ("mimo_v2_flash", MIMO_V2),
+    "longcat": ("longcat_flash", LONGCAT),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": 9}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
@@ -512,6 +529,14 @@ def hf_model(folder: Path, dtype: torch.dtype) -> Any:
         return load(dtype=dtype).eval()
     model = load(dtype=torch.float32)
     return model.eval().requires_grad_(False).to(dtype)
+
+
+def num_needless(module: Any) -> int:
+    """Entries of a LongCat's matrices that nothing is multiplied by: those of experts that give back what they read."""
+    config = module.config
+    if config.model_type != "longcat_flash":
+        return 0
+    return 2 * config.num_layers * config.zero_expert_num * config.expert_ffn_hidden_size * config.hidden_size
 
 
 def rms_error(found: Tensor, truth: Tensor) -> float:

@@ -107,6 +107,11 @@ TEXTS: dict[str, tuple[str, str, str, list[Call]]] = {  # name -> style, text, c
         "glm45", "<tool_call>f<arg_key>x</arg_key><arg_value>a <b> & c</arg_value></tool_call>", "",
         [Call("f", '{"x": "a <b> & c"}')],
     ),
+    "longcat": ("longcat", f"So:<longcat_tool_call>\n{CALL}\n</longcat_tool_call>", "So:", [F]),
+    "longcat-keyed": (
+        "longcat_keyed",
+        f"<longcat_tool_call>g\n{GLM_G.replace('arg_', 'longcat_arg_')}</longcat_tool_call>", "", [G],
+    ),
     "glm-cut": ("glm45", "<tool_call>get_wea", "<tool_call>get_wea", []),
     "glm-text": ("glm45", "<tool_call>no call</tool_call>", "<tool_call>no call</tool_call>", []),
     "minimax": (
@@ -431,6 +436,7 @@ def test_gemma_names_its_channel(text: str, reasoning: str, content: str) -> Non
 def test_reasoning_is_found_in_templates() -> None:
     assert reasoning_style("auto", "'<|channel>thought\n<channel|>'") == REASONING["gemma4"]
     assert reasoning_style("auto", "[THINK]x[/THINK]") == REASONING["mistral"]
+    assert reasoning_style("auto", "<longcat_think>x</longcat_think>") == REASONING["longcat"]
     assert reasoning_style("glm45", None) == REASONING["think"] and reasoning_style("openai_gptoss", None) is None
 
 
@@ -439,6 +445,8 @@ def test_reasoning_is_found_in_templates() -> None:
     [
         ("<tool_call>\n<function=example>", "qwen3_coder"),
         ("<tool_call>{name}\n<arg_key>{key}</arg_key>", "glm45"),
+        ("<longcat_tool_call>\n{name, arguments}", "longcat"),
+        ("<longcat_tool_call>{name}\n<longcat_arg_key>{key}</longcat_arg_key>", "longcat_keyed"),
         ("'<minimax:tool_call>'", "minimax_m2"),
         ("<｜DSML｜function_calls>", "deepseek_v32"),
         ("'<|tool_call>call:' + name, '<|channel>thought'", "gemma4"),

@@ -42,13 +42,14 @@ class MixtureOfExperts:
     def __init__(
         self, kernels: Kernels, routing: Routing, router: Linear, experts: Sequence[GatedMLP],
         correction: Tensor | None = None, shared: SharedExpert | None = None, scales_inputs: bool = False,
-        factors: Tensor | None = None,
+        factors: Tensor | None = None, num_zero: int = 0,
     ) -> None:  # fmt: skip
         """`router` [E, H]; `correction` [E] float32 is added to the scores that experts are chosen by.
 
-        scales_inputs: see `Kernels.pack_experts`. factors [E]: what the experts' weights are multiplied by.
+        scales_inputs: see `Kernels.pack_experts`. factors [E]: what the experts' weights are multiplied by. num_zero:
+        how many of the E, the last ones, give back what they read; no recorder can write them down.
         """
-        assert len(experts) == routing.num_experts, (len(experts), routing)
+        assert len(experts) == routing.num_experts - num_zero, (len(experts), routing)
         self._kernels = kernels
         self.routing = routing
         self.router = router
@@ -58,6 +59,8 @@ class MixtureOfExperts:
         self._scales_inputs = scales_inputs
         self.factors = factors
         self._diagonal = None if factors is None else kernels.pack_linear(torch.diag(factors))
+        ones = torch.ones(1, num_zero, device=kernels.device)
+        self._total = kernels.pack_linear(ones) if num_zero else None
         self._packed = _pack(kernels, self.experts, scales_inputs)
 
     @property
@@ -79,6 +82,9 @@ class MixtureOfExperts:
         weights = self._kernels.route(scores, self.correction, self.routing)  # [M, E]
         weights = weights if self._diagonal is None else self._kernels.linear(weights, self._diagonal)
         base = None if self.shared is None else self.shared(x)  # [M, H]
+        if self._total is not None:
+            given = self._kernels.linear(weights[:, len(self.experts) :].contiguous(), self._total) * x  # [M, H]
+            base, weights = given if base is None else base + given, weights[:, : len(self.experts)].contiguous()
         if self._packed is None:
             return self._one_by_one(x, weights, base)
         return self._kernels.experts(x, weights, self._packed, base)

@@ -47,6 +47,8 @@ class ExpertsShape:
     shared_gate: bool = False  # the shared expert's output is weighed by a sigmoid of its own
     biases: bool = False  # of the router and the experts
     scales_inputs: bool = False  # weights multiply what experts read, not what they give
+    num_zero: int = 0  # of the routed experts, the last ones: they give back what they read
+    shortcut: bool = False  # beside a dense part, which reads the same; added behind the next layer
     beside_dense: bool = False  # a dense part is added to them, with norms for both, and weights have factors
     correction: bool = False  # a stored vector is added to the scores that experts are chosen by
     first: int = 0  # layers before this one are dense
@@ -57,10 +59,15 @@ class ExpertsShape:
         """Whether the layer of that index is a mixture; layers after the last one follow the same rule."""
         return layer >= self.first and (layer + 1) % self.step == 0 and layer not in self.dense
 
+    @property
+    def num_real(self) -> int:
+        """Experts with matrices."""
+        return self.routing.num_experts - self.num_zero
+
     def num_parameters(self, hidden_size: int) -> int:
         """Entries of one such layer's matrices."""
         router = self.routing.num_experts + self.shared_gate
-        columns = 3 * (self.routing.num_experts * self.ffn_size + self.shared_size)
+        columns = 3 * (self.num_real * self.ffn_size + self.shared_size)
         biases = self.routing.num_experts * (1 + 2 * self.ffn_size + hidden_size) * self.biases
         vectors = (4 * hidden_size + self.routing.num_experts) * self.beside_dense
         return hidden_size * (router + columns) + biases + vectors
@@ -76,6 +83,8 @@ class LatentDims:
     rope_dim: int  # those that are; in the key they are the same for all heads
     value_dim: int
     interleaved: bool  # rotated pairs are neighbours
+    query_scale: float = 1.0  # of what queries are projected from
+    scale: float = 1.0  # of the latent
 
     def heads(self, num_heads: int) -> HeadLayout:
         """The heads as attention sees them: a query per head, and one key that is also the value."""

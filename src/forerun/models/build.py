@@ -7,7 +7,7 @@ Knows: which tensors a family has, that q, k, v (and gate, up) become one matrix
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -35,7 +35,7 @@ from forerun.models.build_blocks import (
 from forerun.models.build_recurrent import recurrent_layer
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts, FeedForward
-from forerun.models.family import SQUARED_RELU, Family
+from forerun.models.family import SQUARED_RELU, Family, same_names
 from forerun.models.hybrid import HybridDecoder
 from forerun.quant.base import RowPart, TensorSource, WeightFormat
 from forerun.quant.dense import DenseWeight
@@ -106,7 +106,10 @@ class Builder:
     def _layer_with(
         self, index: int, rope: Tensor, source: Attention | LatentAttention | None = None
     ) -> DecoderLayer:  # fmt: skip
-        names, per_layer = self.family.names, self.config.per_layer
+        names, per_layer = self.family.names_of(self.family.names, index), self.config.per_layer
+        if names is not self.family.names:
+            own = replace(self.family, names=names, names_of=same_names)
+            return replace(self, family=own)._layer_with(index, rope, source)
         prefix = names.layer.format(index=index)
         scales, experts = self.config.scales, self.config.experts
         norms_inside = experts is not None and experts.beside_dense
@@ -120,6 +123,7 @@ class Builder:
             parallel=self.family.parallel,
             beside=self._beside(index, prefix),
             per_layer=None if per_layer is None else per_layer_block(self, per_layer, index, prefix),
+            shortcut=self._shortcut(index, prefix),
             at_end=self._scale(float(self.vector(f"{prefix}.{names.scale}", 1))) if names.scale else None,
         )
 
@@ -205,13 +209,21 @@ class Builder:
     def _feed_forward(self, index: int, prefix: str) -> FeedForward:
         config, names = self.config, self.family.names
         experts = config.experts if config.has_experts(index) else None
-        if experts is not None and not experts.beside_dense:
+        if experts is not None and not experts.beside_dense and not experts.shortcut:
             return mixture_of_experts(self, experts, prefix, config.shape(index))
         if config.activation == SQUARED_RELU:
             return self._squared_mlp(prefix)
         shape = config.shape(index)
         dense = self.gated_mlp(prefix, names.gate_up, names.down, shape.ffn_size, config.biases.mlp, shape.bound)
-        return dense if experts is None else experts_beside_dense(self, experts, prefix, dense, shape)
+        if experts is None or experts.shortcut:
+            return dense
+        return experts_beside_dense(self, experts, prefix, dense, shape)
+
+    def _shortcut(self, index: int, prefix: str) -> FeedForward | None:
+        experts = self.config.experts if self.config.has_experts(index) else None
+        if experts is None or not experts.shortcut:
+            return None
+        return mixture_of_experts(self, experts, prefix, self.config.shape(index))
 
     def _squared_mlp(self, prefix: str) -> SquaredMLP:
         names, hidden, ffn = self.family.names, self.config.hidden_size, self.config.ffn_size

@@ -50,6 +50,7 @@ def mixture_of_experts(builder: Builder, shape: ExpertsShape, prefix: str, layer
         _shared_expert(builder, shape, prefix, layer.bound),
         shape.scales_inputs,
         _factors(builder, shape, prefix),
+        shape.num_zero,
     )
 
 
@@ -80,7 +81,7 @@ def _factors(builder: Builder, shape: ExpertsShape, prefix: str) -> Tensor | Non
 def _single_experts(builder: Builder, shape: ExpertsShape, prefix: str, bound: int) -> list[GatedMLP]:
     """Experts with tensors of their own."""
     names = builder.family.names.experts
-    modules = (f"{prefix}.{names.expert.format(index=index)}" for index in range(shape.routing.num_experts))
+    modules = (f"{prefix}.{names.expert.format(index=index)}" for index in range(shape.num_real))
     sizes = shape.ffn_size, shape.biases, bound
     return [builder.gated_mlp(module, names.gate_up, names.down, *sizes) for module in modules]
 
@@ -93,7 +94,7 @@ def _stacked_experts(builder: Builder, shape: ExpertsShape, prefix: str, bound: 
 
     def read(parts: tuple[str, ...], rows: int, columns: int, order: Tensor | None) -> list[Linear]:
         modules = [f"{prefix}.{names.stacked}.{name}" for name in parts]
-        sizes = (shape.routing.num_experts, rows, columns)
+        sizes = (shape.num_real, rows, columns)
         given = builder.source, modules, sizes, builder.kernels, builder.dtype, order, names.is_transposed
         weights = read_stacked(*given)
         biases = _stacked_biases(builder, f"{modules[0]}_bias", sizes[:2], order) if shape.biases else [None] * sizes[0]
@@ -164,7 +165,7 @@ def latent_attention(builder: Builder, dims: LatentDims, prefix: str, rope: Tens
     weights = LatentWeights(
         query=_query(builder, dims, prefix),
         down=builder.linear([down], hidden, config.biases.qkv),
-        norm=builder.vector(f"{prefix}.{names.latents.norm}.weight", dims.rank),
+        norm=builder.vector(f"{prefix}.{names.latents.norm}.weight", dims.rank) * dims.scale,
         absorb=HeadLinear(builder.kernels, absorb),
         expand=HeadLinear(builder.kernels, expand),
         out=builder.linear([out], num_heads * dims.value_dim, config.biases.out),
@@ -177,7 +178,7 @@ def _query(builder: Builder, dims: LatentDims, prefix: str) -> Linear | LowRank:
     rows, hidden, rank = config.heads.num_q * (dims.nope_dim + dims.rope_dim), config.hidden_size, dims.query_rank
     if not rank:
         return builder.linear([RowPart(f"{prefix}.{names.query}", rows)], hidden)
-    norm = builder.vector(f"{prefix}.{names.query_norm}.weight", rank)
+    norm = builder.vector(f"{prefix}.{names.query_norm}.weight", rank) * dims.query_scale
     return LowRank(
         builder.linear([RowPart(f"{prefix}.{names.query_down}", rank)], hidden, config.biases.qkv),
         RMSNorm(builder.kernels, norm, LATENT_NORM_EPS),

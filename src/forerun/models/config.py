@@ -189,7 +189,7 @@ def active_parameters(config: ModelConfig) -> int:
     shape, mixtures = config.experts, sum(config.has_experts(layer) for layer in range(config.num_layers))
     if shape is None:
         return num_parameters(config)
-    idle = (shape.routing.num_experts - shape.routing.top_k) * 3 * shape.ffn_size * config.hidden_size
+    idle = (shape.num_real - shape.routing.top_k) * 3 * shape.ffn_size * config.hidden_size
     return num_parameters(config) - mixtures * idle
 
 
@@ -227,7 +227,7 @@ def _feed_forward_parameters(config: ModelConfig, layer: int) -> int:
         return 2 * hidden * ffn
     dense = 3 * hidden * ffn + (2 * ffn + hidden) * config.biases.mlp
     if config.experts is not None and config.experts.has(layer):
-        return config.experts.num_parameters(hidden) + dense * config.experts.beside_dense
+        return config.experts.num_parameters(hidden) + dense * (config.experts.beside_dense or config.experts.shortcut)
     return dense
 
 

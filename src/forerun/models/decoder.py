@@ -78,6 +78,7 @@ class DecoderLayer:
     beside: Recurrent | None = None  # reads what attention reads, and adds to what that gives
     per_layer: PerLayerBlock | None = None  # takes in the layer's part of each token, last
     at_end: RowFunction | None = None  # what becomes of the stream after all that
+    shortcut: FeedForward | None = None  # reads what the feed-forward part reads; the next layer adds what it gives
 
     def enter(self, residual: Tensor) -> Tensor:
         """What the first part reads of the residual stream [M, H] -> [M, H]."""
@@ -85,12 +86,13 @@ class DecoderLayer:
 
     def __call__(
         self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv: LayerCache, wanted: Tensor | None = None,
-        parts: Sequence[Tensor] = (),
+        parts: Sequence[Tensor] = (), held: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """x, which the first part reads, and residual [M, H] -> the layer's last addend and the residual stream.
 
         Both are [M, H], or [R, H] of the rows `wanted` [R]; if these are none, only keys and values are computed. The
-        residual may be added to in place. parts [M, P] are those of all layers, see `PerLayerInputs`.
+        residual may be added to in place. parts [M, P] are those of all layers, see `PerLayerInputs`. held: what the
+        layer before has for this one to add, if anything, and then what this one has for the next.
         """
         if wanted is not None and wanted.shape[0] == 0:
             self._store(x, batch, kv)
@@ -106,6 +108,10 @@ class DecoderLayer:
         assert self.mlp is not None
         made = self.mlp(entered)
         made = made if self.after_mlp is None else self.after_mlp(made)
+        if held:
+            made = made + _rows(held.pop(), wanted)
+        if self.shortcut is not None and held is not None:
+            held.append(self.shortcut(entered))
         return self._end(made, residual, wanted, parts)
 
     def _add(self, mixed: Tensor, x: Tensor, residual: Tensor) -> Tensor:
@@ -198,11 +204,12 @@ def run_layers(
     keep(index, residual) is called before each layer.
     """
     assert len(kvs) == len(layers), (len(kvs), len(layers))
+    held = list[Tensor]()
     for index, (layer, kv) in enumerate(zip(layers, kvs, strict=True)):
         x = x if index == 0 else add_norm(layer.attention_norm, x, residual)
         if keep is not None:
             keep(index, residual)
-        x, residual = layer(x, residual, batch, kv, wanted if index == len(layers) - 1 else None, parts)
+        x, residual = layer(x, residual, batch, kv, wanted if index == len(layers) - 1 else None, parts, held)
     return x, residual
 
 
@@ -299,7 +306,8 @@ def _kv_spec(attention: Attention | LatentAttention, dtype: torch.dtype) -> Laye
 
 def _linears(parts: DecoderParts) -> list[Matrix]:
     mixers = [linear for layer in parts.layers for mixer in layer.mixers for linear in mixer.linears]
-    mlps = [linear for layer in parts.layers if layer.mlp is not None for linear in layer.mlp.linears]
+    feeding = [part for layer in parts.layers for part in (layer.mlp, layer.shortcut) if part is not None]
+    mlps = [linear for part in feeding for linear in part.linears]
     ends = [linear for layer in parts.layers if layer.per_layer is not None for linear in layer.per_layer.linears]
     return [*mixers, *mlps, *ends, parts.lm_head, *(() if parts.per_layer is None else (parts.per_layer.projection,))]
 

@@ -177,6 +177,11 @@ def as_written(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return raw
 
 
+def same_names(names: TensorNames, layer: int) -> TensorNames:
+    """Families whose layers all name their tensors alike."""
+    return names
+
+
 def num_hidden_layers(fields: Fields) -> int:
     """Families that say how many layers they have as most do."""
     return fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
@@ -269,6 +274,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fields: frozenset[str] = frozenset()
     names: TensorNames = TensorNames()
+    names_of: Callable[[TensorNames, int], TensorNames] = same_names  # a layer
     qk_norm: QkNorm = ""
     qk_norm_flag: str = ""  # if config.json says false to this field, there are no norms of queries and keys
     norm_offset: float = 0.0  # added to the stored weights of norms

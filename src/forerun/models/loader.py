@@ -322,7 +322,7 @@ def _refuse_unread(checkpoint: Checkpoint | GgufCheckpoint, config: ModelConfig,
     unused = [name for name in checkpoint.unread if name.startswith(own) and not name.endswith(INERT_TENSORS)]
     unused = [name for name in unused if not _adds_nothing(checkpoint, name)]
     unused = [name for name in unused if not names.unread or names.unread not in name]
-    unused = [name for name in unused if not name.startswith(_replaced(config, family))]
+    unused = [name for name in unused if not name.startswith((*_replaced(config, family), *_unused(config, family)))]
     if config.tie_embeddings:  # lm_head.weight is then a copy of the embedding
         unused = [name for name in unused if name != f"{names.lm_head}.weight"]
     if unused:
@@ -338,6 +338,15 @@ def _replaced(config: ModelConfig, family: Family) -> tuple[str, ...]:
     names, readers = family.names, [i for i, shape in enumerate(config.shapes) if shape.kv_layer is not None]
     modules = (*names.qkv[1:], names.key_norm)
     return tuple(f"{names.layer.format(index=index)}.{module}." for index in readers for module in modules)
+
+
+def _unused(config: ModelConfig, family: Family) -> tuple[str, ...]:
+    """Experts that give back what they read; transformers stores matrices for them nevertheless."""
+    if config.experts is None or not config.experts.num_zero:
+        return ()
+    numbers = range(config.experts.num_real, config.experts.routing.num_experts)
+    layers = {family.names_of(family.names, index).layer.format(index=index) for index in range(config.num_layers)}
+    return tuple(f"{layer}.{family.names.experts.expert.format(index=i)}." for layer in layers for i in numbers)
 
 
 def _adds_nothing(checkpoint: Checkpoint | GgufCheckpoint, name: str) -> bool:

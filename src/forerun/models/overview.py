@@ -138,7 +138,7 @@ def _kv_dtype(
     config: ModelConfig, family: Family, stored: Checkpoint | GgufCheckpoint, dtype: torch.dtype | None
 ) -> torch.dtype:
     """As `Builder.decoder` has it: float32 beside float32 and float16 matrices, else bfloat16."""
-    names = family.names
+    names = family.names_of(family.names, 0)
     outs = {ConvDims: names.conv.out, MambaDims: names.mamba.out, DeltaDims: names.delta.out}
     last = outs[type(config.recurrent)] if config.is_recurrent(0) else names.out
     out = f"{names.layer.format(index=0)}.{last}.weight" if config.has_mixer(0) else f"{names.lm_head}.weight"

@@ -21,6 +21,7 @@ class ReasoningMarks(NamedTuple):
 
 STYLES = {
     "think": ReasoningMarks("<think>", "</think>"),
+    "longcat": ReasoningMarks("<longcat_think>", "</longcat_think>"),
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
     "gemma4": ReasoningMarks("<|channel>", "<channel|>", "thought\n"),
 }

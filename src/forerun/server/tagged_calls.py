@@ -1,4 +1,4 @@
-"""Reads tool calls whose parameters stand one by one between tags: Qwen3-Coder, GLM, MiniMax, DeepSeek DSML, Gemma 4.
+"""Reads tool calls whose parameters stand one by one between tags: Qwen3-Coder, GLM, LongCat, MiniMax, DSML, Gemma 4.
 
 Knows: how each of these writes a name, a parameter and the end of a call, and what a parameter's schema makes of its
 text. Does not know: the marks around calls, HTTP, tokens. A parameter is passed on when it is complete.
@@ -252,11 +252,19 @@ QWEN = CallForm(
     _tagged(r"\s*<parameter=([^>]+)>\n?(?P<value>.*?)\n?</parameter>"),
     re.compile(r"\s*</function>"),
 )
-GLM = CallForm(
-    re.compile(r"\s*([^\s<>]+)\s*(?=<arg_key>)"),
-    _tagged(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
-    None,
-)
+
+
+def _keyed(mark: str) -> CallForm:
+    """Keys and values in turn, between tags whose names begin with `mark`."""
+    key, value = f"{mark}_key", f"{mark}_value"
+    return CallForm(
+        re.compile(rf"\s*([^\s<>]+)\s*(?=<{key}>)"),
+        _tagged(rf"\s*<{key}>(.*?)</{key}>\s*<{value}>(?P<value>.*?)</{value}>"),
+        None,
+    )
+
+
+GLM, LONGCAT = _keyed("arg"), _keyed("longcat_arg")
 MINIMAX = CallForm(
     re.compile(r'\s*<invoke name="([^">]+)">'),
     _tagged(r'\s*<parameter name="([^">]+)">(?P<value>.*?)</parameter>'),

@@ -18,7 +18,7 @@ from forerun.server.call_readers import CallPiece, CallReader, JsonCalls, Mistra
 from forerun.server.harmony import Harmony
 from forerun.server.json_schema import moved
 from forerun.server.reasoning import held_back
-from forerun.server.tagged_calls import DSML, GEMMA, GLM, MINIMAX, QWEN, CallForm, Functions, TaggedCalls
+from forerun.server.tagged_calls import DSML, GEMMA, GLM, LONGCAT, MINIMAX, QWEN, CallForm, Functions, TaggedCalls
 
 
 @dataclass(slots=True)
@@ -174,6 +174,8 @@ STYLES: dict[str, Callable[[Functions], ToolParser]] = {  # vLLM's names
     "hermes": lambda _: BetweenMarks("<tool_call>", "</tool_call>", JsonCalls),
     "qwen3_coder": _tagged("<tool_call>", "</tool_call>", QWEN),
     "glm45": _tagged("<tool_call>", "</tool_call>", GLM),
+    "longcat": lambda _: BetweenMarks("<longcat_tool_call>", "</longcat_tool_call>", JsonCalls),
+    "longcat_keyed": _tagged("<longcat_tool_call>", "</longcat_tool_call>", LONGCAT),
     "minimax_m2": _tagged("<minimax:tool_call>", "</minimax:tool_call>", MINIMAX),
     "deepseek_v32": _tagged("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", DSML),
     "gemma4": _tagged("<|tool_call>", "<tool_call|>", GEMMA),
@@ -186,7 +188,8 @@ ALIASES = {"qwen": "hermes", "qwen2": "hermes", "qwen3": "hermes", "llama3": "ll
            "llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder", "glm47": "glm45"}  # fmt: skip
 NAMES = ("auto", *STYLES, *ALIASES)
 MARKED_BY_SPECIAL_TOKENS = ("mistral", "llama3_json", "gemma4", "minimax_m2", "deepseek_v32")  # texts usually omit them
-_SIGNS = (("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("<minimax:tool_call>", "minimax_m2"),
+_SIGNS = (("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("<longcat_arg_key>", "longcat_keyed"),
+          ("<longcat_tool_call>", "longcat"), ("<minimax:tool_call>", "minimax_m2"),
           ("<｜DSML｜", "deepseek_v32"), ("<|tool_call>call:", "gemma4"), ("<|channel|>", HARMONY),
           ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"),
           ("<|python_tag|>", "llama3_json"), ('"parameters":', "llama3_json"))  # fmt: skip

@@ -23,6 +23,7 @@ from forerun.models.families.granite_hybrid import GRANITE_HYBRID
 from forerun.models.families.lfm2 import LFM2, LFM2_MOE
 from forerun.models.families.llama import LLAMA
 from forerun.models.families.llama4 import LLAMA4_TEXT
+from forerun.models.families.longcat_flash import LONGCAT_FLASH
 from forerun.models.families.mimo import MIMO
 from forerun.models.families.mimo_v2 import MIMO_V2_FLASH
 from forerun.models.families.minimax_m2 import MINIMAX_M2
@@ -42,7 +43,7 @@ from forerun.models.families.smollm3 import SMOLLM3
 from forerun.models.families.step3p5 import STEP3P5
 from forerun.models.family import Family
 
-_WITH_SHARED = (ERNIE4_5_MOE, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM4_MOE_LITE, LLAMA4_TEXT, STEP3P5)
+_WITH_SHARED = (ERNIE4_5_MOE, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM4_MOE_LITE, LLAMA4_TEXT, STEP3P5, LONGCAT_FLASH)
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, MINIMAX_M2, MIMO_V2_FLASH, *_WITH_SHARED)
 _LLAMA_LIKE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, MIMO, QWEN3, PHI3, GRANITE, SMOLLM3, GLM4, ERNIE4_5)
 _OTHERS = (GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, OLMO2, OLMO3, EXAONE4, COHERE2)

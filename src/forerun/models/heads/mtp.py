@@ -17,12 +17,13 @@ Ernie 4.5   As Qwen3-Next, but the layer has no experts and norm is the target's
 Gemma 4     Has an assistant, a checkpoint of its own: see `heads.assistant`.
 MiMo-V2     As Qwen3-Next, with a layer in a window and without experts. Stored as `model.mtp.layers.0` and two more,
             which are left alone.
+LongCat     As Qwen3-Next, with one attention and one dense part. Stored as `model.mtp`.
 MiMo        h' = input_proj [hidden_layernorm h; token_layernorm embed(x)], the other way round; a Llama-like layer;
             logits = the target's lm_head of final_layernorm(y). Stored as `model.mtp_layers.0`. h is the state before
             the final norm and y is fed back.
 Sources: DeepSeek-V3 (2412.19437) and its README_WEIGHTS.md; vLLM models/deepseek_mtp.py, glm4_moe_mtp.py,
-step3p5_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py, mimo_v2_mtp.py, mimo.py and mimo_mtp.py; FastDeploy
-models/ernie4_5_mtp.py.
+step3p5_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py, mimo_v2_mtp.py, longcat_flash_mtp.py, mimo.py and mimo_mtp.py;
+FastDeploy models/ernie4_5_mtp.py.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from forerun.models.build import Builder
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
+from forerun.models.family import same_names
 from forerun.models.fields import Fields, words
 from forerun.models.heads.assistant import ASSISTANTS, read_assistant
 from forerun.models.heads.eagle import as_it_is
@@ -148,6 +150,23 @@ _MIMO_V2 = MtpLayout(
 )
 
 
+_LONGCAT = MtpLayout(
+    own="model.mtp.",
+    layer="model.mtp.layers.0",
+    token_norm="model.mtp.layers.0.enorm.m",
+    state_norm="model.mtp.layers.0.hnorm.m",
+    projection="model.mtp.layers.0.eh_proj",
+    final_norm="model.mtp.norm",
+    embedding="model.mtp.embed_tokens",
+    is_dense=True,
+    names={
+        "gate_up": ("transformer_layer.mlp.gate_proj", "transformer_layer.mlp.up_proj"),
+        "down": "transformer_layer.mlp.down_proj",
+    },
+    sign="model.mtp.norm",
+)
+
+
 def open_mtp(name_or_folder: str | Path) -> Source:
     """The tensors a module is among, of a folder, a GGUF file or a hub id. Raises ModelError."""
     return open_checkpoint(resolve_model(name_or_folder))
@@ -166,14 +185,14 @@ def read_mtp(source: Source, target: Decoder, kernels: Kernels, weights: HeadWei
     wanted = dict.fromkeys([*(layout.projection for layout in layouts), f"{MIMO}.0.input_proj"])
     raise UnsupportedError(
         f"{source.folder} has no MTP module for this target: none of {', '.join(f'{name}.weight' for name in wanted)} "
-        "(DeepSeek, GLM and Step, Qwen, Ernie, MiMo-V2, MiMo) is there, nor is it an assistant of Gemma 4; give a "
-        "module's folder with --draft-model, or choose another drafter"
+        "(DeepSeek, GLM and Step, Qwen, Ernie, MiMo-V2, LongCat, MiMo) is there, nor is it an assistant of Gemma 4; "
+        "give a module's folder with --draft-model, or choose another drafter"
     )
 
 
 def _layouts(num_layers: int) -> tuple[MtpLayout, ...]:
     """Those of modules whose layer is of the target's family, which has `num_layers`."""
-    return _step(num_layers), _deepseek(num_layers), _QWEN, _ERNIE, _MIMO_V2
+    return _step(num_layers), _deepseek(num_layers), _QWEN, _ERNIE, _MIMO_V2, _LONGCAT
 
 
 def _find_layout(source: Source, num_layers: int) -> MtpLayout | None:
@@ -275,7 +294,7 @@ class _FamilyModule:
                 f"of the target's kind is supported for {', '.join(FAMILIES)}"
             )
         names = replace(family.names, layer=layout.layer, **layout.names)
-        config, family = ModelConfig.read(raw, family), replace(family, names=names)
+        config, family = ModelConfig.read(raw, family), replace(family, names=names, names_of=same_names)
         config = replace(config, experts=None) if layout.is_dense else config
         self.source, self.target, self.layout = source, target, layout
         self.builder = Builder(config, family, source, kernels, None, target.max_position, choose_format)
