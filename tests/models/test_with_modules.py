@@ -139,19 +139,38 @@ def test_what_changes_the_computation_is_refused(raw: dict[str, Any], changes: d
         read(raw, **changes)
 
 
-def test_experts_of_a_step_in_8_bits_are_refused(tmp_path: Path) -> None:
-    """Published as `-FP8`: scales beside three-dimensional tensors."""
-    folder = factory.make_checkpoint("step3.5", tmp_path)
-    tensors, name = load_file(folder / WEIGHTS), "model.layers.1.moe.down_proj.weight"
-    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    tensors[f"{name}_scale_inv"] = torch.ones(6, 1, 1)
+def in_8_bits(folder: Path) -> dict[str, torch.Tensor]:
+    """Store the experts of a Step as e4m3 with a scale for each block, as published -> what they are worth."""
+    generator, tensors, worth = torch.Generator().manual_seed(3), load_file(folder / WEIGHTS), {}
+    for name in [name for name in tensors if ".moe." in name and name.endswith("_proj.weight")]:
+        num_experts, rows, columns = tensors[name].shape
+        codes = tensors[name].to(torch.float8_e4m3fn)
+        scales = torch.rand(num_experts, -(-rows // 16), -(-columns // 8), generator=generator) + 0.5
+        spread = scales.repeat_interleave(16, dim=1)[:, :rows].repeat_interleave(8, dim=2)[:, :, :columns]
+        worth[name] = codes.float() * spread
+        tensors |= {name: codes, f"{name}_scale_inv": scales}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     path = folder / "config.json"
-    section = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    section = {"quant_method": "fp8", "weight_block_size": [16, 8], "activation_scheme": "dynamic", "fmt": "e4m3"}
     raw = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**raw, "quantization_config": section}), encoding="utf-8")
-    with pytest.raises(ModelError, match=name.removesuffix(".weight")):
-        load_model(folder, factory.make_kernels())
+    return worth
+
+
+def test_experts_of_a_step_in_8_bits(tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("step3.5", tmp_path)
+    worth = in_8_bits(folder)
+    model = load_model(folder, factory.make_kernels()).model
+    for layer in (1, 2, 3):
+        gate, up, down = (worth[f"model.layers.{layer}.moe.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        for index, expert in enumerate(model.parts.layers[layer].mlp.experts):
+            assert torch.equal(expert.gate_up.weight.dequantize(), torch.cat([gate[index], up[index]]))
+            assert torch.equal(expert.down.weight.dequantize(), down[index])
+    tensors, name = load_file(folder / WEIGHTS), "model.layers.2.moe.up_proj.weight_scale_inv"
+    for changed in ({**tensors, name: tensors[name][:5]}, {key: each for key, each in tensors.items() if key != name}):
+        save_file(changed, folder / WEIGHTS, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=name):
+            load_model(folder, factory.make_kernels())
 
 
 def test_lists_that_are_too_short_are_named() -> None:
