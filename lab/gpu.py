@@ -9,8 +9,9 @@ matters most first:
 
 * compiling: these models' kernels, on all cores; what a GPU would refuse is named (`gpu_compile.py` needs none);
 * roofline: copy bandwidth and matmul rate, what everything else is compared with;
-* curve: whole passes at the 1B and 8B shapes, bf16 and 4 bits, as `forerun bench curve` has them;
+* curve: whole passes at the 1B and 8B shapes and at Qwen3.5-4B's, bf16 and 4 bits, as `forerun bench curve` has them;
 * attention: one sequence, 1k to 128k tokens, splits side by side and one after the other;
+* recurrent: convolutions, the gated delta rule and Mamba-2 of published layers over known rows, chains and trees;
 * speed: every drafter against plain decoding on mini widened to the 8B shape (a process of its own writes that model
   meanwhile) and on mini, batches of 1, 32 and 8;
 * check: the tests of the Triton kernels on the GPU, every op against the reference, row invariance included;
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 SECONDS = {
-    "compiling": 40, "roofline": 5, "curve": 95, "attention": 25, "speed": 140, "check": 65, "products": 55, "peers": 30
+    "compiling": 40, "roofline": 5, "curve": 95, "attention": 25, "recurrent": 10, "speed": 140, "check": 65,
+    "products": 45, "peers": 30,
 }  # fmt: skip
 GRACE_S = 60  # beyond its time a part is given so long for the case it is at, then it is stopped
 VERSIONS = ("torch", "triton", "transformers", "numpy")
@@ -247,10 +249,11 @@ def actions() -> dict[str, Callable[..., None]]:
     """Every part by its name."""
     import gpu_kernels
     import gpu_models
+    import gpu_recurrent
 
     return {action.__name__: action for action in (
-        gpu_kernels.compiling, gpu_kernels.roofline, gpu_models.curve, gpu_kernels.attention, gpu_models.speed,
-        gpu_kernels.check, gpu_kernels.products, gpu_models.peers,
+        gpu_kernels.compiling, gpu_kernels.roofline, gpu_models.curve, gpu_kernels.attention, gpu_recurrent.recurrent,
+        gpu_models.speed, gpu_kernels.check, gpu_kernels.products, gpu_models.peers,
     )}  # fmt: skip
 
 

@@ -36,13 +36,15 @@ from triton.runtime.jit import JITFunction
 from forerun.bench.shapes import read_shape
 from forerun.bench.synthetic import RandomGroupedFormat, RandomSource
 from forerun.bench.weight_kinds import GGUF, GGUF_TYPES, Grouped, read_kind
+from forerun.cache.states import RecurrentStates
 from forerun.config import MAX_TREE_NODES
 from forerun.drafters.eagle import SPEC as EAGLE
 from forerun.kernels.ops import LayerKV, NoiseKeys
 from forerun.kernels.tree_growth import TreeRoom, new_trees
-from forerun.kernels.triton import moves
+from forerun.kernels.triton import moves, recurrent
 from forerun.kernels.triton.backend import TritonKernels
 from forerun.kernels.triton.grouped_layout import TILE_N, GroupedTensors, TritonGrouped, pack_grouped
+from forerun.models.base import state_specs_of, with_states
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.build import Builder
 from forerun.models.decoder import Decoder
@@ -151,6 +153,14 @@ class Case(NamedTuple):
     rows: int
 
 
+class AnyState(RecurrentStates):
+    """A slot that every request goes on from."""
+
+    def begin(self, request_id: str, num_tokens: int) -> int:
+        """The first."""
+        return super().begin(request_id, 0)
+
+
 class PaperMatrix(NamedTuple):
     """A matrix of small integers nobody made."""
 
@@ -164,7 +174,7 @@ class PaperKernels(TritonKernels):
 
     def __init__(self) -> None:
         self.device = META
-        self._tables = moves.PoolTables()
+        self._tables, self._walks = moves.PoolTables(), recurrent.LastWalk()
 
     def pack_grouped(self, matrix: Any) -> TritonGrouped:
         """Laid out as one of 16 outputs with codes of every size, of which the layout is all that counts."""
@@ -228,7 +238,9 @@ def run_model(model: Decoder, kernels: PaperKernels, case: Case) -> None:
         LayerKV.zeros(blocks, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, dtype or spec.dtype, spec.latent, META)
         for spec in model.kv_specs
     ]
-    logits = model.forward(chain(case.context, case.rows, blocks), kvs).logits
+    specs = state_specs_of(model)
+    passing = with_states(model, AnyState(specs, 1, META)) if specs else model
+    logits = passing.forward(chain(case.context, case.rows, blocks), kvs).logits
     choose(kernels, logits, (1, 4))
     kernels.move_rows(kvs, torch.empty(3, dtype=torch.int32), torch.empty(3, dtype=torch.int32))
 

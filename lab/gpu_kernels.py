@@ -93,7 +93,7 @@ def compiling(bench: Bench, due: Due, noted: Noted) -> None:
     """The models' kernels, on all cores, so that later parts only measure; what a GPU would refuse is named."""
     models = [str(resolve_model(name)) for name in dict.fromkeys((bench.small, bench.draft))]
     models += [str(bench.widening.shape)] if bench.widening.shape.exists() else []
-    shapes = list(dict.fromkeys((*bench.sizes.shapes, *models)))
+    shapes = list(dict.fromkeys((*bench.sizes.shapes, *bench.sizes.hybrids, *models)))
     sizes, left_s = bench.sizes, max(1.0, due.left_s)
     kinds = (sizes.weights, sizes.compiled_rows, sizes.tree_widths, sizes.formats)
     rows = ahead(shapes, *kinds, bench.device, left_s)

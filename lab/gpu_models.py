@@ -49,7 +49,7 @@ Item = TypeVar("Item")
 
 def curve(bench: Bench, due: Due, noted: Noted) -> None:
     """`forerun bench curve` at every shape, storage and context, without the host's share of a step."""
-    cases = list(product(reversed(bench.sizes.shapes), bench.sizes.weights))
+    cases = list(product((*reversed(bench.sizes.shapes), *bench.sizes.hybrids), bench.sizes.weights))
     in_time(cases, due, noted, " ".join, partial(curve_rows, bench, due, noted))
 
 
@@ -57,7 +57,7 @@ def curve_rows(bench: Bench, due: Due, noted: Noted, case: tuple[str, str]) -> I
     """One shape and storage."""
     name, weights = case
     sizes, passes = bench.sizes, passes_of(bench, name, weights)
-    for context in sizes.contexts:
+    for context in sizes.contexts[: 1 if name in sizes.hybrids else None]:
         if due.left_s == 0:
             noted.left_out(f"{name} {weights} after {context}")
             continue
@@ -83,7 +83,7 @@ class InARow:
     def run(self, batch: ForwardBatch) -> None:
         """So many in a row."""
         for _ in range(self.number):
-            self.passes.runner.run(batch)
+            self.passes.enqueue(batch)
         synchronize(self.passes.cache.device)
 
     def bytes_read(self, context: int, tokens: int) -> int:

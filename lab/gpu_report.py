@@ -14,6 +14,7 @@ from forerun.bench.chart import Chart, Labels, svg
 from forerun.bench.chart import lines as lines_chart
 
 LARGE, CONTEXT = "llama-3.1-8b", 1024
+BY_ROWS = ("products", "attention", "recurrent")  # parts that look at single rows
 Parts = Mapping[str, Mapping[str, Any]]
 Row = Mapping[str, Any]
 
@@ -78,13 +79,13 @@ def count(parts: Parts, part: str, name: str) -> float | None:
 
 
 def other_bits(parts: Parts) -> list[float | None]:
-    """Cases with other bits in a batch, products and attention."""
-    return [count(parts, part, "row_has_its_bits") for part in ("products", "attention")]
+    """Cases with other bits in a batch: products, attention, recurrent layers."""
+    return [count(parts, part, "row_has_its_bits") for part in BY_ROWS]
 
 
 def other_numbers(parts: Parts) -> list[float | None]:
-    """Cases the reference gives other numbers for, products and attention."""
-    return [count(parts, part, "as_reference") for part in ("products", "attention")]
+    """Cases the reference gives other numbers for: likewise."""
+    return [count(parts, part, "as_reference") for part in BY_ROWS]
 
 
 def failed_tests(parts: Parts) -> float | None:

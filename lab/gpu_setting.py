@@ -33,10 +33,12 @@ class BenchSizes:
 
     shapes: tuple[str, ...]  # names or folders with a config.json, small to large
     contexts: tuple[int, ...]  # known tokens before a pass
+    hybrids: tuple[str, ...] = ()  # shapes with recurrent layers, whose passes are measured after the shortest of these
     rows: tuple[int, ...] = (1, 4, 8, 16, 32, 64)  # tokens of a pass
     compiled_rows: tuple[int, ...] = (1, 32, 64, 300)  # of each kind of kernel some
     tree_widths: tuple[int, ...] = WIDTHS  # of trees grown on the GPU
     weights: tuple[str, ...] = ("bf16", "int4")
+    recurrent_rows: tuple[int, ...] = (1, 4, 16, 64, 512)  # of recurrent layers, of which trees have up to 64
     formats: tuple[str, ...] = FORMATS  # of single matrices
     format_rows: tuple[int, ...] = FORMAT_ROWS
     repeats: int = 7
@@ -56,14 +58,15 @@ class BenchSizes:
     long_model_len: int = 2048  # of the small model; 0: no long prompts
 
 
-ON_GPU = BenchSizes(("llama-3.2-1b", "llama-3.1-8b"), (1024, 8192, 32768, 131072 - 64))  # 64: room for the pass itself
+CONTEXTS = (1024, 8192, 32768, 131072 - 64)  # 64: room for the pass itself
+ON_GPU = BenchSizes(("llama-3.2-1b", "llama-3.1-8b"), CONTEXTS, ("qwen3.5-4b",))
 
 
 def rehearsal(tiny: Path) -> BenchSizes:
     """Everything once, on a model of one narrow layer."""
     return BenchSizes(
-        (str(tiny),), (300,), rows=(1, 3), formats=("gguf:q4_k",), compiled_rows=(3,), tree_widths=(), repeats=1,
-        cold_bytes=1, copy_bytes=1 << 16, matmul_size=32,
+        (str(tiny),), (300,), rows=(1, 3), recurrent_rows=(5,), formats=("gguf:q4_k",), compiled_rows=(3,),
+        tree_widths=(), repeats=1, cold_bytes=1, copy_bytes=1 << 16, matmul_size=32,
         tests=("tests/kernels/triton/test_rowwise.py", "-k", "edges"), batches=(2,), temperatures=(0.0,),
         prompts=1, peer_prompts=1, runs=1, passes=1, passes_a_turn=1, max_tokens=2, max_model_len=64,
         long_model_len=0,

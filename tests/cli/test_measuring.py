@@ -202,7 +202,8 @@ def test_inspect_tells_what_comes_with_a_checkpoint_and_reads_no_weights(
     taken = memory["weights_bytes"] + context * memory["kv_bytes_per_token"] + memory["state_bytes"]
     assert memory["bytes_at_usable_context"] == taken
     text = " ".join(run("inspect", str(folder)).stdout.split())
-    assert "8.7 KiB a request" in text and f"for one request of {context} tokens" in text and "polite" in text
+    assert "8.7 KiB a request" in text and "run op by op" in text and "polite" in text
+    assert f"for one request of {context} tokens" in text
     assert run_json("inspect", "mini")["parsers"] == {"tools": "hermes", "reasoning": None}
 
 

@@ -103,6 +103,13 @@ def test_drafting_by_lookup_adds_none(folder: Path, waits: list[Any]) -> None:
     assert run(made, waits)[1:] == [1, 1, 1] and waits[-1][0] > 2
 
 
+def test_recurrent_layers_add_none(tmp_path: Path, waits: list[Any]) -> None:
+    """Their passes, and the replays of what was accepted, which is everything."""
+    made = engine(factory.make_checkpoint("qwen3.5", tmp_path), MetaKernels(), "ngram")
+    assert run(made, waits)[1:] == [1, 1, 1] and waits[-1][0] > 2
+    assert not made.runner.replays
+
+
 NUM_CHOICES = 2 * (NUM_DRAFTS + 1)  # of two requests
 IN_ALL = NUM_CHOICES + 4 * 2 * NUM_DRAFTS  # and what is told of their drafts
 OF_MEDUSA = NUM_CHOICES + 3 * 2 * NUM_DRAFTS

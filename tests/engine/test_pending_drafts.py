@@ -10,17 +10,24 @@ from typing import Any
 import pytest
 import torch
 
+from forerun import LLM
 from forerun.assemble import assemble
+from forerun.cache.states import RecurrentStates
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import Request, SamplingParams
 from forerun.drafters.portfolio import Portfolio
 from forerun.engine.engine import Engine
+from forerun.kernels.device import CPU
+from forerun.models.base import StateSpec
+from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.medusa_heads import load_medusa
+from forerun.models.walk import walk_of
 from forerun.policy.acceptance import Acceptance
 from forerun.runtime.rows import RowRunner
-from forerun.speculation.draft import Draft, PendingDrafts, Proposal
+from forerun.speculation.draft import Draft, PendingDrafts, PendingRows, Proposal
 from forerun.speculation.verifier import CoupledVerifier
 from tests.drafters import test_medusa, test_mtp
+from tests.models import factory
 from tests.support import heads, tiny
 from tests.support.enqueued import as_on_a_gpu
 from tests.support.hopeful import expect_much
@@ -143,6 +150,45 @@ def test_rows_of_pending_drafts_are_shown_with_their_tokens(
         tiny.run(made, tiny.groups(3, temperature=1.0, max_tokens=12))
         shown.append(seen)
     assert num_pending and shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_pending_drafts_change_no_token_of_a_model_with_recurrent_layers(
+    temperature: float, tmp_path: Path, num_pending: list[int]
+) -> None:
+    llm = LLM(str(test_mtp.WithModule(tmp_path, "qwen3.5").folder), max_num_seqs=1, threads=1)
+    params = SamplingParams(temperature=temperature, max_tokens=20, seed=1, ignore_eos=True)
+    prompts = [[5, 6, 7, 8, 5, 6], [3, 3, 3], [9, 10, 11, 9]]
+    with as_on_a_gpu():
+        made = llm.with_drafter("mtp", adaptive=False, tree_width=3, max_draft_tokens=7, max_num_seqs=2)
+    made.engine.verifier = CoupledVerifier(llm.kernels, at_once=True)
+    found, expected = made.generate(prompts, params), llm.generate(prompts, params)
+    assert [out.outputs[0].token_ids for out in found] == [out.outputs[0].token_ids for out in expected]
+    assert max(num_pending) == 2
+
+
+def test_a_pending_tree_is_walked_as_the_tree_it_is() -> None:
+    """Below a span and beside a draft that is not pending; nodes up to the last that a mask has a bit for."""
+    parents = [-1, 0, 0, 2, 1, 4, *range(5, 63)]
+    masks, depths = factory.tree_masks(parents)
+    signed = [mask - (1 << 64) * (mask >> 63) for mask in masks]
+    tree, chain = (
+        (range(64), range(64), masks, depths),
+        (range(64), range(64), [(2 << i) - 1 for i in range(64)], range(64)),
+    )
+    beside = SequenceRows("b", range(20), 4, (), 4, (7, 7, 7), (0, 2, 5), (1, 5, 37), (0, 1, 2))
+    batches = [
+        ForwardBatch.build([beside, SequenceRows("a", range(20), 0, (5, 6), 2, *rows)], 4) for rows in (tree, chain)
+    ]
+    rows = torch.arange(6, 6 + 63)  # below the root
+    pending = PendingRows(rows, torch.zeros(63), torch.tensor(depths[1:]), torch.tensor(signed[1:]))
+    states = RecurrentStates([StateSpec((1, 1), (1, 1, 1))], 2, CPU)
+    states.begin("b", 0)
+    states.end("b", 4)
+    expected = walk_of(batches[0], states, CPU)
+    states.end("b", 4)
+    found = walk_of(replace(batches[1], pending=pending), states, CPU)
+    assert expected.parents[:5].tolist() == [-1, 0, 1, -1, 3] and torch.equal(found.parents, expected.parents)
 
 
 def test_requests_whose_logits_are_shaped_are_read_first(num_pending: list[int]) -> None:

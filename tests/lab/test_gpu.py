@@ -23,7 +23,7 @@ from gpu_watch import Noted, read_state, supervise
 LAB = Path(__file__).resolve().parents[2] / "lab"
 # Three parts are tested elsewhere: "speed" and "peers" below, on the CPU's kernels, as engines take minutes under the
 # interpreter; "compiling" below and in test_gpu_compile.py.
-PARTS = ["roofline", "curve", "attention", "check", "products"]
+PARTS = ["roofline", "curve", "attention", "recurrent", "check", "products"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,6 +42,8 @@ def test_the_rehearsal_runs_and_finds_nothing_wrong(tmp_path: Path) -> None:
     assert list(parts) == PARTS and result["rehearsal"] is True
     assert all(part["rows"] and not part["errors"] and not part["left_out"] for part in parts.values())
     assert all(row["as_reference"] and row["row_has_its_bits"] for row in parts["products"]["rows"])
+    assert all(row["as_reference"] and row["row_has_its_bits"] for row in parts["recurrent"]["rows"])
+    assert [row["rows"] for row in parts["recurrent"]["rows"]] == ["known", "chain", "tree"] * 2
     assert all(row["unsplit_has_the_bits"] and row["as_reference"] for row in parts["attention"]["rows"])
     assert parts["check"]["rows"] == [{"PASSED": 2}]
     assert [line["found"] for line in result["lines"] if line["what"].startswith(("bf16", "4-bit", "EAGLE"))] == [

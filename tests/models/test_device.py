@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from forerun.cache.kv_cache import KVCache, Move
+from forerun.cache.states import RecurrentStates
 from forerun.kernels.ops import LayerKV
 from forerun.kernels.reference import ReferenceHeads, ReferenceKernels, ReferenceLinear
+from forerun.models.base import CommittedPath
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.loader import load_model
 from tests.models import factory
@@ -76,6 +78,9 @@ SHAPES: dict[str, Any] = {
     "route": like_first,
     "experts": like_first,
     "move_rows": lambda *_: None,
+    "causal_conv": like_first,
+    "gated_delta": lambda qkv, gates, heads, *_: empty(len(qkv), heads.values_size),
+    "mamba2": lambda rows, steps, heads, *_: empty(len(rows), heads.values_size),
 }
 
 
@@ -107,6 +112,24 @@ def test_a_forward_stays_on_the_device_of_its_kernels(case: str, tmp_path: Path)
     assert out.hidden[1].device == META and {"linear", "add_rms_norm"} < kernels.seen
     pool.commit([Move((0, 1), (3, 5), (3, 4))])
     assert "move_rows" in kernels.seen
+
+
+@pytest.mark.parametrize(
+    "case", ["qwen3.5", "qwen3-next", "lfm2", "granite-hybrid-moe", "falcon-h1-norm", "nemotron-h"]
+)
+def test_recurrent_layers_stay_on_the_device_of_their_kernels(case: str, tmp_path: Path) -> None:
+    """Passes, replays of accepted drafts, states that are kept."""
+    kernels: Any = MetaKernels()
+    model: Any = load_model(factory.make_checkpoint(case, tmp_path), kernels).model
+    pool, states = KVCache(kernels, model.kv_specs, 3, 4), RecurrentStates(model.state_specs, 3, META)
+    own = model.with_states(states)
+    out = own.forward(batch(), pool.layers, (0, 1))
+    assert out.logits.device == out.hidden[1].device == META and "causal_conv" in kernels.seen
+    own.commit([CommittedPath("", (0, 2))])
+    states.keep("", 0, in_answer=False)
+    states.restore("s", 0)
+    assert all(tensor.device == META for tensor in tensors_of(states.layers))
+    assert states.begin("", 5) != states.begin("s", 5)
 
 
 def test_a_batch_goes_over_whole() -> None:

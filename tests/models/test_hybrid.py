@@ -246,13 +246,6 @@ def test_what_transformers_does_not_read_is_refused(fields: dict[str, object]) -
         ModelConfig.read({**raw, **fields}, FAMILIES[model_type])
 
 
-def test_a_gpu_is_refused(folder: Path) -> None:
-    kernels = factory.make_kernels("reference")
-    kernels.device = torch.device("meta")
-    with pytest.raises(UnsupportedError, match="on CPUs only so far; choose device 'cpu'"):
-        load_model(folder, kernels)
-
-
 def test_too_little_memory_for_a_slot_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from forerun import LLM
 

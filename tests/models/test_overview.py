@@ -62,7 +62,7 @@ def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_a_device_cannot_run_is_told(tmp_path: Path) -> None:
-    found = look_at(factory.make_checkpoint("qwen3.5", tmp_path))
+    found = look_at(factory.make_checkpoint("gemma4", tmp_path))
     assert "run on CPUs only" in (why_refused(found, torch.device("cuda")) or "")
     assert why_refused(found, torch.device("cpu")) is None
 

@@ -67,14 +67,18 @@ class TimedPasses:
         return [*(self._batch(span, 0) for span in spans[:-1]), self._batch(last[:-1], 1)]
 
     def run(self, batch: ForwardBatch) -> None:
-        """Compute it. Where states go on, a chain's drafts are accepted, all of them: other engines' passes do that."""
+        """Compute it."""
+        self.enqueue(batch)
+        synchronize(self.cache.device)
+
+    def enqueue(self, batch: ForwardBatch) -> None:
+        """Begin to. Where states go on, a chain's drafts are accepted, all of them: other engines' passes do that."""
         rows = batch.sequences[0]
         if self._states is not None:
             self._states.end("", rows.start if rows.span else rows.tree_start)
         self.runner.run(batch)
         if self._states is not None:
             self._bound.commit([CommittedPath("", tuple(rows.tree_rows))])
-        synchronize(self.cache.device)
 
     def bytes_read(self, context: int, tokens: int) -> int:
         """Bytes a chain must read: matrices (as many experts as it can choose), the keys and values it sees, states."""

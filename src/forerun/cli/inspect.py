@@ -201,7 +201,7 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("on disk", "; ".join(_by_type(*kind) for kind in report["storage"]["bytes"].items())),
         ("weights", f"{_size(memory['weights_bytes'])} in memory"),
         ("KV cache", _kv(memory)),
-        *([("state", f"{_size(memory['state_bytes'])} a request")] if memory["state_bytes"] else []),
+        *([("state", _state(memory))] if memory["state_bytes"] else []),
         ("memory", f"{_size(memory['bytes_at_usable_context'])} for one request of {report['usable_context']} tokens"),
         ("backend", f"{report['backend']['name']}: {report['backend']['reason']}"),
         ("kernels", _kernels(report["kernels"])),
@@ -255,6 +255,11 @@ def _kv(memory: dict[str, int]) -> str:
         return "kept by transformers"
     full = _size(memory["kv_bytes_at_full_context"])
     return f"{_size(memory['kv_bytes_per_token'])} a token, {full} at full context"
+
+
+def _state(memory: dict[str, int]) -> str:
+    """Of recurrent layers, with what they mean for speed."""
+    return f"{_size(memory['state_bytes'])} a request; passes run op by op, neither recorded nor captured"
 
 
 def _kernels(ops: dict[str, str]) -> str:

@@ -14,9 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from forerun.errors import KernelError
-
-_MISSING = "these kernels have none for recurrent layers: choose kernels 'cpu' or 'reference'"
+from forerun.kernels.device import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,15 @@ class Walk:
         return Walk(
             _column(slots), _column(firsts), _column(num_known), _column(above), torch.tensor(drafts, dtype=torch.int64)
         )
+
+    def on(self, device: torch.device) -> Walk:
+        """The walk on a device (itself if it is there); the host does not wait."""
+        if self.parents.device == device:
+            return self
+        columns = [self.slots, self.firsts, self.num_known, self.parents]
+        sizes = [len(column) for column in columns]
+        slots, firsts, num_known, parents = to_device(torch.cat(columns), device).split_with_sizes(sizes)
+        return Walk(slots, firsts, num_known, parents, to_device(self.drafts, device))
 
 
 def _column(numbers: Sequence[int]) -> Tensor:
@@ -93,7 +100,7 @@ class DeltaHeads(NamedTuple):
 
 
 class RecurrentOps(Protocol):
-    """The ops; part of `kernels.ops.Kernels`. A backend that does not define them refuses models that need them."""
+    """The ops; part of `kernels.ops.Kernels`."""
 
     def causal_conv(
         self, x: Tensor, weight: Tensor, tails: Tensor, walk: Walk, silu: bool, bias: Tensor | None = None
@@ -105,7 +112,6 @@ class RecurrentOps(Protocol):
         in place.
         silu: the sum goes through it.
         """
-        raise KernelError(_MISSING)
 
     def gated_delta(
         self, qkv: Tensor, gates: Tensor, heads: DeltaHeads, decay: Tensor, bias: Tensor, memory: Tensor, walk: Walk
@@ -120,7 +126,6 @@ class RecurrentOps(Protocol):
             S = S + k (sigmoid(b) * (v - S^T k))^T
             o = S^T q
         """
-        raise KernelError(_MISSING)
 
     def mamba2(
         self, rows: Tensor, steps: Tensor, heads: DeltaHeads, decay: Tensor, bias: Tensor, skip: Tensor, memory: Tensor,
@@ -135,4 +140,3 @@ class RecurrentOps(Protocol):
             S = exp(decay * t) * S + b (t * x)^T
             o = S^T c + skip * x
         """
-        raise KernelError(_MISSING)

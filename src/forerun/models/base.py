@@ -91,6 +91,7 @@ class Passes:
     shift: int = 0  # added to every row's position
     hidden_layers: tuple[int, ...] = ()  # whose states `first` gives
     past_start: Passes | None = None  # the same passes without branches, for batches without rows at position 0
+    advances_states: bool = False  # recurrent ones, in slots that the host looks up: such passes run op by op
 
 
 class CommittedPath(NamedTuple):
@@ -169,7 +170,10 @@ def passes_of(model: Model, hidden_layers: Sequence[int] = ()) -> Passes:
     def run(batch: ForwardBatch, _: Tensor | None, kvs: Sequence[LayerKV]) -> PassOutput:
         return model.forward(batch, kvs, hidden_layers)
 
-    return Passes(run, run, model.vocab_size, hidden_layers=tuple(hidden_layers))
+    advances_states = bool(state_specs_of(model))
+    return Passes(
+        run, run, model.vocab_size, hidden_layers=tuple(hidden_layers), advances_states=advances_states
+    )  # fmt: skip
 
 
 def with_own_state(model: Model) -> Model:

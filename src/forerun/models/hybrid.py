@@ -49,7 +49,7 @@ class HybridDecoder(Decoder):
                 "quantize with a model whose layers all attend"
             )
         self._sequences = batch.sequences
-        walk = walk_of(batch.sequences, self._states)
+        walk = walk_of(batch, self._states, self.device)
         states, pooled = iter(self._states.layers), self.pooled(kvs)
         caches = [_cache(*each, walk, states) for each in zip(self.parts.layers, pooled, strict=True)]
         out = self._run(batch, caches, hidden_layers)
@@ -64,6 +64,7 @@ class HybridDecoder(Decoder):
             return
         replay = replay_of(self._sequences, paths, self._states)
         if replay is not None:
+            replay = replay.on(self.device)
             for layer, state in zip(self._recurrent, self._states.layers, strict=True):
                 layer.replay(replay.drafts, StateRows(state, replay.walk))
             for request_id, num_tokens in replay.ends.items():

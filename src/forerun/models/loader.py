@@ -257,7 +257,7 @@ def _tied_as_stored(config: ModelConfig, family: Family, checkpoint: Checkpoint)
 
 def check_device(config: ModelConfig, device: torch.device) -> None:
     """Raise UnsupportedError for a model that forerun does not run there."""
-    part = "the recurrent layers" if config.recurrent is not None else ""
+    part = ""
     if config.experts is not None and config.experts.scales_inputs:
         part = "experts whose inputs are weighed, those"
     if any(shape.heads.head_dim != config.heads.head_dim for shape in config.shapes):

@@ -1,6 +1,7 @@
 """How the rows of a batch follow each other, for recurrent layers, and how accepted drafts are replayed.
 
-Knows: spans, trees, which nodes were accepted. Does not know: layers, what their states hold.
+Knows: spans, trees, drafts that are on a device only, which nodes were accepted. Does not know: layers, what their
+states hold.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forerun.config import MAX_TREE_NODES
+from forerun.kernels.device import to_device
 from forerun.kernels.recurrent_ops import Walk
 from forerun.models.base import CommittedPath, States
-from forerun.models.batch import SequenceRows
+from forerun.models.batch import ForwardBatch, SequenceRows
 
 
 class Replay(NamedTuple):
@@ -23,12 +26,32 @@ class Replay(NamedTuple):
     walk: Walk
     ends: dict[str, int]  # by request: tokens that its state comes after then
 
+    def on(self, device: torch.device) -> Replay:
+        """The replay on a device (itself if it is there); the host does not wait."""
+        return Replay(to_device(self.drafts, device), self.walk.on(device), self.ends)
 
-def walk_of(sequences: Sequence[SequenceRows], states: States) -> Walk:
-    """The walk over a batch: spans and roots are known. A sequence that begins with its first token has a new state."""
+
+def walk_of(batch: ForwardBatch, states: States, device: torch.device) -> Walk:
+    """The walk over a batch, on a device: spans and roots are known.
+
+    A sequence that begins with its first token has a new state.
+    """
+    sequences = batch.sequences
     slots = [states.begin(rows.request_id, rows.start if rows.span else rows.tree_start) for rows in sequences]
     num_known = [len(rows.span) + bool(rows.tree_tokens) for rows in sequences]
-    return Walk.build(slots, num_known, [_parents(rows) for rows in sequences])
+    walk = Walk.build(slots, num_known, [_parents(rows) for rows in sequences]).on(device)
+    if batch.pending is not None:
+        rows, above = batch.pending.rows, _nodes_above(batch.pending.tree_masks)
+        walk.parents.index_copy_(0, rows, (rows - above).int())
+    return walk
+
+
+def _nodes_above(masks: Tensor) -> Tensor:
+    """How many nodes before each is its parent, where trees are on a device only; masks [n] -> [n] int64."""
+    nodes = torch.arange(MAX_TREE_NODES, device=masks.device)
+    path = (masks[:, None] >> nodes & 1) * nodes  # [n, 64]: numbers of ancestors and self, the root's is 0
+    last = path.topk(2).values
+    return last[:, 0] - last[:, 1]
 
 
 def end_of(rows: SequenceRows) -> int:

@@ -8,7 +8,7 @@ import pytest
 from tests.kernels.triton.ahead_of_time import compiled_in_subprocess
 
 SHARED_BYTES = 227 << 10  # of a multiprocessor, CUDA C++ programming guide, table of compute capabilities, 9.0
-MODULES = ("tests.kernels.triton.products_list", "tests.kernels.triton.attention_list")
+MODULES = tuple(f"tests.kernels.triton.{name}_list" for name in ("products", "attention", "recurrent"))
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +43,13 @@ def test_attention_and_what_is_around_it(compiled: list[list[dict[str, Any]]]) -
             assert entry["stack"] <= 128, entry  # a few registers spill
         else:
             assert entry["stack"] == 0, entry  # nothing spilled
+
+
+@pytest.mark.slow
+def test_recurrent_layers(compiled: list[list[dict[str, Any]]]) -> None:
+    entries = compiled[2]
+    assert len(entries) == 11
+    for entry in entries:
+        assert entry["shared"] <= SHARED_BYTES // 8 and entry["stack"] == 0, entry  # many programs at a time
+        if entry["name"] != "_conv_kernel":  # which asks for the fused sums it has
+            assert "fma.rn.f32" not in entry["instructions"], entry

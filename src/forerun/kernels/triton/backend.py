@@ -22,8 +22,20 @@ from forerun.kernels.ops import (
     PackedHeads,
     PackedLinear,
 )
+from forerun.kernels.recurrent_ops import DeltaHeads, Walk
 from forerun.kernels.tree_walk import walk_trees
-from forerun.kernels.triton import attention, experts, latent, linear, moves, norms, rope, sampling, tree_growth
+from forerun.kernels.triton import (
+    attention,
+    experts,
+    latent,
+    linear,
+    moves,
+    norms,
+    recurrent,
+    rope,
+    sampling,
+    tree_growth,
+)
 from forerun.kernels.triton.grouped import grouped_linear, grouped_rows
 from forerun.kernels.triton.grouped_layout import TritonGrouped, pack_grouped
 from forerun.kernels.triton.linear import TritonLinear
@@ -53,7 +65,7 @@ class TritonKernels(Kernels):
         if device.type != "cuda" and not is_interpreted():
             raise KernelError(f"Triton's kernels run on CUDA devices, not on {device.type!r}: choose device 'cuda'")
         self.device = device
-        self._tables = moves.PoolTables()
+        self._tables, self._walks = moves.PoolTables(), recurrent.LastWalk()
 
     def describe(self) -> dict[str, str]:
         """Every op runs on the device."""
@@ -103,6 +115,27 @@ class TritonKernels(Kernels):
     def move_rows(self, kvs: list[LayerKV], sources: Tensor, targets: Tensor) -> None:
         """See `Kernels.move_rows`."""
         moves.move_rows(kvs, to_device(sources, self.device), to_device(targets, self.device), self._tables)
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, tails: Tensor, walk: Walk, silu: bool, bias: Tensor | None = None
+    ) -> Tensor:
+        """See `RecurrentOps.causal_conv`; walks may come from the host."""
+        return recurrent.causal_conv(x, weight, tails, self._walks.plan(walk, self.device), silu, bias)
+
+    def gated_delta(
+        self, qkv: Tensor, gates: Tensor, heads: DeltaHeads, decay: Tensor, bias: Tensor, memory: Tensor, walk: Walk
+    ) -> Tensor:
+        """See `RecurrentOps.gated_delta`."""
+        return recurrent.advance(
+            qkv, gates, heads, decay, bias, None, memory, self._walks.plan(walk, self.device)
+        )  # fmt: skip
+
+    def mamba2(
+        self, rows: Tensor, steps: Tensor, heads: DeltaHeads, decay: Tensor, bias: Tensor, skip: Tensor, memory: Tensor,
+        walk: Walk,
+    ) -> Tensor:  # fmt: skip
+        """See `RecurrentOps.mamba2`."""
+        return recurrent.advance(rows, steps, heads, decay, bias, skip, memory, self._walks.plan(walk, self.device))
 
     def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: NoiseKeys) -> Tensor:
         """See `Kernels.gumbel_argmax`; temperatures and keys may come from the host."""
