@@ -21,6 +21,7 @@ COMMANDS = (
     "learned",
     "generate",
     "chat",
+    "batch",
     "bench",
     "verify",
     "inspect",

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from forerun import __version__
 from forerun.cli import (
+    batch,
     bench,
     bench_drafters,
     bench_serve,
@@ -95,6 +96,7 @@ app.command("learned")(ungrouped(learned.learned))
 app.command("generate")(ungrouped(generate.generate))
 app.command("chat")(ungrouped(chat.chat))
 app.command("serve")(ungrouped(serve.serve))
+app.command("batch")(ungrouped(batch.batch))
 app.add_typer(bench_app, name="bench")
 app.command("verify")(ungrouped(verify.verify))
 app.command("inspect")(ungrouped(inspect.inspect))

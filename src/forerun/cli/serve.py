@@ -179,7 +179,7 @@ def _settings(name: str, listening: Listening, serving: Serving) -> ServerSettin
     keys = _keys(listening.api_key, listening.api_key_file)
     given = {**values(serving), "max_connections": affordable(serving.max_connections)}
     return ServerSettings(
-        served_names=tuple(listening.served_model_name or (_model_id(name),)),
+        served_names=tuple(listening.served_model_name or (model_id(name),)),
         api_keys=keys,
         allowed_hosts=_allowed_hosts(listening.host, listening.allowed_hosts, bool(keys)),
         allowed_origins=tuple(listening.allowed_origins or ()),
@@ -187,7 +187,7 @@ def _settings(name: str, listening: Listening, serving: Serving) -> ServerSettin
     )
 
 
-def _model_id(name: str) -> str:
+def model_id(name: str) -> str:
     """The model's name for clients: a GGUF file's name without its folder, any other model as it was given."""
     return Path(name).name if name.endswith(".gguf") else name
 

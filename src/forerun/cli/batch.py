@@ -1,0 +1,148 @@
+"""`forerun batch`: answer a file of requests.
+
+Knows: options, progress, signals, what is printed. Does not know: rows and their answers (`server.batches`), files
+(`server.batch_files`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from filelock import FileLock, Timeout
+
+from forerun.cli import options as opt
+from forerun.cli.console import err, out, print_json
+from forerun.cli.engine import open_llm
+from forerun.cli.groups import values
+from forerun.cli.serve import ServedDrafting, ServedEngine, model_id
+from forerun.errors import ConfigError, ResourceError
+from forerun.progress import progress_bar
+
+if TYPE_CHECKING:
+    from forerun.llm import LLM
+    from forerun.server.batch_files import AnswerFile, BatchInput
+    from forerun.server.batches import Shard
+
+BATCH = "Batch"
+AHEAD = 2  # rows given to the engine for each that it computes, so that none of its seats waits
+
+
+def _batch(help_text: str, *names: str, **limits: Any) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=BATCH, **limits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """What is read and written."""
+
+    rows: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format.")]
+    answers: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Answers; failed rows go to OUT.errors.jsonl.")]
+    model: opt.ModelOption = None
+    resume: Annotated[bool, _batch("Go on with OUT; what it and OUT.errors have is not done again.", "--resume")] = (
+        False
+    )
+    retry_errors: Annotated[bool, _batch("With --resume: do the rows in OUT.errors again.", "--retry-errors")] = False
+    shard: Annotated[str, _batch("I/N: do the I-th of N parts; parts are told apart by custom_id.")] = "1/1"
+    served_model_name: Annotated[list[str] | None, _batch("Name of the model in the rows; repeatable.")] = None
+    any_model: Annotated[bool, _batch("Answer rows whatever model they name.", "--any-model")] = False
+    max_row_bytes: Annotated[int, _batch("Longest row.", min=1)] = 8 << 20
+    drain_s: Annotated[float, _batch("Time for running rows to end on a signal.", "--drain-seconds", min=0)] = 8.0
+    json: opt.JsonOption = False
+
+
+def batch(files: Files, engine: ServedEngine, drafting: ServedDrafting) -> None:
+    """Answer a file of requests, many at a time. The answers depend on the rows and --seed alone."""
+    from forerun.server.batch_files import BatchInput, open_answers
+
+    name, shard = opt.chosen_model(None, files.model), _shard(files.shard)
+    with _locked(files.answers):
+        answers, errors = open_answers(files.answers, files.resume, files.retry_errors)
+        rows = BatchInput.scan(files.rows, files.max_row_bytes, shard, answers.ids | errors.ids)
+        for bad in rows.bad:
+            errors.write(bad.answer())
+        stopped = False
+        with closing(answers), closing(errors):
+            if rows.places:
+                llm = open_llm(name, **{**drafting.of(name), **values(engine)})
+                stopped = asyncio.run(_answer(llm, files, engine, rows, answers, errors))
+    _report(files, rows, answers, errors)
+    if stopped:
+        raise typer.Exit(128 + signal.SIGTERM)
+
+
+def _shard(text: str) -> Shard:
+    from forerun.server.batches import Shard
+
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise ConfigError(f"--shard must be I/N with I from 1 to N, such as 1/3; got {text!r}")
+    return Shard(int(index), int(count))
+
+
+@contextmanager
+def _locked(answers: Path) -> Iterator[None]:
+    """Keep other processes from writing the same file. Raises ConfigError if one does."""
+    if not answers.parent.is_dir():
+        raise ConfigError(f"there is no folder {answers.parent} for {answers.name}: make it, or choose another")
+    lock = FileLock(f"{answers}.lock", timeout=0)
+    try:
+        with lock:
+            yield
+    except Timeout as error:
+        raise ConfigError(f"another process is writing {answers}: wait for it, or choose another path") from error
+    with suppress(OSError):
+        Path(lock.lock_file).unlink()
+
+
+async def _answer(
+    llm: LLM, files: Files, engine: ServedEngine, rows: BatchInput, answers: AnswerFile, errors: AnswerFile
+) -> bool:
+    """Answer the rows that are left; whether a signal ended it early."""
+    from forerun.server.app import create_app
+    from forerun.server.batches import UnavailableError, answer_all
+    from forerun.server.settings import ServerSettings
+
+    names = tuple(files.served_model_name or (model_id(llm.config.model),))
+    num_at_once = AHEAD * engine.max_num_seqs
+    settings = ServerSettings(
+        served_names=names, max_queue=num_at_once, max_body_bytes=files.max_row_bytes, warm_grammars=False
+    )
+    settings.check_adapters(llm.adapters)
+    app, stopping, loop = create_app(llm, settings), asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    with progress_bar("rows", len(rows.places), err().is_terminal) as advance:
+
+        def write(succeeded: bool, answer: dict[str, Any]) -> None:
+            (answers if succeeded else errors).write(answer)
+            advance(1)
+
+        async with app.router.lifespan_context(app):
+            try:
+                await answer_all(
+                    app, rows.rows(), engine.seed, num_at_once, stopping, files.drain_s, write,
+                    names[0] if files.any_model else None,
+                )  # fmt: skip
+            except UnavailableError as error:
+                raise ResourceError(f"{error}; what was answered is kept: --resume goes on") from error
+    return stopping.is_set()
+
+
+def _report(files: Files, rows: BatchInput, answers: AnswerFile, errors: AnswerFile) -> None:
+    num_left = len(rows.places) + len(rows.bad) - answers.num_new - errors.num_new
+    figures = {"answered": answers.num_new, "failed": errors.num_new, "done_before": rows.num_done, "left": num_left}
+    if files.json:
+        print_json({**figures, "answers": str(answers.path), "errors": str(errors.path) if errors.num_new else None})
+        return
+    said = [f"{answers.num_new} rows answered in {answers.path}"]
+    said += [f"{rows.num_done} were done before"] if rows.num_done else []
+    said += [f"{errors.num_new} failed: {errors.path} says why"] if errors.num_new else []
+    said += [f"{num_left} are left: --resume goes on with them"] if num_left else []
+    out().print("; ".join(said), soft_wrap=True)

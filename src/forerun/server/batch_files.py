@@ -1,0 +1,176 @@
+"""Files of offline batches: a file of rows, and files of answers and errors to which a later run can add.
+
+Knows: lines, torn ones, which rows are done. Does not know: requests, engines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple
+
+from forerun.errors import ConfigError, DataError
+from forerun.server.batches import BadRow, BatchRow, Shard, read_row
+
+WINDOW: Final = 2048  # rows that are sorted by their prompts, so that those that begin alike share a prefix
+
+
+class _RowPlace(NamedTuple):
+    line: int
+    offset: int
+
+
+@dataclass(slots=True)
+class BatchInput:
+    """The rows of a file that are still to do, read when they are needed."""
+
+    path: Path
+    places: list[_RowPlace] = field(default_factory=list)
+    bad: list[BadRow] = field(default_factory=list)
+    num_done: int = 0  # rows of this shard that earlier runs answered
+
+    @classmethod
+    def scan(cls, path: Path, max_bytes: int, shard: Shard, done: set[str]) -> BatchInput:
+        """Read a file once: where its rows are, and which are none. Raises DataError if it cannot be read."""
+        found, first_lines = cls(path), dict[str, int]()
+        for place, line in _lines(path, max_bytes):
+            row = BadRow(place.line, None, f"line {place.line} has more than {max_bytes} bytes") if line is None else (
+                read_row(line, place.line)
+            )  # fmt: skip
+            name = row.custom_id
+            if name is not None and name in first_lines:
+                row = BadRow(place.line, name, f"line {first_lines[name]} has the same custom_id; the first one counts")
+            if name is not None:
+                first_lines.setdefault(name, place.line)
+            found._sort(row, place, shard, done)
+        return found
+
+    def _sort(self, row: BatchRow | BadRow, place: _RowPlace, shard: Shard, done: set[str]) -> None:
+        if not shard.has(row.custom_id if row.custom_id is not None else str(place.line)):
+            return
+        if row.answer_id in done:
+            self.num_done += 1
+        elif isinstance(row, BadRow):
+            self.bad.append(row)
+        else:
+            self.places.append(place)
+
+    def rows(self) -> Iterator[BatchRow]:
+        """The rows to do; of every WINDOW those whose prompts begin alike follow each other."""
+        with self.path.open("rb") as file:
+            for start in range(0, len(self.places), WINDOW):
+                yield from sorted(
+                    self._window(file, self.places[start : start + WINDOW]), key=lambda row: row.prompt_key
+                )
+
+    def _window(self, file: BinaryIO, places: Sequence[_RowPlace]) -> Iterator[BatchRow]:
+        for place in places:
+            file.seek(place.offset)
+            row = read_row(file.readline(), place.line)
+            if isinstance(row, BadRow):
+                raise DataError(f"{self.path} was changed while it was read: {row.message}")
+            yield row
+
+
+def _lines(path: Path, max_bytes: int) -> Iterator[tuple[_RowPlace, bytes | None]]:
+    """Every line that is not blank; None for one that is too long, which is never held in memory whole."""
+    try:
+        with path.open("rb") as file:
+            number = offset = 0
+            while line := file.readline(max_bytes + 1):
+                number += 1
+                place, whole = _RowPlace(number, offset), line.endswith(b"\n") or len(line) <= max_bytes
+                offset += len(line)
+                while not line.endswith(b"\n") and (line := file.readline(max_bytes)):
+                    offset += len(line)
+                    whole = False
+                if not whole:
+                    yield place, None
+                else:
+                    file.seek(place.offset)
+                    line = file.readline()
+                    if line.strip():
+                        yield place, line
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+class AnswerFile:
+    """A file of answers, a line each, that always ends with a whole line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ids: set[str] = set()  # of the answers it has
+        self.num_new = 0
+        self._file: BinaryIO | None = None
+
+    def resume(self) -> None:
+        """Read what is there, and cut off a last line that was not written to its end.
+
+        Raises DataError if it is no file of answers.
+        """
+        if not self.path.exists():
+            return
+        end = 0
+        with self.path.open("r+b") as file:
+            for number, line in enumerate(file, 1):
+                answer_id = _id_in(line)
+                if answer_id is None and line.endswith(b"\n"):
+                    raise DataError(f"line {number} of {self.path} is no answer of a batch: choose another path")
+                if answer_id is None or not line.endswith(b"\n"):
+                    break
+                end += len(line)
+                self.ids.add(answer_id)
+            file.truncate(end)
+
+    def forget(self) -> None:
+        """Delete the file: its rows are to be done again."""
+        self.path.unlink(missing_ok=True)
+        self.ids.clear()
+
+    def write(self, answer: dict[str, Any]) -> None:
+        """Add an answer; a process that is killed afterwards does not lose it."""
+        if self._file is None:
+            self._file = self.path.open("ab")
+        self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        self.num_new += 1
+
+    def close(self) -> None:
+        """Everything is on the disk when this returns."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+
+def _id_in(line: bytes) -> str | None:
+    """The id of an answer, None if the line is none."""
+    try:
+        answer = json.loads(line)
+        return str(answer["id"]) if {"custom_id", "response", "error"} <= set(answer) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def errors_path(answers: Path) -> Path:
+    """The file of errors beside a file of answers."""
+    return answers.with_name(f"{answers.stem}.errors{answers.suffix}")
+
+
+def open_answers(path: Path, resume: bool, retry_errors: bool) -> tuple[AnswerFile, AnswerFile]:
+    """The files of answers and of errors. Raises ConfigError if they exist and are not to be added to."""
+    answers, errors = AnswerFile(path), AnswerFile(errors_path(path))
+    if retry_errors and not resume:
+        raise ConfigError("--retry-errors goes together with --resume: give both, or neither")
+    there = [file.path for file in (answers, errors) if file.path.exists()]
+    if there and not resume:
+        raise ConfigError(f"{there[0]} is there: --resume goes on with it; else delete it or choose another path")
+    answers.resume()
+    if retry_errors:
+        errors.forget()
+    errors.resume()
+    return answers, errors

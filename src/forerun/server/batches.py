@@ -1,0 +1,232 @@
+"""Offline batches: rows of OpenAI's batch format, answered by the server's application in this process.
+
+Knows: what rows and their answers look like, which seed and shard a row has, how many rows run at a time. Does not
+know: files (`batch_files`), how requests are answered.
+
+Source of the format: OpenAI's Batch API. An answer depends on its row and the job's seed alone. So what would differ
+from run to run is left out or derived from `custom_id`: ids, the time, figures of caching and drafting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Final, NamedTuple
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+URLS: Final = ("/v1/chat/completions", "/v1/completions")
+FIELDS: Final = ("custom_id", "method", "url", "body")
+_Running = asyncio.Task[tuple[bool, dict[str, Any]]]
+MAX_ID: Final = 512  # characters of a custom_id
+UNAVAILABLE: Final = 503
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One request of a batch; `line` counts from 1."""
+
+    line: int
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+    @property
+    def answer_id(self) -> str:
+        """The id of its answer."""
+        return _id("batch_req", self.custom_id)
+
+    @property
+    def prompt_key(self) -> str:
+        """Rows whose prompts begin alike are near each other in this order."""
+        return json.dumps([self.url, self.body.get("model"), self.body.get("messages", self.body.get("prompt"))])
+
+
+class BadRow(NamedTuple):
+    """A line that is no request."""
+
+    line: int
+    custom_id: str | None
+    message: str
+
+    @property
+    def answer_id(self) -> str:
+        """The id of its line in the file of errors: another line may have its custom_id."""
+        return _id("batch_req", f"\0{self.line}")
+
+    def answer(self) -> dict[str, Any]:
+        """Its line in the file of errors."""
+        error = {"code": "invalid_request", "message": self.message, "line": self.line}
+        return {"id": self.answer_id, "custom_id": self.custom_id, "response": None, "error": error}
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Part `index` (from 1) of `count` of a batch; which rows are in it depends on their custom_id alone."""
+
+    index: int = 1
+    count: int = 1
+
+    def has(self, name: str) -> bool:
+        """Whether the row of this custom_id is in it."""
+        return int.from_bytes(sha256(name.encode()).digest()[8:16]) % self.count == self.index - 1
+
+
+def read_row(line: bytes, number: int) -> BatchRow | BadRow:
+    """The request in a line."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        return BadRow(number, None, f"line {number} is not JSON: {error}")
+    if not isinstance(row, dict):
+        return BadRow(number, None, f"line {number} must be an object with {', '.join(FIELDS)}")
+    name = row.get("custom_id")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_ID:
+        return BadRow(number, None, f"line {number}: custom_id must be a text of 1 to {MAX_ID} characters")
+    wrong = _wrong(row)
+    return BatchRow(number, name, row["url"], row["body"]) if wrong is None else BadRow(number, name, wrong)
+
+
+def _wrong(row: dict[str, Any]) -> str | None:
+    unknown = sorted(set(row) - set(FIELDS))
+    if unknown:
+        return f"a row has the fields {', '.join(FIELDS)}; this one has {unknown[0]!r:.100} too"
+    if row.get("method", "POST") != "POST":
+        return f"method must be POST, got {row['method']!r:.100}"
+    if row.get("url") not in URLS:
+        return f"url must be one of {', '.join(URLS)}; got {row.get('url')!r:.100}"
+    if not isinstance(row.get("body"), dict):
+        return "body must be an object, the request"
+    if row["body"].get("stream"):
+        return "body.stream is true, but answers go to a file: leave it out"
+    return None
+
+
+def seed_of(seed: int, custom_id: str) -> int:
+    """The seed of a row that names none: from 0 to 2^53 - 1, which every JSON reader keeps."""
+    return int.from_bytes(sha256(f"{seed} {custom_id}".encode()).digest()[:8]) >> 11
+
+
+# -- answering --------------------------------------------------------------------------------------------------
+
+
+class UnavailableError(Exception):
+    """The engine has failed or stops: no further row will be answered."""
+
+
+async def answer_row(app: ASGIApp, row: BatchRow, seed: int, model: str | None = None) -> tuple[bool, dict[str, Any]]:
+    """Whether a row succeeded, and its line in the file of answers or of errors. Raises UnavailableError.
+
+    seed: the job's; model: whatever the row names.
+    """
+    body = row.body if model is None else {**row.body, "model": model}
+    if body.get("seed") is None:
+        body = {**body, "seed": seed_of(seed, row.custom_id)}
+    status, text = await _post(app, row.url, json.dumps(body).encode())
+    answer = json.loads(text)
+    if status == UNAVAILABLE:
+        raise UnavailableError(answer["error"]["message"])
+    said = {"status_code": status, "request_id": _id("req", row.custom_id), "body": _lasting(answer, row.custom_id)}
+    return status == 200, {
+        "id": row.answer_id,
+        "custom_id": row.custom_id,
+        "response": said,
+        "error": None,
+    }
+
+
+async def _post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
+    """Status and body of what the application answers."""
+    scope: Scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json"),
+                    (b"content-length", str(len(body)).encode())],
+        "client": ("127.0.0.1", 0), "server": ("localhost", 80),
+    }  # fmt: skip
+    unsent, status, parts = [body], 0, list[bytes]()
+
+    async def receive() -> Message:
+        if unsent:
+            return {"type": "http.request", "body": unsent.pop(), "more_body": False}
+        await asyncio.Event().wait()  # the client stays until it has its answer
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        parts.append(message.get("body", b""))
+
+    call: Callable[[Scope, Receive, Send], Any] = app
+    await call(scope, receive, send)
+    return status, b"".join(parts)
+
+
+def _lasting(answer: dict[str, Any], custom_id: str) -> dict[str, Any]:
+    """An answer without what differs from run to run."""
+    answer.pop("forerun", None)
+    if "id" in answer:
+        answer["id"] = _id(answer["id"].partition("-")[0], custom_id, "-")
+        answer["created"] = 0
+    usage = answer.get("usage") or {}
+    usage.pop("prompt_tokens_details", None)  # what the prefix cache had
+    for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
+        usage.get("completion_tokens_details", {}).pop(name, None)
+    calls = [
+        call for choice in answer.get("choices", ()) for call in (choice.get("message") or {}).get("tool_calls", ())
+    ]
+    for index, call in enumerate(calls):
+        prefix, rest = re.fullmatch(r"(.*[-_])?(.*)", call["id"]).groups("")  # type: ignore[union-attr]  # matches all
+        call["id"] = prefix + sha256(f"{custom_id} {index}".encode()).hexdigest()[: len(rest)]
+    return answer
+
+
+def _id(prefix: str, name: str, joint: str = "_") -> str:
+    return f"{prefix}{joint}{sha256(name.encode()).hexdigest()[:24]}"
+
+
+async def answer_all(
+    app: ASGIApp, rows: Iterable[BatchRow], seed: int, num_at_once: int, stopping: asyncio.Event, drain_s: float,
+    write: Callable[[bool, dict[str, Any]], None], model: str | None = None,
+) -> None:  # fmt: skip
+    """Answer rows, so many at a time, and `write` each answer when it is there.
+
+    Once `stopping` is set no row begins, and those that run have `drain_s` seconds. Raises UnavailableError when the
+    engine has failed.
+    """
+    running: set[_Running] = set()
+    told = asyncio.create_task(stopping.wait())
+    try:
+        for row in rows:
+            running.add(asyncio.create_task(answer_row(app, row, seed, model)))
+            if len(running) >= num_at_once:
+                running = await _some(running, told, write)
+            if told.done():
+                break
+        while running and not told.done():
+            running = await _some(running, told, write)
+        if running:
+            done, _ = await asyncio.wait(running, timeout=drain_s)
+            for task in done:
+                write(*task.result())
+    finally:
+        for left in (told, *running):
+            left.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(told, *running, return_exceptions=True)
+
+
+async def _some(
+    running: set[_Running], told: asyncio.Task[Any], write: Callable[[bool, dict[str, Any]], None]
+) -> set[_Running]:
+    """Wait for one that ends, or for the signal to stop -> those that still run."""
+    await asyncio.wait({*running, told}, return_when=asyncio.FIRST_COMPLETED)
+    done = {task for task in running if task.done()}
+    for task in done:
+        write(*task.result())
+    return running - done

@@ -1,0 +1,294 @@
+"""`forerun batch`: the same answers however a batch is divided or interrupted, bad rows, files that go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from typer.testing import CliRunner
+
+import forerun.llm
+from forerun.cli.app import app as cli
+from forerun.errors import ConfigError, DataError
+from forerun.models.loader import load_model
+from forerun.server.batch_files import AnswerFile, BatchInput, errors_path, open_answers
+from forerun.server.batches import BadRow, BatchRow, Shard, answer_all, answer_row, read_row, seed_of
+from tests.server.conftest import Post
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def chat_row(name: str, content: str = "Hello", **fields: Any) -> dict[str, Any]:
+    body = {"model": "mini", "max_tokens": 6, **fields, "messages": [{"role": "user", "content": content}]}
+    return {"custom_id": name, "method": "POST", "url": CHAT, "body": body}
+
+
+def rows() -> list[dict[str, Any]]:
+    texts = [
+        {"custom_id": f"t{i}", "url": TEXT, "body": {"model": "mini", "prompt": f"Number {i}", "max_tokens": 5, "n": 2}}
+        for i in range(3)
+    ]
+    return [*(chat_row(f"c{i}", f"Tell me about {i % 3}.") for i in range(6)), *texts]
+
+
+def write(path: Path, given: Sequence[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in given), "utf-8")
+    return path
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
+def sorted_lines(*paths: Path) -> list[str]:
+    return sorted(line for path in paths for line in path.read_text("utf-8").splitlines())
+
+
+_load_once = cache(load_model)
+
+
+@pytest.fixture
+def batch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The command in this process; the weights are loaded once."""
+    monkeypatch.setattr(forerun.llm, "load_model", _load_once)
+
+    def invoke(*arguments: object, status: int = 0) -> Any:
+        options = ("--drafter", "none", "--max-model-len", "256")
+        result = CliRunner().invoke(cli, ["batch", *map(str, arguments), *options], catch_exceptions=False)
+        assert result.exit_code == status, result.output
+        return result
+
+    return invoke
+
+
+def test_answers_are_the_servers_and_do_not_depend_on_how_the_batch_is_run(
+    batch: Callable[..., Any], post: Post, tmp_path: Path
+) -> None:
+    given = write(tmp_path / "in.jsonl", rows())
+    batch(given, tmp_path / "whole.jsonl")
+    whole = sorted_lines(tmp_path / "whole.jsonl")
+    assert len(whole) == 9 and not errors_path(tmp_path / "whole.jsonl").exists()
+
+    by_id = {answer["custom_id"]: answer for answer in map(json.loads, whole)}
+    asked = rows()[1]
+    answer = by_id["c1"]["response"]
+    served = post(CHAT, **asked["body"], seed=seed_of(0, "c1"))
+    assert answer["status_code"] == 200 and answer["body"]["choices"] == served["choices"]
+    assert by_id["c0"]["response"]["body"]["choices"] != by_id["c3"]["response"]["body"]["choices"]  # other seeds
+
+    shuffled = rows()
+    random.Random(1).shuffle(shuffled)
+    parts = [tmp_path / f"part{i}.jsonl" for i in (1, 2)]
+    for index, part in enumerate(parts, 1):
+        batch(write(tmp_path / "other.jsonl", shuffled), part, "--shard", f"{index}/2", "--max-num-seqs", index)
+    assert sorted_lines(*parts) == whole and all(len(lines(part)) > 1 for part in parts)
+
+
+def test_a_torn_file_goes_on_where_it_ends(batch: Callable[..., Any], tmp_path: Path) -> None:
+    given, path = write(tmp_path / "in.jsonl", rows()), tmp_path / "out.jsonl"
+    batch(given, path)
+    whole = path.read_bytes()
+    ends = [i for i, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in (10, ends[2] + 50, ends[-1]):
+        path.write_bytes(whole[:cut])
+        said = batch(given, path, "--resume").stdout
+        assert sorted_lines(path) == sorted(whole.decode().splitlines()), cut
+    assert "1 rows answered" in said and "8 were done before" in said
+    assert batch(given, path, "--resume").stdout.startswith("0 rows answered")
+
+
+def test_bad_rows_are_named_and_the_others_answered(batch: Callable[..., Any], tmp_path: Path) -> None:
+    bad = [
+        chat_row("good"), "{not json", '"text"', {"url": CHAT, "body": {}}, chat_row("good", "twice"),
+        {"custom_id": "url", "url": "/v1/embeddings", "body": {}}, chat_row("x" * 600),
+        {**chat_row("method"), "method": "GET"}, {**chat_row("extra"), "colour": 1}, chat_row("stream", stream=True),
+        {"custom_id": "body", "url": CHAT, "body": []}, chat_row("model", model="gpt-4"), chat_row("field", colour=1),
+        chat_row("long", "a" * 9000), "", chat_row("also good"),
+    ]  # fmt: skip
+    given, path = write(tmp_path / "in.jsonl", bad), tmp_path / "out.jsonl"
+    said = batch(given, path, "--max-row-bytes", 8000).stdout
+    assert "2 rows answered" in said and "13 failed" in said
+    assert {answer["custom_id"] for answer in lines(path)} == {"good", "also good"}
+    errors = lines(errors_path(path))
+    told = [(e["error"] or e["response"]["body"]["error"])["message"] for e in errors]
+    for words in ("line 2 is not JSON", "line 3 must be an object", "line 4: custom_id", "line 1 has the same",
+                  "url must be one of", "1 to 512 characters", "method must be POST", "'colour' too", "body.stream",
+                  "body must be an object", "gpt-4", "more than 8000 bytes"):  # fmt: skip
+        assert sum(words in message for message in told) == (2 if words == "1 to 512 characters" else 1), words
+    assert "0 rows answered" in batch(given, path, "--resume", "--max-row-bytes", 8000).stdout
+    assert len(lines(errors_path(path))) == 13
+    write(given, [chat_row("good"), chat_row("model"), chat_row("also good")])
+    assert "0 rows answered" in batch(given, path, "--resume").stdout
+    assert "1 rows answered" in batch(given, path, "--resume", "--retry-errors").stdout
+    assert not errors_path(path).exists()
+
+
+def test_rows_may_name_any_model_if_that_is_wanted(batch: Callable[..., Any], tmp_path: Path) -> None:
+    given = write(tmp_path / "in.jsonl", [chat_row("a", model="gpt-4o"), chat_row("b")])
+    batch(given, tmp_path / "one.jsonl", "--any-model")
+    batch(given, tmp_path / "two.jsonl", "--served-model-name", "gpt-4o", "--served-model-name", "mini")
+    models = [
+        {line["response"]["body"]["model"] for line in lines(tmp_path / f"{name}.jsonl")} for name in ("one", "two")
+    ]
+    assert models == [{"mini"}, {"gpt-4o"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shard", "3/2"), "--shard must be I/N"),
+        (("--shard", "x"), "--shard must be I/N"),
+        (("--retry-errors",), "goes together with --resume"),
+        ((), "is there: --resume goes on with it"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_loaded(
+    batch: Callable[..., Any], tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    given = write(tmp_path / "in.jsonl", rows())
+    path = write(tmp_path / "out.jsonl", [])
+    result = batch(given, path, *arguments, "--model", tmp_path / "nothing", status=2)
+    assert message in " ".join(result.output.split())
+
+
+def test_files_that_cannot_be_used(batch: Callable[..., Any], tmp_path: Path) -> None:
+    given = write(tmp_path / "in.jsonl", rows())
+    assert "cannot read" in batch(tmp_path / "no.jsonl", tmp_path / "out.jsonl", status=2).output
+    assert "there is no folder" in batch(given, tmp_path / "no" / "out.jsonl", status=2).output
+    with pytest.raises(DataError, match="line 1 of .* is no answer"):
+        open_answers(given, True, False)
+    with pytest.raises(ConfigError, match="is there"):
+        open_answers(given, False, False)
+
+
+def test_any_cut_of_a_file_of_answers_can_be_resumed(tmp_path: Path) -> None:
+    answers = AnswerFile(tmp_path / "out.jsonl")
+    for i in range(4):
+        answers.write({"id": f"é{i}", "custom_id": str(i), "response": {"a\n": 1}, "error": None})
+    answers.close()
+    whole = answers.path.read_bytes()
+    for cut in range(len(whole) + 1):
+        answers.path.write_bytes(whole[:cut])
+        again = AnswerFile(answers.path)
+        again.resume()
+        num = whole[:cut].count(b"\n")
+        assert len(again.ids) == num and answers.path.read_bytes().count(b"\n") == num
+        assert answers.path.read_bytes() in (b"", *[whole[: i + 1] for i, b in enumerate(whole) if b == 10])
+
+
+def test_every_row_is_in_one_shard_and_seeds_differ() -> None:
+    for count in (1, 2, 5):
+        places = [[Shard(i, count).has(f"row {n}") for i in range(1, count + 1)] for n in range(300)]
+        assert all(sum(place) == 1 for place in places)
+        assert all(sum(column) > 300 / count / 2 for column in zip(*places, strict=True))
+    assert len({seed_of(s, f"row {n}") for s in (0, 1) for n in range(300)}) == 600
+
+
+def test_rows_that_begin_alike_follow_each_other(tmp_path: Path) -> None:
+    contents = [f"{'AB'[i % 2]} {i}" for i in range(10)]
+    given = write(tmp_path / "in.jsonl", [chat_row(f"r{i}", text) for i, text in enumerate(contents)])
+    found = list(BatchInput.scan(given, 1000, Shard(), set()).rows())
+    first = [row.body["messages"][0]["content"][0] for row in found]
+    assert first == sorted(first) and len(found) == 10
+
+
+def test_a_row_of_any_kind_is_read_or_named() -> None:
+    rng = random.Random(3)
+    good = json.dumps(chat_row("a")).encode()
+    for _ in range(400):
+        line = bytearray(good)
+        for _ in range(rng.randrange(3)):
+            line[rng.randrange(len(line))] = rng.randrange(256)
+        assert isinstance(read_row(bytes(line), 1), BatchRow | BadRow)
+
+
+def test_a_signal_ends_it_and_leaves_what_can_be_resumed(app: FastAPI, client: object) -> None:
+    """No row begins after the signal; those that run may end."""
+    given = [read_row(json.dumps(chat_row(f"r{i}", max_tokens=20, ignore_eos=True)).encode(), i) for i in range(50)]
+    written: list[str] = []
+
+    async def stopped() -> None:
+        stopping = asyncio.Event()
+
+        def note(succeeded: bool, answer: dict[str, Any]) -> None:
+            assert succeeded
+            written.append(answer["custom_id"])
+            if len(written) == 5:
+                stopping.set()
+
+        await answer_all(app, given, 0, 3, stopping, 30.0, note)  # type: ignore[arg-type]
+
+    assert client is not None  # the application runs
+    asyncio.run(stopped())
+    assert 5 <= len(written) <= 9 and len(set(written)) == len(written)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_killed_process_loses_no_whole_answer(tmp_path: Path) -> None:
+    many = [chat_row(f"r{i}", f"Say {i}", max_tokens=30, ignore_eos=True) for i in range(60)]
+    given, path = write(tmp_path / "in.jsonl", many), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "forerun.cli", "batch", str(given), str(path), "--drafter", "none", "--json"]
+    environment = {**os.environ, "FORERUN_CACHE": str(tmp_path / "cache")}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+        until = time.monotonic() + 60
+        while len(lines_of(path)) < 3 and time.monotonic() < until:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    before = [line for line in lines_of(path) if line.endswith(b"\n")]
+    assert 3 <= len(before) < 60
+    done = subprocess.run([*command, "--resume"], env=environment, check=True, capture_output=True, text=True)
+    figures = json.loads(done.stdout)
+    assert figures["done_before"] == len(before) and figures["answered"] == 60 - len(before) and figures["left"] == 0
+    assert lines_of(path)[: len(before)] == before
+    assert {line["custom_id"] for line in lines(path)} == {f"r{i}" for i in range(60)}
+
+
+def lines_of(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+
+def test_an_official_client_reads_the_answers(batch: Callable[..., Any], tmp_path: Path) -> None:
+    from openai.types.chat import ChatCompletion
+
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    given = write(tmp_path / "in.jsonl", [chat_row("a"), chat_row("b", tools=tools, tool_choice="required")])
+    batch(given, tmp_path / "out.jsonl")
+    answers = {
+        line["custom_id"]: ChatCompletion.model_validate(line["response"]["body"])
+        for line in lines(tmp_path / "out.jsonl")
+    }
+    assert answers["a"].choices[0].message.content is not None
+
+
+def test_what_differs_from_run_to_run_is_left_out() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert json.loads((await receive())["body"])["seed"] == seed_of(7, "a")
+        call = {"id": f"call_{os.urandom(12).hex()}", "type": "function"}
+        usage = {"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": os.urandom(1)[0]},
+                 "completion_tokens_details": {"reasoning_tokens": 0, "accepted_prediction_tokens": 3}}  # fmt: skip
+        message = {"role": "assistant", "content": None, "tool_calls": [dict(call)]}
+        body = {"id": f"chatcmpl-{os.urandom(8).hex()}", "created": int(time.time_ns()), "usage": usage, "forerun": {},
+                "choices": [{"index": 0, "message": message}]}  # fmt: skip
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+    row = read_row(json.dumps(chat_row("a")).encode(), 1)
+    assert isinstance(row, BatchRow)
+    answers = [asyncio.run(answer_row(app, row, 7)) for _ in range(2)]
+    assert answers[0] == answers[1] and answers[0][0]
+    body = answers[0][1]["response"]["body"]
+    [call] = body["choices"][0]["message"]["tool_calls"]
+    assert call["id"].startswith("call_") and len(call["id"]) == 5 + 24 and body["id"].startswith("chatcmpl-")
+    assert body["usage"] == {"prompt_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 0}}
