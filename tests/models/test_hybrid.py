@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -164,7 +165,6 @@ def test_layers_are_those_that_config_names(folder: Path) -> None:
         ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("granite-hybrid", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("lfm2", {"conv_bias": True}, "conv_bias is True"),
-        ("lfm2", {"tie_embedding": False, "tie_word_embeddings": True}, "tie_embedding is False"),
         ("granite-hybrid", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
         ("granite-hybrid", {"time_step_limit": [0.1, 2.0]}, "time_step_limit is"),
         ("granite-hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
@@ -186,6 +186,24 @@ def test_heads_that_do_not_fit_are_an_error() -> None:
     for fields, message in (({"mamba_d_head": 15}, "are not the 64"), ({"mamba_n_groups": 3}, "no multiple of")):
         with pytest.raises(CheckpointError, match=message):
             ModelConfig.read({**raw, **fields}, FAMILIES["granitemoehybrid"])
+
+
+@pytest.mark.parametrize("later", [{}, {"tie_word_embeddings": True}], ids=str)
+def test_the_older_field_of_lfm2_says_whether_the_output_layer_is_the_embedding(
+    later: dict[str, bool], tmp_path: Path
+) -> None:
+    """As in transformers, also where a file has both."""
+    model_type, fields = factory.CASES["lfm2"]
+    model = factory.random_hf_model(model_type, {**fields, "tie_word_embeddings": False})
+    folder, known = factory.save_checkpoint(model, tmp_path), list(range(3, 20))
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps({**raw, **later, "tie_embedding": False}))
+    truth = factory.hf_logits(folder, known, torch.float64)
+    found = factory.Runner(load_model(folder, factory.make_kernels()).model, 20).span(known).logits
+    assert factory.rms_error(found, truth) <= 2 * factory.rms_error(
+        factory.hf_logits(folder, known, torch.float32), truth
+    )
 
 
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {

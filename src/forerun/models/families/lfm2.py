@@ -5,7 +5,9 @@ Source: transformers modeling_lfm2.py and modeling_lfm2_moe.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from forerun.kernels.ops import Routing
 from forerun.models.blocks import ExpertsShape
@@ -15,7 +17,7 @@ from forerun.models.fields import Fields, words
 from forerun.models.recurrent_dims import MAX_TAPS, ConvDims, layers_of
 
 LAYER_KINDS = ("conv", "full_attention")
-CONV_FIELDS = words("conv_bias conv_L_cache layer_types full_attn_idxs tie_embedding")
+CONV_FIELDS = words("conv_bias conv_L_cache layer_types full_attn_idxs")
 BLOCK_FIELDS = words("block_ff_dim block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of")
 # How weights began, and what transformers does not read either.
 OTHER_FIELDS = words(
@@ -28,10 +30,15 @@ EXPERT_FIELDS = words(
 )
 
 
+def _respelled(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`tie_embedding` is the older name of tie_word_embeddings and counts where a file has both."""
+    tied = raw.get("tie_embedding", raw.get("tie_word_embeddings", True))
+    return {**{name: value for name, value in raw.items() if name != "tie_embedding"}, "tie_word_embeddings": tied}
+
+
 def _convolutions(fields: Fields, num_layers: int) -> ConvDims:
     fields.expect("hidden_act", "silu")
     fields.expect("conv_bias", False)
-    fields.expect("tie_embedding", fields.flag("tie_word_embeddings"))
     kinds = fields.texts("layer_types")
     if kinds is None:
         attending = set(fields.integers("full_attn_idxs") or range(num_layers))
@@ -101,6 +108,7 @@ LFM2 = Family(
     ),
     qk_norm="head",
     norm_eps="norm_eps",
+    respelled=_respelled,
     ffn_size=_ffn_size,
     recurrent=_convolutions,
 )
