@@ -4,6 +4,9 @@
         torchao nvidia-modelopt
     tools/bin/python lab/quantized_fixtures.py tests/quant/fixtures [NAME ...]
 
+llmcompressor, gptqmodel and auto-round ask for versions of their own of the other packages: each wants an environment
+to itself, and the names of its fixtures (`llmc-...`, `gptqmodel-...`, `auto-round-...`).
+
 Beside a tool's config.json and model.safetensors, expected.json has the SHA-256 of each matrix as the tool itself
 dequantizes it, its type and first numbers. The versions of the tools are in expected.json too.
 """
@@ -13,7 +16,10 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,13 +32,14 @@ SIZES = {
     "vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 Dequantized = dict[str, Tensor]  # module -> its matrix as the tool has it
 
 
-def small_model() -> LlamaForCausalLM:
+def small_model(**fields: Any) -> LlamaForCausalLM:
     """Of random weights in bfloat16, some of them large."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"])).to(torch.bfloat16)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"], **fields)).to(torch.bfloat16)
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.data.normal_(0, 0.05).mul_(torch.rand(parameter.shape[0], 1, dtype=torch.bfloat16) + 0.5)
@@ -59,8 +66,7 @@ def compressed(scheme: str, kv_cache: bool = False) -> Callable[[Path], Dequanti
         model = small_model()
         config = QuantizationConfig(
             config_groups={"group_0": preset_name_to_scheme(scheme, ["Linear"])}, ignore=["lm_head"],
-            kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-            if kv_cache else None,
+            kv_cache_scheme=FP8_CACHE if kv_cache else None,
         )  # fmt: skip
         apply_quantization_config(model, config)
         for module in linears(model).values():
@@ -165,6 +171,122 @@ def modelopt(config: str) -> Callable[[Path], Dequantized]:
     return make
 
 
+def texts() -> list[list[int]]:
+    """Token ids to calibrate on."""
+    return torch.randint(3, 96, (16, 32), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def plain_folder() -> Path:
+    """The small model with its output layer tied, and a tokenizer of 96 words, where tools can read them."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = Path(tempfile.mkdtemp()) / "plain"
+    small_model(tie_word_embeddings=True).save_pretrained(folder)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
+    roles = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2", "pad_token": "w0"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **roles).save_pretrained(folder)
+    return folder
+
+
+def keep(source: Path, folder: Path) -> None:
+    """The files of a checkpoint that loading needs, from wherever a tool put them below `source`."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(next(source.rglob(name)), folder / name)
+
+
+def llm_compressor(modifier: str, scheme: str, **options: Any) -> Callable[[Path], Dequantized]:
+    """A preset scheme, calibrated: by "QuantizationModifier" or by "GPTQModifier"."""
+
+    def make(folder: Path) -> Dequantized:
+        from compressed_tensors.compressors import decompress_module
+        from datasets import Dataset
+        from llmcompressor import oneshot
+        from llmcompressor.modifiers import gptq, quantization
+        from transformers import AutoTokenizer
+
+        plain = plain_folder()
+        model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+        recipe = getattr(gptq if modifier == "GPTQModifier" else quantization, modifier)
+        data = Dataset.from_dict({"input_ids": texts(), "attention_mask": [[1] * len(row) for row in texts()]})
+        oneshot(
+            model=model, processor=AutoTokenizer.from_pretrained(plain), dataset=data, num_calibration_samples=16,
+            max_seq_length=32, recipe=recipe(targets="Linear", scheme=scheme, ignore=["lm_head"], **options),
+        )  # fmt: skip
+        model.save_pretrained(plain.parent / "saved")
+        keep(plain.parent / "saved", folder)
+        for module in linears(model).values():
+            decompress_module(module)
+        return {name: module.weight.detach() for name, module in linears(model).items()}
+
+    return make
+
+
+def gptqmodel(**options: Any) -> Callable[[Path], Dequantized]:
+    """A QuantizeConfig of GPTQModel's."""
+
+    def make(folder: Path) -> Dequantized:
+        os.environ["GPTQMODEL_CPU_WORKERS"] = "4"  # fewer than 2 it refuses
+        os.environ["GPTQMODEL_DISABLE_PACK_EXT"] = "1"  # which it would compile, for minutes
+        from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+
+        plain = plain_folder()
+        saved = str(plain.parent / "saved")
+        quantizer = GPTQModel.load(str(plain), QuantizeConfig(offload_to_disk=False, **options))
+        quantizer.quantize([{"input_ids": row, "attention_mask": [1] * len(row)} for row in texts()], batch_size=1)
+        quantizer.save(saved)
+        keep(Path(saved), folder)
+        found = linears(GPTQModel.load(saved, device="cpu", backend=BACKEND.TORCH, dtype=torch.float16).model)
+        return {name: module.dequantize_weight().T.detach() for name, module in found.items()}
+
+    return make
+
+
+def auto_round(form: str, exceptions: dict[str, Any] | None = None, **options: Any) -> Callable[[Path], Dequantized]:
+    """A scheme of AutoRound's in a format of its own, with exceptions by module."""
+
+    def make(folder: Path) -> Dequantized:
+        from auto_round import AutoRound
+        from transformers import AutoTokenizer
+
+        plain = plain_folder()
+        data = torch.utils.data.DataLoader(torch.tensor(texts()), batch_size=4)
+        rounding = AutoRound(
+            str(plain), tokenizer=AutoTokenizer.from_pretrained(plain), dataset=data, iters=4, nsamples=16, seqlen=32,
+            device_map="cpu", layer_config=exceptions, **options,
+        )  # fmt: skip
+        rounding.quantize_and_save(str(plain.parent / "saved"), format=form)
+        keep(plain.parent / "saved", folder)
+        saved = next((plain.parent / "saved").rglob("config.json")).parent
+        if options.get("sym") is False:  # AWQ's layout, which AutoRound loads on other devices only
+            return awq_matrices(folder / "model.safetensors", group_size=128)
+        found = linears(AutoModelForCausalLM.from_pretrained(saved, device_map="cpu", dtype=torch.float32))
+        kept = {name: module for name, module in found.items() if not isinstance(module, nn.Linear)}
+        return {name: whole(name, module).detach() for name, module in kept.items()}
+
+    return make
+
+
+def awq_matrices(path: Path, group_size: int) -> Dequantized:
+    """Every matrix in AWQ's layout, dequantized by AutoRound."""
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    names = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
+    parts = {name: [tensors[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales")] for name in names}
+    return {name: dequantize_gemm(*part, 4, group_size).T.contiguous() for name, part in parts.items()}
+
+
+@torch.no_grad()
+def whole(name: str, module: nn.Module) -> Tensor:
+    """A module's matrix: as it dequantizes it, else what it makes of the unit vectors."""
+    if hasattr(module, "dequant_weight_online"):
+        return module.dequant_weight_online()
+    columns = SIZES["intermediate_size" if "down" in name else "hidden_size"]
+    return module(torch.eye(columns)).T.half()  # in which it multiplies scales out
+
+
 FIXTURES: dict[str, Callable[[Path], Dequantized]] = {
     "fp8-dynamic": compressed("FP8_DYNAMIC"),
     "fp8-tensor": compressed("FP8", kv_cache=True),
@@ -182,8 +304,32 @@ FIXTURES: dict[str, Callable[[Path], Dequantized]] = {
     "modelopt-fp8": modelopt("FP8_DEFAULT_CFG"),  # NVFP4 it quantizes on GPUs only
     "ao-int8": torchao("Int8WeightOnlyConfig", version=2),
     "ao-int4": torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4, group_size=64),
+    "llmc-w4a16": llm_compressor("GPTQModifier", "W4A16_ASYM"),
+    "llmc-w3a16": llm_compressor("QuantizationModifier", "W3A16"),
+    "llmc-w8a8": llm_compressor("GPTQModifier", "W8A8"),
+    "llmc-w4afp8": llm_compressor("QuantizationModifier", "W4AFP8"),
+    "llmc-fp8-block": llm_compressor("QuantizationModifier", "FP8_BLOCK", kv_cache_scheme=FP8_CACHE),
+    "llmc-nvfp4": llm_compressor("QuantizationModifier", "NVFP4"),
+    "llmc-mxfp4": llm_compressor("QuantizationModifier", "MXFP4"),
+    "gptqmodel-act-order": gptqmodel(bits=4, group_size=32, desc_act=True),
+    "gptqmodel-w3": gptqmodel(bits=3, group_size=64, sym=False, desc_act=False),
+    "gptqmodel-dynamic": gptqmodel(bits=4, group_size=64, dynamic={".*down_proj": {"bits": 8, "group_size": 32}}),
+    # Its AWQ asks for a GPU.
+    "auto-round": auto_round(
+        "auto_round", {"model.layers.0.mlp.down_proj": {"bits": 8}, "model.layers.0.self_attn.k_proj": {"bits": 16}},
+        scheme="W4A16", group_size=32,
+    ),
+    "auto-round-awq": auto_round("auto_round", scheme="W4A16", sym=False),
+    "auto-round-fp8": auto_round("auto_round", scheme="FP8_STATIC"),
+    "auto-round-mxfp4": auto_round(
+        "auto_round", {"model.layers.0.mlp.down_proj": {"bits": 8, "act_bits": 8}}, scheme="MXFP4"
+    ),
+    "auto-round-nvfp4": auto_round("auto_round", scheme="NVFP4"),
 }  # fmt: skip
-TOOLS = ("compressed-tensors", "bitsandbytes", "torchao", "nvidia-modelopt", "transformers", "torch")
+TOOLS = (
+    "compressed-tensors", "bitsandbytes", "torchao", "nvidia-modelopt", "llmcompressor", "gptqmodel", "auto-round",
+    "transformers", "torch",
+)  # fmt: skip
 
 
 def digest(matrix: Tensor) -> str:
@@ -201,7 +347,8 @@ def main(out: Path, names: list[str]) -> None:
         except Exception as error:  # the others are wanted all the same
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
-        versions = {tool: importlib.metadata.version(tool) for tool in TOOLS}
+        installed = {found.name for found in importlib.metadata.distributions()}
+        versions = {tool: importlib.metadata.version(tool) for tool in TOOLS if tool in installed}
         expected = {
             key: {"dtype": str(matrix.dtype), "hash": digest(matrix), "first": matrix.flatten()[:32].tolist()}
             for key, matrix in matrices.items()

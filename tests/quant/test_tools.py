@@ -28,8 +28,15 @@ SIZES = {"q": (128, 128), "k": (64, 128), "v": (64, 128), "o": (128, 128), "gate
 LEFT_OUT = ("quant_state", "quant_map", "weight_format", "input_scale", "k_scale", "v_scale")  # of a file's bytes
 # Relative difference where the tool rounds more often (SCB / 127), divides by a factor (weight_global_scale), or says
 # only what it simulated before it wrote the file, where single weights are a step of e4m3 away.
-ROUNDED = {"bnb-int8": 2**-22, "nvfp4": 2**-8, "modelopt-fp8": 2**-3}
-SHORT_ROWS = ("nf4-nested",)  # two floats a row count where rows have 128 inputs
+ROUNDED = {
+    "bnb-int8": 2**-22,
+    "nvfp4": 2**-8,
+    "modelopt-fp8": 2**-3,
+    "auto-round-nvfp4": 2**-22,
+    "auto-round-fp8": 2**-7,
+}
+# Two floats a row count where rows have 128 inputs; zero points of AWQ become floats of 4 bytes, beside scales of 4.
+LARGER = {"nf4-nested": 1.15, "auto-round-awq": 1.09}
 
 
 def modules(name: str) -> dict[str, tuple[int, int]]:
@@ -74,7 +81,7 @@ def test_memory_is_the_files(name: str) -> None:
     stored = sum(
         size for key, _, size in source.stored() if key.startswith(own) and not any(part in key for part in LEFT_OUT)
     )
-    assert held <= (1.15 if name in SHORT_ROWS else 1.05) * stored
+    assert held <= LARGER.get(name, 1.05) * stored
 
 
 @pytest.mark.parametrize("name", NAMES)

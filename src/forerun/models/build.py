@@ -37,10 +37,11 @@ from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts, FeedForward
 from forerun.models.family import SQUARED_RELU, Family, same_names
 from forerun.models.hybrid import HybridDecoder
-from forerun.quant.base import RowPart, TensorSource, WeightFormat
+from forerun.quant.base import RowPart, TensorSource, Weight, WeightFormat
 from forerun.quant.dense import DenseWeight
 from forerun.quant.formats import find_format
 from forerun.quant.gguf import keeps_blocks, read_floats
+from forerun.quant.joined import JoinedWeight
 
 # Suffixes of tensors that change nothing here; activations are not rounded to FP8 or FP4, nor are keys and values.
 INERT_TENSORS = (
@@ -248,7 +249,13 @@ class Builder:
 
     def linear(self, parts: list[RowPart], columns: int, has_bias: bool = False) -> Linear:
         """The modules `parts`, of `columns` inputs, as one matrix; raises CheckpointError if they are not there."""
-        weight = self.format_of(parts[0]).read(self.source, parts, columns, self.kernels, self.dtype)
+        forms = [self.format_of(part) for part in parts]
+        weight: Weight
+        if all(form is forms[0] for form in forms):
+            weight = forms[0].read(self.source, parts, columns, self.kernels, self.dtype)
+        else:  # some modules of a quantized checkpoint may not be
+            each = zip(forms, parts, strict=True)
+            weight = JoinedWeight([form.read(self.source, [p], columns, self.kernels, self.dtype) for form, p in each])
         return Linear(weight, self._bias(parts) if has_bias else None, parts)
 
     def format_of(self, part: RowPart) -> WeightFormat:

@@ -85,7 +85,7 @@ def _named_folder(checkpoint: Checkpoint) -> dict[str, Any]:
     """By `quantization_config`; dense weights by the type most bytes are of."""
     if not checkpoint.config.get(SECTION):
         return _named("dense", _main_float(checkpoint))
-    settings = Settings.of(checkpoint.config)
+    settings = Settings(checkpoint.config[SECTION])  # in the tool's own words
     if settings.method == stacked.METHOD:  # whose settings name no sizes
         return _named("quantized", stacked.METHOD, 4, stacked.BLOCK)
     schemes = [settings, *_schemes(settings)]

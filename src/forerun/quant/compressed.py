@@ -5,7 +5,8 @@ Knows: the formats "pack-quantized" (`weight_packed`, `weight_scale`, `weight_ze
 know: how floats are stored (`compressed_floats`); sparsity, which it refuses; quantized caches, which it ignores.
 
 Only the weights are taken from the file. Activations are quantized to 8-bit integers by row and group, as for every
-quantized matrix here; W8A8's dynamic scale per token is coarser. Static activation scales are refused.
+quantized matrix here; W8A8's dynamic scale per token and W4AFP8's FP8 are coarser. Static activation scales are
+refused.
 A weight is scale * (value - zero point) with signed values; they are kept as value + 2 ** (bits - 1).
 """
 
@@ -86,7 +87,7 @@ def _check_scheme(scheme: Settings) -> None:
     activations = scheme.section("input_activations")
     if activations.names():
         activations.require("dynamic", (True,), False)
-        activations.require("type", ("int",), "int")
+        activations.require("type", ("int", "float"), "int")
         activations.require("num_bits", (8,), 8)
 
 
@@ -147,7 +148,7 @@ class _Module:
                     f"tensor {self._name('weight_shape')} says {stored}, config.json asks for {[rows, columns]}; "
                     "weights and config.json do not belong together"
                 )
-        # Versions before 0.20 left bits unused where `bits` does not divide 32; their tensors are wider.
+        # Older versions left bits unused where `bits` does not divide 32; their tensors are wider.
         packed = self.source.integers(self._name("weight_packed"), (rows, words_for(columns, self.bits)))
         return unpack(packed, self.bits, columns)
 

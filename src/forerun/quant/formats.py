@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from forerun.errors import UnsupportedError
-from forerun.quant import awq, bitsandbytes, compressed, float8, gptq, modelopt, stacked, torchao
+from forerun.quant import auto_round, awq, bitsandbytes, compressed, float8, gptq, modelopt, stacked, torchao
 from forerun.quant.awq import AwqFormat
 from forerun.quant.base import CheckedFormat, TensorSource, WeightFormat
 from forerun.quant.bitsandbytes import BitsAndBytesFormat
@@ -69,11 +69,11 @@ def check_tensors(source: NamedTensors) -> None:
 
 def check_quantization(section: object) -> None:
     """Raise UnsupportedError if the `quantization_config` of a config.json asks for what no format here reads."""
-    settings = Settings(section)
+    settings = Settings(auto_round.restated(section))
     check = CHECKS.get(settings.method or "")
     if check is None:
         raise UnsupportedError(
             f"the checkpoint is quantized ({SECTION}: {settings.get('quant_method') or 'unnamed'}); supported are "
-            f"{', '.join(CHECKS)} and unquantized weights; {REMEDY}"
+            f"{', '.join((*CHECKS, auto_round.METHOD))} and unquantized weights; {REMEDY}"
         )
     check(settings)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forerun.errors import CheckpointError, UnsupportedError
+from forerun.quant.auto_round import restated
 
 SECTION = "quantization_config"
 REMEDY = "take another checkpoint of the model"
@@ -26,8 +27,8 @@ class Settings:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Settings:
-        """The quantization settings of a config.json, empty if there are none."""
-        return Settings(config.get(SECTION) or {})
+        """The quantization settings of a config.json, empty if there are none; AutoRound's as those of their layout."""
+        return Settings(restated(config.get(SECTION) or {}))
 
     def get(self, name: str) -> Any:
         """An unchecked value, None if absent."""

@@ -58,10 +58,12 @@ class PreTokenizer(NamedTuple):
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a piece that is a token as a whole is never built by merges
     add_bos: bool = False  # where the file does not say
+    composes: bool = False  # the model's own tokenizer puts letters and accents together (NFC); llama.cpp does not
 
 
 _DIGITS = PreTokenizer((DIGIT, GPT2))
 _PLAIN = PreTokenizer((GPT2,))
+_NEOX = PreTokenizer((GPT2,), composes=True)
 _LLAMA_BPE = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
 PRE_TOKENIZERS = {
     "llama-bpe": _LLAMA_BPE,
@@ -71,20 +73,20 @@ PRE_TOKENIZERS = {
     "falcon-h1": _LLAMA_BPE,
     "pixtral": _LLAMA_BPE,
     "lfm2": _LLAMA_BPE,
-    "qwen2": PreTokenizer((_QWEN2,)),
-    "qwen35": PreTokenizer((_QWEN35,)),
+    "qwen2": PreTokenizer((_QWEN2,), composes=True),
+    "qwen35": PreTokenizer((_QWEN35,), composes=True),
     "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
     "megrez": PreTokenizer((_QWEN2,)),
     "gpt-2": _PLAIN,
-    "mpt": _PLAIN,
-    "olmo": _PLAIN,
+    "mpt": _NEOX,
+    "olmo": _NEOX,
     "jais": _PLAIN,
     "phi-2": _PLAIN,
     "gigachat": _PLAIN,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,
-    "command-r": _DIGITS,
+    "command-r": PreTokenizer((DIGIT, GPT2), composes=True),
     "codeshell": _DIGITS,
     "exaone": _DIGITS,
     "minerva-7b": _DIGITS,

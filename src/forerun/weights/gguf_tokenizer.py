@@ -2,7 +2,7 @@
 (`gemma4`), with special tokens.
 
 Knows: the keys below `tokenizer.` and what llama.cpp does where they are absent. Does not know: tensors or models.
-Source: llama.cpp src/llama-vocab.cpp (llama_vocab::impl::load).
+Source: llama.cpp src/llama-vocab.cpp (llama_vocab::impl::load), and transformers for what it leaves out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.gguf_metadata import GGUFMetadata
@@ -102,6 +102,8 @@ def _byte_level(metadata: GGUFMetadata, names: list[str]) -> tuple[tokenizers.To
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{metadata.path}: tokens and merges do not fit together: {error}") from error
     backend = tokenizers.Tokenizer(bpe)
+    if cutting.composes:
+        backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = build_pre_tokenizer(cutting.patterns)
     backend.decoder = decoders.ByteLevel()
     special = [name for name, kind in zip(names, types, strict=True) if kind in (PieceType.CONTROL, PieceType.UNKNOWN)]
