@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer, check_same_vocabulary
 
 Prompt = str | Sequence[int]
+CHARACTERS = 16  # a token rarely has more; longer predictions are cut before they are tokenized
 Message = Mapping[str, Any]
 
 
@@ -288,9 +289,10 @@ class LLM:
     # -- user requests to engine requests -----------------------------------------------------------------------
 
     def predicted(self, text: str) -> tuple[int, ...]:
-        """The ids of a prediction. Raises ConfigError if no drafter would read it."""
+        """The ids of a prediction, as many as can be repeated. Raises ConfigError if no drafter would read it."""
         check_prediction(self.config.drafter)
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        ids = self.tokenizer.encode(text[: CHARACTERS * self.max_model_len], add_special_tokens=False)
+        return tuple(islice(filter(self._has_row, ids), self.max_model_len))
 
     def _group(
         self, prompt: Prompt, params: SamplingParams, lora: str | None, prediction: str | None = None

@@ -281,3 +281,9 @@ def test_predictions_change_no_token() -> None:
 def test_a_prediction_that_nobody_reads_is_refused() -> None:
     with pytest.raises(ConfigError, match="read by the drafter suffix alone, and this engine has none"):
         mini.plain().generate("a", prediction="b")
+
+
+def test_a_prediction_is_cut_to_what_can_be_repeated() -> None:
+    llm = mini.plain().with_drafter("suffix", max_model_len=64)
+    assert len(llm.predicted("a b c " * 10_000)) == 64
+    assert llm.predicted("") == ()

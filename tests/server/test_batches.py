@@ -115,20 +115,22 @@ def test_bad_rows_are_named_and_the_others_answered(batch: Callable[..., Any], t
         {"custom_id": "url", "url": "/v1/embeddings", "body": {}}, chat_row("x" * 600),
         {**chat_row("method"), "method": "GET"}, {**chat_row("extra"), "colour": 1}, chat_row("stream", stream=True),
         {"custom_id": "body", "url": CHAT, "body": []}, chat_row("model", model="gpt-4"), chat_row("field", colour=1),
-        chat_row("long", "a" * 9000), "", chat_row("also good"),
+        chat_row("long", "a" * 9000), "", chat_row("also good"), chat_row("\ud800"), '{"a":' * 100_000,
     ]  # fmt: skip
     given, path = write(tmp_path / "in.jsonl", bad), tmp_path / "out.jsonl"
     said = batch(given, path, "--max-row-bytes", 8000).stdout
-    assert "2 rows answered" in said and "13 failed" in said
+    assert "2 rows answered" in said and "15 failed" in said
     assert {answer["custom_id"] for answer in lines(path)} == {"good", "also good"}
     errors = lines(errors_path(path))
     told = [(e["error"] or e["response"]["body"]["error"])["message"] for e in errors]
     for words in ("line 2 is not JSON", "line 3 must be an object", "line 4: custom_id", "line 1 has the same",
                   "url must be one of", "1 to 512 characters", "method must be POST", "'colour' too", "body.stream",
                   "body must be an object", "gpt-4", "more than 8000 bytes"):  # fmt: skip
-        assert sum(words in message for message in told) == (2 if words == "1 to 512 characters" else 1), words
+        assert sum(words in message for message in told) == (
+            3 if words == "1 to 512 characters" else 2 if "8000" in words else 1
+        ), words
     assert "0 rows answered" in batch(given, path, "--resume", "--max-row-bytes", 8000).stdout
-    assert len(lines(errors_path(path))) == 13
+    assert len(lines(errors_path(path))) == 15
     write(given, [chat_row("good"), chat_row("model"), chat_row("also good")])
     assert "0 rows answered" in batch(given, path, "--resume").stdout
     assert "1 rows answered" in batch(given, path, "--resume", "--retry-errors").stdout
@@ -292,3 +294,22 @@ def test_what_differs_from_run_to_run_is_left_out() -> None:
     [call] = body["choices"][0]["message"]["tool_calls"]
     assert call["id"].startswith("call_") and len(call["id"]) == 5 + 24 and body["id"].startswith("chatcmpl-")
     assert body["usage"] == {"prompt_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 0}}
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", ""])
+def test_lines_of_any_length_are_told_apart(tmp_path: Path, ending: str) -> None:
+    """Around the longest, with and without an end of the last line."""
+    path, row = tmp_path / "in.jsonl", json.dumps(chat_row("a"))
+    most = len(row)
+    for extra in range(-2, 4):
+        path.write_bytes("\n".join(["", row.replace("Hello", "Hello" + "!" * (extra + 2)), row[:-1] + " }"]).encode())
+        path.write_bytes(path.read_bytes() + ending.encode())
+        found = BatchInput.scan(path, most + 2, Shard(), set())
+        lengths = [len(line) for line in path.read_bytes().split(b"\n")]
+        too_long = [number for number, length in enumerate(lengths, 1) if length > most + 2]
+        assert [bad.line for bad in found.bad if "more than" in bad.message] == too_long
+        assert len(found.places) + len(found.bad) == 2
+
+
+def test_a_line_that_is_nested_too_deeply_is_bad() -> None:
+    assert isinstance(read_row(b'{"a":' * 100_000, 1), BadRow)

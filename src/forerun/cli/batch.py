@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from forerun.server.batches import Shard
 
 BATCH = "Batch"
+SAMPLES = 64  # most answers of one row
 AHEAD = 2  # rows given to the engine for each that it computes, so that none of its seats waits
 
 
@@ -112,12 +113,14 @@ async def _answer(
     names = tuple(files.served_model_name or (model_id(llm.config.model),))
     num_at_once = AHEAD * engine.max_num_seqs
     settings = ServerSettings(
-        served_names=names, max_queue=num_at_once, max_body_bytes=files.max_row_bytes, warm_grammars=False
-    )
+        served_names=names, max_queue=num_at_once * SAMPLES, max_connections=num_at_once + 1, max_samples=SAMPLES,
+        max_body_bytes=files.max_row_bytes, warm_grammars=False,
+    )  # fmt: skip
     settings.check_adapters(llm.adapters)
     app, stopping, loop = create_app(llm, settings), asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    with suppress(NotImplementedError):  # Windows, where Ctrl-C ends it as any program
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopping.set)
     with progress_bar("rows", len(rows.places), err().is_terminal) as advance:
 
         def write(succeeded: bool, answer: dict[str, Any]) -> None:

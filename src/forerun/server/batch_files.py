@@ -81,19 +81,16 @@ def _lines(path: Path, max_bytes: int) -> Iterator[tuple[_RowPlace, bytes | None
         with path.open("rb") as file:
             number = offset = 0
             while line := file.readline(max_bytes + 1):
-                number += 1
-                place, whole = _RowPlace(number, offset), line.endswith(b"\n") or len(line) <= max_bytes
+                number, place = number + 1, _RowPlace(number + 1, offset)
                 offset += len(line)
-                while not line.endswith(b"\n") and (line := file.readline(max_bytes)):
-                    offset += len(line)
-                    whole = False
-                if not whole:
-                    yield place, None
-                else:
-                    file.seek(place.offset)
-                    line = file.readline()
+                if len(line) <= max_bytes or line.endswith(b"\n"):
                     if line.strip():
                         yield place, line
+                    continue
+                while (more := file.readline(max_bytes)) and not more.endswith(b"\n"):
+                    offset += len(more)
+                offset += len(more)
+                yield place, None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 

@@ -81,15 +81,20 @@ def read_row(line: bytes, number: int) -> BatchRow | BadRow:
     """The request in a line."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return BadRow(number, None, f"line {number} is not JSON: {error}")
     if not isinstance(row, dict):
         return BadRow(number, None, f"line {number} must be an object with {', '.join(FIELDS)}")
     name = row.get("custom_id")
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_ID:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_ID or not _is_unicode(name):
         return BadRow(number, None, f"line {number}: custom_id must be a text of 1 to {MAX_ID} characters")
     wrong = _wrong(row)
     return BatchRow(number, name, row["url"], row["body"]) if wrong is None else BadRow(number, name, wrong)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has no half of a surrogate pair, which JSON can write and UTF-8 cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _wrong(row: dict[str, Any]) -> str | None:
