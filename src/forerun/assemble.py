@@ -27,6 +27,7 @@ from forerun.engine.measuring import measure_calls, measure_passes
 from forerun.engine.scheduler import Limits, Scheduler
 from forerun.errors import ConfigError, ResourceError
 from forerun.kernels.ops import Kernels
+from forerun.kernels.reference import ReferenceKernels
 from forerun.kernels.threads import single_torch_thread
 from forerun.learned import Kept
 from forerun.models.base import LayerSpec, Model, passes_of, state_specs_of, with_own_state, with_states
@@ -59,7 +60,7 @@ def assemble(
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
     model = with_own_state(model if states is None else with_states(model, states))
     runner = bind(passes_of(model, drafter.hidden_layers), kernels, own_kvs, config.block_size)
-    computes_itself = runner.replays and kernels.device.type == "cpu"
+    computes_itself = runner.replays or (bool(own_kvs) and kernels.name != ReferenceKernels.name)
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
     kept = _kept(config, drafter, model, kernels) if config.keep_learned else None
     policy = _policy(config, runner, drafter, kv_cache, kept)
@@ -72,7 +73,7 @@ def assemble(
         policy=policy,
         scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs), states),
         kv_cache=kv_cache,
-        torch_threads=single_torch_thread if computes_itself else nullcontext,
+        torch_threads=single_torch_thread if computes_itself and kernels.device.type == "cpu" else nullcontext,
         keep=_recall(kept, policy),
     )
 
@@ -168,8 +169,8 @@ def _stored_specs(config: EngineConfig, model: Model, drafter: Drafter) -> tuple
         return specs
     if not model.kv_specs:
         raise ConfigError(
-            f"kv_cache_dtype {config.kv_cache_dtype!r} was given, but {config.model} runs through transformers, which "
-            "keeps its own cache in the model's precision: leave kv_cache_dtype at 'auto'"
+            f"kv_cache_dtype {config.kv_cache_dtype!r} was given, but {config.model} runs through transformers row by "
+            "row, with a cache of its own in the model's precision: leave kv_cache_dtype at 'auto'"
         )
     dtype = _KV_DTYPES[config.kv_cache_dtype]
     if dtype is torch.int8 and any(spec.latent for spec in specs):

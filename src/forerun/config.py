@@ -64,7 +64,7 @@ class DrafterConfig:
 class EngineConfig:
     """How an engine runs. Raises ConfigError for values out of range.
 
-    `prefix_caching` needs a model that keeps its KV in the pool; one run through transformers computes every prompt.
+    `prefix_caching` needs a model that keeps its KV in the pool; one that runs row by row (docs/models.md) does not.
     """
 
     model: str

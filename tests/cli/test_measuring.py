@@ -242,19 +242,30 @@ def test_inspect_names_a_quantization(run: Any, run_json: Any, tmp_path: Path) -
     assert "stored as gptq, 4 bits in groups of 128: " in text and "stored as bfloat16" not in text
 
 
+@pytest.mark.parametrize(
+    ("family", "how", "shape"),
+    [
+        ("gpt_neox", "with forerun's attention and matrices: as exactly as", "2 layers of 32, 4 heads, 4 for keys"),
+        ("bloom", "a token at a time: as exactly as", "2 layers of 32, 4 heads"),
+        ("mamba", "a token at a time: as exactly as", "2 layers of 32"),
+    ],
+)
 def test_a_model_that_runs_through_transformers_is_called_slow(
-    run: Any, run_json: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, run_json: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, how: str, shape: str
 ) -> None:
-    folder = str(save_checkpoint(random_hf_model("gpt_neox", {}), tmp_path))
+    folder = str(save_checkpoint(random_hf_model(family, {}), tmp_path))
     report = run_json("inspect", folder)
-    said = "gpt_neox models run through transformers, a token at a time: as exactly as others, but 100 to 300 times"
+    said = f"{family} models run through transformers, {how}"
     assert report["slow"].startswith(said) and "llama, mistral" in report["slow"]
-    assert report["storage"]["bytes"]["feed-forward"]
-    monkeypatch.setattr("forerun.cli.serve._run", lambda *_: None)
-    logged = run("serve", folder, "--port", "0", "--log-format", "json", "--drafter", "none").stderr.splitlines()
-    assert said in json.loads(logged[-1])["event"] and json.loads(logged[-1])["level"] == "warning"
-    for command in (["generate", folder, "a b", "--max-tokens", "2"], ["inspect", folder]):
-        assert said in " ".join(run(*command).stderr.split())
+    assert report["storage"]["bytes"] and (report["memory"]["kv_bytes_per_token"] > 0) == (family == "gpt_neox")
+    shown = run("inspect", folder)
+    assert said in " ".join(shown.stderr.split())
+    assert shape in " ".join(shown.stdout.split()) and "None" not in shown.stdout
+    if family == "gpt_neox":
+        monkeypatch.setattr("forerun.cli.serve._run", lambda *_: None)
+        logged = run("serve", folder, "--port", "0", "--log-format", "json", "--drafter", "none").stderr.splitlines()
+        assert said in json.loads(logged[-1])["event"] and json.loads(logged[-1])["level"] == "warning"
+        assert said in " ".join(run("generate", folder, "a b", "--max-tokens", "2").stderr.split())
 
 
 def test_inspect_tells_experts_and_latents(run: Any, run_json: Any, tmp_path: Path) -> None:

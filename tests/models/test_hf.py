@@ -11,35 +11,57 @@ import torch
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.models.base import CommittedPath, Model
 from forerun.models.hf import HFModel
+from forerun.models.hf_fitting import fit, probe
+from forerun.models.hf_matrices import stand_in
+from forerun.models.hf_pooled import PooledHFModel
 from forerun.models.loader import load_model
+from forerun.models.overview import look_at
 from tests.models import factory
 from tests.models.factory import Runner
 
 KNOWN = [5, 9, 40, 33, 7, 61, 62, 8, 90, 17, 21, 30]
-MODELS: dict[str, dict[str, Any]] = {
+POOLED: dict[str, dict[str, Any]] = {  # attention is forerun's
     "gpt2": {},
     "gpt_neox": {},
+    "gpt_bigcode": {},  # one head for keys and values
+    "olmo": {},  # norms without weights
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "phi": {},
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "starcoder2": {"sliding_window": 5},
+}
+ROW_BY_ROW: dict[str, dict[str, Any]] = {
+    "bloom": {},
+    "falcon": {},
     "mamba": {"state_size": 4},
     "rwkv": {"attention_hidden_size": 32},
 }
+MODELS = POOLED | ROW_BY_ROW
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=list(MODELS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     module = factory.random_hf_model(request.param, MODELS[request.param])
-    return factory.save_checkpoint(module, tmp_path_factory.mktemp("hf"))
+    return factory.save_checkpoint(module, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Model:
     loaded = load_model(folder, factory.make_kernels())
     assert loaded.implementation == "transformers" and loaded.config is None
+    assert isinstance(loaded.model, PooledHFModel if folder.name[:-1] in POOLED else HFModel)
     return loaded.model
 
 
 def test_logits_are_those_of_transformers(folder: Path, model: Model) -> None:
     found = Runner(model, 20, request_id="logits").span(KNOWN).logits
     assert torch.allclose(found.double(), factory.hf_logits(folder, KNOWN, torch.float64), atol=1e-4)
+
+
+def test_sizes_are_those_of_transformers(folder: Path, model: Model) -> None:
+    parameters = list(factory.hf_model(folder, torch.float32).parameters())
+    assert model.num_parameters == sum(p.numel() for p in parameters)
+    assert model.weight_bytes >= sum(p.nbytes for p in parameters)  # matrices are packed in panels
 
 
 def test_a_tree_has_the_bits_of_its_paths(model: Model) -> None:
@@ -49,6 +71,9 @@ def test_a_tree_has_the_bits_of_its_paths(model: Model) -> None:
     logits = runner.tree(tree, [-1, 0, 0, 1, 2, 4], 5, KNOWN[:5])
     assert torch.equal(logits[[0, 2, 4, 5]], whole[5:9])
     model.commit([CommittedPath("tree", (0, 2, 4))])
+    if runner.kvs:
+        kernels = factory.make_kernels()
+        kernels.move_rows(runner.kvs, *torch.tensor([[7, 9], [6, 7]], dtype=torch.int32))
     after = runner.tree([KNOWN[8], KNOWN[9]], [-1, 0], 8)
     assert torch.equal(after, whole[8:10])
 
@@ -59,8 +84,106 @@ def test_a_tree_may_grow_over_several_calls(model: Model) -> None:
     runner.root(KNOWN[3], 3, KNOWN[:3])
     masks, depths = factory.tree_masks([-1, 0, 0])
     rows = factory.SequenceRows("grow", runner.table, 3, (), 3, (KNOWN[4], 50), (1, 2), masks[1:], depths[1:])
-    out = model.forward(factory.ForwardBatch.build([rows], 4), [])
+    out = model.forward(factory.ForwardBatch.build([rows], 4), runner.kvs)
     assert torch.equal(out.logits[0], whole[4])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 5, 1), (12, 3, 7)], ids=str)
+def test_a_row_has_the_same_bits_in_every_batch(model: Model, sizes: tuple[int, ...]) -> None:
+    """Three texts side by side, each in parts of its own size, and each alone in one pass."""
+    texts = [KNOWN, KNOWN[::-1], KNOWN[6:] + KNOWN[:6]]
+    runner, found = Runner(model, 48, block_size=16), [torch.empty(0, model.vocab_size)] * len(texts)
+    while running := [index for index, text in enumerate(texts) if len(found[index]) < len(text)]:
+        batch = []
+        for index in running:
+            start = len(found[index])
+            *span, root = texts[index][start : start + sizes[index]]
+            end = start + len(span)
+            batch.append(
+                factory.SequenceRows(str(index), [index], start, span, end, (root,), (0,), (1,), (0,), span_logits=True)
+            )
+        made = model.forward(factory.ForwardBatch.build(batch, 16), runner.kvs).logits
+        model.commit([CommittedPath(rows.request_id, (0,)) for rows in batch])
+        for index, logits in zip(running, made.split([len(rows.span) + 1 for rows in batch]), strict=True):
+            found[index] = torch.cat([found[index], logits])
+    for index, text in enumerate(texts):
+        model.release(str(index))
+        assert torch.equal(found[index], Runner(model, 20, request_id=f"alone {index}").span(text).logits)
+        model.release(f"alone {index}")
+
+
+def test_sixteen_bits_stay_sixteen_bits(tmp_path: Path) -> None:
+    """Matrices and keys and values are bfloat16, all between them float32."""
+    folder = factory.save_checkpoint(factory.random_hf_model("gpt_neox"), tmp_path, torch.bfloat16)
+    model = load_model(folder, factory.make_kernels()).model
+    assert {spec.dtype for spec in model.kv_specs} == {torch.bfloat16} and look_at(folder).kv_specs == model.kv_specs
+    exact = factory.hf_logits(folder, KNOWN, torch.float64)
+    found, theirs = Runner(model, 20).span(KNOWN).logits.double(), factory.hf_logits(folder, KNOWN, torch.bfloat16)
+    assert (found - exact).abs().max() <= (theirs - exact).abs().max()
+
+
+def test_what_is_said_before_loading_is_what_runs(folder: Path, model: Model) -> None:
+    assert look_at(folder).kv_specs == model.kv_specs
+
+
+def mixing(x: torch.Tensor) -> torch.Tensor:
+    """Adds up in an order that depends on the number of rows."""
+    return x @ torch.eye(x.shape[-1])
+
+
+def ahead(x: torch.Tensor) -> torch.Tensor:
+    """A row reads its neighbour's entries."""
+    return torch.cat([x[:, 1:], x[:, -1:]], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [(mixing, "it computes eye, mm, which may mix"), (ahead, "logits would differ"), (torch.tanh, None)],
+    ids=["product", "neighbour", "alone"],
+)
+def test_a_model_that_computes_rows_together_is_found_out(function: Any, reason: str | None) -> None:
+    class Activation(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(x)
+
+    module = factory.random_hf_model("gpt_neox")
+    module.gpt_neox.layers[1].mlp.act = Activation()
+    stand_in(module, factory.make_kernels())
+    if reason is None:
+        assert isinstance(fit(module, factory.make_kernels(), torch.float32), PooledHFModel)
+        return
+    with pytest.raises(UnsupportedError, match=reason):
+        fit(module, factory.make_kernels(), torch.float32)
+    assert module.config._attn_implementation == "eager"
+
+
+def test_attention_that_is_not_what_it_says_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' own function computes something else than softmax attention of that scale."""
+    from transformers.models.gpt_neox import modeling_gpt_neox
+
+    own = modeling_gpt_neox.eager_attention_forward
+    monkeypatch.setattr(
+        modeling_gpt_neox, "eager_attention_forward", lambda *rows, scaling, **given: own(*rows, scaling=2.0, **given)
+    )
+    module = factory.random_hf_model("gpt_neox")
+    stand_in(module, factory.make_kernels())
+    with pytest.raises(UnsupportedError, match="logits would differ from transformers'"):
+        fit(module, factory.make_kernels(), torch.float32)
+
+
+def test_passes_are_filled_up_where_a_vector_would_not_end_with_a_row() -> None:
+    """Rotations of 12 entries, activations of 36: 8 rows are the fewest that fill whole vectors of 32 entries."""
+    sizes = {"hidden_size": 48, "intermediate_size": 36, "rotary_pct": 1.0}
+    module = factory.random_hf_model("gpt_neox", sizes)
+    stand_in(module, None)
+    sites, multiple = probe(module)
+    assert multiple == 8 and [site.layer for site in sites] == [0, 1]
+
+
+def test_windows_are_those_of_the_masks() -> None:
+    module = factory.random_hf_model("starcoder2", {"sliding_window": 5})
+    stand_in(module, None)
+    assert [site.window for site in probe(module)[0]] == [5, 5]
 
 
 def test_release_and_restart(model: Model) -> None:

@@ -70,7 +70,8 @@ def test_what_a_device_cannot_run_is_told(tmp_path: Path) -> None:
 def test_a_model_that_runs_through_transformers(tmp_path: Path) -> None:
     folder = factory.save_checkpoint(factory.random_hf_model("gpt_neox"), tmp_path)
     found, model = look_at(folder), load_model(folder, factory.make_kernels()).model
-    assert (found.config, found.implementation, found.kv_specs) == (None, "transformers", ())
+    assert (found.config, found.implementation, found.kv_specs) == (None, "transformers", model.kv_specs)
+    assert found.raw_config["num_hidden_layers"] == 2 and len(model.kv_specs) == 2
     assert (found.vocab_size, found.max_position) == (model.vocab_size, model.max_position)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError):

@@ -112,10 +112,12 @@ def why_slow(loaded: LoadedModel | Overview) -> str | None:
 
     if loaded.implementation == "forerun":
         return None
-    return (
-        f"{loaded.raw_config.get('model_type')} models run through transformers, a token at a time: as exactly as "
-        f"others, but 100 to 300 times slower than what forerun runs by itself, which is {', '.join(FAMILIES)}"
-    )
+    name, own = loaded.raw_config.get("model_type"), ", ".join(FAMILIES)
+    if loaded.kv_specs:
+        how = "with forerun's attention and matrices: as exactly as others, but not as fast as"
+    else:
+        how = "a token at a time: as exactly as others, but drafts and batches gain nothing, unlike with"
+    return f"{name} models run through transformers, {how} what forerun runs by itself, which is {own}"
 
 
 def what_part(loaded: LoadedModel | Overview) -> str | None:

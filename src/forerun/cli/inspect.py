@@ -185,13 +185,12 @@ def _show(report: dict[str, Any]) -> None:
 
 def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     sizes, memory = report["sizes"], report["memory"]
-    shape = f"{sizes['num_layers']} layers of {sizes['hidden_size']}, {sizes['num_heads']} heads"
     return [
         ("family", f"{report['family']} (run by {report['implementation']})"),
         *([("text part", report["text_part"])] if report["text_part"] else []),
         *([("slow", report["slow"])] if report["slow"] else []),
         ("parameters", f"{report['num_parameters'] / 1e6:.1f}M, stored as {_stored(report['storage'])}"),
-        ("shape", f"{shape}, {_kept(sizes)}"),
+        ("shape", _shape(sizes)),
         *_experts(sizes),
         ("context", _context(report)),
         ("tokenizer", f"{report['tokenizer']['vocab_size']} tokens"),
@@ -229,6 +228,13 @@ def _stored(storage: dict[str, Any]) -> str:
 def _by_type(kind: str, sizes: dict[str, int]) -> str:
     largest_first = sorted(sizes.items(), key=lambda item: -item[1])
     return f"{kind} " + " + ".join(f"{_size(nbytes)} {stored}" for stored, nbytes in largest_first)
+
+
+def _shape(sizes: dict[str, Any]) -> str:
+    layers = f"{sizes['num_layers']} layers of {sizes['hidden_size']}"
+    if sizes["num_heads"] is None:  # a model without attention, through transformers
+        return layers
+    return f"{layers}, {sizes['num_heads']} heads, {_kept(sizes)}"
 
 
 def _kept(sizes: dict[str, Any]) -> str:

@@ -1,10 +1,11 @@
-"""Any causal language model through transformers: exact, at reference speed.
+"""Any causal language model through transformers, row by row: exact, at reference speed.
 
-Knows: how transformers' models are called, and their caches. Does not know: files, architectures, the paged pool.
+Knows: how transformers' models are called, and their caches. Does not know: files, architectures, the paged pool, over
+which `hf_pooled` runs those that can be.
 
 Every row is one call over one token. So a row's bits cannot depend on what else is in the batch, and a tree node,
-which runs on a copy of its parent's cache, gives the bits of the same tokens decoded one by one. Caches are copied,
-never cropped, so recurrent models (Mamba, RWKV) work like the others. The price is the copying and the lost batching.
+which runs on a fork of its parent's cache, gives the bits of the same tokens decoded one by one. Caches are forked,
+never cropped, so recurrent models (Mamba, RWKV) work like the others. The price is the lost batching.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from forerun.errors import UnsupportedError
+from forerun.kernels.device import CPU
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import CommittedPath, LayerSpec, PassOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.models.hf_matrices import ALL_ROWS, ROWS, WITHOUT_LOGITS, kernel_bytes, kernel_parameters
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state")
 POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "context_length")
@@ -46,7 +50,7 @@ class _Node(NamedTuple):
 
 
 class _Row(NamedTuple):
-    logits: Tensor  # [V] float32
+    logits: Tensor  # [1, V] float32, [0, V] if nobody wants them and the output layer is the kernels'
     hidden: tuple[Tensor, ...]  # a layer: [H]
 
 
@@ -58,22 +62,23 @@ class HFModel:
 
     kv_specs: tuple[LayerSpec, ...] = ()
 
-    def __init__(self, module: Any) -> None:
-        """`module` is a loaded AutoModelForCausalLM in evaluation mode."""
+    def __init__(self, module: Any, device: torch.device = CPU) -> None:
+        """`module` is a loaded AutoModelForCausalLM in evaluation mode, on `device`."""
         self._module = module
         self._cache_name = _cache_name(module)
         self._ropes = _changing_ropes(module)
         self._one_caller: AbstractContextManager[Any] = Lock() if self._ropes else nullcontext()
         self._states: dict[str, _SequenceState] = {}
         config = module.config.get_text_config()
-        head = module.get_output_embeddings()
         self.num_layers: int = getattr(config, "num_hidden_layers", 0)
-        self.device: torch.device = module.device
-        self.vocab_size: int = config.vocab_size if head is None else head.weight.shape[0]
+        self.device = device
+        self.vocab_size = vocabulary_of(module)
         self.max_position: int = max_position(config)
-        parameters = list(module.parameters())
-        self.weight_bytes = sum(p.nbytes for p in parameters)
-        self.num_parameters = sum(p.numel() for p in parameters)
+        self.weight_bytes, self.num_parameters = size_of(module)
+
+    def limit(self, max_position: int) -> None:
+        """Run texts of so many positions at most."""
+        self.max_position = max_position
 
     def with_own_state(self) -> HFModel:
         """See `models.base.KeepsState`."""
@@ -84,17 +89,11 @@ class HFModel:
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> PassOutput:
         """See `models.base.Model`. hidden_layers: all but the last layer's output, which transformers normalises."""
-        if any(layer >= self.num_layers for layer in hidden_layers):
-            raise UnsupportedError(
-                f"hidden states of layers {list(hidden_layers)} were asked for; through transformers those of layers 0 "
-                f"to {self.num_layers - 1} can be had: choose another drafter"
-            )
+        check_hidden_layers(hidden_layers, self.num_layers)
         rows = [row for sequence in batch.sequences for row in self._sequence(sequence, bool(hidden_layers))]
         hidden = {layer: torch.stack([row.hidden[layer] for row in rows]) for layer in hidden_layers}  # [M, H]
         wanted = [rows[index].logits for index in batch.logit_rows.tolist()]
-        return PassOutput(
-            torch.stack(wanted) if wanted else torch.empty(0, self.vocab_size, device=self.device), hidden
-        )
+        return PassOutput(torch.cat(wanted) if wanted else torch.empty(0, self.vocab_size, device=self.device), hidden)
 
     def commit(self, paths: Sequence[CommittedPath]) -> None:
         """Go on from the last accepted node of each request."""
@@ -116,7 +115,7 @@ class HFModel:
         """All rows of one sequence, in the batch's order."""
         state = self._state_at(rows)
         for token_id in rows.span:
-            yield self._extend(state, token_id, hidden)
+            yield self._extend(state, token_id, hidden, rows.span_logits)
         if 0 in rows.tree_rows:
             state.nodes.clear()
         for node, token_id, mask in zip(rows.tree_rows, rows.tree_tokens, rows.tree_masks, strict=True):
@@ -131,34 +130,38 @@ class HFModel:
             known = state.tokens[:start]
             state = self._states[rows.request_id] = _SequenceState()
             for token_id in known:
-                self._extend(state, token_id, hidden=False)
+                self._extend(state, token_id, hidden=False, logits=False)
         return state
 
-    def _extend(self, state: _SequenceState, token_id: int, hidden: bool) -> _Row:
-        row, state.cache = self._call(token_id, state.cache, hidden)
+    def _extend(self, state: _SequenceState, token_id: int, hidden: bool, logits: bool) -> _Row:
+        row, state.cache = self._call(token_id, state.cache, hidden, logits)
         state.tokens.append(token_id)
         return row
 
     def _node(self, state: _SequenceState, node: int, token_id: int, mask: int, hidden: bool) -> _Row:
         ancestors = [state.nodes[i] for i in range(mask.bit_length()) if mask >> i & 1 and i != node]
         nearest = max(ancestors, key=lambda ancestor: ancestor.depth, default=None)  # rows may lie in any order
-        row, cache = self._call(token_id, copy.deepcopy(state.cache if nearest is None else nearest.cache), hidden)
+        row, cache = self._call(token_id, _fork(state.cache if nearest is None else nearest.cache), hidden, True)
         state.nodes[node] = _Node(token_id, cache, len(ancestors))
         return row
 
-    def _call(self, token_id: int, cache: Any, hidden: bool) -> tuple[_Row, Any]:
+    def _call(self, token_id: int, cache: Any, hidden: bool, logits: bool) -> tuple[_Row, Any]:
         """One token after `cache` (which transformers changes in place)."""
-        with self._one_caller:
-            for rope in self._ropes:
-                rope.restore()
-            out = self._module(
-                input_ids=torch.tensor([[token_id]], device=self.device),
-                use_cache=True,
-                output_hidden_states=hidden,
-                **{self._cache_name: cache},
-            )
+        using = ROWS.set(ALL_ROWS if logits else WITHOUT_LOGITS)
+        try:
+            with self._one_caller:
+                for rope in self._ropes:
+                    rope.restore()
+                out = self._module(
+                    input_ids=torch.tensor([[token_id]], device=self.device),
+                    use_cache=True,
+                    output_hidden_states=hidden,
+                    **{self._cache_name: cache},
+                )
+        finally:
+            ROWS.reset(using)
         states = tuple(layer[0, -1].float() for layer in out.hidden_states) if hidden else ()
-        return _Row(out.logits[0, -1].float(), states), getattr(out, self._cache_name)
+        return _Row(out.logits[0].float(), states), getattr(out, self._cache_name)
 
 
 class _Rope:
@@ -177,6 +180,45 @@ class _Rope:
         """As it was loaded."""
         for name, value in (*self._lengths.items(), *self._frequencies.items()):
             setattr(self._module, name, value)
+
+
+def _fork(cache: Any) -> Any:
+    """A cache to go on with that leaves the given one as it is.
+
+    Layers that join keys and values to new tensors share the old ones; others are copied.
+    """
+    if not isinstance(cache, DynamicCache) or any(type(layer) is not DynamicLayer for layer in cache.layers):
+        return copy.deepcopy(cache)
+    forked = copy.copy(cache)
+    forked.layers = [copy.copy(layer) for layer in cache.layers]
+    return forked
+
+
+def check_hidden_layers(wanted: Sequence[int], num_layers: int) -> None:
+    """Raise UnsupportedError for states that transformers does not give."""
+    if any(layer >= num_layers for layer in wanted):
+        raise UnsupportedError(
+            f"hidden states of layers {list(wanted)} were asked for; through transformers those of layers 0 "
+            f"to {num_layers - 1} can be had: choose another drafter"
+        )
+
+
+def vocabulary_of(module: Any) -> int:
+    """Entries of its logits."""
+    head, stated = module.get_output_embeddings(), int(module.config.get_text_config().vocab_size)
+    return int(getattr(head, "out_features", stated))
+
+
+def size_of(module: Any) -> tuple[int, int]:
+    """Bytes and number of a module's weights, of which kernels may hold a part."""
+    left = list(module.parameters())
+    nbytes, count = sum(part.nbytes for part in left), sum(part.numel() for part in left)
+    return nbytes + kernel_bytes(module), count + kernel_parameters(module)
+
+
+def changes_with_length(module: Any) -> bool:
+    """Whether rotations depend on the longest text that the module has seen."""
+    return bool(_changing_ropes(module))
 
 
 def _changing_ropes(module: Any) -> list[_Rope]:

@@ -5,6 +5,7 @@ Knows: transformers' tables of model types and what its loading reports. Does no
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,13 +20,19 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
-from transformers.utils import logging
+from transformers.utils import logging as hf_logging
 
 from forerun.errors import CheckpointError, ForerunError, UnsupportedError
-from forerun.kernels.device import CPU
+from forerun.kernels.ops import Kernels
+from forerun.models.base import LayerSpec
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.family import MAX_LAYERS
 from forerun.models.hf import HFModel
+from forerun.models.hf_fitting import fit, probe
+from forerun.models.hf_matrices import stand_in
+from forerun.models.hf_pooled import PooledHFModel, specs_of
+
+log = logging.getLogger("forerun.models")
 
 _MAX_REASON = 300  # characters of another library's message
 
@@ -43,26 +50,69 @@ def read_hf_config(folder: Path, raw: Mapping[str, Any]) -> Any:
     return config
 
 
-def load_hf_model(folder: Path, config: Any, dtype: torch.dtype | None, device: torch.device = CPU) -> HFModel:
-    """Load a local folder of that configuration onto `device`; dtype None keeps the stored precision.
+def load_hf_model(folder: Path, config: Any, dtype: torch.dtype | None, kernels: Kernels) -> HFModel | PooledHFModel:
+    """Load a local folder of that configuration; dtype None keeps the stored precision.
 
-    float16 is widened. Raises CheckpointError for missing, misshapen or damaged tensors, UnsupportedError if a library
-    is missing.
+    On a CPU over the pool if the model can be run so (`hf_fitting`), else row by row. float16 is widened.
+    Raises CheckpointError for missing, misshapen or damaged tensors, UnsupportedError if a library is missing.
     """
     with (
         _quiet(),
         _one_line(f"transformers cannot load {folder}", "compare config.json and the weights with the source"),
     ):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), config=config, local_files_only=True, trust_remote_code=False, dtype=dtype or "auto",
-            output_loading_info=True, ignore_mismatched_sizes=True, attn_implementation="eager",
-        )  # fmt: skip
-        module, report = loaded
-        _check_tensors(folder, report)
-        if any(parameter.dtype == torch.float16 for parameter in module.parameters()):
-            module = module.float()
-        model = HFModel(module.eval().to(device))
+        module = _load(folder, config, dtype)
+        if kernels.device.type == "cpu":
+            try:
+                return _with_kernels(module, kernels)
+            except Exception as error:  # of a model that reads the matrices of its layers itself
+                log.info("%s runs without forerun's kernels: %s", folder, _reason(error))
+                del module
+                module = _load(folder, config, dtype)
+        model = HFModel(module.to(kernels.device), kernels.device)
         _try_out(model)
+    return model
+
+
+def kv_specs_of(config: Any, dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
+    """What a model of that configuration keeps in the pool, told without its weights; () if it runs row by row.
+
+    dtype None: the stored one.
+    """
+    theirs: Any = AutoModelForCausalLM
+    try:
+        with _quiet(), torch.device("meta"):
+            module = theirs.from_config(config, attn_implementation="eager").eval()
+        narrow = (dtype or module.dtype) == torch.bfloat16
+        stand_in(module, None)
+        sites, _ = probe(module.to_empty(device="cpu"))
+    except Exception as error:
+        log.info("%s models run row by row: %s", config.model_type, _reason(error))
+        return ()
+    return specs_of(sites, torch.bfloat16 if narrow else torch.float32)
+
+
+def _load(folder: Path, config: Any, dtype: torch.dtype | None) -> Any:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        str(folder), config=config, local_files_only=True, trust_remote_code=False, dtype=dtype or "auto",
+        output_loading_info=True, ignore_mismatched_sizes=True, attn_implementation="eager",
+    )  # fmt: skip
+    module, report = loaded
+    _check_tensors(folder, report)
+    if any(parameter.dtype == torch.float16 for parameter in module.parameters()):
+        module = module.float()
+    return module.eval()
+
+
+def _with_kernels(module: Any, kernels: Kernels) -> HFModel | PooledHFModel:
+    """The module with its matrices in the kernels, over the pool if it can be."""
+    narrow = module.dtype == torch.bfloat16
+    stand_in(module, kernels)
+    try:
+        return fit(module, kernels, torch.bfloat16 if narrow else torch.float32)
+    except Exception as error:
+        log.info("%s runs row by row: %s", type(module).__name__, _reason(error))
+    model = HFModel(module)
+    _try_out(model)
     return model
 
 
@@ -150,15 +200,15 @@ def _reason(error: Exception) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' own progress bars and warnings."""
-    hf_logging: Any = logging
-    shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
-    hf_logging.disable_progress_bar()
-    hf_logging.set_verbosity_error()
+    theirs: Any = hf_logging
+    shown, level = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
+    theirs.disable_progress_bar()
+    theirs.set_verbosity_error()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        hf_logging.set_verbosity(level)
+        theirs.set_verbosity(level)
         if shown:
-            hf_logging.enable_progress_bar()
+            theirs.enable_progress_bar()

@@ -20,7 +20,7 @@ from forerun.kernels.ops import Kernels
 from forerun.models.adapted import LoraAdapter
 from forerun.models.adapters import CONFIG_FILE as ADAPTER_FILE
 from forerun.models.adapters import PeftAdapter
-from forerun.models.base import Model
+from forerun.models.base import LayerSpec, Model
 from forerun.models.build import INERT_TENSORS, Builder, Progress
 from forerun.models.config import ModelConfig, estimate_bytes
 from forerun.models.decoder import Decoder
@@ -69,6 +69,11 @@ class LoadedModel:
     implementation: str  # "forerun" or "transformers"
     sampling: Mapping[str, Any] = field(default_factory=dict)  # sampling defaults of generation_config.json
 
+    @property
+    def kv_specs(self) -> tuple[LayerSpec, ...]:
+        """What the model keeps in the pool; () for one that runs row by row."""
+        return self.model.kv_specs
+
 
 def load_model(
     name_or_path: str | Path,
@@ -100,7 +105,7 @@ def load_model(
     if is_gguf(folder):
         loaded = _load_gguf(folder, kernels, dtype, max_position, progress, implementation)
     elif _choose(raw := _read_raw(folder), implementation) == "transformers":
-        loaded = _load_through_transformers(folder, raw, kernels.device, DTYPES[dtype], max_position)
+        loaded = _load_through_transformers(folder, raw, kernels, DTYPES[dtype], max_position)
     else:
         loaded = _load_native(folder, raw, kernels, dtype, max_position, progress)
     if named is not None and (named.end_ids is not None or not is_gguf(folder)):
@@ -379,15 +384,15 @@ def _positions(possible: int, wanted: int | None, raw: Mapping[str, Any]) -> int
 
 
 def _load_through_transformers(
-    folder: Path, raw: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None, max_position: int | None
+    folder: Path, raw: Mapping[str, Any], kernels: Kernels, dtype: torch.dtype | None, max_position: int | None
 ) -> LoadedModel:
     from forerun.models.hf_loading import load_hf_model, read_hf_config  # imports transformers, which takes seconds
 
     _model_type(raw)
     config = read_hf_config(folder, raw)
     tokenizer = Tokenizer.from_folder(folder)
-    check_memory(Checkpoint.open(folder).nbytes, f"loading {folder}", device)
-    model = load_hf_model(folder, config, dtype, device)
+    check_memory(Checkpoint.open(folder).nbytes, f"loading {folder}", kernels.device)
+    model = load_hf_model(folder, config, dtype, kernels)
     check_vocabulary(tokenizer, model.vocab_size)
-    model.max_position = _positions(model.max_position, max_position, raw)
+    model.limit(_positions(model.max_position, max_position, raw))
     return LoadedModel(model, tokenizer, folder, raw, None, "transformers")

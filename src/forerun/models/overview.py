@@ -27,6 +27,8 @@ from forerun.weights.gguf_checkpoint import GgufCheckpoint
 from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer, check_vocabulary
 
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
 
 @dataclass(frozen=True, slots=True)
 class Overview:
@@ -62,7 +64,7 @@ def look_at(name_or_path: str | Path, dtype: str = "auto") -> Overview:
     config = read_config(folder)
     if family is None or config is None:
         assert isinstance(stored, Checkpoint)
-        return _through_transformers(folder, stored, tokenizer)
+        return _through_transformers(folder, stored, tokenizer, kept)
     if isinstance(stored, Checkpoint):
         check_tensors(stored)
         # Whether an output layer is a copy of the embedding would show only in its data: it is counted.
@@ -95,22 +97,28 @@ def why_refused(found: Overview, device: torch.device) -> str | None:
     return None
 
 
-def _through_transformers(folder: Path, stored: Checkpoint, tokenizer: Tokenizer) -> Overview:
+def _through_transformers(
+    folder: Path, stored: Checkpoint, tokenizer: Tokenizer, dtype: torch.dtype | None
+) -> Overview:
     from forerun.models.hf import max_position
-    from forerun.models.hf_loading import read_hf_config  # imports transformers, which takes seconds
+    from forerun.models.hf_loading import kv_specs_of, read_hf_config  # imports transformers, which takes seconds
 
     config = read_hf_config(folder, stored.config)
+    text, kv_specs = config.get_text_config(), kv_specs_of(config, dtype)
+    sizes = {name: value for name in _SIZES if isinstance(value := getattr(text, name, None), int)}
+    if kv_specs:
+        sizes["num_key_value_heads"] = kv_specs[0].num_kv_heads
     return Overview(
         folder,
-        stored.config,
+        {**stored.config, **sizes},  # families have names of their own for them
         None,
         tokenizer,
-        vocab_size=config.get_text_config().vocab_size,
-        max_position=max_position(config.get_text_config()),
+        vocab_size=text.vocab_size,
+        max_position=max_position(text),
         num_parameters=sum(math.prod(stored.shape(name)) for name in stored),
         stored_bytes=stored.nbytes,
-        weight_bytes=stored.nbytes,
-        kv_specs=(),
+        weight_bytes=sum(nbytes * _growth(kind, dtype) // 4 for _, kind, nbytes in stored.stored()),
+        kv_specs=kv_specs,
         state_specs=(),
         adapters=_adapters(folder),
     )
