@@ -16,6 +16,7 @@ from torch import Tensor
 from forerun.cache.kv_cache import KVCache, Move
 from forerun.cache.states import RecurrentStates
 from forerun.kernels.ops import LayerKV
+from forerun.kernels.recurrent_ops import Walk
 from forerun.kernels.reference import ReferenceHeads, ReferenceKernels, ReferenceLinear
 from forerun.models.base import CommittedPath
 from forerun.models.batch import ForwardBatch, SequenceRows
@@ -147,6 +148,15 @@ def test_columns_that_go_over_together_come_apart_again() -> None:
 
     columns = [torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64), torch.tensor([3])]
     assert all(torch.equal(a, b) for a, b in zip(_moved(columns, torch.device("cpu")), columns, strict=True))
+
+
+def test_a_walk_goes_over_whole() -> None:
+    for parents in ([-1, 0, 1, 1], [-1, 0]):  # with drafts and without
+        host = Walk.build([4, 2], [2, 1], [parents, [-1]])
+        moved = host.on(torch.device("cpu", 0))  # another name of the same device, so that everything is copied
+        assert host.on(torch.device("cpu")) is host is not moved
+        for there, here in zip(tensors_of(moved), tensors_of(host), strict=True):
+            assert torch.equal(there, here) and there.dtype is here.dtype
 
 
 def test_a_pool_is_made_where_it_is_asked_for() -> None:

@@ -49,10 +49,10 @@ class Walk:
         """The walk on a device (itself if it is there); the host does not wait."""
         if self.parents.device == device:
             return self
-        columns = [self.slots, self.firsts, self.num_known, self.parents]
+        columns = [self.slots, self.firsts, self.num_known, self.parents, self.drafts.int()]
         sizes = [len(column) for column in columns]
-        slots, firsts, num_known, parents = to_device(torch.cat(columns), device).split_with_sizes(sizes)
-        return Walk(slots, firsts, num_known, parents, to_device(self.drafts, device))
+        slots, firsts, num_known, parents, drafts = to_device(torch.cat(columns), device).split_with_sizes(sizes)
+        return Walk(slots, firsts, num_known, parents, drafts.long())
 
 
 def _column(numbers: Sequence[int]) -> Tensor:
