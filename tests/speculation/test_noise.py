@@ -26,7 +26,10 @@ def test_philox_known_answers(counter, key, words) -> None:  # type: ignore[no-u
 
 
 def test_a_number_does_not_depend_on_how_many_are_drawn() -> None:
-    assert uniform(7, 3, 1, 9) == uniforms(7, 3, 1, 200)[9]
+    for seed, position, stream in ((7, 3, 1), (2**64 - 1, step_position(5, 2**31), stream_id(200, Purpose.RECOVER))):
+        assert [uniform(seed, position, stream, index) for index in range(40)] == uniforms(
+            seed, position, stream, 200
+        ).tolist()[:40]
 
 
 def test_keys_do_not_collide() -> None:

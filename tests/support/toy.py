@@ -49,13 +49,13 @@ class ToyModel:
 
     def _visible(self, batch: ForwardBatch, kv: LayerKV) -> list[list[int]]:
         """What each row that wants logits sees, in order; as lists, which a few numbers are read from quickest."""
-        rows, pool = batch.rows, kv.keys[:, 0].tolist()
-        tables, starts = rows.block_tables.tolist(), rows.tree_starts.tolist()
+        rows, starts = batch.rows, batch.rows.tree_starts.tolist()
+        pool = kv.keys[rows.block_tables.long(), 0].tolist()  # of each sequence its blocks
         wanted = [column[batch.logit_rows].tolist() for column in (rows.seq_ids, rows.prefix_lens, rows.tree_masks)]
         found = []
         for sequence, prefix_len, mask in zip(*wanted, strict=True):
             logical = [*range(prefix_len), *(starts[sequence] + i for i in range(64) if mask >> i & 1)]
-            places = [(pool[tables[sequence][row // kv.block_size]], row % kv.block_size) for row in logical]
+            places = [(pool[sequence][row // kv.block_size], row % kv.block_size) for row in logical]
             # a drafter's nodes may lie in any order
             seen = sorted((positions[offset], int(tokens[offset])) for (tokens, positions), offset in places)
             assert [position for position, _ in seen] == [*range(len(seen))], f"a row sees positions {seen}"
@@ -80,6 +80,12 @@ def hashed_normal(text: str, num: int) -> Tensor:
     return torch.randn(num, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "little")))
 
 
+@lru_cache(maxsize=1 << 14)
+def normal_of(tokens: tuple[int, ...], num: int) -> Tensor:
+    """Standard normal numbers that depend on the tokens alone -> [num]."""
+    return torch.randn(num, generator=torch.Generator().manual_seed(hash(tokens) & 0x7FFFFFFF))
+
+
 class NoisyToy(ToyModel):
     """A drafter for ToyModel: the same logits, disturbed."""
 
@@ -88,8 +94,7 @@ class NoisyToy(ToyModel):
         self._noise = noise
 
     def logits(self, tokens: list[int]) -> Tensor:
-        generator = torch.Generator().manual_seed(hash(tuple(tokens[-2:])) & 0x7FFFFFFF)
-        return super().logits(tokens) + self._noise * torch.randn(self.vocab_size, generator=generator)
+        return super().logits(tokens) + self._noise * normal_of(tuple(tokens[-2:]), self.vocab_size)
 
 
 class LetterDetokenizer:

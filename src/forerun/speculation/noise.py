@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from forerun.kernels.philox import gumbel, philox, random_words, uniforms
+from forerun.kernels.philox import gumbel, philox, random_words, uniform, uniforms
 
 __all__ = ["Purpose", "gumbel", "philox", "random_words", "step_position", "stream_id", "uniform", "uniforms"]
 
@@ -28,11 +28,6 @@ class Purpose(IntEnum):
 def stream_id(sample_index: int, purpose: Purpose) -> int:
     """The stream of sample `sample_index` (of a request with `n` samples) for `purpose`."""
     return (sample_index << _STREAM_BITS_PURPOSE) | int(purpose)
-
-
-def uniform(seed: int, position: int, stream: int, index: int = 0) -> float:
-    """The single uniform number `index` of (seed, position, stream)."""
-    return float(uniforms(seed, position, stream, index + 1)[index])
 
 
 def step_position(root_position: int, node: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, chain, product
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ CASES = (("token", "token", (1, 1, 1)), ("block", "block", (1, 1, 1)), ("recursi
 NUM_SAMPLES = 3000  # texts of each case
 _VOCAB = 3
 _TEXT_LEN = 4
+_AT_ONCE = 200  # texts
 _SMALLEST_P_VALUE = 1e-5  # chance alone gives less once in 100,000 checks
 
 
@@ -60,9 +61,10 @@ def check_rejection(
 
 def _check(name: str, toy: _Toy, num_samples: int, advance: Callable[[int], None]) -> RuleCheck:
     counts = Counter[tuple[int, ...]]()
-    for seed in range(num_samples):
-        counts[toy.text(seed)] += 1
-        advance(1)
+    for first in range(0, num_samples, _AT_ONCE):
+        seeds = range(first, min(first + _AT_ONCE, num_samples))
+        counts.update(toy.texts(seeds))
+        advance(len(seeds))
     expected = {text: num_samples * toy.probability(text) for text in product(range(_VOCAB), repeat=_TEXT_LEN)}
     statistic = sum((counts[text] - mean) ** 2 / mean for text, mean in expected.items())
     degrees = len(expected) - 1
@@ -87,29 +89,32 @@ class _Toy:
         self._verifier = RejectionVerifier(chain_rule)
         self._widths = widths
 
-    def text(self, seed: int) -> tuple[int, ...]:
-        """The first tokens of one speculative run."""
-        request = Request("check", (0,), self._params, seed)
-        while request.num_output < _TEXT_LEN:
-            request.token_ids += self._step(request)
-        return tuple(request.output_token_ids[:_TEXT_LEN])
+    def texts(self, seeds: Sequence[int]) -> list[tuple[int, ...]]:
+        """The first tokens of as many speculative runs, side by side: each seed's text is that of a run alone."""
+        requests = [Request("check", (0,), self._params, seed) for seed in seeds]
+        while unfinished := [request for request in requests if request.num_output < _TEXT_LEN]:
+            self._step(unfinished)
+        return [tuple(request.output_token_ids[:_TEXT_LEN]) for request in requests]
 
-    def _step(self, request: Request) -> list[int]:
-        draft = self._draft(request)
-        logits = self._target[torch.tensor(draft.tree.tokens)]  # [num_nodes, vocab_size]
-        [choice] = self._verifier.verify(logits, [Candidate(draft, 0)])
-        assert isinstance(choice, Choice)
-        return [*(draft.tree.tokens[node] for node in choice.nodes[1:]), choice.token]
+    def _step(self, requests: Sequence[Request]) -> None:
+        drafts = self._draft(requests)
+        nodes = [draft.tree.tokens for draft in drafts]
+        first_rows = accumulate(map(len, nodes), initial=0)
+        candidates = [Candidate(draft, row) for draft, row in zip(drafts, first_rows, strict=False)]
+        logits = self._target[torch.tensor([*chain(*nodes)])]  # [nodes of all drafts, vocab_size]
+        for draft, choice in zip(drafts, self._verifier.verify(logits, candidates), strict=True):
+            assert isinstance(choice, Choice)
+            draft.request.token_ids += [*(draft.tree.tokens[node] for node in choice.nodes[1:]), choice.token]
 
-    def _draft(self, request: Request) -> Draft:
-        draft, leaves = Draft(request, max_nodes=16), [ROOT]
+    def _draft(self, requests: Sequence[Request]) -> list[Draft]:
+        drafts = [Draft(request, max_nodes=16) for request in requests]
+        leaves = [(draft, ROOT) for draft in drafts]
         for width in self._widths:
-            logits = self._drafter[torch.tensor([draft.tree.tokens[node] for node in leaves])]
-            places = [Place(request, node, draft.tree.path_tokens(node)) for node in leaves]
+            logits = self._drafter[torch.tensor([draft.tree.tokens[node] for draft, node in leaves])]
+            places = [Place(draft.request, node, draft.tree.path_tokens(node)) for draft, node in leaves]
             drawn = zip(leaves, self._grower.draw(places, logits, width), strict=True)
-            hung = [draft.add_drawn(node, tokens, chances, q) for node, (tokens, chances, q) in drawn]
-            leaves = [node for nodes in hung for node in nodes]
-        return draft
+            leaves = [(draft, child) for (draft, node), children in drawn for child in draft.add_drawn(node, *children)]
+        return drafts
 
     def probability(self, text: Sequence[int]) -> float:
         """The target's probability of a text after the prompt."""
