@@ -1,9 +1,10 @@
-"""How the test processes share the machine's cores, the order of files, and skips that CI does not accept."""
+"""How the test processes share the machine's cores, what is cut for all, the order of files, skips refused in CI."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +27,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first, so that no process ends with a long file while the others have nothing left."""
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow_files)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def usual_passes() -> Iterator[int]:
+    """Engines measure two passes of each size, as on a slow machine: there are hundreds -> how many are usual."""
+    measuring = sys.modules.get("forerun.engine.measuring")
+    if measuring is None:  # nobody has imported torch either
+        yield 0
+        return
+    usual = measuring._MAX_PASSES
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "_MAX_PASSES", measuring._MIN_PASSES)
+        yield usual
 
 
 @pytest.hookimpl(wrapper=True)

@@ -40,7 +40,8 @@ def test_an_answer_has_one_adapter(run: Any, folders: list[str]) -> None:
     assert "--lora must be NAME=PATH" in run("generate", PROMPT, "--lora", "a", status=2).stderr
 
 
-def test_verify_takes_several(run_json: Any, folders: list[str]) -> None:
+def test_verify_takes_several(run_json: Any, folders: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.cli.verify._check_rejection", lambda llm: {"passed": True, "cases": []})
     both = [word for index, folder in enumerate(folders) for word in ("--lora", f"a{index}={folder}")]
     report = run_json("verify", "mini", *both, "--drafters", "ngram", "--limit", "3", *SHORT)
     assert report["passed"] and report["checks"][0]["num_prompts"] == 3

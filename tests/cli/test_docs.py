@@ -8,23 +8,27 @@ so must those of commands that are named within sentences.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import typer
 
+from forerun import LLM
 from forerun.bench.shapes import SHAPES
 from forerun.cli import serve
 from forerun.cli.app import app
 from forerun.models.gguf_export import export_gguf
+from forerun.server.app import create_app
 from forerun.weights.resolve import resolve_model
+from tests.server.conftest import running, settings
 from tests.support.fake_hub import FakeHub, pretended
 from tests.support.scripts import run_script
-from tests.support.serving import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs" / "log.md"})]
@@ -94,9 +98,14 @@ def words_of(line: str) -> list[str]:
     return shlex.split(line.rpartition("| ")[2] if line.startswith("echo") else line, comments=True)[1:]
 
 
+@cache
+def forerun() -> Any:
+    return typer.main.get_command(app)
+
+
 def command_of(words: list[str]) -> tuple[tuple[str, ...], Any, list[str]]:
     """The command that words name, and the words behind its name."""
-    command: Any = typer.main.get_command(app)
+    command = forerun()
     path: tuple[str, ...] = ()
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         assert words[0] in command.commands, f"forerun {' '.join(path)} has no command {words[0]}"
@@ -112,8 +121,9 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The address of a real server of mini."""
-    with serving("--drafter", "ngram") as (_, address, _):
+    """The address of a server of mini in this process; tests/server/test_serve_command.py has one of its own."""
+    logging.getLogger("forerun").handlers.clear()  # of commands that have ended
+    with running(create_app(LLM("mini", drafter="ngram"), settings())) as address:
         yield address
 
 
@@ -140,6 +150,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setitem(SHAPES, "llama-3.2-1b", {**SHAPES["llama-3.2-1b"], **SMALL_SHAPE})
     monkeypatch.setattr("forerun.cli.verify._check_rejection", lambda llm: {"passed": True, "cases": []})  # slow
     monkeypatch.setattr(serve, "_run", lambda *_: None)  # all but listening; tests/server has real processes
+    monkeypatch.setattr("forerun.server.logs.configure", lambda *_: None)  # its handler would outlive the command
     return folder
 
 

@@ -34,8 +34,9 @@ def test_nothing_stays_of_the_text() -> None:
     assert engine.scheduler.pool.num_used == 0
 
 
-def test_a_slow_moment_at_start_spoils_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_moment_at_start_spoils_no_size(usual_passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes take turns, so that ten disturbed passes in a row are a few of each size, not all of one."""
+    monkeypatch.setattr(measuring, "_MAX_PASSES", usual_passes)
     passes = count()
     monkeypatch.setattr(
         measuring, "_seconds_of", lambda *args: args[1].num_rows * (1.0 if next(passes) >= 10 else 9.0) / 1e4
