@@ -50,8 +50,19 @@ CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("bench", "curve"): ("--tokens", "1,2", "--context", "4", "--repeats", "1"),
     ("bench", "serve"): ("--num-requests", "2", "--max-tokens", "3", "--warmup", "0"),
     ("train", "answers"): ("--answer-tokens", "4"),
-    ("train", "eagle3"): ("--steps", "2", "--tokens-per-step", "512"),
+    ("train", "eagle3"): ("--recipe", "short.toml", "--steps", "2", "--tokens-per-step", "512"),
 }
+SHORT_RECIPE = """
+name = "short"
+kind = "eagle3"
+[head]
+num_steps = 2
+[data]
+heldout_prompts = 2
+heldout_tokens = 4
+[run]
+precision = "float32"
+"""
 TALKS = ("chat", "run")  # with a model alone, with whoever types
 PLACEHOLDERS = {"NAME": "ngram"}
 MODELS = ("MODEL", "SMALL", "Llama-3.2-1B-Instruct", "Qwen2.5-0.5B-Instruct", "big-model", "small-model", "model")
@@ -145,25 +156,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "docs").symlink_to(ROOT / "docs", target_is_directory=True)
     bigram = (ROOT / "docs" / "examples" / "bigram.py").read_text("utf-8")
     (folder / "mine.py").write_text(bigram.replace("Bigram", "Mine"), "utf-8")
-    cut_recipes(folder / "recipes")
+    (folder / "short.toml").write_text(SHORT_RECIPE, "utf-8")
     monkeypatch.chdir(folder)
     monkeypatch.setitem(SHAPES, "llama-3.2-1b", {**SHAPES["llama-3.2-1b"], **SMALL_SHAPE})
     monkeypatch.setattr("forerun.cli.verify._check_rejection", lambda llm: {"passed": True, "cases": []})  # slow
     monkeypatch.setattr(serve, "_run", lambda *_: None)  # all but listening; tests/server has real processes
     monkeypatch.setattr("forerun.server.logs.configure", lambda *_: None)  # its handler would outlive the command
     return folder
-
-
-def cut_recipes(folder: Path) -> None:
-    """The recipes with less to hold out, and without waiting for torch.compile."""
-    folder.mkdir()
-    for path in (ROOT / "recipes").glob("*.toml"):
-        text = path.read_text("utf-8").replace("compile = true", "compile = false")
-        less = {"heldout_prompts": 2, "heldout_tokens": 4, "ffn_size": 64, "vocab_size": 512, "seq_len": 256,
-                "prompt_tokens": 128}  # fmt: skip
-        for name, value in less.items() if "eagle3" in path.name else ():
-            text = re.sub(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
-        (folder / path.name).write_text(text, "utf-8")
 
 
 @pytest.mark.parametrize("block", SHELL, ids=named)
