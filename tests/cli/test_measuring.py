@@ -218,6 +218,20 @@ def test_inspect_names_family_module_and_parsers(case: str, run_json: Any, tmp_p
     assert report["parsers"] == {"tools": "qwen3_coder", "reasoning": "<think> ... </think>"}
 
 
+def test_inspect_tells_keys_and_values_of_every_kind_of_layer(run: Any, run_json: Any, tmp_path: Path) -> None:
+    folder = make_checkpoint("gemma4", tmp_path / "shared")
+    sizes = run_json("inspect", str(folder))["sizes"]
+    assert sizes["num_kv_shared_layers"] == 3
+    assert sizes["kv_kinds"] == [
+        {"num_kv_heads": 2, "head_dim": 16, "window": 7, "num_layers": 2},
+        {"num_kv_heads": 2, "head_dim": 24, "window": 0, "num_layers": 1},
+    ]
+    folder = make_checkpoint("gemma4-experts", tmp_path / "apart")
+    text = " ".join(run("inspect", str(folder)).stdout.split())
+    said = "keys and values: 2 of 16 entries in 2 layers with a window of 5, 1 of 32 entries in 2 layers"
+    assert said in text and "layers read" not in text
+
+
 def test_inspect_says_how_weights_are_stored(run: Any, run_json: Any, tmp_path: Path) -> None:
     whole = run_json("inspect", "mini")
     sizes = whole["storage"]["bytes"]

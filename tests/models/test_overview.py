@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from forerun.errors import ConfigError, ModelError
+from forerun.kernels.select import select_kernels
 from forerun.models.base import state_specs_of
 from forerun.models.gguf_export import export_gguf
 from forerun.models.loader import load_model
 from forerun.models.overview import look_at, why_refused
+from forerun.quantize.run import open_source, round_model
+from forerun.quantize.settings import QuantizeSettings
 from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.resolve import resolve_model
 from tests.models import factory
@@ -19,8 +22,9 @@ from tests.models import factory
 HALVES = [(case, dtype) for case in ("llama", "gpt-oss", "qwen3.5-moe") for dtype in (torch.bfloat16, torch.float16)]
 
 
-def check(path: Path, dtype: str = "auto") -> None:
-    loaded, found = load_model(path, factory.make_kernels(), dtype), look_at(path, dtype)
+def check(path: Path, dtype: str = "auto", activations: str = "auto") -> None:
+    kernels = select_kernels("auto", threads=1, activations=activations)
+    loaded, found = load_model(path, kernels, dtype), look_at(path, dtype, activations)
     model = loaded.model
     assert (found.folder, found.config, found.implementation) == (loaded.folder, loaded.config, "forerun")
     assert (found.kv_specs, found.state_specs) == (model.kv_specs, state_specs_of(model))
@@ -47,10 +51,22 @@ def test_another_dtype(tmp_path: Path) -> None:
 def test_a_gguf_file(mix: str, tmp_path: Path) -> None:
     export_gguf(resolve_model("mini"), tmp_path / "mini.gguf", mix)
     check(tmp_path / "mini.gguf")
+    check(tmp_path / "mini.gguf", activations="float32")
 
 
-@pytest.mark.parametrize("name", ["qwen35", "lfm2", "granitehybrid", "falcon-h1", "nemotron_h"])
-def test_a_gguf_file_with_recurrent_layers(name: str) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_in_a_folder(bits: int, tmp_path: Path) -> None:
+    settings = QuantizeSettings(method="rtn", bits=bits, group_size=32)
+    round_model(open_source(resolve_model("mini"), settings), tmp_path, settings, lambda _: None)
+    check(tmp_path)
+    check(tmp_path, activations="float32")
+    assert look_at(tmp_path, activations="float32").weight_bytes > look_at(tmp_path).weight_bytes
+
+
+@pytest.mark.parametrize("name", [
+    "qwen35", "lfm2", "granitehybrid", "falcon-h1", "nemotron_h", "gemma4", "gemma4-experts", "granite4-dense",
+])  # fmt: skip
+def test_a_gguf_file_of_the_converter(name: str) -> None:
     check(Path(__file__).parents[1] / "weights" / "fixtures" / "gguf" / f"{name}.gguf")
 
 

@@ -5,6 +5,7 @@ Knows: how to summarise what configuration and headers tell; weights are not rea
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from forerun.cli import options as opt
@@ -44,7 +45,7 @@ def _inspect(name: str, **options: Any) -> dict[str, Any]:
         config.kernels, config.threads, device=config.device, pin=config.pin_threads, activations=config.activations
     )
     with telling_heads(name):
-        found = look_at(name, config.dtype)
+        found = look_at(name, config.dtype, config.activations)
     note_slow_kernels(kernels, given.get("kernels"))
     for said in (why_slow(found), what_part(found), why_refused(found, kernels.device)):
         if said is not None:
@@ -126,18 +127,30 @@ def _num_kv_heads(found: Overview) -> int | None:
     return given
 
 
-def _special_sizes(config: ModelConfig | None) -> dict[str, int]:
-    """Sizes of mixtures of experts and of latent attention, if the model has them."""
+def _special_sizes(config: ModelConfig | None) -> dict[str, Any]:
+    """Sizes of mixtures of experts, of latent attention and of keys and values that differ, if the model has such."""
     from forerun.models.config import active_parameters
 
-    sizes = {}
+    sizes: dict[str, Any] = {}
     if config is not None and config.experts is not None:
         routing = config.experts.routing
         sizes = {"num_experts": routing.num_experts, "experts_per_token": routing.top_k}
         sizes["active_parameters"] = active_parameters(config)
     if config is not None and config.latents is not None:
         sizes["latent_size"] = config.heads.head_dim
+    if config is not None and len({shape.heads for shape in config.shapes}) > 1:
+        sizes |= _kv_kinds(config)
     return sizes
+
+
+def _kv_kinds(config: ModelConfig) -> dict[str, Any]:
+    """Keys and values of the layers of each kind, and how many layers read those of others."""
+    attending = [i for i in range(config.num_layers) if config.has_mixer(i) and not config.is_recurrent(i)]
+    own = [i for i in attending if config.shape(i).kv_layer is None]
+    kinds = Counter((config.shape(i).heads.num_kv, config.shape(i).heads.head_dim, config.window(i)) for i in own)
+    names = ("num_kv_heads", "head_dim", "window", "num_layers")
+    described = [dict(zip(names, (*kind, count), strict=True)) for kind, count in kinds.items()]
+    return {"kv_kinds": described, "num_kv_shared_layers": len(attending) - len(own)}
 
 
 def _drafters(name: str, found: Overview) -> dict[str, str]:
@@ -240,7 +253,15 @@ def _shape(sizes: dict[str, Any]) -> str:
 def _kept(sizes: dict[str, Any]) -> str:
     if "latent_size" in sizes:
         return f"one latent of {sizes['latent_size']} kept for all"
-    return f"{sizes['num_kv_heads']} for keys and values"
+    if "kv_kinds" not in sizes:
+        return f"{sizes['num_kv_heads']} for keys and values"
+    kinds = [
+        f"{kind['num_kv_heads']} of {kind['head_dim']} entries in {kind['num_layers']} layers"
+        + (f" with a window of {kind['window']}" if kind["window"] else "")
+        for kind in sizes["kv_kinds"]
+    ]
+    shared = f"; {num} layers read those of others" if (num := sizes["num_kv_shared_layers"]) else ""
+    return f"keys and values: {', '.join(kinds)}{shared}"
 
 
 def _experts(sizes: dict[str, Any]) -> list[tuple[str, str]]:

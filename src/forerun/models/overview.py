@@ -20,8 +20,10 @@ from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.family import Family
 from forerun.models.loader import check_device, dtype_named, find_family, gguf_family, open_checkpoint, read_config
 from forerun.models.recurrent_dims import ConvDims, DeltaDims, MambaDims, state_shapes
-from forerun.models.storage import check_float16
+from forerun.models.storage import check_float16, integer_bits
 from forerun.quant.formats import check_tensors
+from forerun.quant.settings import Settings
+from forerun.quant.sizes import quantized_growth
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
 from forerun.weights.gguf_checkpoint import GgufCheckpoint
 from forerun.weights.resolve import resolve_model
@@ -53,8 +55,11 @@ class Overview:
         return "transformers" if self.config is None else "forerun"
 
 
-def look_at(name_or_path: str | Path, dtype: str = "auto") -> Overview:
-    """What `load_model` would load. Raises ModelError, for damage to tensors' data excepted."""
+def look_at(name_or_path: str | Path, dtype: str = "auto", activations: str = "auto") -> Overview:
+    """What `load_model` would load with kernels of these activations.
+
+    Raises ModelError, for damage to tensors' data excepted.
+    """
     kept, folder = dtype_named(dtype), resolve_model(name_or_path)
     if dtype == "float16":
         check_float16(folder)
@@ -79,8 +84,8 @@ def look_at(name_or_path: str | Path, dtype: str = "auto") -> Overview:
         vocab_size=config.vocab_size,
         max_position=config.max_position,
         num_parameters=num_parameters(config),
-        stored_bytes=sum(nbytes for _, nbytes in _tensors(config, family, stored)),
-        weight_bytes=sum(nbytes * _growth(kind, kept) // 4 for kind, nbytes in _tensors(config, family, stored)),
+        stored_bytes=sum(nbytes for *_, nbytes in _tensors(config, family, stored)),
+        weight_bytes=_weight_bytes(stored, _tensors(config, family, stored), kept, activations),
         kv_specs=_kv_specs(config, _kv_dtype(config, family, stored, kept)),
         state_specs=_state_specs(config),
         adapters=_adapters(folder),
@@ -124,14 +129,32 @@ def _through_transformers(
     )
 
 
-def _tensors(config: ModelConfig, family: Family, stored: Checkpoint | GgufCheckpoint) -> Iterator[tuple[str, int]]:
-    """Type and bytes of the tensors that a decoder reads."""
+def _tensors(
+    config: ModelConfig, family: Family, stored: Checkpoint | GgufCheckpoint
+) -> Iterator[tuple[str, str, int]]:  # fmt: skip
+    """Name, type and bytes of the tensors that a decoder reads."""
     names = family.names
     layers = tuple(f"{names.layer.format(index=index)}." for index in range(config.num_layers))
     heads = () if config.tie_embeddings else (f"{names.lm_head}.",)
     inputs = (names.per_layer.table, names.per_layer.projection, names.per_layer.norm) if config.per_layer else ()
     own = (*layers, *heads, *(f"{module}." for module in (names.embedding, names.final_norm, *inputs)))
-    return ((kind, nbytes) for name, kind, nbytes in stored.stored() if name.startswith(own))
+    return (tensor for tensor in stored.stored() if tensor[0].startswith(own))
+
+
+def _weight_bytes(
+    stored: Checkpoint | GgufCheckpoint, tensors: Iterator[tuple[str, str, int]], dtype: torch.dtype | None,
+    activations: str,
+) -> int:  # fmt: skip
+    """Bytes in memory."""
+    bits = integer_bits(stored)
+    is_symmetric = Settings.of(stored.config).get("sym") is True
+
+    def growth(name: str, kind: str) -> float:
+        size = FLOAT_DTYPES[kind].itemsize if kind in FLOAT_DTYPES else 1
+        found = quantized_growth(name, kind, size, bits, is_symmetric, activations == "float32")
+        return _growth(kind, dtype) / 4 if found is None else found
+
+    return int(math.fsum(nbytes * growth(name, kind) for name, kind, nbytes in tensors))
 
 
 def _growth(kind: str, dtype: torch.dtype | None) -> int:

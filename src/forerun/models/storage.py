@@ -58,6 +58,12 @@ def check_float16(path: Path) -> None:
         )
 
 
+def integer_bits(checkpoint: Checkpoint | GgufCheckpoint) -> int | None:
+    """Bits of a folder's quantized matrices; None where there are none or several, and of GGUF files."""
+    found = None if isinstance(checkpoint, GgufCheckpoint) else _named_folder(checkpoint)["bits"]
+    return found if isinstance(found, int) else None
+
+
 def _main_float(checkpoint: Checkpoint | GgufCheckpoint) -> str:
     """The type most bytes of plain tensors are of."""
     totals: dict[str, int] = {}
