@@ -283,14 +283,22 @@ struct Pairs {
     __m256i a, b;
 };
 template <int BITS>
-inline Pairs pair_sums(const Weights<BITS>& w, const int32_t* word) {
+inline Pairs pair_sums(const Bytes& w, const int32_t* word) {
     const __m256i q = _mm256_set1_epi32(*word);
-    if constexpr (BITS < 8) {
-        return {_mm256_maddubs_epi16(w.a, q), _mm256_maddubs_epi16(w.b, q)};
-    } else {
-        return {_mm256_maddubs_epi16(w.size.a, _mm256_sign_epi8(q, w.sign.a)),
-                _mm256_maddubs_epi16(w.size.b, _mm256_sign_epi8(q, w.sign.b))};
-    }
+    return {_mm256_maddubs_epi16(w.a, q), _mm256_maddubs_epi16(w.b, q)};
+}
+// Adds the products of one line's first 8 outputs, or its last 8, to a row's sums: all rows of a half share weights that
+// stay in registers, beside the sums of both halves.
+FORERUN_INLINE void add_half(__m256i& sums, __m256i size, __m256i sign, const int32_t* word) {
+    const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_set1_epi32(*word), sign));
+    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    asm("" : "+x"(sums));  // as below
+}
+FORERUN_INLINE void add_first_half(I& sums, const SignedBytes& w, const int32_t* word) {
+    add_half(sums.a, w.size.a, w.sign.a, word);
+}
+FORERUN_INLINE void add_second_half(I& sums, const SignedBytes& w, const int32_t* word) {
+    add_half(sums.b, w.size.b, w.sign.b, word);
 }
 inline Pairs add_pairs(Pairs x, Pairs y) {
     x = {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)};

@@ -27,8 +27,7 @@ from forerun.engine.measuring import measure_calls, measure_passes
 from forerun.engine.scheduler import Limits, Scheduler
 from forerun.errors import ConfigError, ResourceError
 from forerun.kernels.ops import Kernels
-from forerun.kernels.reference import ReferenceKernels
-from forerun.kernels.threads import single_torch_thread
+from forerun.kernels.threads import torch_beside
 from forerun.learned import Kept
 from forerun.models.base import LayerSpec, Model, passes_of, state_specs_of, with_own_state, with_states
 from forerun.models.memory import check_memory, memory_of
@@ -60,7 +59,7 @@ def assemble(
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
     model = with_own_state(model if states is None else with_states(model, states))
     runner = bind(passes_of(model, drafter.hidden_layers), kernels, own_kvs, config.block_size)
-    computes_itself = runner.replays or (bool(own_kvs) and kernels.name != ReferenceKernels.name)
+    computes_itself = bool(own_kvs) or states is not None  # and not transformers, on torch's threads
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
     kept = _kept(config, drafter, model, kernels) if config.keep_learned else None
     policy = _policy(config, runner, drafter, kv_cache, kept)
@@ -73,7 +72,7 @@ def assemble(
         policy=policy,
         scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs), states),
         kv_cache=kv_cache,
-        torch_threads=single_torch_thread if computes_itself and kernels.device.type == "cpu" else nullcontext,
+        torch_threads=torch_beside(kernels) if computes_itself else nullcontext,
         keep=_recall(kept, policy),
     )
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.models import factory
 from tests.support import mini
 
-from forerun import SamplingParams
+from forerun import LLM, SamplingParams
 from forerun.kernels.threads import single_torch_thread
 
 
@@ -21,6 +23,13 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def hybrid(folder: Path) -> LLM:
+    """Whose passes are not replayed."""
+    model_type, fields = factory.CASES["qwen3.5"]
+    factory.save_checkpoint(factory.random_hf_model(model_type, fields), folder)
+    return LLM(str(folder), drafter="none")
+
+
 def test_torch_has_one_thread_meanwhile_and_its_own_again_even_after_an_error() -> None:
     with single_torch_thread():
         assert torch.get_num_threads() == 1
@@ -30,8 +39,9 @@ def test_torch_has_one_thread_meanwhile_and_its_own_again_even_after_an_error() 
     assert torch.get_num_threads() == 2
 
 
-def test_a_step_that_computes_on_the_kernels_threads() -> None:
-    llm = mini.plain().with_drafter("none")
+@pytest.mark.parametrize("name", ["mini", "qwen3.5"])
+def test_a_step_that_computes_on_the_kernels_threads(name: str, tmp_path: Path) -> None:
+    llm = mini.plain().with_drafter("none") if name == "mini" else hybrid(tmp_path)
     inner, seen = llm.engine.verifier, []
 
     class Watched:
@@ -45,3 +55,4 @@ def test_a_step_that_computes_on_the_kernels_threads() -> None:
     llm.generate(["One", "Two"], SamplingParams(max_tokens=4))
     is_native = llm.kernels.name.startswith("cpu")
     assert set(seen) == {1 if is_native else 2} and torch.get_num_threads() == 2
+    assert llm.engine.runner.replays == (is_native and name == "mini")

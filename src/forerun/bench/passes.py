@@ -14,6 +14,7 @@ from forerun.cache.kv_cache import KVCache, bytes_per_block
 from forerun.cache.states import RecurrentStates, bytes_per_slot
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import Kernels
+from forerun.kernels.threads import torch_beside
 from forerun.models.base import CommittedPath, LayerSpec, Model, passes_of, state_specs_of, with_states
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.config import ModelConfig
@@ -44,6 +45,7 @@ class TimedPasses:
             self._states.begin("", 0)
             self._bound = with_states(model, self._states)
         self.runner = bind(passes_of(self._bound), kernels, self.cache.layers, BLOCK_SIZE)
+        self._torch_threads = torch_beside(kernels)
         self._vocab_size = model.vocab_size
         places = zip(model.parts.layers, model.kv_places, strict=True)
         self._windows = [layer.attending.shape.window for layer, place in places if place is not None]
@@ -74,11 +76,12 @@ class TimedPasses:
     def enqueue(self, batch: ForwardBatch) -> None:
         """Begin to. Where states go on, a chain's drafts are accepted, all of them: other engines' passes do that."""
         rows = batch.sequences[0]
-        if self._states is not None:
-            self._states.end("", rows.start if rows.span else rows.tree_start)
-        self.runner.run(batch)
-        if self._states is not None:
-            self._bound.commit([CommittedPath("", tuple(rows.tree_rows))])
+        with self._torch_threads():  # as in an engine
+            if self._states is not None:
+                self._states.end("", rows.start if rows.span else rows.tree_start)
+            self.runner.run(batch)
+            if self._states is not None:
+                self._bound.commit([CommittedPath("", tuple(rows.tree_rows))])
 
     def bytes_read(self, context: int, tokens: int) -> int:
         """Bytes a chain must read: matrices (as many experts as it can choose), the keys and values it sees, states."""

@@ -1,6 +1,6 @@
 """torch on a single thread while the kernels' own threads compute.
 
-Knows: torch's number of threads for the calling thread. Does not know: the kernels' threads, what is computed.
+Knows: torch's number of threads for the calling thread, which kernels have threads. Does not know: what is computed.
 
 torch runs its own operations on OpenMP threads. After an operation on many elements (for example copying a row of
 logits of a large vocabulary for each of two requests) those threads spin, waiting for the next one, which takes tens of
@@ -9,10 +9,20 @@ milliseconds on some processors. Meanwhile they occupy the cores that the kernel
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+
+from forerun.kernels.ops import Kernels
+
+
+def torch_beside(kernels: Kernels) -> Callable[[], AbstractContextManager[None]]:
+    """What belongs around passes on these kernels: one thread of torch where they compute on threads of their own.
+
+    Passes that are not replayed need it most: torch joins and selects rows between any two ops.
+    """
+    return single_torch_thread if kernels.name.startswith("cpu") else nullcontext
 
 
 @contextmanager
