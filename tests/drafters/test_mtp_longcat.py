@@ -10,12 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from forerun import LLM
 from forerun.errors import UnsupportedError
 from forerun.models.config import ModelConfig, active_parameters, num_parameters
+from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
 from forerun.models.loader import load_model
+from forerun.models.subset import subset_decoder
 from tests.drafters.test_mtp import WEIGHTS, chosen, engine, requests
 from tests.models import factory
+from tests.models.factory import Runner
+from tests.models.test_mixtures import generated
 from tests.support import tiny
 from tests.support.drafting import assert_as_computed, overhear
 from tests.support.heads import HIDDEN, Draw, Reference, Truth
@@ -118,6 +123,20 @@ def test_drafts_change_nothing_but_speed(width: int, tmp_path: Path) -> None:
             tokens, stats = tiny.run(engine(model, given.folder, None, width, **limits), wanted)
             assert tokens == expected, (temperature, limits)
             assert sum(count.drafted for stat in stats for count in stat.drafters.values()) > 0
+
+
+def test_halves_of_layers_that_draft_alone_change_nothing(tmp_path: Path) -> None:
+    """What a first half leaves for the second to add is missed, or comes later: both only guess."""
+    folder = factory.make_checkpoint("longcat", tmp_path)
+    model = load_model(folder, tiny.kernels()).model
+    assert isinstance(model, Decoder)
+    for layers in ((0, 2), (1, 3), (0, 1, 3), (2,)):
+        assert Runner(subset_decoder(model, layers), 8).span([5, 9, 40]).logits.isfinite().all()
+    plain = LLM(str(folder), drafter="none", threads=1)
+    drafted = LLM(str(folder), drafter="layer_skip", threads=1, adaptive=False)
+    for temperature in (0.0, 1.0):
+        found, expected = (generated(llm, temperature) for llm in (drafted, plain))
+        assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
 
 
 def test_the_published_config() -> None:
