@@ -107,7 +107,7 @@ def test_a_chain_sees_the_context_and_its_own_ancestors() -> None:
     assert batch.rows.tree_masks.tolist() == [1, 3, 7] and batch.logit_rows.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("weights", ["bf16", "f32", "int4:16", "gguf:Q4_K", "gguf:q6_k"])
+@pytest.mark.parametrize("weights", ["bf16", "f32", "fp8", "nf4", "int4:16", "gguf:Q4_K", "gguf:q6_k"])
 def test_random_models_compute_finite_logits_of_ordinary_size(weights: str) -> None:
     built = passes(select_kernels("auto", threads=1), weights)
     logits = built.runner.run(built.chain(20, 3)).logits
@@ -177,13 +177,14 @@ def test_weight_kinds() -> None:
     layout = read_kind("int4:32").grouped
     assert layout is not None and (layout.bits, layout.group_size, layout.zero) == (4, 32, 8)
     assert {name: read_kind(f"gguf:{name.upper()}").grouped for name in GGUF_TYPES} == GGUF_TYPES
-    for wrong in ("int9", "int4:20", "gguf:Q4_K_M", "fp8", ""):
+    for wrong in ("int9", "int4:20", "gguf:Q4_K_M", "fp7", ""):
         with pytest.raises(ConfigError):
             read_kind(wrong)
 
 
-def test_the_estimate_covers_what_is_allocated() -> None:
-    kernels, kind = select_kernels("reference"), read_kind("gguf:q4_k")
+@pytest.mark.parametrize("weights", ["gguf:q4_k", "fp8", "nf4"])
+def test_the_estimate_covers_what_is_allocated(weights: str) -> None:
+    kernels, kind = select_kernels("reference"), read_kind(weights)
     built = random_decoder(tiny(), kind, kernels, 40)
     assert built.weight_bytes < bytes_needed(tiny().config, kind, kernels, 40) < 4 * built.weight_bytes
 

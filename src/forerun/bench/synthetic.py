@@ -17,12 +17,14 @@ from torch import Tensor
 from forerun.bench.shapes import Shape
 from forerun.bench.weight_kinds import Grouped, WeightKind
 from forerun.errors import CheckpointError
+from forerun.kernels.coded import NUM_VALUES, CodedMatrix
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import Kernels
 from forerun.models.build import Builder
 from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.decoder import Decoder
 from forerun.quant.base import RowPart, TensorSource, WeightFormat
+from forerun.quant.coded import CodedWeight
 from forerun.quant.dense import DenseFormat
 from forerun.quant.gguf_grids import GRID_TYPES
 from forerun.quant.grouped import GroupedWeight
@@ -141,6 +143,36 @@ class RandomGroupedFormat:
         return matrix
 
 
+class RandomCodedFormat:
+    """Every matrix as random codes of floats with scales: e4m3, or 4 bits. Implements `quant.base.WeightFormat`."""
+
+    name = "random"
+
+    def __init__(self, kind: WeightKind) -> None:
+        generator = torch.Generator().manual_seed(SEED)
+        floats = torch.randn(PERIOD, generator=generator)
+        self._group_size = kind.coded_group
+        self._values = None if kind.name == "fp8" else torch.linspace(-2, 2, NUM_VALUES)
+        indices = torch.randint(0, NUM_VALUES, (PERIOD,), generator=generator, dtype=torch.uint8)
+        self._codes = floats.to(torch.float8_e4m3fn).view(torch.uint8) if self._values is None else indices
+        self._scales = torch.rand(PERIOD, generator=generator) + 0.5  # [PERIOD]
+
+    def matches(self, source: TensorSource, prefix: str) -> bool:
+        """Always true."""
+        return True
+
+    def read(
+        self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels, dtype: torch.dtype | None
+    ) -> CodedWeight:
+        """A random matrix for all parts together."""
+        return CodedWeight(kernels, self.matrix(sum(part.rows for part in parts), columns))
+
+    def matrix(self, rows: int, columns: int) -> CodedMatrix:
+        """A random matrix of `rows` and `columns`."""
+        scales = tiled(self._scales / math.sqrt(columns), (rows, -(-columns // self._group_size)))
+        return CodedMatrix(tiled(self._codes, (rows, columns)), scales, self._group_size, values=self._values)
+
+
 def _as_stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales that a file with scales of `dtype` could have, if not as small as these."""
     if dtype is torch.float8_e4m3fn:  # files of this kind have a larger scale beside it
@@ -157,6 +189,8 @@ def tiled(values: Tensor, shape: Sequence[int]) -> Tensor:
 def random_decoder(shape: Shape, kind: WeightKind, kernels: Kernels, max_position: int) -> Decoder:
     """A decoder of the shape, its matrices stored as `kind`. Check the memory first (`bytes_needed`)."""
     form: WeightFormat = DenseFormat() if kind.grouped is None else RandomGroupedFormat(kind.grouped)
+    if kind.coded_group:
+        form = RandomCodedFormat(kind)
     source = RandomSource(kind.dtype)
     builder = Builder(shape.config, shape.family, source, kernels, None, max_position, lambda *_: form)
     return builder.decoder()
@@ -185,6 +219,8 @@ def _head_matrices(config: ModelConfig, kind: WeightKind) -> int:
 def _bytes_per_weight(kind: WeightKind, kernels: Kernels) -> float:
     """An upper bound; codes are packed into 4 or 8 bits each. The reference widens everything to float32."""
     slow = kernels.name == "reference"
+    if kind.coded_group:
+        return (4 if slow else 1) + 4 / kind.coded_group
     if kind.grouped is None:
         return 2 if kind.dtype is torch.bfloat16 and not slow else 4
     per_scale = 8 if kind.grouped.offsets else 4

@@ -1,4 +1,4 @@
-"""The storages a shape can be measured in: dense types, plain integers, the block types of GGUF.
+"""The storages a shape can be measured in: dense types, plain integers, codes of floats, the block types of GGUF.
 
 Knows: names, and which bits, groups, zero points and offsets each has. Does not know: models, files, values.
 """
@@ -16,6 +16,7 @@ DENSE = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
 DEFAULT_GROUP = 128  # inputs per scale if only the bits are given, as in GPTQ and AWQ checkpoints
 INTEGERS = re.compile(r"int([2-8])(?::(\d+))?")
 GGUF = "gguf:"
+CODED = {"fp8": 128, "nf4": 64}  # inputs per scale, as DeepSeek and bitsandbytes have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +64,25 @@ GGUF_DENSE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class WeightKind:
-    """How the matrices of a measured model are stored: dense in `dtype`, or in groups of integers."""
+    """How the matrices of a measured model are stored: dense in `dtype`, in groups of integers, or one of CODED."""
 
     name: str
     dtype: torch.dtype  # of what is dense: everything, or the embedding table
     grouped: Grouped | None
 
+    @property
+    def coded_group(self) -> int:
+        """Inputs per scale of codes that stand for floats, 0 for other storages."""
+        return CODED.get(self.name, 0)
+
 
 def read_kind(name: str) -> WeightKind:
-    """bf16, f32, f16, int4, int4:32, gguf:Q4_K and so on; raises ConfigError for others."""
+    """bf16, f32, f16, fp8, nf4, int4, int4:32, gguf:Q4_K and so on; raises ConfigError for others."""
     text = name.strip().lower()
     if text in DENSE:
         return WeightKind(text, DENSE[text], None)
+    if text in CODED:
+        return WeightKind(text, torch.bfloat16, None)
     if text.startswith(GGUF):
         return _gguf(name, text.removeprefix(GGUF))
     match = INTEGERS.fullmatch(text)
@@ -97,6 +105,7 @@ def _gguf(name: str, block: str) -> WeightKind:
 def _unknown(name: str) -> ConfigError:
     blocks = ", ".join((*GGUF_DENSE, *GGUF_TYPES))
     return ConfigError(
-        f"weights {name!r} are unknown; choose {', '.join(DENSE)}, int2 to int8 (groups of {DEFAULT_GROUP}; int4:32 "
-        f"for another), or gguf:TYPE with one block type for all matrices: {blocks} (mixes such as Q4_K_M are several)"
+        f"weights {name!r} are unknown; choose {', '.join((*DENSE, *CODED))}, int2 to int8 (groups of {DEFAULT_GROUP}; "
+        f"int4:32 for another), or gguf:TYPE with one block type for all matrices: {blocks} (mixes such as Q4_K_M are "
+        "several)"
     )

@@ -26,7 +26,7 @@ ShapeName = Annotated[
     ),
 ]
 Weights = Annotated[
-    str, typer.Option("--weights", help="bf16, f32, f16, int8, int4 (int4:32 for groups of 32) or gguf:TYPE.")
+    str, typer.Option("--weights", help="bf16, f32, f16, fp8, nf4, int8, int4 (int4:32: groups of 32), gguf:TYPE.")
 ]
 Repeats = Annotated[int, typer.Option(help="How often every pass is measured; the median is reported.", min=1)]
 
