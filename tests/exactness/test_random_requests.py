@@ -48,9 +48,10 @@ def grammars(llm: LLM) -> Iterator[list[Any]]:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[World]]:
-    """The embedded family with all its heads, tiny native models, and one that runs through transformers."""
+    """The embedded family with all its heads, tiny native models, and two that run through transformers."""
     made = []
-    cases = ("qwen2-windows", NATIVE, 64), ("qwen3-next", STATELESS, 64), ("gpt2", COMMON, 32)  # gpt2: a token a call
+    theirs = ("gpt2", COMMON, 32), ("bloom", COMMON, 32)  # over the pool, a token a call
+    cases = ("qwen2-windows", NATIVE, 64), ("qwen3-next", STATELESS, 64), *theirs
     for name, drafters, max_len in cases:
         folder = tmp_path_factory.mktemp(name)
         if name in factory.CASES:
