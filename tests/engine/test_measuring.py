@@ -36,11 +36,11 @@ def test_nothing_stays_of_the_text() -> None:
 
 def test_a_slow_moment_at_start_spoils_no_size(usual_passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes take turns, so that ten disturbed passes in a row are a few of each size, not all of one."""
+    engine = mini.drafting("suffix").engine  # which is measured, too
     monkeypatch.setattr(measuring, "_MAX_PASSES", usual_passes)
     passes = count()
     monkeypatch.setattr(
         measuring, "_seconds_of", lambda *args: args[1].num_rows * (1.0 if next(passes) >= 10 else 9.0) / 1e4
     )
-    engine = mini.drafting("suffix").engine
     seconds = measuring.measure_passes([1, 2, 4, 8, 16], engine.runner, engine.kv_cache)
     assert seconds == pytest.approx({rows: rows / 1e4 for rows in (1, 2, 4, 8, 16)})
