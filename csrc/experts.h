@@ -19,7 +19,7 @@ struct ExpertBank {
     int64_t h, f;  // inputs of an expert, and what is inside
     Activation activation;
     bool scales_inputs;  // weights multiply what experts read, not what they give
-    std::vector<ExpertMatrix> gate_up, down;  // [2f, h] and [h, f]
+    std::vector<ExpertMatrix> gate_up, down;  // [2f, h] and [h, f]; of a squared ReLU [f, h] and [h, f]
 
     int64_t size() const { return static_cast<int64_t>(down.size()); }
 };

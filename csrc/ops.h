@@ -13,7 +13,7 @@
 namespace forerun {
 
 enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };  // int8: KV only
-enum class Activation : int32_t { kSilu, kGeluTanh, kClippedSwiglu, kSigmoid, kSiluWithin7, kSiluWithin16 };
+enum class Activation : int32_t { kSilu, kGeluTanh, kClippedSwiglu, kSigmoid, kSiluWithin7, kSiluWithin16, kSquaredRelu };
 
 constexpr int64_t kLanes = 16;            // outputs in a weight panel, keys in a score group
 constexpr int64_t kChunk = 128;           // inputs summed before they join the running total
@@ -163,7 +163,7 @@ struct ScaledArgs {
 };
 
 struct GatedArgs {
-    const float* x;  // [m, 2f]: gate, up
+    const float* x;  // [m, 2f]: gate, up; of a squared ReLU [m, f]
     float* y;        // [m, f]
     int64_t m, f;
     Activation activation;

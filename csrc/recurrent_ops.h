@@ -38,25 +38,26 @@ struct ConvArgs {
 // Of the gated delta rule, or of Mamba-2 where there is `skip`.
 struct DeltaArgs {
     const float* qkv;    // [m, row_size]
-    const float* gates;  // [m, 2, num_values]: b, a; of Mamba-2 [m, num_values]: dt
-    const float* decay;  // [num_values]
-    const float* bias;   // [num_values]
+    const float* gates;  // [m, num_values + num_decays]: b, a; of Mamba-2 [m, num_values]: dt
+    const float* decay;  // [num_decays]
+    const float* bias;   // [num_decays]
     const float* skip;   // [num_values], or null
     float* memory;       // [slots, num_values, key_dim, value_dim], advanced
     float* y;            // [m, num_values, value_dim]
     Walk walk;
     int64_t m, num_keys, num_values, key_dim, value_dim;
+    int64_t num_decays;     // num_values, or as many times key_dim: a gate for each channel of keys
     float* prepared;        // [m, prepared_size] scratch, set by the engine, as are the next
     const int32_t* order;   // [m]: rows as they are walked
     const int32_t* places;  // [m]: where a row's state is saved, or -1
     float* work_space;      // [1 + places, key_dim, kDeltaColumns] scratch of a call
 
     int64_t row_size() const { return 2 * num_keys * key_dim + num_values * value_dim; }
-    int64_t prepared_size() const { return 2 * num_keys * key_dim + 2 * num_values; }
+    int64_t prepared_size() const { return 2 * num_keys * key_dim + num_values + num_decays; }
     template <class F>
     auto given(F call) {
         return call(qkv, gates, decay, bias, skip, memory, y, walk.slots, walk.firsts, walk.num_known, walk.parents,
-                    walk.num_sequences, walk.num_slots, m, num_keys, num_values, key_dim, value_dim);
+                    walk.num_sequences, walk.num_slots, m, num_keys, num_values, key_dim, value_dim, num_decays);
     }
     int64_t work() const { return m * num_values * key_dim * value_dim * 3; }
 };

@@ -128,7 +128,8 @@ void run_rowwise(Run& run, int64_t h) {
         FORERUN_CALL(run, scaled, (ScaledArgs{both.begin(), gated.begin(), m, h, 1.3f, cap, 48}), m * divide_up(h, 48));
         run.print(join("scaled", {h, cap > 0.0f}), gated);
     }
-    for (Activation activation : {Activation::kSilu, Activation::kGeluTanh, Activation::kSigmoid, Activation::kSiluWithin7}) {
+    for (Activation activation : {Activation::kSilu, Activation::kGeluTanh, Activation::kSigmoid, Activation::kSiluWithin7,
+                                  Activation::kSquaredRelu}) {
         FORERUN_CALL(run, gated_act, (GatedArgs{both.begin(), gated.begin(), m, h, activation, 48}), m * divide_up(h, 48));
         run.print(join("gated_act", {h, static_cast<int64_t>(activation)}), gated);
     }

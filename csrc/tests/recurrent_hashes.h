@@ -15,12 +15,14 @@ void run_recurrent(Run& run, int64_t value_dim) {
     Generator from{static_cast<uint64_t>(value_dim)};
     DeltaArgs args{};
     args.m = m, args.num_keys = num_keys, args.num_values = num_values, args.key_dim = key_dim, args.value_dim = value_dim;
+    constexpr int64_t per_channel = num_values * key_dim;
+    args.num_decays = per_channel;  // of all that are hashed, this needs the most room
     const int64_t c = args.row_size();
     auto x = numbers<float>(from, m * c), weight = numbers<float>(from, taps * c);
     auto tails = numbers<float>(from, num_slots * (taps - 1) * c);
     auto memory = numbers<float>(from, num_slots * num_values * key_dim * value_dim);
-    auto gates = numbers<float>(from, m * 2 * num_values);
-    auto decay = numbers<float>(from, num_values), bias = numbers<float>(from, num_values);
+    auto gates = numbers<float>(from, m * (num_values + per_channel));
+    auto decay = numbers<float>(from, per_channel), bias = numbers<float>(from, per_channel);
     Floats qkv(m * c), y(m * num_values * value_dim), prepared(m * args.prepared_size()), work(2 * key_dim * kDeltaColumns);
     auto shift = numbers<float>(from, c), skip = numbers<float>(from, num_values);
     ConvArgs conv{x.begin(), weight.begin(), nullptr, tails.begin(), qkv.begin(), walk, m, c, taps, true};
@@ -32,10 +34,13 @@ void run_recurrent(Run& run, int64_t value_dim) {
     args.qkv = qkv.begin(), args.gates = gates.begin(), args.decay = decay.begin(), args.bias = bias.begin();
     args.memory = memory.begin(), args.y = y.begin(), args.walk = walk, args.prepared = prepared.begin();
     args.order = order, args.places = places, args.work_space = work.begin();
-    FORERUN_CALL(run, delta_prepare, args, m);
-    run.print(join("delta_prepare", {value_dim}), prepared);
-    FORERUN_CALL(run, gated_delta, args, 2 * num_values * divide_up(value_dim, kDeltaColumns));
-    run.print(join("gated_delta", {value_dim}), y, memory);
+    for (int64_t num_decays : {per_channel, num_values}) {
+        args.num_decays = num_decays;
+        FORERUN_CALL(run, delta_prepare, args, m);
+        run.print(join("delta_prepare", {value_dim, num_decays}), prepared);
+        FORERUN_CALL(run, gated_delta, args, 2 * num_values * divide_up(value_dim, kDeltaColumns));
+        run.print(join("gated_delta", {value_dim, num_decays}), y, memory);
+    }
     args.skip = skip.begin();
     FORERUN_CALL(run, delta_prepare, args, m);
     FORERUN_CALL(run, gated_delta, args, 2 * num_values * divide_up(value_dim, kDeltaColumns));

@@ -304,7 +304,7 @@ def test_of_a_multimodal_models_adapter_the_text_part_is_read(base: Path, tmp_pa
     assert [found.modules[name].scale for name in sorted(found.modules)] == [3, 2]
 
 
-@pytest.mark.parametrize("case", ["falcon-h1", "granite-hybrid", "lfm2", "nemotron-h"])
+@pytest.mark.parametrize("case", ["falcon-h1", "granite-hybrid", "lfm2", "nemotron-h", "nemotron-h-moe"])
 def test_modules_may_have_the_names_of_a_running_model(case: str, tmp_path: Path) -> None:
     """PEFT writes the names that modules have in transformers, which may differ from those of the checkpoint."""
     base, kernels = factory.make_checkpoint(case, tmp_path / "base"), select_kernels("reference")

@@ -27,7 +27,10 @@ DRAFTERS = ("none", "ngram", "suffix", "recycling", "portfolio=suffix+ngram")  #
 WITH_MODULE = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 
 
-@pytest.fixture(scope="module", params=[*WITH_MODULE, "lfm2", "granite-hybrid", "falcon-h1", "nemotron-h"])
+OTHERS = ("kimi-linear", "lfm2", "granite-hybrid", "falcon-h1", "nemotron-h", "nemotron-h-latent")
+
+
+@pytest.fixture(scope="module", params=[*WITH_MODULE, *OTHERS])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = tmp_path_factory.mktemp("hybrid")
     if request.param in WITH_MODULE:

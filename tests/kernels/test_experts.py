@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from forerun.errors import KernelError
 from forerun.kernels.grouped import GroupedMatrix
-from forerun.kernels.ops import ExpertBiases, Kernels, PackedExperts, Routing
+from forerun.kernels.ops import SQUARED_RELU, ExpertBiases, Kernels, PackedExperts, Routing
 
 BACKENDS = ("reference", *ISAS)
 MIXTRAL = Routing(8, 2)
@@ -77,9 +77,9 @@ def test_impossible_choices_are_refused(isa: str) -> None:
             kernels.route(torch.zeros(1, 8), None, routing)
 
 
-def matrices(num_experts: int) -> list[tuple[Tensor, Tensor]]:
+def matrices(num_experts: int, has_gate: bool = True) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(3)
-    shapes = ((2 * FFN, HIDDEN), (HIDDEN, FFN))
+    shapes = (((1 + has_gate) * FFN, HIDDEN), (HIDDEN, FFN))
     return [tuple(torch.randn(shape, generator=generator) * 0.2 for shape in shapes) for _ in range(num_experts)]  # type: ignore[misc]
 
 
@@ -104,7 +104,7 @@ def pack(
             return kernels.pack_grouped(grouped(weight))
         return kernels.pack_linear(weight.to(getattr(torch, storage)))
 
-    pairs = matrices(num_experts)
+    pairs = matrices(num_experts, activation != SQUARED_RELU)
     added = ExpertBiases(*(b.to(kernels.device) for b in biases_of(num_experts))) if biased else None
     ups, downs = [packed(up) for up, _ in pairs], [packed(down) for _, down in pairs]
     return kernels.pack_experts(ups, downs, activation, added, scales_inputs)
@@ -175,6 +175,21 @@ def test_biases_and_the_clipped_gate(isa: str) -> None:
     assert rms_error(found, truth) <= 2 * rms_error(clipped_sum(x, weights, torch.float32), truth)
     small = kernels.experts(x, weights, pack(kernels, 8, "int4", "clipped_swiglu", biased=True))
     assert 0 < rms_error(small, truth) < 0.3 * float(truth.std())
+
+
+@pytest.mark.parametrize("isa", BACKENDS)
+@pytest.mark.parametrize("storage", ["float32", "int4"])
+def test_experts_without_a_gate_have_the_bits_of_the_single_ops(isa: str, storage: str) -> None:
+    kernels, (x, weights, base) = kernels_named(isa), case(9)
+    expected = base.clone()
+    for index, pair in enumerate(matrices(8, has_gate=False)):
+        pack_one = kernels.pack_linear if storage == "float32" else lambda weight: kernels.pack_grouped(grouped(weight))
+        up, down = map(pack_one, pair)
+        rows = weights[:, index].nonzero()[:, 0]
+        inner = functional.relu(kernels.linear(x[rows], up)).square()
+        expected[rows] += weights[rows, index, None] * kernels.linear(inner, down)
+    found = kernels.experts(x, weights, pack(kernels, 8, storage, SQUARED_RELU), base)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("isa", BACKENDS)

@@ -10,13 +10,15 @@ import torch
 from tests.kernels.cases import ISAS, cpu_kernels, kernels_named, rms_error
 from torch import Tensor
 
+from forerun.errors import KernelError
 from forerun.kernels.ops import Kernels
 from forerun.kernels.recurrent_ops import DeltaHeads, Walk
 from forerun.kernels.recurrent_reference import causal_conv, gated_delta, mamba2
 
 HEADS = DeltaHeads(num_keys=2, num_values=4, key_dim=24, value_dim=70)
 TAPS, NUM_SLOTS = 4, 3
-RULES = ("delta", "mamba2")
+RULES = ("delta", "channels", "mamba2")
+NUM_DECAYS = {"delta": 4, "channels": 4 * 24, "mamba2": 4}
 STATES = ((TAPS - 1, HEADS.row_size), (HEADS.num_values, HEADS.key_dim, HEADS.value_dim))
 
 
@@ -29,12 +31,13 @@ class Layer:
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
 
-        self.weight, self.decay, self.bias = random(TAPS, HEADS.row_size), -random(4).exp(), random(4)
+        decays = NUM_DECAYS[rule]
+        self.weight, self.decay, self.bias = random(TAPS, HEADS.row_size), -random(decays).exp(), random(decays)
         self.tails, self.memory = (random(NUM_SLOTS, *shape) for shape in STATES)
         self.conv_bias, self.skip = random(HEADS.row_size), random(4)
 
     def run(self, kernels: Kernels | Reference, x: Tensor, gates: Tensor, walk: Walk) -> Tensor:
-        if self.rule == "delta":
+        if self.rule != "mamba2":
             qkv = kernels.causal_conv(x, self.weight, self.tails, walk, silu=True)
             return kernels.gated_delta(qkv, gates, HEADS, self.decay, self.bias, self.memory, walk)
         qkv = kernels.causal_conv(x, self.weight, self.tails, walk, True, self.conv_bias)
@@ -49,7 +52,7 @@ class Reference:
 
 def rows(rule: str, num: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    sizes = HEADS.row_size, HEADS.num_values * (1 + (rule == "delta"))
+    sizes = HEADS.row_size, NUM_DECAYS[rule] + HEADS.num_values * (rule != "mamba2")
     return tuple(torch.randn(num, size, generator=generator) for size in sizes)  # type: ignore[return-value]
 
 
@@ -135,3 +138,23 @@ def test_rows_that_do_not_follow_each_other_are_refused() -> None:
     ):
         with pytest.raises(IndexError):
             Layer("delta").run(cpu_kernels(), x, gates, walk)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_equal_gates_of_all_channels_have_the_bits_of_one_gate(isa: str) -> None:
+    x, gates = rows("delta", 12)
+    one, each, kernels = Layer("delta"), Layer("delta"), cpu_kernels(isa)
+    each.decay, each.bias = (of_head.repeat_interleave(HEADS.key_dim) for of_head in (one.decay, one.bias))
+    wide = torch.cat([gates[:, :4], gates[:, 4:].repeat_interleave(HEADS.key_dim, dim=1)], dim=1)
+    walk = Walk.build([1], [2], [[-1, 0, 1, 1, 2, 3, 3, 1, 7, 8, 8, 4]])
+    assert torch.equal(each.run(kernels, x, wide, walk), one.run(kernels, x, gates, walk))
+    assert torch.equal(each.memory, one.memory)
+
+
+@pytest.mark.parametrize("name", ("reference", "portable"))
+def test_decays_that_are_neither_of_heads_nor_of_channels_are_refused(name: str) -> None:
+    x, gates = rows("channels", 3)
+    layer = Layer("channels")
+    layer.decay = layer.decay[:8]
+    with pytest.raises(KernelError, match="8 decays for 4 heads whose keys have 24 channels"):
+        layer.run(kernels_named(name), x, gates, chain(0, 3))

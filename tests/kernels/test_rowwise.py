@@ -56,6 +56,7 @@ def _ops(width: int) -> dict[str, tuple[Op, Callable[[Tensor], Tensor]]]:
         "clipped_swiglu": (gated("clipped_swiglu"), lambda x: clipped_swiglu(x, up.to(x.dtype))),
         "silu_within_7": (gated("silu_within_7"), lambda x: bounded_swiglu(x, up.to(x.dtype), 7.0)),
         "silu_within_16": (gated("silu_within_16"), lambda x: bounded_swiglu(x, up.to(x.dtype), 16.0)),
+        "squared_relu": (lambda k, x: k.gated_act(x, "squared_relu"), lambda x: functional.relu(x).square()),
     }
 
 
@@ -111,6 +112,14 @@ def test_activations_at_the_edges(isa: str) -> None:
     out = cpu_kernels(isa).gated_act(torch.cat([x, torch.ones_like(x)], 1), "silu")
     expected = functional.silu(x.double()).float()
     assert torch.allclose(out, expected, rtol=3e-7, atol=1e-38, equal_nan=True)
+
+
+@pytest.mark.parametrize("isa", ("reference", *ISAS))
+def test_a_squared_relu_is_that_of_torch_to_the_bit(isa: str) -> None:
+    x = torch.cat([torch.tensor([0.0, -0.0, 1e-30, -1e30, 1e30, torch.inf, -torch.inf, torch.nan]), torch.randn(999)])
+    found = kernels_named(isa).gated_act(x[None], "squared_relu")[0]
+    assert torch.equal(found.nan_to_num(), functional.relu(x).square().nan_to_num())
+    assert torch.equal(found.isnan(), x.isnan())
 
 
 @pytest.mark.parametrize("isa", ("reference", *ISAS))

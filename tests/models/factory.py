@@ -261,6 +261,29 @@ LONGCAT: dict[str, Any] = {
     "expert_ffn_hidden_size": 20,
     "routed_scaling_factor": 1.5,
 }
+SPARSE = {
+    **NEMOTRON_H,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp", "moe"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 24,
+    "routed_scaling_factor": 2.5,
+}
+KIMI: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "linear_num_heads": 3,
+    "linear_head_dim": 12,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+}
 # name -> (model_type, fields beyond SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -351,6 +374,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "step3.5": ("step3p5", STEP),
     "mimo-v2": ("mimo_v2_flash", MIMO_V2),
     "longcat": ("longcat_flash", LONGCAT),
+    "nemotron-h-moe": ("nemotron_h", SPARSE),
+    "nemotron-h-latent": ("nemotron_h", {**SPARSE, "moe_latent_size": 12, "n_group": 3, "topk_group": 2}),
+    "kimi-linear": ("kimi_linear", KIMI),
+    "kimi-linear-groups": (
+        "kimi_linear",
+        {**KIMI, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False},
+    ),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": 9}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),

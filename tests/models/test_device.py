@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.cache.kv_cache import KVCache, Move
 from forerun.cache.states import RecurrentStates
+from forerun.kernels.gates import inner_size
 from forerun.kernels.ops import LayerKV
 from forerun.kernels.recurrent_ops import Walk
 from forerun.kernels.reference import ReferenceHeads, ReferenceKernels, ReferenceLinear
@@ -70,7 +71,7 @@ SHAPES: dict[str, Any] = {
     "rms_norm": like_first,
     "add_rms_norm": like_first,
     "scaled": like_first,
-    "gated_act": lambda x, activation: empty(x.shape[0], x.shape[1] // 2),
+    "gated_act": lambda x, activation: empty(x.shape[0], inner_size(x.shape[1], activation)),
     "rope_and_cache": lambda *_: None,
     "latent_rope_and_cache": lambda *_: None,
     "attention": lambda qkv, heads, *_: empty(qkv.shape[0], heads.num_q * heads.head_dim),

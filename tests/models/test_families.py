@@ -39,6 +39,7 @@ BOTH = (
     "glm4",
     "cohere2",
     "qwen3-next",
+    "nemotron-h-moe",
 )  # cases that also run on the reference
 
 
@@ -113,7 +114,7 @@ HALVES = (
     "llama-tied-biased", "mistral-window", "qwen2", "qwen3", "phi3", "llama3", "mixtral", "qwen3-moe", "deepseek",
     "gpt-oss", "glm4-moe", "glm4-moe-lite", "deepseek-v32", "gemma2", "gemma3", "gemma4", "gemma4-experts",
     "olmo3", "exaone4", "granite", "smollm3", "glm4", "cohere2", "minimax-m2", "llama4", "qwen3-next", "qwen3.5",
-    "qwen3.5-moe", "lfm2", "lfm2-moe", "granite-hybrid", "falcon-h1", "nemotron-h",
+    "qwen3.5-moe", "lfm2", "lfm2-moe", "granite-hybrid", "falcon-h1", "nemotron-h", "nemotron-h-latent", "kimi-linear",
     "step3.5", "mimo-v2", "longcat",
 )  # fmt: skip
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.cache.states import RecurrentStates
@@ -26,7 +29,12 @@ NUM_CASES = int(os.environ.get("FORERUN_RANDOM_CASES", "4"))
 MAX_TOKENS = 120
 
 
-@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5", "lfm2", "granite-hybrid", "falcon-h1", "nemotron-h"])
+KINDS = [
+    "qwen3-next", "qwen3.5", "kimi-linear", "lfm2", "granite-hybrid", "falcon-h1", "nemotron-h", "nemotron-h-latent",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model_type, fields = factory.CASES[request.param]
     model = factory.random_hf_model(model_type, {**fields, "max_position_embeddings": 256})
@@ -151,7 +159,7 @@ def test_a_bare_model_has_no_state_to_commit_or_release(model: HybridDecoder) ->
 def test_layers_are_those_that_config_names(folder: Path) -> None:
     config = read_config(folder)
     assert config is not None and config.recurrent is not None
-    expected = {"falcon_h1": {0, 1}, "nemotron_h": {0, 3, 4}}
+    expected = {"falcon_h1": {0, 1}, "nemotron_h": {0, 3} | ({4} if config.experts is None else set())}
     assert config.recurrent.layers == expected.get(config.model_type, {0, 1, 3})
     assert not config.is_recurrent(config.num_layers)  # of a module for drafting
     assert num_parameters(config) == load_model(folder, factory.make_kernels()).model.num_parameters
@@ -170,15 +178,83 @@ def test_layers_are_those_that_config_names(folder: Path) -> None:
         ("granite-hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
         ("falcon-h1", {"projectors_bias": True}, "projectors_bias is True"),
         ("nemotron-h", {"time_step_limit": [0.001, 1e9]}, "time_step_limit is"),
-        ("nemotron-h", {"mamba_dt_limit": [0.01, 0.1]}, "mamba_dt_limit is"),
+        ("nemotron-h", {"mamba_dt_limit": [0.01, 0.1]}, "time_step_limit is"),
         ("nemotron-h", {"mlp_hidden_act": "gelu"}, "mlp_hidden_act is 'gelu'"),
-        ("nemotron-h", {"layers_block_type": ["full_attention", "moe"] * 3}, "asks for layers of moe"),
+        ("nemotron-h", {"layers_block_type": ["full_attention", "conv"] * 3}, "asks for layers of conv"),
+        ("nemotron-h-moe", {"n_shared_experts": 2}, "n_shared_experts is 2"),
+        ("kimi-linear", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling type 'yarn'"),
+        ("kimi-linear", {"mla_use_nope": False}, "mla_use_nope is False"),
+        ("kimi-linear", {"mla_use_output_gate": True}, "mla_use_output_gate is True"),
+        ("kimi-linear", {"attn_res_block_size": 4}, "attn_res_block_size is 4"),
+        ("kimi-linear", {"hidden_act": "situ"}, "hidden_act is 'situ'"),
+        ("kimi-linear", {"moe_router_activation_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("kimi-linear", {"linear_attn_config": {"gate_lower_bound": -5.0}}, "does not know: gate_lower_bound"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(case: str, fields: dict[str, Any], message: str) -> None:
     model_type, given = factory.CASES[case]
     with pytest.raises(UnsupportedError, match=message):
         ModelConfig.read({**factory.SIZES, **given, "model_type": model_type, **fields}, FAMILIES[model_type])
+
+
+def config_of(case: str, fields: dict[str, Any]) -> ModelConfig:
+    model_type, given = factory.CASES[case]
+    return ModelConfig.read({**factory.SIZES, **given, "model_type": model_type, **fields}, FAMILIES[model_type])
+
+
+def test_early_names_of_fields_mean_the_same() -> None:
+    early = {"mamba_n_groups": 2, "mamba_d_conv": 4, "mamba_conv_bias": False, "attention_head_dim": 16}
+    limits = {"norm_eps": 1e-5, "mamba_dt_limit": [0.0, {"__float__": "Infinity"}]}
+    without = {"n_groups": None, "head_dim": None}
+    expected = config_of("nemotron-h", {"use_conv_bias": False})
+    assert config_of("nemotron-h", {**without, **early, **limits}) == expected
+    with pytest.raises(CheckpointError, match="mamba_n_groups is 1 and n_groups, another name of it, 2"):
+        config_of("nemotron-h", {"mamba_n_groups": 1})
+
+
+def hub_fields(kda: list[int], full: list[int]) -> dict[str, Any]:
+    sizes = {"num_heads": 3, "head_dim": 12, "short_conv_kernel_size": 4}
+    return {"layer_types": None, "linear_attn_config": {"kda_layers": kda, "full_attn_layers": full, **sizes}}
+
+
+def test_kimi_linear_as_the_hub_has_it(tmp_path: Path) -> None:
+    """Its config.json counts layers from 1 and has names of its own; transformers saves dense parts as mixtures."""
+    folder = factory.make_checkpoint("kimi-linear", tmp_path)
+    config, weights, path = read_config(folder), folder / "model.safetensors", folder / "config.json"
+    saved = factory.Runner(load_model(folder, factory.make_kernels()).model, 40).span([5, 9, 40]).logits
+    renamed = {
+        re.sub(r"layers\.0\.block_sparse_moe", "layers.0.mlp", name): tensor
+        for name, tensor in load_file(weights).items()
+    }
+    assert "model.layers.0.mlp.down_proj.weight" in renamed
+    save_file(renamed, weights, metadata={"format": "pt"})
+    written = json.loads(path.read_text())
+    own = {name: value for name, value in written.items() if not name.startswith(("linear_", "mlp_layer", "layer_"))}
+    published = {"first_k_dense_replace": 1, "moe_layer_freq": 1, "mla_use_nope": True, "use_grouped_topk": True}
+    others = {"moe_router_activation_func": "sigmoid", "num_nextn_predict_layers": 0, "rope_theta": 10000.0}
+    path.write_text(json.dumps({**own, **published, **others, "head_dim": 72, **hub_fields([1, 2, 4], [3])}))
+    assert "model_max_length" in own and "num_experts_per_token" in own
+    found = read_config(folder)
+    assert found is not None and config is not None
+    assert [found.has_experts(layer) for layer in range(4)] == [config.has_experts(layer) for layer in range(4)]
+    assert replace(found, experts=config.experts) == config  # which says by other fields which layers are dense
+    published_one = factory.Runner(load_model(folder, factory.make_kernels()).model, 40)
+    assert torch.equal(published_one.span([5, 9, 40]).logits, saved)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (hub_fields([1, 2], [3]), "must name each of 4 layers once"),
+        (hub_fields([0, 1, 3], [2]), "must name each of 4 layers once"),
+        ({**hub_fields([1, 2, 3], [4]), "layer_types": factory.KIMI["layer_types"]}, "differ in which layers attend"),
+        ({"layer_types": None}, "which layers attend"),
+        ({"linear_attn_config": [4]}, "linear_attn_config must be an object"),
+    ],
+)
+def test_layers_of_kimi_linear_that_are_not_all_named_are_an_error(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        config_of("kimi-linear", fields)
 
 
 def test_heads_that_do_not_fit_are_an_error() -> None:
@@ -243,12 +319,38 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         },
         8.888,
     ),
+    "nemotron_h moe": (
+        {
+            "num_hidden_layers": 52, "hidden_size": 2688, "intermediate_size": 1856, "num_attention_heads": 32,
+            "num_key_value_heads": 2, "vocab_size": 131072, "mamba_num_heads": 64, "sliding_window": None,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "norm_eps": 1e-5,
+            "time_step_limit": [0.0, 1e30], "n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1,
+            "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
+            "partial_rotary_factor": 1.0, "mlp_hidden_act": "relu2", "mamba_ssm_cache_dtype": "float32",
+        },
+        31.58,
+    ),
+    "kimi_linear": (
+        {
+            "num_hidden_layers": 27, "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 32,
+            "num_key_value_heads": 32, "vocab_size": 163840, "head_dim": 72, "kv_lora_rank": 512, "q_lora_rank": None,
+            "max_position_embeddings": None, "model_max_length": 1048576, "num_experts": 256,
+            "num_experts_per_token": 8, "num_shared_experts": 1,
+            "moe_intermediate_size": 1024, "rope_scaling": None, "moe_renormalize": True, "num_expert_group": 1,
+            "linear_attn_config": {
+                "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "num_heads": 32, "head_dim": 128,
+                "kda_layers": [n for n in range(1, 27) if n % 4], "short_conv_kernel_size": 4,
+            },
+        },
+        49.12,
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", PUBLISHED)
 def test_published_configs_have_the_published_sizes(model_type: str) -> None:
     fields, billions = PUBLISHED[model_type]
+    model_type = model_type.partition(" ")[0]
     raw = {**factory.SIZES, "rms_norm_eps": 1e-5, "model_type": model_type, **fields}
     assert num_parameters(ModelConfig.read(raw, FAMILIES[model_type])) / 1e9 == pytest.approx(billions, rel=1e-3)
 

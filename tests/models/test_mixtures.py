@@ -35,7 +35,7 @@ from tests.models import factory
 from tests.models.factory import CASES, Runner, new_kvs
 from tests.support.shared import shared_data
 
-WITH_EXPERTS = ("moe", "mixtral", "deepseek", "oss", "minimax", "llama4", "step", "mimo", "longcat")
+WITH_EXPERTS = ("moe", "mixtral", "deepseek", "oss", "minimax", "llama4", "step", "mimo", "longcat", "kimi", "-latent")
 SPARSE = [name for name in CASES if any(word in name for word in WITH_EXPERTS)]
 WEIGHTS = "model.safetensors"
 TOKENS = [5, 9, 40, 33, 7, 81, 3, 9, 40]
@@ -51,7 +51,7 @@ def test_sizes_are_known_from_config_json_alone(case: str, tmp_path: Path) -> No
     config, model = read_config(folder), load(folder).model
     assert config is not None and num_parameters(config) == model.num_parameters
     assert model.weight_bytes <= 1.2 * estimate_bytes(config, 4)  # panels are filled up
-    is_latent = case.startswith(("deepseek", "glm4-moe-lite", "longcat"))
+    is_latent = case.startswith(("deepseek", "glm4-moe-lite", "longcat", "kimi"))
     assert all(spec.latent == is_latent for spec in model.kv_specs)
     if is_latent:
         assert model.kv_specs[0].bytes_per_position == 4 * (20 + 8)  # the latent and the rotated part, once

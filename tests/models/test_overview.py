@@ -64,7 +64,8 @@ def test_integers_in_a_folder(bits: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "qwen35", "lfm2", "granitehybrid", "falcon-h1", "nemotron_h", "gemma4", "gemma4-experts", "granite4-dense",
+    "qwen35", "lfm2", "granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe", "kimi-linear",
+    "gemma4", "gemma4-experts", "granite4-dense",
 ])  # fmt: skip
 def test_a_gguf_file_of_the_converter(name: str) -> None:
     check(Path(__file__).parents[1] / "weights" / "fixtures" / "gguf" / f"{name}.gguf")
@@ -77,8 +78,9 @@ def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert look_at(folder).state_specs[0].bytes_per_slot == 4 * (3 * 88 + 4 * 12 * 10)
 
 
-def test_what_a_device_cannot_run_is_told(tmp_path: Path) -> None:
-    found = look_at(factory.make_checkpoint("gemma4", tmp_path))
+@pytest.mark.parametrize("case", ["gemma4", "kimi-linear", "nemotron-h-moe"])
+def test_what_a_device_cannot_run_is_told(case: str, tmp_path: Path) -> None:
+    found = look_at(factory.make_checkpoint(case, tmp_path))
     assert "run on CPUs only" in (why_refused(found, torch.device("cuda")) or "")
     assert why_refused(found, torch.device("cpu")) is None
 

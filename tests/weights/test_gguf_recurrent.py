@@ -2,8 +2,9 @@
 
 fixtures/gguf/NAME.gguf is what `convert_hf_to_gguf.py FOLDER --outtype f32 --outfile NAME.gguf` (llama.cpp of
 llama-cpp-python 0.3.36, whose `get_vocab_base_pre` was made to answer "gpt-2"; `--no-mtp` for Qwen) made of the
-folder that `save` writes, its config.json read as it is, with `architectures` and, of Granite and Nemotron, kinds of
-layers as published ones have them. The models are `factory.random_hf_model` of CASES.
+folder that `save` writes, its config.json read as it is, with `architectures` and, of Granite, Nemotron and Kimi, kinds
+of layers as published ones have them, of Kimi the names of the dense part, too. The models are
+`factory.random_hf_model` of CASES.
 """
 
 from __future__ import annotations
@@ -20,7 +21,18 @@ from torch import Tensor
 from forerun.errors import ForerunError, ModelError, UnsupportedError
 from forerun.models.loader import load_model, read_config
 from tests.models import factory
-from tests.models.factory import DELTA, FALCON_H1, GRANITE_HYBRID, LFM2, LFM2_MOE, NEMOTRON_H, QWEN_EXPERTS, Runner
+from tests.models.factory import (
+    DELTA,
+    FALCON_H1,
+    GRANITE_HYBRID,
+    KIMI,
+    LFM2,
+    LFM2_MOE,
+    NEMOTRON_H,
+    QWEN_EXPERTS,
+    SPARSE,
+    Runner,
+)
 
 gguf = pytest.importorskip("gguf")
 from tests.weights import gguf_makers as makers  # noqa: E402
@@ -28,6 +40,14 @@ from tests.weights import gguf_makers as makers  # noqa: E402
 TOKENS = [3, 17, 40, 8, 25, 61, 9, 33, 50, 12, 77, 4, 5, 81, 30, 22]
 FIXTURES = Path(__file__).parent / "fixtures" / "gguf"
 SQUARE = {**DELTA, "linear_value_head_dim": 12}  # as llama.cpp needs it
+ALL_SPARSE = [
+    "linear_attention",
+    "moe",
+    "full_attention",
+    "linear_attention",
+    "moe",
+]  # as llama.cpp's converter needs it
+LATENT = {"moe_latent_size": 12}
 QWEN_MOE = {**SQUARE, **QWEN_EXPERTS, "shared_expert_intermediate_size": 24}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3next": ("qwen3_next", {**QWEN_MOE, "norm_topk_prob": True}),
@@ -43,6 +63,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon_h1", {**FALCON_H1, "head_dim": 16, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
     ),
     "nemotron_h": ("nemotron_h", {**NEMOTRON_H, "mamba_head_dim": 16}),
+    "nemotron_h_moe": ("nemotron_h", {**SPARSE, "layers_block_type": ALL_SPARSE, "mamba_head_dim": 16, **LATENT}),
+    "kimi-linear": ("kimi_linear", {**KIMI, "linear_num_heads": 4}),  # as many as attention has, for llama.cpp
 }  # fmt: skip
 # Where the file's matrices are others: columns in another order, multiplied with the multipliers.
 ROUNDED_OTHERWISE = ("qwen35", "qwen35moe", "falcon-h1", "falcon-h1-norm")
@@ -119,7 +141,7 @@ def test_quantized_rows_are_put_in_order(tmp_path: Path) -> None:
     assert 0 < factory.rms_error(found, exact.double()) < 0.05 * float(exact.std())
 
 
-@pytest.mark.parametrize("case", ["qwen35moe", "nemotron_h"])
+@pytest.mark.parametrize("case", ["qwen35moe", "nemotron_h", "kimi-linear"])
 def test_changed_headers_never_crash(case: str, tmp_path: Path) -> None:
     whole, draw, path = (FIXTURES / f"{case}.gguf").read_bytes(), random.Random(0), tmp_path / "model.gguf"
     header = whole.index(b"tokenizer.ggml.model")

@@ -201,6 +201,10 @@ def test_published_templates_render_as_in_transformers() -> None:
 
 
 def test_damaged_tokenizers(tmp_path: Path) -> None:
+    (tmp_path / "tiktoken.model").write_text("IQ== 0\n")
+    with pytest.raises(CheckpointError, match=r"tiktoken\.model and in code .* copy a tokenizer\.json beside it"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tiktoken.model").unlink()
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')

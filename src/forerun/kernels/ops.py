@@ -260,7 +260,7 @@ class Kernels(RecurrentOps, Protocol):
         """x [M, N] times `factor`; with cap > 0 then cap * tanh(that / cap), a soft cap -> [M, N]."""
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
-        """act(gate) * up for rows [gate | up] of 2F entries -> [M, F]; activation one of ACTIVATIONS."""
+        """act(gate) * up of rows [gate | up] of 2F entries, of SQUARED_RELU of rows of F -> [M, F]; see ACTIVATIONS."""
 
     def rope_and_cache(
         self, qkv: Tensor, heads: HeadLayout, rope_table: Tensor, positions: Tensor, slots: Tensor, kv: LayerKV,
@@ -329,7 +329,7 @@ class Kernels(RecurrentOps, Protocol):
         self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: str,
         biases: ExpertBiases | None = None, scales_inputs: bool = False,
     ) -> PackedExperts:  # fmt: skip
-        """Get E packed pairs of matrices, [2F, H] and [H, F], ready for `experts`; they are not copied.
+        """Get E packed pairs of matrices, [2F, H] (SQUARED_RELU: [F, H]) and [H, F], ready for `experts`, not copied.
 
         scales_inputs: an expert's weight multiplies what it reads instead of what it gives (Llama 4).
         """
@@ -393,8 +393,8 @@ class Kernels(RecurrentOps, Protocol):
 
 
 OPS = tuple(n for n in (*vars(Kernels), *vars(RecurrentOps)) if n not in ("describe", "reason") and n[0] != "_")
-# In the order of csrc/ops.h; `reference` says what clipped_swiglu (gpt-oss) and silu_within_* (Step-3.5) are.
-ACTIVATIONS = ("silu", "gelu_tanh", "clipped_swiglu", "sigmoid", "silu_within_7", "silu_within_16")
+SQUARED_RELU = "squared_relu"  # max(x, 0)^2, without a gate; `reference` says what the others are
+ACTIVATIONS = ("silu", "gelu_tanh", "clipped_swiglu", "sigmoid", "silu_within_7", "silu_within_16", SQUARED_RELU)
 ATTENTION_SPLIT = 256  # visible keys a split of the softmax covers, in every backend
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from forerun.errors import KernelError
 from forerun.kernels.device import to_device
 
 
@@ -99,6 +100,15 @@ class DeltaHeads(NamedTuple):
         return self.num_values * self.value_dim
 
 
+def check_decays(num_decays: int, heads: DeltaHeads) -> None:
+    """Refuse decays that are neither one for each head of values nor one for each channel of its keys."""
+    if num_decays not in (heads.num_values, heads.num_values * heads.key_dim):
+        raise KernelError(
+            f"{num_decays} decays for {heads.num_values} heads whose keys have {heads.key_dim} channels: there must be "
+            "one for each head, or for each channel"
+        )
+
+
 class RecurrentOps(Protocol):
     """The ops; part of `kernels.ops.Kernels`."""
 
@@ -118,9 +128,11 @@ class RecurrentOps(Protocol):
     ) -> Tensor:
         """The gated delta rule (2412.06464) -> [M, num_values * value_dim].
 
-        qkv [M, row_size]; gates [M, 2 * num_values] are b, then a; decay and bias [num_values]. Queries and keys are
-        divided by their length, sqrt(sum of squares + 1e-6), queries by sqrt(key_dim) too. For each head of values and
-        its state S [key_dim, value_dim], which is a slot of `memory`, advanced in place:
+        qkv [M, row_size]; gates [M, num_values + num_decays] are b, then a; decay and bias [num_decays]: one for each
+        head of values, or for each channel of its keys (Kimi Delta Attention, 2510.26692), the row of S that this one
+        is the entry for. Queries and keys are divided by their length, sqrt(sum of squares + 1e-6), queries by
+        sqrt(key_dim) too. For each head of values and its state S [key_dim, value_dim], which is a slot of `memory`,
+        advanced in place:
 
             S = exp(decay * softplus(a + bias)) * S
             S = S + k (sigmoid(b) * (v - S^T k))^T

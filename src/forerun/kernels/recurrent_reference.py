@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.kernels.recurrent_ops import DeltaHeads, Walk
+from forerun.kernels.recurrent_ops import DeltaHeads, Walk, check_decays
 
 _EPS = 1e-6
 
@@ -41,13 +41,15 @@ def gated_delta(
     qkv: Tensor, gates: Tensor, heads: DeltaHeads, decay: Tensor, bias: Tensor, memory: Tensor, walk: Walk
 ) -> Tensor:
     """See `RecurrentOps.gated_delta`."""
+    check_decays(len(decay), heads)
     out = torch.empty(qkv.shape[0], heads.values_size)
 
     def step(row: int, state: Tensor) -> Tensor:
         query, key, value = _cut(qkv[row].clone(), heads)
         query, key = _normalised(query) * heads.key_dim**-0.5, _normalised(key)
-        write, forget = gates[row].clone().view(2, heads.num_values)
-        state = state * torch.exp(decay * functional.softplus(forget + bias))[:, None, None]  # [heads, key, value]
+        write, forget = torch.split(gates[row].clone(), [heads.num_values, len(decay)])
+        left = torch.exp(decay * functional.softplus(forget + bias)).view(heads.num_values, -1, 1)
+        state = state * left  # [heads, key, value]
         found = (state * key[:, :, None]).sum(1)  # [heads, value_dim]
         state = state + key[:, :, None] * (torch.sigmoid(write)[:, None] * (value - found))[:, None]
         out[row] = (state * query[:, :, None]).sum(1).view(-1)

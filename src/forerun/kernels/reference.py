@@ -7,14 +7,13 @@ copy, so its arithmetic is literally the same calls whatever else is in the batc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from forerun.errors import KernelError
 from forerun.kernels import philox
@@ -22,6 +21,7 @@ from forerun.kernels.attention import Seen, attend, first_counted, places, rotat
 from forerun.kernels.chances import rival_log_chances
 from forerun.kernels.coded import CodedMatrix
 from forerun.kernels.experts import ReferenceExperts, check_routing, expert_sum, reference_experts, route_row
+from forerun.kernels.gates import GATES, inner_size
 from forerun.kernels.grouped import GroupedMatrix, ReferenceGrouped, multiply_grouped, pack_reference
 from forerun.kernels.ops import (
     ACTIVATIONS,
@@ -136,9 +136,8 @@ class ReferenceKernels(Kernels):
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         """See `Kernels.gated_act`."""
         check_activation(activation)
-        size = gate_up.shape[1] // 2
-
-        return _by_row(lambda row: _GATES[activation](row[:size], row[size:]), gate_up, size)
+        size = inner_size(gate_up.shape[1], activation)
+        return _by_row(lambda row: GATES[activation](row[:size], row[size:]), gate_up, size)
 
     def rope_and_cache(
         self,
@@ -356,27 +355,6 @@ def _multiply(weight: Tensor, row: Tensor) -> Tensor:
 
 def _rms_norm(row: Tensor, weight: Tensor, eps: float) -> Tensor:
     return row * torch.rsqrt(row.square().mean() + eps) * weight
-
-
-def _clipped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """g * sigmoid(1.702 g) * (u + 1), where g is at most 7 and u within 7 of 0."""
-    gate = gate.clamp(max=7.0)
-    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
-
-
-def _bounded_swiglu(gate: Tensor, up: Tensor, bound: float) -> Tensor:
-    """silu(gate), at most `bound`, times up, within `bound` of 0."""
-    return functional.silu(gate).clamp(max=bound) * up.clamp(-bound, bound)
-
-
-_GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": lambda gate, up: functional.silu(gate) * up,
-    "gelu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
-    "clipped_swiglu": _clipped_swiglu,
-    "sigmoid": lambda gate, up: torch.sigmoid(gate) * up,
-    "silu_within_7": functools.partial(_bounded_swiglu, bound=7.0),
-    "silu_within_16": functools.partial(_bounded_swiglu, bound=16.0),
-}
 
 
 def _head_norm(head: Tensor, weight: Tensor | None, eps: float) -> Tensor:

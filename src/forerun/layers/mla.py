@@ -4,13 +4,15 @@ Knows: its matrices, the latent layout, the rope table. Does not know: the batch
 
 **Absorbed form.** A head's key is U c and its value V c for the position's latent c. Since q . (U c) = (U^T q) . c and
 the sum of p V c is V times the sum of p c, queries are brought into the latent space and mixtures out of it: the pool
-keeps c and the rotated part of the key, once for all heads, and attention reads that alone.
+keeps c and the rotated part of the key, once for all heads, and attention reads that alone. Without rope that part is
+the same projection: it is rotated as at position 0, which changes no bit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from forerun.kernels.ops import AttentionRows, HeadLayout, Kernels, LatentLayout, LayerKV
@@ -64,11 +66,12 @@ class LatentAttention:
     is_latent = True  # the pool keeps one vector a position
 
     def __init__(self, kernels: Kernels, shape: LatentShape, weights: LatentWeights, rope_table: Tensor) -> None:
-        """rope_table [P, rope_dim]."""
+        """rope_table [P, rope_dim]; [1, rope_dim] for attention without rope."""
         self._kernels = kernels
         self.shape = shape
         self.weights = weights
         self.rope_table = rope_table
+        self._rotates = len(rope_table) > 1
 
     @property
     def out(self) -> Linear:
@@ -91,6 +94,7 @@ class LatentAttention:
     def store(self, x: Tensor, kv: LayerKV, positions: Tensor, slots: Tensor) -> Tensor:
         """Write the latents of x [M, H] to `slots` of `kv` -> rotated queries [M, Q * key_dim]."""
         shape, weights = self.shape, self.weights
+        positions = positions if self._rotates else torch.zeros_like(positions)
         queries = weights.absorb(weights.query(x))  # [M, Q * key_dim]
         latents = weights.down(x)  # [M, key_dim]
         self._kernels.latent_rope_and_cache(

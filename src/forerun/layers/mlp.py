@@ -1,4 +1,4 @@
-"""The gated feed-forward layer: down(act(gate(x)) * up(x)), gate and up in one matrix; and one without a gate.
+"""The gated feed-forward layer: down(act(gate(x)) * up(x)), gate and up in one matrix; or down(act(up(x))).
 
 Knows: its two matrices and the activation's name. Does not know: experts, or which model it is in.
 """
@@ -12,12 +12,12 @@ from forerun.layers.linear import Linear
 
 
 class GatedMLP:
-    """SwiGLU and its relatives."""
+    """SwiGLU and its relatives, one of which has no gate: a squared ReLU."""
 
     def __init__(
         self, kernels: Kernels, gate_up: Linear, down: Linear, activation: str, gate_factor: float = 1.0
     ) -> None:
-        """`gate_up` [2F, H], gate rows first; `down` [H, F]; `activation` one of `ops.ACTIVATIONS`.
+        """`gate_up` [2F, H], gate rows first, or [F, H]; `down` [H, F]; `activation` one of `ops.ACTIVATIONS`.
 
         gate_factor: of what goes through the activation; no recorder can write another than 1 down.
         """
@@ -38,25 +38,8 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, H] -> [M, H]."""
-        made = self.gate_up(x)  # [M, 2F]
+        made = self.gate_up(x)  # [M, 2F], or [M, F]
         if self._gate_factor != 1:
             made[:, : made.shape[1] // 2] *= self._gate_factor
         gated = self._kernels.gated_act(made, self.activation)  # [M, F]
         return self.down(gated)
-
-
-class SquaredMLP:
-    """down(relu(up(x))^2), without a gate; no recorder can write it down."""
-
-    def __init__(self, up: Linear, down: Linear) -> None:
-        """`up` [F, H]; `down` [H, F]."""
-        self.linears = (up, down)
-
-    def bytes_read(self, num_rows: int) -> int:
-        """Bytes that a pass over `num_rows` rows reads: all of them."""
-        return sum(linear.nbytes for linear in self.linears)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [M, H] -> [M, H]."""
-        up, down = self.linears
-        return down(up(x).clamp_(min=0).square_())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,13 @@ class SharedExpert(Protocol):
         """x [M, H] -> [M, H]."""
 
 
+class LatentSpace(NamedTuple):
+    """The way into the space that experts compute in, and out of it, where it is not that of the stream."""
+
+    down: Linear  # [L, H]
+    up: Linear  # [H, L]
+
+
 class MixtureOfExperts:
     """shared(x) + the sum of weight * expert(x) over the experts a row chose, in the order of their indices.
 
@@ -42,12 +49,13 @@ class MixtureOfExperts:
     def __init__(
         self, kernels: Kernels, routing: Routing, router: Linear, experts: Sequence[GatedMLP],
         correction: Tensor | None = None, shared: SharedExpert | None = None, scales_inputs: bool = False,
-        factors: Tensor | None = None, num_zero: int = 0,
+        factors: Tensor | None = None, num_zero: int = 0, latent: LatentSpace | None = None,
     ) -> None:  # fmt: skip
         """`router` [E, H]; `correction` [E] float32 is added to the scores that experts are chosen by.
 
         scales_inputs: see `Kernels.pack_experts`. factors [E]: what the experts' weights are multiplied by. num_zero:
-        how many of the E, the last ones, give back what they read; no recorder can write them down.
+        how many of the E, the last ones, give back what they read; no recorder can write them down. latent: what
+        experts read is brought there, their sum back; router and `shared` read x.
         """
         assert len(experts) == routing.num_experts - num_zero, (len(experts), routing)
         self._kernels = kernels
@@ -58,6 +66,7 @@ class MixtureOfExperts:
         self.shared = shared
         self._scales_inputs = scales_inputs
         self.factors = factors
+        self.latent = latent
         self._diagonal = None if factors is None else kernels.pack_linear(torch.diag(factors))
         ones = torch.ones(1, num_zero, device=kernels.device)
         self._total = kernels.pack_linear(ones) if num_zero else None
@@ -67,14 +76,15 @@ class MixtureOfExperts:
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix of the layer."""
         experts = (linear for expert in self.experts for linear in expert.linears)
-        return (self.router, *experts, *(() if self.shared is None else self.shared.linears))
+        return (self.router, *(self.latent or ()), *experts, *(() if self.shared is None else self.shared.linears))
 
     def bytes_read(self, num_rows: int) -> int:
         """Bytes of matrices that a pass over `num_rows` rows reads at most: no row chooses what another did."""
         chosen = min(num_rows * self.routing.top_k, len(self.experts))
         largest = max(expert.bytes_read(num_rows) for expert in self.experts)
         shared = 0 if self.shared is None else self.shared.bytes_read(num_rows)
-        return self.router.nbytes + chosen * largest + shared
+        around = sum(linear.nbytes for linear in self.latent or ())
+        return self.router.nbytes + around + chosen * largest + shared
 
     def __call__(self, x: Tensor, routed_by: Tensor | None = None) -> Tensor:
         """x [M, H] -> [M, H]; `routed_by` [M, H] is what the router reads, if not x."""
@@ -85,6 +95,13 @@ class MixtureOfExperts:
         if self._total is not None:
             given = self._kernels.linear(weights[:, len(self.experts) :].contiguous(), self._total) * x  # [M, H]
             base, weights = given if base is None else base + given, weights[:, : len(self.experts)].contiguous()
+        if self.latent is None:
+            return self._sum(x, weights, base)
+        out = self.latent.up(self._sum(self.latent.down(x), weights, None))
+        return out if base is None else out + base
+
+    def _sum(self, x: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
+        """base, or 0, plus what the experts make of x."""
         if self._packed is None:
             return self._one_by_one(x, weights, base)
         return self._kernels.experts(x, weights, self._packed, base)

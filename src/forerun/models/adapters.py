@@ -28,7 +28,7 @@ from forerun.kernels.ops import Kernels
 from forerun.layers.embedding import TableEmbedding
 from forerun.layers.linear import Linear
 from forerun.layers.lora import LowRankUpdate
-from forerun.layers.mlp import GatedMLP, SquaredMLP
+from forerun.layers.mlp import GatedMLP
 from forerun.layers.moe import ExpertsBesideDense
 from forerun.models.adapted import LoraAdapter
 from forerun.models.decoder import Decoder
@@ -225,7 +225,7 @@ def _places(model: Decoder, names: TensorNames) -> Iterator[tuple[str, ModulePla
     parts = model.parts
     for layer in parts.layers:
         mlp = layer.mlp.dense if isinstance(layer.mlp, ExpertsBesideDense) else layer.mlp
-        dense = mlp.linears if isinstance(mlp, GatedMLP | SquaredMLP) else ()
+        dense = mlp.linears if isinstance(mlp, GatedMLP) else ()
         for linear in (*(linear for mixer in layer.mixers for linear in mixer.linears), *dense):
             if isinstance(linear, Linear):
                 yield from _modules_of(linear)

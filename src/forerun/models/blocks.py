@@ -43,6 +43,8 @@ class ExpertsShape:
 
     routing: Routing
     ffn_size: int  # of one expert
+    has_gate: bool = True  # each expert
+    latent_size: int = 0  # of the space that experts compute in; 0: that of the stream
     shared_size: int = 0  # of the expert that every row gets; 0: there is none
     shared_gate: bool = False  # the shared expert's output is weighed by a sigmoid of its own
     biases: bool = False  # of the router and the experts
@@ -64,13 +66,18 @@ class ExpertsShape:
         """Experts with matrices."""
         return self.routing.num_experts - self.num_zero
 
+    def expert_parameters(self, hidden_size: int) -> int:
+        """Entries of one expert's matrices."""
+        return (2 + self.has_gate) * (self.latent_size or hidden_size) * self.ffn_size
+
     def num_parameters(self, hidden_size: int) -> int:
         """Entries of one such layer's matrices."""
         router = self.routing.num_experts + self.shared_gate
-        columns = 3 * (self.num_real * self.ffn_size + self.shared_size)
+        always = router + 2 * self.latent_size + (2 + self.has_gate) * self.shared_size
         biases = self.routing.num_experts * (1 + 2 * self.ffn_size + hidden_size) * self.biases
         vectors = (4 * hidden_size + self.routing.num_experts) * self.beside_dense
-        return hidden_size * (router + columns) + biases + vectors
+        experts = self.num_real * self.expert_parameters(hidden_size)
+        return hidden_size * always + experts + biases + vectors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

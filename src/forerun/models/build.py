@@ -6,6 +6,7 @@ Knows: which tensors a family has, that q, k, v (and gate, up) become one matrix
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,12 +15,12 @@ import torch
 from torch import Tensor
 
 from forerun.errors import CheckpointError
-from forerun.kernels.ops import HeadLayout, Kernels
+from forerun.kernels.ops import SQUARED_RELU, HeadLayout, Kernels
 from forerun.layers.attention import Attention, AttentionShape, HeadNorms, NarrowValues, NormedProjections, NormedValues
 from forerun.layers.embedding import Embedding, TableEmbedding
 from forerun.layers.linear import Linear
 from forerun.layers.mla import LatentAttention
-from forerun.layers.mlp import GatedMLP, SquaredMLP
+from forerun.layers.mlp import GatedMLP
 from forerun.layers.norm import RMSNorm
 from forerun.layers.recurrent import Recurrent
 from forerun.layers.rotary import RopeSpec, rope_table
@@ -35,7 +36,7 @@ from forerun.models.build_blocks import (
 from forerun.models.build_recurrent import recurrent_layer
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts, FeedForward
-from forerun.models.family import SQUARED_RELU, Family, same_names
+from forerun.models.family import Family, same_names
 from forerun.models.hybrid import HybridDecoder
 from forerun.quant.base import RowPart, TensorSource, Weight, WeightFormat
 from forerun.quant.dense import DenseWeight
@@ -208,14 +209,13 @@ class Builder:
         return HeadNorms(read(f"{prefix}.{names.query_norm}"), key)
 
     def _feed_forward(self, index: int, prefix: str) -> FeedForward:
-        config, names = self.config, self.family.names
+        config = self.config
         experts = config.experts if config.has_experts(index) else None
         if experts is not None and not experts.beside_dense and not experts.shortcut:
             return mixture_of_experts(self, experts, prefix, config.shape(index))
-        if config.activation == SQUARED_RELU:
-            return self._squared_mlp(prefix)
         shape = config.shape(index)
-        dense = self.gated_mlp(prefix, names.gate_up, names.down, shape.ffn_size, config.biases.mlp, shape.bound)
+        gate_up, down = self._dense_names(prefix)
+        dense = self.gated_mlp(prefix, gate_up, down, shape.ffn_size, config.biases.mlp, shape.bound)
         if experts is None or experts.shortcut:
             return dense
         return experts_beside_dense(self, experts, prefix, dense, shape)
@@ -226,21 +226,25 @@ class Builder:
             return None
         return mixture_of_experts(self, experts, prefix, self.config.shape(index))
 
-    def _squared_mlp(self, prefix: str) -> SquaredMLP:
-        names, hidden, ffn = self.family.names, self.config.hidden_size, self.config.ffn_size
-        up = self.linear(module_parts(prefix, names.gate_up, (ffn,)), hidden)
-        return SquaredMLP(up, self.linear(module_parts(prefix, (names.down,), (hidden,)), ffn))
+    def _dense_names(self, prefix: str) -> tuple[tuple[str, ...], str]:
+        """The modules of a dense part as this file has them."""
+        names = self.family.names
+        *gate_up, down = (name.replace("mlp.", names.saved_mlp, 1) for name in (*names.gate_up, names.down))
+        is_saved = names.saved_mlp and self.choose_format(self.source, f"{prefix}.{down}") is not None
+        return (tuple(gate_up), down) if is_saved else (names.gate_up, names.down)
 
     def gated_mlp(
-        self, prefix: str, gate_up: tuple[str, ...], down: str, ffn: int, has_bias: bool = False, bound: int = 0
+        self, prefix: str, gate_up: tuple[str, ...], down: str, ffn: int, has_bias: bool = False, bound: int = 0,
+        width: int = 0,
     ) -> GatedMLP:  # fmt: skip
-        """A gated feed-forward layer of `ffn` inner entries from the modules of these names below `prefix`.
+        """A feed-forward layer of `ffn` inner entries from the modules of these names below `prefix`.
 
-        bound: see `LayerShape`.
+        bound: see `LayerShape`. width: of what it reads and gives, 0 for the hidden size.
         """
-        hidden = self.config.hidden_size
-        joined = self.linear(module_parts(prefix, gate_up, (ffn, ffn)), hidden, has_bias)
-        narrow = self.linear(module_parts(prefix, (down,), (hidden,)), ffn, has_bias)
+        width = width or self.config.hidden_size
+        rows = (ffn,) if self.config.activation == SQUARED_RELU else (ffn, ffn)
+        joined = self.linear(module_parts(prefix, gate_up, rows), width, has_bias)
+        narrow = self.linear(module_parts(prefix, (down,), (width,)), ffn, has_bias)
         return GatedMLP(self.kernels, joined, narrow, self.activation(bound), self.config.scales.gate)
 
     def activation(self, bound: int) -> str:
@@ -281,8 +285,9 @@ class Builder:
         return stored + self.family.norm_offset if self.family.norm_offset else stored
 
     def vector(self, name: str, size: int) -> Tensor:
-        """The tensor `name`, stored as [size] or as a row of it, as float32 where the kernels run -> [size]."""
-        shape = (1, size) if self.source.has(name) and self.source.shape(name) == (1, size) else (size,)
+        """The tensor `name`, stored as [size] or with sides of 1, as float32 where the kernels run -> [size]."""
+        stored = self.source.shape(name) if self.source.has(name) else ()
+        shape = stored if max(stored, default=0) == math.prod(stored) == size else (size,)
         return aligned(self.source.tensor(name, shape).flatten().float()).to(self.kernels.device)
 
     def _embedding(self, head: Linear) -> Embedding:

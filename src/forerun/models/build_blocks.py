@@ -16,9 +16,10 @@ from forerun.kernels.reference import ReferenceKernels
 from forerun.layers.linear import HeadLinear, Linear
 from forerun.layers.mla import LatentAttention, LatentShape, LatentWeights, LowRank
 from forerun.layers.mlp import GatedMLP
-from forerun.layers.moe import ExpertsBesideDense, MixtureOfExperts, NormsBesideDense, SharedExpert
+from forerun.layers.moe import ExpertsBesideDense, LatentSpace, MixtureOfExperts, NormsBesideDense, SharedExpert
 from forerun.layers.norm import RMSNorm
 from forerun.layers.per_layer import PerLayerBlock, PerLayerInputs
+from forerun.layers.rotary import RopeSpec, rope_table
 from forerun.models.blocks import ExpertsShape, LatentDims, LayerShape, PerLayerSizes
 from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseFormat
@@ -51,6 +52,7 @@ def mixture_of_experts(builder: Builder, shape: ExpertsShape, prefix: str, layer
         shape.scales_inputs,
         _factors(builder, shape, prefix),
         shape.num_zero,
+        _latent_space(builder, shape, prefix),
     )
 
 
@@ -78,11 +80,20 @@ def _factors(builder: Builder, shape: ExpertsShape, prefix: str) -> Tensor | Non
     return builder.vector(f"{prefix}.{builder.family.names.experts.factors}", shape.routing.num_experts)
 
 
+def _latent_space(builder: Builder, shape: ExpertsShape, prefix: str) -> LatentSpace | None:
+    """The way into the space of another size that experts compute in, and out of it, if there is one."""
+    names, size, hidden = builder.family.names.experts, shape.latent_size, builder.config.hidden_size
+    if not size:
+        return None
+    down = builder.linear([RowPart(f"{prefix}.{names.latent_down}", size)], hidden)
+    return LatentSpace(down, builder.linear([RowPart(f"{prefix}.{names.latent_up}", hidden)], size))
+
+
 def _single_experts(builder: Builder, shape: ExpertsShape, prefix: str, bound: int) -> list[GatedMLP]:
     """Experts with tensors of their own."""
     names = builder.family.names.experts
     modules = (f"{prefix}.{names.expert.format(index=index)}" for index in range(shape.num_real))
-    sizes = shape.ffn_size, shape.biases, bound
+    sizes = shape.ffn_size, shape.biases, bound, shape.latent_size
     return [builder.gated_mlp(module, names.gate_up, names.down, *sizes) for module in modules]
 
 
@@ -119,8 +130,8 @@ def _shared_expert(builder: Builder, shape: ExpertsShape, prefix: str, bound: in
     if not shape.shared_size:
         return None
     names = builder.family.names.experts
-    module = f"{prefix}.{names.shared}"
-    expert = builder.gated_mlp(module, names.gate_up, names.down, shape.shared_size, bound=bound)
+    inner = names.shared_gate_up or names.gate_up, names.shared_down or names.down
+    expert = builder.gated_mlp(f"{prefix}.{names.shared}", *inner, shape.shared_size, bound=bound)
     if not shape.shared_gate:
         return expert
     gate = builder.linear([RowPart(f"{prefix}.{names.shared_gate}", 1)], builder.config.hidden_size)
@@ -155,8 +166,9 @@ def per_layer_block(builder: Builder, sizes: PerLayerSizes, index: int, prefix: 
 
 
 def latent_attention(builder: Builder, dims: LatentDims, prefix: str, rope: Tensor) -> LatentAttention:
-    """The attention of the layer `prefix` in absorbed form; rope [P, rope_dim]. Raises CheckpointError."""
+    """The attention of the layer `prefix` in absorbed form; rope [P, rope_dim], or [P, 0]. Raises CheckpointError."""
     config, names = builder.config, builder.family.names
+    rope = rope if rope.shape[1] else rope_table(RopeSpec(rotary_dim=dims.rope_dim), 1).to(rope.device)
     num_heads, hidden = config.heads.num_q, config.hidden_size
     shape = LatentShape(dims.layout(num_heads), config.attention_scale, LATENT_NORM_EPS)
     down = RowPart(f"{prefix}.{names.latents.down}", dims.rank + dims.rope_dim)

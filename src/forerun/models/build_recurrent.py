@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.recurrent_ops import DeltaHeads
-from forerun.layers.delta import DeltaWeights, GatedDeltaNet
+from forerun.layers.delta import DeltaWeights, GatedDeltaNet, LowRankGates
 from forerun.layers.linear import Linear
 from forerun.layers.mamba import Mamba2, MambaNorm, MambaWeights
 from forerun.layers.recurrent import Recurrent
@@ -84,23 +84,49 @@ def _taps(builder: Builder, name: str, channels: int, taps: int) -> Tensor:
 def _gated_delta_net(builder: Builder, dims: DeltaDims, prefix: str) -> GatedDeltaNet:
     """The gated delta net of the layer `prefix`."""
     names, hidden, heads = builder.family.names.delta, builder.config.hidden_size, dims.heads
-    sizes = heads.row_size, heads.values_size, heads.num_values, heads.num_values
     is_fused = len(names.project) == 2  # by heads of keys
     is_tiled = names.is_tiled and heads.num_keys != heads.num_values
-    joined = {2: (sum(sizes[:2]), sum(sizes[2:])), 3: (*sizes[:2], sum(sizes[2:])), 4: sizes}
-    rows = joined[len(names.project)]
+    rows = _delta_rows(dims, len(names.project))
     parts = [RowPart(f"{prefix}.{name}", count) for name, count in zip(names.project, rows, strict=True)]
+    decay = _decay(builder, f"{prefix}.{names.decay}", heads.num_values)
     weights = DeltaWeights(
         project=_by_formats(builder, parts, hidden),
         columns=_delta_columns(heads).to(builder.kernels.device) if is_fused else None,
-        conv=_taps(builder, f"{prefix}.{names.conv}", heads.row_size, dims.taps),
-        decay=_decay(builder, f"{prefix}.{names.decay}", heads.num_values),
-        bias=builder.vector(f"{prefix}.{names.bias}", heads.num_values),
+        conv=_joined_taps(builder, dims, prefix),
+        decay=decay.repeat_interleave(dims.num_decays // heads.num_values),
+        bias=builder.vector(f"{prefix}.{names.bias}", dims.num_decays),
         norm=builder.vector(f"{prefix}.{names.norm}", heads.value_dim),
         out=builder.linear([RowPart(f"{prefix}.{names.out}", hidden)], heads.values_size),
         order=_tiles(heads).to(builder.kernels.device) if is_tiled else None,
+        low_rank=_low_rank_gates(builder, dims, prefix) if dims.gate_rank else None,
+        activation="sigmoid" if dims.gate_rank else "silu",
     )
     return GatedDeltaNet(builder.kernels, heads, weights, builder.config.norm_eps)
+
+
+def _delta_rows(dims: DeltaDims, num_modules: int) -> tuple[int, ...]:
+    """Rows of the modules that `names.delta.project` has so many of."""
+    heads, rank = dims.heads, dims.gate_rank
+    if rank:
+        keys = heads.num_keys * heads.key_dim
+        return keys, keys, heads.values_size, rank, heads.num_values, rank
+    sizes = heads.row_size, heads.values_size, heads.num_values, heads.num_values
+    return {2: (sum(sizes[:2]), sum(sizes[2:])), 3: (*sizes[:2], sum(sizes[2:])), 4: sizes}[num_modules]
+
+
+def _joined_taps(builder: Builder, dims: DeltaDims, prefix: str) -> Tensor:
+    """The weights of the convolution, of queries, keys and values together or of each -> [taps, row_size] float32."""
+    names, heads = builder.family.names.delta.conv, dims.heads
+    keys = heads.num_keys * heads.key_dim
+    channels = (heads.row_size,) if len(names) == 1 else (keys, keys, heads.values_size)
+    parts = zip(names, channels, strict=True)
+    return torch.cat([_taps(builder, f"{prefix}.{name}", size, dims.taps) for name, size in parts], dim=1)
+
+
+def _low_rank_gates(builder: Builder, dims: DeltaDims, prefix: str) -> LowRankGates:
+    names, rank = builder.family.names.delta, dims.gate_rank
+    gate = builder.linear([RowPart(f"{prefix}.{names.gate}", dims.heads.values_size)], rank)
+    return LowRankGates(gate, builder.linear([RowPart(f"{prefix}.{names.forget}", dims.num_decays)], rank))
 
 
 def _by_formats(builder: Builder, parts: list[RowPart], columns: int) -> Linear:

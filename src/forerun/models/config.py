@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.errors import CheckpointError, UnsupportedError
-from forerun.kernels.ops import HeadLayout
+from forerun.kernels.ops import SQUARED_RELU, HeadLayout
 from forerun.layers.rotary import RopeSpec, score_factor
 from forerun.models.blocks import ExpertsShape, LatentDims, LayerShape, PerLayerSizes
-from forerun.models.family import SQUARED_RELU, Biases, Family, Parts, QkNorm, Scales
+from forerun.models.family import Biases, Family, Parts, QkNorm, Scales
 from forerun.models.fields import Fields, words
-from forerun.models.recurrent_dims import MambaDims, RecurrentDims
+from forerun.models.recurrent_dims import DeltaDims, MambaDims, RecurrentDims
 from forerun.models.rope_config import LOCAL_BASE, ROPE_FIELDS, reachable_positions, read_rope, read_window_rope
 from forerun.quant.formats import check_quantization
 
@@ -59,7 +59,7 @@ class ModelConfig:
     num_layers: int
     heads: HeadLayout
     shapes: tuple[LayerShape, ...]  # a layer; those of most layers are `heads` and `ffn_size`
-    activation: str  # one of ops.ACTIVATIONS, or SQUARED_RELU
+    activation: str  # one of ops.ACTIVATIONS
     norm_eps: float
     rope: RopeSpec  # of layers without a window
     layer_ropes: tuple[RopeSpec, ...]  # a layer
@@ -137,6 +137,18 @@ class ModelConfig:
             return float(self.heads.head_dim**-0.5)
         return float((self.latents.nope_dim + self.latents.rope_dim) ** -0.5) * score_factor(self.rope)
 
+    @property
+    def on_cpus_only(self) -> str:
+        """The part that runs on CPUs only so far; "": there is none."""
+        experts, dims = self.experts, self.recurrent
+        parts = {
+            "layers with heads of several sizes": any(s.heads.head_dim != self.heads.head_dim for s in self.shapes),
+            "recurrent layers with a gate for each channel": isinstance(dims, DeltaDims) and dims.gate_rank > 0,
+            "experts without a gate": experts is not None and not experts.has_gate,
+            "experts whose inputs are weighed": experts is not None and experts.scales_inputs,
+        }
+        return next((part for part, is_there in parts.items() if is_there), "")
+
     def window(self, layer: int) -> int:
         """The window of a layer; layers after the last one have that of the last."""
         return self.windows[min(layer, len(self.windows) - 1)]
@@ -189,7 +201,7 @@ def active_parameters(config: ModelConfig) -> int:
     shape, mixtures = config.experts, sum(config.has_experts(layer) for layer in range(config.num_layers))
     if shape is None:
         return num_parameters(config)
-    idle = (shape.num_real - shape.routing.top_k) * 3 * shape.ffn_size * config.hidden_size
+    idle = (shape.num_real - shape.routing.top_k) * shape.expert_parameters(config.hidden_size)
     return num_parameters(config) - mixtures * idle
 
 
@@ -223,9 +235,7 @@ def _feed_forward_parameters(config: ModelConfig, layer: int) -> int:
     hidden, ffn = config.hidden_size, config.shape(layer).ffn_size
     if not config.has_mlp(layer):
         return 0
-    if config.activation == SQUARED_RELU:
-        return 2 * hidden * ffn
-    dense = 3 * hidden * ffn + (2 * ffn + hidden) * config.biases.mlp
+    dense = (2 + (config.activation != SQUARED_RELU)) * hidden * ffn + (2 * ffn + hidden) * config.biases.mlp
     if config.experts is not None and config.experts.has(layer):
         return config.experts.num_parameters(hidden) + dense * (config.experts.beside_dense or config.experts.shortcut)
     return dense

@@ -53,6 +53,10 @@ class ExpertNames:
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"
     shared: str = "mlp.shared_experts"
+    shared_gate_up: tuple[str, ...] = ()  # within it, as is the next; (): the names within any expert
+    shared_down: str = ""
+    latent_down: str = ""  # into the space that experts compute in, where that is another one
+    latent_up: str = ""  # and out of it
     shared_gate: str = "mlp.shared_expert_gate"
     stacked: str = "mlp.experts"  # where all experts are in two or three tensors, these are here
     stacked_gate_up: tuple[str, ...] = ("gate_up_proj",)
@@ -87,11 +91,14 @@ class DeltaNames:
 
     `project` has the modules of queries, keys, values, gate, b and a in this order, or those of two matrices that hold
     the rows of [query, key, values, gate] and of [b, a] for one head of keys after the other. Of three, the last one
-    holds b, then a.
+    holds b, then a. Of six, queries, keys and values have one each, and the ones for gate and a are of a low rank:
+    `gate` and `forget` make the two of what these give.
     """
 
     project: tuple[str, ...] = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
-    conv: str = "linear_attn.conv1d.weight"
+    gate: str = ""
+    forget: str = ""
+    conv: tuple[str, ...] = ("linear_attn.conv1d.weight",)  # of queries, keys and values together or of each
     decay: str = "linear_attn.A_log"
     bias: str = "linear_attn.dt_bias"
     norm: str = "linear_attn.norm.weight"
@@ -157,6 +164,7 @@ class TensorNames:
     head_gate: str = "self_attn.g_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    saved_mlp: str = ""  # how transformers saves the "mlp." of these, if otherwise than as published
     scale: str = ""  # a tensor: what the stream is multiplied by at the end of a layer; "": nothing
     unread: str = ""  # what is in the names of a layer's tensors that are not needed; "": all are
     experts: ExpertNames = ExpertNames()
@@ -259,7 +267,6 @@ def whole_layers(fields: Fields, num_layers: int) -> tuple[Parts, ...]:
 
 
 UNROTATED = RopeSpec(rotary_dim=0)
-SQUARED_RELU = "squared_relu"  # of feed-forward parts without a gate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +289,7 @@ class Family:
     centered_norms: bool = False  # layer norms
     parallel: bool = False  # attention and feed-forward part read the same norm
     sinks: bool = False  # a score of each head beside its keys'
-    gate: str = ""  # SQUARED_RELU, or one of ops.ACTIVATIONS that config.json has no name for; "": what that says
+    gate: str = ""  # one of ops.ACTIVATIONS that config.json has no name for; "": what that says
     activation: str = "hidden_act"  # the field that names it
     norm_eps: str = "rms_norm_eps"  # the field
     kv_heads: str = "num_key_value_heads"  # the field

@@ -19,6 +19,24 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def by_one_name(raw: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """A config.json whose fields have the names on the right of `aliases` where it has those on the left.
+
+    Raises CheckpointError if two names of one field say different things.
+    """
+    found = {name: value for name, value in raw.items() if name not in aliases}
+    for name, used in aliases.items():
+        value = raw.get(name)
+        if value is not None and found.get(used) is None:
+            found[used] = value
+        if value is not None and found[used] != value:
+            raise CheckpointError(
+                f"config.json: {name} is {_short(value)} and {used}, another name of it, {_short(found[used])}; keep "
+                "the right one"
+            )
+    return found
+
+
 class Fields:
     """A JSON object with a family's defaults for absent fields; `null` is a value of its own, as in transformers."""
 
@@ -80,6 +98,19 @@ class Fields:
         if not _is_list_of(value, int | float) or len(value) != length:
             raise self._wrong(name, value, f"a list of {length} numbers")
         return tuple(float(entry) for entry in value)
+
+    def section(self, name: str, known: frozenset[str]) -> Fields:
+        """The object in a field, an empty one if absent; raises UnsupportedError for fields in it beyond `known`."""
+        value = self.get(name)
+        if not isinstance(value, Mapping | None):
+            raise self._wrong(name, value, "an object")
+        unknown = sorted(inner for inner, given in (value or {}).items() if inner not in known and given is not None)
+        if unknown:
+            raise UnsupportedError(
+                f"{self._where}: {name} has fields forerun does not know: {', '.join(unknown)}; known are "
+                f"{', '.join(sorted(known))}; load the model through transformers (implementation='transformers')"
+            )
+        return Fields(value or {}, {}, where=f"{self._where}'s {name}")
 
     def integers(self, name: str) -> tuple[int, ...]:
         """A list of whole numbers from 0 on; () if absent."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from forerun.kernels.ops import SQUARED_RELU
 from forerun.models.family import (
-    SQUARED_RELU,
     ConvNames,
     DeltaNames,
+    ExpertNames,
     Family,
     MambaNames,
     TensorNames,
@@ -25,6 +26,7 @@ _NORMS = {
     "mlp_norm": "ffn_norm",
     "after_mlp": "post_ffw_norm",
 }
+_LATENTS = ExpertNames(latent_down="ffn_latent_down", latent_up="ffn_latent_up")
 _SSM = {"decay": "ssm_a", "bias": "ssm_dt.bias", "norm": "ssm_norm.weight", "out": "ssm_out"}
 
 
@@ -43,13 +45,25 @@ def as_in_gguf(family: Family) -> Family:
 
 def _recurrent_names(family: Family) -> TensorNames:
     """The same for all families, whatever names their published checkpoints have."""
-    is_fused = len(family.names.delta.project) == 2
-    gates = ("ssm_ba",) if is_fused else ("ssm_beta", "ssm_alpha")
-    project = ("attn_qkv", "attn_gate", *gates)
+    has_gates = family.gate != SQUARED_RELU
     return TensorNames(
         final_norm="token_embd_norm" if family.model_type.startswith("lfm2") else "model.norm",
-        gate_up=("mlp.up_proj",) if family.gate == SQUARED_RELU else TensorNames().gate_up,
-        delta=DeltaNames(project, conv="ssm_conv1d.weight", is_tiled=not is_fused, **_SSM),
+        gate_up=TensorNames().gate_up if has_gates else ("mlp.up_proj",),
+        experts=_LATENTS if has_gates else replace(_LATENTS, gate_up=("up_proj",)),
+        delta=_delta_names(len(family.names.delta.project)),
         conv=ConvNames("shortconv.in_proj", "shortconv.conv.weight", "shortconv.out_proj"),
         mamba=MambaNames("ssm_in", conv="ssm_conv1d", skip="ssm_d", **_SSM),
     )
+
+
+def _delta_names(num_modules: int) -> DeltaNames:
+    """Those of a gated delta net whose published checkpoints project by so many modules."""
+    if num_modules == 6:
+        attention = TensorNames()
+        conv = tuple(f"ssm_conv1d_{part}.weight" for part in "qkv")
+        project = (*attention.qkv, "ssm_g_a", "ssm_beta", "ssm_f_a")
+        return DeltaNames(project, "ssm_g_b", "ssm_f_b", conv, is_tiled=False, **{**_SSM, "out": attention.out})
+    is_fused = num_modules == 2
+    gates = ("ssm_ba",) if is_fused else ("ssm_beta", "ssm_alpha")
+    project = ("attn_qkv", "attn_gate", *gates)
+    return DeltaNames(project, conv=("ssm_conv1d.weight",), is_tiled=not is_fused, **_SSM)

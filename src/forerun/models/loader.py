@@ -262,15 +262,10 @@ def _tied_as_stored(config: ModelConfig, family: Family, checkpoint: Checkpoint)
 
 def check_device(config: ModelConfig, device: torch.device) -> None:
     """Raise UnsupportedError for a model that forerun does not run there."""
-    part = ""
-    if config.experts is not None and config.experts.scales_inputs:
-        part = "experts whose inputs are weighed, those"
-    if any(shape.heads.head_dim != config.heads.head_dim for shape in config.shapes):
-        part = "layers with heads of several sizes, those"
-    if part and device.type != "cpu":
+    if config.on_cpus_only and device.type != "cpu":
         raise UnsupportedError(
-            f"{part} of {config.model_type} models run on CPUs only so far; choose device 'cpu', or load the model "
-            "through transformers (implementation='transformers')"
+            f"{config.on_cpus_only}, those of {config.model_type} models run on CPUs only so far; choose device 'cpu', "
+            "or load the model through transformers (implementation='transformers')"
         )
 
 

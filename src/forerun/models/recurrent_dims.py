@@ -22,12 +22,21 @@ class DeltaDims:
     heads: DeltaHeads
     taps: int  # of the convolution
     layers: frozenset[int]
+    gate_rank: int = 0  # of the matrices into gates for each channel of keys and of values (Kimi); 0: as Qwen has them
+
+    @property
+    def num_decays(self) -> int:
+        """Gates that a state is multiplied with, of all heads."""
+        return self.heads.num_values * (self.heads.key_dim if self.gate_rank else 1)
 
     def num_parameters(self, hidden_size: int) -> int:
         """Entries of one such layer's matrices, convolution and vectors."""
-        heads = self.heads
-        rows = heads.row_size + 2 * heads.values_size + 2 * heads.num_values  # the output projection among them
-        return hidden_size * rows + heads.row_size * self.taps + 2 * heads.num_values + heads.value_dim
+        heads, rank = self.heads, self.gate_rank
+        gates = heads.values_size + self.num_decays
+        made = hidden_size * (2 * rank if rank else gates) + rank * gates
+        others = heads.row_size + heads.num_values + heads.values_size  # the output projection among them
+        vectors = heads.num_values + self.num_decays + heads.value_dim
+        return made + hidden_size * others + heads.row_size * self.taps + vectors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

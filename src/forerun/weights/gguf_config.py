@@ -50,7 +50,7 @@ MIXTURES = {
     "gemma4": gemma4_fields,
 }
 DIFFERING = ("gemma4",)  # architectures whose layers may differ in sizes
-_OTHER_NORMS = ("cohere2", "nemotron_h")  # whose files name the epsilon of norms otherwise
+_OTHER_NORMS = ("cohere2", "nemotron_h", "nemotron_h_moe")  # whose files name the epsilon of norms otherwise
 LIMITED_BY = "_max_position_limited_by"  # in the config: why fewer positions can be used than the file says
 NOT_TURNED = 1e30  # a divisor of frequencies
 PHI3_WINDOWS = {4096: 2047, 131072: None}  # context -> window; None: longer than the context
@@ -140,7 +140,7 @@ def _table_shape(file: GgufModel) -> tuple[int, int]:
 def _head_dim(metadata: GGUFMetadata, arch: str, hidden: int, heads: int) -> int:
     if heads < 1:
         raise metadata.wrong(f"{arch}.attention.head_count", "at least 1")
-    if arch == "deepseek2":  # the rotated part of a head
+    if arch in ("deepseek2", "kimi-linear"):  # the rotated part of a head
         return metadata.integer(f"{arch}.rope.dimension_count")
     head_dim = metadata.integer(f"{arch}.attention.key_length", hidden // heads)
     if head_dim < 1 or metadata.integer(f"{arch}.attention.value_length", head_dim) != head_dim:

@@ -70,29 +70,44 @@ def gpt_oss_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
 def deepseek_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     """Fields of deepseek2 files like DeepSeek-V3, which store keys and values by head or as one latent for all."""
     _refuse_softmax(metadata)
-    number = partial(_integer, metadata)
-    is_joined = "deepseek2.attention.key_length_mla" in metadata  # key_length is then that of the latent
-    key, value = (f"attention.{name}_length{'_mla' if is_joined else ''}" for name in ("key", "value"))
-    rope, experts = number("rope.dimension_count"), expert_counts(file, metadata, "deepseek2")
-    groups, used_groups = _groups(metadata, experts[0])
-    rank = number("attention.q_lora_rank", 0)
+    experts = sigmoid_fields(file, metadata, "deepseek2")
+    groups, used_groups = _groups(metadata, experts["n_routed_experts"])
     return {
         "model_type": "deepseek_v3",
+        **latent_fields(metadata, "deepseek2"),
+        **experts,
+        "n_group": groups,
+        "topk_group": used_groups,
+        "norm_topk_prob": metadata.flag("deepseek2.expert_weights_norm", False),
+    }
+
+
+def latent_fields(metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
+    """Attention over latents, stored by head or as one latent for all."""
+    number = partial(_integer, metadata, arch=arch)
+    is_joined = f"{arch}.attention.key_length_mla" in metadata  # key_length is then that of the latent
+    key, value = (f"attention.{name}_length{'_mla' if is_joined else ''}" for name in ("key", "value"))
+    rope = number("rope.dimension_count")
+    return {
         "num_key_value_heads": number("attention.head_count"),
-        "q_lora_rank": rank or None,
+        "q_lora_rank": number("attention.q_lora_rank", 0) or None,
         "kv_lora_rank": number("attention.kv_lora_rank"),
         "qk_rope_head_dim": rope,
         "qk_nope_head_dim": number(key) - rope,
         "v_head_dim": number(value),
-        "n_routed_experts": experts[0],
-        "num_experts_per_tok": experts[1],
+    }
+
+
+def sigmoid_fields(file: GgufModel, metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
+    """Experts chosen by sigmoids, but for their groups."""
+    number, (experts, used) = partial(_integer, metadata, arch=arch), expert_counts(file, metadata, arch)
+    return {
+        "n_routed_experts": experts,
+        "num_experts_per_tok": used,
         "n_shared_experts": number("expert_shared_count", 0),
         "moe_intermediate_size": number("expert_feed_forward_length"),
         "first_k_dense_replace": number("leading_dense_block_count", 0),
-        "n_group": groups,
-        "topk_group": used_groups,
-        "norm_topk_prob": metadata.flag("deepseek2.expert_weights_norm", False),
-        "routed_scaling_factor": metadata.number("deepseek2.expert_weights_scale", 1.0),
+        "routed_scaling_factor": metadata.number(f"{arch}.expert_weights_scale", 1.0),
     }
 
 
@@ -111,21 +126,15 @@ def minimax_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
 
 def glm_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     """Fields of glm4moe, of whose blocks the last ones may be layers for drafting."""
-    experts, used = expert_counts(file, metadata, "glm4moe")
     number = partial(_integer, metadata, arch="glm4moe")
     expect_sigmoid(metadata, "glm4moe")
     return {
         "model_type": "glm4_moe",
         "num_hidden_layers": number("block_count") - number("nextn_predict_layers", 0),
-        "n_routed_experts": experts,
-        "num_experts_per_tok": used,
-        "n_shared_experts": number("expert_shared_count", 0),
-        "moe_intermediate_size": number("expert_feed_forward_length"),
-        "first_k_dense_replace": number("leading_dense_block_count", 0),
+        **sigmoid_fields(file, metadata, "glm4moe"),
         "n_group": number("expert_group_count", 1),
         "topk_group": number("expert_group_used_count", 1),
         "norm_topk_prob": metadata.flag("glm4moe.expert_weights_norm", False),
-        "routed_scaling_factor": metadata.number("glm4moe.expert_weights_scale", 1.0),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
     }
@@ -143,7 +152,7 @@ def latent_yarn(metadata: GGUFMetadata) -> dict[str, Any]:
     return {"mscale": mscale, "mscale_all_dim": mscale}
 
 
-def _integer(metadata: GGUFMetadata, key: str, default: int | None = None, arch: str = "deepseek2") -> int:
+def _integer(metadata: GGUFMetadata, key: str, default: int | None = None, *, arch: str) -> int:
     return metadata.integer(f"{arch}.{key}", default)
 
 

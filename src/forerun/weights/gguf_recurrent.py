@@ -14,7 +14,16 @@ from forerun.weights.gguf_dense import SSM_KEYS, Reader, granite_scales
 from forerun.weights.gguf_file import GgufModel
 from forerun.weights.gguf_layers import layer_sizes, num_blocks
 from forerun.weights.gguf_metadata import GGUFMetadata
-from forerun.weights.gguf_mixtures import EXPERT_KEYS, QWEN_KEYS, expect_sigmoid, expert_counts
+from forerun.weights.gguf_mixtures import (
+    EXPERT_KEYS,
+    LATENT_KEYS,
+    QWEN_KEYS,
+    SIGMOID_KEYS,
+    expect_sigmoid,
+    expert_counts,
+    latent_fields,
+    sigmoid_fields,
+)
 
 # Rotated sections are for positions of pictures; those of text are the same in all.
 _DELTA_KEYS = (
@@ -159,13 +168,54 @@ def _falcon_h1(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     }
 
 
-def _nemotron_h(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
-    arch = "nemotron_h"
+def _kimi_linear(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    """Files do not say how experts are weighed and grouped: as Kimi-Linear's published ones."""
+    arch = "kimi-linear"
+    latents = latent_fields(metadata, arch)
+    expect_sigmoid(metadata, arch)
+    return {
+        "model_type": "kimi_linear",
+        **latents,
+        **sigmoid_fields(file, metadata, arch),
+        "norm_topk_prob": metadata.flag(f"{arch}.expert_weights_norm", True),
+        "n_group": metadata.integer(f"{arch}.expert_group_count", 1),
+        "topk_group": metadata.integer(f"{arch}.expert_group_used_count", 1),
+        "layer_types": _kinds(metadata, arch, "linear_attention", "full_attention"),
+        "linear_num_heads": latents["num_key_value_heads"],
+        "linear_head_dim": metadata.integer(f"{arch}.kda.head_dim"),
+        "linear_conv_kernel_dim": metadata.integer(f"{arch}.ssm.conv_kernel"),
+    }
+
+
+def _nemotron_h_moe(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    """Nemotron-H whose feed-forward parts are mixtures. Blocks after the last layer are for drafting."""
+    arch = "nemotron_h_moe"
+    expect_sigmoid(metadata, arch)
+    fields = _nemotron_h(file, metadata, arch, "moe")
+    num_layers = num_blocks(metadata, arch) - metadata.integer(f"{arch}.nextn_predict_layers", 0)
+    latent = metadata.integer(f"{arch}.moe_latent_size", 0)
+    groups = metadata.integer(f"{arch}.expert_group_count", 1)
+    return {
+        **fields,
+        **sigmoid_fields(file, metadata, arch),
+        "layers_block_type": fields["layers_block_type"][:num_layers],
+        "moe_shared_expert_intermediate_size": metadata.integer(f"{arch}.expert_shared_feed_forward_length"),
+        "moe_latent_size": latent or None,
+        "n_group": groups,
+        "topk_group": metadata.integer(f"{arch}.expert_group_used_count", 1 if groups == 1 else None),
+        "norm_topk_prob": metadata.flag(f"{arch}.expert_weights_norm", True),
+    }
+
+
+def _nemotron_h(
+    file: GgufModel, metadata: GGUFMetadata, arch: str = "nemotron_h", feed_forward: str = "mlp"
+) -> dict[str, Any]:  # fmt: skip
     num_heads, head_dim = _heads(metadata, arch)
     mixers = _kinds(metadata, arch, "linear_attention", "full_attention")
     widths = layer_sizes(metadata, arch, "feed_forward_length")
     return {
-        "layers_block_type": ["mlp" if width else mixer for mixer, width in zip(mixers, widths, strict=True)],
+        "model_type": "nemotron_h",
+        "layers_block_type": [feed_forward if width else mixer for mixer, width in zip(mixers, widths, strict=True)],
         "layer_norm_epsilon": metadata.number(
             f"{arch}.attention.layer_norm_rms_epsilon", metadata.get(f"{arch}.attention.layer_norm_epsilon")
         ),
@@ -186,6 +236,10 @@ _GRANITE_KEYS = (
 _LFM2MOE_KEYS = (
     f"{EXPERT_KEYS} shortconv.l_cache expert_feed_forward_length leading_dense_block_count expert_gating_func"
 )
+_NEMOTRON_KEYS = (
+    f"{SSM_KEYS} {SIGMOID_KEYS} attention.layer_norm_epsilon expert_shared_feed_forward_length moe_latent_size "
+    "nextn_predict_layers"
+)
 # Architecture -> the keys it has beyond the common ones, and what they say.
 RECURRENT: dict[str, tuple[str, Reader]] = {
     "qwen3next": (f"{_DELTA_KEYS} {QWEN_KEYS}", _qwen3next),
@@ -196,4 +250,6 @@ RECURRENT: dict[str, tuple[str, Reader]] = {
     "granitehybrid": (_GRANITE_KEYS, _granitehybrid),
     "falcon-h1": (SSM_KEYS, _falcon_h1),
     "nemotron_h": (f"{SSM_KEYS} attention.layer_norm_epsilon", _nemotron_h),
+    "nemotron_h_moe": (_NEMOTRON_KEYS, _nemotron_h_moe),
+    "kimi-linear": (f"{LATENT_KEYS} ssm.conv_kernel kda.head_dim", _kimi_linear),
 }

@@ -26,6 +26,7 @@ from forerun.weights.sentencepiece import build_tokenizer, read_sentencepiece
 TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "tokenizer.model.v3", "tokenizer.model.v1")
 OTHER_FILES = ("vocab.json", "vocab.txt")  # read through transformers
+TIKTOKEN_FILE = "tiktoken.model"  # how it splits texts is in code beside it
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 LONG_TEXT = 4096  # characters; shorter ones are tokenized within a few milliseconds
 
@@ -268,6 +269,11 @@ def _from_sentencepiece(path: Path, settings: Mapping[str, Any]) -> tuple[tokeni
 
 def _through_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """Let transformers convert whatever tokenizer the folder has."""
+    if (folder / TIKTOKEN_FILE).exists():
+        raise CheckpointError(
+            f"{folder} has its tokenizer in {TIKTOKEN_FILE} and in code of its own, which forerun does not run: copy a "
+            f"{TOKENIZER_FILE} beside it, which repositories of converted copies of the model have, or load a GGUF file"
+        )
     if not any((folder / name).exists() for name in OTHER_FILES):
         known = ", ".join((TOKENIZER_FILE, *SENTENCEPIECE_FILES, *OTHER_FILES))
         raise CheckpointError(f"{folder} has no tokenizer ({known}); copy it from where the model came from")

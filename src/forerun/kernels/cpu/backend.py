@@ -24,6 +24,7 @@ from forerun.kernels.cpu.packed import CpuExperts, CpuHeads, CpuLinear, head_row
 from forerun.kernels.cpu.recurrent import CpuRecurrentOps
 from forerun.kernels.draws import PlainTree
 from forerun.kernels.experts import check_routing
+from forerun.kernels.gates import inner_size
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import (
     ACTIVATIONS,
@@ -162,10 +163,9 @@ class CpuKernels(CpuRecurrentOps):
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         """See `Kernels.gated_act`."""
         check_activation(activation)
-        num_rows, width = gate_up.shape
-        out = empty(num_rows, width // 2)
-        code = ACTIVATIONS.index(activation)
-        self.engine.gated_act(_floats(gate_up), out.data_ptr(), num_rows, width // 2, code)
+        num_rows, size = gate_up.shape[0], inner_size(gate_up.shape[1], activation)
+        out, code = empty(num_rows, size), ACTIVATIONS.index(activation)
+        self.engine.gated_act(_floats(gate_up), out.data_ptr(), num_rows, size, code)
         return out
 
     def rope_and_cache(
@@ -291,7 +291,7 @@ class CpuKernels(CpuRecurrentOps):
     ) -> PackedExperts:  # fmt: skip
         """See `Kernels.pack_experts`."""
         check_activation(activation)
-        return pack_bank(gate_up, down, ACTIVATIONS.index(activation), biases, scales_inputs)
+        return pack_bank(gate_up, down, activation, biases, scales_inputs)
 
     def experts(self, x: Tensor, weights: Tensor, experts: PackedExperts, base: Tensor | None = None) -> Tensor:
         """See `Kernels.experts`."""

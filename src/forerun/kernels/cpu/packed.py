@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.errors import KernelError
 from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.grouped import CpuGrouped
-from forerun.kernels.ops import ExpertBiases, PackedExperts, PackedHeads, PackedLinear
+from forerun.kernels.ops import ACTIVATIONS, SQUARED_RELU, ExpertBiases, PackedExperts, PackedHeads, PackedLinear
 
 Stored = tuple["CpuLinear | CpuGrouped", ...]
 
@@ -78,14 +78,14 @@ def head_rows(weight: Tensor) -> Tensor:
 
 
 def pack_bank(
-    gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation_code: int, biases: ExpertBiases | None,
+    gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], activation: str, biases: ExpertBiases | None,
     scales_inputs: bool,
 ) -> CpuExperts:  # fmt: skip
     """List the matrices of all experts; raises KernelError for shapes that do not go together."""
     num_inputs, num_inner = gate_up[0].shape[1], down[0].shape[1]
-    _check(gate_up, (2 * num_inner, num_inputs))
+    _check(gate_up, (num_inner if activation == SQUARED_RELU else 2 * num_inner, num_inputs))
     _check(down, (num_inputs, num_inner))
-    bank = _native.ExpertBank(num_inputs, num_inner, activation_code, scales_inputs)
+    bank = _native.ExpertBank(num_inputs, num_inner, ACTIVATIONS.index(activation), scales_inputs)
     stored = (*_stored(gate_up), *_stored(down))
     added = [] if biases is None else [*biases.gate_up.unbind(), *biases.down.unbind()]
     for number, matrix in enumerate(stored):

@@ -10,7 +10,7 @@ from torch import Tensor, empty
 
 from forerun.kernels.cpu import _native
 from forerun.kernels.cpu.addresses import address_of, floats_of
-from forerun.kernels.recurrent_ops import DeltaHeads, Walk
+from forerun.kernels.recurrent_ops import DeltaHeads, Walk, check_decays
 from forerun.kernels.reference import ReferenceKernels
 
 
@@ -33,6 +33,7 @@ class CpuRecurrentOps(ReferenceKernels):
         self, qkv: Tensor, gates: Tensor, heads: DeltaHeads, decay: Tensor, bias: Tensor, memory: Tensor, walk: Walk
     ) -> Tensor:
         """See `RecurrentOps.gated_delta`."""
+        check_decays(len(decay), heads)
         return self._advance(qkv, gates, heads, decay, bias, None, memory, walk)
 
     def mamba2(
@@ -50,7 +51,7 @@ class CpuRecurrentOps(ReferenceKernels):
         out = empty(rows.shape[0], heads.values_size)
         given = [floats_of(tensor) for tensor in (rows, gates, decay, bias)]
         changed = (0 if skip is None else floats_of(skip), floats_of(memory), floats_of(out))
-        self.engine.gated_delta(*given, *changed, *_walk(walk, memory), rows.shape[0], *heads)
+        self.engine.gated_delta(*given, *changed, *_walk(walk, memory), rows.shape[0], *heads, len(decay))
         return out
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forerun.errors import KernelError
 from forerun.kernels.experts import check_routing
-from forerun.kernels.ops import ACTIVATIONS, ExpertBiases, PackedExperts, PackedLinear, Routing
+from forerun.kernels.ops import ACTIVATIONS, SQUARED_RELU, ExpertBiases, PackedExperts, PackedLinear, Routing
 from forerun.kernels.reference import check_activation
 from forerun.kernels.triton.banks import Bank, Slots, pack_bank
 from forerun.kernels.triton.common import EXACT, aligned, power_of_two
@@ -75,6 +75,8 @@ def pack_experts(
     check_activation(activation)
     if scales_inputs:
         raise KernelError("the Triton kernels have no experts whose inputs are scaled (Llama 4); choose --device cpu")
+    if activation == SQUARED_RELU:
+        raise KernelError("the Triton kernels have no experts without a gate (Nemotron-H); choose --device cpu")
     num_inputs, num_inner = gate_up[0].shape[1], down[0].shape[1]
     return TritonExperts(
         pack_bank(gate_up, (2 * num_inner, num_inputs)), pack_bank(down, (num_inputs, num_inner)), activation,

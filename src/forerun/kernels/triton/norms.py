@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.errors import KernelError
-from forerun.kernels.ops import ACTIVATIONS
+from forerun.kernels.ops import ACTIVATIONS, SQUARED_RELU
 from forerun.kernels.reference import check_activation
 from forerun.kernels.triton.common import EXACT, aligned, power_of_two, warps_for
 
@@ -36,6 +36,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, center
 def gated_act(gate_up: Tensor, activation: str) -> Tensor:
     """See `Kernels.gated_act`."""
     check_activation(activation)
+    if activation == SQUARED_RELU:
+        return gate_up.clamp(min=0).square_()
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, size, device=gate_up.device)
     grid = (num_rows, triton.cdiv(size, _ACT_BLOCK))

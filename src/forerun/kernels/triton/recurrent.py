@@ -96,6 +96,8 @@ def advance(
     planned: PlannedWalk,
 ) -> Tensor:  # fmt: skip
     """See `RecurrentOps.gated_delta`; with `skip` [num_values] see `RecurrentOps.mamba2`."""
+    if len(decay) != heads.num_values:
+        raise KernelError("the Triton kernels have no gate for each channel of keys (Kimi-Linear); choose device 'cpu'")
     if heads.key_dim > _MOST_KEYS:
         raise KernelError(
             f"keys of {heads.key_dim} entries in a recurrent layer: the Triton kernels take up to {_MOST_KEYS}; choose "

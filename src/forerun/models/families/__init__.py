@@ -20,6 +20,7 @@ from forerun.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from forerun.models.families.gpt_oss import GPT_OSS
 from forerun.models.families.granite import GRANITE
 from forerun.models.families.granite_hybrid import GRANITE_HYBRID
+from forerun.models.families.kimi_linear import KIMI_LINEAR
 from forerun.models.families.lfm2 import LFM2, LFM2_MOE
 from forerun.models.families.llama import LLAMA
 from forerun.models.families.llama4 import LLAMA4_TEXT
@@ -47,5 +48,5 @@ _WITH_SHARED = (ERNIE4_5_MOE, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM4_MOE_LITE
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, MINIMAX_M2, MIMO_V2_FLASH, *_WITH_SHARED)
 _LLAMA_LIKE = (LLAMA, MISTRAL, MINISTRAL3, QWEN2, MIMO, QWEN3, PHI3, GRANITE, SMOLLM3, GLM4, ERNIE4_5)
 _OTHERS = (GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, OLMO2, OLMO3, EXAONE4, COHERE2)
-_HYBRIDS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2, LFM2_MOE, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H)
+_HYBRIDS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, KIMI_LINEAR, LFM2, LFM2_MOE, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_LLAMA_LIKE, *_OTHERS, *_MIXTURES, *_HYBRIDS)}

@@ -31,9 +31,14 @@ def _biases(fields: Fields) -> Biases:
 
 
 def _latents(fields: Fields) -> LatentDims:
+    fields.expect("head_dim", fields.integer("qk_rope_head_dim"))
+    return latent_dims(fields)
+
+
+def latent_dims(fields: Fields) -> LatentDims:
+    """Attention over latents."""
     nope, rope = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
     fields.expect("qk_head_dim", nope + rope)
-    fields.expect("head_dim", rope)
     has_rank = fields.get("q_lora_rank") is not None
     return LatentDims(
         rank=fields.integer("kv_lora_rank"),
@@ -52,7 +57,7 @@ def sigmoid_experts(fields: Fields) -> ExpertsShape:
     ffn = fields.integer("moe_intermediate_size")
     types = _mlp_types(fields)
     return ExpertsShape(
-        routing=_routing(fields),
+        routing=routing_of(fields),
         ffn_size=ffn,
         shared_size=ffn * fields.integer("n_shared_experts", default=0, minimum=0),
         correction=True,
@@ -69,7 +74,8 @@ def _mlp_types(fields: Fields) -> tuple[str, ...] | None:
     return types
 
 
-def _routing(fields: Fields) -> Routing:
+def routing_of(fields: Fields) -> Routing:
+    """How rows choose among experts by corrected sigmoids within groups."""
     name = "num_local_experts" if fields.given("num_local_experts") else "n_routed_experts"  # transformers knows both
     num_experts = fields.integer(name, maximum=MAX_EXPERTS)
     num_groups = fields.integer("n_group", maximum=num_experts)

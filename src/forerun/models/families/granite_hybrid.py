@@ -33,13 +33,14 @@ MAMBA_DEFAULTS = {
     "mamba_expand": 2,
     "mamba_conv_bias": True,
 }
+NO_LIMITS = ([0.0, {"__float__": "Infinity"}], [0.0, 1e30])  # as transformers 5 and NVIDIA write infinity
 EXPERT_FIELDS = words("num_local_experts num_experts_per_tok shared_intermediate_size")
 OTHER_FIELDS = words("attention_bias layer_types position_embedding_type normalization_function init_method")
 
 
 def expect_all_steps(fields: Fields) -> None:
     """Raises UnsupportedError if steps of Mamba-2 are limited; time_step_min and the like say how training began."""
-    if fields.get("time_step_limit") != [0.0, {"__float__": "Infinity"}]:  # as transformers 5 writes infinity
+    if fields.get("time_step_limit") not in NO_LIMITS:
         fields.expect("time_step_limit", [0.0, inf])
 
 

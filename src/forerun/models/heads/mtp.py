@@ -18,12 +18,14 @@ Gemma 4     Has an assistant, a checkpoint of its own: see `heads.assistant`.
 MiMo-V2     As Qwen3-Next, with a layer in a window and without experts. Stored as `model.mtp.layers.0` and two more,
             which are left alone.
 LongCat     As Qwen3-Next, with one attention and one dense part. Stored as `model.mtp`.
+Nemotron-H  As Qwen3-Next with DeepSeek's names, final_layernorm for norm. Attention and feed-forward part are layers of
+            their own, as in the target, stored as `mtp.layers.0` and `mtp.layers.1`.
 MiMo        h' = input_proj [hidden_layernorm h; token_layernorm embed(x)], the other way round; a Llama-like layer;
             logits = the target's lm_head of final_layernorm(y). Stored as `model.mtp_layers.0`. h is the state before
             the final norm and y is fed back.
 Sources: DeepSeek-V3 (2412.19437) and its README_WEIGHTS.md; vLLM models/deepseek_mtp.py, glm4_moe_mtp.py,
-step3p5_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py, mimo_v2_mtp.py, longcat_flash_mtp.py, mimo.py and mimo_mtp.py;
-FastDeploy models/ernie4_5_mtp.py.
+step3p5_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py, mimo_v2_mtp.py, longcat_flash_mtp.py, nemotron_h_mtp.py, mimo.py and
+mimo_mtp.py; FastDeploy models/ernie4_5_mtp.py.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ from forerun.kernels.ops import Kernels
 from forerun.layers.linear import Linear
 from forerun.models.build import Builder
 from forerun.models.config import ModelConfig
-from forerun.models.decoder import Decoder
+from forerun.models.decoder import Decoder, DecoderLayer
 from forerun.models.families import FAMILIES
+from forerun.models.families.nemotron_h import module_kinds
 from forerun.models.family import same_names
 from forerun.models.fields import Fields, words
 from forerun.models.heads.assistant import ASSISTANTS, read_assistant
@@ -76,6 +79,7 @@ class MtpLayout:
     before_norm: bool = False  # reads the target's state before its final norm, and is fed its own before it
     masks_start: bool = False
     is_dense: bool = False  # the layer has no experts, whatever the target's have
+    in_two: bool = False  # its two parts are layers of their own, as in Nemotron-H
     names: Mapping[str, Any] = field(default_factory=dict)  # of its layer, where they differ from the target's layers
     sign: str = ""  # the module it is told by; "": the projection
 
@@ -167,6 +171,18 @@ _LONGCAT = MtpLayout(
 )
 
 
+_NEMOTRON = MtpLayout(
+    own=f"{QWEN}.",
+    second=f"{QWEN}.layers.2.",
+    layer=f"{QWEN}.layers.{{index}}",
+    token_norm=f"{QWEN}.layers.0.enorm",
+    state_norm=f"{QWEN}.layers.0.hnorm",
+    projection=f"{QWEN}.layers.0.eh_proj",
+    final_norm=f"{QWEN}.layers.1.final_layernorm",
+    in_two=True,
+)
+
+
 def open_mtp(name_or_folder: str | Path) -> Source:
     """The tensors a module is among, of a folder, a GGUF file or a hub id. Raises ModelError."""
     return open_checkpoint(resolve_model(name_or_folder))
@@ -185,14 +201,14 @@ def read_mtp(source: Source, target: Decoder, kernels: Kernels, weights: HeadWei
     wanted = dict.fromkeys([*(layout.projection for layout in layouts), f"{MIMO}.0.input_proj"])
     raise UnsupportedError(
         f"{source.folder} has no MTP module for this target: none of {', '.join(f'{name}.weight' for name in wanted)} "
-        "(DeepSeek, GLM and Step, Qwen, Ernie, MiMo-V2, LongCat, MiMo) is there, nor is it an assistant of Gemma 4; "
-        "give a module's folder with --draft-model, or choose another drafter"
+        "(DeepSeek, GLM and Step, Qwen, Ernie, MiMo-V2, LongCat, Nemotron-H, MiMo) is there, nor is it an assistant of "
+        "Gemma 4; give a module's folder with --draft-model, or choose another drafter"
     )
 
 
 def _layouts(num_layers: int) -> tuple[MtpLayout, ...]:
     """Those of modules whose layer is of the target's family, which has `num_layers`."""
-    return _step(num_layers), _deepseek(num_layers), _QWEN, _ERNIE, _MIMO_V2, _LONGCAT
+    return _step(num_layers), _deepseek(num_layers), _QWEN, _ERNIE, _MIMO_V2, _LONGCAT, _NEMOTRON
 
 
 def _find_layout(source: Source, num_layers: int) -> MtpLayout | None:
@@ -296,6 +312,7 @@ class _FamilyModule:
         names = replace(family.names, layer=layout.layer, **layout.names)
         config, family = ModelConfig.read(raw, family), replace(family, names=names, names_of=same_names)
         config = replace(config, experts=None) if layout.is_dense else config
+        config = _in_two(config, raw) if layout.in_two else config
         self.source, self.target, self.layout = source, target, layout
         self.builder = Builder(config, family, source, kernels, None, target.max_position, choose_format)
         self.reader = HeadReader(source, target, self.builder, config)
@@ -303,7 +320,7 @@ class _FamilyModule:
     def read(self) -> DraftHead:
         """The module."""
         layout, size, shared = self.layout, self.target.hidden_size, self.target.parts
-        layer = self.builder.layer(num_layers(self.target))
+        layer = self._layer_in_two() if layout.in_two else self.builder.layer(num_layers(self.target))
         assert layer.attention_norm is not None  # the entrance's
         attention = layer.attending
         if not attention.is_latent and attention.shape.window == 0:
@@ -334,8 +351,25 @@ class _FamilyModule:
             )
         )
 
+    def _layer_in_two(self) -> DecoderLayer:
+        attending, feeding = self.builder.layer(0), self.builder.layer(1)
+        return replace(attending, mlp_norm=feeding.attention_norm, mlp=feeding.mlp)
+
     def _lm_head(self) -> Linear:
         module = self.layout.lm_head
         if not self.source.has(f"{module}.weight"):
             return self.target.parts.lm_head
         return self.reader.linear(module, self.target.vocab_size, self.target.hidden_size)
+
+
+def _in_two(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of a module's two layers; raises UnsupportedError for other layers than one of each part."""
+    kinds = module_kinds(Fields(raw, {}))
+    if kinds not in (("full_attention", "moe"), ("full_attention", "mlp")):
+        raise UnsupportedError(
+            f"config.json: mtp_layers_block_type or mtp_hybrid_override_pattern asks for layers {', '.join(kinds)} in "
+            "the MTP module; supported is one of full_attention, then one of moe or mlp; choose another drafter"
+        )
+    experts = None if config.experts is None else replace(config.experts, dense=frozenset({0}))
+    is_sparse = kinds[1] == "moe"
+    return replace(config, num_layers=2, parts=("mixer", "mlp"), recurrent=None, experts=experts if is_sparse else None)
