@@ -117,7 +117,7 @@ def test_a_forward_stays_on_the_device_of_its_kernels(case: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen3.5", "qwen3-next", "lfm2", "granite-hybrid-moe", "falcon-h1-norm", "nemotron-h"]
+    "case", ["qwen3.5", "qwen3-next", "lfm2", "granite-hybrid-moe", "falcon-h1-norm", "nemotron-h", "kimi-linear"]
 )
 def test_recurrent_layers_stay_on_the_device_of_their_kernels(case: str, tmp_path: Path) -> None:
     """Passes, replays of accepted drafts, states that are kept."""

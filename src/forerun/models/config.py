@@ -16,7 +16,7 @@ from forerun.layers.rotary import RopeSpec, score_factor
 from forerun.models.blocks import ExpertsShape, LatentDims, LayerShape, PerLayerSizes
 from forerun.models.family import Biases, Family, Parts, QkNorm, Scales
 from forerun.models.fields import Fields, words
-from forerun.models.recurrent_dims import DeltaDims, MambaDims, RecurrentDims
+from forerun.models.recurrent_dims import MambaDims, RecurrentDims
 from forerun.models.rope_config import LOCAL_BASE, ROPE_FIELDS, reachable_positions, read_rope, read_window_rope
 from forerun.quant.formats import check_quantization
 
@@ -140,10 +140,9 @@ class ModelConfig:
     @property
     def on_cpus_only(self) -> str:
         """The part that runs on CPUs only so far; "": there is none."""
-        experts, dims = self.experts, self.recurrent
+        experts = self.experts
         parts = {
             "layers with heads of several sizes": any(s.heads.head_dim != self.heads.head_dim for s in self.shapes),
-            "recurrent layers with a gate for each channel": isinstance(dims, DeltaDims) and dims.gate_rank > 0,
             "experts without a gate": experts is not None and not experts.has_gate,
             "experts whose inputs are weighed": experts is not None and experts.scales_inputs,
         }

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.errors import KernelError
-from forerun.kernels.recurrent_ops import DeltaHeads, Walk
+from forerun.kernels.recurrent_ops import DeltaHeads, Walk, check_decays
 from forerun.kernels.triton.common import EXACT, aligned, power_of_two
 from forerun.kernels.triton.norms import gated
 
@@ -96,8 +96,7 @@ def advance(
     planned: PlannedWalk,
 ) -> Tensor:  # fmt: skip
     """See `RecurrentOps.gated_delta`; with `skip` [num_values] see `RecurrentOps.mamba2`."""
-    if len(decay) != heads.num_values:
-        raise KernelError("the Triton kernels have no gate for each channel of keys (Kimi-Linear); choose device 'cpu'")
+    check_decays(len(decay), heads)
     if heads.key_dim > _MOST_KEYS:
         raise KernelError(
             f"keys of {heads.key_dim} entries in a recurrent layer: the Triton kernels take up to {_MOST_KEYS}; choose "
