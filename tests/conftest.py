@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -15,6 +16,10 @@ from tests.support.shared import MISSING
 # Read when torch is imported, here and in child processes. OpenMP's threads spin while they wait: two test processes
 # with two threads each on two cores took twice the CPU time. The kernels' own threads are left as users have them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton's interpreter multiplies with numpy. With AVX2 OpenBLAS rounds a row of a product by its place in the matrix,
+# with these older instructions it does not, so that what kernels promise can be tested. Read when numpy is imported.
+if platform.machine() in ("x86_64", "AMD64"):
+    os.environ.setdefault("OPENBLAS_CORETYPE", "Nehalem")
 os.environ["FORERUN_CACHE"] = os.devnull  # nothing can be kept there: tests do not depend on those before them
 
 # Test -> why CI may do without its data or programs. A reviewed list.

@@ -66,8 +66,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h_moe": ("nemotron_h", {**SPARSE, "layers_block_type": ALL_SPARSE, "mamba_head_dim": 16, **LATENT}),
     "kimi-linear": ("kimi_linear", {**KIMI, "linear_num_heads": 4}),  # as many as attention has, for llama.cpp
 }  # fmt: skip
-# Where the file's matrices are others: columns in another order, multiplied with the multipliers; or the exponentials in
-# it were computed on a machine whose last bits are others.
+# Where the file's matrices are others: columns in another order, multiplied with the multipliers; or the exponentials
+# in it were computed on a machine whose last bits are others.
 ROUNDED_OTHERWISE = (
     "qwen35", "qwen35moe", "falcon-h1", "falcon-h1-norm", "granitehybrid", "granitehybrid-moe", "nemotron_h",
 )  # fmt: skip
