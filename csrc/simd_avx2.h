@@ -294,11 +294,14 @@ FORERUN_INLINE void add_half(__m256i& sums, __m256i size, __m256i sign, const in
     sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     asm("" : "+x"(sums));  // as below
 }
-FORERUN_INLINE void add_first_half(I& sums, const SignedBytes& w, const int32_t* word) {
-    add_half(sums.a, w.size.a, w.sign.a, word);
-}
-FORERUN_INLINE void add_second_half(I& sums, const SignedBytes& w, const int32_t* word) {
-    add_half(sums.b, w.size.b, w.sign.b, word);
+constexpr int kRegisters = 2;  // that 16 sums take
+template <int HALF>
+FORERUN_INLINE void add_line(I& sums, const SignedBytes& w, const int32_t* word) {
+    if constexpr (HALF == 0) {
+        add_half(sums.a, w.size.a, w.sign.a, word);
+    } else {
+        add_half(sums.b, w.size.b, w.sign.b, word);
+    }
 }
 inline Pairs add_pairs(Pairs x, Pairs y) {
     x = {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)};

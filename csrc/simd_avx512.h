@@ -280,6 +280,11 @@ inline Pairs add_pairs(Pairs x, Pairs y) {
 inline void add_all_pairs(I& sums, Pairs x) {
     sums.v = _mm512_add_epi32(sums.v, _mm512_madd_epi16(x.v, _mm512_set1_epi16(1)));
 }
+constexpr int kRegisters = 1;  // that 16 sums take
+template <int HALF, int BITS>
+inline void add_line(I& sums, const Weights<BITS>& w, const int32_t* word) {
+    add_all_pairs(sums, pair_sums<BITS>(w, word));
+}
 #endif
 
 }  // namespace forerun::FORERUN_ISA
