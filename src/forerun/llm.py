@@ -325,7 +325,7 @@ class LLM:
             parent_id=group_id,
             bad_word_ids=bad_word_ids,
             adapter=adapter,
-            prediction=prediction,
+            prediction=prediction[: 2 * max_tokens],  # more cannot be repeated, even if half of it is left out
             stop_token_ids=frozenset(filter(self._has_row, (*params.stop_token_ids, *eos))),
             max_len=len(token_ids) + max_tokens,
         )

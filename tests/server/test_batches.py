@@ -24,7 +24,18 @@ from forerun.cli.app import app as cli
 from forerun.errors import ConfigError, DataError
 from forerun.models.loader import load_model
 from forerun.server.batch_files import AnswerFile, BatchInput, errors_path, open_answers
-from forerun.server.batches import BadRow, BatchRow, Shard, answer_all, answer_row, read_row, seed_of
+from forerun.server.batches import (
+    BadRow,
+    BatchRow,
+    BatchServer,
+    Shard,
+    Stops,
+    UnavailableError,
+    answer_all,
+    answer_row,
+    read_row,
+    seed_of,
+)
 from tests.server.conftest import Post
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -178,7 +189,7 @@ def test_files_that_cannot_be_used(batch: Callable[..., Any], tmp_path: Path) ->
 def test_any_cut_of_a_file_of_answers_can_be_resumed(tmp_path: Path) -> None:
     answers = AnswerFile(tmp_path / "out.jsonl")
     for i in range(4):
-        answers.write({"id": f"é{i}", "custom_id": str(i), "response": {"a\n": 1}, "error": None})
+        answers.write({"id": f"batch_req_é{i}", "custom_id": str(i), "response": {"a\n": 1}, "error": None})
     answers.close()
     whole = answers.path.read_bytes()
     for cut in range(len(whole) + 1):
@@ -222,15 +233,15 @@ def test_a_signal_ends_it_and_leaves_what_can_be_resumed(app: FastAPI, client: o
     written: list[str] = []
 
     async def stopped() -> None:
-        stopping = asyncio.Event()
+        stops = Stops(asyncio.Event(), asyncio.Event())
 
         def note(succeeded: bool, answer: dict[str, Any]) -> None:
             assert succeeded
             written.append(answer["custom_id"])
             if len(written) == 5:
-                stopping.set()
+                stops.signal()
 
-        await answer_all(app, given, 0, 3, stopping, 30.0, note)  # type: ignore[arg-type]
+        await answer_all(BatchServer(app, lambda: True), given, 3, stops, 30.0, note)  # type: ignore[arg-type]
 
     assert client is not None  # the application runs
     asyncio.run(stopped())
@@ -288,7 +299,7 @@ def test_what_differs_from_run_to_run_is_left_out() -> None:
 
     row = read_row(json.dumps(chat_row("a")).encode(), 1)
     assert isinstance(row, BatchRow)
-    answers = [asyncio.run(answer_row(app, row, 7)) for _ in range(2)]
+    answers = [asyncio.run(answer_row(BatchServer(app, lambda: True, 7), row)) for _ in range(2)]
     assert answers[0] == answers[1] and answers[0][0]
     body = answers[0][1]["response"]["body"]
     [call] = body["choices"][0]["message"]["tool_calls"]
@@ -313,3 +324,81 @@ def test_lines_of_any_length_are_told_apart(tmp_path: Path, ending: str) -> None
 
 def test_a_line_that_is_nested_too_deeply_is_bad() -> None:
     assert isinstance(read_row(b'{"a":' * 100_000, 1), BadRow)
+
+
+def answering(*statuses: int) -> tuple[Any, list[dict[str, Any]]]:
+    """An application that answers with these statuses in turn, the last one again and again; what it was sent."""
+    bodies: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        bodies.append(json.loads((await receive())["body"]))
+        status = statuses[min(len(bodies), len(statuses)) - 1]
+        body = {"choices": []} if status == 200 else {"error": {"message": "trouble"}}
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+    return app, bodies
+
+
+@pytest.mark.parametrize(
+    ("statuses", "num_sent", "status"),
+    [((429,) * 6 + (200,), 7, 200), ((503, 500, 200), 3, 200), ((500,), 4, 500), ((400,), 1, 400), ((504,), 1, 504)],
+)
+def test_only_what_the_row_is_to_blame_for_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, statuses: tuple[int, ...], num_sent: int, status: int
+) -> None:
+    monkeypatch.setattr("forerun.server.batches.PAUSE_S", 0.0)
+    app, sent = answering(*statuses)
+    row = read_row(json.dumps(chat_row("a", seed=-1)).encode(), 1)
+    assert isinstance(row, BatchRow)
+    succeeded, answer = asyncio.run(answer_row(BatchServer(app, lambda: True), row))
+    assert answer["response"]["status_code"] == status and succeeded == (status == 200) and len(sent) == num_sent
+    assert all(body["seed"] == seed_of(0, "a") for body in sent)  # -1 means any
+
+
+def test_a_failed_engine_ends_the_job_and_keeps_what_was_answered() -> None:
+    app, _ = answering(200, 200, 500)
+    given = [read_row(json.dumps(chat_row(f"r{i}")).encode(), i) for i in range(20)]
+    written: list[str] = []
+
+    async def failing() -> None:
+        stops = Stops(asyncio.Event(), asyncio.Event())
+        server = BatchServer(app, lambda: False)
+        await answer_all(server, given, 4, stops, 1.0, lambda _, answer: written.append(answer["custom_id"]))  # type: ignore[arg-type]
+
+    with pytest.raises(UnavailableError, match="trouble"):
+        asyncio.run(failing())
+    assert written == ["r0", "r1"] or sorted(written) == ["r0", "r1"]
+
+
+def test_a_second_signal_ends_what_runs() -> None:
+    async def hanging(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(60)
+
+    given = [read_row(json.dumps(chat_row(f"r{i}")).encode(), i) for i in range(5)]
+
+    async def stopped() -> None:
+        stops = Stops(asyncio.Event(), asyncio.Event())
+        asyncio.get_running_loop().call_later(0.05, stops.signal)
+        asyncio.get_running_loop().call_later(0.1, stops.signal)
+        await answer_all(BatchServer(hanging, lambda: True), given, 2, stops, 50.0, lambda *_: None)  # type: ignore[arg-type]
+
+    started = time.monotonic()
+    asyncio.run(stopped())
+    assert time.monotonic() - started < 20
+
+
+def test_files_that_are_no_answers_are_left_alone(batch: Callable[..., Any], tmp_path: Path) -> None:
+    given = write(tmp_path / "in.jsonl", rows())
+    notes = tmp_path / "notes.json"
+    for content in ('{"precious": [1, 2, 3]}', '{"precious": 1}\n', "x"):
+        notes.write_text(content, "utf-8")
+        with pytest.raises(DataError, match="is no answer"):
+            open_answers(notes, True, False)
+        assert notes.read_text("utf-8") == content
+    whole = given.read_bytes()
+    assert "has the rows" in batch(given, given, "--resume", status=2).output and given.read_bytes() == whole
+    assert "file of errors" in batch(given, tmp_path / "a.errors.jsonl", status=2).output
+    assert "use coupled" in " ".join(
+        batch(given, tmp_path / "o.jsonl", "--verification", "rejection", status=2).output.split()
+    )

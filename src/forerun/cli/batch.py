@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 BATCH = "Batch"
 SAMPLES = 64  # most answers of one row
+GRAMMAR_S = 120.0  # for compiling a schema: nobody waits
 AHEAD = 2  # rows given to the engine for each that it computes, so that none of its seats waits
 
 
@@ -63,19 +64,33 @@ def batch(files: Files, engine: ServedEngine, drafting: ServedDrafting) -> None:
     from forerun.server.batch_files import BatchInput, open_answers
 
     name, shard = opt.chosen_model(None, files.model), _shard(files.shard)
+    _check(files, drafting)
     with _locked(files.answers):
         answers, errors = open_answers(files.answers, files.resume, files.retry_errors)
         rows = BatchInput.scan(files.rows, files.max_row_bytes, shard, answers.ids | errors.ids)
-        for bad in rows.bad:
-            errors.write(bad.answer())
-        stopped = False
+        llm = open_llm(name, **{**drafting.of(name), **values(engine)}) if rows.places else None
+        if files.retry_errors:
+            errors.forget()
         with closing(answers), closing(errors):
-            if rows.places:
-                llm = open_llm(name, **{**drafting.of(name), **values(engine)})
-                stopped = asyncio.run(_answer(llm, files, engine, rows, answers, errors))
-    _report(files, rows, answers, errors)
-    if stopped:
+            for bad in rows.bad:
+                errors.write(bad.answer())
+            if llm is not None:
+                asyncio.run(_answer(llm, files, engine, rows, answers, errors))
+    num_left = len(rows.places) + len(rows.bad) - answers.num_new - errors.num_new
+    _report(files, rows.num_done, answers, errors, num_left)
+    if num_left:
         raise typer.Exit(128 + signal.SIGTERM)
+
+
+def _check(files: Files, drafting: ServedDrafting) -> None:
+    """Raise ConfigError for what would lose rows or make answers depend on the run."""
+    if drafting.verification != "coupled":
+        raise ConfigError(
+            f"--verification {drafting.verification} makes answers depend on drafts, and so on how a batch is run: use "
+            "coupled"
+        )
+    if files.rows.exists() and files.answers.exists() and files.rows.samefile(files.answers):
+        raise ConfigError(f"{files.answers} has the rows: choose another path for the answers")
 
 
 def _shard(text: str) -> Shard:
@@ -96,31 +111,33 @@ def _locked(answers: Path) -> Iterator[None]:
     try:
         with lock:
             yield
+            with suppress(OSError):
+                Path(lock.lock_file).unlink()  # while it is held: nobody else can hold it when it is gone
     except Timeout as error:
         raise ConfigError(f"another process is writing {answers}: wait for it, or choose another path") from error
-    with suppress(OSError):
-        Path(lock.lock_file).unlink()
 
 
 async def _answer(
     llm: LLM, files: Files, engine: ServedEngine, rows: BatchInput, answers: AnswerFile, errors: AnswerFile
-) -> bool:
-    """Answer the rows that are left; whether a signal ended it early."""
+) -> None:
+    """Answer the rows that are left, or until a signal comes."""
     from forerun.server.app import create_app
-    from forerun.server.batches import UnavailableError, answer_all
+    from forerun.server.batches import BatchServer, Stops, UnavailableError, answer_all
     from forerun.server.settings import ServerSettings
 
     names = tuple(files.served_model_name or (model_id(llm.config.model),))
     num_at_once = AHEAD * engine.max_num_seqs
     settings = ServerSettings(
         served_names=names, max_queue=num_at_once * SAMPLES, max_connections=num_at_once + 1, max_samples=SAMPLES,
-        max_body_bytes=files.max_row_bytes, warm_grammars=False,
+        max_body_bytes=2 * files.max_row_bytes + (1 << 20), warm_grammars=False, grammar_timeout_s=GRAMMAR_S,
     )  # fmt: skip
     settings.check_adapters(llm.adapters)
-    app, stopping, loop = create_app(llm, settings), asyncio.Event(), asyncio.get_running_loop()
+    app, stops, loop = create_app(llm, settings), Stops(asyncio.Event(), asyncio.Event()), asyncio.get_running_loop()
     with suppress(NotImplementedError):  # Windows, where Ctrl-C ends it as any program
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stopping.set)
+            loop.add_signal_handler(number, stops.signal)
+    service = app.state.service
+    server = BatchServer(app, lambda: bool(service.healthy), engine.seed, names[0] if files.any_model else None)
     with progress_bar("rows", len(rows.places), err().is_terminal) as advance:
 
         def write(succeeded: bool, answer: dict[str, Any]) -> None:
@@ -129,23 +146,19 @@ async def _answer(
 
         async with app.router.lifespan_context(app):
             try:
-                await answer_all(
-                    app, rows.rows(), engine.seed, num_at_once, stopping, files.drain_s, write,
-                    names[0] if files.any_model else None,
-                )  # fmt: skip
+                await answer_all(server, rows.rows(), num_at_once, stops, files.drain_s, write)
             except UnavailableError as error:
                 raise ResourceError(f"{error}; what was answered is kept: --resume goes on") from error
-    return stopping.is_set()
 
 
-def _report(files: Files, rows: BatchInput, answers: AnswerFile, errors: AnswerFile) -> None:
-    num_left = len(rows.places) + len(rows.bad) - answers.num_new - errors.num_new
-    figures = {"answered": answers.num_new, "failed": errors.num_new, "done_before": rows.num_done, "left": num_left}
+def _report(files: Files, num_done: int, answers: AnswerFile, errors: AnswerFile, num_left: int) -> None:
+    figures = {"answered": answers.num_new, "failed": errors.num_new, "done_before": num_done, "left": num_left}
     if files.json:
-        print_json({**figures, "answers": str(answers.path), "errors": str(errors.path) if errors.num_new else None})
+        there = str(errors.path) if errors.path.exists() else None
+        print_json({**figures, "answers": str(answers.path), "errors": there})
         return
     said = [f"{answers.num_new} rows answered in {answers.path}"]
-    said += [f"{rows.num_done} were done before"] if rows.num_done else []
+    said += [f"{num_done} were done before"] if num_done else []
     said += [f"{errors.num_new} failed: {errors.path} says why"] if errors.num_new else []
     said += [f"{num_left} are left: --resume goes on with them"] if num_left else []
     out().print("; ".join(said), soft_wrap=True)

@@ -80,11 +80,8 @@ class SuffixDrafter(Stateless):
         self._readings: dict[str, _Reading] = {}
 
     def begin(self, request: Request) -> None:
-        """Start a text, of what is expected behind the prompt; it catches up when the request first drafts."""
-        text = self._kit.text(self._window, self._corpus)
-        if request.prediction:
-            text.extend([*request.prompt_token_ids[1 - self._window :], *request.prediction] * PREDICTED)
-        self._readings[request.request_id] = _Reading(request, text, text.size)
+        """Start an empty text; it catches up when the request first drafts."""
+        self._readings[request.request_id] = _Reading(request, self._kit.text(self._window, self._corpus), 0)
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Grow each tree from the tail's occurrences."""
@@ -101,6 +98,9 @@ class SuffixDrafter(Stateless):
             self.begin(request)
         reading = self._readings[request.request_id]
         text = reading.text
+        if request.prediction and text.size == 0:  # first what is expected, as it would follow the prompt
+            text.extend([*request.prompt_token_ids[1 - self._window :], *request.prediction] * PREDICTED)
+            reading.num_before = text.size
         new = request.token_ids[text.size - reading.num_before :]
         if len(new) > self.max_nodes:  # more than one step can add
             draft.num_caught_up += len(new)

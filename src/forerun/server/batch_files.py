@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
-from forerun.errors import ConfigError, DataError
+from forerun.errors import ConfigError, DataError, ResourceError
 from forerun.server.batches import BadRow, BatchRow, Shard, read_row
 
-WINDOW: Final = 2048  # rows that are sorted by their prompts, so that those that begin alike share a prefix
+# Rows, and their bytes, that are sorted by their prompts, so that those that begin alike share a prefix.
+WINDOW, WINDOW_BYTES = 2048, 32 << 20
+BEGINNING: Final = b'{"id": "batch_req_'  # of every answer
 
 
 class _RowPlace(NamedTuple):
     line: int
     offset: int
+    size: int = 0  # in bytes
 
 
 @dataclass(slots=True)
@@ -43,8 +46,8 @@ class BatchInput:
             name = row.custom_id
             if name is not None and name in first_lines:
                 row = BadRow(place.line, name, f"line {first_lines[name]} has the same custom_id; the first one counts")
-            if name is not None:
-                first_lines.setdefault(name, place.line)
+            if isinstance(row, BatchRow):
+                first_lines[row.custom_id] = place.line
             found._sort(row, place, shard, done)
         return found
 
@@ -59,20 +62,30 @@ class BatchInput:
             self.places.append(place)
 
     def rows(self) -> Iterator[BatchRow]:
-        """The rows to do; of every WINDOW those whose prompts begin alike follow each other."""
+        """The rows to do; those of a window whose prompts begin alike follow each other."""
         with self.path.open("rb") as file:
-            for start in range(0, len(self.places), WINDOW):
-                yield from sorted(
-                    self._window(file, self.places[start : start + WINDOW]), key=lambda row: row.prompt_key
-                )
+            for places in self._windows():
+                rows = [self._read(file, place) for place in places]
+                yield from sorted(rows, key=lambda row: row.prompt_key)
 
-    def _window(self, file: BinaryIO, places: Sequence[_RowPlace]) -> Iterator[BatchRow]:
-        for place in places:
-            file.seek(place.offset)
-            row = read_row(file.readline(), place.line)
-            if isinstance(row, BadRow):
-                raise DataError(f"{self.path} was changed while it was read: {row.message}")
-            yield row
+    def _windows(self) -> Iterator[list[_RowPlace]]:
+        window: list[_RowPlace] = []
+        num_bytes = 0
+        for place in self.places:
+            if window and (len(window) == WINDOW or num_bytes + place.size > WINDOW_BYTES):
+                yield window
+                window, num_bytes = [], 0
+            window.append(place)
+            num_bytes += place.size
+        if window:
+            yield window
+
+    def _read(self, file: BinaryIO, place: _RowPlace) -> BatchRow:
+        file.seek(place.offset)
+        row = read_row(file.read(place.size), place.line)
+        if isinstance(row, BadRow):
+            raise DataError(f"{self.path} was changed while it was read: {row.message}")
+        return row
 
 
 def _lines(path: Path, max_bytes: int) -> Iterator[tuple[_RowPlace, bytes | None]]:
@@ -81,7 +94,7 @@ def _lines(path: Path, max_bytes: int) -> Iterator[tuple[_RowPlace, bytes | None
         with path.open("rb") as file:
             number = offset = 0
             while line := file.readline(max_bytes + 1):
-                number, place = number + 1, _RowPlace(number + 1, offset)
+                number, place = number + 1, _RowPlace(number + 1, offset, len(line))
                 offset += len(line)
                 if len(line) <= max_bytes or line.endswith(b"\n"):
                     if line.strip():
@@ -115,7 +128,7 @@ class AnswerFile:
         with self.path.open("r+b") as file:
             for number, line in enumerate(file, 1):
                 answer_id = _id_in(line)
-                if answer_id is None and line.endswith(b"\n"):
+                if not line.startswith(BEGINNING[: len(line)]) or (answer_id is None and line.endswith(b"\n")):
                     raise DataError(f"line {number} of {self.path} is no answer of a batch: choose another path")
                 if answer_id is None or not line.endswith(b"\n"):
                     break
@@ -124,16 +137,19 @@ class AnswerFile:
             file.truncate(end)
 
     def forget(self) -> None:
-        """Delete the file: its rows are to be done again."""
+        """Delete the file: its rows are done again."""
         self.path.unlink(missing_ok=True)
-        self.ids.clear()
 
     def write(self, answer: dict[str, Any]) -> None:
-        """Add an answer; a process that is killed afterwards does not lose it."""
-        if self._file is None:
-            self._file = self.path.open("ab")
-        self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
+        """Add an answer; a process that is killed afterwards does not lose it. Raises ResourceError if it cannot."""
+        try:
+            if self._file is None:
+                self._file = self.path.open("ab")
+            self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            told = f"cannot write {self.path}: {error.strerror or error}; make room, then go on with --resume"
+            raise ResourceError(told) from error
         self.num_new += 1
 
     def close(self) -> None:
@@ -161,13 +177,15 @@ def errors_path(answers: Path) -> Path:
 def open_answers(path: Path, resume: bool, retry_errors: bool) -> tuple[AnswerFile, AnswerFile]:
     """The files of answers and of errors. Raises ConfigError if they exist and are not to be added to."""
     answers, errors = AnswerFile(path), AnswerFile(errors_path(path))
+    if path.stem.endswith(".errors"):
+        raise ConfigError(f"{path.name} is the name of a file of errors: choose another one for the answers")
     if retry_errors and not resume:
         raise ConfigError("--retry-errors goes together with --resume: give both, or neither")
     there = [file.path for file in (answers, errors) if file.path.exists()]
     if there and not resume:
         raise ConfigError(f"{there[0]} is there: --resume goes on with it; else delete it or choose another path")
     answers.resume()
-    if retry_errors:
-        errors.forget()
     errors.resume()
+    if retry_errors:
+        errors.ids.clear()
     return answers, errors

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +25,11 @@ URLS: Final = ("/v1/chat/completions", "/v1/completions")
 FIELDS: Final = ("custom_id", "method", "url", "body")
 _Running = asyncio.Task[tuple[bool, dict[str, Any]]]
 MAX_ID: Final = 512  # characters of a custom_id
-UNAVAILABLE: Final = 503
+# Answers that say nothing of the row: the queue or the grammar compiler is full, the engine or a helper process failed.
+BUSY, PASSING = 429, (408, 499, 500, 503)
+MAX_TRIES: Final = 4  # of a row that meets the latter
+PAUSE_S: Final = 0.1  # before the first next try; twice as long before each further one, up to LONGEST_PAUSE_S
+LONGEST_PAUSE_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +129,39 @@ class UnavailableError(Exception):
     """The engine has failed or stops: no further row will be answered."""
 
 
-async def answer_row(app: ASGIApp, row: BatchRow, seed: int, model: str | None = None) -> tuple[bool, dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class BatchServer:
+    """Who answers rows, and how.
+
+    `healthy`: whether the application's engine works; `model`: the model of all rows, None for what each names.
+    """
+
+    app: ASGIApp
+    healthy: Callable[[], bool]
+    seed: int = 0
+    model: str | None = None
+
+
+async def answer_row(server: BatchServer, row: BatchRow) -> tuple[bool, dict[str, Any]]:
     """Whether a row succeeded, and its line in the file of answers or of errors. Raises UnavailableError.
 
-    seed: the job's; model: whatever the row names.
+    What has nothing to do with the row is tried again.
     """
-    body = row.body if model is None else {**row.body, "model": model}
-    if body.get("seed") is None:
-        body = {**body, "seed": seed_of(seed, row.custom_id)}
-    status, text = await _post(app, row.url, json.dumps(body).encode())
-    answer = json.loads(text)
-    if status == UNAVAILABLE:
-        raise UnavailableError(answer["error"]["message"])
+    body = row.body if server.model is None else {**row.body, "model": server.model}
+    if body.get("seed") in (None, -1):
+        body = {**body, "seed": seed_of(server.seed, row.custom_id)}
+    sent = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    num_tries, pause_s = 1, PAUSE_S
+    while True:
+        status, text = await _post(server.app, row.url, sent)
+        answer = json.loads(text)
+        if status in PASSING and not server.healthy():
+            raise UnavailableError(answer["error"]["message"])
+        if status != BUSY and (status not in PASSING or num_tries == MAX_TRIES):
+            break
+        num_tries += status in PASSING
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     said = {"status_code": status, "request_id": _id("req", row.custom_id), "body": _lasting(answer, row.custom_id)}
     return status == 200, {
         "id": row.answer_id,
@@ -195,43 +221,57 @@ def _id(prefix: str, name: str, joint: str = "_") -> str:
     return f"{prefix}{joint}{sha256(name.encode()).hexdigest()[:24]}"
 
 
+@dataclass(slots=True)
+class Stops:
+    """What signals ask for: first that no row begins, then that those that run end at once."""
+
+    soon: asyncio.Event
+    now: asyncio.Event
+
+    def signal(self) -> None:
+        """A signal came."""
+        (self.now if self.soon.is_set() else self.soon).set()
+
+
 async def answer_all(
-    app: ASGIApp, rows: Iterable[BatchRow], seed: int, num_at_once: int, stopping: asyncio.Event, drain_s: float,
-    write: Callable[[bool, dict[str, Any]], None], model: str | None = None,
+    server: BatchServer, rows: Iterable[BatchRow], num_at_once: int, stops: Stops, drain_s: float,
+    write: Callable[[bool, dict[str, Any]], None],
 ) -> None:  # fmt: skip
     """Answer rows, so many at a time, and `write` each answer when it is there.
 
-    Once `stopping` is set no row begins, and those that run have `drain_s` seconds. Raises UnavailableError when the
-    engine has failed.
+    Once no row may begin, those that run have `drain_s` seconds. Raises UnavailableError when the engine has failed.
     """
     running: set[_Running] = set()
-    told = asyncio.create_task(stopping.wait())
+    soon, now = asyncio.create_task(stops.soon.wait()), asyncio.create_task(stops.now.wait())
     try:
         for row in rows:
-            running.add(asyncio.create_task(answer_row(app, row, seed, model)))
+            running.add(asyncio.create_task(answer_row(server, row)))
             if len(running) >= num_at_once:
-                running = await _some(running, told, write)
-            if told.done():
+                running = await _some(running, soon, write)
+            if soon.done():
                 break
-        while running and not told.done():
-            running = await _some(running, told, write)
-        if running:
-            done, _ = await asyncio.wait(running, timeout=drain_s)
-            for task in done:
-                write(*task.result())
+        while running and not soon.done():
+            running = await _some(running, soon, write)
+        until = time.monotonic() + drain_s
+        while running and not now.done() and time.monotonic() < until:
+            running = await _some(running, now, write, until - time.monotonic())
     finally:
-        for left in (told, *running):
+        for left in (soon, now, *running):
             left.cancel()
         with suppress(asyncio.CancelledError):
-            await asyncio.gather(told, *running, return_exceptions=True)
+            await asyncio.gather(soon, now, *running, return_exceptions=True)
 
 
 async def _some(
-    running: set[_Running], told: asyncio.Task[Any], write: Callable[[bool, dict[str, Any]], None]
-) -> set[_Running]:
-    """Wait for one that ends, or for the signal to stop -> those that still run."""
-    await asyncio.wait({*running, told}, return_when=asyncio.FIRST_COMPLETED)
+    running: set[_Running], told: asyncio.Task[Any], write: Callable[[bool, dict[str, Any]], None],
+    longest_s: float | None = None,
+) -> set[_Running]:  # fmt: skip
+    """Wait for one that ends, or for a signal -> those that still run. What others have answered is written first."""
+    await asyncio.wait({*running, told}, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
     done = {task for task in running if task.done()}
     for task in done:
-        write(*task.result())
+        if task.exception() is None:
+            write(*task.result())
+    for task in done:
+        task.result()
     return running - done
