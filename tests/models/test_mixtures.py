@@ -155,6 +155,18 @@ def test_experts_in_one_tensor_have_the_bits_of_single_ones(tmp_path: Path) -> N
     assert torch.equal(Runner(load(folder).model, 20).span(TOKENS).logits, before)
 
 
+def test_experts_without_gates_in_one_tensor_have_the_bits_of_single_ones(tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("nemotron-h-latent", tmp_path)
+    before, tensors = Runner(load(folder).model, 20).span(TOKENS).logits, load_file(folder / WEIGHTS)
+    kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for module in [name.removesuffix(".0.up_proj.weight") for name in tensors if name.endswith(".0.up_proj.weight")]:
+        for part in ("up_proj", "down_proj"):
+            kept[f"{module}.{part}"] = torch.stack([tensors[f"{module}.{index}.{part}.weight"] for index in range(6)])
+    save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
+    assert sum(name.endswith("experts.up_proj") for name in kept) == 2
+    assert torch.equal(Runner(load(folder).model, 20).span(TOKENS).logits, before)
+
+
 def with_blocks(folder: Path) -> dict[str, Tensor]:
     """Store the experts of a gpt-oss as random MXFP4, as they are published -> what the blocks are worth."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors

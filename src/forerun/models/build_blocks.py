@@ -99,7 +99,7 @@ def _single_experts(builder: Builder, shape: ExpertsShape, prefix: str, bound: i
 
 def _stacked_experts(builder: Builder, shape: ExpertsShape, prefix: str, bound: int) -> list[GatedMLP]:
     """Experts whose matrices are parts of two or three tensors."""
-    names, ffn, hidden = builder.family.names.experts, shape.ffn_size, builder.config.hidden_size
+    names, ffn, width = builder.family.names.experts, shape.ffn_size, shape.latent_size or builder.config.hidden_size
     gates = torch.arange(0, 2 * ffn, 2)
     order = torch.cat([gates, gates + 1]) if names.is_interleaved else None  # [2F]
 
@@ -111,9 +111,8 @@ def _stacked_experts(builder: Builder, shape: ExpertsShape, prefix: str, bound: 
         biases = _stacked_biases(builder, f"{modules[0]}_bias", sizes[:2], order) if shape.biases else [None] * sizes[0]
         return [Linear(*pair) for pair in zip(weights, biases, strict=True)]
 
-    pairs = zip(
-        read(names.stacked_gate_up, 2 * ffn, hidden, order), read((names.stacked_down,), hidden, ffn, None), strict=True
-    )
+    inner = read(names.stacked_gate_up, (1 + shape.has_gate) * ffn, width, order)
+    pairs = zip(inner, read((names.stacked_down,), width, ffn, None), strict=True)
     return [GatedMLP(builder.kernels, *pair, builder.activation(bound)) for pair in pairs]
 
 

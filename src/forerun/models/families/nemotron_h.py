@@ -161,6 +161,7 @@ NEMOTRON_H = Family(
             correction="mixer.gate.e_score_correction_bias",
             shared="mixer.shared_experts",
             stacked="mixer.experts",
+            stacked_gate_up=("up_proj",),
             latent_down="mixer.fc1_latent_proj",
             latent_up="mixer.fc2_latent_proj",
         ),
