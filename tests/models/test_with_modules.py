@@ -92,6 +92,54 @@ def test_published_fields_of_a_mimo_say_what_transformers_does(tmp_path: Path) -
     assert read({**{name: value for name, value in raw.items() if name not in renamed}, **own}) == read(raw)
 
 
+def without(raw: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in raw.items() if name not in names}
+
+
+def test_a_mimo_saved_by_transformers_is_the_published_one() -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**MIMO_V2)
+    saved = json.loads(config.to_json_string())
+    assert saved["sliding_window"] == 129 and set(saved["rope_parameters"]) == {"full_attention", "sliding_attention"}
+    assert read(saved, bos_token_id=None) == read(MIMO_V2)  # 1 where there is none
+    with pytest.raises(UnsupportedError, match="swa_rope_theta differs from rope_parameters of sliding_attention"):
+        read(saved, swa_rope_theta=20000)
+
+
+def test_windowed_layers_of_a_mimo_without_a_base_of_their_own_have_that_of_all() -> None:
+    config = read(without(MIMO_V2, "swa_rope_theta"))
+    assert [(config.rope_of(layer).theta, config.rope_of(layer).rotary_dim) for layer in (0, 1)] == [(5e6, 64)] * 2
+    flat = {"rope_type": "default", "rope_theta": 5000000, "partial_rotary_factor": 0.334}
+    bare = without(MIMO_V2, "swa_rope_theta", "rope_theta", "partial_rotary_factor")
+    assert read(bare, rope_parameters=flat) == config
+    with pytest.raises(CheckpointError, match="lacks 'rope_theta'"):
+        read(bare)
+
+
+@pytest.mark.parametrize("scaling", [None, {"type": "default"}, {"rope_type": "default"}])
+def test_ropes_of_a_mimo_are_not_scaled(scaling: dict[str, Any] | None) -> None:
+    assert read(MIMO_V2, rope_scaling=scaling) == read(MIMO_V2)
+
+
+def test_values_of_a_mimo_are_scaled_unless_it_says_null() -> None:
+    assert read(without(MIMO_V2, "attention_value_scale")).scales.of_attention == 0.707
+    assert read(MIMO_V2, attention_value_scale=None).scales.of_attention == 1.0
+    assert read(MIMO_V2, attention_value_scale=0.5).scales.of_attention == 0.5
+
+
+@pytest.mark.parametrize("scaled", [None, []])
+def test_ropes_of_a_step_are_scaled_in_full_layers_alone(scaled: list[str] | None) -> None:
+    assert read(STEP, yarn_only_types=scaled) == read(without(STEP, "yarn_only_types")) == read(STEP)
+
+
+def test_layers_with_experts_of_a_step() -> None:
+    assert read(STEP, moe_layers_enum=list(range(3, 45))) == read(STEP)
+    assert read(without(STEP, "moe_layers_enum")) == read(STEP)
+    config = read(STEP, moe_layers_enum=[1, 4])
+    assert [config.has_experts(layer) for layer in range(5)] == [False, True, False, False, True]
+
+
 def test_bounds_that_bind_are_those_of_transformers(tmp_path: Path) -> None:
     model = factory.random_hf_model("step3p5", factory.STEP)
     with torch.no_grad():
@@ -122,11 +170,16 @@ def test_bounds_that_bind_are_those_of_transformers(tmp_path: Path) -> None:
         (STEP, {"layer_types": STEP["layer_types"][:44]}, "layer_types must name 45 layers"),
         (STEP, {"num_nextn_predict_layers": 2}, "got 48 names"),
         (STEP, {"attention_other_setting": {"head_dim": 64}}, "head_dim is 64"),
+        (STEP, {"attention_other_setting": {"true_head_dim": 64}}, "true_head_dim is 64"),
+        (STEP, {"attention_other_setting": {"num_heads": 96}}, "fields forerun does not know: num_heads"),
         (STEP, {"moe_layers_enum": "3-44"}, "moe_layers_enum must list"),
         (STEP, {"num_key_value_heads": 4}, "num_key_value_heads is 4"),
         (STEP, {"moe_expert_bias": True}, "moe_expert_bias"),
         (MIMO_V2, {"swa_head_dim": 128}, "swa_head_dim is 128, head_dim 192; they must be equal"),
         (MIMO_V2, {"sliding_window_size": 64}, "sliding_window_size is 64"),
+        (MIMO_V2, {"sliding_window": 130}, "sliding_window_size is 128"),
+        (MIMO_V2, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling is .*yarn.* without scaling only"),
+        (MIMO_V2, {"rope_scaling": {"type": "default", "factor": 4.0}}, "without scaling only"),
         (MIMO_V2, {"hybrid_layer_pattern": [2] * 48}, "hybrid_layer_pattern must hold"),
         (MIMO_V2, {"attention_projection_layout": "fused_qkv"}, "attention_projection_layout is 'fused_qkv'"),
         (MIMO_V2, {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
@@ -173,9 +226,20 @@ def test_experts_of_a_step_in_8_bits(tmp_path: Path) -> None:
             load_model(folder, factory.make_kernels())
 
 
-def test_lists_that_are_too_short_are_named() -> None:
-    with pytest.raises(CheckpointError, match="must have an entry for each"):
-        read(STEP, partial_rotary_factors=[0.5, 1.0])
+@pytest.mark.parametrize(
+    ("raw", "changes", "named"),
+    [
+        (STEP, {"partial_rotary_factors": [0.5, 1.0]}, "must have an entry for each"),
+        (STEP, {"attention_other_setting": ["sliding_attention"]}, "attention_other_setting must be an object"),
+        (STEP, {"attention_other_setting": {"num_attention_heads": 95}}, "95 query heads, .* of their 8 key heads"),
+        (STEP, {"moe_layers_enum": [3, -1]}, "moe_layers_enum must be a list of whole numbers"),
+        (MIMO_V2, {"swa_num_key_value_heads": 7}, "64 query heads, .* of their 7 key heads"),
+        (MIMO_V2, {"rope_parameters": ["default"]}, "rope_parameters must be an object"),
+    ],
+)
+def test_malformed_fields_are_named(raw: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        read(raw, **changes)
 
 
 def test_missing_gates_are_named(tmp_path: Path) -> None:

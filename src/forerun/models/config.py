@@ -93,6 +93,7 @@ class ModelConfig:
         latents, recurrent = family.latents(fields), family.recurrent(fields, num_layers)
         heads = _read_heads(fields, family) if latents is None else _latent_heads(fields, latents)
         shapes = family.shapes(fields, LayerShape(heads, family.ffn_size(fields), has_sinks=family.sinks), windows)
+        _check_heads(shapes)
         rope = read_rope(raw, fields, family, latents.rope_dim if latents else _rope_head_dim(shapes, windows))
         ropes = _layer_ropes(raw, fields, family, rope, windows)
         starts = fields.token_ids("bos_token_id")
@@ -316,6 +317,16 @@ def _read_heads(fields: Fields, family: Family) -> HeadLayout:
             "correct the file"
         )
     return HeadLayout(num_q, num_kv, head_dim, head_dim, family.interleaved_rope)
+
+
+def _check_heads(shapes: tuple[LayerShape, ...]) -> None:
+    """Every key head is read by as many query heads, in layers of each shape."""
+    for num_q, num_kv, *_ in (shape.heads for shape in shapes):
+        if num_q % num_kv:
+            raise CheckpointError(
+                f"config.json: some layers have {num_q} query heads, which is not a multiple of their {num_kv} key "
+                "heads; correct the file"
+            )
 
 
 def _latent_heads(fields: Fields, latents: LatentDims) -> HeadLayout:

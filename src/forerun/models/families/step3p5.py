@@ -24,6 +24,7 @@ OWN_FIELDS = words(
     "moe_top_k moe_intermediate_size share_expert_dim moe_router_scaling_factor swiglu_limits swiglu_limits_shared "
     "need_fp32_gate max_seq_len moe_layer_offset moe_every_n_layer share_expert_dims"
 )
+OTHER_SETTING = words("attention_type num_attention_heads num_attention_groups head_dim true_head_dim")
 ONLY = {
     "attention_bias": False,
     "att_impl_type": "GQA",
@@ -45,7 +46,7 @@ def _respelled(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(types, list) or raw.get("rope_parameters"):
         return raw
     bases, shares = raw.get("rope_theta"), raw.get("partial_rotary_factors") or [1.0] * len(types)
-    scaling, scaled = raw.get("rope_scaling") or {}, raw.get("yarn_only_types") or LAYER_TYPES
+    scaling, scaled = raw.get("rope_scaling") or {}, raw.get("yarn_only_types") or ("full_attention",)
     bases = bases if isinstance(bases, list) else [bases] * len(types)
     if not isinstance(shares, list) or min(len(bases), len(shares)) < len(types):
         raise CheckpointError(
@@ -85,9 +86,10 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 def _shapes(fields: Fields, shape: LayerShape, windows: tuple[int, ...]) -> tuple[LayerShape, ...]:
     fields.expect("num_key_value_heads", shape.heads.num_kv)  # the other name of num_attention_groups
-    own = Fields(fields.get("attention_other_setting") or {}, {}, where="config.json's attention_other_setting")
+    own = fields.section("attention_other_setting", OTHER_SETTING)
     own.expect("attention_type", "sliding_attention")
-    own.expect("head_dim", shape.heads.head_dim)
+    for name in ("head_dim", "true_head_dim"):
+        own.expect(name, shape.heads.head_dim)
     heads = shape.heads._replace(
         num_q=own.integer("num_attention_heads", default=shape.heads.num_q),
         num_kv=own.integer("num_attention_groups", default=shape.heads.num_kv),
@@ -130,9 +132,11 @@ def _experts(fields: Fields) -> ExpertsShape:
 
 
 def _mixtures(fields: Fields) -> frozenset[int]:
-    """Layers with experts: those listed, else all but the first."""
+    """Layers with experts: those listed in a text or a list, else all but the first three."""
     if fields.get("moe_layers_enum") is None:
-        return frozenset(range(1, num_hidden_layers(fields)))
+        return frozenset(range(3, num_hidden_layers(fields)))
+    if isinstance(fields.get("moe_layers_enum"), list):
+        return frozenset(fields.integers("moe_layers_enum"))
     listed = fields.text("moe_layers_enum").split(",")
     if not all(number.strip().isdecimal() for number in listed):
         raise UnsupportedError(f"config.json: moe_layers_enum must list numbers of layers; got {str(listed)[:80]}")
