@@ -59,10 +59,13 @@ def assemble(
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
     model = with_own_state(model if states is None else with_states(model, states))
     runner = bind(passes_of(model, drafter.hidden_layers), kernels, own_kvs, config.block_size)
-    computes_itself = bool(own_kvs) or states is not None  # and not transformers, on torch's threads
+    # A model without either runs through transformers row by row, on all threads of torch.
+    computes_itself = bool(own_kvs) or states is not None
+    torch_threads = torch_beside(kernels) if computes_itself else nullcontext
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
     kept = _kept(config, drafter, model, kernels) if config.keep_learned else None
-    policy = _policy(config, runner, drafter, kv_cache, kept)
+    with torch_threads():  # passes are measured as steps run them
+        policy = _policy(config, runner, drafter, kv_cache, kept)
     model.release("")  # what was measured
     return Engine(
         model=model,
@@ -72,7 +75,7 @@ def assemble(
         policy=policy,
         scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs), states),
         kv_cache=kv_cache,
-        torch_threads=torch_beside(kernels) if computes_itself else nullcontext,
+        torch_threads=torch_threads,
         keep=_recall(kept, policy),
     )
 

@@ -11,7 +11,7 @@ import torch
 from tests.models import factory
 from tests.support import mini
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, SamplingParams, assemble
 from forerun.kernels.threads import single_torch_thread
 
 
@@ -37,6 +37,19 @@ def test_torch_has_one_thread_meanwhile_and_its_own_again_even_after_an_error() 
     with pytest.raises(ValueError, match="broken"), single_torch_thread():
         raise ValueError("broken")
     assert torch.get_num_threads() == 2
+
+
+def test_passes_and_calls_are_measured_as_steps_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for name in ("measure_passes", "measure_calls"):
+
+        def watched(*given: Any, inner: Any = getattr(assemble, name)) -> Any:
+            seen.append(torch.get_num_threads())
+            return inner(*given)
+
+        monkeypatch.setattr(assemble, name, watched)
+    llm = LLM("mini", drafter="ngram", keep_learned=False)
+    assert seen == [1 if llm.kernels.name.startswith("cpu") else 2] * 2 and torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("name", ["mini", "qwen3.5"])

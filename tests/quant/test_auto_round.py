@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from forerun.errors import UnsupportedError
-from forerun.quant.auto_round import GPTQ_PACKINGS, restated
+from forerun.errors import CheckpointError, UnsupportedError
+from forerun.quant.auto_round import ALIASES, GPTQ_PACKINGS, restated
+from forerun.quant.compressed import _scheme_of
 from forerun.quant.formats import check_quantization
 
 INTEGERS = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
@@ -18,7 +20,17 @@ FLOATS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("packing", [*GPTQ_PACKINGS, "auto_round:auto_awq"])
+class Names:
+    """A source of which only names and config.json are asked."""
+
+    def __init__(self, section: Mapping[str, Any], *names: str) -> None:
+        self.config, self._names = {"quantization_config": section}, names
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+
+@pytest.mark.parametrize("packing", [*GPTQ_PACKINGS, *ALIASES, "auto_round:auto_awq"])
 def test_layouts_of_integers_are_taken(packing: str) -> None:
     check_quantization({**INTEGERS, "packing_format": packing})
 
@@ -33,16 +45,73 @@ def test_exceptions_among_floats_have_schemes_of_their_own() -> None:
     section = {**FLOATS, "extra_config": {"a.b": {"bits": 8}, "c": {"bits": 16}}}
     check_quantization(section)
     groups = restated(section)["config_groups"]
-    assert {name: group["weights"]["num_bits"] for name, group in groups.items()} == {"all": 4, "a.b": 8}
+    assert [group["weights"]["num_bits"] for group in groups.values()] == [4, 8]
     blocks = restated({**GPTQ, "packing_format": "auto_round:fp8_static", "group_size": [128, 128]})
     assert blocks["weight_block_size"] == [128, 128]
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "form"),
+    [({}, "gptq", "gptq"), ({"packing_format": None}, "gptq", "gptq"), ({"packing_format": "auto"}, "gptq", "gptq"),
+     ({"packing_format": "auto_round:gptq"}, "gptq", "gptq"), ({"packing_format": "auto_round:awq"}, "awq", None)],
+)  # fmt: skip
+def test_other_names_of_layouts(given: dict[str, Any], method: str, form: str | None) -> None:
+    found = restated({**INTEGERS, **given})
+    assert (found["quant_method"], found.get("checkpoint_format")) == (method, form)
+
+
+def test_names_count_before_patterns_and_are_none_where_a_module_has_them() -> None:
+    exceptions = {
+        "mlp": {"bits": 8},
+        "model.layers.1.mlp.gate": {"bits": 8},
+        "model.layers.1.mlp.up_proj": {"bits": 4},
+        "v_proj$": {"bits": 8},
+    }
+    source: Any = Names({**FLOATS, "extra_config": exceptions}, "model.layers.1.mlp.gate.weight_packed")
+
+    def bits(name: str) -> Any:
+        return _scheme_of(source, name).section("weights").get("num_bits")
+
+    assert bits("model.layers.1.mlp.up_proj") == 4  # though a pattern before it fits
+    assert bits("model.layers.1.mlp.down_proj") == bits("model.layers.1.self_attn.v_proj") == 8
+    assert bits("model.layers.1.self_attn.o_proj") == 4
+    exceptions.pop("mlp")
+    assert bits("model.layers.1.mlp.gate") == 8 and bits("model.layers.1.mlp.gate_proj") == 4
+    source._names = ()  # nothing is called so: AutoRound searches for it
+    assert bits("model.layers.1.mlp.gate_proj") == 8
+
+
+def test_exceptions_of_awqs_layout_may_repeat_what_holds_for_all() -> None:
+    given = {"a": {"bits": 16, "group_size": 32}, "b": {"bits": 4, "group_size": 128}, "c": {"sym": False}}
+    check_quantization({**GPTQ, "packing_format": "auto_round:auto_awq", "extra_config": given})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({**FLOATS, "extra_config": ["a"]}, r"extra_config must be an object, got \['a'\]"),
+        ({**GPTQ, "extra_config": {"a": 8}}, "extra_config.a must be an object, got 8"),
+        ({**FLOATS, "extra_config": {"a": {"bits": "8"}}}, "extra_config.a.bits must be a whole number, got '8'"),
+        ({**GPTQ, "extra_config": {"a": {"bits": 8.0}}}, "extra_config.a.bits must be a whole number, got 8.0"),
+        ({**FLOATS, "bits": None, "extra_config": {"a": {}}}, "bits must be a whole number, got None"),
+        ({**FLOATS, "extra_config": {"a(": {"bits": 8}}}, r"pattern 'a\(' .* no regular expression"),
+    ],
+)
+def test_what_is_malformed_is_named(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        check_quantization(section)
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
         ({**GPTQ, "packing_format": "mlx"}, "packing_format 'mlx'; supported: auto_round:auto_gptq"),
-        ({**GPTQ, "packing_format": None}, "packing_format None"),
+        ({**FLOATS, "packing_format": None}, "packing_format None and data_type 'mx_fp'; supported: int"),
+        (
+            {**GPTQ, "packing_format": "auto_round:auto_awq", "extra_config": {"a": {"group_size": 32}}},
+            "extra_config.a.group_size 32; supported: 128 as for all",
+        ),
+        ({**GPTQ, "packing_format": "auto_round:awq", "extra_config": {"a": {"bits": 8}}}, "extra_config.a.bits 8"),
         ({**GPTQ, "rotation_config": {"type": "hadamard"}}, "rotation_config"),
         ({**GPTQ, "bits": 5}, "bits is 5; supported"),
         ({**FLOATS, "data_type": "mx_int"}, "data_type 'mx_int'; supported: mx_fp, nv_fp"),

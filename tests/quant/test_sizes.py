@@ -9,8 +9,11 @@ import torch
 
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.quant.gguf_decode import BLOCK_TYPES, decode_rows
+from forerun.quant.sizes import quantized_growth
+from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
 from tests.kernels.cases import cpu_kernels
 from tests.quant.test_gguf_blocks import valid_blocks
+from tests.quant.test_tools import FIXTURES, modules, weight_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quantization.md"
 ROWS, COLUMNS = 64, 2048
@@ -53,3 +56,18 @@ def test_gpus(name: str) -> None:
     packed = pack_grouped(matrix(name), torch.device("cpu"))
     assert on_gpu == pytest.approx(8 * packed.nbytes / (ROWS * COLUMNS), abs=0.001)
     assert on_gpu <= 1.05 * in_file
+
+
+def test_zero_points_that_differ_and_their_scales() -> None:
+    """What headers tell of AWQ: 4 bytes for each, 4.5 bits a weight in groups of 128."""
+    source, matrices = Checkpoint.open(FIXTURES / "auto-round-awq"), modules("auto-round-awq")
+    own = tuple(f"{module}." for module in matrices)
+    told = 0.0
+    for name, kind, nbytes in source.stored():
+        if name.startswith(own):
+            itemsize = FLOAT_DTYPES[kind].itemsize if kind in FLOAT_DTYPES else 1
+            growth = quantized_growth(name, kind, itemsize, 4, is_symmetric=False, as_floats=False)
+            assert growth is not None
+            told += nbytes * growth
+    assert told == 4.5 / 8 * sum(rows * columns for rows, columns in matrices.values())
+    assert told == pytest.approx(sum(weight_of(source, *each).nbytes for each in matrices.items()), rel=0.03)

@@ -23,7 +23,7 @@ from forerun.models.recurrent_dims import ConvDims, DeltaDims, MambaDims, state_
 from forerun.models.storage import check_float16, integer_bits
 from forerun.quant.formats import check_tensors
 from forerun.quant.settings import Settings
-from forerun.quant.sizes import quantized_growth
+from forerun.quant.sizes import ZERO_POINTS, quantized_growth
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
 from forerun.weights.gguf_checkpoint import GgufCheckpoint
 from forerun.weights.resolve import resolve_model
@@ -147,7 +147,8 @@ def _weight_bytes(
 ) -> int:  # fmt: skip
     """Bytes in memory."""
     bits = integer_bits(stored)
-    is_symmetric = Settings.of(stored.config).get("sym") is True
+    has_zero_points = any(name.endswith(ZERO_POINTS) for name, *_ in stored.stored())
+    is_symmetric = not has_zero_points or Settings.of(stored.config).get("sym") is True
 
     def growth(name: str, kind: str) -> float:
         size = FLOAT_DTYPES[kind].itemsize if kind in FLOAT_DTYPES else 1

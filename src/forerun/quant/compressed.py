@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from forerun.kernels.coded import CodedMatrix
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import Kernels
 from forerun.quant import compressed_floats
+from forerun.quant.auto_round import SEARCHED
 from forerun.quant.base import RowPart, TensorSource, Weight
 from forerun.quant.compressed_floats import check_float_tensors, check_floats, float_matrix
 from forerun.quant.floats import FLOAT8
@@ -35,6 +37,7 @@ METHOD = "compressed-tensors"
 PACKED, BYTES = "pack-quantized", "int-quantized"
 FORMATS = (PACKED, BYTES, "naive-quantized", "mixed-precision", *compressed_floats.FORMATS)
 STRATEGIES = ("tensor", "channel", "group")
+MATCHED = "re:"  # before a pattern that fits a name from its beginning
 ALL_MODULES = "Linear"  # the class every matrix of a decoder has
 
 
@@ -53,7 +56,7 @@ class CompressedFormat:
 
     def check(self, source: TensorSource, prefix: str) -> None:
         """See `CheckedFormat`."""
-        weights = _scheme_of(prefix, Settings.of(source.config)).section("weights")
+        weights = _scheme_of(source, prefix).section("weights")
         if weights.get("type") == "float":
             check_float_tensors(source, prefix, weights)
 
@@ -78,6 +81,8 @@ def check_compressed(settings: Settings) -> None:
 
 def _check_scheme(scheme: Settings) -> None:
     weights = scheme.section("weights")
+    for target in scheme.texts("targets"):
+        _check_pattern(target)
     scheme.require("format", FORMATS, PACKED)
     scheme.refuse("output_activations")
     if weights.require("type", ("int", "float"), "int") == "float":
@@ -92,7 +97,7 @@ def _check_scheme(scheme: Settings) -> None:
 
 
 def _matrix(source: TensorSource, part: RowPart, columns: int) -> GroupedMatrix | CodedMatrix:
-    weights = _scheme_of(part.prefix, Settings.of(source.config)).section("weights")
+    weights = _scheme_of(source, part.prefix).section("weights")
     if weights.get("type") == "float":
         return float_matrix(source, part.prefix, weights, (part.rows, columns))
     return _Module(source, part, columns).matrix()
@@ -105,7 +110,7 @@ class _Module:
         self.source = source
         self.part = part
         self.columns = columns
-        self.scheme = _scheme_of(part.prefix, Settings.of(source.config)).section("weights")
+        self.scheme = _scheme_of(source, part.prefix).section("weights")
         self.bits = self.scheme.whole("num_bits", 8)
         self.group_size = self._group_size()
         self.groups = -(-columns // self.group_size)
@@ -197,11 +202,11 @@ class _Module:
         return shaped
 
 
-def _scheme_of(prefix: str, settings: Settings) -> Settings:
-    """The first scheme that targets the module: by name, else by pattern, else by class."""
-    groups = settings.section("config_groups")
+def _scheme_of(source: TensorSource, prefix: str) -> Settings:
+    """The first scheme that targets the module: by name, by pattern, by what AutoRound searches for, else by class."""
+    groups = Settings.of(source.config).section("config_groups")
     schemes = [groups.section(name) for name in groups.names()]
-    for hits in (_is_named, _is_matched, _is_linear):
+    for hits in (_is_named, _is_matched, partial(_is_found, source), _is_linear):
         for scheme in schemes:
             if any(hits(prefix, target) for target in scheme.texts("targets")):
                 return scheme
@@ -215,8 +220,31 @@ def _is_named(prefix: str, target: str) -> bool:
 
 
 def _is_matched(prefix: str, target: str) -> bool:
-    return target.startswith("re:") and re.match(target.removeprefix("re:"), prefix) is not None
+    return target.startswith(MATCHED) and re.match(target.removeprefix(MATCHED), prefix) is not None
+
+
+def _is_found(source: TensorSource, prefix: str, target: str) -> bool:
+    """Whether AutoRound takes a name for a pattern, which it does not where a module has it, and finds it in `prefix`.
+
+    As in AutoRound 0.16, `_expand_regex_config`.
+    """
+    name = target.removeprefix(SEARCHED)
+    if name == target or any(source.has(f"{name}.{tensor}") for tensor in ("weight", "weight_packed")):
+        return False
+    return re.search(name, prefix) is not None
 
 
 def _is_linear(prefix: str, target: str) -> bool:
     return target == ALL_MODULES
+
+
+def _check_pattern(target: str) -> None:
+    """Raise CheckpointError for a pattern that is none."""
+    for mark in (MATCHED, SEARCHED):
+        try:
+            re.compile(target.removeprefix(mark) if target.startswith(mark) else "")
+        except re.error as error:
+            raise CheckpointError(
+                f"config.json: quantization_config has the pattern {target.removeprefix(mark)!r} for names of modules, "
+                f"which is no regular expression ({error}); copy the file again"
+            ) from error

@@ -2,7 +2,8 @@
 
 Knows: the blocks of GGUF, and which tensors hold integers, scales and zero points in other formats. Does not know:
 files, models. Beside activations in float32 integers are codes of 4 or 8 bits, with 4 bytes for each scale and each
-offset (`kernels.coded`); else they keep their size.
+offset (`kernels.coded`); else they keep their size, but for zero points that differ, which become offsets of 4 bytes
+beside scales of 4.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ def quantized_growth(
     """A tensor's bytes in memory over those in a file; None for one that is no part of a matrix of integers.
 
     `kind`: the type it is stored in, of `itemsize` bytes; `bits` of the checkpoint's integers, None if there are none.
-    as_floats: activations are float32.
+    is_symmetric: all zero points are the same. as_floats: activations are float32.
     """
     if kind in BLOCK_TYPES:
         return _of_blocks(kind) if as_floats else 1.0
     if bits is None:
         return None
     if name.endswith(ZERO_POINTS):
-        return 0.0 if is_symmetric else 8 * _NUMBER / bits if as_floats else 1.0
+        return 0.0 if is_symmetric else 8 * _NUMBER / bits
     if name.endswith(INTEGERS):
         return (4 if bits <= 4 else 8) / bits if as_floats else 1.0
-    return (_NUMBER / itemsize if as_floats else 1.0) if name.endswith(SCALES) else None
+    return (1.0 if is_symmetric and not as_floats else _NUMBER / itemsize) if name.endswith(SCALES) else None
 
 
 @cache

@@ -22,7 +22,7 @@ def convolutions() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
 
     options = {"num_warps": 2, **EXACT}
     path = {"drafts": "*i64", "sequences": "*i32", "firsts": "*i32", "num_known": "*i32", "parents": "*i32"}
-    path |= {"has_child": "*i32", "paths": "*i32", "lengths": "*i32", "num_drafts": "i32"}
+    path |= {"has_child": "*i32", "paths": "*i32", "lengths": "*i32", "DEPTH": 64}
     conv = {"x": "*fp32", "weight": "*fp32", "bias": None, "tails": "*fp32", "out": "*fp32", "slots": "*i32"}
     conv |= {"sequences": "*i32", "parents": "*i32", "CHANNELS": 8192, "TAPS": 4, "SILU": True, "BLOCK": 256}
     tail = {"x": "*fp32", "tails": "*fp32", **WALK, "CHANNELS": 8192, "KEPT": 3, "KEPT_BLOCK": 4, "BLOCK": 256}
@@ -50,7 +50,7 @@ def states() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
 
     plan = {"drafts": "*i64", "sequences": "*i32", "paths": "*i32", "lengths": "*i32"}
     given = {"vectors": "*fp32", "rows": "*fp32", "gates": "*fp32", "skip": None, "memory": "*fp32", "out": "*fp32"}
-    given |= {**WALK, **plan, "drafting": "i32", "num_drafts": "i32"}
+    given |= {**WALK, **plan, "drafting": "i32", "DEPTH": 64}
     delta = {**given, **QWEN, "VECTORS": 32 * 128, "NUM_DECAYS": 32, "KEY_BLOCK": 128, "BLOCK": 8}
     wide = {**given, **WIDE, "skip": "*fp32", "VECTORS": 2048, "NUM_DECAYS": 24, "KEY_BLOCK": 256, "BLOCK": 8}
     nemotron = {**given, **NEMOTRON, "skip": "*fp32", "VECTORS": 12288, "NUM_DECAYS": 128, "KEY_BLOCK": 128, "BLOCK": 8}

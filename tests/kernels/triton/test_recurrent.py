@@ -12,6 +12,7 @@ from tests.kernels.cases import kernels_named, rms_error
 from tests.kernels.test_recurrent import RULES, Layer, Reference, chain, path_to, random_parents, rows
 from torch import Tensor
 
+from forerun.config import MAX_TREE_NODES
 from forerun.errors import KernelError
 from forerun.kernels.recurrent_ops import DeltaHeads, Walk
 from forerun.kernels.recurrent_reference import causal_conv
@@ -118,7 +119,21 @@ def test_a_walk_is_planned_once_and_never_mistaken_for_another(kernels: Any) -> 
     plans = [kernels._walks.plan(walk, kernels.device) for walk in (walks[0], walks[0], walks[1])]
     assert plans[0] is plans[1] is not plans[2]
     assert plans[0].lengths.tolist() == [1, 1] and plans[2].lengths.tolist() == [0, 2]
-    assert plans[2].paths.view(2, 2)[1].tolist() == [2, 1]
+    assert plans[2].paths[1, :2].tolist() == [2, 1]
+
+
+def test_paths_take_no_more_than_a_tree_for_each_draft(kernels: Any) -> None:
+    """However many drafts all trees have together; and the longest path there is."""
+    from forerun.kernels.triton.recurrent import LONGEST_PATH
+
+    num = MAX_TREE_NODES - 1
+    walk = Walk.build([0, 1], [1, 1], [list(range(-1, num)), [-1, *[0] * num]])
+    found = kernels._walks.plan(walk, kernels.device)
+    assert LONGEST_PATH == MAX_TREE_NODES
+    assert found.paths.shape == (2 * num, LONGEST_PATH)
+    assert found.lengths.tolist() == [*[0] * (num - 1), num, *[1] * num]
+    assert found.paths[num - 1, :num].tolist() == list(range(num, 0, -1))
+    assert found.paths[num:, 0].tolist() == list(range(num + 2, 2 * num + 2))
 
 
 def test_keys_that_no_program_holds_are_refused(kernels: Any) -> None:

@@ -29,6 +29,7 @@ _GATE_BLOCK = 256
 _STATE_SIZE = 1024  # entries of a state a program keeps, 32 a thread of its warp
 _LEAST_COLUMNS = 8  # 32 bytes, what memory is read in
 _MOST_KEYS = 1024  # entries of a key
+LONGEST_PATH = 64  # rows; a tree has no more nodes, which are bits of a mask
 _UNALIGNED = ["slots", "firsts", "num_known", "parents", "drafts", "sequences", "paths", "lengths"]
 
 
@@ -37,7 +38,7 @@ class PlannedWalk(NamedTuple):
 
     walk: Walk
     sequences: Tensor  # [M] int32: whose row it is
-    paths: Tensor  # [D, D] int32: the row of a draft that is a leaf, then those above it, below the root
+    paths: Tensor  # [D, LONGEST_PATH] int32: the row of a draft that is a leaf, then those above it, below the root
     lengths: Tensor  # [D] int32: how many these are; 0 of a draft that is no leaf
 
 
@@ -59,12 +60,13 @@ def plan(walk: Walk) -> PlannedWalk:
     (num_rows,), (num_drafts,), device = walk.parents.shape, walk.drafts.shape, walk.parents.device
     every = torch.arange(len(walk.slots), dtype=torch.int32, device=device)
     sequences = every.repeat_interleave(walk.firsts.diff(), output_size=num_rows)
-    paths, lengths = (torch.empty(size, dtype=torch.int32, device=device) for size in (num_drafts**2, num_drafts))
+    paths = torch.empty(num_drafts, LONGEST_PATH, dtype=torch.int32, device=device)
+    lengths = torch.empty(num_drafts, dtype=torch.int32, device=device)
     if num_drafts:
         has_child = torch.zeros(num_rows, dtype=torch.int32, device=device)
         has_child.index_fill_(0, walk.parents.index_select(0, walk.drafts).long(), 1)
         _path_kernel[(num_drafts,)](
-            walk.drafts, sequences, walk.firsts, walk.num_known, walk.parents, has_child, paths, lengths, num_drafts,
+            walk.drafts, sequences, walk.firsts, walk.num_known, walk.parents, has_child, paths, lengths, LONGEST_PATH,
             num_warps=1, **EXACT,
         )  # fmt: skip
     return PlannedWalk(walk, sequences, paths, lengths)
@@ -111,7 +113,7 @@ def advance(
         if units:
             _state_kernel[(units, heads.num_values, triton.cdiv(heads.value_dim, columns))](
                 vectors, rows, made, None if skip is None else aligned(skip), memory, out,
-                walk.slots, walk.firsts, walk.num_known, walk.drafts, *planned[1:], drafting, len(walk.drafts),
+                walk.slots, walk.firsts, walk.num_known, walk.drafts, *planned[1:], drafting, LONGEST_PATH,
                 *heads, vectors.shape[1], decay.numel(), keys, columns, num_warps=1, **EXACT,
             )  # fmt: skip
     return out
@@ -134,8 +136,8 @@ def _prepare(
     return vectors, made
 
 
-@triton.jit(do_not_specialize=["num_drafts"], do_not_specialize_on_alignment=[*_UNALIGNED, "has_child"])
-def _path_kernel(drafts, sequences, firsts, num_known, parents, has_child, paths, lengths, num_drafts):
+@triton.jit(do_not_specialize_on_alignment=[*_UNALIGNED, "has_child"])
+def _path_kernel(drafts, sequences, firsts, num_known, parents, has_child, paths, lengths, DEPTH: tl.constexpr):
     """One draft: if it is a leaf, its row and those above it."""
     draft = tl.program_id(0)
     row = tl.load(drafts + draft).to(tl.int32)
@@ -144,7 +146,7 @@ def _path_kernel(drafts, sequences, firsts, num_known, parents, has_child, paths
     length = 0
     if tl.load(has_child + row) == 0:
         while row >= begin:
-            tl.store(paths + draft * num_drafts + length, row)
+            tl.store(paths + draft * DEPTH + length, row)
             row = tl.load(parents + row)
             length += 1
     tl.store(lengths + draft, length)
@@ -237,10 +239,10 @@ def _prepare_kernel(
         tl.store(made + row * (NUM_VALUES + NUM_DECAYS) + column, tl.where(writes, strength, stays), present)
 
 
-@triton.jit(do_not_specialize=["drafting", "num_drafts"], do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=["drafting"], do_not_specialize_on_alignment=_UNALIGNED)
 def _state_kernel(
     vectors, rows, gates, skip, memory, out,
-    slots, firsts, num_known, drafts, sequences, paths, lengths, drafting, num_drafts,
+    slots, firsts, num_known, drafts, sequences, paths, lengths, drafting, DEPTH: tl.constexpr,
     NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     VECTORS: tl.constexpr, NUM_DECAYS: tl.constexpr, KEY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -261,7 +263,7 @@ def _state_kernel(
     for step in range(count):
         row = first + step
         if drafting != 0:
-            row = tl.load(paths + unit * num_drafts + count - 1 - step)
+            row = tl.load(paths + unit * DEPTH + count - 1 - step)
         row = row.to(tl.int64)
         query_at = vectors + row * VECTORS + head // (NUM_VALUES // NUM_KEYS) * KEY_DIM + entry
         query, key = tl.load(query_at, of_entry, 0.0), tl.load(query_at + KEYS, of_entry, 0.0)
