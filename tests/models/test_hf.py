@@ -11,8 +11,6 @@ import torch
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.models.base import CommittedPath, Model
 from forerun.models.hf import HFModel
-from forerun.models.hf_fitting import fit, probe
-from forerun.models.hf_matrices import stand_in
 from forerun.models.hf_pooled import PooledHFModel
 from forerun.models.loader import load_model
 from forerun.models.overview import look_at
@@ -124,66 +122,6 @@ def test_sixteen_bits_stay_sixteen_bits(tmp_path: Path) -> None:
 
 def test_what_is_said_before_loading_is_what_runs(folder: Path, model: Model) -> None:
     assert look_at(folder).kv_specs == model.kv_specs
-
-
-def mixing(x: torch.Tensor) -> torch.Tensor:
-    """Adds up in an order that depends on the number of rows."""
-    return x @ torch.eye(x.shape[-1])
-
-
-def ahead(x: torch.Tensor) -> torch.Tensor:
-    """A row reads its neighbour's entries."""
-    return torch.cat([x[:, 1:], x[:, -1:]], dim=1)
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [(mixing, "it computes eye, mm, which may mix"), (ahead, "logits would differ"), (torch.tanh, None)],
-    ids=["product", "neighbour", "alone"],
-)
-def test_a_model_that_computes_rows_together_is_found_out(function: Any, reason: str | None) -> None:
-    class Activation(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return function(x)
-
-    module = factory.random_hf_model("gpt_neox")
-    module.gpt_neox.layers[1].mlp.act = Activation()
-    stand_in(module, factory.make_kernels())
-    if reason is None:
-        assert isinstance(fit(module, factory.make_kernels(), torch.float32), PooledHFModel)
-        return
-    with pytest.raises(UnsupportedError, match=reason):
-        fit(module, factory.make_kernels(), torch.float32)
-    assert module.config._attn_implementation == "eager"
-
-
-def test_attention_that_is_not_what_it_says_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers' own function computes something else than softmax attention of that scale."""
-    from transformers.models.gpt_neox import modeling_gpt_neox
-
-    own = modeling_gpt_neox.eager_attention_forward
-    monkeypatch.setattr(
-        modeling_gpt_neox, "eager_attention_forward", lambda *rows, scaling, **given: own(*rows, scaling=2.0, **given)
-    )
-    module = factory.random_hf_model("gpt_neox")
-    stand_in(module, factory.make_kernels())
-    with pytest.raises(UnsupportedError, match="logits would differ from transformers'"):
-        fit(module, factory.make_kernels(), torch.float32)
-
-
-def test_passes_are_filled_up_where_a_vector_would_not_end_with_a_row() -> None:
-    """Rotations of 12 entries, activations of 36: 8 rows are the fewest that fill whole vectors of 32 entries."""
-    sizes = {"hidden_size": 48, "intermediate_size": 36, "rotary_pct": 1.0}
-    module = factory.random_hf_model("gpt_neox", sizes)
-    stand_in(module, None)
-    sites, multiple = probe(module)
-    assert multiple == 8 and [site.layer for site in sites] == [0, 1]
-
-
-def test_windows_are_those_of_the_masks() -> None:
-    module = factory.random_hf_model("starcoder2", {"sliding_window": 5})
-    stand_in(module, None)
-    assert [site.window for site in probe(module)[0]] == [5, 5]
 
 
 def test_release_and_restart(model: Model) -> None:

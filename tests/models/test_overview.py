@@ -91,6 +91,7 @@ def test_a_model_that_runs_through_transformers(tmp_path: Path) -> None:
     assert (found.config, found.implementation, found.kv_specs) == (None, "transformers", model.kv_specs)
     assert found.raw_config["num_hidden_layers"] == 2 and len(model.kv_specs) == 2
     assert (found.vocab_size, found.max_position) == (model.vocab_size, model.max_position)
+    assert look_at(folder, device=torch.device("cuda")).kv_specs == ()  # there it runs row by row
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError):
         look_at(folder)

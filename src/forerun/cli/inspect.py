@@ -45,7 +45,7 @@ def _inspect(name: str, **options: Any) -> dict[str, Any]:
         config.kernels, config.threads, device=config.device, pin=config.pin_threads, activations=config.activations
     )
     with telling_heads(name):
-        found = look_at(name, config.dtype, config.activations)
+        found = look_at(name, config.dtype, config.activations, kernels.device)
     note_slow_kernels(kernels, given.get("kernels"))
     for said in (why_slow(found), what_part(found), why_refused(found, kernels.device)):
         if said is not None:

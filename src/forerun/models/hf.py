@@ -31,7 +31,11 @@ from forerun.models.hf_matrices import ALL_ROWS, ROWS, WITHOUT_LOGITS, kernel_by
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state")
 POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "context_length")
-UNBOUNDED_POSITIONS = 1 << 20  # for models that state no limit (recurrent ones)
+MOST_POSITIONS = 1 << 20  # so many are tried of masks; and for models that state no limit (recurrent ones)
+# Families whose first position is the one after padding's entry of the table of positions, by RoBERTa's example.
+_AFTER_PADDING = (
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -239,11 +243,13 @@ def _cache_name(module: Any) -> str:
 
 
 def max_position(config: Any) -> int:
-    """What config.json says; for longrope the original context, beyond which all keys would change."""
+    """What config.json says, MOST_POSITIONS at most; for longrope the original context, beyond which keys change."""
     sizes = [getattr(config, name, None) for name in POSITION_FIELDS]
-    stated = next((size for size in sizes if isinstance(size, int) and size > 0), UNBOUNDED_POSITIONS)
+    stated = next((size for size in sizes if isinstance(size, int) and size > 0), MOST_POSITIONS)
+    if config.model_type in _AFTER_PADDING:
+        stated = max(stated - (config.pad_token_id or 0) - 1, 1)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return stated
-    original = getattr(config, "original_max_position_embeddings", None)
-    return min(stated, original or rope.get("original_max_position_embeddings") or stated)
+    if rope.get("rope_type") == "longrope":
+        original = getattr(config, "original_max_position_embeddings", None)
+        stated = min(stated, original or rope.get("original_max_position_embeddings") or stated)
+    return min(stated, MOST_POSITIONS)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from forerun.errors import UnsupportedError
@@ -32,7 +33,7 @@ from forerun.kernels.ops import HeadLayout, Kernels, LayerKV
 from forerun.kernels.threads import single_torch_thread
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.hf import changes_with_length, max_position
-from forerun.models.hf_matrices import ONLY_SHAPES, ROWS
+from forerun.models.hf_matrices import ONLY_SHAPES, ROWS, KernelLinear
 from forerun.models.hf_pooled import ATTENTION, SITE, AttentionSite, PooledHFModel
 
 # What transformers calls functions that look at attention and at masks, and attention without masks as in real passes.
@@ -40,7 +41,7 @@ _ASKING, _WATCHED = "forerun_asking", "forerun_watched"
 _VECTORS_BYTES = 128  # torch's loops take two vectors of 64 bytes at a time, on the widest instruction set
 _NUM_TOKENS = 13  # of the text that is tried: a prime, so that shapes show whether they have a token in every row
 _TOLERANCE = 0.01  # of the logits' standard deviation; a wrong mask, scale or rotation changes them by more than 0.1
-_LONGEST_MASK = 1 << 17
+_KEYWORDS = ("dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "output_attentions")
 
 # Operations of torch (aten) that only move entries, or whose entries are one exactly rounded operation each.
 _EXACT = """
@@ -49,8 +50,10 @@ _EXACT = """
     new_zeros ones ones_like new_ones full full_like fill_ arange scalar_tensor embedding index index_select gather
     repeat as_strided constant_pad_nd add add_ sub sub_ rsub mul mul_ div div_ neg abs sqrt rsqrt reciprocal relu
     clamp clamp_min clamp_max hardtanh maximum minimum where masked_fill eq ne lt gt ge le logical_and logical_or
-    logical_not bitwise_and bitwise_or bitwise_not all any floor trunc _local_scalar_dense is_same_size
+    logical_not bitwise_and bitwise_or bitwise_not floor trunc is_same_size
 """
+# Those that look at all rows at once: allowed on what follows from shapes and positions alone.
+_LOOKS = "all any _local_scalar_dense"
 # Functions that torch's vectors and its loops over single entries may round differently.
 _ROUNDED = """
     pow exp exp2 log log1p tanh tanh_ sigmoid silu silu_ gelu erf sin cos softplus elu mish leaky_relu hardsigmoid
@@ -93,6 +96,9 @@ def probe(module: Any) -> tuple[list[AttentionSite], int]:
         raise _UnfitError("positions cannot be given to it")
     if changes_with_length(module):
         raise _UnfitError("its rotations depend on the longest text")
+    heads = [part for part in module.modules() if isinstance(part, KernelLinear) and part.is_head]
+    if len(heads) != 1:
+        raise _UnfitError("its output layer is no linear layer, of which the wanted rows could be computed")
     sites, ops = _Sites(module), _Operations()
     with sites.collected():
         _run_without_matrices(module, _ASKING)
@@ -134,7 +140,7 @@ class _Sites:
 
     def __init__(self, module: Any) -> None:
         self.found: list[AttentionSite] = []
-        self._positions = min(max_position(module.config.get_text_config()), _LONGEST_MASK)
+        self._positions = max_position(module.config.get_text_config())
 
     @contextmanager
     def collected(self) -> Iterator[None]:
@@ -147,8 +153,11 @@ class _Sites:
 
     def add(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Any) -> None:
         """One call of attention; the first keyword that asks for something unknown raises UnsupportedError."""
-        if mask is None or options.get("position_bias") is not None or query.shape[0] != 1:
+        if mask is None or query.shape[0] != 1:
             raise _UnfitError("its attention asks for more than causal masks and windows")
+        unknown = [name for name, asked in options.items() if not _is_understood(name, asked)]
+        if unknown:
+            raise _UnfitError(f"its attention asks for {', '.join(unknown[:4])}")
         if key.shape != value.shape or query.shape[2:] != key.shape[2:] or query.shape[1] % key.shape[1]:
             raise _UnfitError("its keys and values have different sizes")
         scale, cap = options.get("scaling"), options.get("softcap")
@@ -175,6 +184,13 @@ class _Sites:
         if any(count != min(query + 1, window) for query, count in counts.items()):
             raise _UnfitError("its masks are not causal ones with a window")
         return 0 if window == last + 1 else window
+
+
+def _is_understood(keyword: str, asked: Any) -> bool:
+    """Whether attention that ignores the keyword, or follows it, is what was asked for."""
+    if keyword == "is_causal":
+        return asked is None or asked is True
+    return keyword in _KEYWORDS or asked is None or (isinstance(asked, (bool, int, float)) and not asked)
 
 
 _COLLECTING: ContextVar[_Sites] = ContextVar("collecting sites")
@@ -208,14 +224,24 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.unknown: set[str] = set()
         self.multiple = 1
+        self._from_floats: dict[int, Tensor] = {}  # by id; kept, so that no other tensor gets the id
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
         if name in _ROUNDED.split() or (name in ("add", "add_", "sub", "sub_") and (kwargs or {}).get("alpha", 1) != 1):
             self._fill_up(out)
+        elif name in _LOOKS.split():
+            if self._is_from_floats(args[0]):
+                self.unknown.add(name)
         elif not (name in _EXACT.split() or _is_of_rows(name, args) or _is_outer_product(name, args)):
             self.unknown.add(name)
+        given, made = tree_leaves((args, kwargs)), tree_leaves(out)
+        if any(isinstance(part, Tensor) and self._is_from_floats(part) for part in given):
+            self._from_floats.update({id(part): part for part in made if isinstance(part, Tensor)})
         return out
+
+    def _is_from_floats(self, part: Tensor) -> bool:
+        return part.is_floating_point() or id(part) in self._from_floats
 
     def _fill_up(self, made: Tensor) -> None:
         width, rest = divmod(made.numel(), _NUM_TOKENS)
@@ -226,11 +252,14 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_of_rows(name: str, args: Sequence[Any]) -> bool:
     """Whether an operation reduces the last dimension, which no row but its own has a part in."""
-    if name in _NORMS.split():
-        return True
-    if name not in _REDUCTIONS.split() or len(args) < 2:
+    if not args or not isinstance(args[0], Tensor) or args[0].shape[-1:] == (_NUM_TOKENS,):
         return False
-    dims = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
+    if name in _NORMS.split():
+        return len(args[1]) == 1
+    where = 2 if name == "linalg_vector_norm" else 1  # behind the norm's order
+    if name not in _REDUCTIONS.split() or len(args) <= where:
+        return False
+    dims = args[where] if isinstance(args[where], (list, tuple)) else [args[where]]
     return list(dims) in ([-1], [args[0].dim() - 1])
 
 
@@ -248,7 +277,8 @@ def _tokens(vocab_size: int) -> list[int]:
 def _check(model: PooledHFModel, tokens: list[int], expected: Tensor) -> None:
     """Raise UnsupportedError unless the model gives the logits `expected` [T, V], and the same bits in other passes."""
     specs = [spec._replace(dtype=torch.float32) for spec in model.kv_specs]
-    kvs = [LayerKV.zeros(8, spec.num_kv_heads, spec.head_dim, 16, torch.float32) for spec in specs]
+    copies = -(-(3 * model.multiple + 1) // _NUM_TOKENS)  # of the text, for a pass of more than three times `multiple`
+    kvs = [LayerKV.zeros(8 + copies, spec.num_kv_heads, spec.head_dim, 16, torch.float32) for spec in specs]
 
     def run(*rows: SequenceRows) -> Tensor:
         return model.forward(ForwardBatch.build(rows, 16), kvs).logits
@@ -267,5 +297,11 @@ def _check(model: PooledHFModel, tokens: list[int], expected: Tensor) -> None:
     walked = run(tree, span("other", beside, 7, 8, other))[[0, 2, 4]]
     rest = run(span("parts", apart, 4, _NUM_TOKENS - 1, tokens))
     alone = run(span("parts", apart, _NUM_TOKENS - 1, _NUM_TOKENS, tokens))
-    if not (torch.equal(torch.cat([parts, rest, alone]), whole) and torch.equal(walked, whole[4:7])):
+    many = run(*(span(str(copy), [8 + copy], 0, _NUM_TOKENS, tokens) for copy in range(copies)))
+    last = _NUM_TOKENS - 1
+    short = run(SequenceRows("short", [4, 6], 0, tokens[:last], last, tokens[last:], (0,), (1,), (0,)))  # [1, V]
+    if short.shape != alone.shape or not torch.equal(short, alone):
+        raise _UnfitError("the logits of one row are not those asked for")
+    made = torch.cat([parts, rest, alone, many, walked])
+    if not torch.equal(made, torch.cat([*[whole] * (1 + copies), whole[4:7]])):
         raise _UnfitError("a row's logits depend on the other rows of its pass")

@@ -5,6 +5,7 @@ Knows: transformers' tables of model types and what its loading reports. Does no
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,14 +23,14 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as hf_logging
 
-from forerun.errors import CheckpointError, ForerunError, UnsupportedError
+from forerun.errors import CheckpointError, ForerunError, ResourceError, UnsupportedError
 from forerun.kernels.ops import Kernels
 from forerun.models.base import LayerSpec
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.family import MAX_LAYERS
 from forerun.models.hf import HFModel
 from forerun.models.hf_fitting import fit, probe
-from forerun.models.hf_matrices import stand_in
+from forerun.models.hf_matrices import stand_in, why_not
 from forerun.models.hf_pooled import PooledHFModel, specs_of
 
 log = logging.getLogger("forerun.models")
@@ -62,12 +63,18 @@ def load_hf_model(folder: Path, config: Any, dtype: torch.dtype | None, kernels:
     ):
         module = _load(folder, config, dtype)
         if kernels.device.type == "cpu":
-            try:
-                return _with_kernels(module, kernels)
-            except Exception as error:  # of a model that reads the matrices of its layers itself
-                log.info("%s runs without forerun's kernels: %s", folder, _reason(error))
-                del module
+            reason = why_not(module)
+            if reason is None:
+                try:
+                    return _with_kernels(module, kernels)
+                except Exception as error:  # of a model that reads the matrices of its layers itself
+                    if _is_of_memory(error):
+                        raise
+                    reason = _reason(error)
+                del module  # behind the `except`, whose traceback holds it too: two copies may not fit
+                gc.collect()
                 module = _load(folder, config, dtype)
+            log.info("%s runs without forerun's kernels: %s", folder, reason)
         model = HFModel(module.to(kernels.device), kernels.device)
         _try_out(model)
     return model
@@ -110,6 +117,8 @@ def _with_kernels(module: Any, kernels: Kernels) -> HFModel | PooledHFModel:
     try:
         return fit(module, kernels, torch.bfloat16 if narrow else torch.float32)
     except Exception as error:
+        if _is_of_memory(error):
+            raise
         log.info("%s runs row by row: %s", type(module).__name__, _reason(error))
     model = HFModel(module)
     _try_out(model)
@@ -188,7 +197,14 @@ def _one_line(what: str, remedy: str) -> Iterator[None]:
     except ImportError as error:
         raise UnsupportedError(f"{what}: {_reason(error)}; install what it needs, or choose another model") from error
     except Exception as error:
+        if _is_of_memory(error):
+            raise
         raise CheckpointError(f"{what}: {_reason(error)}; {remedy}") from error
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, which says nothing about the model."""
+    return isinstance(error, (MemoryError, ResourceError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
 
 
 def _reason(error: Exception) -> str:

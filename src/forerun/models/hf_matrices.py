@@ -9,13 +9,14 @@ promise. Activations are float32, matrices keep the checkpoint's precision, as i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from forerun.errors import UnsupportedError
 from forerun.kernels.ops import Kernels
@@ -25,6 +26,8 @@ from forerun.quant.dense import DenseWeight
 
 _MAX_LEFT = 0.25  # share of the parameters that may stay with torch, where they would be widened to float32
 _TRIED_ROWS = 3
+# Of the logits' standard deviation: what stands in computes in float32, the module in the precision of its weights.
+_TOLERANCE, _TOLERANCE_16_BITS = 0.01, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +104,41 @@ class KernelEmbedding(nn.Module):
 def stand_in(module: Any, kernels: Kernels | None) -> None:
     """Replace linear layers and embeddings inside a transformers model; `kernels` None: by such that give zeros.
 
-    What stays is converted to float32. Raises UnsupportedError if that is a large part of a model stored in 16 bits.
+    What stays is converted to float32. Raises UnsupportedError with the module as it was if `why_not` says so, and with
+    the module taken apart if its logits change.
     """
-    head = module.get_output_embeddings()
-    names = {id(part): name for name, part in module.named_modules()}
-    linears = {id(part): part for part in module.modules() if _is_linear(part, checked=kernels is not None)}
-    tables = [part for part in module.modules() if type(part) is nn.Embedding and part.max_norm is None]
-    shared = None if id(head) not in linears else head.weight
+    reason = why_not(module)
+    if reason is not None:
+        raise UnsupportedError(reason)
+    before = None if kernels is None else _some_logits(module)
+    tolerance = _TOLERANCE_16_BITS if _has_16_bits(module) else _TOLERANCE
+    _replace(module, kernels)
+    if before is None:
+        return
+    off = (_some_logits(module) - before).square().mean(dim=1).sqrt().median()  # a row may be routed to other experts
+    if not off <= tolerance * before.std():
+        raise UnsupportedError(f"the kernels' logits differ from the module's by {float(off):.2g}")
+
+
+def why_not(module: Any) -> str | None:
+    """Why a model must keep the matrices of transformers; None if kernels can stand in for them."""
+    if getattr(module.config, "quantization_config", None) is not None:
+        return "its weights are quantized in a way that transformers reads"
     total = sum(parameter.numel() for parameter in module.parameters())
-    replaced = {id(part.weight): part.weight.numel() for part in (*linears.values(), *tables)}
+    replaced = {id(part.weight): part.weight.numel() for part in (*_linears(module), *_tables(module))}
     if total - sum(replaced.values()) > _MAX_LEFT * total and module.dtype != torch.float32:
-        raise UnsupportedError("most of its weights lie in no linear layer")
+        return "most of its weights lie in no linear layer"
+    return None
+
+
+def _replace(module: Any, kernels: Kernels | None) -> None:
+    head = module.get_output_embeddings()
+    names: dict[int, list[str]] = {}  # a module may have several
+    for name, part in module.named_modules(remove_duplicate=False):
+        names.setdefault(id(part), []).append(name)
+    linears = {id(part): part for part in _linears(module)}
+    tables = _tables(module)
+    shared = None if id(head) not in linears else head.weight
     made: dict[int, KernelLinear] = {}
     for key, part in linears.items():
         made[key] = _linear(part, kernels, part is head)
@@ -123,6 +150,19 @@ def stand_in(module: Any, kernels: Kernels | None) -> None:
     for key, stand in made.items():
         _put(module, names[key], stand)
     module.float()
+
+
+@torch.no_grad()
+def _some_logits(module: Any) -> Tensor:
+    """Logits of a short text [T, V], float32."""
+    config = module.config.get_text_config()
+    drawn = torch.randint(config.vocab_size, (1, _TRIED_ROWS), generator=torch.Generator().manual_seed(0))
+    logits: Tensor = module(input_ids=drawn).logits[0]
+    return logits.float()
+
+
+def _has_16_bits(module: Any) -> bool:
+    return any(parameter.dtype.itemsize == 2 for parameter in module.parameters())
 
 
 def kernel_bytes(module: Any) -> int:
@@ -142,22 +182,40 @@ def _stand_ins(module: Any) -> Iterator[KernelLinear | KernelEmbedding]:
     return (part for part in module.modules() if isinstance(part, (KernelLinear, KernelEmbedding)))
 
 
-def _is_linear(part: Any, checked: bool) -> bool:
-    """Whether it computes x W^T + b, or x W + b as GPT-2 stores it, whatever its class; `checked` on some rows."""
-    is_transposed = _is_transposed(part)
-    if not isinstance(part, nn.Linear) and not is_transposed:
-        return False
-    if type(part) is nn.Linear or is_transposed or not checked:
-        return True
-    weight: Tensor = part.weight.data
-    x = torch.randn(_TRIED_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-    bias = None if part.bias is None else part.bias.data
-    return torch.allclose(part(x), nn.functional.linear(x, weight, bias), rtol=0.02, atol=0.02)
+def _linears(module: Any) -> list[Any]:
+    """The parts that compute x W^T + b, or x W + b as GPT-2 stores it, and nothing else."""
+    from transformers.models.falcon.modeling_falcon import FalconLinear
+
+    known = (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
+    return [
+        part
+        for part in module.modules()
+        if isinstance(part, (nn.Linear, Conv1D)) and type(part).forward in known and _is_plain(part)
+    ]
+
+
+def _tables(module: Any) -> list[Any]:
+    return [
+        part for part in module.modules() if type(part) is nn.Embedding and part.max_norm is None and _is_plain(part)
+    ]
+
+
+def _is_plain(part: Any) -> bool:
+    """Whether nothing but its class's `forward` runs, on a matrix of plain numbers."""
+    weight = part._parameters.get("weight")  # what is computed (parametrizations, weight_norm) is none
+    return (
+        "forward" not in vars(part)
+        and type(part).__call__ is nn.Module.__call__
+        and not part._forward_hooks
+        and not part._forward_pre_hooks
+        and type(weight) is nn.Parameter
+        and type(weight.data) is Tensor
+        and weight.is_floating_point()
+        and weight.dtype.itemsize >= 2
+    )
 
 
 def _is_transposed(part: nn.Module) -> bool:
-    from transformers.pytorch_utils import Conv1D
-
     return isinstance(part, Conv1D)
 
 
@@ -186,6 +244,7 @@ def _drop(part: Any) -> None:
     part.weight = nn.Parameter(part.weight.data.new_empty(0), requires_grad=False)
 
 
-def _put(module: Any, name: str, part: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(module.get_submodule(parent), last, part)
+def _put(module: Any, names: Sequence[str], part: nn.Module) -> None:
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        setattr(module.get_submodule(parent), last, part)

@@ -92,7 +92,7 @@ class PooledHFModel:
         """
         self._module = module
         self._kernels = kernels
-        self._multiple = multiple
+        self.multiple = multiple
         config = module.config.get_text_config()
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size = vocabulary_of(module)
@@ -139,7 +139,7 @@ class PooledHFModel:
             _PASS.reset(running)
 
     def _padded(self, num_rows: int) -> int:
-        return -(-num_rows // self._multiple) * self._multiple
+        return -(-num_rows // self.multiple) * self.multiple
 
     def commit(self, paths: Sequence[CommittedPath]) -> None:
         """All state is in the pool: nothing to do."""

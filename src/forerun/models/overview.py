@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from forerun.errors import UnsupportedError
+from forerun.kernels.device import CPU
 from forerun.models.adapters import CONFIG_FILE
 from forerun.models.base import LayerSpec, StateSpec
 from forerun.models.config import ModelConfig, num_parameters
@@ -55,8 +56,10 @@ class Overview:
         return "transformers" if self.config is None else "forerun"
 
 
-def look_at(name_or_path: str | Path, dtype: str = "auto", activations: str = "auto") -> Overview:
-    """What `load_model` would load with kernels of these activations.
+def look_at(
+    name_or_path: str | Path, dtype: str = "auto", activations: str = "auto", device: torch.device = CPU
+) -> Overview:
+    """What `load_model` would load with kernels of these activations on that device.
 
     Raises ModelError, for damage to tensors' data excepted.
     """
@@ -69,7 +72,7 @@ def look_at(name_or_path: str | Path, dtype: str = "auto", activations: str = "a
     config = read_config(folder)
     if family is None or config is None:
         assert isinstance(stored, Checkpoint)
-        return _through_transformers(folder, stored, tokenizer, kept)
+        return _through_transformers(folder, stored, tokenizer, kept, device)
     if isinstance(stored, Checkpoint):
         check_tensors(stored)
         # Whether an output layer is a copy of the embedding would show only in its data: it is counted.
@@ -103,13 +106,13 @@ def why_refused(found: Overview, device: torch.device) -> str | None:
 
 
 def _through_transformers(
-    folder: Path, stored: Checkpoint, tokenizer: Tokenizer, dtype: torch.dtype | None
+    folder: Path, stored: Checkpoint, tokenizer: Tokenizer, dtype: torch.dtype | None, device: torch.device
 ) -> Overview:
     from forerun.models.hf import max_position
     from forerun.models.hf_loading import kv_specs_of, read_hf_config  # imports transformers, which takes seconds
 
     config = read_hf_config(folder, stored.config)
-    text, kv_specs = config.get_text_config(), kv_specs_of(config, dtype)
+    text, kv_specs = config.get_text_config(), kv_specs_of(config, dtype) if device.type == "cpu" else ()
     sizes = {name: value for name in _SIZES if isinstance(value := getattr(text, name, None), int)}
     if kv_specs:
         sizes["num_key_value_heads"] = kv_specs[0].num_kv_heads
