@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.models import factory
 from tests.support import mini
 
 from forerun import LLM, SamplingParams, assemble
+from forerun.kernels import threads
 from forerun.kernels.threads import single_torch_thread
 
 
@@ -39,11 +41,33 @@ def test_torch_has_one_thread_meanwhile_and_its_own_again_even_after_an_error() 
     assert torch.get_num_threads() == 2
 
 
+def in_new_thread() -> int:
+    """torch's number of threads for one that has not called torch before."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.get_num_threads).result()
+
+
+def test_threads_that_begin_meanwhile_have_their_own_number() -> None:
+    if threads._setters()[0] is torch.set_num_threads:
+        pytest.skip("torch is built without OpenMP")
+    assert in_new_thread() == 2
+    with single_torch_thread():
+        assert torch.get_num_threads() == 1 and in_new_thread() == 2
+    assert in_new_thread() == torch.get_num_threads() == 2
+
+
+def test_torch_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_setters", lambda: (torch.set_num_threads, threads._nothing))
+    with single_torch_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+
+
 def test_passes_and_calls_are_measured_as_steps_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    for name in ("measure_passes", "measure_calls"):
+    for name, inner in (("measure_passes", assemble.measure_passes), ("measure_calls", assemble.measure_calls)):
 
-        def watched(*given: Any, inner: Any = getattr(assemble, name)) -> Any:
+        def watched(*given: Any, inner: Any = inner) -> Any:
             seen.append(torch.get_num_threads())
             return inner(*given)
 
