@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import CheckpointError, UnsupportedError
+from forerun.models.storage import integer_bits
 from forerun.quant.auto_round import ALIASES, GPTQ_PACKINGS, restated
 from forerun.quant.compressed import _scheme_of
 from forerun.quant.formats import check_quantization
@@ -122,3 +123,18 @@ def test_what_is_malformed_is_named(section: dict[str, Any], message: str) -> No
 def test_what_is_not_implemented_is_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         check_quantization(section)
+
+
+@pytest.mark.parametrize(
+    ("section", "bits"),
+    [
+        (GPTQ, 4),
+        ({**GPTQ, "bits": 4.0}, None),
+        ({**GPTQ, "extra_config": {"a": {"bits": 8}}}, None),
+        ({**GPTQ, "extra_config": {"a": {"bits": 16}, "b": {"sym": False}}}, 4),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:a": {}, "b": {"bits": 8}}}, None),
+    ],
+)
+def test_bits_are_told_where_all_modules_have_them(section: dict[str, Any], bits: int | None) -> None:
+    source: Any = Names(section)
+    assert integer_bits(source) == bits

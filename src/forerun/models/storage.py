@@ -28,6 +28,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 OTHER = "other"
 PACKED = ("qweight", "qzeros", "weight_packed")  # integers that hold several small ones
 BITS, GROUP_SIZES = ("bits", "w_bit", "num_bits"), ("group_size", "q_group_size")  # what formats call them
+EXCEPTIONS = ("extra_config", "dynamic")  # what AutoRound and GPTQModel call settings of some modules
+UNQUANTIZED_BITS = (16, 32)
 
 
 def describe_storage(path: Path) -> dict[str, Any]:
@@ -96,12 +98,17 @@ def _named_folder(checkpoint: Checkpoint) -> dict[str, Any]:
         return _named("quantized", stacked.METHOD, 4, stacked.BLOCK)
     schemes = [settings, *_schemes(settings)]
     found = [[scheme.get(name) for scheme in schemes for name in names] for names in (BITS, GROUP_SIZES)]
-    sizes = [{size for size in values if isinstance(size, int)} for values in found]
+    sizes = [{size for size in values if type(size) is int} for values in found]
     return _named("quantized", settings.method or "unnamed", *(one.pop() if len(one) == 1 else None for one in sizes))
 
 
 def _schemes(settings: Settings) -> Iterator[Settings]:
-    """The schemes of weights compressed-tensors names."""
+    """The schemes of weights compressed-tensors names, and settings of AutoRound's and GPTQModel's for some modules."""
     groups = settings.section("config_groups")
     for name in groups.names():
         yield groups.section(name).section("weights")
+    for exceptions in (settings.section(name) for name in EXCEPTIONS):
+        for name in exceptions.names():
+            own = exceptions.section(name)
+            if own.get("bits") not in UNQUANTIZED_BITS:
+                yield own
