@@ -214,7 +214,7 @@ def _attention(config: ModelConfig) -> dict[str, Sizes]:
             found[f"{name}.bias"] = (rows,)
     if config.qk_norm == "head":
         found |= {f"attn_{part}_norm.weight": (heads.head_dim,) for part in "qk"}
-    if config.sinks:
+    if config.shapes[0].has_sinks:
         found["attn_sinks.weight"] = (heads.num_q,)
     if config.biases.out:
         found["attn_output.bias"] = (hidden,)

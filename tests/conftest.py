@@ -20,6 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # with these older instructions it does not, so that what kernels promise can be tested. Read when numpy is imported.
 if platform.machine() in ("x86_64", "AMD64"):
     os.environ.setdefault("OPENBLAS_CORETYPE", "Nehalem")
+if not os.path.exists("/dev/nvidiactl"):  # no GPU of NVIDIA's
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which transformers does
 os.environ["FORERUN_CACHE"] = os.devnull  # nothing can be kept there: tests do not depend on those before them
 
 # Test -> why CI may do without its data or programs. A reviewed list.

@@ -74,7 +74,7 @@ def test_tables(run: Any, shape: str) -> None:
     ("arguments", "said"),
     [
         (["--shape", "gpt-9"], "no shape and no file 'gpt-9'"),
-        (["--weights", "fp8"], "weights 'fp8' are unknown"),
+        (["--weights", "fp7"], "weights 'fp7' are unknown"),
         (["--tokens", "1,x"], "--tokens must be whole numbers"),
         (["--tokens", "65"], "the nodes of a draft tree"),
         (["--context", "63", "--tokens", "2"], "--context must be from 0 to 62"),

@@ -162,7 +162,7 @@ def test_passes_in_a_row_are_told_one_by_one() -> None:
         def chain(self, *case: int) -> Any:
             return case
 
-        def run(self, batch: Any) -> None:
+        def enqueue(self, batch: Any) -> None:
             self.seen.append(batch)
 
         def bytes_read(self, context: int, tokens: int) -> int:
@@ -225,7 +225,9 @@ def test_what_a_gpu_would_refuse_is_an_error_of_compiling(tmp_path: Path, monkey
                                  widening=SimpleNamespace(shape=tmp_path))  # fmt: skip
     found: dict[str, Any] = {}
     gpu_kernels.compiling(bench, Due(9.0), noted(found))
-    assert asked[:2] == list(ON_GPU.shapes) and len(asked) == 5  # two models, and the widened one
+    assert (
+        asked[:2] == list(ON_GPU.shapes) and len(asked) == 6
+    )  # two models, a hybrid, mini and its draft, and the widened one
     assert found["rows"] == [{"kernels": 2, "spilling": 1, "registers": 64, "shared": 512}]
     assert found["errors"] == {"b": "error: ptxas; too much"}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.errors import UnsupportedError
+from forerun.errors import ResourceError, UnsupportedError
 from forerun.models import hf_fitting, hf_loading
 from forerun.models.hf import HFModel
 from forerun.models.hf_fitting import fit, probe
@@ -202,7 +202,7 @@ def test_out_of_memory_is_not_taken_for_an_unfit_model(
         raise MemoryError
 
     monkeypatch.setattr(hf_loading, "fit", fails)
-    with pytest.raises(MemoryError):
+    with pytest.raises(ResourceError, match="free memory"):
         hf_loading.load_hf_model(tmp_path, None, None, factory.make_kernels())
     assert len(fake_loads) == 1
 

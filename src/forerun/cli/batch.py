@@ -6,7 +6,6 @@ Knows: options, progress, signals, what is printed. Does not know: rows and thei
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -61,6 +60,8 @@ class Files:
 
 def batch(files: Files, engine: ServedEngine, drafting: ServedDrafting) -> None:
     """Answer a file of requests, many at a time. The answers depend on the rows and --seed alone."""
+    import asyncio
+
     from forerun.server.batch_files import BatchInput, open_answers
 
     name, shard = opt.chosen_model(None, files.model), _shard(files.shard)
@@ -121,6 +122,8 @@ async def _answer(
     llm: LLM, files: Files, engine: ServedEngine, rows: BatchInput, answers: AnswerFile, errors: AnswerFile
 ) -> None:
     """Answer the rows that are left, or until a signal comes."""
+    import asyncio
+
     from forerun.server.app import create_app
     from forerun.server.batches import BatchServer, Stops, UnavailableError, answer_all
     from forerun.server.settings import ServerSettings

@@ -198,7 +198,7 @@ def _one_line(what: str, remedy: str) -> Iterator[None]:
         raise UnsupportedError(f"{what}: {_reason(error)}; install what it needs, or choose another model") from error
     except Exception as error:
         if _is_of_memory(error):
-            raise
+            raise ResourceError(f"{what}: {_reason(error)}; free memory, or choose a smaller model") from error
         raise CheckpointError(f"{what}: {_reason(error)}; {remedy}") from error
 
 
