@@ -32,7 +32,7 @@ from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer, check_same_vocabulary
 
 Prompt = str | Sequence[int]
-CHARACTERS = 16  # a token rarely has more; longer predictions are cut before they are tokenized
+CHARACTERS = 16  # that a token rarely has more of: texts far beyond what fits are not tokenized whole
 Message = Mapping[str, Any]
 
 

@@ -46,6 +46,12 @@ def chat_row(name: str, content: str = "Hello", **fields: Any) -> dict[str, Any]
     return {"custom_id": name, "method": "POST", "url": CHAT, "body": body}
 
 
+def a_row(name: str, **fields: Any) -> BatchRow:
+    row = read_row(json.dumps(chat_row(name, **fields)).encode(), 1)
+    assert isinstance(row, BatchRow)
+    return row
+
+
 def rows() -> list[dict[str, Any]]:
     texts = [
         {"custom_id": f"t{i}", "url": TEXT, "body": {"model": "mini", "prompt": f"Number {i}", "max_tokens": 5, "n": 2}}
@@ -229,7 +235,7 @@ def test_a_row_of_any_kind_is_read_or_named() -> None:
 
 def test_a_signal_ends_it_and_leaves_what_can_be_resumed(app: FastAPI, client: object) -> None:
     """No row begins after the signal; those that run may end."""
-    given = [read_row(json.dumps(chat_row(f"r{i}", max_tokens=20, ignore_eos=True)).encode(), i) for i in range(50)]
+    given = [a_row(f"r{i}", max_tokens=20, ignore_eos=True) for i in range(50)]
     written: list[str] = []
 
     async def stopped() -> None:
@@ -241,7 +247,7 @@ def test_a_signal_ends_it_and_leaves_what_can_be_resumed(app: FastAPI, client: o
             if len(written) == 5:
                 stops.signal()
 
-        await answer_all(BatchServer(app, lambda: True), given, 3, stops, 30.0, note)  # type: ignore[arg-type]
+        await answer_all(BatchServer(app, lambda: True), given, 3, stops, 30.0, note)
 
     assert client is not None  # the application runs
     asyncio.run(stopped())
@@ -297,8 +303,7 @@ def test_what_differs_from_run_to_run_is_left_out() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
-    row = read_row(json.dumps(chat_row("a")).encode(), 1)
-    assert isinstance(row, BatchRow)
+    row = a_row("a")
     answers = [asyncio.run(answer_row(BatchServer(app, lambda: True, 7), row)) for _ in range(2)]
     assert answers[0] == answers[1] and answers[0][0]
     body = answers[0][1]["response"]["body"]
@@ -349,8 +354,7 @@ def test_only_what_the_row_is_to_blame_for_is_an_error(
 ) -> None:
     monkeypatch.setattr("forerun.server.batches.PAUSE_S", 0.0)
     app, sent = answering(*statuses)
-    row = read_row(json.dumps(chat_row("a", seed=-1)).encode(), 1)
-    assert isinstance(row, BatchRow)
+    row = a_row("a", seed=-1)
     succeeded, answer = asyncio.run(answer_row(BatchServer(app, lambda: True), row))
     assert answer["response"]["status_code"] == status and succeeded == (status == 200) and len(sent) == num_sent
     assert all(body["seed"] == seed_of(0, "a") for body in sent)  # -1 means any
@@ -358,13 +362,13 @@ def test_only_what_the_row_is_to_blame_for_is_an_error(
 
 def test_a_failed_engine_ends_the_job_and_keeps_what_was_answered() -> None:
     app, _ = answering(200, 200, 500)
-    given = [read_row(json.dumps(chat_row(f"r{i}")).encode(), i) for i in range(20)]
+    given = [a_row(f"r{i}") for i in range(20)]
     written: list[str] = []
 
     async def failing() -> None:
         stops = Stops(asyncio.Event(), asyncio.Event())
         server = BatchServer(app, lambda: False)
-        await answer_all(server, given, 4, stops, 1.0, lambda _, answer: written.append(answer["custom_id"]))  # type: ignore[arg-type]
+        await answer_all(server, given, 4, stops, 1.0, lambda _, answer: written.append(answer["custom_id"]))
 
     with pytest.raises(UnavailableError, match="trouble"):
         asyncio.run(failing())
@@ -375,13 +379,13 @@ def test_a_second_signal_ends_what_runs() -> None:
     async def hanging(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(60)
 
-    given = [read_row(json.dumps(chat_row(f"r{i}")).encode(), i) for i in range(5)]
+    given = [a_row(f"r{i}") for i in range(5)]
 
     async def stopped() -> None:
         stops = Stops(asyncio.Event(), asyncio.Event())
         asyncio.get_running_loop().call_later(0.05, stops.signal)
         asyncio.get_running_loop().call_later(0.1, stops.signal)
-        await answer_all(BatchServer(hanging, lambda: True), given, 2, stops, 50.0, lambda *_: None)  # type: ignore[arg-type]
+        await answer_all(BatchServer(hanging, lambda: True), given, 2, stops, 50.0, lambda *_: None)
 
     started = time.monotonic()
     asyncio.run(stopped())

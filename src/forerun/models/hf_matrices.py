@@ -215,12 +215,8 @@ def _is_plain(part: Any) -> bool:
     )
 
 
-def _is_transposed(part: nn.Module) -> bool:
-    return isinstance(part, Conv1D)
-
-
 def _linear(part: Any, kernels: Kernels | None, is_head: bool) -> KernelLinear:
-    weight: Tensor = part.weight.data.T if _is_transposed(part) else part.weight.data
+    weight: Tensor = part.weight.data.T if isinstance(part, Conv1D) else part.weight.data
     if kernels is None:
         return KernelLinear(weight.shape[0], None, is_head)
     bias = None if part.bias is None else part.bias.data.float().contiguous()

@@ -23,7 +23,7 @@ BEGINNING: Final = b'{"id": "batch_req_'  # of every answer
 class _RowPlace(NamedTuple):
     line: int
     offset: int
-    size: int = 0  # in bytes
+    size: int  # in bytes, unless the line is too long
 
 
 @dataclass(slots=True)

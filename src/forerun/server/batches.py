@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Final, NamedTuple
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Scope
 
 URLS: Final = ("/v1/chat/completions", "/v1/completions")
 FIELDS: Final = ("custom_id", "method", "url", "body")
@@ -193,8 +193,7 @@ async def _post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
         status = message.get("status", status)
         parts.append(message.get("body", b""))
 
-    call: Callable[[Scope, Receive, Send], Any] = app
-    await call(scope, receive, send)
+    await app(scope, receive, send)
     return status, b"".join(parts)
 
 
@@ -212,8 +211,9 @@ def _lasting(answer: dict[str, Any], custom_id: str) -> dict[str, Any]:
         call for choice in answer.get("choices", ()) for call in (choice.get("message") or {}).get("tool_calls", ())
     ]
     for index, call in enumerate(calls):
-        prefix, rest = re.fullmatch(r"(.*[-_])?(.*)", call["id"]).groups("")  # type: ignore[union-attr]  # matches all
-        call["id"] = prefix + sha256(f"{custom_id} {index}".encode()).hexdigest()[: len(rest)]
+        drawn = re.split("[-_]", call["id"])[-1]  # what is random in it
+        made = sha256(f"{custom_id} {index}".encode()).hexdigest()[: len(drawn)]
+        call["id"] = call["id"][: len(call["id"]) - len(drawn)] + made
     return answer
 
 

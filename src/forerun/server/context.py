@@ -12,7 +12,7 @@ from itertools import islice
 from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
 from forerun.errors import ConfigError
-from forerun.llm import LLM
+from forerun.llm import CHARACTERS, LLM
 from forerun.server.errors import ApiError, unsupported
 from forerun.server.grammar_compiler import GrammarCompiler
 from forerun.server.harmony import MESSAGE
@@ -24,7 +24,6 @@ from forerun.server.tools import HARMONY, tool_style
 from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer
 
-SURELY_TOO_LONG = 16  # characters per token; if so many make twice the tokens that fit, the rest is not tokenized
 MAX_DROPPED = 20  # unknown fields of a request that are listed
 log = logging.getLogger("forerun.server")
 
@@ -141,8 +140,8 @@ class ServerContext:
         size, most = len(text.encode()), limit * self.tokenizer.max_token_bytes
         if size > most:
             raise _too_long(f"{size} bytes; {limit} tokens, which is the most, hold {most}")
-        if whole and len(text) > SURELY_TOO_LONG * limit:
-            num_tokens = len(self.tokenizer.encode(text[: SURELY_TOO_LONG * limit]))
+        if whole and len(text) > CHARACTERS * limit:
+            num_tokens = len(self.tokenizer.encode(text[: CHARACTERS * limit]))
             if num_tokens > 2 * limit:
                 raise _too_long(f"more than {num_tokens} tokens; the most is {limit}")
         return self.tokenizer.encode(text, add_special_tokens)

@@ -81,11 +81,11 @@ class MtpLayout:
     is_dense: bool = False  # the layer has no experts, whatever the target's have
     in_two: bool = False  # its two parts are layers of their own, as in Nemotron-H
     names: Mapping[str, Any] = field(default_factory=dict)  # of its layer, where they differ from the target's layers
-    sign: str = ""  # the module it is told by; "": the projection
+    told_by_norm: bool = False  # by `final_norm`: another layout has a projection of the same name
 
     def is_in(self, source: Source) -> bool:
         """Whether the checkpoint has a module with this layout."""
-        return source.has(f"{self.sign or self.projection}.weight")
+        return source.has(f"{self.final_norm if self.told_by_norm else self.projection}.weight")
 
 
 def _deepseek(num_layers: int) -> MtpLayout:
@@ -115,7 +115,7 @@ def _step(num_layers: int) -> MtpLayout:
         final_norm=f"{prefix}.transformer.shared_head.norm",
         lm_head=f"{prefix}.transformer.shared_head.output",
         before_norm=True,
-        sign=f"{prefix}.transformer.shared_head.norm",
+        told_by_norm=True,
     )
 
 
@@ -150,7 +150,7 @@ _MIMO_V2 = MtpLayout(
     final_norm="model.mtp.layers.0.final_layernorm",
     is_dense=True,
     names={"mlp_norm": "pre_mlp_layernorm"},
-    sign="model.mtp.layers.0.final_layernorm",
+    told_by_norm=True,
 )
 
 
@@ -167,7 +167,7 @@ _LONGCAT = MtpLayout(
         "gate_up": ("transformer_layer.mlp.gate_proj", "transformer_layer.mlp.up_proj"),
         "down": "transformer_layer.mlp.down_proj",
     },
-    sign="model.mtp.norm",
+    told_by_norm=True,
 )
 
 
