@@ -53,11 +53,12 @@ def assemble(
     states = _states(config, model, kernels.device)
     if states is not None:
         config = replace(config, max_num_seqs=min(config.max_num_seqs, states.num_free))
+        model = with_states(model, states)
     drafter = _drafter(config, model, kernels, load_draft, folder)
     kv_cache = _kv_cache(config, model, drafter, kernels)
     own_kvs = kv_cache.layers[: len(model.kv_specs)]
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
-    model = with_own_state(model if states is None else with_states(model, states))
+    model = with_own_state(model)
     runner = bind(passes_of(model, drafter.hidden_layers), kernels, own_kvs, config.block_size)
     # A model without either runs through transformers row by row, on all threads of torch.
     computes_itself = bool(own_kvs) or states is not None

@@ -196,7 +196,7 @@ def test_inspect_tells_what_comes_with_a_checkpoint_and_reads_no_weights(
     monkeypatch.setattr(Checkpoint, "tensor", lambda *_: pytest.fail("read"))
     report = run_json("inspect", str(folder))
     assert report["drafters"]["mtp"] == "with the checkpoint's own module" and report["adapters"] == ["polite"]
-    assert "layer_skip" not in report["drafters"] and report["storage"]["bits_per_weight"] == 32
+    assert report["drafters"]["layer_skip"] == "always" and report["storage"]["bits_per_weight"] == 32
     memory, context = report["memory"], report["usable_context"]
     assert memory["state_bytes"] == 3 * 4 * (3 * 88 + 4 * 12 * 10)
     taken = memory["weights_bytes"] + context * memory["kv_bytes_per_token"] + memory["state_bytes"]

@@ -87,8 +87,6 @@ def test_no_drafter_changes_a_token(llm: LLM, drafter: str, request: pytest.Fixt
     """In one of the engines, so that every two of model, drafter and engine meet."""
     place = list(CASES).index(request.node.callspec.params["llm"]) + DRAFTERS.index(drafter)
     options = ENGINES[place % len(ENGINES)]
-    if drafter == "layer_skip" and hasattr(llm.loaded.model, "state_specs"):
-        pytest.skip("recurrent layers keep no state of drafts")
     names: list[str | None] = [None, "a1", "a4", "a7"]
     expected = [answer.token_ids for answer in answers(llm, PROMPTS, names)]
     made = llm.with_drafter(drafter, adaptive=False, **{"max_num_seqs": 4, "prefix_caching": True, **options})

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from forerun import LLM, SamplingParams
 from forerun.cache.states import bytes_per_slot
@@ -23,7 +28,7 @@ ENGINES: dict[str, dict[str, object]] = {
     "chunks": {"max_num_batched_tokens": 5, "prefix_caching": False},
     "preempted": {"num_kv_blocks": 16, "block_size": 4, "max_model_len": 64},
 }
-DRAFTERS = ("none", "ngram", "suffix", "recycling", "portfolio=suffix+ngram")  # layer_skip refuses such targets
+DRAFTERS = ("none", "ngram", "suffix", "recycling", "layer_skip", "portfolio=suffix+ngram")
 WITH_MODULE = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 
 
@@ -63,6 +68,24 @@ def test_no_drafter_changes_a_token(llm: LLM, temperature: float) -> None:
         assert any(answer.stats.num_preemptions for answer in found) == (name == "preempted"), (drafter, name)
         accepted += sum(map(bool, (source for answer in found for source in answer.token_sources)))
     assert accepted > 0
+
+
+@pytest.mark.parametrize("case", ["qwen3.5", "kimi-linear", "falcon-h1", "granite-hybrid"])
+def test_layers_that_miss_nothing_draft_what_the_target_says(case: str, tmp_path: Path) -> None:
+    """All but a last one that adds nothing: drafts are right only if each goes on from the state of the one before."""
+    folder = factory.make_checkpoint(case, tmp_path)
+    num_layers = json.loads((folder / "config.json").read_text("utf-8"))["num_hidden_layers"]
+    file = folder / "model.safetensors"
+    last = re.compile(rf"layers\.{num_layers - 1}\..*(o_proj|out_proj|down_proj|output_linear|w2)(\.weight)?$")
+    tensors = {n: torch.zeros_like(t) if last.search(n) else t for n, t in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    llm = LLM(str(folder), max_num_seqs=4, threads=1)
+    layers = tuple(range(num_layers - 1))
+    made = llm.with_drafter("layer_skip", layers=layers, adaptive=False, max_draft_tokens=4)
+    for temperature in (0.0, 1.0):
+        expected, found = answers(llm, temperature), answers(made, temperature)
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+        assert all(answer.stats.num_steps <= 30 / 5 + 2 for answer in found), [a.stats.num_steps for a in found]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

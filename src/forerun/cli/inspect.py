@@ -159,8 +159,7 @@ def _drafters(name: str, found: Overview) -> dict[str, str]:
 
     single = [spec for spec in all_specs().values() if spec.is_single]
     is_open = found.implementation == "forerun"
-    fit = [spec for spec in single if not (found.state_specs and spec.skips_layers)]
-    return {spec.name: _with_what(name, spec) for spec in fit if is_open or not spec.needs_layers}
+    return {spec.name: _with_what(name, spec) for spec in single if is_open or not spec.needs_layers}
 
 
 def _with_what(name: str, spec: DrafterSpec) -> str:

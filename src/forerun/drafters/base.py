@@ -45,7 +45,6 @@ class DrafterSpec:
     own_module: Callable[[str | Path], bool] | None = None
     holds_heads: Callable[[Path], bool] | None = None
     needs_layers: bool = False  # needs the target's single layers, which transformers models do not give
-    skips_layers: bool = False  # of the target, none of which may be recurrent then
     reads_prediction: bool = False  # drafts from `Request.prediction`
     auto: int | None = None  # rank in `auto`: all without a model, and the first whose model is available
     vllm_names: tuple[str, ...] = ()  # methods of vLLM's --speculative-config

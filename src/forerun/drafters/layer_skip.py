@@ -11,7 +11,8 @@ and then every _SEARCH_EVERY times drafts are wanted; it reads _SAMPLE_TOKENS kn
 target has layers, so at 16 layers it costs about 5 passes of the target over a few rows: some 2 % of the time between.
 No randomness is involved, and what is found changes speed alone. Where layers read the keys and values of others, every
 second layer drafts, and those others: a search would have to compute both in the same free rows. Nor is there a
-search where layers are given a part of each token (Gemma 4's per-layer inputs): it passes on the stream alone.
+search where layers are given a part of each token (Gemma 4's per-layer inputs): it passes on the stream alone; or
+where some are recurrent. Those draft from a copy of the target's state, one draft after the other, in chains.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from forerun.core import Request
 from forerun.drafters.autoregressive import AutoregressiveDrafter
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
 from forerun.drafters.following import Follower
-from forerun.errors import UnsupportedError
+from forerun.errors import ConfigError, UnsupportedError
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.base import PassOutput, passes_of, state_specs_of
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.decoder import Decoder
+from forerun.models.hybrid import HybridDecoder
 from forerun.models.layer_search import Sample, find_layers
 from forerun.models.subset import lent_layers, subset_decoder
 from forerun.runtime.bind import bind
@@ -48,10 +50,10 @@ def build(context: DrafterContext) -> Drafter:
             "layer_skip drafts with the target's own layers, which a model that runs through transformers does not "
             "give one by one; choose another drafter, or a target of a family that forerun implements"
         )
-    if state_specs_of(model):
-        raise UnsupportedError(
-            "layer_skip drafts with the target's own layers, but recurrent ones, which this target has, keep no state "
-            "of drafts; choose another drafter"
+    if state_specs_of(model) and context.width > 1:
+        raise ConfigError(
+            f"tree_width {context.width} was given, but layer_skip draws chains from models with recurrent layers: "
+            "leave it at 1"
         )
     if layers is not None:
         subset_decoder(model, layers)  # an error is the user's to see before there is a pool
@@ -69,7 +71,6 @@ SPEC = DrafterSpec(
     options=("layers", "tree_width"),
     tree_width=1,
     needs_layers=True,
-    skips_layers=True,
 )
 
 
@@ -81,19 +82,24 @@ class LayerRunner:
     ) -> None:
         """`kvs`: of all the target's layers. Raises ConfigError for layers it does not have, or too few of them."""
         self._target, self._kernels, self._block_size = model, kernels, block_size
-        self._kvs = [kvs[place] for place in model.kv_places if place is not None]  # a layer
+        self._kvs = model.pooled(kvs)  # a layer
         lent = lent_layers(model)
-        self._is_searching = layers is None and not lent and model.parts.per_layer is None
+        is_plain = not lent and model.parts.per_layer is None and not isinstance(model, HybridDecoder)
+        self._is_searching = layers is None and is_plain
         self._until_search = 0
         natural = sorted({*spread_layers(len(model.parts.layers)), *lent})
         self._use(tuple(natural if layers is None else layers))
 
     def _use(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
-        part = subset_decoder(self._target, layers)
-        kvs = [self._kvs[index] for index in layers if self._target.parts.layers[index].stores]
-        self._runner = bind(passes_of(part), self._kernels, kvs, self._block_size)
+        self._part = subset_decoder(self._target, layers)
+        self._runner = self._bound(self._part)
         self.replays = self._runner.replays
+
+    def _bound(self, part: Decoder) -> Runner:
+        stored = (self._kvs[index] for index in self.layers if self._target.parts.layers[index].stores)
+        kvs = [kv for kv in stored if kv is not None]
+        return bind(passes_of(part), self._kernels, kvs, self._block_size)
 
     def run(self, batch: ForwardBatch, features: Tensor | None = None) -> PassOutput:
         """See `Runner`."""
@@ -103,7 +109,11 @@ class LayerRunner:
         """See `Runner`; first searches for better layers if that is due."""
         if self._is_searching:
             self._search(noise)
-        return self._runner.draw(roots, features, noise, width)
+        if not isinstance(self._part, HybridDecoder):
+            return self._runner.draw(roots, features, noise, width)
+        assert isinstance(self._target, HybridDecoder)
+        part = self._part.with_states(self._target.states_at(roots, self.layers))
+        return self._bound(part).draw(roots, features, noise, width)
 
     def _search(self, noise: TreeNoise) -> None:
         """Search on the request with the longest text, whose rows see the most context."""
@@ -113,7 +123,7 @@ class LayerRunner:
             return
         self._until_search = _SEARCH_EVERY
         sample = self._sample(noise.requests[longest], noise.sizes[longest])
-        layers = find_layers(self._target, self._kvs, sample, len(self.layers))
+        layers = find_layers(self._target, [kv for kv in self._kvs if kv is not None], sample, len(self.layers))
         if layers != self.layers:
             self._use(layers)
 

@@ -10,8 +10,10 @@ import copy
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from forerun.errors import UnsupportedError
+from forerun.kernels.device import to_device
 from forerun.kernels.ops import LayerKV
 from forerun.kernels.recurrent_ops import LayerState, StateRows, Walk
 from forerun.models.base import CommittedPath, PassOutput, States, StateSpec
@@ -74,6 +76,40 @@ class HybridDecoder(Decoder):
         """Take the request's slot back."""
         if self._states is not None:
             self._states.release(request_id)
+
+    def states_at(self, roots: Sequence[SequenceRows], layers: Sequence[int]) -> States:
+        """Copies, for drafts to advance, of what some layers keep before these roots; all tokens before were read."""
+        assert self._states is not None, "only an engine's model has states"
+        slots = []
+        for rows in roots:
+            slots.append(self._states.begin(rows.request_id, rows.tree_start))
+            self._states.end(rows.request_id, rows.tree_start)
+        recurrent = [index for index, layer in enumerate(self.parts.layers) if layer.recurrent is not None]
+        kept = [state for index, state in zip(recurrent, self._states.layers, strict=True) if index in layers]
+        return CopiedStates(roots, [_copied(state, torch.tensor(slots)) for state in kept])
+
+
+class CopiedStates:
+    """States of sequences whose drafts go on from them and are then forgotten. Implements `models.base.States`."""
+
+    def __init__(self, sequences: Sequence[SequenceRows], layers: Sequence[LayerState]) -> None:
+        self.layers = layers
+        self._slots = {rows.request_id: slot for slot, rows in enumerate(sequences)}
+
+    def begin(self, request_id: str, num_tokens: int) -> int:
+        """See `States`; drafts are gone through in order."""
+        return self._slots[request_id]
+
+    def end(self, request_id: str, num_tokens: int) -> None:
+        """See `States`."""
+
+    def release(self, request_id: str) -> None:
+        """See `States`."""
+
+
+def _copied(state: LayerState, slots: Tensor) -> LayerState:
+    slots = to_device(slots, state.memory.device)
+    return LayerState(state.tails[slots], state.memory[slots], state.inputs.new_empty(0))
 
 
 def _cache(

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from forerun.errors import ConfigError
 from forerun.models.decoder import Decoder
+from forerun.models.hybrid import HybridDecoder
 
 
 def subset_decoder(model: Decoder, layers: Sequence[int]) -> Decoder:
@@ -37,7 +38,8 @@ def subset_decoder(model: Decoder, layers: Sequence[int]) -> Decoder:
             f"them; keep {', '.join(map(str, sorted(lent_layers(model))))}, too"
         )
     parts = replace(model.parts, layers=tuple(model.parts.layers[index] for index in layers))
-    return Decoder(parts, model.max_position, model.kv_specs[0].dtype)
+    is_hybrid = any(layer.recurrent is not None for layer in parts.layers)
+    return (HybridDecoder if is_hybrid else Decoder)(parts, model.max_position, model.kv_specs[0].dtype)
 
 
 def lent_layers(model: Decoder) -> frozenset[int]:

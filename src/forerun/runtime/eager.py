@@ -41,13 +41,17 @@ class EagerRunner:
         return self._passes.below(batch, features, self._kvs)
 
     def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
-        """See `Runner`: a level a pass, each node's logits shaped by its own path where that is asked for."""
+        """See `Runner`: a level a pass, each node's logits shaped by its own path where that is asked for.
+
+        A network that advances states draws chains, from states that are given up afterwards.
+        """
         return self._draw_levels(self._batch(roots), features, noise, width)
 
     def _draw_levels(
         self, batch: ForwardBatch, features: Tensor | None, noise: TreeNoise, width: int
     ) -> list[DrawnTree]:
         roots, out = batch.sequences, self.run(batch, features)
+        rows_of = _next_root if self._passes.advances_states else _level
         trees = [Candidates(size, width) for size in noise.sizes]
         leaves = [[ROOT] for _ in trees]
         while True:
@@ -57,7 +61,7 @@ class EagerRunner:
                 return [tree.finish() for tree in trees]
             fed = _gathered(out.features, _rows_above(trees, above, leaves))
             levels = zip(roots, trees, leaves, strict=True)
-            out = self.run_below(self._batch([_level(*of_tree) for of_tree in levels if of_tree[2]]), fed)
+            out = self.run_below(self._batch([rows_of(*of_tree) for of_tree in levels if of_tree[2]]), fed)
 
     def _batch(self, rows: Sequence[SequenceRows]) -> ForwardBatch:
         return ForwardBatch.build(rows, self._block_size, self._passes.shift)
@@ -115,3 +119,10 @@ def _level(root: SequenceRows, tree: Candidates, nodes: Sequence[int]) -> Sequen
         tree_masks=[1 | sum(1 << tree.places[above] for above in path) for path in paths],
         tree_depths=[len(path) for path in paths],
     )
+
+
+def _next_root(root: SequenceRows, tree: Candidates, nodes: Sequence[int]) -> SequenceRows:
+    """The row of a chain's last draft as that of a known token, which advances states."""
+    [node] = nodes
+    at = root.tree_start + len(tree.path(node))
+    return root._replace(start=at, span=(), tree_start=at, tree_tokens=[tree.tokens[node]])
