@@ -1,15 +1,16 @@
 """What serving many users brings, each part switched off in turn: a dated result and a table.
 
     python benchmarks/serving.py --model mini [--four-bit FOLDER] [--drafter ngram] [--num-requests 64] [--repeats 1]
-        [--only batching prefix parts adapters] [--prefix-drafters none,mtp=FOLDER] [--rank 16]
+        [--only batching prefix chats parts adapters] [--prefix-drafters none,mtp=FOLDER] [--turns 4] [--rank 16]
 
 `--model` is anything `forerun serve` takes: the embedded model, one that `lab/widen.py` made, random weights of
-some shape (`lab/serving_peers.py` compares batching with other engines). Four measurements, each through
+some shape (`lab/serving_peers.py` compares batching with other engines). Five measurements, each through
 `forerun bench serve --json` against a `forerun serve` of its own:
 
 * batching: the same requests one at a time and 16 at a time;
 * prefix: the time to the first token behind a prefix that is new, and behind one that another request had, and how many
   tokens of prompts came from the cache, with each of several drafters;
+* chats: conversations of several turns behind one system message, with the prefix cache and without;
 * parts: a shared-prefix chat workload with continuous batching, prefix cache, 4-bit weights and speculation together,
   with each of them switched off, and with none;
 * adapters: many requests at a time without an adapter, all with the same one, and with eight by turns. These are random
@@ -30,6 +31,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from statistics import median
 from threading import Thread
@@ -49,7 +52,7 @@ Report = dict[str, Any]
 def main() -> None:
     """Measure, keep, print."""
     given = options()
-    measured = {name: MEASUREMENTS[name](given) for name in given.only}
+    measured = {name: MEASUREMENTS[name][0](given) for name in given.only}
     settings = {name: value for name, value in vars(given).items() if name != "out"}
     result = {"command": shlex.join(["python", "benchmarks/serving.py", *sys.argv[1:]]), **settings, **measured}
     result["machine"] = machine()
@@ -77,6 +80,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--num-prefixes", type=int, default=8, help="of the measurement of cold and warm prefixes")
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=4, help="of each conversation")
     parser.add_argument("--prefix-drafters", help="NAME or NAME=MODEL, with commas; --drafter unless given")
     parser.add_argument("--rank", type=int, default=16, help="of adapters")
     parser.add_argument("--only", nargs="+", default=list(MEASUREMENTS), choices=MEASUREMENTS, help="measurements")
@@ -196,12 +200,25 @@ def one_prefix(given: argparse.Namespace, drafter: str) -> Report:
     }
 
 
-def questions(path: Path, count: int, num_words: int) -> Path:
+def chats(given: argparse.Namespace) -> Report:
+    """Conversations in which every turn sends all earlier ones again, answers included, on servers without drafts."""
+    asked = {"max_tokens": given.max_tokens, "concurrency": given.concurrency, "num_requests": given.num_requests}
+    rows = {}
+    for name, off in {"with the prefix cache": [], "without": SWITCHES["prefix cache"]}.items():
+        usual = ["--drafter", "none", "--max-num-seqs", str(given.concurrency), *off]
+        with server(given.model, usual) as (url, _), tempfile.TemporaryDirectory() as folder:
+            prompts = questions(Path(folder, "chats.jsonl"), given.num_requests, given.input_len, given.turns)
+            rows[name] = row([load(url, prompts=prompts, prefix_len=given.prefix_len, num_prefixes=1, **asked)])
+    kept, computed = rows.values()
+    return {"rows": rows, "share": round(kept["ttft_p50_ms"] / computed["ttft_p50_ms"], 4)}
+
+
+def questions(path: Path, count: int, num_words: int, num_turns: int = 1) -> Path:
     """A prompt file of texts that depend on its name."""
     from forerun.bench.serve_workload import some_words
 
-    turns = ({"turns": [some_words(num_words, path.name, i)]} for i in range(count))
-    path.write_text("".join(json.dumps(turn) + "\n" for turn in turns), "utf-8")
+    chats = ([some_words(num_words, path.name, i, n) for n in range(num_turns)] for i in range(count))
+    path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in chats), "utf-8")
     return path
 
 
@@ -242,13 +259,7 @@ def row(reports: Sequence[Report]) -> dict[str, Any]:
     """Medians over repeats."""
 
     def middle(*path: str) -> float:
-        values = []
-        for report in reports:
-            value: Any = report
-            for name in path:
-                value = value[name]
-            values.append(float(value))
-        return median(values)
+        return median(float(reduce(getitem, path, report)) for report in reports)
 
     return {
         "tokens_per_s": round(middle("output_tokens_per_s"), 3),
@@ -315,11 +326,10 @@ HEADER = "| | tokens/s | requests/s | TTFT p50, ms | TPOT p50, ms | TPOT p99, ms
 
 def markdown(result: Report) -> str:
     """A table a measurement, and what they were taken on."""
-    facts = result["machine"]
     from forerun.bench.machine import machine_line
 
-    place = machine_line(facts)
-    told = [TELL[name](result) for name in MEASUREMENTS if name in result]
+    place, facts = machine_line(result["machine"]), result["machine"]
+    told = [tell(result) for name, (_, tell) in MEASUREMENTS.items() if name in result]
     return "\n\n".join([*told, f"{place}, {facts['date']}: `{result['command']}`"])
 
 
@@ -342,6 +352,12 @@ def tell_prefix(result: Report) -> str:
     )
 
 
+def tell_chats(result: Report) -> str:
+    """What earlier turns cost."""
+    found = result["chats"]
+    return f"{lines(found['rows'])}\n\nFirst text with the cache after {found['share']:.1%} of the time without."
+
+
 def tell_parts(result: Report) -> str:
     """What each part brings."""
     found = result["parts"]
@@ -357,10 +373,13 @@ def tell_adapters(result: Report) -> str:
     return f"{lines(found['rows'])}\n\nTokens per second, of those without adapters: {shares}."
 
 
-MEASUREMENTS: dict[str, Callable[[argparse.Namespace], Report]] = {
-    "batching": batching, "prefix": prefix, "parts": parts, "adapters": adapters,
-}  # fmt: skip
-TELL = {"batching": tell_batching, "prefix": tell_prefix, "parts": tell_parts, "adapters": tell_adapters}
+MEASUREMENTS: dict[str, tuple[Callable[[argparse.Namespace], Report], Callable[[Report], str]]] = {
+    "batching": (batching, tell_batching),
+    "prefix": (prefix, tell_prefix),
+    "chats": (chats, tell_chats),
+    "parts": (parts, tell_parts),
+    "adapters": (adapters, tell_adapters),
+}
 
 
 def same(measured: Report) -> str:
@@ -371,10 +390,8 @@ def same(measured: Report) -> str:
 def lines(rows: dict[str, dict[str, Any]]) -> str:
     """A table of rows by name."""
     names = ("tokens_per_s", "requests_per_s", "ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms", "acceptance_length")
-    body = [
-        f"| {name} | {' | '.join(f'{found[key]:.2f}' for key in names)} | {found['cached_share']:.0%} |"
-        for name, found in rows.items()
-    ]
+    figures = {name: " | ".join(f"{found[key]:.2f}" for key in names) for name, found in rows.items()}
+    body = [f"| {name} | {figures[name]} | {found['cached_share']:.0%} |" for name, found in rows.items()]
     return "\n".join([HEADER, "|---" * (len(names) + 2) + "|", *body])
 
 
