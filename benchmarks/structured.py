@@ -8,7 +8,13 @@ end by itself, satisfy its schema by the judgement of the package jsonschema (an
 made the masks), and have the text and the token ids of the other two runs. The schemas bound their texts, so that
 `--max-tokens` cuts none. Also fails if nothing was drafted or accepted, for then nothing was shown.
 
-It measures no speed. Writes benchmarks/results/DATE-structured.json, prints counts, exits with 1 if anything differed.
+Writes benchmarks/results/DATE-structured.json, prints counts, exits with 1 if anything differed.
+
+    python benchmarks/structured.py --forced --model MODEL [--drafter suffix ...] [--num-requests 6]
+
+measures speed instead: what it brings that the tokens a grammar leaves no choice about are drafts (`engine/masks.py`).
+Answers of about 200 tokens to one schema with fixed keys, one at a time, in turns by two engines with the same drafter
+and weights, one of which is not told what is forced. The texts must be equal. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -25,6 +31,12 @@ from typing import Any, NamedTuple
 
 import aiohttp
 from serving import RESULTS, machine, server
+
+from forerun import LLM, SamplingParams
+from forerun.bench.interval import geometric_mean, interval_of
+from forerun.server.grammar_compiler import GrammarCompiler
+from forerun.server.grammar_masks import PrefixMask
+from forerun.server.structured import GrammarSpec
 
 TIMEOUT_S = 600.0
 NUM_EXAMPLES = 5  # of what went wrong, in the result
@@ -82,6 +94,26 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+ORDER = closed(
+    order_number={"type": "integer", "minimum": 1000, "maximum": 9999},
+    customer=closed(
+        first_name=words(8), last_name=words(8), customer_since={"enum": [2021, 2022, 2023]},
+        receives_newsletter={"type": "boolean"},
+    ),
+    delivery_address=closed(
+        street=words(8), house_number={"type": "integer", "minimum": 1, "maximum": 200}, city=words(8),
+        country={"enum": ["France", "Norway", "Spain"]},
+    ),
+    ordered_items={"type": "array", "minItems": 2, "maxItems": 2, "items": closed(
+        article=words(8), quantity={"type": "integer", "minimum": 1, "maximum": 9},
+        price_in_cents={"type": "integer", "minimum": 100, "maximum": 9999}, currency={"const": "EUR"},
+    )},
+    payment_method={"enum": ["invoice", "credit card", "bank transfer"]},
+    is_gift={"type": "boolean"},
+    current_status={"enum": ["open", "paid", "sent"]},
+)  # fmt: skip
+
+
 class Answer(NamedTuple):
     """What came back of one request."""
 
@@ -95,11 +127,10 @@ class Answer(NamedTuple):
 def main() -> None:
     """Ask three times, compare, keep, print."""
     given = options()
-    runs = asked(given)
-    result = judge(given, runs)
+    result = measured(given) if given.forced else judge(given, asked(given))
     result |= {"command": " ".join(["python benchmarks/structured.py", *sys.argv[1:]]), "machine": machine()}
     given.out.mkdir(exist_ok=True)
-    path = given.out / f"{result['machine']['date']}-structured.json"
+    path = given.out / f"{result['machine']['date']}-{'forced' if given.forced else 'structured'}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(json.dumps({name: value for name, value in result.items() if name != "machine"}, indent=1))
     sys.exit(1 if result["failures"] else 0)
@@ -111,14 +142,21 @@ def options() -> argparse.Namespace:
         description="Answers to JSON schemas: valid, and the same with and without drafts."
     )
     parser.add_argument("--model", default="mini")
-    parser.add_argument("--drafter", default="portfolio", help="NAME or NAME=MODEL")
-    parser.add_argument("--num-requests", type=int, default=1000)
+    parser.add_argument(
+        "--drafter", action="append", help="NAME or NAME=MODEL; portfolio unless given; one but --forced"
+    )
+    parser.add_argument("--forced", action="store_true", help="measure what forced tokens bring")
+    parser.add_argument("--num-requests", type=int, help="1000 unless given, with --forced 6")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of --forced")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=160, help="more than any schema here can take")
     parser.add_argument("--max-draft-tokens", type=int, help="always draft so many, whether or not it pays")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
-    return parser.parse_args()
+    given = parser.parse_args()
+    given.drafter = given.drafter or ["portfolio"]
+    given.num_requests = given.num_requests or (6 if given.forced else 1000)
+    return given
 
 
 # -- asking -----------------------------------------------------------------------------------------------------
@@ -128,7 +166,7 @@ def asked(given: argparse.Namespace) -> dict[str, list[Answer]]:
     """The answers of each run, in the requests' order."""
     always = ["--max-draft-tokens", str(given.max_draft_tokens), "--no-adaptive"] if given.max_draft_tokens else []
     runs: dict[str, list[Answer]] = {}
-    with server(given.model, ["--drafter", given.drafter, *always]) as (url, _):
+    with server(given.model, ["--drafter", given.drafter[0], *always]) as (url, _):
         for name, speculation in (("drafted", "auto"), ("switched off", "off")):
             runs[name] = asyncio.run(ask_all(url, given, speculation))
     with server(given.model, ["--drafter", "none"]) as (url, _):
@@ -247,6 +285,63 @@ def is_valid(answer: Answer, validator: Any) -> bool:
     except ValueError:
         return False
     return answer.finish_reason == "stop" and bool(validator.is_valid(value))
+
+
+# -- what forced tokens bring -----------------------------------------------------------------------------------
+
+
+class Untold:
+    """The same mask for an engine that is not told what is forced."""
+
+    def __init__(self, mask: PrefixMask) -> None:
+        self.allowed, self.ready = mask.allowed, mask.ready
+
+
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    """Decoding seconds of every answer with and without, by drafter."""
+    plain = LLM(given.model, keep_learned=False)
+    compiler = GrammarCompiler(plain.tokenizer, plain.loaded.model.vocab_size, TIMEOUT_S)
+    try:
+        rows = [row_of(plain, drafter, compiler, given) for drafter in given.drafter]
+    finally:
+        compiler.close()
+    return {"drafters": rows, "failures": [f"{row['drafter']}: texts differ" for row in rows if not row["equal"]]}
+
+
+def row_of(plain: LLM, drafter: str, compiler: GrammarCompiler, given: argparse.Namespace) -> dict[str, Any]:
+    """The two engines in turns, after a first answer each that does not count."""
+    engines = [plain.with_drafter(drafter, keep_learned=False, across_requests=False) for _ in range(2)]
+    seconds: list[list[float]] = [[], []]  # told, untold
+    outputs: list[list[Any]] = [[], []]
+    for index in range(-1, given.num_requests):
+        for which in (0, 1) if index % 2 else (1, 0):
+            mask = compiler.mask(GrammarSpec("json", json.dumps(ORDER)))
+            output = answered(engines[which], mask if which == 0 else Untold(mask), index, given)
+            if index >= 0:
+                seconds[which].append(output.stats.decode_s)
+                outputs[which].append(output)
+    ratios = [without / with_forced for with_forced, without in zip(*seconds, strict=True)]
+    tokens = [len(output.token_ids) for output in outputs[0]]
+    return {
+        "drafter": drafter,
+        "equal": [output.token_ids for output in outputs[0]] == [output.token_ids for output in outputs[1]],
+        "speed-up": round(geometric_mean(ratios), 3),
+        "interval": interval_of(ratios),
+        "tokens": tokens,
+        "forced_accepted": [output.stats.drafters["grammar"].accepted for output in outputs[0]],
+        "steps": [[output.stats.num_steps for output in each] for each in outputs],
+        "tokens_per_second": [round(sum(tokens) / sum(each), 1) for each in seconds],
+    }
+
+
+def answered(llm: LLM, grammar: PrefixMask | Untold, index: int, given: argparse.Namespace) -> Any:
+    """One answer to a prompt that does not name the schema's keys."""
+    params = SamplingParams(temperature=given.temperature, seed=given.seed + index, max_tokens=600, grammar=grammar)
+    prompt = f"Number {index}: somebody bought {TOPICS[index % len(TOPICS)]}. Write that down as JSON.\n"
+    [completion] = llm.generate(prompt, params)[0].outputs
+    if completion.error is not None:
+        raise completion.error
+    return completion
 
 
 if __name__ == "__main__":

@@ -161,3 +161,71 @@ def test_what_waits_for_a_pass_does_not_wait_for_a_mask() -> None:
     for num_steps in range(1, 8):
         assert made.step() == [] and len(delivered) == num_steps
     harness.run(made, [])
+
+
+class Forms:
+    """Of five tokens the first is free and the other four follow from where they are; `tells` says so ahead."""
+
+    def __init__(self, tells: bool = True, lies: bool = False) -> None:
+        self._shift = 1 if lies else 0
+        if tells:
+            self.forced = self._forced
+
+    def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int]:
+        place = len(output_token_ids)
+        return list(range(VOCAB)) if place % 5 == 0 else [3 * place % VOCAB]
+
+    def _forced(self, output_token_ids: Sequence[int]) -> Sequence[int]:
+        place = len(output_token_ids)
+        end = -(-place // 5) * 5
+        return [(3 * at + self._shift) % VOCAB for at in range(place, end)]
+
+
+def form(index: int, grammar: Forms, **params: object) -> RequestGroup:
+    given = {"max_tokens": 40, "seed": index, "temperature": 1.0, **params}
+    return harness.request(index, [1, 2, 3 + index], SamplingParams(grammar=grammar, **given))  # type: ignore[arg-type]
+
+
+DRAFTING = ["ngram", "suffix", "draft", "draft-adaptive", "draft-tree", "portfolio", "portfolio-unguided"]
+
+
+@pytest.mark.parametrize("drafter", DRAFTING)
+def test_forced_tokens_are_drafted_by_the_grammar(drafter: str) -> None:
+    expected = harness.run(harness.engine("none", model=ToyModel()), [form(i, Forms(tells=False)) for i in range(3)])
+    told, untold = ([form(i, Forms(tells)) for i in range(3)] for tells in (True, False))
+    assert harness.run(harness.engine(drafter, model=ToyModel()), told) == expected
+    assert harness.run(harness.engine(drafter, model=ToyModel()), untold) == expected
+    outs = [group.output().outputs[0] for group in told]
+    assert all(out.stats.drafters["grammar"].accepted >= 10 for out in outs)
+    assert all("grammar" not in group.output().outputs[0].stats.drafters for group in untold)
+    if drafter == "draft-adaptive":  # the others draft what is forced, too, or nothing that is right
+        assert max(out.stats.num_steps for out in outs) <= 20
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft-tree", "portfolio"])
+def test_forced_tokens_keep_the_rejection_rule_in_the_grammar(drafter: str) -> None:
+    group = form(1, Forms())
+    [[tokens]] = harness.run(harness.engine(drafter, model=ToyModel(), verification="rejection"), [group])
+    assert all(at % 5 == 0 or token == 3 * at % VOCAB for at, token in enumerate(tokens))
+    assert group.output().outputs[0].stats.drafters["grammar"].accepted >= 20
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft-adaptive"])
+def test_forced_tokens_that_are_wrong_change_nothing(drafter: str) -> None:
+    lying, honest = [form(2, Forms(lies=True))], [form(2, Forms(tells=False))]
+    made = harness.engine(drafter, model=ToyModel())
+    assert harness.run(made, lying) == harness.run(harness.engine("none", model=ToyModel()), honest)
+    count = lying[0].output().outputs[0].stats.drafters["grammar"]
+    assert count.drafted > 0 and count.accepted == 0
+
+
+def test_nothing_is_forced_without_a_drafter_or_against_a_request_s_wish() -> None:
+    plain, off, small = (form(i, Forms()) for i in range(3))
+    harness.run(harness.engine("none", model=ToyModel()), [plain])
+    off.samples[0].request.speculate = False
+    small.samples[0].request.max_nodes = 3
+    harness.run(harness.engine("ngram", model=ToyModel()), [off, small])
+    for group, most in ((plain, 0), (off, 0), (small, 2)):
+        stats = group.output().outputs[0].stats
+        assert stats.num_steps >= 40 / (1 + most)
+        assert (stats.trees.drafted > 0) == (most > 0)

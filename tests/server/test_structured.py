@@ -306,6 +306,45 @@ def test_after_the_end_only_the_end_may_follow(llm: LLM, compiler: GrammarCompil
     assert mask.allowed([*ids, *ids]) is None  # forbidden prefixes, which drafts may hold, say nothing
 
 
+def test_what_a_grammar_forces_is_known_with_its_mask(llm: LLM, compiler: GrammarCompiler) -> None:
+    """As text that does not depend on how the text before it was cut, and as the tokens a model would write."""
+    spec = GrammarSpec("json", json.dumps(PERSON))
+    for start, text in (
+        ("", '{"name": "'), ('{"na', 'me": "'), ('{"name": "Al', ""), ('{"name": "Al"', ', "age": '),
+        ('{"name": "Al", "age": 31,', ' "kind": '), ('{"name": "Al", "age": 31, "kind": "f', 'ox", "tags": ['),
+    ):  # fmt: skip
+        for prefix in (llm.tokenizer.encode(start, add_special_tokens=False), [*bytes_of(llm, start)]):
+            mask = compiler.mask(spec)
+            assert mask.forced(prefix) == () or not prefix, "not before its mask was asked for"
+            mask.allowed(prefix)
+            tokens = list(mask.forced(prefix))
+            assert llm.tokenizer.decode(tokens) == text, start
+            assert tokens == llm.tokenizer.encode_behind(prefix, text)
+            for num in range(1, len(tokens)):  # what is left of it
+                mask.allowed([*prefix, *tokens[:num]])
+                assert llm.tokenizer.decode(mask.forced([*prefix, *tokens[:num]])) == llm.tokenizer.decode(tokens[num:])
+
+
+def bytes_of(llm: LLM, text: str) -> list[int]:
+    """One token a character: a spelling that no tokenizer would choose."""
+    return [token for character in text for token in llm.tokenizer.encode_behind((), character)]
+
+
+def test_long_forced_texts_come_in_parts(llm: LLM, compiler: GrammarCompiler) -> None:
+    mask, said = compiler.mask(GrammarSpec("regex", "(häßlich ){400}[ab]")), list[int]()
+    for _ in range(60):
+        mask.allowed(said)
+        said += mask.forced(said)
+    text = llm.tokenizer.decode(said)
+    assert len(text) > 3000 and ("häßlich " * 400).startswith(text)
+
+
+def test_forced_tokens_are_accepted_by_a_server(client: TestClient) -> None:
+    answer = ask(client, guided_json=PERSON, temperature=0)
+    assert is_person(answer["choices"][0]["text"])
+    assert answer["forerun"]["drafters"]["grammar"]["accepted"] >= 8, answer["forerun"]
+
+
 def listed(mask: PrefixMask | AfterThinking, prefix: list[int]) -> set[int]:
     bits = mask.allowed(prefix)
     assert isinstance(bits, TokenBits)
@@ -336,6 +375,8 @@ def test_a_model_that_does_not_think_keeps_to_its_grammar(llm: LLM, compiler: Gr
     assert listed(mask, []) == listed(inner, []) | {70}  # it may think first
     assert listed(mask, yes) == listed(inner, yes) == set(llm.tokenizer.eos_token_ids)
     assert mask.allowed([70]) is None and mask.allowed([70, *yes]) is None
+    assert mask.forced([]) == mask.forced([70]) == () and mask.allowed(yes[:1]) is not None
+    assert len(yes) == 1 or list(mask.forced(yes[:1])) == yes[1:]
     assert mask.allowed([70, 5, 77]) == inner.allowed([]) and mask.allowed([70, 77, *yes]) == inner.allowed(yes)
 
 

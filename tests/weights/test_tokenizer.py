@@ -286,3 +286,15 @@ def test_vocabulary_checks() -> None:
     check_same_vocabulary(tokenizer, makers.byte_level())
     with pytest.raises(VocabularyError, match="different vocabularies"):
         check_same_vocabulary(tokenizer, makers.sentencepiece())
+
+
+def test_texts_are_cut_as_behind_the_tokens_before_them(made: Tokenizer) -> None:
+    ids = made.encode("Once upon a time there was a little café", add_special_tokens=False)
+    for start in range(1, len(ids)):
+        raw = b"".join(map(made.token_bytes, ids[start:]))
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError:  # cut inside a character
+            continue
+        found = made.encode_behind(ids[:start], text)
+        assert found == (ids[start:] if made.has_token_bytes else []), text

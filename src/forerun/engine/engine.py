@@ -18,7 +18,7 @@ from forerun.cache.kv_cache import KVCache, Move
 from forerun.core import Plan, PositionLogprobs, Request, Resumed, ScheduledRequest
 from forerun.drafters.base import EngineDrafter, Observed, logits_reader
 from forerun.engine.logprobs import token_logprobs
-from forerun.engine.masks import MaskWaits, ask_ahead
+from forerun.engine.masks import MaskWaits, ask_ahead, draft_forced, with_forced
 from forerun.engine.outputs import RequestGroup, SampleRecord, share_time, too_late
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.timings import Timings
@@ -187,7 +187,8 @@ class Engine:
     def _schedule(self, wanted: StepPlan) -> Plan:
         """Ask the scheduler; forget the state of preempted requests, and resume others from the prefix cache."""
         self.masks.begin_step(self.scheduler.running)
-        plan = self.scheduler.schedule(wanted.max_nodes, bool(self.drafter.hidden_layers), self.masks.may_choose)
+        max_nodes = with_forced(wanted.max_nodes, self.drafter.max_nodes)
+        plan = self.scheduler.schedule(max_nodes, bool(self.drafter.hidden_layers), self.masks.may_choose)
         self._forget(plan.preempted)
         for resumed in plan.resumed:
             self._resume(resumed)
@@ -211,6 +212,7 @@ class Engine:
         ]
         growing = [draft for entry in work if (draft := entry.draft) is not None and draft.max_nodes > 1]
         if growing:
+            draft_forced(growing)
             self.drafter.propose(growing)
             wanted.prune(growing)
             ask_ahead([draft for draft in growing if draft.pending is None])
@@ -291,8 +293,7 @@ class Engine:
         if entry.span_logits:
             entry.record.read_prompt(logits[entry.first_logit : entry.first_logit + entry.item.num_span])
         request.num_computed += entry.item.num_span
-        nodes: tuple[int, ...] = ()
-        tokens: tuple[int, ...] = ()
+        nodes, tokens = tuple[int, ...](), tuple[int, ...]()
         if isinstance(choice, LogitsError):
             request.finish_reason, request.error = "error", choice
         elif choice is not None:
@@ -326,9 +327,8 @@ class Engine:
         reader = logits_reader(self.drafter)
         if reader is None or not out.logits.shape[0]:
             return
-        token_ids = batch.token_ids
+        token_ids = batch.token_ids if batch.pending is None else batch.token_ids.clone()
         if batch.pending is not None:  # the host's batch does not hold what was drawn, which has been read since
-            token_ids = token_ids.clone()
             for draft, root_row in _roots(work):
                 tokens = torch.tensor(draft.rows().tokens).clamp(max=self.model.vocab_size - 1)
                 token_ids[root_row : root_row + len(tokens)] = tokens

@@ -2,17 +2,29 @@
 
 Knows: requests and their masks. Does not know: grammars, what else a step needs. Masks are computed in other
 processes; a request that has to wait longer for one is left out of steps until it arrives, so that others do not wait.
+
+Where a grammar leaves one text to go on with, its tokens are drafts that nobody has to guess (jump-forward decoding:
+Zheng et al., SGLang, arXiv 2312.07104). They stand in the tree before any drafter is asked, in the name of GRAMMAR. The
+target checks them like all drafts, because a text can be cut into tokens in several ways.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
+from typing import Final
 
 from forerun.core import Request
 from forerun.errors import GrammarError
 from forerun.speculation.draft import Draft
 from forerun.speculation.sampling import WAIT_S, AsyncGrammarMask, give_up_at, mask_ready
+from forerun.speculation.tree import ROOT
+
+GRAMMAR: Final = "grammar"  # who is said to have drafted forced tokens
+MAX_FORCED: Final = 16  # forced tokens drafted in a step; the others follow in the next
+# How likely a forced token is until some were seen. The last one may be cut otherwise, together with what follows.
+FORCED_CHANCE, LAST_CHANCE = 0.95, 0.6
 
 
 class MaskWaits:
@@ -76,3 +88,31 @@ def ask_ahead(drafts: Iterable[Draft]) -> None:
         if grammar is not None and isinstance(grammar, AsyncGrammarMask):
             for node in draft.verified[1:]:
                 mask_ready(draft.request, draft.tree.path_tokens(node))
+
+
+def forced_tokens(request: Request) -> Sequence[int]:
+    """Tokens the request's grammar leaves no choice about, as many as may be drafted; () if it does not say."""
+    forced = getattr(request.params.grammar, "forced", None)
+    if forced is None or not request.speculate:
+        return ()
+    tokens: Sequence[int] = forced(request.output_token_ids)[:MAX_FORCED]
+    return tokens if request.max_nodes is None else tokens[: request.max_nodes - 1]
+
+
+def with_forced(max_nodes: Callable[[Request], int], most: int) -> Callable[[Request], int]:
+    """The same nodes for each request, or more if its forced tokens need them; `most`: of the drafter, 1: no drafts."""
+    return lambda request: max(max_nodes(request), 1 + len(forced_tokens(request))) if most > 1 else 1
+
+
+def draft_forced(drafts: Iterable[Draft]) -> None:
+    """Draft what is forced, as a chain below the root, as far as there is room."""
+    for draft in drafts:
+        tokens = forced_tokens(draft.request)[: draft.room]
+        if tokens:
+            draft.ask(GRAMMAR, len(tokens), 0.0, may_be_pending=False)
+            node, chance = ROOT, 0.0
+            for index, token in enumerate(tokens):
+                chance += math.log(FORCED_CHANCE if index < len(tokens) - 1 else LAST_CHANCE)
+                node = draft.add(node, token, chance)
+            proposal = draft.proposal_of(GRAMMAR)
+            draft.believe(proposal, draft.plan.log_chances(draft.request, proposal))

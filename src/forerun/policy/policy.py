@@ -206,9 +206,8 @@ class AdaptivePolicy:
         plain_speed = num / plain_s
         self.exploration.book(spent_s * plain_speed, reading_s * plain_speed, num_tokens, bool(result.calls))
         for request, draft, tokens in result.outcomes:
-            if result.calls and tokens:
-                for proposal in draft.proposals:
-                    self._learned(request).learn(request, proposal, tokens)
+            for proposal in draft.proposals if tokens else ():
+                self._learned(request).learn(request, proposal, tokens)
             if request.finish_reason is not None:
                 self.usual_output += RISE * (request.num_output - self.usual_output)
         self._settle(result)

@@ -9,31 +9,42 @@ from __future__ import annotations
 import array
 import socket
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import NamedTuple
 
 from forerun.core import TokenBits
 from forerun.errors import GrammarError
-from forerun.server.grammar_messages import ALL, ASK, common_prefix
+from forerun.server.grammar_messages import ALL, ASK, FORCED, common_prefix
 
 MAX_MASKS = 256  # prefixes whose masks are kept
 MAX_ASKED = 64  # prefixes asked for and not answered
 MAX_ASKED_BYTES = 64 << 10  # of those questions: less than a socket's buffer, so that asking never blocks
 PATIENCE_S = 5.0  # for a mask that the request needs before it can continue
 Prefix = tuple[int, ...]
+Spell = Callable[[Sequence[int], str], Sequence[int]]  # (known tokens, text behind them) -> the text's tokens
+
+
+class _Known(NamedTuple):
+    """What came back for a prefix."""
+
+    allowed: TokenBits | None
+    forced: bytes  # the text that alone may follow, or its beginning
 
 
 class PrefixMask:
-    """The AsyncGrammarMask of one request. Used by one thread."""
+    """The AsyncGrammarMask of one request, and a ForcingMask. Used by one thread."""
 
-    def __init__(self, channel: socket.socket, vocab_size: int) -> None:
+    def __init__(self, channel: socket.socket, vocab_size: int, spell: Spell) -> None:
         """`channel`: a socket to the process that serves this request (see grammar_matcher)."""
         self._channel = channel
+        self._spell = spell
         self._num_bytes = (vocab_size + 31) // 32 * 4
-        self._known: OrderedDict[Prefix, TokenBits | None] = OrderedDict()
+        self._known: OrderedDict[Prefix, _Known] = OrderedDict()
         self._asked: deque[tuple[Prefix, int]] = deque()  # in order, with the bytes of each question
         self._asked_bytes = 0
         self._last: Prefix = ()  # the last prefix asked for
+        self._spelled: tuple[Prefix | None, Sequence[int]] = None, ()  # what was forced last
         self._arrived = bytearray()  # of an answer that is not complete
         self._gone = False
 
@@ -48,7 +59,18 @@ class PrefixMask:
         prefix = tuple(output_token_ids)
         if not self.ready(prefix, PATIENCE_S):
             raise GrammarError(_TOO_SLOW)
-        return self._known[prefix]
+        return self._known[prefix].allowed
+
+    def forced(self, output_token_ids: Sequence[int]) -> Sequence[int]:
+        """Tokens of the text that alone may follow; () where there is a choice, or nothing has arrived."""
+        prefix = tuple(output_token_ids)
+        known = self._known.get(prefix)
+        if known is None or not known.forced:
+            return ()
+        if prefix != self._spelled[0]:  # a step asks twice
+            text = known.forced.decode(errors="ignore")  # its last character may be cut
+            self._spelled = prefix, self._spell(output_token_ids, text)
+        return self._spelled[1]
 
     def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
         """Whether the mask has arrived, waiting at most `wait_s` for it; asks for it if that has not been done.
@@ -103,13 +125,18 @@ class PrefixMask:
 
     def _take(self) -> bool:
         """Take the next answer if it is complete; returns whether it was."""
-        num_bytes = 0 if self._arrived[:1] == ALL else self._num_bytes
-        if len(self._arrived) <= num_bytes:
+        end = 1 if self._arrived[:1] == ALL else 1 + self._num_bytes
+        start = end + FORCED.size  # of the forced text
+        if len(self._arrived) < start:
+            return False
+        stop = start + FORCED.unpack_from(self._arrived, end)[0]
+        if len(self._arrived) < stop:
             return False
         prefix, asked_bytes = self._asked.popleft()
         self._asked_bytes -= asked_bytes
-        self._known[prefix] = TokenBits(bytes(self._arrived[1 : 1 + num_bytes])) if num_bytes else None
-        del self._arrived[: 1 + num_bytes]
+        bits = TokenBits(bytes(self._arrived[1:end])) if end > 1 else None
+        self._known[prefix] = _Known(bits, bytes(self._arrived[start:stop]))
+        del self._arrived[:stop]
         if len(self._known) > MAX_MASKS:
             self._known.popitem(last=False)
         return True
@@ -145,6 +172,12 @@ class AfterThinking:
         """See PrefixMask."""
         said = self._said(output_token_ids)
         return said is None or self._inner.ready(said, wait_s)
+
+    def forced(self, output_token_ids: Sequence[int]) -> Sequence[int]:
+        """Nothing while the model thinks, or may begin to."""
+        said = self._said(output_token_ids)
+        may_begin = self._start_id is not None and not output_token_ids
+        return () if said is None or may_begin else self._inner.forced(said)
 
     def _said(self, tokens: Sequence[int]) -> Sequence[int] | None:
         """The tokens after the thinking; None while the model thinks."""

@@ -1,4 +1,4 @@
-"""Computes which tokens may follow a text under a grammar, in a process of its own for each request.
+"""Computes which tokens may follow a text under a grammar, and which text must, in a process for each request.
 
 Knows: xgrammar's matchers, and the budget of processor time a request has for its masks. Does not know: requests,
 compiling. A mask depends on the prefix alone; everything kept only saves time. If a mask takes longer than the
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import xgrammar
 
-from forerun.server.grammar_messages import ALL, ASK, SOME, common_prefix
+from forerun.server.grammar_messages import ALL, ASK, FORCED, SOME, common_prefix
 from forerun.server.json_limits import StringLimit
 from forerun.server.json_strings import Longest
 
@@ -26,6 +26,8 @@ MAX_CURSORS = 8  # matcher states kept for one request (its samples, its drafts)
 BURST_S = 1.0  # CPU time a request may take for one mask, or for several that exceed what each one earns
 EARN_S = 0.02  # CPU time that each mask adds to the budget
 LEAST_S = 0.001  # a timer of 0 seconds would switch it off
+QUICK_S = 0.005  # a mask that takes longer is all that is computed: where texts match in many ways, none is forced
+MAX_FORCED = 256  # bytes of forced text sent at once, more than the tokens that are drafted in a step
 
 
 @dataclass(slots=True)
@@ -63,7 +65,9 @@ class Matcher:
         self._stop = _bits_of(stop_token_ids, self._num_words)
         special = compiled.tokenizer_info.special_token_ids
         self._strange = frozenset(special) - frozenset(stop_token_ids)
+        self._vocabulary = vocabulary
         self._cursors: list[_MatcherCursor] = []  # the last used comes last
+        self._ahead: tuple[list[int], bytes] = [], b""  # a prefix, and the text that was forced after it
 
     def allowed(self, prefix: Sequence[int]) -> bytes | None:
         """A bit for each token that may follow; None if all may, and after a prefix that the grammar forbids."""
@@ -74,6 +78,23 @@ class Matcher:
             return self._stop
         bits = self._fill(cursor.matcher)
         return bits if self._strings is None else self._strings.within(prefix, bits)
+
+    def forced(self, prefix: Sequence[int]) -> bytes:
+        """The text that alone may follow a prefix `allowed` was just asked for, as UTF-8; b"" where there is a choice.
+
+        What is left of a text known to be forced is not looked for again: long ones take time in proportion.
+        """
+        cursor = self._cursors[-1]
+        if len(cursor.tokens) < len(prefix) or cursor.matcher.is_terminated():
+            return b""
+        before, text = self._ahead
+        if prefix[: len(before)] == before:
+            said = b"".join([self._vocabulary[token] for token in prefix[len(before) :]])
+            text = text[len(said) :] if text.startswith(said) else b""
+        else:
+            text = b""
+        self._ahead = list(prefix), text or _jump(cursor.matcher)
+        return self._ahead[1]
 
     def _fill(self, matcher: Any) -> bytes | None:
         words = np.full(self._num_words, -1, np.int32)
@@ -102,9 +123,18 @@ def serve(channel: socket.socket, matcher: Matcher) -> None:
             started = process_time()
             signal.setitimer(signal.ITIMER_PROF, max(left_s, LEAST_S))  # SIGPROF ends a process without a handler
             bits = matcher.allowed(tokens)
+            is_quick = process_time() - started < QUICK_S
+            forced = matcher.forced(tokens)[:MAX_FORCED] if bits is not None and is_quick else b""
             signal.setitimer(signal.ITIMER_PROF, 0)
             left_s = min(BURST_S, left_s - (process_time() - started) + EARN_S)
-            channel.sendall(ALL if bits is None else SOME + bits)
+            channel.sendall((ALL if bits is None else SOME + bits) + FORCED.pack(len(forced)) + forced)
+
+
+def _jump(matcher: Any) -> bytes:
+    try:
+        return str(matcher.find_jump_forward_string()).encode()
+    except UnicodeError:  # it ends, or begins, inside a character
+        return b""
 
 
 def _bits_of(token_ids: Sequence[int], num_words: int) -> bytes:

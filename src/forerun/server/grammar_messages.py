@@ -1,7 +1,7 @@
 """Messages between the server and the processes that work on grammars.
 
 Knows: sockets, and how a message is framed: JSON after its length in four bytes, with a file descriptor if one is
-handed over; and how masks are requested, without JSON. Does not know: grammars.
+handed over; and how masks are requested and answered, without JSON. Does not know: grammars.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 ASK = struct.Struct("<II")  # asks for a mask: tokens kept of the last prefix, new tokens (sent after it, 32 bits each)
 ALL, SOME = b"\0", b"\1"  # the mask: any token may follow, or those in the bits after it
+FORCED = struct.Struct("<H")  # behind the mask: bytes of the text that alone may follow (sent after it, UTF-8)
 
 
 class Received(NamedTuple):

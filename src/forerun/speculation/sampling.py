@@ -40,6 +40,16 @@ class AsyncGrammarMask(GrammarMask, Protocol):
         """
 
 
+class ForcingMask(GrammarMask, Protocol):
+    """A mask that also knows where the grammar leaves one text to go on with. Any mask may have the method."""
+
+    def forced(self, output_token_ids: Sequence[int]) -> Sequence[int]:
+        """Tokens that spell the beginning of that text, as the model would cut it; () if several texts may follow.
+
+        They are guesses, which the target checks like all drafts. Called once `allowed` is known after this prefix.
+        """
+
+
 class ShapedRow(NamedTuple):
     """A row ready for the draw: token v is drawn with probability softmax(logits / temperature)[v]."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ OTHER_FILES = ("vocab.json", "vocab.txt")  # read through transformers
 TIKTOKEN_FILE = "tiktoken.model"  # how it splits texts is in code beside it
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 LONG_TEXT = 4096  # characters; shorter ones are tokenized within a few milliseconds
+NUM_BEHIND = 4  # tokens that decide how the text behind them is cut: words are cut apart from each other
 
 
 class Tokenizer:
@@ -110,6 +111,24 @@ class Tokenizer:
                 (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_behind(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Token ids of `text` behind these tokens, as if both had been one text where that is cut between them.
+
+        [] where no tokens spell exactly `text`.
+        """
+        before = b"".join(map(self.token_bytes, token_ids[-NUM_BEHIND:])).decode(errors="ignore")
+        wanted = text.encode()
+        for context in dict.fromkeys((before, "\n", "")):
+            with suppress(PromptError):
+                ids = self.encode(context + text, add_special_tokens=False)
+                num_bytes, start = 0, len(ids)
+                while start > 0 and num_bytes < len(wanted):
+                    start -= 1
+                    num_bytes += len(self.token_bytes(ids[start]))
+                if b"".join(map(self.token_bytes, ids[start:])) == wanted:
+                    return ids[start:]
+        return []
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; equal to what an IncrementalDetokenizer gives piece by piece.
