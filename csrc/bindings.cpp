@@ -227,8 +227,15 @@ void bind_suffix(nb::module_& module) {
         .def(nb::init<int64_t, int32_t>())
         .def_prop_ro("num_tokens", &SuffixCorpus::num_tokens)
         .def("add", &SuffixCorpus::add);
+    nb::class_<SuffixStore>(module, "SuffixStore")
+        .def("__init__",
+             [](SuffixStore* made, Address tokens, Address order, int64_t size, nb::object) {
+                 new (made) SuffixStore(at<int32_t>(tokens), at<int32_t>(order), size);
+             },
+             nb::keep_alive<1, 5>());  // the last argument owns the memory
     nb::class_<SuffixText>(module, "SuffixText")
-        .def(nb::init<int32_t, const SuffixCorpus*>(), nb::arg(), nb::arg().none(), nb::keep_alive<1, 3>())
+        .def(nb::init<int32_t, const SuffixCorpus*, const SuffixStore*>(), nb::arg(), nb::arg().none(),
+             nb::arg("store").none() = nb::none(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
         .def_prop_ro("size", &SuffixText::size)
         .def("extend", &SuffixText::extend)
         .def("copy", [](const SuffixText& self, int32_t shortest, int32_t longest, int32_t num) {

@@ -9,12 +9,14 @@ namespace {
 
 // The constants of suffix_reference.py, which says what they are.
 constexpr int32_t kBoundary = -1, kMaxEdges = 64;
+constexpr int32_t kHandicap = 5;
 constexpr int kMaxLevels = 6, kMaxPlaces = 2;
 constexpr double kFaint = 0.25, kEscape = 2.5, kRecent = 1.0;
 
-// Where each automaton stands, the request's own first.
+// Where each automaton stands, the request's own first, and where the store does.
 struct Context {
     SuffixMatch matches[kMaxPlaces];
+    StoreMatch stored;
 };
 
 struct Chance {
@@ -24,8 +26,8 @@ struct Chance {
 
 class Grower {
    public:
-    Grower(const SuffixAutomaton& own, const SuffixAutomaton* corpus)
-        : automata_{&own, corpus}, num_places_(corpus ? 2 : 1) {}
+    Grower(const SuffixAutomaton& own, const SuffixAutomaton* corpus, const SuffixStore* store)
+        : automata_{&own, corpus}, num_places_(corpus ? 2 : 1), store_(store) {}
 
     std::vector<SuffixGuess> grow(const Context& root, int32_t max_nodes, double least) {
         std::vector<SuffixGuess> guesses;
@@ -34,7 +36,7 @@ class Grower {
         while (static_cast<int32_t>(guesses.size()) < max_nodes) {
             predict(contexts.back(), least / chance);
             for (const Chance& next : chances_)
-                if (next.token != kBoundary && chance * next.value >= least)
+                if (next.token >= 0 && chance * next.value >= least)
                     waiting_.push({chance * next.value, num_seen_++, static_cast<int32_t>(guesses.size()) - 1,
                                    next.token});
             if (waiting_.empty()) break;
@@ -59,6 +61,7 @@ class Grower {
 
     Context follow(Context context, int32_t token) const {
         for (int i = 0; i < num_places_; ++i) context.matches[i] = automata_[i]->follow(context.matches[i], token);
+        if (store_) context.stored = store_->follow(context.stored, token, automata_[0]->window() - 1);
         return context;
     }
 
@@ -69,11 +72,30 @@ class Grower {
         for (int level = 0; level < kMaxLevels && left >= least; ++level) {
             const int place = num_places_ > 1 && context.matches[1].length > context.matches[0].length;
             SuffixMatch& match = context.matches[place];
+            if (is_stored_next(match.length, context.stored.length)) {
+                left *= blend_stored(context.stored, left, least);
+                context.stored = store_->shorter(context.stored);
+                continue;
+            }
             if (match.length == 0) return;
             left *= blend(*automata_[place], match, left, least);
             match.state = automata_[place]->link_of(match.state);
             match.length = automata_[place]->length_of(match.state);
         }
+    }
+
+    static bool is_stored_next(int32_t length, int32_t stored) {
+        return stored > 0 && (length == 0 || stored - kHandicap > length);
+    }
+
+    double blend_stored(StoreMatch match, double left, double least) {
+        const auto followers = store_->followers(match);
+        const double num = static_cast<double>(SuffixStore::num_sampled(match));
+        const double weight = kEscape * std::sqrt(static_cast<double>(followers.size())) / match.length;
+        const double escape = weight / (num + weight);
+        const double share = left * (1.0 - escape) / num;
+        for (const auto& next : followers) add(next.token, share * static_cast<double>(next.count), kFaint * least);
+        return escape;
     }
 
     // Adds one match's part of the chance that is left; the part it leaves to shorter ones.
@@ -101,6 +123,7 @@ class Grower {
 
     const SuffixAutomaton* automata_[kMaxPlaces];
     const int num_places_;
+    const SuffixStore* store_;
     std::vector<Chance> chances_;
     std::priority_queue<Waiting> waiting_;
     int64_t num_seen_ = 0;
@@ -162,7 +185,11 @@ std::vector<SuffixGuess> SuffixText::grow(int32_t max_nodes, double least) {
     Context context;
     context.matches[0] = automaton_.repeated_tail(automaton_.window() - 1);
     if (corpus_) context.matches[1] = corpus_match();
-    return Grower(automaton_, corpus_ ? &corpus_->automaton() : nullptr).grow(context, max_nodes, least);
+    if (store_) {
+        const int32_t num = static_cast<int32_t>(std::min<size_t>(tokens_.size(), automaton_.window() - 1));
+        context.stored = store_->longest(tokens_.data() + tokens_.size() - num, num);
+    }
+    return Grower(automaton_, corpus_ ? &corpus_->automaton() : nullptr, store_).grow(context, max_nodes, least);
 }
 
 }  // namespace forerun

@@ -1,5 +1,5 @@
 // What a request's text and the texts before it suggest as its continuation.
-// Knows automata (suffix.h). Does not know requests, who sets budgets, or Python. What it means, and where it comes
+// Knows automata (suffix.h) and stores (suffix_store.h). Does not know requests, who sets budgets, or Python. What it means, and where it comes
 // from: src/forerun/kernels/suffix_reference.py.
 #pragma once
 
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "suffix.h"
+#include "suffix_store.h"
 
 namespace forerun {
 
@@ -40,7 +41,8 @@ class SuffixCorpus {
 
 class SuffixText {
    public:
-    SuffixText(int32_t window, const SuffixCorpus* corpus) : automaton_(window), corpus_(corpus) {}
+    SuffixText(int32_t window, const SuffixCorpus* corpus, const SuffixStore* store)
+        : automaton_(window), corpus_(corpus), store_(store) {}
 
     int64_t size() const { return static_cast<int64_t>(tokens_.size()); }
     void extend(const std::vector<int32_t>& tokens);
@@ -52,6 +54,7 @@ class SuffixText {
 
     SuffixAutomaton automaton_;
     const SuffixCorpus* corpus_;  // nullptr: none
+    const SuffixStore* store_;    // nullptr: none
     std::vector<int32_t> tokens_;
     // Where the end of the first num_followed_ tokens is found in the corpus of num_added_ texts.
     SuffixMatch followed_;

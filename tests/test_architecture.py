@@ -151,6 +151,7 @@ OPTIONS = {
         "ngram_min",
         "ngram_max",
         "across_requests",
+        "corpus",
         "layers",
         "head_weights",
         "members",

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,17 +45,24 @@ _KEPT_STATES = 2  # a request that runs: at the ends of its prompt and of its an
 _ASSUMED_BYTES = 4 << 30  # memory of a machine that does not say
 
 LoadDraft = Callable[[str], Model]
+LoadCorpus = Callable[[str], tuple[Any, Any]]
+
+
+def no_corpus(name: str) -> tuple[Any, Any]:
+    """For a model without a tokenizer. Raises ConfigError."""
+    raise ConfigError(f"the corpus {name} was given, but this model has no tokenizer to compare it with: leave it out")
 
 
 def assemble(
-    config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None = None
-) -> Engine:
+    config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None = None,
+    load_corpus: LoadCorpus = no_corpus,
+) -> Engine:  # fmt: skip
     """An engine for `model`, read from `folder`. Raises ConfigError or ResourceError if the context does not fit."""
     states = _states(config, model, kernels.device)
     if states is not None:
         config = replace(config, max_num_seqs=min(config.max_num_seqs, states.num_free))
         model = with_states(model, states)
-    drafter = _drafter(config, model, kernels, load_draft, folder)
+    drafter = _drafter(config, model, kernels, load_draft, folder, load_corpus)
     kv_cache = _kv_cache(config, model, drafter, kernels)
     own_kvs = kv_cache.layers[: len(model.kv_specs)]
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
@@ -124,8 +132,9 @@ def _scheduler(
 
 
 def _drafter(
-    config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None
-) -> Portfolio:
+    config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None,
+    load_corpus: LoadCorpus,
+) -> Portfolio:  # fmt: skip
     context = DrafterContext(
         spec=spec_of(config.drafter.name),
         options=config.drafter,
@@ -136,6 +145,7 @@ def _drafter(
         block_size=config.block_size,
         max_rows=config.max_num_batched_tokens,
         load_draft=load_draft,
+        load_corpus=load_corpus,
     )
     return build_portfolio(context)
 

@@ -47,6 +47,7 @@ class DrafterConfig:
     ngram_min: int = 2
     ngram_max: int = 4
     across_requests: bool = True  # suffix and recycling may draft from what other requests said
+    corpus: str | None = None  # a file of `forerun train corpus` that suffix drafts from, too
     layers: tuple[int, ...] | None = None  # layers of the target that layer_skip drafts with; None: found on the fly
     head_weights: HeadWeights = "stored"  # matrices of draft heads; int8 or int4: rounded when read
     members: tuple[DrafterConfig, ...] = ()  # of a portfolio

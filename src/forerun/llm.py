@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -28,6 +29,7 @@ from forerun.kernels.select import select_kernels
 from forerun.models.adapted import LoraAdapter
 from forerun.models.loader import LoadedModel, load_adapter, load_model
 from forerun.progress import progress_bar
+from forerun.weights.corpus import open_corpus
 from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer, check_same_vocabulary
 
@@ -59,8 +61,9 @@ class LLM:
     def _open(self, config: EngineConfig, shared: _Shared | None) -> None:
         self.config = config
         self._shared = shared or _load(config)
+        loaded, load_corpus = self._shared.loaded, partial(open_corpus, tokenizer=self._shared.loaded.tokenizer)
         self.engine: Engine = assemble(
-            config, self._shared.loaded.model, self._shared.kernels, self._load_draft, self._shared.loaded.folder
+            config, loaded.model, self._shared.kernels, self._load_draft, loaded.folder, load_corpus
         )
         self._counter = count()
         self._seeds = random.Random(config.seed)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.assemble import no_corpus
 from forerun.config import DrafterConfig
 from forerun.drafters.base import DrafterContext
 from forerun.drafters.registry import spec_of
@@ -60,7 +61,7 @@ def test_quick_targets_get_chains_unless_told_otherwise() -> None:
         model: Any = small if num_bytes is None else Weighing(num_bytes)
         grower = TreeGrower(tiny.kernels(), coupled=True)
         return DrafterContext(
-            spec_of(name), options, model, None, tiny.kernels(), grower, 4, 64, lambda name: model
+            spec_of(name), options, model, None, tiny.kernels(), grower, 4, 64, lambda name: model, no_corpus
         ).width
 
     assert [width(name) for name in ("draft", "mtp", "ngram")] == [1, 1, 1] and width("eagle") > 1

@@ -7,13 +7,15 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.kernels import suffix_reference
 from forerun.kernels.suffix import Guess, SuffixKit, reference_suffix, select_suffix
-from forerun.kernels.suffix_reference import BOUNDARY, ESCAPE, RECENT, ROOT, Automaton
+from forerun.kernels.suffix_reference import BOUNDARY, ESCAPE, HANDICAP, RECENT, ROOT, SAMPLED, Automaton
+from forerun.weights.corpus import suffix_order
 
 KITS = [reference_suffix()]
 if select_suffix().name != "reference":
@@ -239,3 +241,86 @@ def test_a_loop_is_guessed_on_and_on(kit: SuffixKit) -> None:
 
 def test_boundaries_are_below_every_token() -> None:
     assert BOUNDARY < 0
+
+
+def stored(past: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Texts as a corpus file holds them, and the order of their suffixes."""
+    tokens = np.array([token for text in past for token in (*text, BOUNDARY)], np.int32)
+    return tokens, suffix_order(tokens).astype(np.int32)
+
+
+@settings(max_examples=60)
+@given(st.lists(texts, min_size=1, max_size=4))
+def test_suffixes_are_sorted(past: list[list[int]]) -> None:
+    tokens, order = stored(past)
+    assert order.tolist() == sorted(range(len(tokens)), key=lambda start: tokens[start : start + 64].tolist())
+
+
+def test_long_repetitions_are_sorted_as_far_as_matches_reach() -> None:
+    tokens, order = stored([[1] * 500, [1, 2] * 300])
+    beginnings = [tokens[start : start + 64].tolist() for start in order]
+    assert beginnings == sorted(beginnings) and sorted(order) == list(range(len(tokens)))
+
+
+@settings(max_examples=40)
+@given(st.lists(texts, min_size=1, max_size=4), st.lists(st.integers(0, 11), max_size=8, unique=True), windows)
+def test_a_store_alone_guesses_what_brute_force_finds(past: list[list[int]], tail: list[int], window: int) -> None:
+    """Of the longest end of the tail, half of it, and so on, whatever followed, by how often."""
+    whole = stored(past)[0].tolist()
+    length = max((n for n in range(min(len(tail), window - 1) + 1) if not n or ends_of(whole, tail[-n:])), default=0)
+    expected, left = dict[int, float](), 1.0
+    while length > 0:
+        following = [whole[end] for end in ends_of(whole, tail[len(tail) - length :])]
+        escape = ESCAPE * math.sqrt(len(set(following))) / length
+        escape /= len(following) + escape
+        for token in following:
+            expected[token] = expected.get(token, 0.0) + left * (1.0 - escape) / len(following)
+        left, length = left * escape, length // 2
+    assert len(whole) < SAMPLED * 4
+    for kit in KITS:
+        made = kit.text(window, None, kit.store(*stored(past)))
+        made.extend(tail)  # in which nothing is repeated
+        guesses = made.grow(60, 1e-9)
+        found = {token: chance for parent, token, chance in guesses if parent == -1}
+        known = {token: chance for token, chance in expected.items() if token != BOUNDARY}
+        if all(len(ends_of(whole, tail[-n:])) <= SAMPLED for n in range(1, len(tail) + 1)):
+            assert found == pytest.approx({token: known[token] for token in found})
+            assert set(found) == set(known) or len(guesses) == 60
+
+
+def test_a_store_comes_after_the_request_s_own_text(kit: SuffixKit) -> None:
+    """It is asked first only where its match is longer by more than the handicap."""
+    pattern = list(range(10, 30))
+    store = kit.store(*stored([[*pattern, 7]]))
+    for own_length in (1, 3, len(pattern) - HANDICAP, len(pattern)):
+        made = kit.text(33, None, store)
+        made.extend([*pattern[-own_length:], 8, 99, *pattern])
+        first = made.grow(1, 0.01)[0][1]
+        assert first == (7 if len(pattern) - HANDICAP > own_length else 8), own_length
+    silent = kit.text(33, None, store)
+    silent.extend(pattern[:3])
+    assert [token for _, token, _ in silent.grow(30, 0.01)] == [*pattern[3:], 7], "up to the end of its text"
+
+
+@settings(max_examples=60)
+@given(st.lists(texts, min_size=1, max_size=5), steps, windows)
+def test_both_implementations_guess_the_same_from_a_store(
+    past: list[list[int]], todo: list[tuple[str, list[int]]], window: int
+) -> None:
+    if len(KITS) < 2:
+        pytest.skip("the C++ extension is not installed")
+    corpora = [kit.corpus(60, window) for kit in KITS]
+    made = [kit.text(window, c, kit.store(*stored(past))) for kit, c in zip(KITS, corpora, strict=True)]
+    for what, tokens in todo:
+        for text, corpus in zip(made, corpora, strict=True):
+            text.extend(tokens) if what == "text" else corpus.add(tokens)
+        first, second = ([Guess(*guess) for guess in text.grow(24, 0.01)] for text in made)
+        assert first == second  # chances too, to the last bit
+
+
+def test_a_store_with_a_damaged_order_is_read_within_its_bounds(kit: SuffixKit) -> None:
+    tokens, order = stored([[1, 2, 3, 1, 2, 4]])
+    for wrong in (-1, -(1 << 31), (1 << 31) - 1, len(tokens)):
+        made = kit.text(5, None, kit.store(tokens, np.full_like(order, wrong)))
+        made.extend([1, 2])
+        assert made.grow(8, 0.01) == []

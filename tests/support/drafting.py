@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import forerun
+from forerun.assemble import no_corpus
 from forerun.config import DrafterConfig
 from forerun.core import Request
 from forerun.drafters.base import DrafterContext, DrafterSpec
@@ -64,7 +65,7 @@ def context_of(
 ) -> DrafterContext:  # fmt: skip
     """What a drafter is built from in a test; a draft model is the target itself."""
     config = DrafterConfig(name=spec.name, model="itself" if spec.model else None, **options)
-    return DrafterContext(spec, config, model, None, kernels, grower, block_size, max_rows, lambda _: model)
+    return DrafterContext(spec, config, model, None, kernels, grower, block_size, max_rows, lambda _: model, no_corpus)
 
 
 def overhear(made: Engine, stride: int = 7) -> Overheard:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Train language models and draft heads.", no_args_is_help=True)
+app = typer.Typer(help="Train language models and draft heads, and make corpora to copy from.", no_args_is_help=True)
 
 Target = Annotated[str, typer.Option(help="The model the head drafts for: an embedded name, a folder or a hub id.")]
 Data = Annotated[
@@ -88,6 +88,25 @@ def answers(
     options = AnswerOptions(prompt_tokens, answer_tokens, read_temperatures(temperatures), turns, seed)
     for path in answer_files(target, data, out, options, HeadConsole().say):
         typer.echo(f"finished: {path}")
+
+
+@app.command("corpus")
+def corpus(
+    files: Annotated[list[Path], typer.Argument(help="Text files, .json or .jsonl (every string in them), .answers.")],
+    target: Target,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
+    max_size: Annotated[
+        str, typer.Option(help="Most bytes of the file, 8 a token: the first texts that fit.")
+    ] = "256M",
+) -> None:
+    """Make texts into a file that the drafter suffix copies from (--drafter suffix=FILE)."""
+    from forerun.training.corpus import make_corpus
+
+    made = make_corpus(target, files, out, max_size, typer.echo)
+    left_out = f"; {made.num_left_out} texts did not fit, or not whole: raise --max-size" if made.num_left_out else ""
+    typer.echo(
+        f"finished: {out}, {made.num_tokens} tokens of {made.num_texts} texts, {made.num_bytes / 1e6:.1f} MB{left_out}"
+    )
 
 
 @app.command("medusa")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
@@ -59,8 +59,9 @@ class DrafterSpec:
 class DrafterContext:
     """What a drafter may be built from.
 
-    `load_draft` loads a draft model by name and makes sure that it shares the target's vocabulary. `folder` is where
-    the target was read from, None for a model that never was in a file. `max_rows` bounds the rows of one pass.
+    `load_draft` loads a draft model by name and makes sure that it shares the target's vocabulary; `load_corpus` does
+    that for a file of texts, and gives its token ids and the order of their suffixes. `folder` is where the target was
+    read from, None for a model that never was in a file. `max_rows` bounds the rows of one pass.
     """
 
     spec: DrafterSpec
@@ -72,6 +73,7 @@ class DrafterContext:
     block_size: int
     max_rows: int
     load_draft: Callable[[str], Model]
+    load_corpus: Callable[[str], tuple[Any, Any]]
 
     @property
     def width(self) -> int:

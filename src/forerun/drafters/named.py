@@ -1,4 +1,4 @@
-"""Options as they are written: of a drafter (NAME, NAME=MODEL, FILE.py:CLASS, portfolio=A+B or auto), of an engine.
+"""Options as they are written: of a drafter (NAME, NAME=MODEL, suffix=CORPUS, portfolio=A+B, ...), of an engine.
 
 Knows: what comes with a target to draft with, and who takes a draft model. Does not know: any drafter by name.
 """
@@ -32,13 +32,26 @@ def _config(target: str, text: str, draft_model: str | None, given: Mapping[str,
     spec, rest = read(text)
     usual = {"max_draft_tokens": spec.max_draft_tokens} if spec.max_draft_tokens else {}
     if "members" not in spec.options:
+        if rest and "corpus" in spec.options:
+            given, rest = {**given, "corpus": rest}, ""
         model = rest or draft_model or own_model(target, spec)
         return DrafterConfig(name=text.partition("=")[0], model=model, **{**usual, **given})
     parts = rest.split("+") if rest else _offered(target, draft_model)
-    members = tuple(_config(target, part, draft_model if _needs_model(part) else None, given) for part in parts)
+    shared = {name: value for name, value in given.items() if name != "corpus"}
+    members = tuple(
+        _config(
+            target,
+            part,
+            draft_model if _needs_model(part) else None,
+            given if "corpus" in read(part)[0].options else shared,
+        )
+        for part in parts
+    )
     if draft_model and all(member.model != draft_model for member in members):
         raise ConfigError(f"a draft model was given, but none of {', '.join(parts)} takes it: add draft to them")
-    return DrafterConfig(name=spec.name, members=members, **{**usual, **given})
+    if "corpus" in given and not any(member.corpus for member in members):
+        raise ConfigError(f"a corpus was given, but none of {', '.join(parts)} takes it: add suffix to them")
+    return DrafterConfig(name=spec.name, members=members, **{**usual, **shared})
 
 
 def read(text: str) -> tuple[DrafterSpec, str]:

@@ -24,7 +24,7 @@ from forerun.drafters.base import DrafterSpec
 from forerun.errors import ConfigError, ModelError, suggestion
 from forerun.weights.resolve import resolve_model
 
-_GIVEN = {"model": "a draft model was", "layers": "layers were", "members": "members were"}
+_GIVEN = {"model": "a draft model was", "layers": "layers were", "members": "members were", "corpus": "a corpus was"}
 
 
 @cache

@@ -1,10 +1,11 @@
-"""Suffix drafting: what most often followed the same last tokens, in this request and in answers before it.
+"""Suffix drafting: what most often followed the same last tokens, in this request, answers before it and a corpus.
 
-Knows: token ids of each request, of what its answer is expected to repeat, and of finished answers. Does not know: any
-model, how occurrences are found (kernels.suffix).
+Knows: token ids of each request, of what its answer is expected to repeat, of finished answers, and of texts in a file.
+Does not know: any model, how occurrences are found (kernels.suffix).
 
-Sources: SAM decoding (arXiv 2411.10666), SuffixDecoding (arXiv 2411.04975). Trees grow best first by chances that
-blend how often a token followed matches of several lengths; they also are the nodes' log survival.
+Sources: SAM decoding (arXiv 2411.10666), SuffixDecoding (arXiv 2411.04975), REST (arXiv 2311.08252). Trees grow best
+first by chances that blend how often a token followed matches of several lengths; they also are the nodes' log
+survival.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final
 
 from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Stateless
-from forerun.kernels.suffix import SuffixCorpus, SuffixKit, SuffixText, select_suffix
+from forerun.kernels.suffix import SuffixCorpus, SuffixKit, SuffixStore, SuffixText, select_suffix
 from forerun.speculation.draft import Draft
 from forerun.speculation.tree import ROOT
 
@@ -30,15 +31,17 @@ PREDICTED: Final = 2
 
 def build(context: DrafterContext) -> Drafter:
     """The suffix drafter on the fastest implementation that is installed."""
-    options = context.options
-    return SuffixDrafter(options.max_draft_tokens, select_suffix(), CORPUS_TOKENS if options.across_requests else 0)
+    options, kit = context.options, select_suffix()
+    store = None if options.corpus is None else kit.store(*context.load_corpus(options.corpus))
+    corpus_tokens = CORPUS_TOKENS if options.across_requests else 0
+    return SuffixDrafter(options.max_draft_tokens, kit, corpus_tokens, store=store)
 
 
 SPEC = DrafterSpec(
     name="suffix",
     build=build,
     help="the same, in this request and in answers before it, weighed by how often",
-    options=("across_requests",),
+    options=("across_requests", "corpus"),
     max_draft_tokens=12,
     reads_prediction=True,
     auto=1,
@@ -59,7 +62,8 @@ class SuffixDrafter(Stateless):
     """Proposes the most probable continuations of a request's tail, by what followed it before.
 
     `corpus_tokens` bounds what is kept of the answers of ended requests, which all requests draft from; the oldest
-    go first, 0 keeps none. Guesses whose whole path is less probable than `least_chance` are dropped.
+    go first, 0 keeps none. `store`: texts that all requests draft from, too. Guesses whose whole path is less probable
+    than `least_chance` are dropped.
     """
 
     name = SPEC.name
@@ -71,17 +75,21 @@ class SuffixDrafter(Stateless):
         corpus_tokens: int = CORPUS_TOKENS,
         least_chance: float = LEAST_CHANCE,
         max_match: int = MAX_MATCH,
+        store: SuffixStore | None = None,
     ) -> None:
         self.max_nodes = max_draft_tokens + 1
         self._kit = kit
         self._window = max_match + 1
         self._least_chance = least_chance
         self._corpus: SuffixCorpus | None = kit.corpus(corpus_tokens, self._window) if corpus_tokens else None
+        self._stores = () if store is None else (store,)
         self._readings: dict[str, _Reading] = {}
 
     def begin(self, request: Request) -> None:
         """Start an empty text; it catches up when the request first drafts."""
-        self._readings[request.request_id] = _Reading(request, self._kit.text(self._window, self._corpus), 0)
+        self._readings[request.request_id] = _Reading(
+            request, self._kit.text(self._window, self._corpus, *self._stores), 0
+        )
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Grow each tree from the tail's occurrences."""

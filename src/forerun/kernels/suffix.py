@@ -30,6 +30,10 @@ class SuffixCorpus(Protocol):
         """Remember a text, or as much of its end as half the corpus holds."""
 
 
+class SuffixStore(Protocol):
+    """A fixed text and the sorted order of its suffixes, which may lie in a mapped file: little of it is read."""
+
+
 class SuffixText(Protocol):
     """A growing text in which the tail's earlier occurrences are found at once, whatever its length.
 
@@ -53,17 +57,19 @@ class SuffixText(Protocol):
     def grow(self, max_nodes: int, least: float) -> Sequence[tuple[int, int, float]]:
         """Up to `max_nodes` most probable `Guess`es of chance `least` or more, parents first.
 
-        Chances come from what followed the tail's occurrences in this text and in its corpus.
+        Chances come from what followed the tail's occurrences in this text, in its corpus and in its store.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixKit:
-    """One implementation: how to make texts (window, corpus or None) and corpora (max_tokens, window)."""
+    """One implementation: how to make texts (window, corpus or None, store if there is one), corpora (max_tokens,
+    window) and stores (tokens with an end mark behind each text, and the order of suffixes; both int32)."""
 
     name: str
-    text: Callable[[int, Any], SuffixText]
+    text: Callable[..., SuffixText]
     corpus: Callable[[int, int], SuffixCorpus]
+    store: Callable[[Any, Any], SuffixStore]
 
 
 def select_suffix() -> SuffixKit:
@@ -72,11 +78,16 @@ def select_suffix() -> SuffixKit:
         from forerun.kernels.cpu import _native
     except ImportError:
         return reference_suffix()
-    return SuffixKit("cpu", _native.SuffixText, _native.SuffixCorpus)
+
+    def store(tokens: Any, order: Any) -> SuffixStore:
+        made: SuffixStore = _native.SuffixStore(tokens.ctypes.data, order.ctypes.data, len(order), (tokens, order))
+        return made
+
+    return SuffixKit("cpu", _native.SuffixText, _native.SuffixCorpus, store)
 
 
 def reference_suffix() -> SuffixKit:
     """Plain Python."""
-    from forerun.kernels.suffix_reference import ReferenceCorpus, ReferenceText
+    from forerun.kernels.suffix_reference import ReferenceCorpus, ReferenceStore, ReferenceText
 
-    return SuffixKit("reference", ReferenceText, ReferenceCorpus)
+    return SuffixKit("reference", ReferenceText, ReferenceCorpus, ReferenceStore)

@@ -7,26 +7,34 @@ set of substrings that end at the same places, its link leads to the next shorte
 2411.10666) drafts from where the longest match ended; SuffixDecoding (arXiv 2411.04975) from how often each
 continuation was seen. Here the counts at several match lengths are blended, longest first, as in prediction by
 partial matching (Cleary and Witten, 1984): each length keeps a part of the chance and leaves the rest to shorter
-ones. The C++ does the same, operation by operation in float64, and a test holds the two together.
+ones. A store is a text that was indexed before, as in REST (arXiv 2311.08252): the places of its suffixes in sorted
+order (Manber and Myers, 1993), where bisection finds a match without reading the rest. The C++ does the same, operation
+by operation in float64, and a test holds the two together.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from forerun.kernels.suffix import Guess
 
-BOUNDARY: Final = -1  # ends each text of a corpus; no request holds it
+BOUNDARY: Final = -1  # ends each text of a corpus or store; no request holds it
+END: Final = -(1 << 31)  # what follows a store's last token
 MAX_EDGES: Final = 64  # continuations of a state that are looked at, first seen first
 MAX_LEVELS: Final = 6  # match lengths that are blended
 FAINT: Final = 0.25  # of the least chance wanted: tokens below that are dropped; shorter matches may add to the others
 # Fitted on text and on models' answers, so that guesses of chance c come true about c of the time.
 ESCAPE: Final = 2.5
 RECENT: Final = 1.0  # extra occurrences that the latest continuation counts for
+# A match in a store counts as so many tokens shorter than one in the request or in answers before it: SAM decoding's.
+HANDICAP: Final = 5
+SAMPLED: Final = 64  # occurrences in a store that are looked at
 ROOT: Final = 0
 
 
@@ -39,6 +47,8 @@ class Match(NamedTuple):
 
 class Automaton:
     """The suffix automaton of a growing text; occurrences of substrings up to `window` tokens are counted."""
+
+    handicap = 0
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -113,6 +123,16 @@ class Automaton:
         length = min(length + 1, self.window - 1)
         return Match(self.shorten(self.edges[state][token], length), length)
 
+    def shorter(self, match: Match) -> Match:
+        """The next shorter end of a match that occurs more often."""
+        link = self.links[match.state]
+        return Match(link, self.lens[link])
+
+    def evidence(self, match: Match) -> Evidence:
+        """What followed the match; its latest continuation counts RECENT times more."""
+        num = self.num_continued(match.state)
+        return Evidence(num, num + RECENT, self.continuations(match.state) if num > 0 else [])
+
     def repeated_tail(self, longest: int) -> Match:
         """The longest tail of the text, at most `longest` <= window tokens, that also occurred earlier."""
         length = min(self.size, longest)
@@ -132,23 +152,101 @@ class Automaton:
         return [(token, self.counts[to] + (RECENT if self.ends[to] == latest else 0.0)) for token, to in edges]
 
 
-Place = tuple[Automaton, Match]
-Context = list[Place]  # where each automaton stands, the request's own first
+class StoreMatch(NamedTuple):
+    """The last `length` tokens of a text: the suffixes in these places of a store's order begin with them."""
+
+    first: int
+    last: int
+    length: int
+
+
+class ReferenceStore:
+    """See `SuffixStore`."""
+
+    handicap = HANDICAP
+
+    def __init__(self, tokens: Sequence[int], order: Sequence[int]) -> None:
+        self._tokens, self._order, self._longest = tokens, order, 0
+
+    def within(self, window: int) -> ReferenceStore:
+        """The same for matches shorter than the window."""
+        made = ReferenceStore(self._tokens, self._order)
+        made._longest = window - 1
+        return made
+
+    def longest(self, tail: Sequence[int]) -> StoreMatch:
+        """The longest end of `tail` that occurs: what occurs, occurs without its first token, too."""
+        best, most = StoreMatch(0, 0, 0), min(len(tail), self._longest)
+        while best.length < most:
+            length = (best.length + most + 1) // 2
+            found = self._range(tail[len(tail) - length :])
+            if found.last > found.first:
+                best = found
+            else:
+                most = length - 1
+        return best
+
+    def follow(self, match: StoreMatch, token: int) -> StoreMatch:
+        """The longest match once `token` comes behind `match`."""
+        return self.longest([*self._said(match), token])
+
+    def shorter(self, match: StoreMatch) -> StoreMatch:
+        """That of half the length."""
+        length = match.length // 2
+        return self._range(self._said(match)[match.length - length :]) if length else StoreMatch(0, 0, 0)
+
+    def evidence(self, match: StoreMatch) -> Evidence:
+        """What followed the match in SAMPLED of its occurrences, evenly spread over the order."""
+        num = match.last - match.first
+        sampled = min(num, SAMPLED)
+        places = [match.first + index * num // sampled for index in range(sampled)]
+        counts = Counter(self._token_at(place, match.length) for place in places)  # in their order
+        return Evidence(sampled, sampled, [(token, float(count)) for token, count in counts.items()])
+
+    def _said(self, match: StoreMatch) -> list[int]:
+        if match.length == 0:
+            return []
+        start = int(self._order[match.first])
+        return [int(token) for token in self._tokens[start : start + match.length]]
+
+    def _range(self, key: Sequence[int]) -> StoreMatch:
+        wanted, places = list(key), range(len(self._order))
+
+        def beginning(place: int) -> list[int]:
+            return [self._token_at(place, depth) for depth in range(len(wanted))]
+
+        first = bisect_left(places, wanted, key=beginning)
+        return StoreMatch(first, bisect_right(places, wanted, lo=first, key=beginning), len(wanted))
+
+    def _token_at(self, place: int, depth: int) -> int:
+        at = int(self._order[place]) % (1 << 32) + depth  # a damaged file leads nowhere
+        return int(self._tokens[at]) if at < len(self._tokens) else END
+
+
+class Evidence(NamedTuple):
+    """What followed a match."""
+
+    num: int  # occurrences that something followed
+    total: float  # what the counts below add up to
+    followers: Sequence[tuple[int, float]]  # token, and how often it came
+
+
+Place = tuple[Any, Any]  # an Automaton and its Match, or a ReferenceStore and its StoreMatch
+Context = list[Place]  # where each index stands: the request's own, answers before it, a store
 
 
 def predict(context: Context, least: float) -> dict[int, float]:
     """Chances of the next token, from the longest matches first until less than `least` is left for shorter ones."""
     chances: dict[int, float] = {}
     left = 1.0
-    for automaton, (state, length) in islice(_shorter_and_shorter(context), MAX_LEVELS):
-        num = automaton.num_continued(state)
+    for index, match in islice(_shorter_and_shorter(context), MAX_LEVELS):
         if left < least:
             break
+        num, total, followers = index.evidence(match)
         if num > 0:
-            followers = automaton.continuations(state)
-            weight = ESCAPE * math.sqrt(len(followers)) / length
+            weight = ESCAPE * math.sqrt(len(followers)) / match.length
             escape = weight / (num + weight)
-            share = left * (1.0 - escape) / (num + RECENT)
+            share = left * (1.0 - escape) / total
             for token, count in followers:
                 if token in chances or share * count >= FAINT * least:
                     chances[token] = chances.get(token, 0.0) + share * count
@@ -157,16 +255,13 @@ def predict(context: Context, least: float) -> dict[int, float]:
 
 
 def _shorter_and_shorter(context: Context) -> Iterator[Place]:
-    """All matches of all automata but the empty ones, longest first, the request's own before the corpus's."""
+    """All matches but the empty ones, longest first but for handicaps, of equal ones the first index's."""
     places = list(context)
-    while True:
-        index = max(range(len(places)), key=lambda i: places[i][1].length)
-        automaton, (state, length) = places[index]
-        if length == 0:
-            return
-        yield places[index]
-        link = automaton.links[state]
-        places[index] = (automaton, Match(link, automaton.lens[link]))
+    while left := [place for place, (_, match) in enumerate(places) if match.length > 0]:
+        best = max(left, key=lambda place: places[place][1].length - places[place][0].handicap)
+        yield places[best]
+        index, match = places[best]
+        places[best] = index, index.shorter(match)
 
 
 def grow(context: Context, max_nodes: int, least: float) -> list[Guess]:
@@ -177,7 +272,7 @@ def grow(context: Context, max_nodes: int, least: float) -> list[Guess]:
     num_seen, chance = 0, 1.0
     while len(guesses) < max_nodes:
         for token, share in predict(contexts[-1], least / chance).items():
-            if token != BOUNDARY and chance * share >= least:
+            if token >= 0 and chance * share >= least:
                 heapq.heappush(waiting, (-(chance * share), num_seen, len(guesses) - 1, token))
                 num_seen += 1
         if not waiting:
@@ -185,7 +280,7 @@ def grow(context: Context, max_nodes: int, least: float) -> list[Guess]:
         negative, _, parent, token = heapq.heappop(waiting)
         chance = -negative
         guesses.append(Guess(parent, token, chance))
-        contexts.append([(automaton, automaton.follow(match, token)) for automaton, match in contexts[parent + 1]])
+        contexts.append([(index, index.follow(match, token)) for index, match in contexts[parent + 1]])
     return guesses
 
 
@@ -224,9 +319,10 @@ class ReferenceCorpus:
 class ReferenceText:
     """See `SuffixText`."""
 
-    def __init__(self, window: int, corpus: ReferenceCorpus | None) -> None:
+    def __init__(self, window: int, corpus: ReferenceCorpus | None, store: ReferenceStore | None = None) -> None:
         self._automaton = Automaton(window)
         self._corpus = corpus
+        self._store = None if store is None else store.within(window)
         self._tokens: list[int] = []
 
     @property
@@ -251,7 +347,9 @@ class ReferenceText:
 
     def grow(self, max_nodes: int, least: float) -> list[Guess]:
         """See `SuffixText`."""
-        context = [(self._automaton, self._automaton.repeated_tail(self._automaton.window - 1))]
+        context: Context = [(self._automaton, self._automaton.repeated_tail(self._automaton.window - 1))]
         if self._corpus is not None:
             context.append((self._corpus.automaton, self._corpus.match(self._tokens)))
+        if self._store is not None:
+            context.append((self._store, self._store.longest(self._tokens)))
         return grow(context, max_nodes, least)

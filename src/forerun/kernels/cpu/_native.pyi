@@ -9,7 +9,8 @@ from typing import Any
 LANES: int
 MAX_HEAD_DIM: int
 MAX_HEADS_PER_GROUP: int
-SuffixCorpus: Any  # see `forerun.kernels.suffix`, as for the next
+SuffixCorpus: Any  # see `forerun.kernels.suffix`, as for the next two
+SuffixStore: Any
 SuffixText: Any
 
 def available_isas() -> list[str]: ...

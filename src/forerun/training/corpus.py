@@ -1,0 +1,92 @@
+"""Corpora for the drafter `suffix`: texts from files, as tokens of a model's tokenizer.
+
+Knows: which files hold texts, and how. Does not know: how a corpus is stored (`weights.corpus`) or searched.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import ConfigError, DataError
+from forerun.models.overview import look_at
+from forerun.weights.corpus import CorpusSize, write_corpus
+from forerun.weights.tokenizer import Tokenizer
+
+ANSWERS = ".answers"
+RECORDS = (".json", ".jsonl")
+LEAST = 4  # tokens of a text that anything can be copied from; roles and names in records are shorter
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+Report = Callable[[str], None]
+
+
+def make_corpus(model: str, files: Sequence[Path], out: Path, max_size: str, report: Report) -> CorpusSize:
+    """Write a corpus of some files for a model. Raises DataError, ConfigError, and what loading a tokenizer raises."""
+    max_bytes = size_of(max_size)
+    for path in files:
+        if not path.is_file():
+            raise DataError(f"there is no file {path}: give text files, .jsonl, .json or .answers")
+    tokenizer = look_at(model).tokenizer
+
+    def texts() -> Iterator[list[int]]:
+        for path in files:
+            report(f"reading {path}")
+            yield from texts_of(path, tokenizer)
+
+    return write_corpus(out, texts(), tokenizer, model, max_bytes)
+
+
+def texts_of(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """The token ids of each text in a file: the whole file, every string of a record, or a prompt with its answer."""
+    kind = Path(path.stem).suffix if path.suffix == ".xz" else path.suffix
+    try:
+        raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+        text = raw.decode("utf-8")
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read text from {path}: {getattr(error, 'strerror', None) or error}") from error
+    if kind == ANSWERS:
+        yield from _answers(text, path, tokenizer.vocab_size)
+        return
+    for each in _strings(_records(text, kind, path)) if kind in RECORDS else (text,):
+        ids = tokenizer.encode(each, add_special_tokens=False)
+        if len(ids) >= LEAST:
+            yield ids
+
+
+def size_of(text: str) -> int:
+    """Bytes as they are written: 300000, 64M, 2G. Raises ConfigError."""
+    number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
+    if not number.isascii() or not number.isdigit() or int(number) < 1:
+        raise ConfigError(f"--max-size must be a number of bytes, such as 64M or 2G; got {text!r}")
+    return int(number) * unit
+
+
+def _records(text: str, kind: str, path: Path) -> Any:
+    try:
+        return json.loads(text) if kind == ".json" else [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not valid {kind}: {error}; repair the file") from error
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
+
+
+def _answers(text: str, path: Path, vocab_size: int) -> Iterator[list[int]]:
+    try:
+        lines = [json.loads(line) for line in text.splitlines()[1:]]
+        texts = [[int(token) for token in (*line["prompt"], *line["answer"])] for line in lines]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no file of answers: {error}; write one with `forerun train answers`") from error
+    strange = [token for ids in texts for token in ids if not 0 <= token < vocab_size]
+    if strange:
+        raise DataError(f"{path} holds token id {strange[0]}, the tokenizer knows 0 to {vocab_size - 1}")
+    yield from texts
