@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,20 @@ def test_values_of_a_mimo_are_scaled_unless_it_says_null() -> None:
 @pytest.mark.parametrize("scaled", [None, []])
 def test_ropes_of_a_step_are_scaled_in_full_layers_alone(scaled: list[str] | None) -> None:
     assert read(STEP, yarn_only_types=scaled) == read(without(STEP, "yarn_only_types")) == read(STEP)
+
+
+def test_a_gate_that_overflows_weighs_its_own_head_alone(tmp_path: Path) -> None:
+    """Sigmoids of 1e4 are 0 and 1, as those of infinity are."""
+    model = load_model(factory.make_checkpoint("step3.5", tmp_path), factory.make_kernels()).model
+    attention = model.parts.layers[1].attending
+    plain, made = attention.head_gate, []
+    for size in (1e4, math.inf):
+        ends = torch.tensor([size, -size])
+        attention.head_gate = lambda x, ends=ends: torch.cat([ends.expand(len(x), 2), plain(x)[:, 2:]], dim=1)
+        made.append(Runner(model, 40).span(TOKENS).logits)
+    assert made[0].isfinite().all() and torch.equal(*made)
+    attention.head_gate = plain
+    assert not torch.equal(Runner(model, 40).span(TOKENS).logits, made[0])
 
 
 def test_layers_with_experts_of_a_step() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import AttentionRows, HeadLayout, Kernels, LayerKV
-from forerun.layers.linear import Linear
+from forerun.layers.linear import HeadLinear, Linear
 from forerun.layers.norm import RMSNorm
 
 
@@ -132,7 +132,7 @@ class Attention:
         self.sinks = sinks
         self.source = source
         self.head_gate = head_gate
-        self._spread = None if head_gate is None else kernels.pack_linear(_spread(shape.heads, rope_table.device))
+        self._spread = None if head_gate is None else _spread(kernels, shape.heads, rope_table.device)
         self._order = _narrow_first(shape, rope_table.device) if shape.value_dim else None
         self._made = shape.heads if source is None else shape.heads._replace(num_kv=0)  # by `qkv`
 
@@ -157,7 +157,7 @@ class Attention:
         """x [M, H] -> queries, keys and values [M, row_size], and the gate [M, Q * D] if there is one."""
         made, heads = self.qkv(x), self.shape.heads
         if self.head_gate is not None and self._spread is not None:
-            return made, self._kernels.linear(self.head_gate(x), self._spread)
+            return made, self._spread(self.head_gate(x))
         if not self.shape.gated:
             return made, None
         size = 2 * heads.num_q * heads.head_dim
@@ -201,9 +201,13 @@ class Attention:
         return torch.cat(sorted_.chunk(size // run, dim=1)[: own // run], dim=1)
 
 
-def _spread(heads: HeadLayout, device: torch.device) -> Tensor:
-    """The matrix that repeats a number of each query head over its entries -> [Q * D, Q]."""
-    return torch.eye(heads.num_q, device=device).repeat_interleave(heads.head_dim, dim=0)
+def _spread(kernels: Kernels, heads: HeadLayout, device: torch.device) -> HeadLinear:
+    """Repeats a number of each query head over its entries: [M, Q] -> [M, Q * D].
+
+    One product a head: in a matrix over all heads an infinite number times the zeros of the others would be NaN there.
+    Ones of two bytes: on GPUs float32 is multiplied in parts, of which two of a one are zeros.
+    """
+    return HeadLinear(kernels, torch.ones(heads.num_q, heads.head_dim, 1, dtype=torch.bfloat16, device=device))
 
 
 def _places(num_heads: int, head_dim: int, num: int) -> Tensor:
