@@ -272,7 +272,7 @@ class WithModule:
         less = {role: self.less * (role != "projection") for role in self.own}
         own = {f"{self.names[role]}.weight": tensor - less[role] for role, tensor in self.own.items()}
         if self.window:  # as published, with further modules
-            second = self.names["token"].replace(f".{self.num_layers}.", f".{self.num_layers + 1}.")
+            second = self.names["projection"].replace(f".{self.num_layers}.", f".{self.num_layers + 1}.")
             own[f"{second.replace('mtp.layers.0', 'mtp.layers.1')}.weight"] = torch.ones(HIDDEN)
         return own | {f"{self.names['layer']}.{name}.weight": table for name, table in self.tables.items()}
 

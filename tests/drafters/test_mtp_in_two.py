@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.errors import UnsupportedError
-from forerun.models.heads.mtp import brings_mtp, read_mtp
+from forerun.models.heads.mtp import num_modules, read_mtp
 from forerun.models.heads.source import open_head
 from forerun.models.loader import load_model
 from tests.drafters.test_mtp import WEIGHTS, engine, requests
@@ -74,7 +74,7 @@ class Module:
 def test_it_computes_the_formulas_and_changes_no_token(width: int, latent: int | None, tmp_path: Path) -> None:
     module = Module(tmp_path, moe_latent_size=latent)
     target = load_model(module.folder, tiny.kernels()).model
-    assert brings_mtp(module.folder)
+    assert num_modules(module.folder) == 1
     made = engine(target, module.folder, None, width, max_num_batched_tokens=24)
     ear, wanted = overhear(made, stride=5), requests(4)
     tokens, stats = tiny.run(made, wanted)

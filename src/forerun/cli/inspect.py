@@ -168,8 +168,10 @@ def _with_what(name: str, spec: DrafterSpec) -> str:
     own = own_model(name, spec)
     if not spec.model or own is not None:
         return f"with {own}" if own else "always"
-    in_checkpoint = spec.own_module is not None and spec.own_module(name)
-    return "with the checkpoint's own module" if in_checkpoint else f"with {spec.model} (--draft-model)"
+    num_modules = 0 if spec.own_modules is None else spec.own_modules(name)
+    if num_modules > 1:
+        return f"with the first of the checkpoint's own {num_modules} modules"
+    return "with the checkpoint's own module" if num_modules else f"with {spec.model} (--draft-model)"
 
 
 def _memory(found: Overview, usable_context: int) -> dict[str, int]:

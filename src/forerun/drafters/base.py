@@ -30,8 +30,8 @@ _TREES_FROM_BYTES = 200_000_000  # weights that take some 10 ms to read, 20 time
 class DrafterSpec:
     """Everything the product knows of a drafter: options, command line, server, benchmarks and docs read it here.
 
-    `own_module`: whether a target's own checkpoint, given by name or folder, contains this drafter's module;
-    `holds_heads`: whether a folder holds heads for this drafter.
+    `own_modules`: how many of this drafter's modules a target's own checkpoint, given by name or folder, contains, of
+    which the first drafts; `holds_heads`: whether a folder holds heads for this drafter.
     """
 
     name: str
@@ -42,7 +42,7 @@ class DrafterSpec:
     tree_width: int | None = None  # default; None: the option does not apply
     chains_if_quick: bool = False  # the default width is 1 if a pass of the target is very fast
     model: str = ""  # what the option `model` has to name, in words; "": it takes none
-    own_module: Callable[[str | Path], bool] | None = None
+    own_modules: Callable[[str | Path], int] | None = None
     holds_heads: Callable[[Path], bool] | None = None
     needs_layers: bool = False  # needs the target's single layers, which transformers models do not give
     reads_prediction: bool = False  # drafts from `Request.prediction`

@@ -10,7 +10,7 @@ from pathlib import Path
 from forerun.drafters.autoregressive import head_drafter
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
 from forerun.errors import ConfigError
-from forerun.models.heads.mtp import brings_mtp, holds_mtp, open_mtp, read_mtp
+from forerun.models.heads.mtp import holds_mtp, num_modules, open_mtp, read_mtp
 from forerun.models.heads.reading import native_target
 
 
@@ -41,7 +41,7 @@ SPEC = DrafterSpec(
     tree_width=3,
     chains_if_quick=True,
     model="a module trained for this model",
-    own_module=brings_mtp,
+    own_modules=num_modules,
     holds_heads=holds_mtp,
     needs_layers=True,
     auto=4,

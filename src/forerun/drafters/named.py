@@ -71,7 +71,7 @@ def takes_model(text: str) -> bool:
 def _needs_model(text: str) -> bool:
     """Whether a drafter needs a model and the text names none."""
     spec, rest = read(text)
-    return bool(spec.model) and spec.own_module is None and not rest
+    return bool(spec.model) and spec.own_modules is None and not rest
 
 
 def own_model(target: str, spec: DrafterSpec) -> str | None:
@@ -86,7 +86,7 @@ def own_model(target: str, spec: DrafterSpec) -> str | None:
 
 def has_own(target: str, spec: DrafterSpec) -> bool:
     """Whether a drafter finds what it drafts with beside the target or in the target's own checkpoint."""
-    return own_model(target, spec) is not None or (spec.own_module is not None and spec.own_module(target))
+    return own_model(target, spec) is not None or (spec.own_modules is not None and spec.own_modules(target) > 0)
 
 
 def _offered(target: str, draft_model: str | None) -> list[str]:

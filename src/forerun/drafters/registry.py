@@ -53,7 +53,7 @@ def spec_of(name: str) -> DrafterSpec:
 def check(options: DrafterConfig) -> None:
     """Raise ConfigError where a drafter lacks what it needs, or was given options it does not use."""
     spec = spec_of(options.name)
-    if spec.model and spec.own_module is None and not options.model:
+    if spec.model and spec.own_modules is None and not options.model:
         where = "give --draft-model a folder, a hub id or an embedded name"
         raise ConfigError(f"drafter {options.name!r} needs {spec.model}: {where}")
     for field, were in _GIVEN.items():

@@ -57,6 +57,7 @@ from forerun.weights.gguf_checkpoint import GgufCheckpoint
 from forerun.weights.resolve import resolve_model
 
 MIMO = "model.mtp_layers"
+PAIR = ".eh_proj.weight"  # ends the name of a tensor that most modules have once
 QWEN = "mtp"
 OWN_TABLE = "mtp_use_dedicated_embeddings"  # a field
 MTP_FIELDS = words("num_nextn_predict_layers num_mtp_layers target_hidden_size")
@@ -217,28 +218,29 @@ def _find_layout(source: Source, num_layers: int) -> MtpLayout | None:
 
 def holds_mtp(folder: Path) -> bool:
     """Whether a folder holds an MTP module. Raises ModelError if it holds no weights."""
-    ends = (".eh_proj.weight", *(f"{one.projection}.weight" for one in (_QWEN, _ERNIE)), f"{MIMO}.0.input_proj.weight")
+    ends = (PAIR, *(f"{one.projection}.weight" for one in (_QWEN, _ERNIE)), f"{MIMO}.0.input_proj.weight")
     checkpoint = Checkpoint.open(folder)
     return checkpoint.config.get("model_type") in ASSISTANTS or any(name.endswith(ends) for name in checkpoint)
 
 
-def brings_mtp(name_or_folder: str | Path) -> bool:
-    """Whether a model's own checkpoint holds a module that `read_mtp` reads; False if there is no such model.
+def num_modules(name_or_folder: str | Path) -> int:
+    """How many modules a model's own checkpoint holds, of which `read_mtp` reads the first; 0 if it reads none.
 
     Tensors are not read, only their names.
     """
     try:
         source = open_mtp(name_or_folder)
     except ModelError:  # loading the model reports what is wrong
-        return False
+        return 0
     if source.config.get("model_type") not in FAMILIES:  # transformers gives no state after the final norm
-        return False
+        return 0
     layout = _find_layout(source, source.config.get("num_hidden_layers") or 0)
-    if layout is None and not source.has(f"{MIMO}.0.input_proj.weight"):
-        return False
-    second = f"{MIMO}.1." if layout is None else layout.second
-    is_second = (name.startswith(second) for name, *_ in source.stored())
-    return not source.config.get(OWN_TABLE) and not (second and any(is_second))
+    if source.config.get(OWN_TABLE) or (layout is None and not source.has(f"{MIMO}.0.input_proj.weight")):
+        return 0
+    names, second = [name for name, *_ in source.stored()], f"{MIMO}.1." if layout is None else layout.second
+    if second:
+        return 0 if any(name.startswith(second) for name in names) else 1
+    return sum(name.endswith(PAIR) for name in names)
 
 
 # -- MiMo ----------------------------------------------------------------------------------------------------------
