@@ -64,6 +64,11 @@ DSML_G = "".join(
     f'{DSML}parameter name="{key}" string="false">{value}</｜DSML｜parameter>\n' for key, value in TYPED.items()
 )
 GEMMA_G = '{text:<|"|>5<|"|>,count:5,on:true,one_of:<|"|>5<|"|>,either:5,there:<|"|>[1]<|"|>,list:[1, 2]}'
+KIMI_END = "<|tool_calls_section_end|>"
+KIMI_F = (
+    '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": [1, "a]}"]}'
+    f"<|tool_call_end|>{KIMI_END}"
+)
 CHANNELS = (
     "<|channel|>analysis<|message|>Hm. <b>?<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
     '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": [1, "a]}"]}<|call|>'
@@ -147,6 +152,18 @@ TEXTS: dict[str, tuple[str, str, str, list[Call]]] = {  # name -> style, text, c
     "gemma-broken": (
         "gemma4", "<|tool_call>call:f{:1}<tool_call|>", ":1}<tool_call|>", [Call("f", "")]
     ),
+    "kimi": ("kimi_k2", f"Well. {KIMI_F}", "Well. ", [F]),
+    "kimi-two": (
+        "kimi_k2",
+        f"{KIMI_F.removesuffix(KIMI_END)}\n<|tool_call_begin|> g:12 <|tool_call_argument_begin|> {{}}\n"
+        f"<|tool_call_end|>\n{KIMI_END}\nDone.",
+        "Done.", [F, Call("g", "{}")],
+    ),
+    "kimi-cut": ("kimi_k2", KIMI_F.partition('"a]')[0], "", [Call("f", '{"x": [1, ')]),
+    "kimi-text": ("kimi_k2", f"{KIMI_F.partition('{')[0]}5{KIMI_END}", f"{KIMI_F.partition('{')[0]}5{KIMI_END}", []),
+    "kimi-broken": (
+        "kimi_k2", KIMI_F.replace("<|tool_call_end|>", " <|tool_call_begin|>"), f" <|tool_call_begin|>{KIMI_END}", [F]
+    ),
     "harmony": ("openai", CHANNELS, "I look.", [F]),
     "harmony-role": (
         "openai",
@@ -214,6 +231,8 @@ MARKUP = (
     "</｜DSML｜invoke>",
     "<|tool_call>", "call:g{", "}", "<tool_call|>", '<|"|>', "{", "[", "]", ",", ":", "5", "<|start|>",
     "assistant", "<|channel|>", "final", "analysis", "commentary", " to=functions.g", "<|message|>", "<|end|>",
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.g:0", "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>", "<|tool_calls_section_end|>",
     "<|call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "x", '{"name": "g", "arguments": {', " ", "\n", "g",
 )  # fmt: skip
 
@@ -381,9 +400,8 @@ def test_styles_are_found_in_the_real_templates() -> None:
     }
     found = {name: tool_style("auto", (folder / f"{name}.jinja").read_text("utf-8")) for name in expected}
     assert found == expected
-    assert (
-        tool_style("qwen", None) == "hermes" and tool_style("glm47", None) == "glm45" and len(call_id("mistral")) == 9
-    )
+    assert tool_style("qwen", None) == "hermes" and tool_style("glm47", None) == "glm45"
+    assert len(call_id("mistral", "f", 0)) == 9
     with pytest.raises(ConfigError, match="tool-parser"):
         tool_style("gpt", None)
 
@@ -451,6 +469,7 @@ def test_reasoning_is_found_in_templates() -> None:
         ("<｜DSML｜function_calls>", "deepseek_v32"),
         ("'<|tool_call>call:' + name, '<|channel>thought'", "gemma4"),
         ("'<|start|>assistant<|channel|>analysis<|message|>'", "openai"),
+        ("'<|tool_calls_section_begin|><|tool_call_begin|>' + tool_call.id", "kimi_k2"),
     ],
 )
 def test_families_are_told_by_what_their_templates_write(sign: str, style: str) -> None:
@@ -519,6 +538,24 @@ def test_a_forced_call_of_gpt_oss_may_come_as_it_writes_calls(llm: LLM, monkeypa
             answer = client.post("/v1/chat/completions", json={**asked, "tool_choice": choice}).json()
             [call] = answer["choices"][0]["message"]["tool_calls"]
             assert call["function"] == {"name": "f", "arguments": F.arguments}
+
+
+def test_calls_of_kimi_are_numbered_through_the_conversation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its template shows the model the ids of its calls, and no names."""
+    from forerun.engine.stopping import OutputText
+
+    text = f"{KIMI_F.removesuffix(KIMI_END)}<|tool_call_begin|>f<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    monkeypatch.setattr(OutputText, "visible", lambda self: text if self.request.finish_reason else text[:90])
+    call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    earlier = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "5"},
+    ]
+    asked = {"messages": [{"role": "user", "content": "?"}, *earlier], "max_tokens": 3, "n": 2,
+             "tools": [{"type": "function", "function": {"name": "f"}}]}  # fmt: skip
+    with client_of(llm, tool_parser="kimi_k2") as client:
+        for choice in client.post("/v1/chat/completions", json=asked).json()["choices"]:
+            assert [one["id"] for one in choice["message"]["tool_calls"]] == ["functions.f:1", "functions.f:2"]
 
 
 class Harmonized:

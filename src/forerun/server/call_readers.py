@@ -285,6 +285,66 @@ class MistralCalls:
         return []
 
 
+_KIMI_CALL = re.compile(
+    r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?([^<>{}\s]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
+)
+_KIMI_END = "<|tool_call_end|>"
+
+
+@dataclass(slots=True)
+class KimiCalls:
+    """Calls between marks of their own: functions.NAME:NUMBER, a mark, the arguments as a JSON object (Kimi K2)."""
+
+    rest: str | None = None
+    num_calls: int = 0
+    _held: str = ""
+    _end: JsonEnd | None = None  # in the arguments of a call
+    _is_open: bool = False  # behind the arguments, before the call's end
+
+    def feed(self, text: str) -> list[CallPiece]:
+        """What is certain now."""
+        if self.rest is not None:
+            self.rest += text
+            return []
+        self._held += text
+        pieces: list[CallPiece] = []
+        while self._held and self._advance(pieces):
+            pass
+        return pieces
+
+    def _advance(self, pieces: list[CallPiece]) -> bool:
+        if self._end is not None:
+            end = self._end.find(self._held)
+            text, self._held = (self._held, "") if end is None else (self._held[:end], self._held[end:])
+            self._end, self._is_open = (self._end, False) if end is None else (None, True)
+            pieces.append(CallPiece(None, text))
+            return end is not None
+        return self._close() if self._is_open else self._begin(pieces)
+
+    def _close(self) -> bool:
+        body = self._held.lstrip()
+        if not body.startswith(_KIMI_END[: len(body)]):
+            self.rest, self._held = self._held, ""
+        elif body.startswith(_KIMI_END):
+            self._held, self._is_open = body.removeprefix(_KIMI_END), False
+        return self.rest is None and not self._is_open
+
+    def _begin(self, pieces: list[CallPiece]) -> bool:
+        found = _KIMI_CALL.match(self._held)
+        if found is None:
+            return False
+        self.num_calls += 1
+        self._held, self._end = self._held[found.end() :], JsonEnd()
+        pieces.append(CallPiece(found[1]))
+        return True
+
+    def finish(self) -> list[CallPiece]:
+        """No text follows; a call that was cut off stays as it is."""
+        if self.rest is None and (self._held.strip() or not self.num_calls):
+            self.rest = self._held
+        return []
+
+
 def _call(value: Any) -> tuple[str, str] | None:
     """Name and arguments of an object with both (or `parameters`), else None; raises ValueError like `written_json`."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):

@@ -14,7 +14,7 @@ from forerun.core import GrammarMask, SamplingParams
 from forerun.server.answers import Account, chat_logprob, head, prompt_logprobs, token_counts
 from forerun.server.call_readers import CallPiece, NoCalls, Parsed, ToolParser
 from forerun.server.context import ServerContext, dropped_fields
-from forerun.server.conversation import continues, render
+from forerun.server.conversation import continues, num_calls, render
 from forerun.server.errors import ApiError
 from forerun.server.functions import old_finish_reason, old_message, with_tools
 from forerun.server.generation import Event, Generation
@@ -47,6 +47,7 @@ class _ChatChoice:
     splitter: ReasoningSplitter | None
     parser: ToolParser
     style: str
+    num_before: int  # calls of the conversation so far
     only_one_call: bool
     content: str = ""
     reasoning: str = ""
@@ -96,7 +97,7 @@ class _ChatChoice:
             return made
         index = self.num_calls - 1
         if piece.name is not None:
-            opening = {"id": call_id(self.style), "type": "function"}
+            opening = {"id": call_id(self.style, piece.name, self.num_before + index), "type": "function"}
             self.calls.append({**opening, "function": {"name": piece.name, "arguments": ""}})
             made.append({"index": index, **opening, "function": {"name": piece.name, "arguments": ""}})
         if piece.arguments:
@@ -254,7 +255,7 @@ class ChatJob:
         splitter = self._splitter
         own = splitter and ReasoningSplitter(splitter.marks, splitter.inside)
         only_one = self._body.parallel_tool_calls is False
-        return _ChatChoice(index, own, self._parser(), self._style, only_one)
+        return _ChatChoice(index, own, self._parser(), self._style, num_calls(self._body), only_one)
 
     def _parser(self) -> ToolParser:
         forced = self._forced_parser()

@@ -53,6 +53,11 @@ def _apply(
         raise ApiError(400, str(error), param="chat_template") from error
 
 
+def num_calls(body: ChatBody) -> int:
+    """How many calls a conversation has."""
+    return sum(len(_calls(message, index)) for index, message in enumerate(body.messages))
+
+
 def continues(body: ChatBody) -> bool:
     """Whether the answer continues the last message instead of starting a new one."""
     return bool(body.continue_final_message or (body.messages and body.messages[-1].prefix))

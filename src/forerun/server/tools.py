@@ -14,7 +14,16 @@ from typing import Any
 from uuid import uuid4
 
 from forerun.errors import ConfigError
-from forerun.server.call_readers import CallPiece, CallReader, JsonCalls, MistralCalls, NoCalls, Parsed, ToolParser
+from forerun.server.call_readers import (
+    CallPiece,
+    CallReader,
+    JsonCalls,
+    KimiCalls,
+    MistralCalls,
+    NoCalls,
+    Parsed,
+    ToolParser,
+)
 from forerun.server.harmony import Harmony
 from forerun.server.json_schema import moved
 from forerun.server.reasoning import held_back
@@ -163,6 +172,7 @@ class ForcedArguments:
 
 
 MISTRAL_MARK = "[TOOL_CALLS]"
+KIMI = "kimi_k2"
 HARMONY = "openai"
 
 
@@ -179,6 +189,7 @@ STYLES: dict[str, Callable[[Functions], ToolParser]] = {  # vLLM's names
     "minimax_m2": _tagged("<minimax:tool_call>", "</minimax:tool_call>", MINIMAX),
     "deepseek_v32": _tagged("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", DSML),
     "gemma4": _tagged("<|tool_call>", "<tool_call|>", GEMMA),
+    KIMI: lambda _: BetweenMarks("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", KimiCalls),
     "llama3_json": lambda _: ToTheEnd("<|python_tag|>", JsonCalls, bare=True),
     "mistral": lambda _: ToTheEnd(MISTRAL_MARK, partial(MistralCalls, MISTRAL_MARK)),
     HARMONY: lambda _: Harmony(NoCalls(), reads_calls=True),
@@ -187,10 +198,12 @@ STYLES: dict[str, Callable[[Functions], ToolParser]] = {  # vLLM's names
 ALIASES = {"qwen": "hermes", "qwen2": "hermes", "qwen3": "hermes", "llama3": "llama3_json", "llama": "llama3_json",
            "llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder", "glm47": "glm45"}  # fmt: skip
 NAMES = ("auto", *STYLES, *ALIASES)
-MARKED_BY_SPECIAL_TOKENS = ("mistral", "llama3_json", "gemma4", "minimax_m2", "deepseek_v32")  # texts usually omit them
+# Texts usually omit these.
+MARKED_BY_SPECIAL_TOKENS = ("mistral", "llama3_json", "gemma4", "minimax_m2", "deepseek_v32", KIMI)
 _SIGNS = (("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("<longcat_arg_key>", "longcat_keyed"),
           ("<longcat_tool_call>", "longcat"), ("<minimax:tool_call>", "minimax_m2"),
           ("<｜DSML｜", "deepseek_v32"), ("<|tool_call>call:", "gemma4"), ("<|channel|>", HARMONY),
+          ("<|tool_calls_section_begin|>", KIMI),
           ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"),
           ("<|python_tag|>", "llama3_json"), ('"parameters":', "llama3_json"))  # fmt: skip
 
@@ -204,8 +217,13 @@ def tool_style(parser: str, template: str | None) -> str:
     return next((style for sign, style in _SIGNS if sign in (template or "")), "hermes")
 
 
-def call_id(style: str) -> str:
-    """A new call's id; Mistral's templates insist on nine letters and digits."""
+def call_id(style: str, name: str, number: int) -> str:
+    """The id of a new call, of which the conversation has `number` before.
+
+    Mistral's templates insist on nine letters and digits; Kimi's show the model ids alone, as it writes them itself.
+    """
+    if style == KIMI:
+        return f"functions.{name}:{number}"
     return uuid4().hex[:9] if style == "mistral" else f"call_{uuid4().hex[:24]}"
 
 
