@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from forerun.errors import ConfigError, ModelError
+from forerun.errors import ConfigError, ModelError, ResourceError
 from forerun.kernels.select import select_kernels
+from forerun.models import memory
 from forerun.models.base import state_specs_of
 from forerun.models.gguf_export import export_gguf
 from forerun.models.loader import load_model
@@ -52,6 +54,7 @@ def test_a_gguf_file(mix: str, tmp_path: Path) -> None:
     export_gguf(resolve_model("mini"), tmp_path / "mini.gguf", mix)
     check(tmp_path / "mini.gguf")
     check(tmp_path / "mini.gguf", activations="float32")
+    check(tmp_path / "mini.gguf", "bfloat16")
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -61,6 +64,33 @@ def test_integers_in_a_folder(bits: int, tmp_path: Path) -> None:
     check(tmp_path)
     check(tmp_path, activations="float32")
     assert look_at(tmp_path, activations="float32").weight_bytes > look_at(tmp_path).weight_bytes
+
+
+@pytest.mark.parametrize("format_", ["gguf", "rtn"])
+def test_memory_is_checked_by_what_is_kept(format_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside activations in float32 integers take more, and that is looked for before they are read."""
+    path = tmp_path / "mini.gguf" if format_ == "gguf" else tmp_path
+    if format_ == "gguf":
+        export_gguf(resolve_model("mini"), path, "Q4_K_M")
+    else:
+        settings = QuantizeSettings(method="rtn", bits=4, group_size=32)
+        round_model(open_source(resolve_model("mini"), settings), path, settings, lambda _: None)
+    rounded, exact = (look_at(path, activations=activations).weight_bytes for activations in ("auto", "float32"))
+    monkeypatch.setattr(memory, "available_bytes", lambda: (rounded + exact) // 2)
+    assert load_model(path, select_kernels("auto", threads=1), max_position=1).implementation == "forerun"
+    with pytest.raises(ResourceError, match=rf"{re.escape(str(path))} needs about {exact / 1e9:.2f} GB"):
+        load_model(path, select_kernels("auto", threads=1, activations="float32"), max_position=1)
+
+
+def test_memory_of_another_dtype_is_checked_through_transformers_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = factory.save_checkpoint(factory.random_hf_model("gpt_neox"), tmp_path, torch.bfloat16)
+    stored = look_at(folder).weight_bytes
+    monkeypatch.setattr(memory, "available_bytes", lambda: stored)
+    assert load_model(folder, factory.make_kernels()).implementation == "transformers"
+    with pytest.raises(ResourceError, match="GB are available"):
+        load_model(folder, factory.make_kernels(), "float32")
 
 
 @pytest.mark.parametrize("name", [

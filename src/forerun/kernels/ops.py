@@ -7,8 +7,7 @@ Two rules hold for every op and every backend:
 * **Row invariance.** A row's result depends on that row's inputs alone: not on how many rows are in the call, in
   which order, or on where in the cache its visible keys lie. Reductions run in a fixed order that depends only on
   the row's own length. Tests compare bits.
-* **Functional style.** An op returns fresh tensors and writes only to the arguments named "in place", so that a
-  forward can be recorded and replayed.
+* **Functional style.** An op returns fresh tensors and writes only to arguments named "in place": it can be replayed.
 
 Activations are float32 and contiguous unless stated otherwise. Weights keep the checkpoint's precision; a pool of KV
 has the precision it was made with.
@@ -227,6 +226,7 @@ class Kernels(RecurrentOps, Protocol):
     name: str
     device: torch.device  # where an op's tensors lie; keys and temperatures of noise may come from the host
     reason: str = ""  # why this backend was chosen, for people to read
+    float_activations: bool  # True: products with integers do not round activations; set before packing
 
     def describe(self) -> dict[str, str]:
         """Op name -> where it runs ("reference", "avx2", "avx512", "portable", ...)."""

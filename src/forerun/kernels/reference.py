@@ -85,7 +85,7 @@ class ReferenceKernels(Kernels):
 
     name = "reference"
     device = torch.device("cpu")
-    float_activations = False  # True: products with integers do not round activations to 8 bits; set before packing
+    float_activations = False
 
     def pack_linear(self, weight: Tensor) -> PackedLinear:
         """See `Kernels.pack_linear`."""

@@ -241,12 +241,6 @@ def _feed_forward_parameters(config: ModelConfig, layer: int) -> int:
     return dense
 
 
-def estimate_bytes(config: ModelConfig, bytes_per_weight: float, max_position: int | None = None) -> int:
-    """Memory the loaded model will need: weights and the rope table."""
-    positions = config.max_position if max_position is None else max_position
-    return int(num_parameters(config) * bytes_per_weight) + positions * config.rope.rotary_dim * 4
-
-
 def _refuse_unknown(raw: Mapping[str, Any], family: Family) -> None:
     known = COMMON_FIELDS | INERT_FIELDS | ROPE_FIELDS | family.fields
     known |= {family.activation, family.norm_eps, family.kv_heads}

@@ -22,16 +22,15 @@ from forerun.models.adapters import CONFIG_FILE as ADAPTER_FILE
 from forerun.models.adapters import PeftAdapter
 from forerun.models.base import LayerSpec, Model
 from forerun.models.build import INERT_TENSORS, Builder, Progress
-from forerun.models.config import ModelConfig, estimate_bytes
+from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
 from forerun.models.family import Family
 from forerun.models.gguf_family import as_in_gguf
 from forerun.models.memory import check_memory
 from forerun.models.multimodal import PART_OF, text_config
-from forerun.models.storage import check_float16
+from forerun.models.storage import check_float16, decoder_bytes, dense_bytes
 from forerun.quant.formats import check_tensors
-from forerun.quant.gguf import keeps_blocks
 from forerun.quant.settings import SECTION
 from forerun.weights.checkpoint import Checkpoint, read_json, read_model_config
 from forerun.weights.generation import GenerationConfig, end_ids
@@ -241,8 +240,7 @@ def _load_native(
     check_tensors(checkpoint)
     if any((raw.get(SECTION) or {}).get(name) for name in CACHE_SCHEMES):
         log.warning(CACHE_NOTICE, folder)
-    needed = _bytes_needed(config, family, checkpoint, DTYPES[dtype], positions)
-    check_memory(needed, f"loading {folder}", kernels.device)
+    _check_memory(config, family, checkpoint, kernels, DTYPES[dtype], positions)
     tokenizer = Tokenizer.from_folder(folder)
     model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress)
     return LoadedModel(model, tokenizer, folder, raw, config, "forerun")
@@ -280,10 +278,7 @@ def _load_gguf(
     family, config = gguf_family(checkpoint), _gguf_config(checkpoint)
     check_device(config, kernels.device)
     positions = _positions(config.max_position, max_position, checkpoint.config)
-    in_blocks = DTYPES[dtype] is None and keeps_blocks(checkpoint, f"{family.names.embedding}.weight")
-    table_bytes = 0 if in_blocks else config.vocab_size * config.hidden_size * 4  # the embedding as float32
-    needed = checkpoint.nbytes + table_bytes + positions * config.rope.rotary_dim * 4
-    check_memory(needed, f"loading {path}", kernels.device)
+    _check_memory(config, family, checkpoint, kernels, DTYPES[dtype], positions)
     tokenizer = checkpoint.tokenizer()
     model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress)
     return LoadedModel(model, tokenizer, path, checkpoint.config, config, "forerun")
@@ -354,13 +349,14 @@ def _adds_nothing(checkpoint: Checkpoint | GgufCheckpoint, name: str) -> bool:
     return name.endswith(".bias") and not bool(checkpoint.tensor(name).any())
 
 
-def _bytes_needed(
-    config: ModelConfig, family: Family, checkpoint: Checkpoint, dtype: torch.dtype | None, positions: int
-) -> int:
-    if checkpoint.config.get("quantization_config"):  # quantized matrices stay as stored; float tensors may be widened
-        return checkpoint.nbytes + 8 * config.vocab_size * config.hidden_size
-    stored = dtype or checkpoint.dtype(f"{family.names.embedding}.weight")
-    return estimate_bytes(config, 2 if stored == torch.bfloat16 else 4, positions)
+def _check_memory(
+    config: ModelConfig, family: Family, checkpoint: Checkpoint | GgufCheckpoint, kernels: Kernels,
+    dtype: torch.dtype | None, positions: int,
+) -> None:  # fmt: skip
+    """Raise ResourceError if weights and rope table do not fit into memory."""
+    weights = decoder_bytes(config, family, checkpoint, dtype, kernels.float_activations)
+    needed = weights + positions * config.rope.rotary_dim * 4
+    check_memory(needed, f"loading {checkpoint.folder}", kernels.device)
 
 
 def _positions(possible: int, wanted: int | None, raw: Mapping[str, Any]) -> int:
@@ -386,7 +382,7 @@ def _load_through_transformers(
     _model_type(raw)
     config = read_hf_config(folder, raw)
     tokenizer = Tokenizer.from_folder(folder)
-    check_memory(Checkpoint.open(folder).nbytes, f"loading {folder}", kernels.device)
+    check_memory(dense_bytes(Checkpoint.open(folder), dtype), f"loading {folder}", kernels.device)
     model = load_hf_model(folder, config, dtype, kernels)
     check_vocabulary(tokenizer, model.vocab_size)
     model.limit(_positions(model.max_position, max_position, raw))

@@ -6,7 +6,7 @@ Knows: the sizes a loaded model will have. Does not know: how tensors are decode
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,8 @@ from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.family import Family
 from forerun.models.loader import check_device, dtype_named, find_family, gguf_family, open_checkpoint, read_config
 from forerun.models.recurrent_dims import ConvDims, DeltaDims, MambaDims, state_shapes
-from forerun.models.storage import check_float16, integer_bits
+from forerun.models.storage import check_float16, decoder_bytes, dense_bytes, tensors_of
 from forerun.quant.formats import check_tensors
-from forerun.quant.settings import Settings
-from forerun.quant.sizes import ZERO_POINTS, quantized_growth
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
 from forerun.weights.gguf_checkpoint import GgufCheckpoint
 from forerun.weights.resolve import resolve_model
@@ -87,8 +85,8 @@ def look_at(
         vocab_size=config.vocab_size,
         max_position=config.max_position,
         num_parameters=num_parameters(config),
-        stored_bytes=sum(nbytes for *_, nbytes in _tensors(config, family, stored)),
-        weight_bytes=_weight_bytes(stored, _tensors(config, family, stored), kept, activations),
+        stored_bytes=sum(nbytes for *_, nbytes in tensors_of(config, family, stored)),
+        weight_bytes=decoder_bytes(config, family, stored, kept, activations == "float32"),
         kv_specs=_kv_specs(config, _kv_dtype(config, family, stored, kept)),
         state_specs=_state_specs(config),
         adapters=_adapters(folder),
@@ -125,48 +123,11 @@ def _through_transformers(
         max_position=max_position(text),
         num_parameters=sum(math.prod(stored.shape(name)) for name in stored),
         stored_bytes=stored.nbytes,
-        weight_bytes=sum(nbytes * _growth(kind, dtype) // 4 for _, kind, nbytes in stored.stored()),
+        weight_bytes=dense_bytes(stored, dtype),
         kv_specs=kv_specs,
         state_specs=(),
         adapters=_adapters(folder),
     )
-
-
-def _tensors(
-    config: ModelConfig, family: Family, stored: Checkpoint | GgufCheckpoint
-) -> Iterator[tuple[str, str, int]]:  # fmt: skip
-    """Name, type and bytes of the tensors that a decoder reads."""
-    names = family.names
-    layers = tuple(f"{names.layer.format(index=index)}." for index in range(config.num_layers))
-    heads = () if config.tie_embeddings else (f"{names.lm_head}.",)
-    inputs = (names.per_layer.table, names.per_layer.projection, names.per_layer.norm) if config.per_layer else ()
-    own = (*layers, *heads, *(f"{module}." for module in (names.embedding, names.final_norm, *inputs)))
-    return (tensor for tensor in stored.stored() if tensor[0].startswith(own))
-
-
-def _weight_bytes(
-    stored: Checkpoint | GgufCheckpoint, tensors: Iterator[tuple[str, str, int]], dtype: torch.dtype | None,
-    activations: str,
-) -> int:  # fmt: skip
-    """Bytes in memory."""
-    bits = integer_bits(stored)
-    has_zero_points = any(name.endswith(ZERO_POINTS) for name, *_ in stored.stored())
-    is_symmetric = not has_zero_points or Settings.of(stored.config).get("sym") is True
-
-    def growth(name: str, kind: str) -> float:
-        size = FLOAT_DTYPES[kind].itemsize if kind in FLOAT_DTYPES else 1
-        found = quantized_growth(name, kind, size, bits, is_symmetric, activations == "float32")
-        return _growth(kind, dtype) / 4 if found is None else found
-
-    return int(math.fsum(nbytes * growth(name, kind) for name, kind, nbytes in tensors))
-
-
-def _growth(kind: str, dtype: torch.dtype | None) -> int:
-    """Quarters of its size in a file that a tensor takes in memory: formats keep theirs, float16 is widened."""
-    if kind not in FLOAT_DTYPES:
-        return 4
-    kept = dtype or (torch.float32 if kind == "F16" else FLOAT_DTYPES[kind])
-    return 4 * kept.itemsize // FLOAT_DTYPES[kind].itemsize
 
 
 def _kv_dtype(

@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are stored: format, method, bits, and bytes by kind of tensor.
+"""How a checkpoint's weights are stored: format, method, bits, bytes by kind of tensor, and what they take in memory.
 
 Knows: headers of checkpoints, and what tensors' names say of their place in a model. Does not know: their data, how a
 format is decoded.
@@ -6,13 +6,20 @@ format is decoded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from forerun.errors import ConfigError
+from forerun.models.config import ModelConfig
+from forerun.models.family import Family
 from forerun.quant import stacked
+from forerun.quant.gguf_decode import BLOCK_TYPES
 from forerun.quant.settings import SECTION, Settings
+from forerun.quant.sizes import ZERO_POINTS, quantized_growth
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
 
@@ -58,6 +65,55 @@ def check_float16(path: Path) -> None:
             f"dtype float16 was asked for, but {path} is stored in {found}, whose values float16 would round or not "
             "hold: leave dtype at auto, or choose bfloat16 or float32"
         )
+
+
+def tensors_of(
+    config: ModelConfig, family: Family, stored: Checkpoint | GgufCheckpoint
+) -> Iterator[tuple[str, str, int]]:  # fmt: skip
+    """Name, type and bytes of the tensors that a decoder reads."""
+    names = family.names
+    layers = tuple(f"{names.layer.format(index=index)}." for index in range(config.num_layers))
+    heads = () if config.tie_embeddings else (f"{names.lm_head}.",)
+    inputs = (names.per_layer.table, names.per_layer.projection, names.per_layer.norm) if config.per_layer else ()
+    own = (*layers, *heads, *(f"{module}." for module in (names.embedding, names.final_norm, *inputs)))
+    return (tensor for tensor in stored.stored() if tensor[0].startswith(own))
+
+
+def decoder_bytes(
+    config: ModelConfig, family: Family, stored: Checkpoint | GgufCheckpoint, dtype: torch.dtype | None,
+    float_activations: bool,
+) -> int:  # fmt: skip
+    """Bytes in memory of what a decoder reads.
+
+    dtype: of matrices of floats, None: as stored. float_activations: products with integers do not round activations.
+    """
+    bits, table = integer_bits(stored), f"{family.names.embedding}.weight"
+    has_zero_points = any(name.endswith(ZERO_POINTS) for name, *_ in stored.stored())
+    is_symmetric = not has_zero_points or Settings.of(stored.config).get("sym") is True
+    floats = dtype is not None and stored.stored_as(table) in BLOCK_TYPES  # a table read from blocks as floats
+
+    def growth(name: str, kind: str) -> float:
+        if floats and name == table and not config.tie_embeddings:
+            return 0.0
+        size = FLOAT_DTYPES[kind].itemsize if kind in FLOAT_DTYPES else 1
+        found = quantized_growth(name, kind, size, bits, is_symmetric, float_activations)
+        return _growth(kind, dtype) / 4 if found is None else found
+
+    matrices = math.fsum(nbytes * growth(name, kind) for name, kind, nbytes in tensors_of(config, family, stored))
+    return int(matrices) + (config.vocab_size * config.hidden_size * dtype.itemsize if dtype and floats else 0)
+
+
+def dense_bytes(stored: Checkpoint, dtype: torch.dtype | None) -> int:
+    """Bytes in memory of all a checkpoint has, as floats of `dtype`, or as stored if that is None."""
+    return sum(nbytes * _growth(kind, dtype) // 4 for _, kind, nbytes in stored.stored())
+
+
+def _growth(kind: str, dtype: torch.dtype | None) -> int:
+    """Quarters of its size in a file that a tensor takes in memory: formats keep theirs, float16 is widened."""
+    if kind not in FLOAT_DTYPES:
+        return 4
+    kept = dtype or (torch.float32 if kind == "F16" else FLOAT_DTYPES[kind])
+    return 4 * kept.itemsize // FLOAT_DTYPES[kind].itemsize
 
 
 def integer_bits(checkpoint: Checkpoint | GgufCheckpoint) -> int | None:

@@ -50,6 +50,7 @@ class TritonKernels(Kernels):
     """Every op in Triton, on tensors of one device."""
 
     name = "triton"
+    float_activations = False
     rms_norm, add_rms_norm = staticmethod(norms.rms_norm), staticmethod(norms.add_rms_norm)
     gated_act, scaled = staticmethod(norms.gated_act), staticmethod(norms.scaled)
     rope_and_cache, attention = staticmethod(rope.rope_and_cache), staticmethod(attention.attention)
