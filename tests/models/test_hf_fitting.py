@@ -264,6 +264,29 @@ def test_positions_behind_that_of_padding_are_what_a_table_holds() -> None:
         Runner(model, 20, request_id="too long").span(KNOWN[:9])
 
 
+def test_a_table_without_the_last_position_is_found_out() -> None:
+    module = factory.random_hf_model("gpt2")
+    module.transformer.wpe = torch.nn.Embedding.from_pretrained(module.transformer.wpe.weight[:-1])
+    stand_in(module, factory.make_kernels())
+    with pytest.raises(IndexError, match="63 is outside 0"):
+        fit(module, factory.make_kernels(), torch.float32)
+
+
+def test_other_logits_at_the_last_positions_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = factory.random_hf_model("gpt_neox")
+    last = hf_fitting.max_position(module.config) - 1
+    stand_in(module, factory.make_kernels())
+    call = PooledHFModel._call
+
+    def wrong_at_the_end(self: Any, run: Any, used: Any, batch: Any, hidden: bool) -> Any:
+        batch.positions = batch.positions.where(batch.positions < last, 0)
+        return call(self, run, used, batch, hidden)
+
+    monkeypatch.setattr(PooledHFModel, "_call", wrong_at_the_end)
+    with pytest.raises(UnsupportedError, match="at the last positions"):
+        fit(module, factory.make_kernels(), torch.float32)
+
+
 def test_passes_are_filled_up_where_a_vector_would_not_end_with_a_row() -> None:
     """Rotations of 12 entries, activations of 36: 8 rows are the fewest that fill whole vectors of 32 entries."""
     sizes = {"hidden_size": 48, "intermediate_size": 36, "rotary_pct": 1.0}

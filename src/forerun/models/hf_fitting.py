@@ -10,7 +10,8 @@ Three things are asked, and a model that fails one runs row by row (`hf`):
   Where a function such as tanh is computed on a tensor, passes are filled up so that it ends with a vector: torch's
   loops compute the last entries of a tensor one by one, with other roundings than those before.
 * *Are the logits right, and do they have the same bits in other passes?* With the model's own weights: a text in one
-  pass beside transformers' attention; then in parts, beside another text, as a tree, and one row alone.
+  pass beside transformers' attention, at the first and at the last positions of the context; then in parts, beside
+  another text, as a tree, and one row alone.
 """
 
 from __future__ import annotations
@@ -76,10 +77,12 @@ def fit(module: Any, kernels: Kernels, dtype: torch.dtype) -> PooledHFModel:
         sites, multiple = probe(module)
         with single_torch_thread(), torch.no_grad():
             tokens = _tokens(module.config.get_text_config().vocab_size)
-            expected = module(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]  # [T, V]
+            text, last = torch.tensor([tokens]), torch.arange(_last_start(module), _last_start(module) + _NUM_TOKENS)
+            expected = module(input_ids=text, use_cache=False).logits[0]  # [T, V]
+            at_end = module(input_ids=text, position_ids=last[None], use_cache=False).logits[0]  # [T, V]
             _implement(module, ATTENTION)
             model = PooledHFModel(module, kernels, sites, dtype, multiple)
-            _check(model, tokens, expected)
+            _check(model, tokens, expected, at_end)
         return model
     except Exception:
         _implement(module, "eager")
@@ -274,22 +277,32 @@ def _tokens(vocab_size: int) -> list[int]:
     return [int(token) for token in drawn]
 
 
-def _check(model: PooledHFModel, tokens: list[int], expected: Tensor) -> None:
-    """Raise UnsupportedError unless the model gives the logits `expected` [T, V], and the same bits in other passes."""
+def _last_start(module: Any) -> int:
+    """Where a text of the length that is tried begins that ends with the context; 0 if the context is shorter."""
+    return max(max_position(module.config.get_text_config()) - _NUM_TOKENS, 0)
+
+
+def _check(model: PooledHFModel, tokens: list[int], expected: Tensor, at_end: Tensor) -> None:
+    """Raise UnsupportedError unless the model gives these logits [T, V], and the same bits in other passes.
+
+    `expected`: of the text at the first positions; `at_end`: at the last ones, where it sees nothing but itself.
+    """
     specs = [spec._replace(dtype=torch.float32) for spec in model.kv_specs]
     copies = -(-(3 * model.multiple + 1) // _NUM_TOKENS)  # of the text, for a pass of more than three times `multiple`
     kvs = [LayerKV.zeros(8 + copies, spec.num_kv_heads, spec.head_dim, 16, torch.float32) for spec in specs]
 
-    def run(*rows: SequenceRows) -> Tensor:
-        return model.forward(ForwardBatch.build(rows, 16), kvs).logits
+    def run(*rows: SequenceRows, shift: int = 0) -> Tensor:
+        return model.forward(ForwardBatch.build(rows, 16, shift), kvs).logits
 
     def span(name: str, table: list[int], start: int, stop: int, of: list[int]) -> SequenceRows:
         return SequenceRows(name, table, start, of[start:stop], stop, span_logits=True)
 
     whole = run(span("whole", [0, 1], 0, _NUM_TOKENS, tokens))  # [T, V]
-    worst = float((whole - expected).abs().max())
-    if not worst <= _TOLERANCE * float(expected.std()):
-        raise _UnfitError(f"its logits would differ from transformers' by {worst:.2g}")
+    late = run(span("late", [8], 0, _NUM_TOKENS, tokens), shift=max(model.max_position - _NUM_TOKENS, 0))  # [T, V]
+    for found, wanted, where in ((whole, expected, ""), (late, at_end, " at the last positions")):
+        worst = float((found - wanted).abs().max())
+        if not worst <= _TOLERANCE * float(wanted.std()):
+            raise _UnfitError(f"its logits would differ from transformers' by {worst:.2g}{where}")
     other, beside, apart = tokens[5:] + tokens[:5], [7, 3], [5, 2]
     parts = run(span("other", beside, 0, 7, other), span("parts", apart, 0, 4, tokens))[7:]
     nodes = (tokens[4], other[0], tokens[5], other[1], tokens[6])
