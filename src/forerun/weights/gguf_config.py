@@ -18,7 +18,7 @@ from forerun.weights.gguf_dense import DENSE
 from forerun.weights.gguf_file import GgufModel
 from forerun.weights.gguf_gemma4 import GEMMA4_KEYS, gemma4_fields
 from forerun.weights.gguf_layers import layer_sizes, layer_values
-from forerun.weights.gguf_metadata import GGUFMetadata
+from forerun.weights.gguf_metadata import GGUFMetadata, share
 from forerun.weights.gguf_mixtures import (
     EXPERT_KEYS,
     GLM_KEYS,
@@ -34,12 +34,14 @@ from forerun.weights.gguf_mixtures import (
 )
 from forerun.weights.gguf_recurrent import RECURRENT
 from forerun.weights.gguf_tokenizer import end_token_ids, special_token_id
+from forerun.weights.gguf_windowed import MIMO, MIMO_KEYS, STEP, STEP_KEYS, mimo_fields, step_fields
 
 # Architecture -> the keys it has beyond the common ones.
 ARCHITECTURES = {
     "llama": EXPERT_KEYS, "qwen2": "", "qwen3": "", "phi3": "", "qwen2moe": QWEN_KEYS, "qwen3moe": QWEN_KEYS,
     "deepseek2": LATENT_KEYS, "gpt-oss": f"{EXPERT_KEYS} expert_feed_forward_length", "glm4moe": GLM_KEYS,
     "minimax-m2": f"{EXPERT_KEYS} expert_feed_forward_length expert_gating_func", "gemma4": GEMMA4_KEYS,
+    STEP: STEP_KEYS, MIMO: MIMO_KEYS,
     **{arch: keys for arch, (keys, _) in {**DENSE, **RECURRENT}.items()},
 }  # fmt: skip
 MIXTURES = {
@@ -48,8 +50,10 @@ MIXTURES = {
     "glm4moe": glm_fields,
     "minimax-m2": minimax_fields,
     "gemma4": gemma4_fields,
+    STEP: step_fields,
+    MIMO: mimo_fields,
 }
-DIFFERING = ("gemma4",)  # architectures whose layers may differ in sizes
+DIFFERING = ("gemma4", STEP, MIMO)  # architectures whose layers may differ in sizes
 _OTHER_NORMS = ("cohere2", "nemotron_h", "nemotron_h_moe")  # whose files name the epsilon of norms otherwise
 LIMITED_BY = "_max_position_limited_by"  # in the config: why fewer positions can be used than the file says
 NOT_TURNED = 1e30  # a divisor of frequencies
@@ -59,7 +63,9 @@ MISTRAL_REASON = (
     "a GGUF file with 32768 positions on a rope of base 10000 is Mistral 7B v0.1 or made from it, whose sliding window "
     "of 4096 the file does not record: load the model from its safetensors, or write the file with forerun quantize"
 )
-LLAMA3_SCALINGS = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))  # factor, low, high, original: Llama 3.1 and 3.2
+LLAMA3_SCALINGS = (  # factor, low, high, original: Llama 3.1 and 3.2, Step-3.5
+    (8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192), (2.0, 1.0, 32.0, 131072),
+)  # fmt: skip
 _READ = (
     "context_length embedding_length block_count feed_forward_length attention.head_count attention.head_count_kv "
     "attention.key_length attention.value_length attention.layer_norm_rms_epsilon attention.sliding_window "
@@ -76,7 +82,7 @@ def read_config(file: GgufModel) -> dict[str, Any]:
     arch = _architecture(metadata)
     _refuse_unknown(metadata, arch)
     vocab_size, hidden = _table_shape(file)
-    heads = metadata.integer(f"{arch}.attention.head_count")
+    heads = _size(metadata, arch, "attention.head_count")
     head_dim = _head_dim(metadata, arch, hidden, heads)
     expert_size = metadata.get(f"{arch}.expert_feed_forward_length")  # where no layer is dense, the other key may lack
     config: dict[str, Any] = {
@@ -143,7 +149,7 @@ def _head_dim(metadata: GGUFMetadata, arch: str, hidden: int, heads: int) -> int
     if arch in ("deepseek2", "kimi-linear"):  # the rotated part of a head
         return metadata.integer(f"{arch}.rope.dimension_count")
     head_dim = metadata.integer(f"{arch}.attention.key_length", hidden // heads)
-    if head_dim < 1 or metadata.integer(f"{arch}.attention.value_length", head_dim) != head_dim:
+    if head_dim < 1 or (arch != MIMO and metadata.integer(f"{arch}.attention.value_length", head_dim) != head_dim):
         raise UnsupportedError(
             f"{metadata.path}: keys of {head_dim} and values of another size; supported are heads of one size"
         )
@@ -226,8 +232,8 @@ def _unrecorded_window(metadata: GGUFMetadata) -> dict[str, Any]:
 
 def _rope(file: GgufModel, metadata: GGUFMetadata, arch: str, head_dim: int, positions: int) -> dict[str, Any]:
     theta = _positive(metadata, f"{arch}.rope.freq_base", 10000.0)
-    rotary_dim = metadata.integer(f"{arch}.rope.dimension_count", head_dim)
-    fields: dict[str, Any] = {"rope_theta": theta, "partial_rotary_factor": _share(rotary_dim, head_dim)}
+    rotary_dim = metadata.integer(f"{arch}.rope.dimension_count", head_dim // 2 if arch == STEP else head_dim)
+    fields: dict[str, Any] = {"rope_theta": theta, "partial_rotary_factor": share(rotary_dim, head_dim)}
     kind = metadata.text(f"{arch}.rope.scaling.type", "none")
     scaling = _factors(file, metadata, arch, theta, rotary_dim, positions) or _scaling(metadata, arch, kind, positions)
     if scaling:
@@ -242,12 +248,6 @@ def _positive(metadata: GGUFMetadata, key: str, default: float) -> float:
     if value <= 0:
         raise metadata.wrong(key, "above 0")
     return value
-
-
-def _share(part: int, whole: int) -> float:
-    """part / whole, rounded so that int(whole * share) gives part again."""
-    share = part / whole
-    return share if int(whole * share) == part else math.nextafter(share, 2.0)
 
 
 def _scaling(metadata: GGUFMetadata, arch: str, kind: str, positions: int) -> dict[str, Any]:
@@ -285,7 +285,8 @@ def _factors(
 ) -> dict[str, Any]:
     """rope_scaling for files that store a divisor for every frequency, {} for others."""
     if "rope_freqs.weight" in file.tensors:
-        found = _vector(file, "rope_freqs.weight", rotary_dim // 2)
+        num = file.tensors["rope_freqs.weight"].shape[0] if arch == STEP else rotary_dim // 2  # more than are turned
+        found = _vector(file, "rope_freqs.weight", num)[: rotary_dim // 2]
         if arch == "gemma4":
             return _as_proportional(file, found)
         return _as_llama3(found, theta, rotary_dim) or _as_longrope(found, positions, 1.0)
@@ -318,7 +319,7 @@ def _as_proportional(file: GgufModel, factors: np.ndarray[Any, Any]) -> dict[str
             f"{file.path}: rope_freqs.weight holds other divisors than 1 and, for the last frequencies, {NOT_TURNED}; "
             "load the model from its safetensors"
         )
-    return {"rope_type": "proportional", "partial_rotary_factor": _share(2 * num_turned, 2 * len(factors))}
+    return {"rope_type": "proportional", "partial_rotary_factor": share(2 * num_turned, 2 * len(factors))}
 
 
 def _as_llama3(factors: np.ndarray[Any, Any], theta: float, rotary_dim: int) -> dict[str, Any]:

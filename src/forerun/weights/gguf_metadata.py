@@ -5,6 +5,7 @@ Knows: kinds of values and how to complain. Does not know: which keys there are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -90,3 +91,9 @@ class GGUFMetadata:
         if value is None:
             raise CheckpointError(f"{self.path} lacks the key {key}; convert the model again with a current llama.cpp")
         return value
+
+
+def share(part: int, whole: int) -> float:
+    """part / whole, rounded so that int(whole * share) gives part again."""
+    found = part / whole
+    return found if int(whole * found) == part else math.nextafter(found, 2.0)

@@ -184,6 +184,9 @@ _NEMOTRON = MtpLayout(
 )
 
 
+_APART_IN_GGUF = ("step3p5", "mimo_v2_flash")  # whose GGUF files name modules as DeepSeek's, which these are not
+
+
 def open_mtp(name_or_folder: str | Path) -> Source:
     """The tensors a module is among, of a folder, a GGUF file or a hub id. Raises ModelError."""
     return open_checkpoint(resolve_model(name_or_folder))
@@ -213,6 +216,8 @@ def _layouts(num_layers: int) -> tuple[MtpLayout, ...]:
 
 
 def _find_layout(source: Source, num_layers: int) -> MtpLayout | None:
+    if isinstance(source, GgufCheckpoint) and source.config.get("model_type") in _APART_IN_GGUF:
+        return None
     return next((layout for layout in _layouts(num_layers) if layout.is_in(source)), None)
 
 
