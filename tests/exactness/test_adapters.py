@@ -27,17 +27,35 @@ from tests.weights.gguf_makers import write_model
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 # case -> what is adapted: joined and single matrices, both tables, latent attention beside a mixture, a dense part
-# beside experts, recurrent layers
+# beside experts, shared experts, recurrent layers
 CASES = {
     "llama": (*ALL, "lm_head", "embed_tokens"),
     "llama-tied-biased": (*ALL, "embed_tokens"),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "olmo2": ALL,
-    "deepseek": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "deepseek": (
+        "q_a_proj",
+        "q_b_proj",
+        "shared_experts.gate_proj",
+        "kv_a_proj_with_mqa",
+        "o_proj",
+        "shared_experts.down_proj",
+    ),
     "gemma4-experts": ("gate_proj", "up_proj", "down_proj", "q_proj", "o_proj"),
     "qwen3.5": (*ALL, "in_proj_qkv", "in_proj_z", "out_proj"),
     "falcon-h1": ("in_proj", "out_proj", *ALL),
     "lfm2": ("in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2"),
+    "kimi-linear": (
+        "q_proj",
+        "f_b_proj",
+        "v_proj",
+        "f_a_proj",
+        "g_a_proj",
+        "g_b_proj",
+        "self_attn.b_proj",
+        "kv_a_proj_with_mqa",
+        *ALL,
+    ),
 }
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 3, 3], [9, 10, 11, 9, 10, 11, 9], list(range(20, 43))]
 DRAFTERS = ["ngram", "suffix", "recycling", "layer_skip", "portfolio=ngram+recycling"]
@@ -302,14 +320,18 @@ def test_of_a_multimodal_models_adapter_the_text_part_is_read(base: Path, tmp_pa
     assert [found.modules[name].scale for name in sorted(found.modules)] == [3, 2]
 
 
-@pytest.mark.parametrize("case", ["falcon-h1", "granite-hybrid", "lfm2", "nemotron-h", "nemotron-h-moe"])
+@pytest.mark.parametrize("case", ["falcon-h1", "granite-hybrid", "kimi-linear", "lfm2", "nemotron-h", "nemotron-h-moe"])
 def test_modules_may_have_the_names_of_a_running_model(case: str, tmp_path: Path) -> None:
     """PEFT writes the names that modules have in transformers, which may differ from those of the checkpoint."""
     base, kernels = factory.make_checkpoint(case, tmp_path / "base"), select_kernels("reference")
-    path = write_adapter(tmp_path / "one", base, ("q_proj", "in_proj", "out_proj", "o_proj"))
+    modules = ("q_proj", "in_proj", "out_proj", "o_proj", "f_a_proj", "shared_experts.down_proj")
+    path = write_adapter(tmp_path / "one", base, modules)
     tensors = load_file(path / "adapter_model.safetensors")
     running = {name for name, _ in factory.random_hf_model(*factory.CASES[case]).named_modules()}
     renamed = {name: re.sub(r"^(base_model\.model\.)backbone\.", r"\1model.", name) for name in tensors}
+    own = (("block_sparse_moe.", "mlp."), ("self_attn.f_", "self_attn.forget_gate.f_")) if "kimi" in case else ()
+    for published, name in own:
+        renamed = {stored: new.replace(published, name) for stored, new in renamed.items()}
     assert {name.split(".lora_")[0].removeprefix(PREFIX) for name in renamed.values()} <= running
     save_file({renamed[name]: tensor for name, tensor in tensors.items()}, path / "adapter_model.safetensors")
     loaded = load_model(base, kernels, adapters=[path])

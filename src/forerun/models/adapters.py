@@ -29,7 +29,7 @@ from forerun.layers.embedding import TableEmbedding
 from forerun.layers.linear import Linear
 from forerun.layers.lora import LowRankUpdate
 from forerun.layers.mlp import GatedMLP
-from forerun.layers.moe import ExpertsBesideDense
+from forerun.layers.moe import ExpertsBesideDense, MixtureOfExperts, SharedExpert
 from forerun.models.adapted import LoraAdapter
 from forerun.models.decoder import Decoder
 from forerun.models.family import TensorNames
@@ -143,8 +143,8 @@ class PeftAdapter:
     def _unadaptable(self, modules: Sequence[str]) -> UnsupportedError:
         return UnsupportedError(
             f"{self.folder} adapts {modules[0]} ({len(modules)} such modules), which forerun cannot adapt in this "
-            "model: it adapts the matrices of attention and of dense feed-forward layers, embedding and lm_head; "
-            f"{MERGE}"
+            "model: it adapts the matrices of attention, of dense feed-forward layers and of shared experts, embedding "
+            f"and lm_head; {MERGE}"
         )
 
     def _scaled_embedding(self) -> UnsupportedError:
@@ -224,14 +224,20 @@ def _places(model: Decoder, names: TensorNames) -> Iterator[tuple[str, ModulePla
     """The modules of a decoder that can be adapted, those whose rows are the rows of the pass."""
     parts = model.parts
     for layer in parts.layers:
-        mlp = layer.mlp.dense if isinstance(layer.mlp, ExpertsBesideDense) else layer.mlp
-        dense = mlp.linears if isinstance(mlp, GatedMLP) else ()
-        for linear in (*(linear for mixer in layer.mixers for linear in mixer.linears), *dense):
-            if isinstance(linear, Linear):
-                yield from _modules_of(linear)
+        for part in (*layer.mixers, _for_every_row(layer.mlp)):
+            for linear in part.linears if part is not None else ():
+                if isinstance(linear, Linear):
+                    yield from _modules_of(linear)
     yield names.lm_head, ModulePlace(parts.lm_head, parts.lm_head.weight.shape)
     vocab_size, width = parts.embedding.shape
     yield names.embedding, ModulePlace(parts.embedding, (width, vocab_size), scale=parts.embedding.scale)
+
+
+def _for_every_row(mlp: object) -> GatedMLP | SharedExpert | None:
+    """The part of a feed-forward layer that computes every row: experts compute those that chose them."""
+    if isinstance(mlp, ExpertsBesideDense):
+        return mlp.dense
+    return mlp.shared if isinstance(mlp, MixtureOfExperts) else mlp if isinstance(mlp, GatedMLP) else None
 
 
 def _joined(parts: Sequence[tuple[int, Tensor]]) -> Tensor:
@@ -299,8 +305,12 @@ def _of_text(by_module: Mapping[str, _T]) -> dict[str, _T]:
 
 def _as_stored(by_module: Mapping[str, _T], names: TensorNames) -> dict[str, _T]:
     """By the names of the checkpoint. transformers calls a decoder `model` whatever its tensors are stored below."""
-    root = f"{names.layer.partition('.')[0]}."
-    return {re.sub(r"^model\.", root, module): value for module, value in by_module.items()}
+    stored = {}
+    for module, value in by_module.items():
+        for running, published in names.running:
+            module = module.replace(f".{running}.", f".{published}.")
+        stored[re.sub(r"^model\.", f"{names.layer.partition('.')[0]}.", module)] = value
+    return stored
 
 
 def _is_copy(table: Tensor, own: Tensor) -> bool:

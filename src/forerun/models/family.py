@@ -165,6 +165,7 @@ class TensorNames:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     saved_mlp: str = ""  # how transformers saves the "mlp." of these, if otherwise than as published
+    running: tuple[tuple[str, str], ...] = ()  # parts of names while transformers runs a model, and as published
     scale: str = ""  # a tensor: what the stream is multiplied by at the end of a layer; "": nothing
     unread: str = ""  # what is in the names of a layer's tensors that are not needed; "": all are
     experts: ExpertNames = ExpertNames()

@@ -112,6 +112,7 @@ KIMI_LINEAR = Family(
     respelled=partial(by_one_name, aliases=ALIASES),
     names=TensorNames(
         saved_mlp="block_sparse_moe.",
+        running=(("self_attn.forget_gate", "self_attn"), ("mlp.shared_experts", "block_sparse_moe.shared_experts")),
         experts=ExpertNames(
             expert="block_sparse_moe.experts.{index}",
             gate_up=("w1", "w3"),
