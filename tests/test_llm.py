@@ -277,6 +277,8 @@ def test_auto_takes_the_draft_it_is_given_or_finds_in_the_folder(tmp_path: Path)
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     assert members(str(tmp_path), "auto") == [*lookups, ("mtp", str(tmp_path / "mtp"))]
+    for name in ("eagle", "mtp"):
+        assert members("mini", "auto", f"mini-{name}") == [*lookups, (name, f"mini-{name}")]
 
 
 def test_a_draft_model_goes_to_the_member_that_needs_it() -> None:

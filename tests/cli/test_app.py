@@ -64,7 +64,7 @@ def test_two_models_are_refused(run: Any) -> None:
         (["--logit-bias", "99999999=1"], "token id 99999999"),
         (["--stop", ""], "may not hold an empty string"),
         (["--drafter", "magic"], "there is no drafter magic; choose from"),
-        (["--draft-model", "mini-draft", "--drafter", "ngram"], "choose one of draft, eagle, medusa, mtp"),
+        (["--draft-model", "mini-draft", "--drafter", "ngram"], "choose one of dflash, draft, eagle, medusa, mtp"),
         (["--dtype", "int3"], "dtype must be one of"),
         (["--kernels", "cuda"], "kernels must be one of"),
         (["--kernels", "cpu:sse9"], "is not available here"),

@@ -81,7 +81,7 @@ def test_a_draft_model_reaches_the_portfolio_that_asks_for_one(run_json: Any, pr
         ("portfolio=suffix+none", "a portfolio's members are single drafters"),
         ("draft=./no-such-model", "there is no model './no-such-model'"),
         ("portfolio=suffix+draft=mini-drft", "did you mean mini-draft"),
-        ("ngrm", "there is no drafter ngrm; choose from draft, eagle"),
+        ("ngrm", "there is no drafter ngrm; choose from dflash, draft, eagle"),
     ],
 )
 def test_what_is_wrong_with_a_drafter_is_said_before_the_model_is_loaded(

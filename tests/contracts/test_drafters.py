@@ -21,7 +21,7 @@ from forerun.drafters.portfolio import Portfolio
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.speculation.draft import Draft
-from tests.drafters import test_eagle, test_medusa, test_mtp
+from tests.drafters import test_dflash, test_eagle, test_medusa, test_mtp
 from tests.support import harness, heads, tiny
 from tests.support.drafting import reachable_strings
 from tests.support.toy import ToyModel
@@ -33,6 +33,8 @@ ON_TOY = [name for name in harness.DRAFTERS if name != "none"]
 ON_DECODERS: dict[str, dict[str, Any]] = {
     "eagle": CHAIN,
     "eagle-tree": TREE,
+    "dflash": CHAIN,
+    "dflash-tree": TREE,
     "mtp": CHAIN,
     "mtp-tree": TREE,
     "medusa": CHAIN,
@@ -61,6 +63,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         folder = tmp_path_factory.mktemp(kind)
         if kind == "eagle":
             test_eagle.make("whole-vocabulary", folder)
+        elif kind == "dflash":
+            test_dflash.make("dflash-2", folder)
         elif kind == "mtp":
             heads.write(folder, test_mtp.mimo_tensors(), test_mtp.mimo_config())
         else:
@@ -78,6 +82,7 @@ def subject(request: pytest.FixtureRequest, folder_of: Callable[[str], str]) -> 
     kind = name.removesuffix("-tree")
     targets = {
         "eagle": lambda: heads.target(test_eagle.LAYERS),
+        "dflash": lambda: heads.target(test_dflash.LAYERS),
         "mtp": lambda: heads.target(test_mtp.LAYERS),
         "medusa": lambda: tiny.target(test_medusa.TARGET_LAYERS),
         "layer_skip": lambda: tiny.target(6),

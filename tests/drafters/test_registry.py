@@ -46,7 +46,7 @@ def test_a_new_drafter_is_named_in_its_module_only(added: Path) -> None:
     assert parse_speculative_config('{"method": "pairs"}') == {"drafter": "bigram"}
     shown = CliRunner().invoke(app, ["inspect", "mini", "--json"])
     assert json.loads(shown.stdout)["drafters"]["bigram"] == "always"
-    with pytest.raises(ConfigError, match="choose from bigram, draft"):
+    with pytest.raises(ConfigError, match="choose from bigram, dflash, draft"):
         engine_config("m", {"drafter": "nobody"})
     expected = mini.plain().generate(mini.PROMPTS[:2])
     drafted = mini.drafting("bigram", adaptive=False).generate(mini.PROMPTS[:2])
@@ -80,7 +80,10 @@ def test_a_file_of_the_users_may_state_its_own_spec(tmp_path: Path) -> None:
     [
         (DrafterConfig(name="ngrm"), "there is no drafter ngrm; choose from .*; did you mean ngram"),
         (DrafterConfig(name="eagle"), "needs an EAGLE head"),
-        (DrafterConfig(name="suffix", model="m"), "a draft model was given .* choose one of draft, eagle, medusa, mtp"),
+        (
+            DrafterConfig(name="suffix", model="m"),
+            "a draft model was given .* choose one of dflash, draft, eagle, medusa, mtp",
+        ),
         (DrafterConfig(name="suffix", layers=(1,)), "layers were given .* choose one of layer_skip"),
         (DrafterConfig(name="suffix", members=(DrafterConfig(name="ngram"),)), "choose one of portfolio"),
         (DrafterConfig(name="portfolio"), "at least one"),

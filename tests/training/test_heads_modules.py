@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from forerun.errors import ConfigError
 from forerun.training.heads.acceptance import AcceptanceTally, guess, matches_of, walk
 from forerun.training.heads.base import Features, Head, States
-from forerun.training.heads.config import DraftConfig, Eagle3Config, HeadConfig, MedusaConfig, MtpConfig
+from forerun.training.heads.config import DFlashConfig, DraftConfig, Eagle3Config, HeadConfig, MedusaConfig, MtpConfig
 from forerun.training.heads.cross_entropy import weighted_cross_entropy
+from forerun.training.heads.dflash import DFlashHead, fused_layers
 from forerun.training.heads.draft import DraftModelTraining
 from forerun.training.heads.eagle3 import Eagle3Head
 from forerun.training.heads.feed import captured_layers
@@ -155,6 +156,82 @@ def test_mtp_unrolled_equals_drafting_row_by_row(target: NetTarget) -> None:
             torch.testing.assert_close(unrolled[step][0, anchor], logits, rtol=1e-4, atol=1e-4)
 
 
+def dflash_block(head: DFlashHead, target: NetTarget, states: States, ids: Tensor, entry: int) -> Tensor:
+    """Logits [slots, vocab] of one block, as an engine computes it; slot 0 is the root."""
+    tensors, tables, size = head.tensors(), (head.tables.cos, head.tables.sin), head.num_steps + 1
+    known = torch.cat([states[layer][0] for layer in head.layers], -1)[: entry + 1] @ tensors["fc.weight"].T
+    context = rms(known, tensors["hidden_norm.weight"])
+    x = target.embedding[[int(ids[0, entry + 1]), *[head.mask_token_id] * (size - 1)]]
+    for index in range(head.shape.num_layers):
+        layer = part(tensors, f"layers.{index}.")
+        attention, mlp = part(tensors, f"layers.{index}.self_attn."), part(tensors, f"layers.{index}.mlp.")
+        normed = rms(x, layer["input_layernorm"])
+        rows, places = torch.cat([context, normed]), list(range(entry + 1 + size))
+        x = x + torch.stack([attend_in_block(attention, rows, place, places, tables) for place in places[-size:]])
+        x = x + swiglu(rms(x, layer["post_attention_layernorm"]), mlp)
+    return rms(x, tensors["norm.weight"]) @ target.head.T
+
+
+def attend_in_block(
+    weights: dict[str, Tensor], rows: Tensor, place: int, places: list[int], tables: tuple[Tensor, Tensor]
+) -> Tensor:
+    """What the row at one place [size] attends to: all rows, those behind it too, one head at a time."""
+    cos, sin = tables[0][places], tables[1][places]
+    query = rms((rows[place] @ weights["q_proj"].T).view(SHAPE.num_heads, -1), weights["q_norm"])
+    keys = rms((rows @ weights["k_proj"].T).view(len(rows), SHAPE.num_kv_heads, -1), weights["k_norm"]).transpose(0, 1)
+    query, keys = rotate(query[:, None], cos[place : place + 1], sin[place : place + 1])[:, 0], rotate(keys, cos, sin)
+    values, found = (rows @ weights["v_proj"].T).view(len(rows), SHAPE.num_kv_heads, -1).transpose(0, 1), []
+    for number in range(SHAPE.num_heads):
+        group = number // (SHAPE.num_heads // SHAPE.num_kv_heads)
+        found.append((keys[group] @ query[number] / SHAPE.head_dim**0.5).softmax(0) @ values[group])
+    return torch.cat(found) @ weights["o_proj"].T
+
+
+def test_dflash_blocks_are_those_of_an_engine(target: NetTarget) -> None:
+    head = shaken(DFlashHead(target, DFlashConfig(block_size=4, num_layers=2, aux_layers=(1, 3))))
+    states, ids = inputs(target, head)
+    unrolled = head.unroll(states, ids)
+    assert [x.shape for x in unrolled] == [(2, NUM_TOKENS - 2 - j, 40) for j in range(3)]
+    for entry in range(NUM_TOKENS - 2):
+        logits = dflash_block(head, target, states, ids, entry)
+        for step in range(min(3, NUM_TOKENS - 2 - entry)):
+            torch.testing.assert_close(unrolled[step][0, entry], logits[step + 1], rtol=1e-4, atol=1e-4)
+
+
+def test_dflash_learns_from_some_blocks_of_a_window(target: NetTarget) -> None:
+    """The same ones for the same tokens, all slots of which lie in the window; measuring looks at all."""
+    whole = shaken(DFlashHead(target, DFlashConfig(block_size=4, num_layers=1, aux_layers=(3,))))
+    few = DFlashHead(target, DFlashConfig(block_size=4, num_layers=1, aux_layers=(3,), num_blocks=2))
+    few.load_state_dict(whole.state_dict())
+    few.requires_grad_(False)
+    states, ids = inputs(target, whole)
+    wanted, found, again = (head.features(states, ids) for head in (whole, few, few))
+    for step, (of_all, of_some, same) in enumerate(zip(wanted, found, again, strict=True)):
+        assert of_all.learned is None and of_some.learned is not None and same.learned is not None
+        assert of_some.learned.equal(same.learned) and len(of_some.learned) == NUM_TOKENS - 2 - step
+        entries = of_some.learned.nonzero()[:, 0]
+        assert len(entries) == 2 and int(entries.max()) <= NUM_TOKENS - 2 - few.num_steps
+        torch.testing.assert_close(of_some.rows[:, entries], of_all.rows[:, entries])
+    other = few.features(states, ids.flip(1).contiguous() + 1 - ids.flip(1).contiguous().eq(39).long())
+    assert any(not a.learned.equal(b.learned) for a, b in zip(found, other, strict=True) if a.learned is not None)
+    with torch.no_grad():
+        assert all(features.learned is None for features in few.features(states, ids))
+    answer = torch.ones_like(ids, dtype=torch.bool)
+    final = target.states(ids, ())[SHAPE.num_layers + 1]
+    losses = [HeadLoss(head, target, "target", [1.0])(ids, answer, states, final) for head in (whole, few)]
+    assert float(losses[0]) != float(losses[1])
+
+
+def test_dflash_reads_the_published_states() -> None:
+    assert fused_layers((), 36) == (2, 10, 18, 26, 34)
+    assert fused_layers((), 8) == (2, 3, 4, 5, 6)
+    assert fused_layers((), 2) == (2,)
+    with pytest.raises(ConfigError, match="states 1"):
+        fused_layers((0, 3), 8)
+    with pytest.raises(ConfigError, match="block_size = 1"):
+        DFlashConfig(block_size=1)
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_medusa_follows_its_formula(target: NetTarget, shared: bool) -> None:
     head = shaken(MedusaHead(target, MedusaConfig(num_heads=3, num_layers=2, shared_head=shared), SOME))
@@ -213,6 +290,14 @@ HEADS: list[tuple[type, HeadConfig, set[str]]] = [
 @pytest.mark.parametrize(("kind", "config", "names"), HEADS, ids=["Medusa shared", "Medusa own", "EAGLE-3"])
 def test_tensors_have_the_published_names(target: NetTarget, kind: type, config: HeadConfig, names: set[str]) -> None:
     assert set(kind(target, config, SOME).tensors()) == names
+
+
+def test_dflash_tensors_have_the_published_names(target: NetTarget) -> None:
+    found = DFlashHead(target, DFlashConfig(num_layers=1)).tensors()
+    projections = (*(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down")))
+    norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+    of_layer = {f"layers.0.{name}.weight" for name in (*projections, *norms)}
+    assert set(found) == {"fc.weight", "hidden_norm.weight", "norm.weight"} | of_layer
 
 
 def test_mtp_tensors_have_the_published_names(target: NetTarget) -> None:

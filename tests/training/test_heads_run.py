@@ -78,6 +78,7 @@ precision = "float32"
 HEADS = {
     "medusa": "num_heads = 2\nvocab_size = 64",
     "eagle3": "num_steps = 2\nvocab_size = 64",
+    "dflash": "block_size = 3\nnum_layers = 1\nnum_blocks = 6",
     "mtp": "num_steps = 2",
     "draft": "num_steps = 2\nhidden_size = 16\nnum_layers = 1\nnum_heads = 2\nnum_kv_heads = 1\nhead_dim = 8",
 }

@@ -145,6 +145,24 @@ def eagle3(
     _train_head("eagle3", target, data, out, recipe, sizes, device, fresh)
 
 
+@app.command("dflash")
+def dflash(
+    target: Target,
+    data: Data,
+    out: Out,
+    recipe: RecipeFile = None,
+    steps: Steps = None,
+    tokens_per_step: TokensPerStep = None,
+    data_tokens: DataTokens = None,
+    capture_bytes: CaptureBytes = None,
+    device: Device = "cpu",
+    fresh: Fresh = False,
+) -> None:
+    """Train a DFlash head for a target, or resume the training, and export it in z-lab's layout."""
+    sizes = (steps, tokens_per_step, data_tokens, capture_bytes)
+    _train_head("dflash", target, data, out, recipe, sizes, device, fresh)
+
+
 @app.command("mtp")
 def mtp(
     target: Target,

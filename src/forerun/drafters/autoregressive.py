@@ -1,7 +1,8 @@
-"""Drafts of a network that reads its own drafts: a draft model, a head on the target's states, the target's layers.
+"""Drafts of a network with KV in the pool: a draft model, a head on the target's states, the target's layers.
 
-Knows: how to catch up with the requests and then draw, level by level. Does not know: whose network it is, who executes
-it (`runtime`), how far it has read each request and its other inputs (`drafters.following`), verification.
+Knows: how to catch up with the requests and then draw, level by level or a block at once. Does not know: whose network
+it is, who executes it (`runtime`), how far it has read each request and its other inputs (`drafters.following`),
+verification.
 
 Trees grow as in EAGLE-2 (arXiv 2406.16858): a level expands the `width` likeliest of its new nodes, and of all nodes
 ever drawn the likeliest are kept. Under the rejection rule likelihood goes by rank alone (see `speculation.growth`).
@@ -17,10 +18,11 @@ from forerun.core import Request
 from forerun.drafters.base import DrafterContext, Observed
 from forerun.drafters.following import FeatureFollower, Follower, RootFollower, Span
 from forerun.kernels.ops import LayerKV
-from forerun.models.base import LayerSpec, Passes
+from forerun.models.base import BlockPasses, LayerSpec, Passes
 from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.models.heads.block import BlockHead
 from forerun.models.heads.head import DraftHead
-from forerun.runtime.bind import bind
+from forerun.runtime.bind import bind, bind_block
 from forerun.runtime.runner import Runner
 from forerun.speculation.draft import Draft, hand_over
 from forerun.speculation.tree import ROOT
@@ -132,11 +134,34 @@ class AutoregressiveDrafter:
 def head_drafter(head: DraftHead, context: DrafterContext) -> AutoregressiveDrafter:
     """Drafts with a head that is fed the target's states."""
     passes, places, max_position = head.passes, head.kv_places, context.model.max_position
+    if head.blocks is not None:
+        return _block_drafter(head, head.blocks, context)
     follower = FeatureFollower(head, context) if places is None else RootFollower(head)
     bind_layers = binder(passes, context, places)
     return AutoregressiveDrafter(
         context, follower, bind_layers, max_position, head.weight_bytes, head.kv_specs, passes.shift
     )
+
+
+def block_drafter(head: BlockHead, context: DrafterContext) -> AutoregressiveDrafter:
+    """Drafts with a head that guesses a block of tokens in one pass."""
+    return _block_drafter(head, head.passes, context)
+
+
+def _block_drafter(
+    head: BlockHead | DraftHead, passes: BlockPasses, context: DrafterContext
+) -> AutoregressiveDrafter:  # fmt: skip
+    """A chain is as long as a block at most."""
+
+    def bind_layers(target: Sequence[LayerKV], own: Sequence[LayerKV]) -> Runner:
+        return bind_block(passes, context.kernels, own, context.block_size)
+
+    follower, max_position = FeatureFollower(head, context), context.model.max_position
+    made = AutoregressiveDrafter(
+        context, follower, bind_layers, max_position, head.weight_bytes, head.kv_specs, passes.block.shift
+    )
+    made.max_nodes = made.max_nodes if context.width > 1 else min(made.max_nodes, passes.shape.num_depths + 1)
+    return made
 
 
 def binder(passes: Passes, context: DrafterContext, places: Sequence[int] | None = None) -> Bind:

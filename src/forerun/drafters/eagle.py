@@ -1,4 +1,4 @@
-"""EAGLE heads, versions 1 to 3.1: a layer or two that guess from the target's hidden states.
+"""EAGLE heads, versions 1 to 3.1, and P-EAGLE: a few layers that guess from the target's hidden states.
 
 Knows: where the head is. Does not know: its layout (`models.heads.eagle`), how it drafts (`drafters.autoregressive`).
 """
@@ -31,6 +31,6 @@ SPEC = DrafterSpec(
     model="an EAGLE head trained for this model",
     holds_heads=holds_eagle,
     needs_layers=True,
-    auto=5,
+    auto=6,
     vllm_names=("eagle", "eagle3"),
 )

@@ -5,7 +5,8 @@ networks, batches, how drafts are drawn.
 
 **Which row of a head lies where.** The row of position j reads the token there and the target's state of the token
 before: it depends on tokens up to j, so blocks of its KV can be shared by their prefix. It was trained to stand at
-position j - 1, that of the state. Position 0 has no row.
+position j - 1, that of the state. Position 0 has no row. Heads that draft in blocks read the state of the token itself:
+they have a row of every known token, and none of the root, whose state is not known.
 
 **When heads read.** Rows of known tokens are computed from the target's true states. Rows of a prompt are computed at
 once, because other requests may wait for its blocks; those of decoded tokens when drafts are next wanted, when the
@@ -28,6 +29,7 @@ from forerun.core import Request
 from forerun.drafters.base import DrafterContext, Observed
 from forerun.kernels.device import indices_on
 from forerun.models.base import CommittedPath, Model
+from forerun.models.heads.block import BlockHead
 from forerun.models.heads.head import DraftHead
 from forerun.speculation.draft import Draft
 
@@ -132,11 +134,13 @@ class TokenFollower(Follower):
 class FeatureFollower(Follower):
     """Follows for a head: keeps the target's states until the rows that need them are computed."""
 
-    def __init__(self, head: DraftHead, context: DrafterContext) -> None:
+    def __init__(self, head: DraftHead | BlockHead, context: DrafterContext) -> None:
         self.hidden_layers = head.hidden_layers
+        self._lag = 0 if isinstance(head, BlockHead) else 1
         self._first_row = 0 if head.sees_slot_zero else 1
-        # before the first token: a row at position 0, where there is one, is fed zeros
-        self._before = torch.zeros(1 - self._first_row, head.state_size, device=context.kernels.device)  # [1 or 0, W]
+        # before the first token: a row at position 0, where one reads that state, is fed zeros
+        num_before = max(self._lag - self._first_row, 0)
+        self._before = torch.zeros(num_before, head.state_size, device=context.kernels.device)  # [1 or 0, W]
         self._follows: dict[str, Follow] = {}
         self._left: set[str] = set()  # requests that are not followed
         self._thrift = Thrift() if context.options.adaptive else None
@@ -148,11 +152,11 @@ class FeatureFollower(Follower):
 
     def can_draft(self, request: Request) -> bool:
         """The state of the token before the root is known: not in a request's very first step."""
-        follow = self._follows.get(request.request_id)
-        return request.root_position > 0 and follow is not None and follow.reaches(request.root_position + 1)
+        follow, end = self._follows.get(request.request_id), request.root_position + self._lag
+        return request.root_position > 0 and follow is not None and follow.reaches(end)
 
     def features(self, spans: Sequence[Span]) -> Tensor:
-        """The states of the tokens before these."""
+        """The states these rows read; where that is each token's own, none for the root."""
         taken = [self._follows[request.request_id].take(start, end) for request, start, end in spans]
         return taken[0] if len(taken) == 1 else torch.cat(taken)
 
@@ -161,8 +165,8 @@ class FeatureFollower(Follower):
         self._follows[request.request_id].advance(end)
 
     def drew(self, request: Request, nodes: set[int]) -> None:
-        """The root's row was computed from a true state, those of other nodes were not."""
-        self.read(request, request.root_position + 1)
+        """The root's row was computed from a true state if it reads that of the token before; other nodes' were not."""
+        self.read(request, request.root_position + self._lag)
 
     def wanted(self, drafts: Sequence[Draft]) -> None:
         """Following pays."""
@@ -206,7 +210,7 @@ class FeatureFollower(Follower):
         if follow is None or start == 0:
             if not self._may_follow(request):
                 return None
-            follow = Follow(self._first_row, self._first_row - 1, self._before)
+            follow = Follow(self._first_row, self._first_row - self._lag, self._before, self._lag)
             self._follows[request.request_id] = follow
         return follow
 
@@ -227,7 +231,7 @@ class FeatureFollower(Follower):
         if self._may_follow(request):
             states = torch.empty(0, 0) if boundary is None else boundary[None].clone()  # [0 or 1, W]
             first = request.num_computed - len(states)
-            self._follows[request.request_id] = Follow(max(num_ready, self._first_row), first, states)
+            self._follows[request.request_id] = Follow(max(num_ready, self._first_row), first, states, self._lag)
 
     def end(self, request_id: str) -> None:
         """Forget the request."""
@@ -283,15 +287,15 @@ class Follow:
     """Rows below `num_ready` are computed from true states.
 
     The states, each [W], are the target's, of the tokens from position `first` up to `end`; the row of position j needs
-    that of j - 1. They begin later than needed where somebody else computed the tokens between; then there is nothing
+    that of j - lag. They begin later than needed where somebody else computed the tokens between; then there is nothing
     to do. They are joined only when they are read: while nobody drafts, following must cost next to nothing.
     """
 
-    __slots__ = ("_pieces", "_states", "end", "first", "num_idle", "num_ready")
+    __slots__ = ("_lag", "_pieces", "_states", "end", "first", "num_idle", "num_ready")
 
-    def __init__(self, num_ready: int, first: int, states: Tensor) -> None:
+    def __init__(self, num_ready: int, first: int, states: Tensor, lag: int = 1) -> None:
         """`states` [n, W], of the tokens from position `first` on."""
-        self.num_ready = num_ready
+        self.num_ready, self._lag = num_ready, lag
         self.first, self.end = first, first + len(states)
         self._states = states  # the first of them, joined
         self._pieces: list[Callable[[], Tensor]] = []  # those of later steps, when they are read
@@ -309,20 +313,21 @@ class Follow:
 
     def reaches(self, end: int) -> bool:
         """Whether all rows from `num_ready`, or from the last, up to `end` can be computed."""
-        return min(self.num_ready, end - 1) - 1 >= self.first and end - 1 <= self.end
+        return min(self.num_ready, end - 1) - self._lag >= self.first and end - self._lag <= self.end
 
     def is_broken(self, num_computed: int) -> bool:
         """Others computed tokens whose states are not known: the rows behind `num_ready` will never be computed."""
-        return self.num_ready - 1 < self.first and self.num_ready <= num_computed
+        return self.num_ready - self._lag < self.first and self.num_ready <= num_computed
 
     def take(self, start: int, end: int) -> Tensor:
-        """The states the rows start .. end-1 need -> [end - start, W]."""
-        return self._joined()[start - 1 - self.first : end - 1 - self.first]
+        """The states the rows start .. end-1 need, as far as they are known -> [end - start, W]."""
+        before = self.first + self._lag
+        return self._joined()[start - before : end - before]
 
     def advance(self, end: int) -> None:
         """Rows below `end` are computed; only what the last of them read may be needed again."""
         self.num_ready = end
-        done = end - 2 - self.first
+        done = end - 1 - self._lag - self.first
         if done > 0:
             self._states = self._joined()[done:].clone()  # the steps' whole states need not stay
             self.first += done

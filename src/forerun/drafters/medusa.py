@@ -57,7 +57,7 @@ SPEC = DrafterSpec(
     model="Medusa heads trained for this model",
     holds_heads=holds_medusa,
     needs_layers=True,
-    auto=6,
+    auto=7,
     vllm_names=("medusa",),
 )
 

@@ -44,6 +44,6 @@ SPEC = DrafterSpec(
     own_modules=num_modules,
     holds_heads=holds_mtp,
     needs_layers=True,
-    auto=4,
+    auto=5,
     vllm_names=("mtp",),
 )

@@ -14,7 +14,7 @@ from typing import Any
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.drafters import portfolio
 from forerun.drafters.base import DrafterSpec
-from forerun.drafters.registry import all_specs, check, spec_of
+from forerun.drafters.registry import all_specs, check, drafter_of, spec_of
 from forerun.errors import ConfigError
 from forerun.weights.resolve import EMBEDDED
 
@@ -90,9 +90,14 @@ def has_own(target: str, spec: DrafterSpec) -> bool:
 
 
 def _offered(target: str, draft_model: str | None) -> list[str]:
-    """The default drafters for a target: lookups, and the best available one with weights."""
+    """The default drafters for a target: lookups, and the best available one with weights.
+
+    A draft model may be a folder of heads, whose tensors say which drafter they are for.
+    """
     in_order = sorted((spec for spec in all_specs().values() if spec.auto is not None), key=lambda spec: spec.auto or 0)
     lookups = [spec.name for spec in in_order if not spec.model]
+    if draft_model is not None and (holder := drafter_of(draft_model)) is not None:
+        return [*lookups, f"{holder}={draft_model}"]
     with_model = (spec.name for spec in in_order if spec.model and (draft_model is not None or has_own(target, spec)))
     return [*lookups, *islice(with_model, 1)]
 

@@ -96,7 +96,7 @@ def telling_heads(name: str) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        drafter = _drafter_of(name)
+        drafter = drafter_of(name)
         if drafter is None:
             raise
         raise ConfigError(
@@ -105,7 +105,7 @@ def telling_heads(name: str) -> Iterator[None]:
         ) from error
 
 
-def _drafter_of(name_or_folder: str | Path) -> str | None:
+def drafter_of(name_or_folder: str | Path) -> str | None:
     """The drafter whose heads this model or folder holds; None if there are none."""
     try:
         folder = resolve_model(name_or_folder)

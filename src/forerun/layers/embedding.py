@@ -29,6 +29,9 @@ class Embedding(Protocol):
     def nbytes(self) -> int:
         """Bytes it holds beyond those of an output layer it shares."""
 
+    def with_scale(self, scale: float) -> Embedding:
+        """The same table, whose rows are multiplied with another number; adapters do not change it."""
+
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [M] int64 -> [M, H] float32."""
 
@@ -57,6 +60,10 @@ class TableEmbedding:
     def nbytes(self) -> int:
         """Bytes of the table, 0 if it is shared."""
         return 0 if self._shared else self._table.nbytes
+
+    def with_scale(self, scale: float) -> TableEmbedding:
+        """See `Embedding`."""
+        return TableEmbedding(self._kernels, self._table, shared=True, scale=scale)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """See `Embedding`."""

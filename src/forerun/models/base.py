@@ -111,6 +111,44 @@ class RowPasses:
     feature_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """What a block consists of."""
+
+    num_slots: int  # the root's among them
+    mask_token_id: int  # in all others
+    first_slot: int  # whose logits are those of the first draft: 0 is the root's
+    is_causal: bool  # no slot sees those behind it; else each sees all of its block, in some layer
+
+    @property
+    def num_depths(self) -> int:
+        """Drafts a block gives at most."""
+        return self.num_slots - self.first_slot
+
+
+class PairScores(Protocol):
+    """What a slot's logits lack: how well a token follows the one in the slot before."""
+
+    @property
+    def num_candidates(self) -> int:
+        """Tokens of a slot that are looked at, those with the best logits."""
+
+    def __call__(self, states: Tensor, above: Tensor, ids: Tensor) -> Tensor:
+        """states [n, H] of slots, tokens above [n, a] and ids [n, b] -> what is added to logits of ids, [n, a, b]."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPasses:
+    """A head that guesses a block of tokens in one pass: the root, and slots behind it that hold no token yet."""
+
+    block: Passes  # over roots and slots, with logits of every one
+    shape: BlockShape
+    # known tokens, the target's states [M, W] -> KV, where that takes no pass; None: `block` reads them like roots
+    read: Callable[[ForwardBatch, Tensor, Sequence[LayerKV]], None] | None = None
+    blank: Tensor | None = None  # [W]: what `block` reads in slots in place of the target's states, if it reads any
+    pairs: PairScores | None = None  # read the one hidden state that `block` gives; None: slots do not look at others
+
+
 class Model(Protocol):
     """A causal language model over the paged pool (or over a state of its own)."""
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.kernels.triton.graphs import Capture, CudaCapture
-from forerun.models.base import Passes, RowPasses
+from forerun.models.base import BlockPasses, Passes, RowPasses
+from forerun.runtime.blocks import BlockRunner
 from forerun.runtime.eager import EagerRunner
 from forerun.runtime.graphs import CapturedRows, GraphRunner
 from forerun.runtime.head_trees import HeadTrees
@@ -45,6 +46,13 @@ def bind_rows(passes: RowPasses, kernels: Kernels, capture: Capture | None = Non
     if capture is not None:
         return RowRunner(passes, CapturedRows(passes.run, capture), HeadTrees(passes, kernels, capture))
     return RowRunner(passes, record_rows(passes, kernels))
+
+
+def bind_block(
+    passes: BlockPasses, kernels: Kernels, kvs: Sequence[LayerKV], block_size: int, capture: Capture | None = None
+) -> Runner:
+    """The same choice for a head that drafts a block in one pass. Its reading of known tokens always runs eagerly."""
+    return BlockRunner(passes, bind(passes.block, kernels, kvs, block_size, capture), kvs, block_size)
 
 
 def capture_for(kernels: Kernels) -> Capture | None:

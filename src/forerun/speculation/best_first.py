@@ -114,17 +114,31 @@ def best_products(tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[fl
     before it. Of equal sums the shorter path comes first, then the one whose parent does, then the better rank: an
     order that can be found level by level as well (`runtime.head_trees`, on a device).
     """
+    return best_paths([[ids] for ids in tokens], [[best] for best in chances], None, num_nodes)
+
+
+def best_paths(
+    tokens: Sequence[Sequence[Sequence[int]]], chances: Sequence[Sequence[Sequence[float]]],
+    places: Sequence[Sequence[Sequence[int]]] | None, num_nodes: int,
+) -> DrawnTree:  # fmt: skip
+    """`best_products` of heads that see the token above: candidates [depths][places above][ranks].
+
+    The candidates of a depth are the same whatever is above, their order and log chances are not: `places` says which
+    of them each is. None: nothing depends on what is above, and there is one place.
+    """
     drawn, parents, survival = list[int](), list[int](), [0.0]
-    heap = [(-chances[0][0], 0, ROOT, 0)]  # (minus the path's log chance, depth, parent, rank)
+    heap = [(-chances[0][0][0], 0, ROOT, 0, 0)]  # (minus the path's log chance, depth, parent, rank, place above)
     while heap and len(drawn) < num_nodes:
-        cost, depth, parent, rank = heappop(heap)
-        if tokens[depth][rank] < 0:
+        cost, depth, parent, rank, above = heappop(heap)
+        if tokens[depth][above][rank] < 0:
             continue
-        drawn.append(tokens[depth][rank])
+        drawn.append(tokens[depth][above][rank])
         parents.append(parent)
         survival.append(-cost)
-        if rank + 1 < len(chances[depth]):
-            heappush(heap, (-(survival[parent] + chances[depth][rank + 1]), depth, parent, rank + 1))
+        if rank + 1 < len(chances[depth][above]):
+            beside = chances[depth][above][rank + 1]
+            heappush(heap, (-(survival[parent] + beside), depth, parent, rank + 1, above))
         if depth + 1 < len(chances):
-            heappush(heap, (-(-cost + chances[depth + 1][0]), depth + 1, len(drawn), 0))
+            place = 0 if places is None else places[depth][above][rank]
+            heappush(heap, (-(-cost + chances[depth + 1][place][0]), depth + 1, len(drawn), 0, place))
     return DrawnTree(drawn, parents, survival[1:], [-1] * len(drawn), {})

@@ -1,4 +1,4 @@
-"""EAGLE heads as published by SafeAILab, SpecForge and vLLM's speculators: EAGLE-1, -2, -3 and -3.1.
+"""EAGLE heads as published by SafeAILab, SpecForge and vLLM's speculators: EAGLE-1, -2, -3, -3.1 and P-EAGLE.
 
 Knows: the tensor names, the config fields and where each version applies its norms. Does not know: how trees grow.
 
@@ -13,7 +13,9 @@ EAGLE-3     g = fc [low; mid; high], of hidden states of three target layers. At
 Flags       norm_before_residual: the residual is hidden_norm g. norm_before_fc: one norm (input_norm) over the three
             states together. EAGLE-3.1: fc_norm, one norm for each of the three states; norm_output, the next g is
             norm(y).
-Sources: SafeAILab/EAGLE eagle/model/cnets1.py and cnets.py; vllm-project/speculators models/eagle3.
+P-EAGLE     An EAGLE-3 head of one or more layers that guesses several tokens at once (arXiv 2602.01469): behind the
+            root's row there are rows of one mask token, with mask_hidden in place of the three states.
+Sources: SafeAILab/EAGLE eagle/model/cnets1.py and cnets.py; vllm-project/speculators models/eagle3 and models/peagle.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.config import HeadWeights
-from forerun.errors import CheckpointError, UnsupportedError
+from forerun.config import MAX_TREE_NODES, HeadWeights
+from forerun.errors import CheckpointError, UnsupportedError, VocabularyError
 from forerun.kernels.ops import Kernels
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
+from forerun.models.base import BlockShape
 from forerun.models.decoder import Decoder, DecoderLayer
 from forerun.models.fields import MAX_SIZE, Fields, words
 from forerun.models.heads.head import DraftHead, Exit, HeadParts
@@ -42,8 +45,11 @@ from forerun.weights.checkpoint import Checkpoint
 FLAGS = words("norm_before_residual norm_before_fc fc_norm norm_output")
 HEAD_FIELDS = FLAGS | words(
     "draft_vocab_size target_hidden_size eagle_aux_hidden_state_layer_ids eagle_config embed_requires_grad "
-    "enable_sp_ulysses transformer_layer_config speculators_config speculators_model_type speculators_version"
+    "enable_sp_ulysses transformer_layer_config speculators_config speculators_model_type speculators_version "
+    "mask_token_id"
 )
+KINDS = ("eagle3", "peagle")  # of `speculators_model_type`
+PARALLEL_DRAFTS = 8  # of P-EAGLE, where config.json does not say
 EAGLE_CONFIG = words("eagle_aux_hidden_state_layer_ids use_aux_hidden_state")
 SECTION = "transformer_layer_config"
 NUM_STATES = 3
@@ -53,16 +59,17 @@ MAX_LAYERS = 64
 
 def holds_eagle(folder: Path) -> bool:
     """Whether a folder holds an EAGLE head. Raises ModelError if it holds no weights."""
-    return Checkpoint.open(folder).has("fc.weight")
+    source = Checkpoint.open(folder)
+    return source.has("fc.weight") and not source.has("hidden_norm.weight")  # of DFlash
 
 
 def read_eagle(source: Checkpoint, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
     """The EAGLE head in a folder, of any version. Raises ModelError if it does not fit the target."""
     choose_format = choose_for(weights)
-    if source.config.get("speculators_model_type", "eagle3") != "eagle3":
+    if source.config.get("speculators_model_type", KINDS[0]) not in KINDS:
         raise UnsupportedError(
             f"{source.folder} holds a speculator of type {source.config['speculators_model_type']!r}; the eagle "
-            "drafter reads type 'eagle3'"
+            f"drafter reads types {' and '.join(KINDS)}; choose another drafter, or a head of these"
         )
     for prefix in ("midlayer", "layers.0"):
         if source.has(f"{prefix}.hidden_norm.weight"):
@@ -186,7 +193,7 @@ class _Eagle3:
 
     def read(self) -> DraftHead:
         """The head."""
-        fusion, layers, outcome = self._fusion(), self._layers(), self._exit()
+        fusion, layers, outcome, (block, blank) = self._fusion(), self._layers(), self._exit(), self._block()
         embedding = self.reader.embedding("embed_tokens")
         entrance = Eagle3Entrance(
             self._norm(f"{self.prefix}.input_layernorm"),
@@ -209,8 +216,25 @@ class _Eagle3:
                 kv_specs=self.reader.kv_specs(layers),
                 state_size=NUM_STATES * self.target.hidden_size,
                 weight_bytes=num_bytes(layers, own, own_bytes),
+                block=block,
+                blank=blank,
             )
         )
+
+    def _block(self) -> tuple[BlockShape | None, Tensor | None]:
+        """What P-EAGLE guesses at once, and the states of its empty slots; of other heads None."""
+        if not self.source.has("mask_hidden"):
+            return None, None
+        mask = self.fields.integer("mask_token_id", minimum=0)
+        if mask >= self.target.vocab_size:
+            raise VocabularyError(
+                f"the head in {self.source.folder} has mask_token_id {mask} in its config.json, this target has "
+                f"{self.target.vocab_size} tokens; give a head that was trained for this target"
+            )
+        wanted = _num_parallel(self.source.config.get("speculators_config"))
+        stored = self.source.tensor("mask_hidden", (1, 1, NUM_STATES * self.target.hidden_size))
+        shape = BlockShape(min(wanted, MAX_TREE_NODES - 1), mask, first_slot=0, is_causal=True)
+        return shape, stored.flatten().float().to(self.target.device)
 
     def _norm(self, name: str) -> RMSNorm:
         return self.reader.builder.norm(name, self.reader.hidden_size)
@@ -282,6 +306,14 @@ class _Eagle3:
                 f"{total - offset} for a target of {total} layers; give a head that was trained for this target"
             )
         return tuple(i + offset for i in ids)
+
+
+def _num_parallel(section: Any) -> int:
+    """Drafts that a P-EAGLE head was trained to guess at once, from its `speculators_config`."""
+    methods = section.get("proposal_methods") if isinstance(section, Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    fields = Fields(first if isinstance(first, Mapping) else {}, {}, where="config.json's proposal_methods")
+    return fields.integer("speculative_tokens", default=PARALLEL_DRAFTS)
 
 
 def _in_range(ids: Sequence[int], offset: int, total: int) -> bool:

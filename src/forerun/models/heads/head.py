@@ -21,7 +21,7 @@ from forerun.kernels.ops import LayerKV
 from forerun.layers.embedding import Embedding
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
-from forerun.models.base import LayerSpec, Passes, PassOutput
+from forerun.models.base import BlockPasses, BlockShape, LayerSpec, Passes, PassOutput
 from forerun.models.batch import ForwardBatch
 from forerun.models.decoder import DecoderLayer, RowFunction, add_norm, run_layers
 from forerun.models.heads.clusters import ClusteredOutput
@@ -100,6 +100,8 @@ class HeadParts:
     state_size: int  # sum of their widths
     weight_bytes: int  # of tensors it does not share with the target
     kv_places: tuple[int, ...] | None = None  # of the target's KV, which each layer reads; None: layers have their own
+    block: BlockShape | None = None  # it guesses a block at once (P-EAGLE), None: token by token
+    blank: Tensor | None = None  # [state_size]: what stands for the target's states in a block's empty slots
 
 
 class DraftHead:
@@ -148,6 +150,12 @@ class DraftHead:
         if residual.shape[0] == 0:  # known tokens: the head itself will read no more of them than their KV
             return PassOutput(residual.new_empty(0, self.vocab_size))
         return parts.exit(x, residual)
+
+    @property
+    def blocks(self) -> BlockPasses | None:
+        """The pass over blocks, of a head that guesses these: the roots' pass, with empty slots behind each root."""
+        parts = self.parts
+        return None if parts.block is None else BlockPasses(self.passes, parts.block, blank=parts.blank)
 
     @property
     def passes(self) -> Passes:

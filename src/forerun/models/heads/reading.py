@@ -74,13 +74,15 @@ class HeadReader:
     @staticmethod
     def open(
         source: Checkpoint, raw: Mapping[str, Any], known: frozenset[str], layer: str, target: Decoder,
-        kernels: Kernels, choose_format: ChooseFormat,
+        kernels: Kernels, choose_format: ChooseFormat, may_slide: bool = False,
     ) -> HeadReader:  # fmt: skip
         """`raw` describes the layers; `known` fields are read elsewhere; `layer` is where the first one's tensors are.
 
-        Biases and head norms are there where the checkpoint has such tensors.
+        Biases and head norms are there where the checkpoint has such tensors. may_slide: the caller reads the windows
+        of the layers; else there may be none.
         """
-        _refuse_windows(raw)
+        if not may_slide:
+            _refuse_windows(raw)
         family = _family(source, layer, known)
         config = ModelConfig.read(_layer_fields(raw), family)
         check_vocabulary(source, config, target)
@@ -96,14 +98,16 @@ class HeadReader:
         """The rope table of the head's layers, for all positions of the target -> [P, rotary_dim]."""
         return rope_table(self.config.rope, self.target.max_position).to(self.builder.kernels.device)
 
-    def attention(self, prefix: str, columns: int, rope: Tensor) -> Attention:
+    def attention(
+        self, prefix: str, columns: int, rope: Tensor, window: int = SKIP_SLOT_ZERO, kind: type[Attention] = Attention
+    ) -> Attention:
         """The attention below `prefix`, whose q, k and v have `columns` inputs."""
         config, heads = self.config, self.config.heads
         rows = tuple(count * heads.head_dim for count in (heads.num_q, heads.num_kv, heads.num_kv))
         qkv = self.builder.linear(module_parts(prefix, QKV, rows), columns, config.biases.qkv)
         out = self.builder.linear(module_parts(prefix, (OUT,), (config.hidden_size,)), rows[0], config.biases.out)
-        shape = AttentionShape(heads, config.attention_scale, SKIP_SLOT_ZERO, config.norm_eps)
-        return Attention(self.builder.kernels, shape, qkv, out, rope, self._head_norms(prefix))
+        shape = AttentionShape(heads, config.attention_scale, window, config.norm_eps)
+        return kind(self.builder.kernels, shape, qkv, out, rope, self._head_norms(prefix))
 
     def _head_norms(self, prefix: str) -> HeadNorms | None:
         if not self.config.qk_norm:
@@ -111,12 +115,18 @@ class HeadReader:
         read = partial(self.builder.vector, size=self.config.heads.head_dim)
         return HeadNorms(read(f"{prefix}.self_attn.q_norm.weight"), read(f"{prefix}.self_attn.k_norm.weight"))
 
-    def layer(self, prefix: str, columns: int, rope: Tensor, norm: str | None) -> DecoderLayer:
-        """A Llama-like layer below `prefix`; `norm` names the norm before attention; None if the entrance has it."""
+    def layer(
+        self, prefix: str, columns: int, rope: Tensor, norm: str | None, window: int = SKIP_SLOT_ZERO,
+        kind: type[Attention] = Attention,
+    ) -> DecoderLayer:  # fmt: skip
+        """A Llama-like layer below `prefix`; `norm` names the norm before attention; None if the entrance has it.
+
+        `window` and `kind`: of its attention.
+        """
         builder, size = self.builder, self.hidden_size
         return DecoderLayer(
             attention_norm=None if norm is None else builder.norm(f"{prefix}.{norm}", size),
-            attention=self.attention(prefix, columns, rope),
+            attention=self.attention(prefix, columns, rope, window, kind),
             mlp_norm=builder.norm(f"{prefix}.post_attention_layernorm", size),
             mlp=builder.gated_mlp(prefix, GATE_UP, DOWN, self.config.ffn_size, self.config.biases.mlp),
         )

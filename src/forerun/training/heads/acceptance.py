@@ -80,4 +80,4 @@ def matches_of(guesses: Sequence[Tensor], ids: Tensor, answer: Tensor) -> tuple[
 def guess(head: Head, states: States, ids: Tensor) -> list[Tensor]:
     """The target ids a head guesses, one tensor [batch, T - 2 - j] a step."""
     token_ids = head.vocabulary.token_ids.to(ids.device)
-    return [token_ids[logits.argmax(-1)] for logits in head.unroll(states, ids)]
+    return [token_ids[F.linear(found.rows, found.table).argmax(-1)] for found in head.features(states, ids)]

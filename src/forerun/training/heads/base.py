@@ -32,10 +32,14 @@ class Frozen(nn.Module):
 
 
 class Features(NamedTuple):
-    """The logits of one step are rows [batch, T - 2 - j, hidden] times the transposed table [draft vocab, hidden]."""
+    """The logits of one step are rows [batch, T - 2 - j, hidden] times the transposed table [draft vocab, hidden].
+
+    learned [T - 2 - j]: the entries that were computed, where these are not all.
+    """
 
     rows: Tensor
     table: Tensor
+    learned: Tensor | None = None
 
 
 class Head(nn.Module, ABC):

@@ -18,6 +18,7 @@ from torch import Tensor
 from forerun.errors import CheckpointError, ConfigError
 from forerun.training.heads.base import Head
 from forerun.training.heads.config import HeadRecipe
+from forerun.training.heads.dflash import DFlashHead
 from forerun.training.heads.draft import DraftModelTraining
 from forerun.training.heads.eagle3 import Eagle3Head
 from forerun.training.heads.medusa import MedusaHead
@@ -28,6 +29,7 @@ from forerun.training.heads.vocabulary import LearnedVocabulary, exported_vocabu
 HEADS: Mapping[str, Callable[[TrainingTarget, Any, LearnedVocabulary], Head]] = {
     "medusa": MedusaHead,
     "eagle3": Eagle3Head,
+    "dflash": lambda target, config, _vocabulary: DFlashHead(target, config),
     "mtp": lambda target, config, _vocabulary: MtpHead(target, config),
     "draft": lambda target, config, _vocabulary: DraftModelTraining(target, config),
 }

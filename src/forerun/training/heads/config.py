@@ -91,6 +91,38 @@ class MtpConfig(Guessing):
 
 
 @dataclass(frozen=True)
+class DFlashConfig(Guessing):
+    """DFlash; sizes of 0 mean the target's. aux_layers: the states it reads; () means the published choice.
+
+    num_blocks: of a window, that a step learns from. mask_token_id: stands in empty slots; -1 is the last token.
+    """
+
+    aux_layers: tuple[int, ...] = ()
+    block_size: int = 16
+    num_layers: int = 5
+    num_blocks: int = 64
+    mask_token_id: int = -1
+    ffn_size: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        Guessing.__post_init__(self)
+        check_at_least_one(self, "num_layers", "num_blocks")
+        if self.block_size < 2:
+            raise ConfigError(f"head.block_size = {self.block_size} must be at least 2: a root and a slot")
+        if list(self.aux_layers) != sorted(set(self.aux_layers)):
+            raise ConfigError(f"head.aux_layers = {list(self.aux_layers)} must be layers, each above the last")
+
+    def shape_in(self, target: NetConfig) -> NetConfig:
+        """The shape of the layers."""
+        names = ("ffn_size", "num_heads", "num_kv_heads", "head_dim")
+        sizes = {name: getattr(self, name) for name in names if getattr(self, name)}
+        return replace(target, num_layers=self.num_layers, **sizes)
+
+
+@dataclass(frozen=True)
 class DraftConfig(Guessing):
     """A small Llama; `num_steps` is for measuring only, the loss is that of the next token."""
 
@@ -113,10 +145,11 @@ class DraftConfig(Guessing):
         return replace(target, **{name: getattr(self, name) for name in names})
 
 
-HeadConfig = MedusaConfig | Eagle3Config | MtpConfig | DraftConfig
+HeadConfig = MedusaConfig | Eagle3Config | DFlashConfig | MtpConfig | DraftConfig
 KINDS: Mapping[str, type[HeadConfig]] = {
     "medusa": MedusaConfig,
     "eagle3": Eagle3Config,
+    "dflash": DFlashConfig,
     "mtp": MtpConfig,
     "draft": DraftConfig,
 }

@@ -62,7 +62,9 @@ class HeadLoss(nn.Module):
 
     def step_loss(self, features: Features, wanted: Wanted, step: int) -> Tensor:
         """Mean cross-entropy of one step over the entries that count."""
-        counted = rows_of_step(wanted.counted, step, 2 + step).flatten().nonzero()[:, 0]
+        in_answer = rows_of_step(wanted.counted, step, 2 + step)
+        learned = in_answer if features.learned is None else in_answer & features.learned
+        counted = learned.flatten().nonzero()[:, 0]
         rows = features.rows.flatten(0, 1)[counted]  # [entries that count, hidden]
         if not len(rows):
             return rows.sum()

@@ -1,4 +1,4 @@
-"""`forerun train medusa|eagle3|mtp|draft`: combines the parts from recipe to exported head.
+"""`forerun train medusa|eagle3|dflash|mtp|draft`: combines the parts from recipe to exported head.
 
 Knows the run folder: `data/` (answers, held-out answers, captured states), `last.pt`, `metrics.json`, `loss.png`,
 `export/`. Does not know: how the parts do their work.
@@ -74,7 +74,7 @@ def check_exportable(kind: str, target_folder: Path) -> None:
     if kind == "draft" and not (target_folder / "tokenizer.json").is_file():
         raise UnsupportedError(
             f"{target_folder} has no tokenizer.json, which a draft model gets from its target; give the target as a "
-            "folder that has one, or train medusa, eagle3 or mtp heads"
+            "folder that has one, or train medusa, eagle3, dflash or mtp heads"
         )
 
 
