@@ -51,7 +51,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "drafters.registry": ("drafters", "weights", "config"),
     "drafters.named": ("drafters", "weights", "config"),
     "drafters.portfolio": ("drafters", "speculation", "models", "cache", "kernels.ops", "core", "config"),
-    "learned": ("policy",),
+    "learned": ("policy", "drafters.base"),
     "policy": ("drafters.base", "speculation.draft", "core"),
     "engine": (
         "policy",

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from time import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forerun import LLM, SamplingParams, assemble, learned
+from forerun.core import Request
+from forerun.drafters.base import Lessons
 from forerun.drafters.registry import file_stamp
-from forerun.learned import Kept, kept_files
+from forerun.drafters.suffix import SuffixDrafter
+from forerun.kernels.suffix import select_suffix
+from forerun.learned import Kept, KeptLessons, kept_files
 from forerun.policy.costs import CallCosts, Costs, PassCosts
 from forerun.policy.policy import AdaptivePolicy
+from forerun.speculation.draft import Draft
+from tests.support import mini
 from tests.support.hopeful import show_right
 
 ABOUT = {"model": "m", "drafter": "d", "machine": "here"}
@@ -192,3 +200,110 @@ def test_the_command_lists_and_deletes(tmp_path: Path, monkeypatch: pytest.Monke
     assert lines[start + 1 : start + 3] == ["  a plain step takes 1500.00 ms", f"  m: acceptance by rank {by_rank}"]
     assert CliRunner().invoke(app, ["learned", "--delete"]).exit_code == 0
     assert kept_files(tmp_path / "learned") == []
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "recycling"])
+def test_what_drafters_learned_helps_the_next_process(
+    drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+    def run(**options: Any) -> Any:
+        llm = mini.drafting(drafter, adaptive=False, **options)
+        out = llm.generate([mini.PROMPTS[0]], params)[0].outputs[0]
+        del llm
+        gc.collect()  # the end of a process writes, too
+        return out
+
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    off = run(keep_learned=False)
+    assert not any(tmp_path.iterdir())
+    first, second, apart = run(), run(), run(keep_learned=False)
+    assert first.token_ids == second.token_ids == off.token_ids
+    assert first.stats.num_steps == off.stats.num_steps == apart.stats.num_steps > 1.4 * second.stats.num_steps
+    [path] = (tmp_path / "learned").iterdir()
+    assert path.stat().st_mode & 0o077 == 0 and path.suffix == ".npz"
+    path.write_bytes(path.read_bytes()[:-30])
+    assert run().stats.num_steps == first.stats.num_steps, "a damaged file counts as none"
+
+
+class SomeAdapter:
+    """What is known of an adapter here."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+def listed() -> Lessons[list[int]]:
+    """Lessons that are lists of numbers below 100."""
+
+    def read(lesson: list[int], state: Any) -> None:
+        if (state >= 100).any():
+            raise ValueError
+        lesson += state.tolist()
+
+    return Lessons(lambda is_apart: [], lambda lesson: np.array(lesson, np.int32), read)
+
+
+def test_lessons_go_to_the_next_process_by_adapter_and_never_with_a_salt(tmp_path: Path) -> None:
+    one, two = SomeAdapter("/adapters/one"), SomeAdapter("/adapters/two")
+    kinds: list[dict[str, Any]] = [{}, {"adapter": one}, {"adapter": two}, {"cache_salt": "s"}]
+    kinds += [{"adapter": one, "cache_salt": "s"}]
+    requests = [Request("", (1,), SamplingParams(), 0, **kind) for kind in kinds]
+    first, path = listed(), tmp_path / "deep" / "x.npz"
+    for number, each in enumerate(requests, 1):
+        first.of(each).append(number)
+    kept = KeptLessons(path, {"a": first})
+    kept.save()
+    assert not path.exists(), "not so soon"
+    kept.save(at_once=True)
+    for _ in range(2):  # what nobody used in between stays
+        second, other = listed(), listed()
+        KeptLessons(path, {"a": second, "b": other}).save(at_once=True)
+    same = [Request("", (1,), SamplingParams(), 0, adapter=SomeAdapter("/adapters/one")), requests[0], requests[3]]
+    assert [second.of(each) for each in same] == [[2], [1], []] and other.of(requests[0]) == []
+    first.of(requests[0]).append(100)
+    kept.save(at_once=True)
+    third = listed()
+    KeptLessons(path, {"a": third})
+    assert third.of(requests[0]) == [] and third.of(requests[1]) == [2], "what is refused is left out alone"
+
+
+def test_lessons_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned, "MAX_BYTES", 40)
+    large, small = listed(), listed()
+    large.of(Request("", (1,), SamplingParams(), 0)).extend(range(11))
+    small.of(Request("", (1,), SamplingParams(), 0)).extend(range(9))
+    KeptLessons(tmp_path / "x.npz", {"large": large, "small": small}).save(at_once=True)
+    again = listed(), listed()
+    KeptLessons(tmp_path / "x.npz", {"large": again[0], "small": again[1]})
+    assert [len(each.of(Request("", (1,), SamplingParams(), 0))) for each in again] == [0, 9]
+
+
+def test_answers_that_are_kept_are_the_newest() -> None:
+    def asked(drafter: SuffixDrafter, *tail: int) -> list[int]:
+        request = Request("asking", (2, *tail), SamplingParams(), seed=0, max_len=99)
+        draft = Draft(request, 2)
+        drafter.begin(request)
+        drafter.propose([draft])
+        drafter.end("asking")
+        return list(draft.tree.tokens[1:])
+
+    said, later = (SuffixDrafter(4, select_suffix(), corpus_tokens=64) for _ in range(2))
+    for number in range(12):
+        request = Request(str(number), (1,), SamplingParams(), seed=0, max_len=99)
+        said.begin(request)
+        request.token_ids += [100 + number, 200 + number, 300 + number, 400, 401, 402, 403]
+        request.finish_reason = "stop"
+        said.end(request.request_id)
+    assert said.lessons is not None and later.lessons is not None
+    [state] = said.lessons.state().values()
+    assert len(state) <= 64
+    later.lessons.recall({"": state})
+    assert asked(later, 110, 210) == asked(said, 110, 210) == [310]
+    assert asked(later, 100, 200) == [] and SuffixDrafter(4, select_suffix(), corpus_tokens=0).lessons is None
+    for wrong in (state[:-1], state.reshape(1, -1), state - 5):
+        fresh = SuffixDrafter(4, select_suffix(), corpus_tokens=64)
+        assert fresh.lessons is not None
+        fresh.lessons.recall({"": wrong})
+        assert asked(fresh, 110, 210) == []

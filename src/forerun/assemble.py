@@ -9,9 +9,9 @@ import platform
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import torch
 
@@ -20,7 +20,7 @@ from forerun.cache.kv_cache import KVCache, bytes_per_block
 from forerun.cache.prefix_cache import PrefixCache
 from forerun.cache.states import RecurrentStates, bytes_per_slot
 from forerun.config import EngineConfig, learned_folder
-from forerun.drafters.base import Drafter, DrafterContext
+from forerun.drafters.base import Drafter, DrafterContext, Lessons
 from forerun.drafters.portfolio import Portfolio, build_portfolio
 from forerun.drafters.registry import file_stamp, spec_of
 from forerun.engine.engine import Engine, Verifier
@@ -29,7 +29,7 @@ from forerun.engine.scheduler import Limits, Scheduler
 from forerun.errors import ConfigError, ResourceError
 from forerun.kernels.ops import Kernels
 from forerun.kernels.threads import torch_beside
-from forerun.learned import Kept
+from forerun.learned import Kept, KeptLessons
 from forerun.models.base import LayerSpec, Model, passes_of, state_specs_of, with_own_state, with_states
 from forerun.models.memory import check_memory, memory_of
 from forerun.policy.costs import CallCosts, Costs, PassCosts, rows_to_measure
@@ -85,7 +85,7 @@ def assemble(
         scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs), states),
         kv_cache=kv_cache,
         torch_threads=torch_threads,
-        keep=_recall(kept, policy),
+        keep=_recall(kept, policy, drafter),
     )
 
 
@@ -231,14 +231,31 @@ def _kept(config: EngineConfig, drafter: Drafter, model: Model, kernels: Kernels
         "model": f"{config.model} ({model.weight_bytes} bytes, {config.dtype})",
         "drafter": f"{drafter.name} ({drafter.weight_bytes} bytes)",
         "options": f"{config.drafter}{''.join(stamps)} {config.verification} {config.kv_cache_dtype}",
-        "machine": f"{platform.node()} {platform.machine()}, {kernels.name}, {kernels.reason}",
+        "machine": machine_of(kernels),
     }
     return Kept(learned_folder(), about)
 
 
-def _recall(kept: Kept | None, policy: Policy) -> Callable[[], None] | None:
-    """Let the policy begin with what is kept -> what keeps what it learns."""
-    if kept is None or not isinstance(policy, AdaptivePolicy):
+def machine_of(kernels: Kernels) -> str:
+    """What measured times hold for."""
+    return f"{platform.node()} {platform.machine()}, {kernels.name}, {kernels.reason}"
+
+
+def _recall(kept: Kept | None, policy: Policy, drafter: Portfolio) -> Callable[[], None] | None:
+    """Let the policy and drafters begin with what is kept -> what keeps what they learn."""
+    if kept is None:
         return None
+    found = {member.name: getattr(member.drafter, "lessons", None) for member in drafter.members}
+    lessons = KeptLessons(
+        kept.path.with_suffix(".npz"), {name: each for name, each in found.items() if isinstance(each, Lessons)}
+    )
+    finalize(drafter, lessons.save, at_once=True)  # when the engine is gone, or the process ends
+    if not isinstance(policy, AdaptivePolicy):
+        return lessons.save
     kept.load(policy)
-    return partial(kept.save, policy)
+
+    def keep() -> None:
+        kept.save(policy)
+        lessons.save()
+
+    return keep

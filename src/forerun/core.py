@@ -169,6 +169,7 @@ class Request:
     max_len: int = 0  # known tokens at which the request ends with "length"
     prediction: tuple[int, ...] = ()  # what the answer is expected to repeat in part; drafters may copy from it
     adapter: object | None = None  # a loaded LoRA adapter, the model's to know; by identity: names may be given again
+    cache_salt: str = ""  # requests of another one share neither cached prefixes nor what drafters learned
     speculate: bool = True
     drafter: str | None = None  # of a portfolio's members the only one that may draft
     max_nodes: int | None = None  # of its trees, the root included; None: the policy alone decides

@@ -1,10 +1,11 @@
-"""What policies have learned, kept in the user's cache folder, so that the first request of a new process starts well.
+"""What policies and drafters have learned, kept in the user's cache folder: the first request of a process starts well.
 
 Knows: files, and which of a policy's tables are worth keeping. Does not know: what they mean, engines.
 
-One small JSON file for each model, drafter and machine. It changes speed, never tokens under the coupled rule. A file
-that is damaged or of another version counts as none; where nothing can be written nothing is kept. Of several processes
-the last one to write wins: a file is replaced whole.
+One small JSON file for each model, drafter and machine. Beside it lies what drafters learned from answers (for `suffix`
+token ids of the answers), but for what requests with a salt of their own have taught; only the user can read it. All
+this changes speed, never tokens under the coupled rule. A file that is damaged or of another version counts as none;
+where nothing can be written nothing is kept. Of several processes the last one to write wins: a file is replaced whole.
 """
 
 from __future__ import annotations
@@ -21,14 +22,20 @@ from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any, Final, TypeVar
+from typing import IO, Any, Final, TypeVar
+from zipfile import BadZipFile
 
+import numpy as np
+
+from forerun.drafters.base import Lessons
 from forerun.policy.acceptance import Tally
 from forerun.policy.costs import CallCosts, Costs, Mean, PassCosts
 from forerun.policy.policy import AdaptivePolicy
 
 VERSION: Final = 1  # of the files
 EVERY_S: Final = 2.0  # at least between two writes, each of which takes a millisecond
+LESSONS_EVERY_S: Final = 60.0  # between two writes of drafters' lessons, 10 ms for a table of 150,000 tokens
+MAX_BYTES: Final = 32 << 20  # of them
 MAX_AGE_S: Final = 86400.0  # of measured passes: the machine may have been busy then, or have changed
 _TALLIES: Final = ("ranks", "bands", "depths", "calls")
 _DAMAGED: Final = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
@@ -52,8 +59,7 @@ class Kept:
     @property
     def path(self) -> Path:
         """The file."""
-        key = hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()
-        return self.folder / f"{key[:16]}.json"
+        return self.folder / f"{_key(self.about)}.json"
 
     def costs(self, rows: Sequence[int], calls: Mapping[str, CallCosts]) -> Costs | None:
         """Costs of passes at exactly these row counts and of these drafters; None where they must be measured."""
@@ -83,18 +89,64 @@ class Kept:
         if now - self._written_s < EVERY_S:
             return
         self._written_s = now
-        text = json.dumps({"version": VERSION, "about": self.about, "learned": _plain(policy, self._measured_s)})
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.folder, suffix=".new")
-            try:
-                with open(handle, "w", encoding="utf-8") as file:
-                    file.write(text)
-                os.replace(name, self.path)
-            except OSError:
-                os.unlink(name)
-        except OSError:
+        _write(self.path, {"version": VERSION, "about": self.about, "learned": _plain(policy, self._measured_s)})
+
+
+@dataclass(slots=True)
+class KeptLessons:
+    """The file of what drafters have learned, by their names; read when this is made."""
+
+    path: Path
+    lessons: Mapping[str, Lessons[Any]]
+    _written_s: float = field(init=False, default_factory=perf_counter)
+
+    def __post_init__(self) -> None:
+        with suppress(*_DAMAGED, BadZipFile, EOFError):
+            with self.path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+                found = {name: file[name].astype(np.int32) for name in file.files}
+            for member, lessons in self.lessons.items():
+                own = {
+                    name.partition("\n")[2]: state for name, state in found.items() if name.startswith(f"{member}\n")
+                }
+                lessons.recall(own)
+
+    def save(self, at_once: bool = False) -> None:
+        """Write what fits into MAX_BYTES, unless that was done lately; where it cannot be done nothing is kept."""
+        if not self.lessons or not (at_once or perf_counter() - self._written_s >= LESSONS_EVERY_S):
             return
+        self._written_s = perf_counter()
+        kept, left = {}, MAX_BYTES
+        for member, lessons in self.lessons.items():
+            for path, state in lessons.state().items():
+                if state.nbytes <= left:
+                    kept[f"{member}\n{path}"] = state
+                    left -= state.nbytes
+        _replace(self.path, lambda file: np.savez(file, **kept))
+
+
+def _key(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> bool:
+    return _replace(path, lambda file: file.write(json.dumps(content).encode()))
+
+
+def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> bool:
+    """Replace a file whole, readable by the user alone; False where that cannot be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".new")
+        try:
+            with open(handle, "wb") as file:
+                write(file)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+            return False
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

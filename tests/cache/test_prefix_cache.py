@@ -38,10 +38,11 @@ class Cached:
         self.cache = PrefixCache(self.pool, SIZE)
 
     def run(
-        self, name: str, tokens: list[int], num_ready: tuple[int, ...] = (), adapter: object | None = None
-    ) -> Request:
+        self, name: str, tokens: list[int], num_ready: tuple[int, ...] = (), adapter: object | None = None,
+        salt: str = "",
+    ) -> Request:  # fmt: skip
         """Compute all tokens of a request that then stays."""
-        made, hit = request(name, tokens, adapter=adapter), self.cache.lookup(tokens, adapter)
+        made, hit = request(name, tokens, adapter=adapter, cache_salt=salt), self.cache.lookup(tokens, adapter, salt)
         self.pool.share(hit.blocks)
         made.block_ids = [*hit.blocks, *(self.pool.allocate(-(-len(tokens) // SIZE) - len(hit.blocks)) or [])]
         self.cache.open(made, hit)
@@ -66,6 +67,30 @@ def test_full_blocks_are_shared_and_the_last_token_is_left() -> None:
     assert same.blocks == tuple(first.block_ids[:2])
     assert (same.copy_from, same.num_copied) == (first.block_ids[2], 4)
     assert made.cache.lookup([5]).blocks == ()
+
+
+def test_each_salt_has_prefixes_of_its_own() -> None:
+    made, tokens, one = Cached(12), list(range(9)), SomeAdapter()
+    kinds = [(None, ""), (None, "a"), (None, "b"), (one, "a")]
+    ran = [made.run(str(index), tokens, (), *kind) for index, kind in enumerate(kinds)]
+    assert len({block for each in ran for block in each.block_ids}) == 12, "salts share blocks"
+    for each, kind in zip(ran, kinds, strict=True):
+        assert made.cache.lookup(tokens, *kind).blocks == tuple(each.block_ids[:2])
+    assert made.cache.lookup(tokens, one).blocks == made.cache.lookup(tokens, None, "c").blocks == ()
+    for each in ran:
+        made.end(each)
+    assert made.cache.lookup(tokens, None, "a").blocks == tuple(ran[1].block_ids[:2]), "it is found by who comes later"
+    made.check()
+
+
+def test_salts_that_nobody_uses_leave_nothing_behind() -> None:
+    made = Cached(3)
+    for salt in range(20):
+        made.end(made.run(str(salt), list(range(9)), salt=str(salt)))
+        assert made.cache.lookup(list(range(9)), None, f"never {salt}").blocks == ()
+    [tops] = made.cache._tops.values()
+    assert len(tops) == 1, "the trees of evicted blocks are gone"
+    made.check()
 
 
 def test_each_adapter_has_prefixes_of_its_own() -> None:

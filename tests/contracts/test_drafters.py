@@ -134,9 +134,9 @@ class Watched:
             assert seen.request.num_computed <= seen.request.root_position + 1
         self.inner.observe(observed, hidden)
 
-    def observe_logits(self, token_ids, logits) -> None:  # type: ignore[no-untyped-def]
+    def observe_logits(self, token_ids, logits, firsts) -> None:  # type: ignore[no-untyped-def]
         assert token_ids.shape == logits.shape[:1] and logits.shape[1] == self.vocab_size
-        self.inner.observe_logits(token_ids, logits)
+        self.inner.observe_logits(token_ids, logits, firsts)
 
     def propose(self, drafts: list[Draft]) -> None:
         before = [list(d.request.token_ids) for d in drafts]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from forerun.core import Request, SamplingParams
+from forerun.drafters.base import NUM_APART
 from forerun.drafters.recycling import NUM_SUCCESSORS, RANK_CHANCE, RecyclingDrafter, template
 from forerun.kernels.select import select_kernels
 from forerun.speculation.draft import Draft
@@ -30,6 +33,11 @@ def propose(drafter: RecyclingDrafter, root: int, max_nodes: int | None = None) 
     return draft
 
 
+def show(drafter: RecyclingDrafter, token_ids: Tensor, logits: Tensor, of: Request | None = None) -> None:
+    """Rows of one request."""
+    drafter.observe_logits(token_ids, logits, [(of or Request("a", (0,), SamplingParams(), seed=0), 0)])
+
+
 def random_logits(num_rows: int, seed: int = 0) -> Tensor:
     return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed))
 
@@ -38,8 +46,8 @@ def random_logits(num_rows: int, seed: int = 0) -> Tensor:
 def test_children_are_the_best_of_the_last_row(backend: str) -> None:
     drafter = RecyclingDrafter(63, VOCAB, select_kernels(backend))
     logits = random_logits(4)
-    drafter.observe_logits(torch.tensor([3, 5, 3, 7]), logits)
-    drafter.observe_logits(torch.tensor([5]), logits[3:])
+    show(drafter, torch.tensor([3, 5, 3, 7]), logits)
+    show(drafter, torch.tensor([5]), logits[3:])
     for token, row in ((3, 2), (5, 3), (7, 3)):
         tree = propose(drafter, token).tree
         best = logits[row].topk(NUM_SUCCESSORS).indices.tolist()
@@ -49,23 +57,23 @@ def test_children_are_the_best_of_the_last_row(backend: str) -> None:
 def test_nothing_is_guessed_of_unknown_tokens() -> None:
     drafter = recycling()
     assert len(propose(drafter, 3).tree) == 1
-    drafter.observe_logits(torch.tensor([3]), random_logits(1))
+    show(drafter, torch.tensor([3]), random_logits(1))
     tree = propose(drafter, 3).tree
     assert len(tree) > 1 and all(tree.tokens[tree.parents[node]] == 3 for node in range(1, len(tree)))
 
 
 def test_a_row_without_an_answer_is_forgotten() -> None:
     drafter, logits = recycling(), random_logits(2)
-    drafter.observe_logits(torch.tensor([3, 4]), logits)
+    show(drafter, torch.tensor([3, 4]), logits)
     logits[0, 5] = torch.nan
-    drafter.observe_logits(torch.tensor([3, 4]), logits)
+    show(drafter, torch.tensor([3, 4]), logits)
     assert len(propose(drafter, 3).tree) == 1
     assert len(propose(drafter, 4).tree) > 1
 
 
 def test_a_vocabulary_smaller_than_the_table_is_wide() -> None:
     drafter = recycling(30, vocab_size=3)
-    drafter.observe_logits(torch.arange(3), torch.eye(3))
+    show(drafter, torch.arange(3), torch.eye(3))
     tree = propose(drafter, 0).tree
     assert [tree.tokens[node] for node in tree.children(ROOT)] == [0, 1, 2]
 
@@ -88,7 +96,7 @@ def test_the_template_is_the_best_tree_of_every_size() -> None:
 
 def test_survival_is_the_templates() -> None:
     drafter = recycling()
-    drafter.observe_logits(torch.arange(VOCAB), random_logits(VOCAB))
+    show(drafter, torch.arange(VOCAB), random_logits(VOCAB))
     draft = propose(drafter, 0)
     assert len(draft.tree) == 13
     assert draft.survival == [branch.log_survival for branch in template()[:13]]
@@ -103,9 +111,13 @@ class Watched(RecyclingDrafter):
         self.model = model
         self.shown: list[int] = []
 
-    def observe_logits(self, token_ids: Tensor, logits: Tensor) -> None:
-        super().observe_logits(token_ids, logits)
+    def observe_logits(self, token_ids: Tensor, logits: Tensor, firsts: Sequence[tuple[Request, int]]) -> None:
+        super().observe_logits(token_ids, logits, firsts)
         self.shown += token_ids.tolist()
+        starts = [first for _, first in firsts]
+        assert starts == sorted(starts) and starts[0] == 0
+        for request, first in firsts:  # its root is among the last tokens it knew before the step
+            assert first == len(token_ids) or int(token_ids[first]) in request.token_ids
         for token, row in zip(token_ids.tolist(), logits, strict=True):
             assert torch.equal(row, self.model.logits([token]))
 
@@ -143,7 +155,7 @@ def test_what_ended_requests_said_is_used_only_if_it_may_be(across_requests: boo
     drafter = RecyclingDrafter(4, VOCAB, harness.kernels(), across_requests)
     requests = [Request(name, (1,), SamplingParams(), seed=0) for name in "abc"]
     drafter.begin(requests[0])
-    drafter.observe_logits(torch.tensor([1]), torch.eye(VOCAB)[[2]])
+    show(drafter, torch.tensor([1]), torch.eye(VOCAB)[[2]])
     drafter.begin(requests[1])  # beside the other one: nothing is forgotten
     assert guessed(drafter, requests[1]) == [2]
     drafter.end("a")
@@ -157,3 +169,31 @@ def guessed(drafter: RecyclingDrafter, request: Request) -> list[int]:
     draft = Draft(request, 2)
     drafter.propose([draft])
     return list(draft.tree.tokens[1:])
+
+
+class SomeAdapter:
+    """Adapters are told apart as objects."""
+
+
+def test_requests_of_other_adapters_and_salts_learn_nothing_from_each_other() -> None:
+    drafter, one = recycling(), SomeAdapter()
+    kinds: list[dict[str, Any]] = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"adapter": one}]
+    kinds += [{"adapter": one, "cache_salt": "a"}]
+    requests = [Request(str(i), (1,), SamplingParams(), seed=0, **kind) for i, kind in enumerate(kinds)]
+    logits = torch.eye(VOCAB)[[2, 3, 4, 5, 6]]
+    firsts = [(each, row) for row, each in enumerate(requests[:3])]
+    drafter.observe_logits(torch.tensor([1, 1, 1]), logits[:3], firsts)
+    assert [guessed(drafter, each) for each in requests] == [[2], [3], [4], [], []]
+    drafter.observe_logits(torch.tensor([1, 1]), logits[3:], [(requests[3], 0), (requests[4], 1)])
+    assert [guessed(drafter, each) for each in requests] == [[2], [3], [4], [5], [6]]
+    again = [Request("x", (1,), SamplingParams(), seed=0, **kind) for kind in kinds]
+    assert [guessed(drafter, each) for each in again] == [[2], [3], [4], [5], [6]]
+
+
+def test_few_salts_are_remembered_and_the_usual_lessons_stay() -> None:
+    drafter = recycling()
+    requests = [Request("", (1,), SamplingParams(), 0, cache_salt=str(i) if i else "") for i in range(NUM_APART + 2)]
+    for each in requests:
+        show(drafter, torch.tensor([1]), torch.eye(VOCAB)[[2]], each)
+    assert [bool(guessed(drafter, each)) for each in (requests[0], requests[-1], requests[2])] == [True] * 3
+    assert guessed(drafter, requests[1]) == [], "the salt that was used longest ago"

@@ -6,6 +6,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -287,3 +288,31 @@ def test_a_prediction_is_cut_to_what_can_be_repeated() -> None:
     llm = mini.plain().with_drafter("suffix", max_model_len=64)
     assert len(llm.predicted("a b c " * 10_000)) == 64
     assert llm.predicted("") == ()
+
+
+def test_answers_help_requests_of_the_same_salt_and_adapter_alone() -> None:
+    drafter, one = suffix(4, least_chance=0.2), SomeAdapter()
+    kinds: list[dict[str, Any]] = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"adapter": one}]
+    kinds += [{"adapter": one, "cache_salt": "a"}]
+
+    def of(name: str, prompt: list[int], kind: dict[str, Any]) -> Request:
+        return Request(name, tuple(prompt), SamplingParams(max_tokens=100), seed=0, max_len=1000, **kind)
+
+    for index, kind in enumerate(kinds):
+        said = of(str(index), [1], kind)
+        drafter.begin(said)
+        said.token_ids += [7, 8, 100 + index, 9]
+        said.finish_reason = "stop"
+        drafter.end(said.request_id)
+    for index, kind in enumerate(kinds):
+        asking = of("asking", [2, 7, 8], kind)
+        drafter.begin(asking)
+        assert propose(drafter, asking).tree.tokens[1] == 100 + index
+        drafter.end("asking")
+    stranger = of("stranger", [2, 7, 8], {"cache_salt": "c"})
+    drafter.begin(stranger)
+    assert len(propose(drafter, stranger).tree) == 1
+
+
+class SomeAdapter:
+    """Adapters are told apart as objects."""

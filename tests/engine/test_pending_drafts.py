@@ -146,7 +146,9 @@ def test_rows_of_pending_drafts_are_shown_with_their_tokens(
         made.verifier = verifier(tiny.kernels(), at_once=True)
         assert isinstance(made.drafter, Portfolio)
         monkeypatch.setattr(made.drafter, "wants_logits", True)
-        monkeypatch.setattr(made.drafter, "observe_logits", lambda ids, logits, to=seen: to.append(ids.tolist()))
+        monkeypatch.setattr(
+            made.drafter, "observe_logits", lambda ids, logits, firsts, to=seen: to.append(ids.tolist())
+        )
         tiny.run(made, tiny.groups(3, temperature=1.0, max_tokens=12))
         shown.append(seen)
     assert num_pending and shown[0] == shown[1]

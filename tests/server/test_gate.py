@@ -37,6 +37,31 @@ def test_keys_beyond_ascii_match(llm: LLM) -> None:
         assert "an API key is needed" in client.get("/v1/models").text
 
 
+def test_keys_and_salts_share_no_prefixes(llm: LLM) -> None:
+    prompt = "One of many sentences of a long text that both ask about. " * 6
+
+    def cached(key: str, pad: int = 0, **fields: Any) -> int:
+        body = json.dumps({"prompt": prompt, "max_tokens": 1, **fields}) + " " * pad
+        headers = {"x-api-key": key, "Content-Type": "application/json"}
+        answer = client.post("/v1/completions", content=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["forerun"]["cached_prompt_tokens"])
+
+    with client_of(llm, api_keys=("one", "two")) as client:
+        for key, fields in (("one", {}), ("two", {}), ("one", {"cache_salt": "x"}), ("two", {"cache_salt": "x"})):
+            assert cached(key, **fields) == 0 and cached(key, **fields) > 16, (key, fields)
+            assert cached(key, 70 << 10, **fields) > 16, "large bodies are turned into requests by other threads"
+        assert cached("one", 70 << 10, cache_salt="y") == 0
+        for salt in ("", "x" * 257):
+            headers = {"x-api-key": "one"}
+            answer = client.post("/v1/completions", json={"prompt": "a", "cache_salt": salt}, headers=headers)
+            assert answer.status_code == 400 and "1 to 256 characters" in answer.text
+    with client_of(llm, api_keys=("only",)) as client:
+        assert cached("only", cache_salt="x") == 0 and cached("only", cache_salt="x") > 16
+    with client_of(llm, api_keys=("another",)) as client:
+        assert cached("another", cache_salt="x") > 16, "one key is no tenant among others"
+
+
 def test_names_the_server_does_not_go_by(llm: LLM) -> None:
     own = ("localhost:8000", "LOCALHOST", "127.0.0.1:99", "[::1]:8000", "localhost.", "a.inside.example:1")
     others = ("evil.example:8000", "inside.example", "127.0.0.1.evil.example", "localhost.evil.example", "[::2]")

@@ -5,9 +5,9 @@ valid. Does not know: tensors, who is scheduled when.
 
 A tree of blocks: a node is a full block, and its path from the top spells the whole prefix. Token ids themselves
 are compared, not hashes of them, so that prefixes can never collide. Every adapter has a tree of its own: the same
-tokens give other KV with it. The owner of a block owns
-all blocks above it, and a request releases its last block first; so the pool, which evicts the least recently
-released block, never takes a block that other nodes still follow.
+tokens give other KV with it. So has every salt: who shares nothing learns nothing of others by the clock. The owner of
+a block owns all blocks above it, and a request releases its last block first; so the pool, which evicts the least
+recently released block, never takes a block that other nodes still follow.
 
 Sources: blocks shared by prefix as in Kwon et al., arXiv 2309.06180; the tree as in Zheng et al., arXiv 2312.07104.
 """
@@ -18,7 +18,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from forerun.cache.block_pool import BlockPool
 from forerun.core import Request
@@ -27,7 +27,7 @@ Tokens = tuple[int, ...]
 _TOP = -1  # "block" of nodes above all first blocks
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Node:
     """A full block of known tokens and what has followed it."""
 
@@ -110,24 +110,24 @@ class PrefixCache:
         self.stats = PrefixCacheStats()
         self.block_size = block_size
         self._pool = pool
-        self._top = Node(_TOP, (), None)  # of the model without an adapter
-        self._adapted: WeakKeyDictionary[object, Node] = WeakKeyDictionary()  # that of every adapter
+        self._bare = Node(_TOP, (), None)  # stands for the model without an adapter
+        self._tops: WeakKeyDictionary[object, WeakValueDictionary[str, Node]] = WeakKeyDictionary()  # by adapter, salt
         self._nodes: dict[int, Node] = {}  # by block
         self._tails: dict[str, _Tail] = {}  # by running request
         pool.on_evict = self._forget
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
-    def nothing(self, adapter: object | None = None) -> Hit:
+    def nothing(self, adapter: object | None = None, salt: str = "") -> Hit:
         """The hit of a request that must compute everything."""
-        return Hit(self._top_of(adapter))
+        return Hit(self._top_of(adapter, salt))
 
-    def lookup(self, token_ids: Sequence[int], adapter: object | None = None) -> Hit:
-        """The longest prefix of `token_ids` that is known with this adapter.
+    def lookup(self, token_ids: Sequence[int], adapter: object | None = None, salt: str = "") -> Hit:
+        """The longest prefix of `token_ids` that is known with this adapter and salt.
 
         The block of the last token is never shared, only copied from.
         """
-        top = node = self._top_of(adapter)
+        top = node = self._top_of(adapter, salt)
         path: list[Node] = []
         for tokens in self._full_blocks(token_ids, (len(token_ids) - 1) // self.block_size):
             child = node.children.get(tokens)
@@ -142,8 +142,10 @@ class PrefixCache:
         ready = self._ready_of([*path, partial] if partial else path, start + num_copied)
         return Hit(node, tuple(n.block for n in path), partial.block if partial else None, num_copied, ready)
 
-    def _top_of(self, adapter: object | None) -> Node:
-        return self._top if adapter is None else self._adapted.setdefault(adapter, Node(_TOP, (), None))
+    def _top_of(self, adapter: object | None, salt: str) -> Node:
+        """The top of a tree; it lives as long as somebody's blocks follow it."""
+        owner = self._bare if adapter is None else adapter
+        return self._tops.setdefault(owner, WeakValueDictionary()).setdefault(salt, Node(_TOP, (), None))
 
     def _hit_with_state(self, path: list[Node], top: Node) -> Hit:
         """As much of the path as ends with a kept state."""

@@ -35,6 +35,8 @@ def learned(
     if delete:
         for kept in files:
             kept.path.unlink(missing_ok=True)
+        for path in folder.glob("*.npz"):
+            path.unlink(missing_ok=True)
     if json:
         print_json([{**asdict(kept), "path": str(kept.path), "deleted": delete} for kept in files])
         return

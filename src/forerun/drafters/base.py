@@ -9,10 +9,13 @@ A module of this package that has a `SPEC` is a drafter; `drafters.registry` fin
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar, cast
+from weakref import ref
 
 from torch import Tensor
 
@@ -23,6 +26,7 @@ from forerun.models.base import LayerSpec, Model
 from forerun.speculation.draft import Draft
 from forerun.speculation.growth import TreeGrower
 
+NUM_APART: Final = 16  # adapters and salts a drafter learns for
 _TREES_FROM_BYTES = 200_000_000  # weights that take some 10 ms to read, 20 times as long as preparing a tree level
 
 
@@ -185,16 +189,78 @@ class EngineDrafter(Drafter, Protocol):
 class LogitsReader(Protocol):
     """The extra method of drafters with `wants_logits = True`, which learn from every row the target computed."""
 
-    def observe_logits(self, token_ids: Tensor, logits: Tensor) -> None:
+    def observe_logits(self, token_ids: Tensor, logits: Tensor, firsts: Sequence[tuple[Request, int]]) -> None:
         """A pass is over: row i of logits [R, vocab_size] tells what follows token_ids[i], [R] int64.
 
-        Rows of rejected nodes are among them. Called before `observe`; the logits are not the drafter's to keep.
+        `firsts`: the requests in the order of their rows, and each one's first row. Rows of rejected nodes are among
+        them. Called before `observe`; the logits are not the drafter's to keep.
         """
 
 
 def logits_reader(drafter: Drafter) -> LogitsReader | None:
     """The drafter, if it wants to see logits."""
     return cast(LogitsReader, drafter) if getattr(drafter, "wants_logits", False) else None
+
+
+Lesson = TypeVar("Lesson")
+
+
+class Lessons(Generic[Lesson]):
+    """What a drafter learns from requests for others, apart for each adapter and each `cache_salt`.
+
+    That of the model alone without a salt is kept, and of the others the NUM_APART that were used last. What was
+    learned without a salt can go to a later process (`state`, `recall`).
+    """
+
+    def __init__(
+        self, make: Callable[[bool], Lesson], write: Callable[[Lesson], Any], read: Callable[[Lesson, Any], None]
+    ) -> None:
+        """`make`: something empty; told whether it is one of many, which should be small.
+
+        `write`: a lesson as an array of int32; `read`: an empty lesson learns from such an array, or raises ValueError.
+        """
+        self._make, self._write, self._read, self._own = make, write, read, make(False)
+        self._apart: OrderedDict[tuple[ref[object] | None, str], Lesson] = OrderedDict()
+        self._recalled: dict[str, Any] = {}  # of adapters that nobody has used yet
+
+    @property
+    def every(self) -> Sequence[Lesson]:
+        """All that is kept."""
+        return [self._own, *self._apart.values()]
+
+    def of(self, request: Request) -> Lesson:
+        """What may be used for this request, and taught by it."""
+        if request.adapter is None and not request.cache_salt:
+            return self._own
+        key = None if request.adapter is None else ref(request.adapter), request.cache_salt
+        if key not in self._apart:
+            self._apart[key] = lesson = self._make(True)
+            if not request.cache_salt:
+                self._recall(lesson, _path_of(request.adapter))
+            if len(self._apart) > NUM_APART:
+                self._apart.popitem(last=False)
+        self._apart.move_to_end(key)
+        return self._apart[key]
+
+    def state(self) -> dict[str, Any]:
+        """What was learned without a salt, by the adapter's folder; "": without an adapter."""
+        used = {_path_of(of()): lesson for (of, salt), lesson in self._apart.items() if of is not None and not salt}
+        found = {"": self._own, **{path: lesson for path, lesson in used.items() if path}}
+        return self._recalled | {path: self._write(lesson) for path, lesson in found.items()}
+
+    def recall(self, state: Mapping[str, Any]) -> None:
+        """Begin with what `state` gave in an earlier process; call it before any request."""
+        self._recalled = dict(state)
+        self._recall(self._own, "")
+
+    def _recall(self, lesson: Lesson, path: str) -> None:
+        if path in self._recalled:
+            with suppress(ValueError):
+                self._read(lesson, self._recalled.pop(path))
+
+
+def _path_of(adapter: object) -> str:
+    return str(getattr(adapter, "path", ""))
 
 
 class Stateless:

@@ -214,11 +214,11 @@ class Portfolio:
             if seen:
                 member.call("observe", [each.request for each in seen], seen, hidden)
 
-    def observe_logits(self, token_ids: Tensor, logits: Tensor) -> None:
+    def observe_logits(self, token_ids: Tensor, logits: Tensor, firsts: Sequence[tuple[Request, int]]) -> None:
         """Show them to the members that want to see them."""
         for member in self._readers:
             if not member.is_off:
-                member.call("observe_logits", [], token_ids, logits)
+                member.call("observe_logits", [], token_ids, logits, firsts)
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Ask the members one after the other, as far as the drafts' plan allows."""

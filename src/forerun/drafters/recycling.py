@@ -1,6 +1,7 @@
 """Token recycling: the candidates the target ranked next to its choices are next step's guesses.
 
-Knows: the target's best successors of each token, as last seen, over all requests. Does not know: texts, contexts.
+Knows: the target's best successors of each token, as last seen, over all requests that may learn from each other. Does
+not know: texts, contexts.
 
 Source: Luo et al., "Turning Trash into Treasure: Accelerating Inference of LLMs with Token Recycling", arXiv
 2408.08696: a table of the top 8 successors of every token, overwritten from every verified row whether it was
@@ -14,14 +15,14 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.core import Request
-from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Stateless
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Lessons, Stateless
 from forerun.kernels.device import to_host
 from forerun.kernels.ops import Kernels, NoiseKeys
 from forerun.speculation.draft import Draft
@@ -65,7 +66,8 @@ SPEC = DrafterSpec(
 class RecyclingDrafter(Stateless):
     """Fills a tree of ranks from the table of each token's last seen successors.
 
-    All requests share the table; without `across_requests` it is emptied when a request begins and no other is running.
+    All requests of one adapter and salt share a table; without `across_requests` the tables are emptied when a request
+    begins and no other is running.
     """
 
     name = SPEC.name
@@ -78,19 +80,22 @@ class RecyclingDrafter(Stateless):
         self._kernels = kernels
         self._num_idle = 0  # steps since drafts were wanted
         self._num_successors = min(NUM_SUCCESSORS, vocab_size)
-        self._table = np.full((vocab_size, self._num_successors), UNKNOWN, dtype=np.int32)  # best first
+        shape = vocab_size, self._num_successors
+        self._tables = Lessons(lambda _: np.full(shape, UNKNOWN, dtype=np.int32), np.copy, _fill)  # best first
+        self.lessons = self._tables if across_requests else None
 
     def begin(self, request: Request) -> None:
         """Empty the table if requests must not learn from earlier ones."""
         if not self._across_requests and not self._running:
-            self._table.fill(UNKNOWN)
+            for table in self._tables.every:
+                table.fill(UNKNOWN)
         self._running.add(request.request_id)
 
     def end(self, request_id: str) -> None:
         """One request less."""
         self._running.discard(request_id)
 
-    def observe_logits(self, token_ids: Tensor, logits: Tensor) -> None:
+    def observe_logits(self, token_ids: Tensor, logits: Tensor, firsts: Sequence[tuple[Request, int]]) -> None:
         """Overwrite the successors of token_ids [R] by the best of logits [R, vocab_size]; later rows win."""
         self._num_idle += 1
         if self._num_idle > PATIENCE and self._num_idle % SELDOM:
@@ -99,7 +104,9 @@ class RecyclingDrafter(Stateless):
         none = torch.zeros(num_rows, dtype=torch.int64)
         plain = torch.zeros(num_rows, dtype=torch.float64)  # temperature 0: the logits themselves
         best, _ = self._kernels.gumbel_topk(logits, plain, NoiseKeys(none, none, none), self._num_successors)
-        self._table[token_ids.numpy()] = to_host(best).numpy()
+        ids, successors = token_ids.numpy(), to_host(best).numpy()
+        for (request, first), end in zip(firsts, [*[first for _, first in firsts[1:]], num_rows], strict=True):
+            self._tables.of(request)[ids[first:end]] = successors[first:end]
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Fill as much of the fixed tree as there is room for and successors are known."""
@@ -108,17 +115,25 @@ class RecyclingDrafter(Stateless):
             self._fill(draft)
 
     def _fill(self, draft: Draft) -> None:
+        table = self._tables.of(draft.request)
         nodes: list[int | None] = [ROOT]  # where the branches went, None for those nothing is known for
         for parent, rank, log_survival in islice(template(), 1, draft.num_wanted + 1):
             node = nodes[parent]
-            token = UNKNOWN if node is None else self._successor(draft.tree.tokens[node], rank)
+            token = UNKNOWN if node is None else self._successor(table, draft.tree.tokens[node], rank)
             if node is None or token == UNKNOWN:
                 nodes.append(None)
             else:
                 nodes.append(draft.add(node, token, log_survival))
 
-    def _successor(self, token: int, rank: int) -> int:
-        return int(self._table[token, rank]) if rank < self._num_successors else UNKNOWN
+    def _successor(self, table: Any, token: int, rank: int) -> int:
+        return int(table[token, rank]) if rank < self._num_successors else UNKNOWN
+
+
+def _fill(table: Any, earlier: Any) -> None:
+    """Take over a table. Raises ValueError for one of another vocabulary."""
+    if earlier.shape != table.shape or earlier.min() < UNKNOWN or earlier.max() >= len(table):
+        raise ValueError("a table of another vocabulary")
+    table[:] = earlier
 
 
 @cache

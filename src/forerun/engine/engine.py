@@ -328,11 +328,11 @@ class Engine:
         if reader is None or not out.logits.shape[0]:
             return
         token_ids = batch.token_ids if batch.pending is None else batch.token_ids.clone()
-        if batch.pending is not None:  # the host's batch does not hold what was drawn, which has been read since
-            for draft, root_row in _roots(work):
-                tokens = torch.tensor(draft.rows().tokens).clamp(max=self.model.vocab_size - 1)
-                token_ids[root_row : root_row + len(tokens)] = tokens
-        reader.observe_logits(token_ids[batch.logit_rows], out.logits)
+        # The host's batch does not hold what was drawn on a device; it has been read since.
+        for draft, root_row in _roots(work) if batch.pending is not None else ():
+            tokens = torch.tensor(draft.rows().tokens).clamp(max=self.model.vocab_size - 1)
+            token_ids[root_row : root_row + len(tokens)] = tokens
+        reader.observe_logits(token_ids[batch.logit_rows], out.logits, [(e.item.request, e.first_logit) for e in work])
 
     def _publish(self, observed: Sequence[Observed], out: PassOutput) -> None:
         """Offer full blocks of committed rows to other requests, with the states that drafters need there."""

@@ -264,10 +264,10 @@ class Scheduler:
         if self._shared is None or self.prefix_cache is None:
             return NO_HIT
         if request.prompt_logprobs is not None:  # needs the logits of all prompt rows
-            return self.prefix_cache.nothing(request.adapter)
+            return self.prefix_cache.nothing(request.adapter, request.cache_salt)
         if self._shared.is_waiting(request):
             return None
-        hit = self.prefix_cache.lookup(request.token_ids, request.adapter)
+        hit = self.prefix_cache.lookup(request.token_ids, request.adapter, request.cache_salt)
         return None if self._shared.must_wait(request, hit) else hit
 
     def _start(self, request: Request, hit: Hit, step: _Step, needs_boundary: bool) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from time import perf_counter, sleep
 from typing import Any, Final, TypeVar
 
@@ -44,7 +45,7 @@ class LargeBodies:
 
     async def prepare(self, work: Callable[[], Result]) -> Result:
         """The result of `work`, which mostly waits or computes without the GIL."""
-        return await asyncio.get_running_loop().run_in_executor(self._others, work)
+        return await asyncio.get_running_loop().run_in_executor(self._others, copy_context().run, work)
 
     def _paced(self, work: Callable[[], Result]) -> Result:
         sleep(max(0.0, self._rested_s - perf_counter()))

@@ -16,7 +16,7 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forerun.server.auth import KeyCheck
+from forerun.server.auth import TENANT, KeyCheck
 from forerun.server.errors import ApiError, as_api_error
 from forerun.server.metrics import Metrics
 from forerun.server.playground import FILES as PLAYGROUND_FILES
@@ -75,7 +75,7 @@ class Gate:
         if path is None:
             raise ApiError(404, f"there is no {passage.scope['path'][:200]} here; see /docs", code="not_found")
         if path not in OPEN_PATHS:
-            self._check_key(passage.headers.get("authorization"), passage.headers.get("x-api-key"))
+            TENANT.set(self._check_key(passage.headers.get("authorization"), passage.headers.get("x-api-key")))
         passage.check_length()
 
     def _check_host(self, given: str) -> None:

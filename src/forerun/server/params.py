@@ -12,6 +12,7 @@ from typing import Any
 from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
 from forerun.errors import SamplingError
+from forerun.server.auth import TENANT
 from forerun.server.errors import ApiError, unsupported
 from forerun.server.schema import SamplingBody, Speculation, check_served
 
@@ -22,6 +23,7 @@ SAME_NAME = (
 )  # fmt: skip
 MAX_STRINGS, MAX_STRING = 64, 1024  # stop strings, bad words; characters of one
 MAX_STOP_TOKENS = 1024
+MAX_SALT = 256
 MAX_PRIORITY = 1000
 MAX_PROMPT_LOGPROBS = 20
 
@@ -93,7 +95,7 @@ def engine_options(body: SamplingBody, drafter: DrafterConfig, timeout_s: float 
 
     Times count from now: call it before anything that takes long.
     """
-    options = {**_speculation(body.speculation, drafter), "arrival_s": perf_counter()}
+    options = {**_speculation(body.speculation, drafter), "arrival_s": perf_counter(), "cache_salt": _salt(body)}
     limit_s = body.timeout if body.timeout is not None else timeout_s
     if limit_s is not None:
         options["deadline_s"] = options["arrival_s"] + limit_s
@@ -102,6 +104,16 @@ def engine_options(body: SamplingBody, drafter: DrafterConfig, timeout_s: float 
             raise ApiError(400, f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}", param="priority")
         options["priority"] = body.priority
     return options
+
+
+def _salt(body: SamplingBody) -> str:
+    """What keeps this request's cached prefixes and lessons apart from others: the API key, if there are several, and
+    the request's own salt."""
+    salt, tenant = body.cache_salt, TENANT.get()
+    if salt is not None and not 0 < len(salt) <= MAX_SALT:
+        most = f"it must have 1 to {MAX_SALT} characters"
+        raise ApiError(400, f"cache_salt has {len(salt)} characters; {most}", param="cache_salt")
+    return f"{tenant} {salt or ''}" if tenant or salt else ""
 
 
 def _speculation(asked: Speculation | None, drafter: DrafterConfig) -> dict[str, Any]:

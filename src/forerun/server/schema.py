@@ -144,6 +144,7 @@ class SharedFields(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     speculation: Speculation | None = None
+    cache_salt: str | None = None
     priority: Whole | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
