@@ -52,6 +52,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "drafters.named": ("drafters", "weights", "config"),
     "drafters.portfolio": ("drafters", "speculation", "models", "cache", "kernels.ops", "core", "config"),
     "learned": ("policy", "drafters.base"),
+    "bench.drafters": ("bench", "assemble", "drafters", "llm", "policy", "core", "config"),
     "policy": ("drafters.base", "speculation.draft", "core"),
     "engine": (
         "policy",

@@ -17,7 +17,7 @@ from forerun.drafters.base import Lessons
 from forerun.drafters.registry import file_stamp
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.kernels.suffix import select_suffix
-from forerun.learned import Kept, KeptLessons, kept_files
+from forerun.learned import Kept, KeptLessons, Profile, kept_files, read_profile
 from forerun.policy.costs import CallCosts, Costs, PassCosts
 from forerun.policy.policy import AdaptivePolicy
 from forerun.speculation.draft import Draft
@@ -200,6 +200,24 @@ def test_the_command_lists_and_deletes(tmp_path: Path, monkeypatch: pytest.Monke
     assert lines[start + 1 : start + 3] == ["  a plain step takes 1500.00 ms", f"  m: acceptance by rank {by_rank}"]
     assert CliRunner().invoke(app, ["learned", "--delete"]).exit_code == 0
     assert kept_files(tmp_path / "learned") == []
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    profile = Profile("/models/m", "here", "own", 5.0, "suffix", {"suffix": 1.5, "ngram": 0.9})
+    assert profile.save(tmp_path / "deep") and read_profile(tmp_path / "deep", "/models/m", "here") == profile
+    assert read_profile(tmp_path / "deep", "/models/m", "there") is None
+    assert read_profile(tmp_path / "deep", "/models/other", "here") is None
+    [path] = (tmp_path / "deep").iterdir()
+    for damaged in (
+        "",
+        "[]",
+        path.read_text("utf-8").replace("1.5", '"x"'),
+        path.read_text("utf-8").replace("gains", "g"),
+    ):
+        path.write_text(damaged, "utf-8")
+        assert read_profile(tmp_path / "deep", "/models/m", "here") is None
+    (tmp_path / "file").touch()
+    assert not profile.save(tmp_path / "file")
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "recycling"])

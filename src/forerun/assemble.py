@@ -241,6 +241,17 @@ def machine_of(kernels: Kernels) -> str:
     return f"{platform.node()} {platform.machine()}, {kernels.name}, {kernels.reason}"
 
 
+def start_from(engine: Engine, config: EngineConfig, model: Model, kernels: Kernels) -> None:
+    """Let later engines with these options begin with what this one's policy has learned, unless they know something.
+
+    `model`: as loaded.
+    """
+    assert isinstance(engine.drafter, Portfolio)
+    kept = _kept(config, engine.drafter, model, kernels)
+    if isinstance(engine.policy, AdaptivePolicy) and kept.is_new:
+        kept.save(engine.policy)
+
+
 def _recall(kept: Kept | None, policy: Policy, drafter: Portfolio) -> Callable[[], None] | None:
     """Let the policy and drafters begin with what is kept -> what keeps what they learn."""
     if kept is None:

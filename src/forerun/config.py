@@ -145,6 +145,11 @@ def cache_folder() -> Path:
     return Path(own) if own else Path(common or os.path.expanduser("~/.cache")) / "forerun"
 
 
+def profiles_folder() -> Path:
+    """Where `forerun bench drafters` keeps what it found for each model."""
+    return cache_folder() / "profiles"
+
+
 def learned_folder() -> Path:
     """Where what policies learned is kept."""
     return cache_folder() / "learned"

@@ -6,6 +6,8 @@ One small JSON file for each model, drafter and machine. Beside it lies what dra
 token ids of the answers), but for what requests with a salt of their own have taught; only the user can read it. All
 this changes speed, never tokens under the coupled rule. A file that is damaged or of another version counts as none;
 where nothing can be written nothing is kept. Of several processes the last one to write wins: a file is replaced whole.
+
+A profile is what a benchmark found for a model on this machine: which drafter gains most, and how much each gains.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -83,6 +85,11 @@ class Kept:
             return False
         return True
 
+    @property
+    def is_new(self) -> bool:
+        """Whether there was no file, or none of use."""
+        return self._learned is None
+
     def save(self, policy: AdaptivePolicy) -> None:
         """Write what the policy knows, unless that was done just now or cannot be done."""
         now = perf_counter()
@@ -122,6 +129,35 @@ class KeptLessons:
                     kept[f"{member}\n{path}"] = state
                     left -= state.nbytes
         _replace(self.path, lambda file: np.savez(file, **kept))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What `forerun bench drafters` found for a model on a machine."""
+
+    model: str  # its folder or file
+    machine: str
+    suite: str  # of prompts
+    made_s: float  # since 1970
+    recommended: str  # a drafter as on the command line
+    gains: Mapping[str, float]  # speed over plain decoding, by drafter, over all temperatures
+
+    def save(self, folder: Path) -> bool:
+        """Write it in place of an earlier one; False where that cannot be done."""
+        return _write(_profile_path(folder, self.model, self.machine), {"version": VERSION, **asdict(self)})
+
+
+def read_profile(folder: Path, model: str, machine: str) -> Profile | None:
+    """The profile of a model on this machine; None where there is no usable one."""
+    with suppress(*_DAMAGED):
+        kept = _contents(_profile_path(folder, model, machine))
+        gains = {str(name): float(_number(gain)) for name, gain in kept["gains"].items()}
+        return Profile(model, machine, str(kept["suite"]), _number(kept["made_s"]), str(kept["recommended"]), gains)
+    return None
+
+
+def _profile_path(folder: Path, model: str, machine: str) -> Path:
+    return folder / f"{_key([model, machine])}.json"
 
 
 def _key(value: Any) -> str:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from forerun import LLM
 from forerun.cli.explain import explain_lines
 from forerun.core import DepthCount, DrafterCount, RequestStats
+from forerun.policy.policy import AdaptivePolicy
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "bigram.py"
 BIGRAM = f"{EXAMPLE}:Bigram"
@@ -44,7 +46,33 @@ def test_a_report_is_written(run_json: Any, questions: str, tmp_path: Path, monk
         assert {row["drafter"] for row in run["against_fixed"]} == set(names[1:3])
     assert "2 prompts of spec-bench" in (folder / "report.md").read_text("utf-8") and report["pass_ms"]["1"] > 0
     assert {"report.html", "report.md"} <= {path.name for path in folder.iterdir()}
-    assert not (tmp_path / "cache" / "learned").exists(), "a benchmark keeps out of what other runs learned"
+    best = {name: gain for name, gain in report["gains"].items() if gain > 1.0}
+    assert set(report["gains"]) == set(names[1:3])
+    assert report["recommended"] == (max(best, key=best.__getitem__) if best else "none")
+    shown = run_json("inspect", "mini")["profile"]
+    assert (shown["recommended"], shown["gains"]) == (report["recommended"], report["gains"])
+    learned = run_json("learned")
+    assert len(learned) == 2 and all("across_requests=True" in each["about"]["options"] for each in learned)
+
+
+def test_a_profile_is_where_policies_that_know_nothing_start(
+    run: Any, run_json: Any, questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    options = ("--suite", questions, "--drafters", "ngram", "--temperature", "0", *SHORT, "--out", str(tmp_path / "r"))
+    run("bench", "drafters", "mini", *options, "--no-keep-profile")
+    assert not (tmp_path / "cache").exists() and run_json("inspect", "mini")["profile"] is None
+    assert "recommended: --drafter" in run("bench", "drafters", "mini", *options).stdout
+    assert "with ngram (of 1 drafters" in " ".join(run("inspect", "mini").stdout.split()) or (
+        "no drafter gains" in run("inspect", "mini").stdout
+    )
+    [before] = (tmp_path / "cache" / "learned").iterdir()
+    known = before.read_text("utf-8")
+    with_drafter = LLM("mini", drafter="ngram")
+    policy = with_drafter.engine.policy
+    assert isinstance(policy, AdaptivePolicy) and policy.costs.knows_plain, "it starts from the profile"
+    run("bench", "drafters", "mini", *options)
+    assert before.read_text("utf-8") == known, "what was learned before stays"
 
 
 @pytest.mark.parametrize("columns", [80, 40])

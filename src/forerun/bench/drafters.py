@@ -10,8 +10,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from forerun.bench.interval import geometric_mean
 from forerun.bench.prompts import PromptCase
 from forerun.bench.speed import PLAIN, measure, report
+from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
 from forerun.drafters.named import engine_config, own_model, read
 from forerun.drafters.registry import all_specs
@@ -132,6 +134,20 @@ def _forget_identity(result: dict[str, Any], others: Collection[str]) -> None:
             row["identical"] = None
 
 
+def let_start_from(engines: Mapping[str, LLM], wanted: Sequence[Entrant]) -> None:
+    """Let policies of later runs that know nothing yet begin with what these engines' policies learned."""
+    from forerun.assemble import start_from
+
+    for llm in (engines[entrant.name] for entrant in wanted):
+        usual = replace(llm.config, drafter=_sharing(llm.config.drafter))
+        start_from(llm.engine, usual, llm.loaded.model, llm.kernels)
+
+
+def _sharing(options: DrafterConfig) -> DrafterConfig:
+    """The options as they are outside of benchmarks, where requests may learn from each other."""
+    return replace(options, across_requests=True, members=tuple(map(_sharing, options.members)))
+
+
 def pass_costs_ms(engines: Mapping[str, LLM]) -> dict[int, float]:
     """Milliseconds of a pass by its rows, as the engine with the most rows measured them; {} without a policy."""
     measured: list[Costs] = [
@@ -155,6 +171,20 @@ def against_fixed(result: Mapping[str, Any], wanted: Sequence[Entrant]) -> list[
             if best is not None:
                 rows.append(_beside(category, entrant.name, best.name, speedups))
     return rows
+
+
+def recommended(runs: Sequence[Mapping[str, Any]], wanted: Sequence[Entrant]) -> tuple[str, dict[str, float]]:
+    """The drafter that gains most over all temperatures, plain decoding where none gains, and what each gains.
+
+    Only drafters whose amount the policy chooses are compared. A gain is a speed over that of plain decoding.
+    """
+    gains = {}
+    for name in (entrant.name for entrant in wanted if entrant.num_fixed is None):
+        speedups = [row["speedup"] for run in runs for row in run["rows"] if row["drafter"] == name]
+        if speedups and all(speedups):
+            gains[name] = round(geometric_mean(speedups), 3)
+    best = max(gains, key=gains.__getitem__, default=PLAIN)
+    return (best if gains.get(best, 0.0) > 1.0 else PLAIN), gains
 
 
 def _competes(fixed: Entrant, entrant: Entrant) -> bool:

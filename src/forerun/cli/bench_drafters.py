@@ -59,8 +59,12 @@ def drafters(
     out_folder: Annotated[Path, typer.Option("--out", help="Folder for the report.")] = Path("drafter-report"),
     json: opt.JsonOption = False,
     verification: opt.Verification = "coupled",
+    keep_profile: Annotated[
+        bool,
+        typer.Option(help="Keep what was found: `inspect` tells it, and policies that know nothing start from it."),
+    ] = True,
 ) -> None:
-    """Measure every drafter and the portfolio against plain decoding; write tables and pictures into a folder."""
+    """Measure every drafter and the portfolio against plain decoding; recommend one; write a report into a folder."""
     cases, name = _cases(suite, prompts, limit), target.name
     params = [
         SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed)
@@ -76,7 +80,9 @@ def drafters(
     drafting = {"across_requests": False, **asked}
     report = {"model": name, "suite": suite, "prompts": str(prompts or suite), "max_tokens": max_tokens,
               "repeats": repeats, "seed": seed, "verification": verification}  # fmt: skip
-    report |= _measure(plain, names, (sizes, rules), drafting, cases, params, repeats, may_lack=drafters == AUTO)
+    report |= _measure(plain, names, (sizes, rules), drafting, cases, params, repeats, drafters == AUTO, keep_profile)
+    if keep_profile and "recommended" in report:
+        _keep_profile(plain, report)
     paths = _write(out_folder, report)
     print_json(report) if json else _show(report, paths)
 
@@ -135,6 +141,7 @@ def _measure(
     params: Sequence[SamplingParams],
     repeats: int,
     may_lack: bool,
+    keep_profile: bool,
 ) -> dict[str, Any]:
     from forerun.bench import drafters as bench
     from forerun.bench.conversation import fitting_cases
@@ -149,7 +156,14 @@ def _measure(
     with progress_bar("prompts", len(fitting) * len(params), shown=err().is_terminal) as advance:
         runs = bench.run(engines, fitting, params, repeats, advance)
     present: list[Entrant] = [entrant for entrant in wanted if entrant.name in engines]
+    found = {}
+    if not variants[1]:  # rules are compared, not drafters
+        best, gains = bench.recommended(runs, present)
+        found = {"recommended": best, "gains": gains}
+        if keep_profile:
+            bench.let_start_from(engines, [entrant for entrant in present if entrant.num_fixed is None])
     return {
+        **found,
         "runs": [{**run, "against_fixed": bench.against_fixed(run, present)} for run in runs],
         "fixed": [entrant.name for entrant in present if entrant.num_fixed],
         "left_out": left_out,
@@ -158,6 +172,18 @@ def _measure(
         "num_too_long": len(cases) - len(fitting),
         "machine": describe_machine(plain.kernels),
     }
+
+
+def _keep_profile(plain: LLM, report: dict[str, Any]) -> None:
+    """For `forerun inspect`."""
+    from time import time
+
+    from forerun.assemble import machine_of
+    from forerun.config import profiles_folder
+    from forerun.learned import Profile
+
+    model, machine = str(plain.loaded.folder), machine_of(plain.kernels)
+    Profile(model, machine, report["suite"], time(), report["recommended"], report["gains"]).save(profiles_folder())
 
 
 def _check_some(engines: dict[str, LLM], left_out: dict[str, str]) -> None:
@@ -189,3 +215,7 @@ def _show(report: dict[str, Any], paths: Sequence[Path]) -> None:
     for name, reason in report["left_out"].items():
         print_note(f"{name} was left out: {reason}")
     out().print("report: " + ", ".join(str(path) for path in paths), soft_wrap=True)
+    if "recommended" in report:
+        gain = report["gains"].get(report["recommended"])
+        said = f"{gain:.2f} times plain decoding" if gain else "no drafter gains on these prompts"
+        out().print(f"recommended: --drafter {report['recommended']}, {said}", soft_wrap=True)

@@ -6,6 +6,8 @@ Knows: how to summarise what configuration and headers tell; weights are not rea
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from forerun.cli import options as opt
@@ -61,6 +63,7 @@ def _inspect(name: str, **options: Any) -> dict[str, Any]:
         "parsers": _parsers(found.tokenizer.chat_template),
         "adapters": list(found.adapters),
         "drafters": _drafters(name, found),
+        "profile": _profile(found, kernels),
         "memory": _memory(found, usable),
         "backend": {"name": kernels.name, "reason": kernels.reason},
         "kernels": kernels.describe(),
@@ -162,6 +165,16 @@ def _drafters(name: str, found: Overview) -> dict[str, str]:
     return {spec.name: _with_what(name, spec) for spec in single if is_open or not spec.needs_layers}
 
 
+def _profile(found: Overview, kernels: Kernels) -> dict[str, Any] | None:
+    """What `forerun bench drafters` found here; None where it did not run."""
+    from forerun.assemble import machine_of
+    from forerun.config import profiles_folder
+    from forerun.learned import read_profile
+
+    profile = read_profile(profiles_folder(), str(found.folder), machine_of(kernels))
+    return None if profile is None else asdict(profile)
+
+
 def _with_what(name: str, spec: DrafterSpec) -> str:
     from forerun.drafters.named import own_model
 
@@ -211,6 +224,7 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("chat template", _template(report)),
         *([("adapters", ", ".join(report["adapters"]))] if report["adapters"] else []),
         ("can draft", "; ".join(f"{name}: {how}" for name, how in report["drafters"].items())),
+        *([("expected", _expected(report["profile"]))] if report["profile"] else []),
         ("on disk", "; ".join(_by_type(*kind) for kind in report["storage"]["bytes"].items())),
         ("weights", f"{_size(memory['weights_bytes'])} in memory"),
         ("KV cache", _kv(memory)),
@@ -219,6 +233,13 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("backend", f"{report['backend']['name']}: {report['backend']['reason']}"),
         ("kernels", _kernels(report["kernels"])),
     ]
+
+
+def _expected(profile: dict[str, Any]) -> str:
+    """Such as "1.46x with suffix (of 5 drafters, prompts: own, 2026-11-23)"."""
+    best, gains, day = profile["recommended"], profile["gains"], date.fromtimestamp(profile["made_s"])
+    said = f"{gains[best]:.2f}x with {best}" if best in gains else "no drafter gains"
+    return f"{said} (of {len(gains)} drafters, prompts: {profile['suite']}, {day})"
 
 
 def _template(report: dict[str, Any]) -> str:

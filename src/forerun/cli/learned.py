@@ -27,7 +27,7 @@ def learned(
     json: opt.JsonOption = False,
 ) -> None:
     """List what the policy has learned about models, drafters and this machine, or delete it."""
-    from forerun.config import learned_folder
+    from forerun.config import learned_folder, profiles_folder
     from forerun.learned import kept_files
 
     folder = learned_folder()
@@ -35,7 +35,7 @@ def learned(
     if delete:
         for kept in files:
             kept.path.unlink(missing_ok=True)
-        for path in folder.glob("*.npz"):
+        for path in (*folder.glob("*.npz"), *profiles_folder().glob("*.json")):
             path.unlink(missing_ok=True)
     if json:
         print_json([{**asdict(kept), "path": str(kept.path), "deleted": delete} for kept in files])
