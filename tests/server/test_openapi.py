@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,11 +56,11 @@ def attempted(check: Callable[[], None], most: int = 3) -> None:
                 raise
 
 
-def test_generated_requests_find_no_internal_error(llm: LLM) -> None:
-    app = create_app(llm, server_settings(timeout_s=0.5, grammar_timeout_s=2.0))
+def test_generated_requests_find_no_internal_error(llm: LLM, tmp_path: Path) -> None:
+    app = create_app(llm, server_settings(timeout_s=0.5, grammar_timeout_s=2.0, batch_dir=tmp_path))
     with running(app) as address:
         app.state.context.grammars.start()  # which takes seconds, and longer than some requests may
         schema = schemathesis.openapi.from_url(f"{address}/openapi.json", wait_for_schema=30)
         seen = {operation.label: attack(operation) for operation in (r.ok() for r in schema.get_all_operations())}
-    assert len(seen) == 18 and all(seen.values())
+    assert len(seen) == 27 and all(seen.values())
     llm.engine.scheduler.check_integrity()

@@ -100,6 +100,10 @@ class Serving:
         int, _safety("Answers of /v1/responses kept for later requests; 0 keeps none.", min=0)
     ] = 1000
     max_stored_bytes: Annotated[int, _safety("Bytes of those answers and their conversations.", min=0)] = 64 << 20
+    batch_dir: Annotated[
+        Path | None, _server("Folder of /v1/files and /v1/batches, which are not served without it.")
+    ] = None
+    max_batch_bytes: Annotated[int, _safety("Bytes of files uploaded for batches.", min=1)] = 4 << 30
     max_connections: Annotated[int, _safety("Requests open at a time; more get 503.", min=1)] = 4096
     timeout_s: Annotated[float | None, _safety("Seconds for requests without a timeout of their own.", "--timeout")] = (
         None

@@ -25,6 +25,9 @@ from forerun.engine.outputs import RequestGroup
 from forerun.errors import ForerunError, ModelNotFoundError
 from forerun.llm import LLM
 from forerun.server import metrics
+from forerun.server.batch_api import BatchFolder, add_batches
+from forerun.server.batch_jobs import BatchJobs
+from forerun.server.batches import BatchServer
 from forerun.server.bodies import CheckedRequest, CheckedRoute, LargeBodies
 from forerun.server.chat import ChatJob
 from forerun.server.completions import CompletionJob
@@ -37,6 +40,7 @@ from forerun.server.grammar_compiler import MAX_WAITING, GrammarCompiler
 from forerun.server.memory import bound_arenas
 from forerun.server.messages import MessageJob, count_tokens
 from forerun.server.messages_schema import CountTokensBody, MessagesBody
+from forerun.server.params import MAX_PRIORITY
 from forerun.server.playground import FILES, STREAM_PATH, add_playground
 from forerun.server.responses import ResponseJob
 from forerun.server.responses_schema import ResponsesBody
@@ -51,6 +55,7 @@ from forerun.server.schema import (
 )
 from forerun.server.service import EngineService
 from forerun.server.settings import ServerSettings
+from forerun.server.stored_files import FileStore
 
 NUM_THREADS = MAX_WAITING + 32  # read requests; MAX_WAITING of them may wait for the grammar compiler
 log = logging.getLogger("forerun.server")
@@ -62,6 +67,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         403: "The name in the Host header is not one of the server's, or adapters may not be loaded by requests.",
         404: "There is no such model.",
         408: "The body did not arrive in time.",
+        409: "The file is part of a batch that is not over.",
         413: "The body is too large.",
         422: "Not used; wrong fields are 400.",
         429: "The queue is full; Retry-After says when to try again.",
@@ -90,6 +96,8 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     bound_arenas()
     service, context = EngineService(llm, settings), ServerContext(llm, settings)
     large, stopping = LargeBodies(), Event()
+    app = FastAPI(title="forerun", version=__version__, separate_input_output_schemas=False)
+    folder = _batch_folder(app, service, settings)
 
     def stop() -> None:
         """End all requests with an error, and the processes that serve them; may be called again."""
@@ -101,19 +109,22 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS, "forerun-request"))
+        answering = asyncio.create_task(folder.run())
         if settings.warm_grammars:
             Thread(target=_warm, args=(context.grammars, stopping), name="forerun-grammars", daemon=True).start()
         try:
             yield
         finally:
+            folder.close()
+            await answering
             await asyncio.to_thread(stop)
             large.close()
 
-    app = FastAPI(title="forerun", version=__version__, lifespan=lifespan, separate_input_output_schemas=False)
+    app.router.lifespan_context = lifespan
     app.state.service, app.state.context, app.state.large_bodies = service, context, large
     app.state.check_body = context.check_body
     app.state.stop = stop
-    app.include_router(_router(service, context))
+    app.include_router(_router(service, context, folder))
     for kind in (ForerunError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
     paths = frozenset((*app.openapi()["paths"], "/docs", "/openapi.json", *FILES, STREAM_PATH))
@@ -146,13 +157,26 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     return told.response(request.url.path)
 
 
-def _router(service: EngineService, context: ServerContext) -> APIRouter:
+def _batch_folder(app: FastAPI, service: EngineService, settings: ServerSettings) -> BatchFolder:
+    """The server's files and batches. Rows wait behind other requests, and take half of the engine's seats."""
+    if settings.batch_dir is None:
+        return BatchFolder()
+    config, files = service.llm.config, FileStore(settings.batch_dir / "files", settings.max_batch_bytes)
+    server = BatchServer(app, lambda: bool(service.healthy), config.seed, priority=MAX_PRIORITY)
+    num_at_once = max(1, config.max_num_seqs // 2)
+    path = settings.batch_dir / "batches"
+    jobs = BatchJobs(path, files, server, num_at_once, settings.max_body_bytes, settings.drain_s)
+    return BatchFolder(files, jobs)
+
+
+def _router(service: EngineService, context: ServerContext, folder: BatchFolder) -> APIRouter:
     router = APIRouter(route_class=CheckedRoute, responses=_ERRORS)
     answer = _Answering(service)
     _add_generating(router, answer, context)
     _add_responses(router, answer, context)
     _add_texts(router, context)
     _add_adapters(router, service, context)
+    add_batches(router, folder)
     _add_status(router, service, context)
     add_playground(router, service, context)
     return router

@@ -36,8 +36,11 @@ class BatchInput:
     num_done: int = 0  # rows of this shard that earlier runs answered
 
     @classmethod
-    def scan(cls, path: Path, max_bytes: int, shard: Shard, done: set[str]) -> BatchInput:
-        """Read a file once: where its rows are, and which are none. Raises DataError if it cannot be read."""
+    def scan(cls, path: Path, max_bytes: int, shard: Shard, done: set[str], url: str | None = None) -> BatchInput:
+        """Read a file once: where its rows are, and which are none. Raises DataError if it cannot be read.
+
+        `url`: that of all rows; None: each has its own.
+        """
         found, first_lines = cls(path), dict[str, int]()
         for place, line in _lines(path, max_bytes):
             row = BadRow(place.line, None, f"line {place.line} has more than {max_bytes} bytes") if line is None else (
@@ -46,6 +49,8 @@ class BatchInput:
             name = row.custom_id
             if name is not None and name in first_lines:
                 row = BadRow(place.line, name, f"line {first_lines[name]} has the same custom_id; the first one counts")
+            if isinstance(row, BatchRow) and url not in (None, row.url):
+                row = BadRow(place.line, name, f"the batch is for {url}, this row for {row.url}")
             if isinstance(row, BatchRow):
                 first_lines[row.custom_id] = place.line
             found._sort(row, place, shard, done)

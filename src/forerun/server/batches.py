@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Scope
 URLS: Final = ("/v1/chat/completions", "/v1/completions")
 FIELDS: Final = ("custom_id", "method", "url", "body")
 _Running = asyncio.Task[tuple[bool, dict[str, Any]]]
+INSIDE: Final = "forerun.inside"  # of a scope: the request comes from this process, not from a client
 MAX_ID: Final = 512  # characters of a custom_id
 # Answers that say nothing of the row: the queue or the grammar compiler is full, the engine or a helper process failed.
 BUSY, PASSING = 429, (408, 499, 500, 503)
@@ -133,13 +134,15 @@ class UnavailableError(Exception):
 class BatchServer:
     """Who answers rows, and how.
 
-    `healthy`: whether the application's engine works; `model`: the model of all rows, None for what each names.
+    `healthy`: whether the application's engine works; `model`: the model of all rows, None for what each names;
+    `priority`: of rows without one.
     """
 
     app: ASGIApp
     healthy: Callable[[], bool]
     seed: int = 0
     model: str | None = None
+    priority: int | None = None
 
 
 async def answer_row(server: BatchServer, row: BatchRow) -> tuple[bool, dict[str, Any]]:
@@ -150,6 +153,8 @@ async def answer_row(server: BatchServer, row: BatchRow) -> tuple[bool, dict[str
     body = row.body if server.model is None else {**row.body, "model": server.model}
     if body.get("seed") in (None, -1):
         body = {**body, "seed": seed_of(server.seed, row.custom_id)}
+    if server.priority is not None:
+        body = {"priority": server.priority, **body}
     sent = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     num_tries, pause_s = 1, PAUSE_S
     while True:
@@ -178,7 +183,7 @@ async def _post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json"),
                     (b"content-length", str(len(body)).encode())],
-        "client": ("127.0.0.1", 0), "server": ("localhost", 80),
+        "client": ("127.0.0.1", 0), "server": ("localhost", 80), "extensions": {INSIDE: {}},
     }  # fmt: skip
     unsent, status, parts = [body], 0, list[bytes]()
 

@@ -17,6 +17,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.server.auth import TENANT, KeyCheck
+from forerun.server.batch_api import FILES_PATH
+from forerun.server.batches import INSIDE
 from forerun.server.errors import ApiError, as_api_error
 from forerun.server.metrics import Metrics
 from forerun.server.playground import FILES as PLAYGROUND_FILES
@@ -26,6 +28,7 @@ from forerun.server.settings import ServerSettings
 HEALTH = "/health"
 OPEN_PATHS = (HEALTH, *PLAYGROUND_FILES)
 ID_HEADER = "X-Request-Id"
+LEAST_RATE = 1 << 20  # bytes a second: what has arrived of a body gives the rest time
 _ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
 
 log = logging.getLogger("forerun.server")
@@ -49,12 +52,14 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        passage = _Passage(scope, receive, send, self._settings)
-        path = self._known(scope["path"])
-        num_places = int(path != HEALTH)  # health checks need none: they must always get through
+        path, is_inside = self._known(scope["path"]), INSIDE in scope.get("extensions", ())
+        most_bytes = self._settings.max_batch_bytes if path == FILES_PATH else self._settings.max_body_bytes
+        passage = _Passage(scope, receive, send, most_bytes, self._settings.body_timeout_s)
+        num_places = int(path != HEALTH and not is_inside)  # health checks need none: they must always get through
         self._num_open += num_places
         try:
-            self._check(passage, path)
+            if not is_inside:
+                self._check(passage, path)
             await self._app(scope, passage.receive, passage.send)
         except Exception as error:
             await self._answer_error(passage, error)
@@ -121,13 +126,14 @@ def host_name(given: str) -> str:
 class _Passage:
     """One request on its way through: counts its body's bytes and adds its id to the answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: ServerSettings) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, most_bytes: int, longest_s: float) -> None:
+        """At most so many bytes in a body, which may take so long, and longer the more of it is there."""
         self.scope = scope
         self.headers = Headers(scope=scope)
         self.status = 0  # of the answer, once it has begun
         self._receive = receive
         self._send = send
-        self._settings = settings
+        self._most_bytes, self._longest_s = most_bytes, longest_s
         self._started = perf_counter()
         self._num_bytes = 0
         self._complete = False
@@ -138,20 +144,18 @@ class _Passage:
     def check_length(self) -> None:
         """Raise ApiError 413 if Content-Length is too large."""
         length = self.headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self._settings.max_body_bytes:
+        if length.isdigit() and int(length) > self._most_bytes:
             raise self._too_large()
 
     def _too_large(self) -> ApiError:
-        most = self._settings.max_body_bytes
-        return ApiError(
-            413, f"the body is larger than {most} bytes", code="body_too_large", headers={"Connection": "close"}
-        )
+        told = f"the body is larger than {self._most_bytes} bytes"
+        return ApiError(413, told, code="body_too_large", headers={"Connection": "close"})
 
     async def receive(self) -> Message:
         """The next message; raises ApiError if the body is too large or too slow."""
         if self._complete:
             return await self._receive()  # the client's disconnect, whenever it comes
-        left_s = self._settings.body_timeout_s - (perf_counter() - self._started)
+        left_s = self._longest_s + self._num_bytes / LEAST_RATE - (perf_counter() - self._started)
         try:
             message = await asyncio.wait_for(self._receive(), max(left_s, 0.001))
         except TimeoutError:
@@ -159,7 +163,7 @@ class _Passage:
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))
             self._complete = not message.get("more_body", False)
-        if self._num_bytes > self._settings.max_body_bytes:
+        if self._num_bytes > self._most_bytes:
             raise self._too_large()
         return message
 

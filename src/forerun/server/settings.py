@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from forerun.errors import ConfigError
 
@@ -39,6 +40,8 @@ class ServerSettings:
     allow_lora_loading: bool = False  # /v1/load_lora_adapter reads folders of this machine that requests name
     max_stored_responses: int = 1000  # of /v1/responses, for previous_response_id; 0: none
     max_stored_bytes: int = 64 << 20  # of those, conversations included
+    batch_dir: Path | None = None  # where /v1/files and /v1/batches keep what they have; None: they are not served
+    max_batch_bytes: int = 4 << 30  # of uploaded files
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
 
@@ -47,7 +50,14 @@ class ServerSettings:
             raise ConfigError("a served model needs at least one name")
         if any(not key for key in self.api_keys):
             raise ConfigError("an API key is empty: give a text of at least one character, or no key")
-        for name in ("max_body_bytes", "max_samples", "max_connections", "body_timeout_s", "grammar_timeout_s"):
+        for name in (
+            "max_body_bytes",
+            "max_batch_bytes",
+            "max_samples",
+            "max_connections",
+            "body_timeout_s",
+            "grammar_timeout_s",
+        ):
             _positive(name, getattr(self, name))
         for name in ("max_prompt_tokens", "timeout_s"):
             if getattr(self, name) is not None:

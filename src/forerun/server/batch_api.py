@@ -1,0 +1,145 @@
+"""/v1/files and /v1/batches: OpenAI's Batch API over a folder of the server's machine.
+
+Knows: routes and their bodies. Does not know: how files are kept (`stored_files`), how batches are answered
+(`batch_jobs`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Form, Request, Response, UploadFile
+from fastapi.responses import FileResponse, JSONResponse
+
+from forerun.server.auth import TENANT
+from forerun.server.batch_jobs import WINDOW, BatchJobs
+from forerun.server.batches import URLS
+from forerun.server.errors import ApiError
+from forerun.server.schema import Body
+from forerun.server.stored_files import PURPOSES, FileStore, page
+
+NOT_SERVED = "files and batches are kept in a folder: start the server with --batch-dir FOLDER"
+FILES_PATH = "/v1/files"
+MAX_METADATA = 16  # entries, each name of at most 64 characters and value of at most 512: OpenAI's limits
+DEFAULT_PAGE = 20  # batches; of files, all
+
+
+class CreateBatchBody(Body):
+    """A batch over an uploaded file."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+
+
+class BatchFolder:
+    """The files and the batches of a server; None of either where it keeps none."""
+
+    def __init__(self, files: FileStore | None = None, jobs: BatchJobs | None = None) -> None:
+        self._files, self._jobs = files, jobs
+
+    async def run(self) -> None:
+        """Answer batches until `close`."""
+        if self._jobs is not None:
+            await self._jobs.run()
+
+    def close(self) -> None:
+        """End the rows that run."""
+        if self._jobs is not None:
+            self._jobs.close()
+
+    @property
+    def files(self) -> FileStore:
+        """The files. Raises ApiError 404 where none are kept."""
+        if self._files is None:
+            raise ApiError(404, NOT_SERVED, code="not_served")
+        return self._files
+
+    @property
+    def jobs(self) -> BatchJobs:
+        """The batches. Raises ApiError 404 where none are kept."""
+        if self._jobs is None:
+            raise ApiError(404, NOT_SERVED, code="not_served")
+        return self._jobs
+
+
+def add_batches(router: APIRouter, folder: BatchFolder) -> None:
+    """The routes; without a folder they say how to get one."""
+    _add_files(router, folder)
+
+    @router.post("/v1/batches", response_class=JSONResponse)
+    async def create_batch(body: CreateBatchBody) -> dict[str, Any]:
+        """Answer the rows of an uploaded file."""
+        jobs = folder.jobs
+        _check(body)
+        return jobs.create(body.endpoint, body.input_file_id, body.metadata).said()
+
+    @router.get("/v1/batches")
+    async def batches(after: str | None = None, limit: int = DEFAULT_PAGE) -> dict[str, Any]:
+        """The batches, the last one first."""
+        return page([job.said() for job in folder.jobs.all()], after, limit)
+
+    @router.get("/v1/batches/{batch_id}")
+    async def batch(batch_id: str) -> dict[str, Any]:
+        """One batch."""
+        return folder.jobs.get(batch_id).said()
+
+    @router.post("/v1/batches/{batch_id}/cancel", response_class=JSONResponse)
+    async def cancel_batch(batch_id: str) -> dict[str, Any]:
+        """Begin no further row; what was answered is kept."""
+        return folder.jobs.cancel(batch_id).said()
+
+
+def _add_files(router: APIRouter, folder: BatchFolder) -> None:
+    @router.post(FILES_PATH, response_class=JSONResponse)
+    async def upload_file(file: UploadFile, purpose: Annotated[str, Form()], request: Request) -> dict[str, Any]:
+        """Keep a file of rows."""
+        files = folder.files
+        strange = next((name for name in await request.form() if name not in ("file", "purpose")), None)
+        if strange is not None:
+            raise ApiError(400, f"unknown field {strange[:100]!r}; files have file and purpose", param=strange[:100])
+        if purpose not in PURPOSES:
+            raise ApiError(400, f"purpose must be {', '.join(PURPOSES)}; got {purpose[:100]!r}", param="purpose")
+        kept = await asyncio.to_thread(files.add, file.file, file.filename or "rows.jsonl", purpose, TENANT.get())
+        return kept.said()
+
+    @router.get(FILES_PATH)
+    async def stored_files(purpose: str | None = None, after: str | None = None, limit: int = 10_000) -> dict[str, Any]:
+        """The files, the last one first."""
+        return page([f.said() for f in folder.files.all(TENANT.get()) if purpose in (None, f.purpose)], after, limit)
+
+    @router.get(FILES_PATH + "/{file_id}")
+    async def stored_file(file_id: str) -> dict[str, Any]:
+        """What is known of a file."""
+        return folder.files.get(file_id, TENANT.get()).said()
+
+    @router.get(FILES_PATH + "/{file_id}/content")
+    async def file_content(file_id: str) -> Response:
+        """A file's bytes."""
+        found = folder.files.get(file_id, TENANT.get())
+        return FileResponse(folder.files.path(found.id), media_type="application/octet-stream", filename=found.filename)
+
+    @router.delete(FILES_PATH + "/{file_id}", response_class=JSONResponse)
+    async def delete_file(file_id: str) -> dict[str, Any]:
+        """Forget a file."""
+        files, user = folder.files, folder.jobs.uses(file_id)
+        files.get(file_id, TENANT.get())
+        if user is not None:
+            raise ApiError(409, f"{user.id} is not over and needs {file_id}: cancel it first", code="file_in_use")
+        files.delete(file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+
+def _check(body: CreateBatchBody) -> None:
+    """Raise ApiError 400 for what is not served."""
+    if body.endpoint not in URLS:
+        raise ApiError(400, f"endpoint must be one of {', '.join(URLS)}; got {body.endpoint[:100]!r}", param="endpoint")
+    if body.completion_window != WINDOW:
+        raise ApiError(400, f"completion_window must be {WINDOW} (nothing expires here); got "
+                            f"{body.completion_window[:100]!r}", param="completion_window")  # fmt: skip
+    entries = body.metadata or {}
+    if len(entries) > MAX_METADATA or any(len(name) > 64 or len(value) > 512 for name, value in entries.items()):
+        raise ApiError(400, f"metadata may have {MAX_METADATA} entries, names of 64 characters and values of 512",
+                       param="metadata")  # fmt: skip

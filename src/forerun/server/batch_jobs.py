@@ -1,0 +1,228 @@
+"""Batches that a server was given: their states, and the one that is answered, row by row, beside other requests.
+
+Knows: what OpenAI's Batch API says of a batch, how a batch goes on after a restart. Does not know: HTTP, how rows are
+answered (`batches`), files (`batch_files`, `stored_files`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from forerun.errors import ConfigError, ForerunError
+from forerun.server.auth import TENANT
+from forerun.server.batch_files import AnswerFile, BatchInput
+from forerun.server.batches import BatchServer, Shard, Stops, UnavailableError, answer_all
+from forerun.server.errors import ApiError
+from forerun.server.stored_files import FileStore, new_id, read_json, write_json
+
+OUTPUT: Final = "batch_output"  # the purpose of what a batch writes
+WINDOW: Final = "24h"  # the one completion window of OpenAI's API; here nothing expires
+OPEN: Final = ("validating", "in_progress", "finalizing", "cancelling")  # states of batches that are not over
+SAVE_S: Final = 1.0  # between two savings of a batch's counts
+TIMES: Final = ("in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled")  # states with a time
+log = logging.getLogger("forerun.server")
+
+
+@dataclass(slots=True)
+class BatchJob:
+    """What is known of a batch."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    created_at: int  # seconds since 1970
+    tenant: str  # whose it is, as in auth.TENANT
+    metadata: dict[str, str] | None = None
+    status: str = "validating"
+    output_id: str = field(default_factory=lambda: new_id("file-"))
+    errors_id: str = field(default_factory=lambda: new_id("file-"))
+    times: dict[str, int] = field(default_factory=dict)  # when it came into a state
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    written: list[str] = field(default_factory=list)  # of output_id and errors_id, those that are files
+    why_failed: str | None = None
+
+    def enter(self, status: str) -> None:
+        """Note that it comes into a state."""
+        self.status = status
+        self.times[status] = int(time.time())
+
+    def said(self) -> dict[str, Any]:
+        """The batch object of OpenAI's API."""
+        why = [{"code": "batch_failed", "message": self.why_failed, "line": None, "param": None}]
+        return {
+            "id": self.id, "object": "batch", "endpoint": self.endpoint, "input_file_id": self.input_file_id,
+            "completion_window": WINDOW, "status": self.status, "metadata": self.metadata,
+            "errors": {"object": "list", "data": why} if self.why_failed else None,
+            "output_file_id": self.output_id if self.output_id in self.written else None,
+            "error_file_id": self.errors_id if self.errors_id in self.written else None,
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "created_at": self.created_at, "expires_at": None, "expired_at": None,
+            **{f"{status}_at": self.times.get(status) for status in TIMES},
+        }  # fmt: skip
+
+
+class BatchJobs:
+    """The batches of a folder; one after the other is answered. Used by the event loop's thread alone.
+
+    Raises ConfigError for a folder it cannot use.
+    """
+
+    def __init__(
+        self, folder: Path, files: FileStore, server: BatchServer, num_at_once: int, max_row_bytes: int, drain_s: float
+    ) -> None:
+        self._folder, self._files, self._server = folder, files, server
+        self._num_at_once, self._max_row_bytes, self._drain_s = num_at_once, max_row_bytes, drain_s
+        self._jobs: dict[str, BatchJob] = {}
+        self._stops: Stops | None = None  # of the one that is answered
+        self._running: str | None = None
+        self._wake = asyncio.Event()
+        self._closing = False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.glob("*.json"):
+                known: Mapping[str, Any] = read_json(path)
+                job = BatchJob(**{entry.name: known[entry.name] for entry in fields(BatchJob)})
+                self._jobs[job.id] = job
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"cannot keep batches in {folder}: {error!r}; choose another folder") from error
+
+    # -- what clients ask ---------------------------------------------------------------------------------------
+
+    def create(self, endpoint: str, input_file_id: str, metadata: dict[str, str] | None) -> BatchJob:
+        """A new batch over an uploaded file. Raises ApiError if there is none."""
+        tenant = TENANT.get()
+        found = self._files.get(input_file_id, tenant, "input_file_id")
+        if found.purpose == OUTPUT:
+            raise ApiError(400, f"{input_file_id} was written by a batch; upload rows with purpose batch",
+                           param="input_file_id")  # fmt: skip
+        job = BatchJob(new_id("batch_"), endpoint, input_file_id, int(time.time()), tenant, metadata)
+        self._jobs[job.id] = job
+        self._save(job)
+        self._wake.set()
+        return job
+
+    def get(self, batch_id: str) -> BatchJob:
+        """One batch of the request's tenant. Raises ApiError 404."""
+        job = self._jobs.get(batch_id)
+        if job is None or job.tenant != TENANT.get():
+            raise ApiError(404, f"there is no batch {batch_id[:100]!r} here", param="batch_id", code="batch_not_found")
+        return job
+
+    def all(self) -> list[BatchJob]:
+        """The batches of the request's tenant, the last one first."""
+        found = [job for job in self._jobs.values() if job.tenant == TENANT.get()]
+        return sorted(found, key=_age, reverse=True)
+
+    def cancel(self, batch_id: str) -> BatchJob:
+        """Begin no further row of a batch. Raises ApiError if it is over."""
+        job = self.get(batch_id)
+        if job.status not in OPEN:
+            raise ApiError(400, f"{job.id} is {job.status}: only a batch that is not over can be cancelled",
+                           param="batch_id", code="batch_is_over")  # fmt: skip
+        if job.status != "cancelling":
+            job.enter("cancelling")
+            self._save(job)
+        if self._running == job.id and self._stops is not None:
+            self._stops.soon.set()
+        self._wake.set()
+        return job
+
+    def uses(self, file_id: str) -> BatchJob | None:
+        """A batch that is not over and reads or writes a file."""
+        of = (job for job in self._jobs.values() if job.status in OPEN)
+        return next((job for job in of if file_id in (job.input_file_id, job.output_id, job.errors_id)), None)
+
+    # -- answering ----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Answer batches, the oldest first, until `close`."""
+        while not self._closing:
+            self._wake.clear()
+            waiting = sorted([job for job in self._jobs.values() if job.status in OPEN], key=_age)
+            if not waiting:
+                await self._wake.wait()
+                continue
+            try:
+                await self._answer(waiting[0])
+            except UnavailableError as error:
+                log.warning("a batch waits for the next start", extra={"batch": waiting[0].id, "why": str(error)})
+                return
+            except (ForerunError, OSError) as error:
+                log.exception("a batch failed", extra={"batch": waiting[0].id})
+                self._end(waiting[0], "failed", str(error))
+
+    def close(self) -> None:
+        """End the rows that run: the next start goes on with their batch."""
+        self._closing = True
+        self._wake.set()
+        if self._stops is not None:
+            self._stops.now.set()
+            self._stops.soon.set()
+
+    async def _answer(self, job: BatchJob) -> None:
+        """Answer what is left of a batch."""
+        answers, errors = AnswerFile(self._files.path(job.output_id)), AnswerFile(self._files.path(job.errors_id))
+        rows = await asyncio.to_thread(self._read, job, answers, errors)
+        job.total = len(answers.ids) + len(errors.ids) + len(rows.bad) + len(rows.places)
+        job.completed, job.failed = len(answers.ids), len(errors.ids)
+        if job.status == "validating":
+            job.enter("in_progress")
+        self._save(job)
+        stops, saved_s = Stops(asyncio.Event(), asyncio.Event()), time.monotonic()
+        self._running, self._stops = job.id, stops
+        TENANT.set(job.tenant)  # of the rows
+        if job.status == "cancelling":
+            stops.soon.set()
+
+        def write(succeeded: bool, answer: dict[str, Any]) -> None:
+            nonlocal saved_s
+            (answers if succeeded else errors).write(answer)
+            job.completed, job.failed = job.completed + succeeded, job.failed + (not succeeded)
+            if time.monotonic() - saved_s > SAVE_S:
+                self._save(job)
+                saved_s = time.monotonic()
+
+        try:
+            with closing(answers), closing(errors):
+                for bad in rows.bad:
+                    write(False, bad.answer())
+                if job.status != "cancelling":
+                    await answer_all(self._server, rows.rows(), self._num_at_once, stops, self._drain_s, write)
+        finally:
+            self._running = self._stops = None
+        if job.status == "cancelling":
+            self._end(job, "cancelled")
+        elif not self._closing:
+            self._end(job, "completed")
+
+    def _read(self, job: BatchJob, answers: AnswerFile, errors: AnswerFile) -> BatchInput:
+        answers.resume()
+        errors.resume()
+        done, path = answers.ids | errors.ids, self._files.path(job.input_file_id)
+        return BatchInput.scan(path, self._max_row_bytes, Shard(), done, job.endpoint)
+
+    def _end(self, job: BatchJob, status: str, why: str | None = None) -> None:
+        """Show what was written, and close the batch."""
+        job.why_failed = why
+        for file_id, name in ((job.output_id, "output"), (job.errors_id, "errors")):
+            if self._files.path(file_id).exists():
+                self._files.adopt(file_id, f"{job.id}_{name}.jsonl", OUTPUT, job.tenant)
+                job.written.append(file_id)
+        job.enter(status)
+        self._save(job)
+
+    def _save(self, job: BatchJob) -> None:
+        write_json(self._folder / f"{job.id}.json", asdict(job))
+
+
+def _age(job: BatchJob) -> tuple[int, str]:
+    return job.created_at, job.id

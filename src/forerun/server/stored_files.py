@@ -1,0 +1,145 @@
+"""Files that clients upload and batches write, in one folder: bytes, and beside them what is known of each.
+
+Knows: names, sizes, how a folder is read again after a restart. Does not know: what is in a file, HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+from uuid import uuid4
+
+from forerun.errors import ConfigError
+from forerun.server.errors import ApiError
+
+PURPOSES: Final = ("batch",)  # of uploads; what a batch writes has "batch_output"
+MAX_NAME: Final = 255  # characters of a file's name that are kept
+MAX_PAGE: Final = 10_000  # entries of a list
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """What is known of a file."""
+
+    id: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int  # seconds since 1970
+    tenant: str  # whose it is, as in auth.TENANT
+
+    def said(self) -> dict[str, Any]:
+        """The file object of OpenAI's API."""
+        told = {name: value for name, value in asdict(self).items() if name != "tenant"}
+        return {**told, "object": "file", "status": "processed"}
+
+
+class FileStore:
+    """Files in a folder, at most `max_bytes` of them uploaded. Raises ConfigError for a folder it cannot use."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+        self._files: dict[str, StoredFile] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(folder.glob("*.json")):
+                found = StoredFile(**read_json(path))
+                if self.path(found.id).exists():
+                    self._files[found.id] = found
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"cannot keep files in {folder}: {error}; choose another folder") from error
+
+    @property
+    def num_left(self) -> int:
+        """Bytes that may still be uploaded."""
+        return max(0, self._max_bytes - sum(file.bytes for file in self._files.values()))
+
+    def path(self, file_id: str) -> Path:
+        """Where the bytes of a file are."""
+        return self._folder / f"{file_id}.jsonl"
+
+    def add(self, source: BinaryIO, filename: str, purpose: str, tenant: str) -> StoredFile:
+        """Keep a copy of what is read. Raises ApiError if there is no room."""
+        file_id = new_id("file-")
+        path = self.path(file_id)
+        try:
+            with path.open("wb") as file:
+                shutil.copyfileobj(source, file)
+                file.flush()
+                os.fsync(file.fileno())
+            size = path.stat().st_size
+            if size > self.num_left:
+                told = f"the file has {size} bytes, there is room for {self.num_left}: delete others"
+                raise ApiError(413, f"{told}, or raise the server's --max-batch-bytes", param="file", code="no_room")
+            return self.adopt(file_id, filename, purpose, tenant)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise ApiError(500, f"the file cannot be kept: {error.strerror or error}", code="no_room") from error
+        except ApiError:
+            path.unlink(missing_ok=True)
+            raise
+
+    def adopt(self, file_id: str, filename: str, purpose: str, tenant: str) -> StoredFile:
+        """Make the bytes that are at a file's path a file that clients see."""
+        size = self.path(file_id).stat().st_size
+        found = StoredFile(file_id, filename[:MAX_NAME], purpose, size, int(time.time()), tenant)
+        write_json(self._folder / f"{file_id}.json", asdict(found))
+        self._files[file_id] = found
+        return found
+
+    def get(self, file_id: str, tenant: str, param: str = "file_id") -> StoredFile:
+        """What is known of a tenant's file. Raises ApiError 404."""
+        found = self._files.get(file_id)
+        if found is None or found.tenant != tenant:
+            raise ApiError(404, f"there is no file {file_id[:100]!r} here", param=param, code="file_not_found")
+        return found
+
+    def delete(self, file_id: str) -> None:
+        """Forget a file that is there."""
+        (self._folder / f"{file_id}.json").unlink(missing_ok=True)
+        self.path(file_id).unlink(missing_ok=True)
+        del self._files[file_id]
+
+    def all(self, tenant: str) -> list[StoredFile]:
+        """A tenant's files, the last one first."""
+        found = [file for file in self._files.values() if file.tenant == tenant]
+        return sorted(found, key=lambda file: (file.created_at, file.id), reverse=True)
+
+
+def new_id(prefix: str) -> str:
+    """A random id."""
+    return prefix + uuid4().hex[:24]
+
+
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote."""
+    return json.loads(path.read_text("utf-8"))
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace a file at once: a reader, or a start after a crash, finds the old value or the new one."""
+    fresh = path.with_suffix(".new")
+    with fresh.open("w", encoding="utf-8") as file:
+        json.dump(value, file, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+
+
+def page(entries: Sequence[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
+    """A page of a list in OpenAI's API: `limit` entries behind the one with the id `after`. Raises ApiError 400."""
+    if not 1 <= limit <= MAX_PAGE:
+        raise ApiError(400, f"limit must be from 1 to {MAX_PAGE}; got {limit}", param="limit")
+    ids = [entry["id"] for entry in entries]
+    if after is not None and after not in ids:
+        raise ApiError(400, f"after must be the id of an entry of this list; got {after[:100]!r}", param="after")
+    first = 0 if after is None else ids.index(after) + 1
+    shown = entries[first : first + limit]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": list(shown), **ends, "has_more": len(entries) > first + limit}
