@@ -246,8 +246,8 @@ void run_all_attention(Run& run) {
     const AttentionCase plain{6, 2, 80, 80, 16, 0, 4, false}, odd{3, 1, 44, 44, 5, 0, 2, false};
     const AttentionCase windowed{2, 2, 32, 32, 8, 70, 1, false}, latent{4, 1, 56, 40, 8, 0, 3, true};
     const AttentionCase sunk{4, 2, 64, 64, 16, 40, 4, false, 0, true}, chunked{2, 1, 64, 64, 16, 0, 4, false, 64};
-    const AttentionCase capped{4, 2, 64, 64, 16, 0, 4, false, 0, false, 5.0f};
-    for (const AttentionCase& c : {plain, odd, windowed, sunk, chunked, capped}) {
+    const AttentionCase capped{4, 2, 64, 64, 16, 0, 4, false, 0, false, 5.0f}, wide{3, 1, 300, 300, 16, 0, 4, false};
+    for (const AttentionCase& c : {plain, odd, windowed, sunk, chunked, capped, wide}) {
         run_attention<float>(run, c);
         run_attention<uint16_t>(run, c);
         run_attention<int8_t>(run, c);
