@@ -155,6 +155,7 @@ OPTIONS = {
         "corpus",
         "layers",
         "head_weights",
+        "draft_vocabulary",
         "members",
     ),
     "EngineConfig": (

@@ -50,6 +50,7 @@ class DrafterConfig:
     corpus: str | None = None  # a file of `forerun train corpus` that suffix drafts from, too
     layers: tuple[int, ...] | None = None  # layers of the target that layer_skip drafts with; None: found on the fly
     head_weights: HeadWeights = "stored"  # matrices of draft heads; int8 or int4: rounded when read
+    draft_vocabulary: str | None = None  # file of the only tokens that draft, eagle and mtp may propose; None: all
     members: tuple[DrafterConfig, ...] = ()  # of a portfolio
 
     def __post_init__(self) -> None:

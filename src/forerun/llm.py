@@ -28,6 +28,7 @@ from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
 from forerun.models.adapted import LoraAdapter
 from forerun.models.loader import LoadedModel, load_adapter, load_model
+from forerun.models.trimmed import check_draft_vocabularies
 from forerun.progress import progress_bar
 from forerun.weights.corpus import open_corpus
 from forerun.weights.detokenizer import IncrementalDetokenizer
@@ -60,11 +61,11 @@ class LLM:
 
     def _open(self, config: EngineConfig, shared: _Shared | None) -> None:
         self.config = config
+        check_draft_vocabularies(config.drafter, config.model)
         self._shared = shared or _load(config)
         loaded, load_corpus = self._shared.loaded, partial(open_corpus, tokenizer=self._shared.loaded.tokenizer)
-        self.engine: Engine = assemble(
-            config, loaded.model, self._shared.kernels, self._load_draft, loaded.folder, load_corpus
-        )
+        given = loaded.model, self._shared.kernels, self._load_draft, loaded.folder, load_corpus
+        self.engine: Engine = assemble(config, *given)
         self._counter = count()
         self._seeds = random.Random(config.seed)
 
@@ -361,11 +362,10 @@ class LLM:
             raise PromptError(f"the prompt holds token id {strange!r}; the model knows 0 to {vocab_size - 1}")
 
     def _check_params(self, params: SamplingParams) -> None:
-        vocab_size = self._shared.loaded.model.vocab_size
         named = (*params.logit_bias, *(params.allowed_token_ids or ()), *params.stop_token_ids)
-        strange = next((t for t in named if not 0 <= t < vocab_size), None)
+        strange = next((t for t in named if t < 0 or not self._has_row(t)), None)
         if strange is not None:
-            known = f"the model knows 0 to {vocab_size - 1}"
+            known = f"the model knows 0 to {self._shared.loaded.model.vocab_size - 1}"
             raise SamplingError(f"a sampling parameter names token id {strange}; {known}")
 
 

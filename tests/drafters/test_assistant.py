@@ -23,7 +23,9 @@ from forerun.errors import CheckpointError, ConfigError, ModelError, Unsupported
 from forerun.llm import engine_config
 from forerun.models.decoder import Decoder
 from forerun.models.heads.mtp import open_mtp, read_mtp
+from forerun.models.heads.vocabulary import DraftVocabulary
 from forerun.models.loader import load_model
+from forerun.models.trimmed import KeptTokens
 from tests.models import factory
 from tests.support import tiny
 from tests.support.drafting import assert_as_computed, overhear
@@ -243,3 +245,16 @@ def test_targets_without_such_keys_and_damaged_tensors_are_refused(tmp_path: Pat
     keys = {f"model.layers.0.self_attn.{name}_proj.weight": torch.ones(2) for name in "kv"}
     save_file({**tensors, **keys}, pair.head / WEIGHTS)  # as published files of targets have them
     _loaded(pair)
+
+
+def test_a_draft_vocabulary_leaves_some_rows_and_no_clusters(tmp_path: Path) -> None:
+    pair, clustered = make(tmp_path / "plain"), make(tmp_path / "clusters", **ORDERED)
+    target = load_model(pair.folder, tiny.kernels()).model
+    assert isinstance(target, Decoder)
+    kept = KeptTokens(DraftVocabulary(torch.arange(10, 40), target.vocab_size), target, None)
+    whole, some = (read_mtp(open_mtp(pair.head), target, tiny.kernels(), kept=given) for given in (None, kept))
+    x = torch.randn(3, whole.parts.exit.lm_head.weight.shape[1])
+    assert torch.equal(some.parts.exit.lm_head(x), whole.parts.exit.lm_head(x)[:, 10:40])
+    assert some.vocab_size == whole.vocab_size and some.weight_bytes < whole.weight_bytes
+    with pytest.raises(UnsupportedError, match="a few clusters of tokens already"):
+        read_mtp(open_mtp(clustered.head), target, tiny.kernels(), kept=kept)

@@ -50,7 +50,8 @@ def speed(
     name = target.name
     _prepare_all(name, wanted, sizes)
     plain = open_llm(
-        name, PLAIN, tree_width=sizes.tree_width, head_weights=sizes.head_weights, adaptive=adaptive,
+        name, PLAIN, tree_width=sizes.tree_width, head_weights=sizes.head_weights,
+        draft_vocabulary=sizes.draft_vocabulary, adaptive=adaptive,
         verification=verification, **values(loading), max_num_seqs=1, prefix_caching=False, across_requests=False,
         keep_learned=False,
     )  # fmt: skip

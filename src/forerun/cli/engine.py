@@ -153,7 +153,7 @@ def drafter_options(llm: LLM, drafter: str, draft_model: str | None) -> dict[str
     from forerun.drafters.named import takes_model
 
     own = llm.config.drafter
-    names = ("tree_width", "head_weights", "adaptive", "ngram_min", "ngram_max", "across_requests")
+    names = ("tree_width", "head_weights", "draft_vocabulary", "adaptive", "ngram_min", "ngram_max", "across_requests")
     options: dict[str, Any] = {name: getattr(own, name) for name in names}
     if draft_model and takes_model(drafter):
         options["draft_model"] = draft_model

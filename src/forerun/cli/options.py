@@ -134,6 +134,13 @@ class DraftSizes:
     head_weights: Annotated[
         str, _option("Matrices of draft heads: stored, or rounded to int8 or int4 when read.", DRAFTING)
     ] = "stored"
+    draft_vocabulary: Annotated[
+        str | None,
+        _option(
+            "File of the only tokens that draft models, EAGLE heads and MTP modules may propose.",
+            DRAFTING,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

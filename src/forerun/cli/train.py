@@ -199,6 +199,24 @@ def draft(
     _train_head("draft", target, data, out, recipe, sizes, device, fresh)
 
 
+@app.command("vocabulary")
+def vocabulary(
+    texts: Annotated[
+        list[Path],
+        typer.Argument(help="Texts (.txt, .json, .jsonl, .jsonl.xz), or answers of the target (.answers; .bin)."),
+    ],
+    target: Target,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the list goes: FILE.json, or FILE.pt for SGLang.")],
+    size: Annotated[int, typer.Option(help="Tokens of the list.")] = 32768,
+) -> None:
+    """List the tokens that are most frequent in texts: the only ones drafters propose with --draft-vocabulary."""
+    from forerun.training.heads.token_list import count_texts, write_list
+
+    counts = count_texts(texts, target)
+    covered = write_list(out, counts, size)
+    typer.echo(f"{size} of {len(counts)} tokens written to {out}: {covered:.2%} of the tokens of these texts")
+
+
 def _train_head(
     kind: str, target: str, data: list[Path], out: Path, recipe: Path | None, sizes: tuple[int | None, ...],
     device: str, fresh: bool,

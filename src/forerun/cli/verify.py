@@ -60,7 +60,8 @@ def verify(
     cases = read_prompts(prompts, limit)
     name = target.name
     plain = open_llm(
-        name, PLAIN, tree_width=sizes.tree_width, head_weights=sizes.head_weights, adaptive=adaptive,
+        name, PLAIN, tree_width=sizes.tree_width, head_weights=sizes.head_weights,
+        draft_vocabulary=sizes.draft_vocabulary, adaptive=adaptive,
         max_num_seqs=batch_size, **values(loading),
     )  # fmt: skip
     report: dict[str, Any] = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "seed": seed}

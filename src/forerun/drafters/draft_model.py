@@ -13,6 +13,7 @@ from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
 from forerun.drafters.following import TokenFollower
 from forerun.errors import UnsupportedError
 from forerun.models.base import passes_of, state_specs_of, with_own_state
+from forerun.models.trimmed import trimmed_decoder
 
 
 def build(context: DrafterContext) -> Drafter:
@@ -24,6 +25,8 @@ def build(context: DrafterContext) -> Drafter:
             f"the draft model {context.options.model} has recurrent layers, whose state is kept for targets only; "
             "choose a draft model whose layers all attend"
         )
+    if context.options.draft_vocabulary is not None:
+        model = trimmed_decoder(model, context.options.model, context.options.draft_vocabulary, context.kernels)
     bind = binder(passes_of(model), context)
     return AutoregressiveDrafter(
         context, TokenFollower(model), bind, model.max_position, model.weight_bytes, model.kv_specs
@@ -34,7 +37,7 @@ SPEC = DrafterSpec(
     name="draft",
     build=build,
     help="a small model",
-    options=("model", "tree_width"),
+    options=("model", "tree_width", "draft_vocabulary"),
     max_draft_tokens=8,
     tree_width=3,
     chains_if_quick=True,

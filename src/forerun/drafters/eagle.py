@@ -10,6 +10,7 @@ from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
 from forerun.models.heads.eagle import holds_eagle, read_eagle
 from forerun.models.heads.reading import native_target
 from forerun.models.heads.source import open_head
+from forerun.models.trimmed import kept_tokens
 
 
 def build(context: DrafterContext) -> Drafter:
@@ -17,7 +18,8 @@ def build(context: DrafterContext) -> Drafter:
     assert context.options.model is not None  # checked by registry.check
     target = native_target(context.model)
     source = open_head(context.options.model)
-    head = read_eagle(source, target, context.kernels, context.options.head_weights)
+    kept = kept_tokens(context.options.draft_vocabulary, target, context.folder)
+    head = read_eagle(source, target, context.kernels, context.options.head_weights, kept)
     return head_drafter(head, context)
 
 
@@ -25,7 +27,7 @@ SPEC = DrafterSpec(
     name="eagle",
     build=build,
     help="a layer fed with the target's states",
-    options=("model", "tree_width", "head_weights"),
+    options=("model", "tree_width", "head_weights", "draft_vocabulary"),
     max_draft_tokens=8,
     tree_width=3,
     model="an EAGLE head trained for this model",

@@ -12,12 +12,14 @@ from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
 from forerun.errors import ConfigError
 from forerun.models.heads.mtp import holds_mtp, num_modules, open_mtp, read_mtp
 from forerun.models.heads.reading import native_target
+from forerun.models.trimmed import kept_tokens
 
 
 def build(context: DrafterContext) -> Drafter:
     """The module the options name, else the target's own; raises ModelErrors where there is none that fits."""
     target = native_target(context.model)
-    head = read_mtp(open_mtp(_folder(context)), target, context.kernels, context.options.head_weights)
+    kept = kept_tokens(context.options.draft_vocabulary, target, context.folder)
+    head = read_mtp(open_mtp(_folder(context)), target, context.kernels, context.options.head_weights, kept)
     return head_drafter(head, context)
 
 
@@ -36,7 +38,7 @@ SPEC = DrafterSpec(
     name="mtp",
     build=build,
     help="a module trained with the target",
-    options=("model", "tree_width", "head_weights"),
+    options=("model", "tree_width", "head_weights", "draft_vocabulary"),
     max_draft_tokens=8,
     tree_width=3,
     chains_if_quick=True,

@@ -22,6 +22,7 @@ from forerun.kernels.grouped import GroupedMatrix, check_matrix
 
 NUM_VALUES = 16  # that codes of 4 bits stand for
 NUM_SCALE_VALUES = 256
+BY_ROW = ("codes", "scales", "units", "shifts", "offsets")  # fields that have a part for each row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +73,11 @@ class CodedMatrix:
     def groups_a_unit(self) -> int:
         """Groups that share a unit, 0 without units."""
         return 0 if self.units is None else self.scales.shape[1] // self.units.shape[1]
+
+    def rows(self, row_ids: Tensor) -> CodedMatrix:
+        """Rows `row_ids` [M] int64 of it."""
+        held = {name: getattr(self, name) for name in BY_ROW if getattr(self, name) is not None}
+        return replace(self, **{name: numbers[row_ids] for name, numbers in held.items()})
 
     def float_scales(self) -> Tensor:
         """The scale of every group -> [N, num_groups] float32."""
@@ -127,8 +133,7 @@ def stacked(matrices: Sequence[CodedMatrix]) -> CodedMatrix:
     first = matrices[0]
     if len(matrices) == 1:
         return first
-    names = ("codes", "scales", "units", "shifts", "offsets")
-    held = {name: [getattr(matrix, name) for matrix in matrices] for name in names if getattr(first, name) is not None}
+    held = {name: [getattr(matrix, name) for matrix in matrices] for name in BY_ROW if getattr(first, name) is not None}
     joined: dict[str, Any] = {name: torch.cat(tables) for name, tables in held.items()}
     return replace(first, **joined)
 

@@ -43,6 +43,7 @@ from forerun.quant.dense import DenseWeight
 from forerun.quant.formats import find_format
 from forerun.quant.gguf import keeps_blocks, read_floats
 from forerun.quant.joined import JoinedWeight
+from forerun.quant.rows import read_rows
 
 # Suffixes of tensors that change nothing here; activations are not rounded to FP8 or FP4, nor are keys and values.
 INERT_TENSORS = (
@@ -250,6 +251,11 @@ class Builder:
     def activation(self, bound: int) -> str:
         """The activation of a gate whose values are bounded so; 0: they are not."""
         return f"{self.config.activation}_within_{bound}" if bound else self.config.activation
+
+    def some_rows(self, part: RowPart, columns: int, has_bias: bool, row_ids: Tensor) -> Linear:
+        """Rows `row_ids` [R] int64 of one module; raises CheckpointError if it is not there."""
+        weight = read_rows(self.format_of(part), self.source, part, columns, self.kernels, self.dtype, row_ids)
+        return Linear(weight, self._bias([part])[row_ids.to(self.kernels.device)] if has_bias else None)
 
     def linear(self, parts: list[RowPart], columns: int, has_bias: bool = False) -> Linear:
         """The modules `parts`, of `columns` inputs, as one matrix; raises CheckpointError if they are not there."""

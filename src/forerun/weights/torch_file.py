@@ -1,4 +1,4 @@
-"""Files of torch.save that hold tensors by name: pytorch_model.bin, heads' .pt.
+"""Files of torch.save: pytorch_model.bin and heads' .pt with tensors by name, lists of numbers.
 
 Knows: how such a file is opened without running code that is in it, and how it can be damaged. Does not know: what
 the tensors are for.
@@ -29,7 +29,7 @@ def read_torch_file(path: Path) -> dict[str, Tensor]:
 
     Only tensors are unpickled. A file that asks for anything else, which could be code, is refused.
     """
-    found = _load(path)
+    found = load_torch(path)
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path} holds no table of tensors by name (a {type(found).__name__}); {_REMEDY}")
     for name, value in found.items():
@@ -43,7 +43,8 @@ def read_torch_file(path: Path) -> dict[str, Tensor]:
     return dict(found)
 
 
-def _load(path: Path) -> Any:
+def load_torch(path: Path) -> Any:
+    """What a file holds, of tensors, numbers, texts and lists alone; raises CheckpointError naming the file."""
     load = partial(torch.load, path, map_location="cpu", weights_only=True)
     try:
         with warnings.catch_warnings():

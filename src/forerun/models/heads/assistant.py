@@ -22,7 +22,7 @@ import torch
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.kernels.ops import HeadLayout, Kernels
 from forerun.layers.attention import Attention
-from forerun.layers.linear import Linear
+from forerun.layers.norm import RMSNorm
 from forerun.models.build import Builder, aligned
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer
@@ -32,6 +32,8 @@ from forerun.models.heads.clusters import ClusteredOutput
 from forerun.models.heads.eagle import as_it_is
 from forerun.models.heads.head import DraftHead, Exit, HeadParts, PairEntrance
 from forerun.models.heads.reading import HeadReader, check_vocabulary, check_width, num_bytes, num_layers
+from forerun.models.trimmed import KeptTokens
+from forerun.quant.base import RowPart
 from forerun.quant.gguf import read_floats
 from forerun.quant.rounded import ChooseFormat
 from forerun.weights.checkpoint import Checkpoint
@@ -44,20 +46,25 @@ DEFAULTS = {"num_centroids": 2048, "centroid_intermediate_top_k": 32}
 NO_KEYS = ("self_attn.k_proj.", "self_attn.v_proj.", "self_attn.k_norm.")  # which layers without keys may have
 
 
-def read_assistant(source: Checkpoint, target: Decoder, kernels: Kernels, choose_format: ChooseFormat) -> DraftHead:
+def read_assistant(
+    source: Checkpoint, target: Decoder, kernels: Kernels, choose_format: ChooseFormat, kept: KeptTokens | None = None
+) -> DraftHead:
     """The assistant in a checkpoint; raises ModelError if it is damaged or was made for another target."""
-    return _Assistant(source, target, kernels, choose_format).read()
+    return _Assistant(source, target, kernels, choose_format, kept).read()
 
 
 class _Assistant:
-    def __init__(self, source: Checkpoint, target: Decoder, kernels: Kernels, choose_format: ChooseFormat) -> None:
+    def __init__(
+        self, source: Checkpoint, target: Decoder, kernels: Kernels, choose_format: ChooseFormat,
+        kept: KeptTokens | None,
+    ) -> None:  # fmt: skip
         self.source, self.target, self.kernels = source, target, kernels
         self.fields = Fields(source.config, DEFAULTS)
         self.config = ModelConfig.read(_text_config(source), GEMMA4_TEXT)
         check_width(source, "backbone_hidden_size", self.fields.integer("backbone_hidden_size"), target)
         check_vocabulary(source, self.config, target)
         self.builder = Builder(self.config, GEMMA4_TEXT, source, kernels, None, target.max_position, choose_format)
-        self.reader = HeadReader(source, target, self.builder, self.config)
+        self.reader = HeadReader(source, target, self.builder, self.config, kept)
 
     def read(self) -> DraftHead:
         config, reader, size = self.config, self.reader, self.config.hidden_size
@@ -68,20 +75,20 @@ class _Assistant:
         layers, places = tuple(layer for layer, _ in read), tuple(place for _, place in read)
         first = layers[0].attention_norm
         assert first is not None  # the family has one
-        lm_head = self._lm_head()
+        outcome = replace(self._exit(norm), back=back)
         reader.refuse_unread(inert=self._not_needed())
         return DraftHead(
             HeadParts(
                 embedding=self.target.parts.embedding,
                 entrance=PairEntrance(None, None, pre, first, state_first=False),
                 layers=layers,
-                exit=Exit(norm, lm_head, None, None, feeds_normed=True, back=back),
+                exit=outcome,
                 fuse=as_it_is,
                 hidden_layers=(num_layers(self.target) + 1,),
                 masks_start=False,
                 kv_specs=(),
                 state_size=given,
-                weight_bytes=num_bytes(layers, [pre, back, lm_head], 0),
+                weight_bytes=num_bytes(layers, [pre, back, outcome.lm_head], 0),
                 kv_places=places,
             )
         )
@@ -116,11 +123,20 @@ class _Assistant:
             )
         return alike[-1]
 
-    def _lm_head(self) -> Linear | ClusteredOutput:
-        size, vocab_size = self.config.hidden_size, self.config.vocab_size
+    def _exit(self, norm: RMSNorm) -> Exit:
         module = LM_HEAD if self.source.has(f"{LM_HEAD}.weight") else TABLE
         if not self.fields.flag("use_ordered_embeddings"):
-            return self.reader.linear(module, vocab_size, size)
+            self.builder.format_of(RowPart(module, self.config.vocab_size))  # the target's has another size
+            return self.reader.exit(norm, module, feeds_normed=True)
+        if self.reader.kept is not None:
+            raise UnsupportedError(
+                f"the assistant in {self.source.folder} gives logits for a few clusters of tokens already "
+                "(use_ordered_embeddings): leave draft_vocabulary out"
+            )
+        return Exit(norm, self._clusters(module), None, None, feeds_normed=True)
+
+    def _clusters(self, module: str) -> ClusteredOutput:
+        size, vocab_size = self.config.hidden_size, self.config.vocab_size
         num_clusters = self.fields.integer("num_centroids", maximum=vocab_size)
         top_k = self.fields.integer("centroid_intermediate_top_k", maximum=num_clusters)
         token_ids = self.source.integers(ORDERING, (vocab_size,)).long()

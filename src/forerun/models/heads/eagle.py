@@ -37,8 +37,9 @@ from forerun.models.base import BlockShape
 from forerun.models.decoder import Decoder, DecoderLayer
 from forerun.models.fields import MAX_SIZE, Fields, words
 from forerun.models.heads.head import DraftHead, Exit, HeadParts
-from forerun.models.heads.reading import HeadReader, check_hidden_size, num_bytes, num_layers
+from forerun.models.heads.reading import HeadReader, check_hidden_size, num_bytes, num_layers, own_output
 from forerun.models.heads.vocabulary import read_vocabulary
+from forerun.models.trimmed import KeptTokens
 from forerun.quant.rounded import ChooseFormat, choose_for
 from forerun.weights.checkpoint import Checkpoint
 
@@ -63,8 +64,14 @@ def holds_eagle(folder: Path) -> bool:
     return source.has("fc.weight") and not source.has("hidden_norm.weight")  # of DFlash
 
 
-def read_eagle(source: Checkpoint, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
-    """The EAGLE head in a folder, of any version. Raises ModelError if it does not fit the target."""
+def read_eagle(
+    source: Checkpoint, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored",
+    kept: KeptTokens | None = None,
+) -> DraftHead:  # fmt: skip
+    """The EAGLE head in a folder, of any version. Raises ModelError if it does not fit the target.
+
+    kept: the tokens it is to propose; None: all it knows. Raises UnsupportedError if it has a vocabulary of its own.
+    """
     choose_format = choose_for(weights)
     if source.config.get("speculators_model_type", KINDS[0]) not in KINDS:
         raise UnsupportedError(
@@ -73,9 +80,9 @@ def read_eagle(source: Checkpoint, target: Decoder, kernels: Kernels, weights: H
         )
     for prefix in ("midlayer", "layers.0"):
         if source.has(f"{prefix}.hidden_norm.weight"):
-            return _Eagle3(source, target, kernels, prefix, choose_format).read()
+            return _Eagle3(source, target, kernels, prefix, choose_format, kept).read()
     if source.has("fc.weight") and source.has("layers.0.post_attention_layernorm.weight"):
-        return _read_eagle1(source, target, kernels, choose_format)
+        return _read_eagle1(source, target, kernels, choose_format, kept)
     raise UnsupportedError(
         f"{source.folder} is not an EAGLE head of a known layout: it has neither midlayer.hidden_norm.weight nor "
         "layers.0.hidden_norm.weight (EAGLE-3), nor fc.weight with layers.0.post_attention_layernorm.weight (EAGLE-1 "
@@ -103,10 +110,12 @@ def as_it_is(states: Tensor) -> Tensor:
     return states
 
 
-def _read_eagle1(source: Checkpoint, target: Decoder, kernels: Kernels, choose_format: ChooseFormat) -> DraftHead:
+def _read_eagle1(
+    source: Checkpoint, target: Decoder, kernels: Kernels, choose_format: ChooseFormat, kept: KeptTokens | None
+) -> DraftHead:
     raw = source.config
     check_hidden_size(source, Fields(raw, {}), target)
-    reader = HeadReader.open(source, raw, HEAD_FIELDS, "layers.0", target, kernels, choose_format)
+    reader = HeadReader.open(source, raw, HEAD_FIELDS, "layers.0", target, kernels, choose_format, kept=kept)
     size, rope = reader.hidden_size, reader.rope()
     fc = reader.linear("fc", size, 2 * size)
     layers = tuple(
@@ -114,8 +123,7 @@ def _read_eagle1(source: Checkpoint, target: Decoder, kernels: Kernels, choose_f
         for index in range(_num_layers(raw))
     )
     embedding = reader.embedding("embed_tokens")
-    own = source.has("lm_head.weight")
-    lm_head = reader.linear("lm_head", target.vocab_size, size) if own else target.parts.lm_head
+    outcome = reader.exit(None, "lm_head", feeds_normed=True)
     reader.refuse_unread()
     own_bytes = 0 if embedding is target.parts.embedding else embedding.nbytes
     return DraftHead(
@@ -123,13 +131,13 @@ def _read_eagle1(source: Checkpoint, target: Decoder, kernels: Kernels, choose_f
             embedding=embedding,
             entrance=Eagle1Entrance(fc),
             layers=layers,
-            exit=reader.exit(None, lm_head, feeds_normed=True),
+            exit=outcome,
             fuse=as_it_is,
             hidden_layers=(num_layers(target) + 1,),
             masks_start=False,
             kv_specs=reader.kv_specs(layers),
             state_size=target.hidden_size,
-            weight_bytes=num_bytes(layers, [fc, lm_head] if own else [fc], own_bytes),
+            weight_bytes=num_bytes(layers, [fc, *own_output(outcome, target)], own_bytes),
         )
     )
 
@@ -178,8 +186,9 @@ class _Eagle3:
     """Reads one EAGLE-3 checkpoint. `prefix`: of the tensor names of its first layer."""
 
     def __init__(
-        self, source: Checkpoint, target: Decoder, kernels: Kernels, prefix: str, choose_format: ChooseFormat
-    ) -> None:
+        self, source: Checkpoint, target: Decoder, kernels: Kernels, prefix: str, choose_format: ChooseFormat,
+        kept: KeptTokens | None,
+    ) -> None:  # fmt: skip
         raw = source.config
         section = raw.get(SECTION)
         if section is not None and not isinstance(section, Mapping):
@@ -189,7 +198,9 @@ class _Eagle3:
         self.fields = Fields({**layers_raw, **raw}, {})
         self.num_layers = _num_layers(layers_raw)
         check_hidden_size(source, self.fields, target)
-        self.reader = HeadReader.open(source, layers_raw, HEAD_FIELDS, prefix, target, kernels, choose_format)
+        self.reader = HeadReader.open(
+            source, layers_raw, HEAD_FIELDS, prefix, target, kernels, choose_format, kept=kept
+        )
 
     def read(self) -> DraftHead:
         """The head."""
@@ -202,7 +213,7 @@ class _Eagle3:
         )
         self.reader.refuse_unread(inert=INERT)
         shared = self.target.parts
-        own = [fusion.fc, *([] if outcome.lm_head is shared.lm_head else [outcome.lm_head])]
+        own = [fusion.fc, *own_output(outcome, self.target)]
         own_bytes = 0 if embedding is shared.embedding else embedding.nbytes
         return DraftHead(
             HeadParts(
@@ -263,15 +274,8 @@ class _Eagle3:
                 "was trained for another target"
             )
         has_map = size < vocab_size or self.source.has("d2t")
-        norm, lm_head = self._norm("norm"), self._lm_head(size)
-        vocabulary = read_vocabulary(self.source, size, vocab_size).on(self.target.device) if has_map else None
-        return self.reader.exit(norm, lm_head, self.fields.flag("norm_output"), vocabulary)
-
-    def _lm_head(self, size: int) -> Linear:
-        if self.source.has("lm_head.weight") or size != self.target.vocab_size:
-            return self.reader.linear("lm_head", size, self.reader.hidden_size)
-        self.reader.must_be_as_wide_as_target("output layer", "lm_head.weight")
-        return self.target.parts.lm_head
+        vocabulary = read_vocabulary(self.source, size, vocab_size) if has_map else None
+        return self.reader.exit(self._norm("norm"), "lm_head", self.fields.flag("norm_output"), vocabulary)
 
     def _hidden_layers(self) -> tuple[int, ...]:
         """The target's hidden states that are fused, where state i is the output of layer i - 1.

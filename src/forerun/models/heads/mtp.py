@@ -38,7 +38,6 @@ from typing import Any
 from forerun.config import HeadWeights
 from forerun.errors import ModelError, UnsupportedError
 from forerun.kernels.ops import Kernels
-from forerun.layers.linear import Linear
 from forerun.models.build import Builder
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer
@@ -49,8 +48,16 @@ from forerun.models.fields import Fields, words
 from forerun.models.heads.assistant import ASSISTANTS, read_assistant
 from forerun.models.heads.eagle import as_it_is
 from forerun.models.heads.head import DraftHead, HeadParts, PairEntrance
-from forerun.models.heads.reading import SKIP_SLOT_ZERO, HeadReader, check_hidden_size, num_bytes, num_layers
+from forerun.models.heads.reading import (
+    SKIP_SLOT_ZERO,
+    HeadReader,
+    check_hidden_size,
+    num_bytes,
+    num_layers,
+    own_output,
+)
 from forerun.models.loader import gguf_family, open_checkpoint
+from forerun.models.trimmed import KeptTokens
 from forerun.quant.rounded import ChooseFormat, choose_for
 from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.gguf_checkpoint import GgufCheckpoint
@@ -192,15 +199,20 @@ def open_mtp(name_or_folder: str | Path) -> Source:
     return open_checkpoint(resolve_model(name_or_folder))
 
 
-def read_mtp(source: Source, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored") -> DraftHead:
-    """The MTP module of a folder, the target's own or another; raises ModelError if it does not fit."""
+def read_mtp(
+    source: Source, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored", kept: KeptTokens | None = None
+) -> DraftHead:
+    """The MTP module of a folder, the target's own or another; raises ModelError if it does not fit.
+
+    kept: the tokens it is to propose; None: all.
+    """
     choose_format, layout = choose_for(weights), _find_layout(source, num_layers(target))
     if isinstance(source, Checkpoint) and source.config.get("model_type") in ASSISTANTS:
-        return read_assistant(source, target, kernels, choose_format)
+        return read_assistant(source, target, kernels, choose_format, kept)
     if layout is not None:
-        return _FamilyModule(source, target, kernels, layout, choose_format).read()
+        return _FamilyModule(source, target, kernels, layout, choose_format, kept).read()
     if isinstance(source, Checkpoint) and source.has(f"{MIMO}.0.input_proj.weight"):
-        return _read_mimo(source, target, kernels, choose_format)
+        return _read_mimo(source, target, kernels, choose_format, kept)
     layouts = _layouts(num_layers(target))
     wanted = dict.fromkeys([*(layout.projection for layout in layouts), f"{MIMO}.0.input_proj"])
     raise UnsupportedError(
@@ -251,13 +263,15 @@ def num_modules(name_or_folder: str | Path) -> int:
 # -- MiMo ----------------------------------------------------------------------------------------------------------
 
 
-def _read_mimo(source: Checkpoint, target: Decoder, kernels: Kernels, choose_format: ChooseFormat) -> DraftHead:
+def _read_mimo(
+    source: Checkpoint, target: Decoder, kernels: Kernels, choose_format: ChooseFormat, kept: KeptTokens | None
+) -> DraftHead:
     raw, prefix = source.config, f"{MIMO}.0"
     _refuse_several(source, f"{MIMO}.1.")
     check_hidden_size(source, Fields(raw, {}), target)
     family = FAMILIES.get(str(raw.get("model_type")))
     known = MTP_FIELDS | (family.fields if family is not None else frozenset())
-    reader = HeadReader.open(source, raw, known, prefix, target, kernels, choose_format)
+    reader = HeadReader.open(source, raw, known, prefix, target, kernels, choose_format, kept=kept)
     builder, size = reader.builder, reader.hidden_size
     layer = reader.layer(prefix, size, reader.rope(), None)
     entrance = PairEntrance(
@@ -267,20 +281,20 @@ def _read_mimo(source: Checkpoint, target: Decoder, kernels: Kernels, choose_for
         attention_norm=builder.norm(f"{prefix}.input_layernorm", size),
         state_first=True,
     )
-    norm = builder.norm(f"{prefix}.final_layernorm", size)
+    outcome = reader.exit(builder.norm(f"{prefix}.final_layernorm", size), "", feeds_normed=False)
     reader.refuse_unread(own=f"{MIMO}.")
     return DraftHead(
         HeadParts(
             embedding=target.parts.embedding,
             entrance=entrance,
             layers=(layer,),
-            exit=reader.exit(norm, target.parts.lm_head, feeds_normed=False),
+            exit=outcome,
             fuse=as_it_is,
             hidden_layers=(num_layers(target),),
             masks_start=False,
             kv_specs=reader.kv_specs([layer]),
             state_size=target.hidden_size,
-            weight_bytes=num_bytes([layer], [entrance.projection], 0),
+            weight_bytes=num_bytes([layer], [entrance.projection, *own_output(outcome, target)], 0),
         )
     )
 
@@ -300,8 +314,9 @@ class _FamilyModule:
     """Reads a module whose layer is of the target's own family."""
 
     def __init__(
-        self, source: Source, target: Decoder, kernels: Kernels, layout: MtpLayout, choose_format: ChooseFormat
-    ) -> None:
+        self, source: Source, target: Decoder, kernels: Kernels, layout: MtpLayout, choose_format: ChooseFormat,
+        kept: KeptTokens | None,
+    ) -> None:  # fmt: skip
         raw = source.config
         _refuse_several(source, layout.second)
         check_hidden_size(source, Fields(raw, {}), target)
@@ -322,7 +337,7 @@ class _FamilyModule:
         config = _in_two(config, raw) if layout.in_two else config
         self.source, self.target, self.layout = source, target, layout
         self.builder = Builder(config, family, source, kernels, None, target.max_position, choose_format)
-        self.reader = HeadReader(source, target, self.builder, config)
+        self.reader = HeadReader(source, target, self.builder, config, kept)
 
     def read(self) -> DraftHead:
         """The module."""
@@ -339,16 +354,17 @@ class _FamilyModule:
             attention_norm=layer.attention_norm,
             state_first=False,
         )
-        embedding, lm_head = self.reader.embedding(layout.embedding), self._lm_head()
+        embedding = self.reader.embedding(layout.embedding)
         norm = self.builder.norm(layout.final_norm, size) if layout.final_norm else shared.final_norm
+        outcome = self.reader.exit(norm, layout.lm_head, feeds_normed=not layout.before_norm)
         self.reader.refuse_unread(own=layout.own)
-        own = [entrance.projection, *([] if lm_head is shared.lm_head else [lm_head])]
+        own = [entrance.projection, *own_output(outcome, self.target)]
         return DraftHead(
             HeadParts(
                 embedding=embedding,
                 entrance=entrance,
                 layers=(layer,),
-                exit=self.reader.exit(norm, lm_head, feeds_normed=not layout.before_norm),
+                exit=outcome,
                 fuse=as_it_is,
                 hidden_layers=(num_layers(self.target) + (not layout.before_norm),),
                 masks_start=layout.masks_start,
@@ -361,12 +377,6 @@ class _FamilyModule:
     def _layer_in_two(self) -> DecoderLayer:
         attending, feeding = self.builder.layer(0), self.builder.layer(1)
         return replace(attending, mlp_norm=feeding.attention_norm, mlp=feeding.mlp)
-
-    def _lm_head(self) -> Linear:
-        module = self.layout.lm_head
-        if not self.source.has(f"{module}.weight"):
-            return self.target.parts.lm_head
-        return self.reader.linear(module, self.target.vocab_size, self.target.hidden_size)
 
 
 def _in_two(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:

@@ -30,6 +30,7 @@ from forerun.models.fields import Fields, words
 from forerun.models.heads.clusters import ClusteredOutput
 from forerun.models.heads.head import Exit
 from forerun.models.heads.vocabulary import DraftVocabulary
+from forerun.models.trimmed import KeptTokens
 from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseWeight
 from forerun.quant.gguf import read_floats
@@ -70,11 +71,12 @@ class HeadReader:
     target: Decoder
     builder: Builder
     config: ModelConfig
+    kept: KeptTokens | None = None  # None: all tokens
 
     @staticmethod
     def open(
         source: Checkpoint, raw: Mapping[str, Any], known: frozenset[str], layer: str, target: Decoder,
-        kernels: Kernels, choose_format: ChooseFormat, may_slide: bool = False,
+        kernels: Kernels, choose_format: ChooseFormat, may_slide: bool = False, kept: KeptTokens | None = None,
     ) -> HeadReader:  # fmt: skip
         """`raw` describes the layers; `known` fields are read elsewhere; `layer` is where the first one's tensors are.
 
@@ -87,7 +89,7 @@ class HeadReader:
         config = ModelConfig.read(_layer_fields(raw), family)
         check_vocabulary(source, config, target)
         builder = Builder(config, family, source, kernels, None, target.max_position, choose_format)
-        return HeadReader(source, target, builder, config)
+        return HeadReader(source, target, builder, config, kept)
 
     @property
     def hidden_size(self) -> int:
@@ -147,12 +149,37 @@ class HeadReader:
         return TableEmbedding(kernels, stored.to(kernels.device))
 
     def exit(
-        self, norm: RMSNorm | None, lm_head: Linear, feeds_normed: bool, vocabulary: DraftVocabulary | None = None
+        self, norm: RMSNorm | None, module: str, feeds_normed: bool, vocabulary: DraftVocabulary | None = None
     ) -> Exit:
-        """The end of a head; logits of the target's own output layer are scaled and capped as the target's are."""
-        shared = self.target.parts
-        after_head = shared.after_head if lm_head is shared.lm_head else None
-        return Exit(norm, lm_head, after_head, vocabulary, feeds_normed)
+        """The end of a head, whose output layer is `module`, or the target's where there is no such module.
+
+        Logits of the target's output layer are scaled and capped as the target's are. `vocabulary`: that of a head
+        which was trained for some tokens alone; raises UnsupportedError if others are to be kept.
+        """
+        is_short = vocabulary is not None and len(vocabulary.token_ids) < self.target.vocab_size
+        is_own = bool(module) and (is_short or self.source.has(f"{module}.weight"))
+        if vocabulary is not None and self.kept is not None:
+            raise UnsupportedError(
+                f"the head in {self.source.folder} was trained with a draft vocabulary of its own (d2t, "
+                f"{len(vocabulary.token_ids)} tokens): leave draft_vocabulary out"
+            )
+        if not is_own:
+            self.must_be_as_wide_as_target("output layer", f"{module}.weight")
+        device, kept = self.builder.kernels.device, self.kept
+        known = vocabulary if kept is None else kept.vocabulary
+        after_head = None if is_own else self.target.parts.after_head
+        lm_head = self._own_output(module, vocabulary) if is_own else self._target_output()
+        return Exit(norm, lm_head, after_head, None if known is None else known.on(device), feeds_normed)
+
+    def _own_output(self, module: str, vocabulary: DraftVocabulary | None) -> Linear:
+        if self.kept is None:
+            rows = self.target.vocab_size if vocabulary is None else len(vocabulary.token_ids)
+            return self.linear(module, rows, self.hidden_size)
+        part, has_bias = RowPart(module, self.target.vocab_size), self.source.has(f"{module}.bias")
+        return self.builder.some_rows(part, self.hidden_size, has_bias, self.kept.token_ids)
+
+    def _target_output(self) -> Linear:
+        return self.target.parts.lm_head if self.kept is None else self.kept.target_rows(self.builder.kernels)
 
     def must_be_as_wide_as_target(self, part: str, missing: str) -> None:
         """Raise CheckpointError unless the target's own `part` can stand in for the tensor `missing`."""
@@ -194,6 +221,11 @@ def num_bytes(
     parts = [part for layer in layers for part in (layer.attention, layer.mlp) if part is not None]
     inner = sum(linear.nbytes for part in parts for linear in part.linears)
     return inner + sum(linear.nbytes for linear in linears) + embedding_bytes
+
+
+def own_output(end: Exit, target: Decoder) -> list[Linear | ClusteredOutput]:
+    """A head's output layer, if it is not the target's."""
+    return [] if end.lm_head is target.parts.lm_head else [end.lm_head]
 
 
 def _family(source: Checkpoint, layer: str, known: frozenset[str]) -> Family:
