@@ -152,11 +152,8 @@ def _block_drafter(
     head: BlockHead | DraftHead, passes: BlockPasses, context: DrafterContext
 ) -> AutoregressiveDrafter:  # fmt: skip
     """A chain is as long as a block at most."""
-
-    def bind_layers(target: Sequence[LayerKV], own: Sequence[LayerKV]) -> Runner:
-        return bind_block(passes, context.kernels, own, context.block_size)
-
     follower, max_position = FeatureFollower(head, context), context.model.max_position
+    bind_layers = block_binder(passes, context)
     made = AutoregressiveDrafter(
         context, follower, bind_layers, max_position, head.weight_bytes, head.kv_specs, passes.block.shift
     )
@@ -170,6 +167,15 @@ def binder(passes: Passes, context: DrafterContext, places: Sequence[int] | None
     def bind_layers(target: Sequence[LayerKV], own: Sequence[LayerKV]) -> Runner:
         kvs = own if places is None else [target[place] for place in places]
         return bind(passes, context.kernels, kvs, context.block_size)
+
+    return bind_layers
+
+
+def block_binder(passes: BlockPasses, context: DrafterContext) -> Bind:
+    """Binds the passes of a network that guesses a block of tokens in one pass to layers of its own."""
+
+    def bind_layers(target: Sequence[LayerKV], own: Sequence[LayerKV]) -> Runner:
+        return bind_block(passes, context.kernels, own, context.block_size)
 
     return bind_layers
 

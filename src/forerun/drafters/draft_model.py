@@ -3,16 +3,24 @@
 Knows: which model. Does not know: the target, how a model drafts (`drafters.autoregressive`). Its KV lies in extra
 layers of the target's pool under the same block table, so commits move it along.
 
-Source: Leviathan et al., arXiv 2211.17192.
+Sources: Leviathan et al., arXiv 2211.17192; PARD, arXiv 2504.18583.
 """
 
 from __future__ import annotations
 
-from forerun.drafters.autoregressive import AutoregressiveDrafter, binder
+from forerun.drafters.autoregressive import AutoregressiveDrafter, Bind, binder, block_binder
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
 from forerun.drafters.following import TokenFollower
 from forerun.errors import UnsupportedError
-from forerun.models.base import passes_of, state_specs_of, with_own_state
+from forerun.models.base import (
+    BlockPasses,
+    BlockShape,
+    Model,
+    mask_token_of,
+    passes_of,
+    state_specs_of,
+    with_own_state,
+)
 from forerun.models.trimmed import trimmed_decoder
 
 
@@ -27,10 +35,18 @@ def build(context: DrafterContext) -> Drafter:
         )
     if context.options.draft_vocabulary is not None:
         model = trimmed_decoder(model, context.options.model, context.options.draft_vocabulary, context.kernels)
-    bind = binder(passes_of(model), context)
     return AutoregressiveDrafter(
-        context, TokenFollower(model), bind, model.max_position, model.weight_bytes, model.kv_specs
+        context, TokenFollower(model), _bind(model, context), model.max_position, model.weight_bytes, model.kv_specs
     )
+
+
+def _bind(model: Model, context: DrafterContext) -> Bind:
+    """Token by token; a model that was trained to guess several tokens at once (PARD) does so."""
+    mask_token_id, passes = mask_token_of(model), passes_of(model)
+    if mask_token_id is None:
+        return binder(passes, context)
+    shape = BlockShape(context.options.max_draft_tokens, mask_token_id, first_slot=0, is_causal=True)
+    return block_binder(BlockPasses(passes, shape), context)
 
 
 SPEC = DrafterSpec(

@@ -191,6 +191,18 @@ class KeepsSlots(Protocol):
         """The same weights over these slots; every engine has its own."""
 
 
+@runtime_checkable
+class GuessesSeveral(Protocol):
+    """A model that may have been trained to guess several tokens in one pass (PARD, arXiv 2504.18583)."""
+
+    mask_token_id: int | None  # read in place of tokens that are not known yet; None: it guesses the next one alone
+
+
+def mask_token_of(model: Model) -> int | None:
+    """What is read in place of tokens that are not known yet; None for a model that guesses the next one alone."""
+    return model.mask_token_id if isinstance(model, GuessesSeveral) else None
+
+
 def state_specs_of(model: Model) -> tuple[StateSpec, ...]:
     """What each recurrent layer keeps of a sequence; () for a model without such layers."""
     return model.state_specs if isinstance(model, KeepsSlots) else ()

@@ -78,7 +78,9 @@ class Builder:
             per_layer=None if self.config.per_layer is None else per_layer_inputs(self, self.config.per_layer),
         )
         kind = Decoder if self.config.recurrent is None else HybridDecoder
-        return kind(parts, self.max_position, self._kv_dtype(parts))
+        decoder = kind(parts, self.max_position, self._kv_dtype(parts))
+        decoder.mask_token_id = self.config.mask_token_id
+        return decoder
 
     def layer(self, index: int, rope: Tensor | None = None, source: Attention | None = None) -> DecoderLayer:
         """Read one layer. It may be one after the last: that is where checkpoints keep their MTP modules.

@@ -39,6 +39,7 @@ TELLING_WORDS = words(
     "scal multiplier bias norm soft rope rotary window expert moe attn attention alibi head layer hidden quant lora "
     "act residual logit cap parallel interleav sparse mask position embed mtp"
 )
+MASK_TOKENS = ("pard_token", "ptd_token_id")
 ACTIVATION_NAMES = {
     "silu": "silu",
     "swish": "silu",
@@ -81,6 +82,7 @@ class ModelConfig:
     gated_attention: bool = False
     head_gates: bool = False
     parts: tuple[Parts, ...] = ()  # a layer; layers after the last one are whole
+    mask_token_id: int | None = None  # of a draft model that guesses several tokens at once
 
     @staticmethod
     def read(raw: Mapping[str, Any], family: Family) -> ModelConfig:
@@ -127,6 +129,7 @@ class ModelConfig:
             gated_attention=family.gated_attention,
             head_gates=family.head_gates,
             parts=family.parts(fields, num_layers),
+            mask_token_id=_mask_token(fields),
         )
 
     @property
@@ -239,6 +242,12 @@ def _feed_forward_parameters(config: ModelConfig, layer: int) -> int:
     if config.experts is not None and config.experts.has(layer):
         return config.experts.num_parameters(hidden) + dense * (config.experts.beside_dense or config.experts.shortcut)
     return dense
+
+
+def _mask_token(fields: Fields) -> int | None:
+    """What PARD's draft models read in place of tokens not known yet; None for other models."""
+    name = next((name for name in MASK_TOKENS if fields.given(name)), None)
+    return None if name is None else fields.integer(name, minimum=0, maximum=fields.integer("vocab_size") - 1)
 
 
 def _refuse_unknown(raw: Mapping[str, Any], family: Family) -> None:

@@ -238,6 +238,7 @@ class Decoder:
         self.max_position = max_position
         self.vocab_size, self.hidden_size = parts.embedding.shape
         self.device = parts.final_norm.weight.device
+        self.mask_token_id: int | None = None  # see `models.base.GuessesSeveral`
         owners = [_owner(layer) for layer in parts.layers]
         pooled = list(dict.fromkeys(owner for owner in owners if owner is not None))
         self.kv_specs = tuple(_kv_spec(attention, kv_dtype) for attention in pooled)

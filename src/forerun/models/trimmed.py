@@ -84,7 +84,9 @@ def trimmed_decoder(model: Model, name: str, path: str, kernels: Kernels) -> Dec
     head = rows_of(model, resolve_model(name), kernels, vocabulary.token_ids)
     widened = WidenedLogits(model.parts.after_head, vocabulary.on(model.device))
     parts = replace(model.parts, lm_head=head, after_head=widened)
-    return Decoder(parts, model.max_position, model.kv_specs[0].dtype)
+    trimmed = Decoder(parts, model.max_position, model.kv_specs[0].dtype)
+    trimmed.mask_token_id = model.mask_token_id
+    return trimmed
 
 
 @dataclass(frozen=True, slots=True)

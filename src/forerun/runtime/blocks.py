@@ -1,4 +1,4 @@
-"""Drafts of heads that guess a whole block in one pass: what such a pass computes, and trees of its logits.
+"""Drafts of networks that guess a whole block in one pass: what such a pass computes, and trees of its logits.
 
 Knows: which rows are read before or beside, which slots a block has, what each sees. Does not know: what the passes
 compute, how the pass over slots is executed (`runtime.bind`), trees of its logits (`runtime.depths`).
@@ -37,17 +37,16 @@ class BlockRunner:
 
     @torch.no_grad()
     def run(self, batch: ForwardBatch, features: Tensor | None = None) -> PassOutput:
-        """Read known tokens by the target's states [M, W]; there are no logits."""
-        assert features is not None
+        """Read known tokens, and the target's states [M, W] beside them if the passes do; there are no logits."""
         if self._passes.read is None:
             return self._blocks.run(batch, features)
+        assert features is not None
         self._passes.read(batch, features, self._kvs)
         return PassOutput(features.new_empty(0, self._passes.block.vocab_size))
 
     @torch.no_grad()
     def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
         """See `Runner`; features are those of the known tokens, and of the roots where blocks read them, too."""
-        assert features is not None
         logits, states = self.guess(roots, features, noise.sizes)
         scores = self._passes.pairs
         if scores is None or states is None:
@@ -56,7 +55,7 @@ class BlockRunner:
         return draw_depths(noise, logits, width, SlotPairs(scores, states, tokens))
 
     def guess(
-        self, roots: Sequence[SequenceRows], features: Tensor, sizes: Sequence[int]
+        self, roots: Sequence[SequenceRows], features: Tensor | None, sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Logits [R, depths, V] of the drafts behind each root, for trees of these sizes, the largest first, and the
         hidden states they are made of [R, depths, H], if the passes give these.
@@ -78,7 +77,7 @@ class BlockRunner:
             even[index, : depths[index]] = of_block[first:]
         return even
 
-    def _pass(self, roots: Sequence[SequenceRows], features: Tensor, slots: Sequence[int]) -> PassOutput:
+    def _pass(self, roots: Sequence[SequenceRows], features: Tensor | None, slots: Sequence[int]) -> PassOutput:
         """The pass over so many slots behind each root, after the tokens before the roots were read."""
         blocks = [self._block(rows, num) for rows, num in zip(roots, slots, strict=True)]
         if self._passes.read is None:
@@ -91,9 +90,10 @@ class BlockRunner:
     def _batch(self, rows: Sequence[SequenceRows]) -> ForwardBatch:
         return ForwardBatch.build(rows, self._block_size, self._passes.block.shift)
 
-    def _with_blanks(self, blocks: Sequence[SequenceRows], features: Tensor) -> Tensor:
-        """Features of known tokens and roots, and of the slots behind each root -> [M, W]."""
-        assert self._passes.blank is not None
+    def _with_blanks(self, blocks: Sequence[SequenceRows], features: Tensor | None) -> Tensor | None:
+        """Features of known tokens and roots, and of the slots behind each root -> [M, W]; None if none are read."""
+        if features is None or self._passes.blank is None:
+            return None
         known = features.split_with_sizes([len(rows.span) + 1 for rows in blocks])
         blanks = [self._passes.blank.expand(len(rows.tree_rows) - 1, -1) for rows in blocks]
         return torch.cat([part for pair in zip(known, blanks, strict=True) for part in pair])
