@@ -55,12 +55,12 @@ def test_a_new_drafter_is_named_in_its_module_only(added: Path) -> None:
 
 
 def test_no_other_file_of_the_product_lists_the_drafters() -> None:
-    """A file that names four of them is a table of its own."""
+    """A file that names four of them is a table of its own; what can be trained is such a table."""
     names = [name for name, spec in all_specs().items() if spec.is_single]
     for path in (ROOT / "src/forerun").rglob("*.py"):
         text = path.read_text("utf-8")
         named = [name for name in names if re.search(rf'"{name}"', text)]
-        assert len(named) < 4 or "training" in path.parts, f"{path} lists {named}"
+        assert len(named) < 4 or {"training", "train.py"} & set(path.parts), f"{path} lists {named}"
 
 
 def test_a_file_of_the_users_may_state_its_own_spec(tmp_path: Path) -> None:

@@ -172,6 +172,19 @@ def test_exported_eagle3_says_what_it_is(target: Path, tmp_path: Path) -> None:
     assert tensors["t2d"].nonzero().flatten().equal(chosen)
 
 
+def test_an_exported_dflash_head_drafts_for_its_target(target: Path, tmp_path: Path) -> None:
+    train_head(recipe_of("dflash", tmp_path), job_of(target, tmp_path / "run"), HeadConsole())
+    model, head = str(target / "model"), tmp_path / "run" / "export"
+    config = json.loads((head / "config.json").read_text())
+    assert config["dflash_config"]["target_layer_ids"] == [1] and config["block_size"] == 3
+    params, texts = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True), []
+    for drafter in ("none", f"dflash={head}"):
+        output = LLM(model, drafter=drafter, adaptive=False).generate(["the dog saw"], params)[0].outputs[0]
+        texts.append(output.token_ids)
+    assert texts[0] == texts[1]
+    assert output.stats.drafters["dflash"].drafted > 0
+
+
 def test_a_run_of_another_recipe_or_data_is_not_continued(target: Path, tmp_path: Path) -> None:
     recipe, folder = recipe_of("medusa", tmp_path), tmp_path / "run"
     train_head(recipe, job_of(target, folder), HeadConsole())

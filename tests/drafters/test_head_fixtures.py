@@ -1,0 +1,79 @@
+"""Heads of vLLM's speculators (lab/head_fixtures.py): the logits of every slot are the library's own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.kernels.ops import LayerKV
+from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.models.decoder import Decoder
+from forerun.models.heads.dflash import read_dflash
+from forerun.models.heads.eagle import read_eagle
+from forerun.models.heads.source import open_head
+from forerun.models.loader import load_model
+from forerun.runtime.bind import bind_block
+from forerun.runtime.blocks import BlockRunner
+from forerun.speculation.draft import Draft
+from forerun.speculation.growth import TreeGrower
+from tests.models import factory
+from tests.support import harness, tiny
+
+FIXTURES, BLOCK_SIZE = Path(__file__).parent / "fixtures", 4
+NAMES = ["dflash", "dflash2", "peagle"]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = shutil.copytree(FIXTURES / "target", tmp_path_factory.mktemp("target") / "model")
+    factory.write_tokenizer(folder, 64)
+    model = load_model(str(folder), tiny.kernels()).model
+    assert isinstance(model, Decoder)
+    return model
+
+
+def pool(specs: Any) -> list[LayerKV]:
+    sizes = [(32 // BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, spec.dtype) for spec in specs]
+    return [LayerKV.zeros(*size) for size in sizes]
+
+
+def states_of(target: Decoder, known: list[int], layers: tuple[int, ...]) -> Tensor:
+    """The target's states of the tokens before the root [n - 1, W]."""
+    rows = SequenceRows("", range(32 // BLOCK_SIZE), 0, known[:-1], len(known) - 1)
+    hidden = target.forward(ForwardBatch.build([rows], BLOCK_SIZE), pool(target.kv_specs), layers).hidden
+    return torch.cat([hidden[layer] for layer in layers], dim=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slots_have_the_librarys_logits(name: str, target: Decoder) -> None:
+    source = open_head(FIXTURES / name)
+    first = 1 if name == "peagle" else 0  # EAGLE has no row of the first token
+    if name == "peagle":
+        eagle = read_eagle(source, target, tiny.kernels())
+        passes, layers, specs = eagle.blocks, eagle.hidden_layers, eagle.kv_specs
+    else:
+        head = read_dflash(source, target, tiny.kernels())
+        passes, layers, specs = head.passes, head.hidden_layers, head.kv_specs
+    assert passes is not None
+    for case in json.loads((FIXTURES / name / "expected.json").read_text()):
+        known, runner = case["known"], bind_block(passes, tiny.kernels(), pool(specs), BLOCK_SIZE)
+        assert isinstance(runner, BlockRunner)
+        root = len(known) - 1
+        rows = SequenceRows("", range(32 // BLOCK_SIZE), first, known[first:root], root, known[root:], [0], [1], [0])
+        states, wanted = states_of(target, known, layers), torch.tensor(case["logits"])
+        (found,), _ = runner.guess([rows], states, [len(wanted)])
+        known_tokens = (found[0] > -torch.inf).nonzero()[:, 0]
+        assert len(known_tokens) == wanted.shape[1]
+        torch.testing.assert_close(found[:, known_tokens], wanted, rtol=2e-4, atol=2e-4)
+        if "chain" in case:
+            params = tiny.groups(1, temperature=0.0)[0].samples[0].request.params
+            request = harness.request(0, known, params, tiny.MAX_LEN).samples[0].request
+            noise = TreeGrower(tiny.kernels(), coupled=True).noise([Draft(request, len(wanted) + 1)])
+            (tree,) = runner.draw([rows], states, noise, 1)
+            assert tree.tokens == case["chain"]
