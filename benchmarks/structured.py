@@ -336,7 +336,7 @@ def row_of(plain: LLM, drafter: str, compiler: GrammarCompiler, given: argparse.
 
 def answered(llm: LLM, grammar: PrefixMask | Untold, index: int, given: argparse.Namespace) -> Any:
     """One answer to a prompt that does not name the schema's keys."""
-    params = SamplingParams(temperature=given.temperature, seed=given.seed + index, max_tokens=600, grammar=grammar)
+    params = SamplingParams(temperature=given.temperature, seed=given.seed + index + 1, max_tokens=600, grammar=grammar)
     prompt = f"Number {index}: somebody bought {TOPICS[index % len(TOPICS)]}. Write that down as JSON.\n"
     [completion] = llm.generate(prompt, params)[0].outputs
     if completion.error is not None:
