@@ -38,6 +38,7 @@ from forerun.runtime.bind import bind
 from forerun.runtime.runner import Runner
 from forerun.speculation.growth import TreeGrower
 from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
+from forerun.weights.translation import Translation
 
 _KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _SHARE_OF_HOST, _SHARE_OF_GPU = 0.25, 0.85  # of the free memory; the rest is for work space and other programs
@@ -46,6 +47,7 @@ _ASSUMED_BYTES = 4 << 30  # memory of a machine that does not say
 
 LoadDraft = Callable[[str], Model]
 LoadCorpus = Callable[[str], tuple[Any, Any]]
+Translate = Callable[[str], Translation | None]  # of a draft model's texts; None: its tokens are the target's
 
 
 def no_corpus(name: str) -> tuple[Any, Any]:
@@ -56,13 +58,14 @@ def no_corpus(name: str) -> tuple[Any, Any]:
 def assemble(
     config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None = None,
     load_corpus: LoadCorpus = no_corpus,
+    translation: Translate = lambda name: None,
 ) -> Engine:  # fmt: skip
     """An engine for `model`, read from `folder`. Raises ConfigError or ResourceError if the context does not fit."""
     states = _states(config, model, kernels.device)
     if states is not None:
         config = replace(config, max_num_seqs=min(config.max_num_seqs, states.num_free))
         model = with_states(model, states)
-    drafter = _drafter(config, model, kernels, load_draft, folder, load_corpus)
+    drafter = _drafter(config, model, kernels, load_draft, folder, load_corpus, translation)
     kv_cache = _kv_cache(config, model, drafter, kernels)
     own_kvs = kv_cache.layers[: len(model.kv_specs)]
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
@@ -134,6 +137,7 @@ def _scheduler(
 def _drafter(
     config: EngineConfig, model: Model, kernels: Kernels, load_draft: LoadDraft, folder: Path | None,
     load_corpus: LoadCorpus,
+    translation: Translate,
 ) -> Portfolio:  # fmt: skip
     context = DrafterContext(
         spec=spec_of(config.drafter.name),
@@ -146,6 +150,7 @@ def _drafter(
         max_rows=config.max_num_batched_tokens,
         load_draft=load_draft,
         load_corpus=load_corpus,
+        translation=translation,
     )
     return build_portfolio(context)
 

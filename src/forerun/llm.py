@@ -19,7 +19,7 @@ from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import Request, RequestOutput, SamplingParams
 from forerun.drafters.base import DrafterHealth
 from forerun.drafters.named import engine_config
-from forerun.drafters.registry import check_prediction, telling_heads
+from forerun.drafters.registry import check_prediction, draft_models, named_heads, telling_heads
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.engine.stopping import OutputText
@@ -27,12 +27,13 @@ from forerun.errors import ConfigError, PromptError, QueueFullError, SamplingErr
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
 from forerun.models.adapted import LoraAdapter
+from forerun.models.draft_models import DraftModels, check_draft
 from forerun.models.loader import LoadedModel, load_adapter, load_model
 from forerun.models.trimmed import check_draft_vocabularies
 from forerun.progress import progress_bar
 from forerun.weights.corpus import open_corpus
 from forerun.weights.detokenizer import IncrementalDetokenizer
-from forerun.weights.tokenizer import Tokenizer, check_same_vocabulary
+from forerun.weights.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 CHARACTERS = 16  # that a token rarely has more of: texts far beyond what fits are not tokenized whole
@@ -45,7 +46,7 @@ class _Shared:
 
     loaded: LoadedModel
     kernels: Kernels
-    drafts: dict[str, LoadedModel] = field(default_factory=dict)
+    drafts: DraftModels
     adapters: dict[str, LoraAdapter] = field(default_factory=dict)
 
 
@@ -63,9 +64,11 @@ class LLM:
         self.config = config
         check_draft_vocabularies(config.drafter, config.model)
         self._shared = shared or _load(config)
-        loaded, load_corpus = self._shared.loaded, partial(open_corpus, tokenizer=self._shared.loaded.tokenizer)
-        given = loaded.model, self._shared.kernels, self._load_draft, loaded.folder, load_corpus
-        self.engine: Engine = assemble(config, *given)
+        loaded, drafts = self._shared.loaded, self._shared.drafts
+        self.engine: Engine = assemble(
+            config, loaded.model, self._shared.kernels, named_heads(drafts.load), loaded.folder,
+            partial(open_corpus, tokenizer=loaded.tokenizer), drafts.translation,
+        )  # fmt: skip
         self._counter = count()
         self._seeds = random.Random(config.seed)
 
@@ -82,16 +85,6 @@ class LLM:
         other = object.__new__(LLM)
         other._open(config, self._shared)
         return other
-
-    def _load_draft(self, name: str) -> Any:
-        drafts = self._shared.drafts
-        if name not in drafts:
-            dtype = "auto" if self.config.dtype == "float16" else self.config.dtype  # drafts may be stored otherwise
-            with telling_heads(name):
-                loaded = load_model(name, self._shared.kernels, dtype=dtype)
-            check_same_vocabulary(self.tokenizer, loaded.tokenizer)
-            drafts[name] = loaded
-        return drafts[name].model
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -373,6 +366,9 @@ def _load(config: EngineConfig) -> _Shared:
     kernels = select_kernels(
         config.kernels, config.threads, device=config.device, pin=config.pin_threads, activations=config.activations
     )
+    for name in draft_models(config.drafter):  # here, because reading the target's weights may take minutes
+        with telling_heads(name):
+            check_draft(config.model, name)
     with telling_heads(config.model):
         loaded = load_model(
             config.model, kernels, dtype=config.dtype, generation_config=config.generation_config,
@@ -380,7 +376,7 @@ def _load(config: EngineConfig) -> _Shared:
             adapters=tuple(config.lora.values()),
         )  # fmt: skip
     adapters = {name: load_adapter(name, path, loaded, kernels) for name, path in config.lora.items()}
-    return _Shared(loaded, kernels, adapters=adapters)
+    return _Shared(loaded, kernels, DraftModels(loaded, kernels, config.dtype), adapters)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -20,9 +20,10 @@ from forerun.drafters.base import DrafterHealth, EngineDrafter
 from forerun.drafters.portfolio import Portfolio
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
+from forerun.models.decoder import Decoder
 from forerun.speculation.draft import Draft
 from tests.drafters import test_dflash, test_eagle, test_medusa, test_mtp
-from tests.support import harness, heads, tiny
+from tests.support import harness, heads, other_tokens, tiny
 from tests.support.drafting import reachable_strings
 from tests.support.toy import ToyModel
 
@@ -42,6 +43,7 @@ ON_DECODERS: dict[str, dict[str, Any]] = {
     "layer_skip": CHAIN | MOST_LAYERS,
     "layer_skip-tree": TREE | MOST_LAYERS,
 }
+WITH_OTHER_TOKENS = "draft-other-tokens"
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,15 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return write
 
 
-@pytest.fixture(params=[*ON_TOY, *ON_DECODERS])
+@pytest.fixture(params=[*ON_TOY, *ON_DECODERS, WITH_OTHER_TOKENS])
 def subject(request: pytest.FixtureRequest, folder_of: Callable[[str], str]) -> Subject:
     name = request.param
     if name in ON_TOY:
         return Subject(name, ToyModel().vocab_size, lambda **options: harness.engine(name, **options), harness.plain)
+    if name == WITH_OTHER_TOKENS:
+        model = other_tokens.pair()[0]
+        assert isinstance(model, Decoder)
+        return Subject(name, model.vocab_size, other_tokens.engine, lambda wanted: tiny.plain(model, wanted))
     kind = name.removesuffix("-tree")
     targets = {
         "eagle": lambda: heads.target(test_eagle.LAYERS),

@@ -26,6 +26,7 @@ from forerun.kernels.suffix import SuffixText
 from forerun.models.base import LayerSpec, Model
 from forerun.speculation.draft import Draft
 from forerun.speculation.growth import TreeGrower
+from forerun.weights.translation import Translation
 
 NUM_APART: Final = 16  # adapters and salts a drafter learns for
 _TREES_FROM_BYTES = 200_000_000  # weights that take some 10 ms to read, 20 times as long as preparing a tree level
@@ -59,14 +60,24 @@ class DrafterSpec:
         """Whether it drafts, by itself: not `none`, and not a portfolio."""
         return self.max_draft_tokens > 0 and "members" not in self.options
 
+    @property
+    def drafts_with_model(self) -> bool:
+        """Whether its model is a language model, not heads."""
+        return bool(self.model) and self.own_modules is None and self.holds_heads is None
+
+
+def _same_tokens(name: str) -> None:
+    """Every draft model has the target's tokenizer."""
+
 
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
     """What a drafter may be built from.
 
-    `load_draft` loads a draft model by name and makes sure that it shares the target's vocabulary; `load_corpus` does
-    that for a file of texts, and gives its token ids and the order of their suffixes. `folder` is where the target was
-    read from, None for a model that never was in a file. `max_rows` bounds the rows of one pass.
+    `load_draft` loads a draft model by name; `translation` says how texts get to it and back, None where its tokens are
+    the target's. `load_corpus` loads a file of texts, makes sure that it shares the target's vocabulary, and gives its
+    token ids and the order of their suffixes. `folder` is where the target was read from, None for a model that never
+    was in a file. `max_rows` bounds the rows of one pass.
     """
 
     spec: DrafterSpec
@@ -79,6 +90,7 @@ class DrafterContext:
     max_rows: int
     load_draft: Callable[[str], Model]
     load_corpus: Callable[[str], tuple[Any, Any]]
+    translation: Callable[[str], Translation | None] = _same_tokens
 
     @property
     def width(self) -> int:

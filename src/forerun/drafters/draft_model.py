@@ -1,7 +1,8 @@
 """A small model that guesses for a large one: chains, or best-first trees.
 
 Knows: which model. Does not know: the target, how a model drafts (`drafters.autoregressive`). Its KV lies in extra
-layers of the target's pool under the same block table, so commits move it along.
+layers of the target's pool under the same block table, so commits move it along. One with another tokenizer than the
+target's is handed over to `drafters.translated`.
 
 Sources: Leviathan et al., arXiv 2211.17192; PARD, arXiv 2504.18583.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from forerun.drafters.autoregressive import AutoregressiveDrafter, Bind, binder, block_binder
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec
 from forerun.drafters.following import TokenFollower
+from forerun.drafters.translated import build_translated
 from forerun.errors import UnsupportedError
 from forerun.models.base import (
     BlockPasses,
@@ -33,6 +35,9 @@ def build(context: DrafterContext) -> Drafter:
             f"the draft model {context.options.model} has recurrent layers, whose state is kept for targets only; "
             "choose a draft model whose layers all attend"
         )
+    translation = context.translation(context.options.model)
+    if translation is not None:
+        return build_translated(context, model, translation)
     if context.options.draft_vocabulary is not None:
         model = trimmed_decoder(model, context.options.model, context.options.draft_vocabulary, context.kernels)
     return AutoregressiveDrafter(
@@ -57,7 +62,7 @@ SPEC = DrafterSpec(
     max_draft_tokens=8,
     tree_width=3,
     chains_if_quick=True,
-    model="a small model with the same tokenizer",
+    model="a small model, best one with the same tokenizer",
     auto=3,
     vllm_names=("draft_model",),
 )

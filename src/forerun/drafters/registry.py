@@ -11,18 +11,21 @@ import importlib.util
 import pkgutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from forerun import drafters
 from forerun.config import DrafterConfig
 from forerun.drafters.base import DrafterSpec
 from forerun.errors import ConfigError, ModelError, suggestion
 from forerun.weights.resolve import resolve_model
+
+Loaded = TypeVar("Loaded")
 
 _GIVEN = {"model": "a draft model was", "layers": "layers were", "members": "members were", "corpus": "a corpus was"}
 
@@ -83,6 +86,12 @@ def check_prediction(options: DrafterConfig) -> None:
         )
 
 
+def draft_models(options: DrafterConfig) -> list[str]:
+    """The language models, each with a tokenizer of its own, that these options name to draft with."""
+    each = [(spec_of(one.name), one.model) for one in options.members or (options,)]
+    return [model for spec, model in each if model is not None and spec.drafts_with_model]
+
+
 def check_names(members: Sequence[str]) -> None:
     """Raise ConfigError where two members of a portfolio have one name, under which their drafts are counted."""
     for name, num in Counter(members).items():
@@ -103,6 +112,16 @@ def telling_heads(name: str) -> Iterator[None]:
             f"{name} is a draft head, not a model: draft with it for the model it was trained with by drafter "
             f"'{drafter}={name}' (on the command line --drafter {drafter}={name})"
         ) from error
+
+
+def named_heads(load: Callable[[str], Loaded]) -> Callable[[str], Loaded]:
+    """The same way to load a model, which says of a draft head that it is one."""
+
+    def load_or_tell(name: str) -> Loaded:
+        with telling_heads(name):
+            return load(name)
+
+    return load_or_tell
 
 
 def drafter_of(name_or_folder: str | Path) -> str | None:

@@ -112,6 +112,12 @@ def load_model(
     return replace(loaded, sampling=generation.sampling)
 
 
+def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
+    """The tokenizer of a model named as for `load_model`; raises CheckpointError where there is none."""
+    folder = resolve_model(name_or_path)
+    return GgufCheckpoint.open(folder).tokenizer() if is_gguf(folder) else Tokenizer.from_folder(folder)
+
+
 def dtype_named(dtype: str) -> torch.dtype | None:
     """What unquantized matrices are converted to, None for nothing; raises ConfigError for a name that is none."""
     if dtype not in DTYPES:

@@ -130,6 +130,32 @@ class Tokenizer:
                     return ids[start:]
         return []
 
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of `text` without a start token, and the first character of each and the one after its last.
+
+        Tokens that are parts of one character all have that character's. Raises PromptError as `encode` does.
+        """
+        with _no_panic(PromptError, "the tokenizer fails on this text", Exception):
+            if len(text) <= LONG_TEXT:
+                encoding = self._placing.encode(text, add_special_tokens=False)
+            else:
+                (encoding,) = self._placing.encode_batch([text], add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    @cached_property
+    def _placing(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, for places that count a token's spaces to it."""
+        backend = tokenizers.Tokenizer.from_str(self.to_json())
+        backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+        return backend
+
+    @cached_property
+    def start_ids(self) -> tuple[int, ...]:
+        """The tokens that `encode` puts before every text."""
+        plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        starts = range(len(whole) - len(plain) + 1)
+        return next((tuple(whole[:at]) for at in starts if whole[at : at + len(plain)] == plain), ())
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; equal to what an IncrementalDetokenizer gives piece by piece.
 
@@ -173,6 +199,11 @@ class Tokenizer:
     def with_special_tokens(self) -> TokenTexts:
         """The same tokens for an IncrementalDetokenizer, special ones shown by their names."""
         return _Unskipped(self)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens."""
+        return frozenset(self._special_ids)
 
     def special_text(self, token_id: int) -> str:
         """A special token's name, "" for any other token."""
@@ -239,21 +270,6 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
             f"the tokenizer has token ids up to {largest} but the model only {model_vocab_size} rows; tokenizer files "
             "and weights do not belong together: use those the model was published with"
         )
-
-
-def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """Refuse a draft whose token ids mean other texts than the target's; raises VocabularyError with an example."""
-    ours, theirs = target.vocabulary(), draft.vocabulary()
-    if ours == theirs:
-        return
-    different = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    different.sort(key=lambda name: ours.get(name, theirs.get(name, 0)))
-    first = different[0]
-    raise VocabularyError(
-        f"target and draft have different vocabularies: {len(different)} tokens differ, the first is {first!r} (id "
-        f"{ours.get(first, 'none')} in the target, {theirs.get(first, 'none')} in the draft); choose a draft model "
-        "with the target's tokenizer"
-    )
 
 
 def _read_backend(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:

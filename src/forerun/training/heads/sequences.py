@@ -14,15 +14,13 @@ from itertools import accumulate
 from typing import Any
 
 from forerun.errors import ConfigError, DataError
+from forerun.models.loader import load_tokenizer
 from forerun.training.heads.answers import answer_file_rows, engine_writer, write_answers
 from forerun.training.heads.config import HeadJob, HeadRecipe
 from forerun.training.heads.prompts import read_prompts
 from forerun.training.heads.rows import Rows, hold_out, token_file_rows
 from forerun.training.heads.target import TrainingTarget
 from forerun.training.run_folder import clear
-from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
-from forerun.weights.resolve import resolve_model
-from forerun.weights.tokenizer import Tokenizer
 
 Report = Callable[[str], None]
 WRITTEN = (".bin", ".answers")  # files that hold what the target wrote
@@ -161,12 +159,6 @@ def heldout_answers(recipe: HeadRecipe, job: HeadJob, prompts: list[list[int]], 
 def about_answers(job: HeadJob, num_tokens: int, prompts: list[list[int]]) -> dict[str, Any]:
     """What answers depend on."""
     return {"target": job.target, "tokens": num_tokens, "prompts": fingerprint(Rows.of(prompts, [0] * len(prompts)))}
-
-
-def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer of a model given by embedded name, folder, GGUF file or hub id."""
-    folder = resolve_model(model)
-    return GgufCheckpoint.open(folder).tokenizer() if is_gguf(folder) else Tokenizer.from_folder(folder)
 
 
 def fingerprint(rows: Rows) -> int:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from forerun.errors import ConfigError, DataError
 from forerun.models.heads.vocabulary import LEAST_TOKENS
+from forerun.models.loader import load_tokenizer
 from forerun.training.heads.answers import answer_file_rows
 from forerun.training.heads.prompts import read_file
 from forerun.training.heads.rows import token_file_rows
-from forerun.training.heads.sequences import load_tokenizer
 from forerun.training.heads.vocabulary import frequent_tokens
 
 
