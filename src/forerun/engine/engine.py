@@ -177,7 +177,7 @@ class Engine:
     def _schedule(self, wanted: StepPlan) -> Plan:
         """Ask the scheduler; forget the state of preempted requests, and resume others from the prefix cache."""
         self.masks.begin_step(self.scheduler.running)
-        max_nodes = with_forced(wanted.max_nodes, self.drafter.max_nodes)
+        max_nodes = with_forced(wanted.max_nodes, self.drafter)
         needs_boundary, may_admit = bool(self.drafter.hidden_layers), self.ahead.is_empty
         plan = self.scheduler.schedule(max_nodes, needs_boundary, self.masks.may_choose, may_admit)
         if plan.preempted:
@@ -205,7 +205,7 @@ class Engine:
         ]
         growing = [draft for entry in work if (draft := entry.draft) is not None and draft.max_nodes > 1]
         if growing:
-            draft_forced(growing)
+            draft_forced(growing, self.drafter)
             self.drafter.propose(growing)
             wanted.prune(growing)
             ask_ahead([draft for draft in growing if draft.pending is None])

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Final
 
 from forerun.core import Request
+from forerun.drafters.base import EngineDrafter
 from forerun.errors import GrammarError
 from forerun.speculation.draft import Draft
 from forerun.speculation.sampling import WAIT_S, AsyncGrammarMask, give_up_at, mask_ready
@@ -99,13 +100,22 @@ def forced_tokens(request: Request) -> Sequence[int]:
     return tokens if request.max_nodes is None else tokens[: request.max_nodes - 1]
 
 
-def with_forced(max_nodes: Callable[[Request], int], most: int) -> Callable[[Request], int]:
-    """The same nodes for each request, or more if its forced tokens need them; `most`: of the drafter, 1: no drafts."""
-    return lambda request: max(max_nodes(request), 1 + len(forced_tokens(request))) if most > 1 else 1
+def may_force(drafter: EngineDrafter) -> bool:
+    """Not with a drafter that has weights: under masks it draws forced tokens itself, and goes on behind them."""
+    return drafter.max_nodes > 1 and drafter.weight_bytes == 0
 
 
-def draft_forced(drafts: Iterable[Draft]) -> None:
+def with_forced(max_nodes: Callable[[Request], int], drafter: EngineDrafter) -> Callable[[Request], int]:
+    """The same nodes for each request, or more if its forced tokens need them."""
+    if not may_force(drafter):
+        return max_nodes
+    return lambda request: max(max_nodes(request), 1 + len(forced_tokens(request)))
+
+
+def draft_forced(drafts: Iterable[Draft], drafter: EngineDrafter) -> None:
     """Draft what is forced, as a chain below the root, as far as there is room."""
+    if not may_force(drafter):
+        return
     for draft in drafts:
         tokens = forced_tokens(draft.request)[: draft.room]
         if tokens:
