@@ -298,5 +298,5 @@ def test_a_head_given_as_a_model_is_called_what_it_is(name: str) -> None:
 
 def test_what_is_no_head_either_is_called_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="model_type"):
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
         mini.plain().with_drafter("draft", draft_model=str(tmp_path))

@@ -29,7 +29,7 @@ CHECK = {
 INSPECT = {
     "model", "folder", "family", "implementation", "num_parameters", "sizes", "dtype", "context",
     "usable_context", "tokenizer", "parsers", "adapters",
-    "chat_template", "drafters", "memory", "backend", "kernels", "storage", "slow", "text_part",
+    "chat_template", "drafters", "memory", "backend", "kernels", "storage", "slow", "text_part", "profile",
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from forerun import drafters
+from forerun import SamplingParams, drafters
 from forerun.bench.drafters import auto_drafters, entrants
 from forerun.cli.app import app
 from forerun.config import DrafterConfig, option_names
@@ -48,8 +48,9 @@ def test_a_new_drafter_is_named_in_its_module_only(added: Path) -> None:
     assert json.loads(shown.stdout)["drafters"]["bigram"] == "always"
     with pytest.raises(ConfigError, match="choose from bigram, dflash, draft"):
         engine_config("m", {"drafter": "nobody"})
-    expected = mini.plain().generate(mini.PROMPTS[:2])
-    drafted = mini.drafting("bigram", adaptive=False).generate(mini.PROMPTS[:2])
+    params = SamplingParams(seed=1, max_tokens=24)
+    expected = mini.plain().generate(mini.PROMPTS[:2], params)
+    drafted = mini.drafting("bigram", adaptive=False).generate(mini.PROMPTS[:2], params)
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in expected]
     assert any(output.outputs[0].stats.drafters["bigram"].drafted for output in drafted)
 

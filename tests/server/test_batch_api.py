@@ -7,16 +7,17 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
 from forerun import LLM
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, ResourceError
 from forerun.server import batch_jobs
 from forerun.server.app import create_app
-from forerun.server.batches import INSIDE
+from forerun.server.batch_files import AnswerFile, BatchInput
 from tests.server.conftest import client_of, running, settings
 from tests.server.test_batches import CHAT, TEXT, batch, chat_row, rows, write
 
@@ -112,7 +113,7 @@ def test_a_batch_that_is_cancelled_keeps_what_was_answered(client: TestClient) -
     waiting = start(client, given)
     assert client.delete(f"/v1/files/{made['input_file_id']}").status_code == 409
     until(client, made["id"], lambda batch: batch["request_counts"]["completed"] > 0)
-    assert client.post(f"/v1/batches/{waiting['id']}/cancel").json()["status"] == "cancelling"
+    assert client.post(f"/v1/batches/{waiting['id']}/cancel").json()["status"] == "cancelled"
     assert client.post(f"/v1/batches/{made['id']}/cancel").json()["status"] == "cancelling"
     over = until(client, made["id"], ended)
     assert over["status"] == "cancelled" and over["cancelled_at"] >= over["cancelling_at"]
@@ -213,8 +214,48 @@ def test_without_a_folder_it_is_said_how_to_have_one(llm: LLM, tmp_path: Path) -
         create_app(llm, settings(batch_dir=tmp_path))
 
 
-def test_the_gate_asks_clients_that_claim_to_be_inside(client: TestClient, llm: LLM) -> None:
-    """The mark of rows is in the scope, which no header reaches."""
-    with client_of(llm, api_keys=("secret",)) as closed:
-        answer = closed.get("/v1/models", headers={"extensions": INSIDE, INSIDE: "1"})
-        assert answer.status_code == 401
+def test_what_is_no_rows_fault_fails_none(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full for a while; a time limit for people; bytes that a killed server left; a second server."""
+    monkeypatch.setattr(batch_jobs, "TRY_AGAIN_S", 0.05)
+    writes, write_line = iter(range(100)), AnswerFile.write
+
+    def full(self: AnswerFile, answer: dict[str, Any]) -> None:
+        if next(writes) in (1, 2):
+            raise ResourceError("no space left")
+        write_line(self, answer)
+
+    monkeypatch.setattr(AnswerFile, "write", full)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "file-of-nobody.jsonl").write_text("x")
+    with client_of(llm, batch_dir=tmp_path, timeout_s=0.001) as client:
+        assert not (tmp_path / "files" / "file-of-nobody.jsonl").exists()
+        with pytest.raises(ConfigError, match="another server uses"):
+            create_app(llm, settings(batch_dir=tmp_path))
+        over = until(client, start(client, rows()[:6])["id"], ended)
+        assert over["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
+        assert len({line["custom_id"] for line in lines_of(client, over["output_file_id"])}) == 6
+
+
+def test_a_server_that_ends_while_rows_are_read_answers_none(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, scan = Event(), BatchInput.scan
+
+    def slow(*given: Any) -> BatchInput:
+        begun.set()
+        while not given[-1]():
+            time.sleep(0.01)
+        return scan(*given[:-1])
+
+    monkeypatch.setattr(BatchInput, "scan", slow)
+    with client_of(llm, batch_dir=tmp_path) as client:
+        made = start(client, rows())
+        assert begun.wait(20)
+    kept = json.loads((tmp_path / "batches" / f"{made['id']}.json").read_text())
+    assert kept["status"] == "validating" and kept["completed"] == 0
+
+
+def test_batches_have_limits(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_jobs, "MAX_ROWS", 5)
+    over = until(client, start(client, ["x"] * 6)["id"], ended)
+    assert over["status"] == "failed" and "more than 5 rows: divide it" in over["errors"]["data"][0]["message"]

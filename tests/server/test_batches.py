@@ -392,6 +392,42 @@ def test_a_second_signal_ends_what_runs() -> None:
     assert time.monotonic() - started < 20
 
 
+def test_samples_count_and_not_rows() -> None:
+    """A row that asks for more than there is room for runs alone."""
+    open_now, most, seen = 0, 0, []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal open_now, most
+        asked = json.loads((await receive())["body"]).get("n", 1)
+        open_now += asked
+        most = max(most, open_now if asked < 9 else 0)
+        seen.append((asked, open_now))
+        await asyncio.sleep(0.01)
+        open_now -= asked
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def answered() -> None:
+        wanted = [a_row(f"r{i}", n=n) for i, n in enumerate((1, 2, 2, 3, 9, 1, 1, 1, 1, 1))]
+        stops = Stops(asyncio.Event(), asyncio.Event())
+        await answer_all(BatchServer(app, lambda: True), wanted, 4, stops, 1.0, lambda *answer: None)
+
+    asyncio.run(answered())
+    assert most == 4 and (9, 9) in seen and len(seen) == 10
+
+
+def test_calls_that_a_model_counts_keep_their_ids() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        calls = [{"id": "functions.look_up:0"}, {"id": "call_abc123"}]
+        body = {"id": "chatcmpl-1", "choices": [{"message": {"tool_calls": calls}}]}
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+    _, answer = asyncio.run(answer_row(BatchServer(app, lambda: True), a_row("r")))
+    first, second = (call["id"] for call in answer["response"]["body"]["choices"][0]["message"]["tool_calls"])
+    assert first == "functions.look_up:0" and second != "call_abc123"
+
+
 def test_files_that_are_no_answers_are_left_alone(batch: Callable[..., Any], tmp_path: Path) -> None:
     given = write(tmp_path / "in.jsonl", rows())
     notes = tmp_path / "notes.json"

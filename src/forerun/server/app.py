@@ -21,8 +21,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from forerun import __version__
+from forerun.config import EngineConfig
 from forerun.engine.outputs import RequestGroup
-from forerun.errors import ForerunError, ModelNotFoundError
+from forerun.errors import ConfigError, ForerunError, ModelNotFoundError
 from forerun.llm import LLM
 from forerun.server import metrics
 from forerun.server.batch_api import BatchFolder, add_batches
@@ -58,6 +59,7 @@ from forerun.server.settings import ServerSettings
 from forerun.server.stored_files import FileStore
 
 NUM_THREADS = MAX_WAITING + 32  # read requests; MAX_WAITING of them may wait for the grammar compiler
+LONGEST_ROW_S = 7 * 86400.0  # a row of a batch waits behind other requests
 log = logging.getLogger("forerun.server")
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
@@ -97,7 +99,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     service, context = EngineService(llm, settings), ServerContext(llm, settings)
     large, stopping = LargeBodies(), Event()
     app = FastAPI(title="forerun", version=__version__, separate_input_output_schemas=False)
-    folder = _batch_folder(app, service, settings)
+    folder = _batch_folder(app, settings, llm.config, lambda: bool(service.healthy) and not stopping.is_set())
 
     def stop() -> None:
         """End all requests with an error, and the processes that serve them; may be called again."""
@@ -115,10 +117,12 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
         try:
             yield
         finally:
-            folder.close()
-            await answering
-            await asyncio.to_thread(stop)
-            large.close()
+            try:
+                folder.close()
+                await answering
+            finally:
+                await asyncio.to_thread(stop)
+                large.close()
 
     app.router.lifespan_context = lifespan
     app.state.service, app.state.context, app.state.large_bodies = service, context, large
@@ -157,12 +161,19 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     return told.response(request.url.path)
 
 
-def _batch_folder(app: FastAPI, service: EngineService, settings: ServerSettings) -> BatchFolder:
-    """The server's files and batches. Rows wait behind other requests, and take half of the engine's seats."""
+def _batch_folder(
+    app: FastAPI, settings: ServerSettings, config: EngineConfig, healthy: Callable[[], bool]
+) -> BatchFolder:
+    """The server's files and batches. Rows wait behind other requests, however long, and take half of the seats."""
     if settings.batch_dir is None:
         return BatchFolder()
-    config, files = service.llm.config, FileStore(settings.batch_dir / "files", settings.max_batch_bytes)
-    server = BatchServer(app, lambda: bool(service.healthy), config.seed, priority=MAX_PRIORITY)
+    if config.verification != "coupled":
+        raise ConfigError(
+            f"with --verification {config.verification} answers of batches would depend on drafts: --batch-dir needs "
+            "coupled"
+        )
+    files = FileStore(settings.batch_dir / "files", settings.max_batch_bytes)
+    server = BatchServer(app, healthy, config.seed, defaults={"priority": MAX_PRIORITY, "timeout": LONGEST_ROW_S})
     num_at_once = max(1, config.max_num_seqs // 2)
     path = settings.batch_dir / "batches"
     jobs = BatchJobs(path, files, server, num_at_once, settings.max_body_bytes, settings.drain_s)

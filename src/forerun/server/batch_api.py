@@ -102,7 +102,9 @@ def _add_files(router: APIRouter, folder: BatchFolder) -> None:
             raise ApiError(400, f"unknown field {strange[:100]!r}; files have file and purpose", param=strange[:100])
         if purpose not in PURPOSES:
             raise ApiError(400, f"purpose must be {', '.join(PURPOSES)}; got {purpose[:100]!r}", param="purpose")
-        kept = await asyncio.to_thread(files.add, file.file, file.filename or "rows.jsonl", purpose, TENANT.get())
+        kept = await asyncio.to_thread(
+            files.add, file.file, file.size or 0, file.filename or "rows.jsonl", purpose, TENANT.get()
+        )
         return kept.said()
 
     @router.get(FILES_PATH)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
@@ -36,13 +36,20 @@ class BatchInput:
     num_done: int = 0  # rows of this shard that earlier runs answered
 
     @classmethod
-    def scan(cls, path: Path, max_bytes: int, shard: Shard, done: set[str], url: str | None = None) -> BatchInput:
+    def scan(
+        cls, path: Path, max_bytes: int, shard: Shard, done: set[str], url: str | None = None,
+        most: int | None = None, is_over: Callable[[], bool] = bool,
+    ) -> BatchInput:  # fmt: skip
         """Read a file once: where its rows are, and which are none. Raises DataError if it cannot be read.
 
-        `url`: that of all rows; None: each has its own.
+        `url`: that of all rows; None: each has its own. `most`: lines; DataError for more. Reading ends once `is_over`.
         """
         found, first_lines = cls(path), dict[str, int]()
-        for place, line in _lines(path, max_bytes):
+        for number, (place, line) in enumerate(_lines(path, max_bytes), 1):
+            if is_over():
+                break
+            if most is not None and number > most:
+                raise DataError(f"the file has more than {most} rows: divide it")
             row = BadRow(place.line, None, f"line {place.line} has more than {max_bytes} bytes") if line is None else (
                 read_row(line, place.line)
             )  # fmt: skip

@@ -10,12 +10,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from forerun.errors import ConfigError, ForerunError
+from filelock import FileLock, Timeout
+
+from forerun.errors import ConfigError, DataError, ResourceError
 from forerun.server.auth import TENANT
 from forerun.server.batch_files import AnswerFile, BatchInput
 from forerun.server.batches import BatchServer, Shard, Stops, UnavailableError, answer_all
@@ -25,6 +27,8 @@ from forerun.server.stored_files import FileStore, new_id, read_json, write_json
 OUTPUT: Final = "batch_output"  # the purpose of what a batch writes
 WINDOW: Final = "24h"  # the one completion window of OpenAI's API; here nothing expires
 OPEN: Final = ("validating", "in_progress", "finalizing", "cancelling")  # states of batches that are not over
+MAX_ROWS: Final = 50_000  # of a batch, as OpenAI has it
+TRY_AGAIN_S: Final = 30.0  # after a disk was full, or the engine failed
 SAVE_S: Final = 1.0  # between two savings of a batch's counts
 TIMES: Final = ("in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled")  # states with a time
 log = logging.getLogger("forerun.server")
@@ -37,7 +41,7 @@ class BatchJob:
     id: str
     endpoint: str
     input_file_id: str
-    created_at: int  # seconds since 1970
+    created_s: float  # since 1970
     tenant: str  # whose it is, as in auth.TENANT
     metadata: dict[str, str] | None = None
     status: str = "validating"
@@ -65,9 +69,16 @@ class BatchJob:
             "output_file_id": self.output_id if self.output_id in self.written else None,
             "error_file_id": self.errors_id if self.errors_id in self.written else None,
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
-            "created_at": self.created_at, "expires_at": None, "expired_at": None,
+            "created_at": int(self.created_s), "expires_at": None, "expired_at": None,
             **{f"{status}_at": self.times.get(status) for status in TIMES},
         }  # fmt: skip
+
+
+class _Run(NamedTuple):
+    """The batch that is answered."""
+
+    id: str
+    stops: Stops
 
 
 class BatchJobs:
@@ -82,16 +93,22 @@ class BatchJobs:
         self._folder, self._files, self._server = folder, files, server
         self._num_at_once, self._max_row_bytes, self._drain_s = num_at_once, max_row_bytes, drain_s
         self._jobs: dict[str, BatchJob] = {}
-        self._stops: Stops | None = None  # of the one that is answered
-        self._running: str | None = None
+        self._running: _Run | None = None
         self._wake = asyncio.Event()
         self._closing = False
+        self._lock = FileLock(folder.with_name("in-use.lock"), timeout=0, thread_local=False)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
             for path in folder.glob("*.json"):
                 known: Mapping[str, Any] = read_json(path)
                 job = BatchJob(**{entry.name: known[entry.name] for entry in fields(BatchJob)})
                 self._jobs[job.id] = job
+            files.drop_unfinished(
+                [i for j in self._jobs.values() if j.status in OPEN for i in (j.output_id, j.errors_id)]
+            )
+        except Timeout as error:
+            raise ConfigError(f"another server uses {folder.parent}: give each a --batch-dir of its own") from error
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"cannot keep batches in {folder}: {error!r}; choose another folder") from error
 
@@ -104,7 +121,7 @@ class BatchJobs:
         if found.purpose == OUTPUT:
             raise ApiError(400, f"{input_file_id} was written by a batch; upload rows with purpose batch",
                            param="input_file_id")  # fmt: skip
-        job = BatchJob(new_id("batch_"), endpoint, input_file_id, int(time.time()), tenant, metadata)
+        job = BatchJob(new_id("batch_"), endpoint, input_file_id, time.time(), tenant, metadata)
         self._jobs[job.id] = job
         self._save(job)
         self._wake.set()
@@ -131,9 +148,10 @@ class BatchJobs:
         if job.status != "cancelling":
             job.enter("cancelling")
             self._save(job)
-        if self._running == job.id and self._stops is not None:
-            self._stops.soon.set()
-        self._wake.set()
+        if self._running is None or self._running.id != job.id:
+            self._end(job, "cancelled")
+        else:
+            self._running.stops.soon.set()
         return job
 
     def uses(self, file_id: str) -> BatchJob | None:
@@ -145,43 +163,65 @@ class BatchJobs:
 
     async def run(self) -> None:
         """Answer batches, the oldest first, until `close`."""
-        while not self._closing:
-            self._wake.clear()
-            waiting = sorted([job for job in self._jobs.values() if job.status in OPEN], key=_age)
-            if not waiting:
-                await self._wake.wait()
-                continue
+        try:
+            while not self._closing:
+                self._wake.clear()
+                waiting = sorted([job for job in self._jobs.values() if job.status in OPEN], key=_age)
+                if not waiting:
+                    await self._wake.wait()
+                elif not await self._try(waiting[0]):
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._wake.wait(), TRY_AGAIN_S)
+        finally:
+            self._lock.release()
+
+    async def _try(self, job: BatchJob) -> bool:
+        """Answer what is left of a batch; False if it must wait for a disk with room, or an engine that works."""
+        self._running = _Run(job.id, Stops(asyncio.Event(), asyncio.Event()))
+        if self._closing:
+            self.close()
+        TENANT.set(job.tenant)  # of the rows
+        try:
             try:
-                await self._answer(waiting[0])
-            except UnavailableError as error:
-                log.warning("a batch waits for the next start", extra={"batch": waiting[0].id, "why": str(error)})
-                return
-            except (ForerunError, OSError) as error:
-                log.exception("a batch failed", extra={"batch": waiting[0].id})
-                self._end(waiting[0], "failed", str(error))
+                status = await self._answer(job, self._running.stops)
+            except DataError as error:
+                job.why_failed, status = str(error), "failed"
+            if status is not None:
+                self._end(job, status)
+            return True
+        except (UnavailableError, ResourceError, OSError) as error:
+            log.warning("a batch waits", extra={"batch": job.id, "why": str(error)})
+            return False
+        except Exception:
+            log.exception("a batch failed", extra={"batch": job.id})
+            job.why_failed = "the server failed while working on this batch; its log says why"
+            job.enter("failed")
+            with suppress(OSError):
+                self._save(job)
+            return True
+        finally:
+            self._running = None
 
     def close(self) -> None:
         """End the rows that run: the next start goes on with their batch."""
         self._closing = True
         self._wake.set()
-        if self._stops is not None:
-            self._stops.now.set()
-            self._stops.soon.set()
+        if self._running is not None:
+            self._running.stops.now.set()
+            self._running.stops.soon.set()
 
-    async def _answer(self, job: BatchJob) -> None:
-        """Answer what is left of a batch."""
+    async def _answer(self, job: BatchJob, stops: Stops) -> str | None:
+        """Answer what is left of a batch -> the state it ends in; None if it is not over."""
         answers, errors = AnswerFile(self._files.path(job.output_id)), AnswerFile(self._files.path(job.errors_id))
-        rows = await asyncio.to_thread(self._read, job, answers, errors)
+        rows = await asyncio.to_thread(self._read, job, answers, errors, stops)
+        if self._closing:
+            return None
         job.total = len(answers.ids) + len(errors.ids) + len(rows.bad) + len(rows.places)
         job.completed, job.failed = len(answers.ids), len(errors.ids)
         if job.status == "validating":
             job.enter("in_progress")
         self._save(job)
-        stops, saved_s = Stops(asyncio.Event(), asyncio.Event()), time.monotonic()
-        self._running, self._stops = job.id, stops
-        TENANT.set(job.tenant)  # of the rows
-        if job.status == "cancelling":
-            stops.soon.set()
+        saved_s = time.monotonic()
 
         def write(succeeded: bool, answer: dict[str, Any]) -> None:
             nonlocal saved_s
@@ -191,32 +231,28 @@ class BatchJobs:
                 self._save(job)
                 saved_s = time.monotonic()
 
-        try:
-            with closing(answers), closing(errors):
-                for bad in rows.bad:
-                    write(False, bad.answer())
-                if job.status != "cancelling":
-                    await answer_all(self._server, rows.rows(), self._num_at_once, stops, self._drain_s, write)
-        finally:
-            self._running = self._stops = None
+        with closing(answers), closing(errors):
+            if job.status != "cancelling":
+                await asyncio.to_thread(_write_bad, rows, errors)
+                job.failed += len(rows.bad)
+                await answer_all(self._server, rows.rows(), self._num_at_once, stops, self._drain_s, write)
         if job.status == "cancelling":
-            self._end(job, "cancelled")
-        elif not self._closing:
-            self._end(job, "completed")
+            return "cancelled"
+        return None if self._closing else "completed"
 
-    def _read(self, job: BatchJob, answers: AnswerFile, errors: AnswerFile) -> BatchInput:
+    def _read(self, job: BatchJob, answers: AnswerFile, errors: AnswerFile, stops: Stops) -> BatchInput:
         answers.resume()
         errors.resume()
         done, path = answers.ids | errors.ids, self._files.path(job.input_file_id)
-        return BatchInput.scan(path, self._max_row_bytes, Shard(), done, job.endpoint)
+        is_over = stops.soon.is_set
+        return BatchInput.scan(path, self._max_row_bytes, Shard(), done, job.endpoint, MAX_ROWS, is_over)
 
-    def _end(self, job: BatchJob, status: str, why: str | None = None) -> None:
+    def _end(self, job: BatchJob, status: str) -> None:
         """Show what was written, and close the batch."""
-        job.why_failed = why
         for file_id, name in ((job.output_id, "output"), (job.errors_id, "errors")):
             if self._files.path(file_id).exists():
                 self._files.adopt(file_id, f"{job.id}_{name}.jsonl", OUTPUT, job.tenant)
-                job.written.append(file_id)
+                job.written = [*{*job.written, file_id}]
         job.enter(status)
         self._save(job)
 
@@ -224,5 +260,10 @@ class BatchJobs:
         write_json(self._folder / f"{job.id}.json", asdict(job))
 
 
-def _age(job: BatchJob) -> tuple[int, str]:
-    return job.created_at, job.id
+def _write_bad(rows: BatchInput, errors: AnswerFile) -> None:
+    for bad in rows.bad:
+        errors.write(bad.answer())
+
+
+def _age(job: BatchJob) -> tuple[float, str]:
+    return job.created_s, job.id

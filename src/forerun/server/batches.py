@@ -13,9 +13,9 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Final, NamedTuple
 
@@ -46,6 +46,13 @@ class BatchRow:
     def answer_id(self) -> str:
         """The id of its answer."""
         return _id("batch_req", self.custom_id)
+
+    @property
+    def num_samples(self) -> int:
+        """Answers it asks for, if its body is right."""
+        n, prompts = self.body.get("n"), self.body.get("prompt")
+        num_prompts = len(prompts) if isinstance(prompts, list) and not all(isinstance(p, int) for p in prompts) else 1
+        return max(1, num_prompts) * (n if isinstance(n, int) and n > 0 else 1)
 
     @property
     def prompt_key(self) -> str:
@@ -135,14 +142,14 @@ class BatchServer:
     """Who answers rows, and how.
 
     `healthy`: whether the application's engine works; `model`: the model of all rows, None for what each names;
-    `priority`: of rows without one.
+    `defaults`: fields of rows that do not have them.
     """
 
     app: ASGIApp
     healthy: Callable[[], bool]
     seed: int = 0
     model: str | None = None
-    priority: int | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 async def answer_row(server: BatchServer, row: BatchRow) -> tuple[bool, dict[str, Any]]:
@@ -153,9 +160,9 @@ async def answer_row(server: BatchServer, row: BatchRow) -> tuple[bool, dict[str
     body = row.body if server.model is None else {**row.body, "model": server.model}
     if body.get("seed") in (None, -1):
         body = {**body, "seed": seed_of(server.seed, row.custom_id)}
-    if server.priority is not None:
-        body = {"priority": server.priority, **body}
-    sent = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    sent = json.dumps({**server.defaults, **body}, ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8", "surrogatepass"
+    )
     num_tries, pause_s = 1, PAUSE_S
     while True:
         status, text = await _post(server.app, row.url, sent)
@@ -216,6 +223,8 @@ def _lasting(answer: dict[str, Any], custom_id: str) -> dict[str, Any]:
         call for choice in answer.get("choices", ()) for call in (choice.get("message") or {}).get("tool_calls", ())
     ]
     for index, call in enumerate(calls):
+        if call["id"].startswith("functions."):  # Kimi counts calls, and reads its ids again
+            continue
         drawn = re.split("[-_]", call["id"])[-1]  # what is random in it
         made = sha256(f"{custom_id} {index}".encode()).hexdigest()[: len(drawn)]
         call["id"] = call["id"][: len(call["id"]) - len(drawn)] + made
@@ -242,19 +251,23 @@ async def answer_all(
     server: BatchServer, rows: Iterable[BatchRow], num_at_once: int, stops: Stops, drain_s: float,
     write: Callable[[bool, dict[str, Any]], None],
 ) -> None:  # fmt: skip
-    """Answer rows, so many at a time, and `write` each answer when it is there.
+    """Answer rows, so many samples at a time or one row that asks for more, and `write` each answer when it is there.
 
     Once no row may begin, those that run have `drain_s` seconds. Raises UnavailableError when the engine has failed.
     """
-    running: set[_Running] = set()
+    running, samples = set[_Running](), dict[_Running, int]()
     soon, now = asyncio.create_task(stops.soon.wait()), asyncio.create_task(stops.now.wait())
     try:
         for row in rows:
-            running.add(asyncio.create_task(answer_row(server, row)))
-            if len(running) >= num_at_once:
+            while (
+                running and not soon.done() and sum([samples[each] for each in running]) + row.num_samples > num_at_once
+            ):
                 running = await _some(running, soon, write)
             if soon.done():
                 break
+            task = asyncio.create_task(answer_row(server, row))
+            samples = {each: samples[each] for each in running} | {task: row.num_samples}
+            running.add(task)
         while running and not soon.done():
             running = await _some(running, soon, write)
         until = time.monotonic() + drain_s

@@ -43,7 +43,8 @@ class Gate:
         self._settings = settings
         self._metrics = metrics
         self._paths = paths
-        self._open_ended = {re.compile(_pattern(path)): path for path in paths if "{" in path}
+        longest_first = sorted((path for path in paths if "{" in path), key=len, reverse=True)
+        self._open_ended = {re.compile(_pattern(path)): path for path in longest_first}
         self._check_key = KeyCheck(settings.api_keys)
         self._num_open = 0  # requests in progress
 
@@ -53,7 +54,9 @@ class Gate:
             await self._app(scope, receive, send)
             return
         path, is_inside = self._known(scope["path"]), INSIDE in scope.get("extensions", ())
-        most_bytes = self._settings.max_batch_bytes if path == FILES_PATH else self._settings.max_body_bytes
+        most_bytes = self._settings.max_body_bytes
+        if path == FILES_PATH and self._settings.batch_dir is not None and _has_parts(scope):
+            most_bytes = self._settings.max_batch_bytes
         passage = _Passage(scope, receive, send, most_bytes, self._settings.body_timeout_s)
         num_places = int(path != HEALTH and not is_inside)  # health checks need none: they must always get through
         self._num_open += num_places
@@ -109,6 +112,11 @@ class Gate:
 def _pattern(path: str) -> str:
     """A path's {parameters} as a regular expression."""
     return ".+".join(re.escape(part) for part in re.split(r"\{[^}]*\}", path))
+
+
+def _has_parts(scope: Scope) -> bool:
+    """Whether a body goes to a file while it is read; others are held in memory."""
+    return Headers(scope=scope).get("content-type", "").startswith("multipart/form-data")
 
 
 def _level(path: str | None, status: int) -> int:

@@ -9,9 +9,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO, Final
 from uuid import uuid4
 
@@ -41,11 +42,13 @@ class StoredFile:
 
 
 class FileStore:
-    """Files in a folder, at most `max_bytes` of them uploaded. Raises ConfigError for a folder it cannot use."""
+    """Files in a folder, at most `max_bytes` of uploads. Thread-safe. Raises ConfigError for a folder it cannot use."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
         self._files: dict[str, StoredFile] = {}
+        self._coming = 0  # bytes that are being copied
+        self._lock = Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(folder.glob("*.json")):
@@ -55,17 +58,30 @@ class FileStore:
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"cannot keep files in {folder}: {error}; choose another folder") from error
 
+    def drop_unfinished(self, kept: Collection[str]) -> None:
+        """Delete what a process that was killed left: bytes of no file, but those with the ids `kept`."""
+        known = {*self._files, *kept}
+        for path in (*self._folder.glob("*.jsonl"), *self._folder.glob("*.new")):
+            if path.suffix == ".new" or path.stem not in known:
+                path.unlink(missing_ok=True)
+
     @property
     def num_left(self) -> int:
         """Bytes that may still be uploaded."""
-        return max(0, self._max_bytes - sum(file.bytes for file in self._files.values()))
+        uploaded = sum(file.bytes for file in list(self._files.values()) if file.purpose in PURPOSES)
+        return max(0, self._max_bytes - uploaded - self._coming)
 
     def path(self, file_id: str) -> Path:
         """Where the bytes of a file are."""
         return self._folder / f"{file_id}.jsonl"
 
-    def add(self, source: BinaryIO, filename: str, purpose: str, tenant: str) -> StoredFile:
-        """Keep a copy of what is read. Raises ApiError if there is no room."""
+    def add(self, source: BinaryIO, size: int, filename: str, purpose: str, tenant: str) -> StoredFile:
+        """Keep a copy of what is read, so many bytes. Raises ApiError if there is no room."""
+        with self._lock:
+            if size > self.num_left:
+                told = f"the file has {size} bytes, there is room for {self.num_left}: delete others"
+                raise ApiError(413, f"{told}, or raise the server's --max-batch-bytes", param="file", code="no_room")
+            self._coming += size
         file_id = new_id("file-")
         path = self.path(file_id)
         try:
@@ -73,22 +89,21 @@ class FileStore:
                 shutil.copyfileobj(source, file)
                 file.flush()
                 os.fsync(file.fileno())
-            size = path.stat().st_size
-            if size > self.num_left:
-                told = f"the file has {size} bytes, there is room for {self.num_left}: delete others"
-                raise ApiError(413, f"{told}, or raise the server's --max-batch-bytes", param="file", code="no_room")
             return self.adopt(file_id, filename, purpose, tenant)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise ApiError(500, f"the file cannot be kept: {error.strerror or error}", code="no_room") from error
-        except ApiError:
+        except BaseException:
             path.unlink(missing_ok=True)
             raise
+        finally:
+            with self._lock:
+                self._coming -= size
 
     def adopt(self, file_id: str, filename: str, purpose: str, tenant: str) -> StoredFile:
         """Make the bytes that are at a file's path a file that clients see."""
-        size = self.path(file_id).stat().st_size
-        found = StoredFile(file_id, filename[:MAX_NAME], purpose, size, int(time.time()), tenant)
+        size, name = self.path(file_id).stat().st_size, filename.encode("utf-8", "replace").decode()
+        found = StoredFile(file_id, name[:MAX_NAME], purpose, size, int(time.time()), tenant)
         write_json(self._folder / f"{file_id}.json", asdict(found))
         self._files[file_id] = found
         return found
@@ -104,11 +119,11 @@ class FileStore:
         """Forget a file that is there."""
         (self._folder / f"{file_id}.json").unlink(missing_ok=True)
         self.path(file_id).unlink(missing_ok=True)
-        del self._files[file_id]
+        self._files.pop(file_id, None)
 
     def all(self, tenant: str) -> list[StoredFile]:
         """A tenant's files, the last one first."""
-        found = [file for file in self._files.values() if file.tenant == tenant]
+        found = [file for file in list(self._files.values()) if file.tenant == tenant]
         return sorted(found, key=lambda file: (file.created_at, file.id), reverse=True)
 
 
