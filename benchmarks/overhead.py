@@ -2,10 +2,9 @@
 
     python benchmarks/overhead.py [--model mini] [--max-tokens 400]
 
-Prints JSON: medians over native calls, in milliseconds a step. A call may run the passes of several steps
-("steps_a_call"); what these take beside their passes counts in equal parts. "plain" and "ngram_4" are the engine alone
-(an n-gram draft is a lookup); in "draft_4" the phase "draft" also holds the draft model's own forwards, which are not
-overhead. "adaptive" is "draft_4" with the policy that decides how much is drafted, in the steps where it drafts 4.
+Prints JSON: medians over decoding steps, in milliseconds. "plain" and "ngram_4" are the engine alone (an n-gram draft
+is a lookup); in "draft_4" the phase "draft" also holds the draft model's own forwards, which are not overhead.
+"adaptive" is "draft_4" with the policy that decides how much is drafted, in the steps where it drafts 4.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 from forerun import LLM, DrafterConfig, SamplingParams
 from forerun.bench.machine import describe_machine
-from forerun.bench.overhead import calls_of, summary
+from forerun.bench.overhead import steps_of, summary
 
 NUM_DRAFTED = 4
 TEXT = "the cat sat on the mat and the dog sat on the cat and the mat lay on the dog " * 8
@@ -52,8 +51,8 @@ def measure(model: str, draft_model: str | None, max_tokens: int) -> dict[str, A
 
 
 def _run(llm: LLM, prompt: list[int], params: SamplingParams, num_drafted: int) -> dict[str, Any]:
-    list(calls_of(llm, prompt, params))  # warm-up
-    return summary(list(calls_of(llm, prompt, params)), num_drafted)
+    list(steps_of(llm, prompt, params))  # warm-up
+    return summary(list(steps_of(llm, prompt, params)), num_drafted)
 
 
 if __name__ == "__main__":

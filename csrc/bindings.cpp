@@ -12,7 +12,6 @@
 #include "chain.h"
 #include "memory.h"
 #include "op_binding.h"
-#include "steps.h"
 #include "suffix_text.h"
 #include "tree_walk.h"
 
@@ -92,10 +91,6 @@ void read(double& field, PyObject* given) { field = nb::cast<double>(nb::handle(
 void read(bool& field, PyObject* given) { field = nb::cast<bool>(nb::handle(given)); }
 void read(std::vector<int64_t>& field, PyObject* given) { field = numbers(given); }
 void read(std::vector<double>& field, PyObject* given) { field = nb::cast<std::vector<double>>(nb::handle(given)); }
-void read(SuffixText*& field, PyObject* given) {
-    field = given == Py_None ? nullptr : nb::cast<SuffixText*>(nb::handle(given));
-}
-void read(SequenceRows& rows, PyObject* given);
 
 // What a NamedTuple holds, field by field.
 template <class... Fields>
@@ -106,14 +101,13 @@ void read_all(const nb::handle& given, Py_ssize_t first, Fields&... fields) {
     (read(fields, PyTuple_GET_ITEM(given.ptr(), index++)), ...);
 }
 
-void read(SequenceRows& rows, PyObject* given) {
-    read_all(given, 1, rows.block_table, rows.start, rows.span, rows.tree_start, rows.tree_tokens, rows.tree_rows,
-             rows.tree_masks, rows.tree_depths, rows.span_logits);  // the first is the request's id
-}
-
 BatchRows batch_of(const nb::sequence& given, int64_t block_size, int64_t shift) {
     std::vector<SequenceRows> sequences;
-    for (const nb::handle each : given) read(sequences.emplace_back(), each.ptr());
+    for (const nb::handle each : given) {
+        SequenceRows& rows = sequences.emplace_back();
+        read_all(each, 1, rows.block_table, rows.start, rows.span, rows.tree_start, rows.tree_tokens, rows.tree_rows,
+                 rows.tree_masks, rows.tree_depths, rows.span_logits);  // the first is the request's id
+    }
     return {sequences, block_size, shift};
 }
 
@@ -132,12 +126,6 @@ void run_batch(Program& program, const nb::sequence& sequences, int64_t block_si
     program.run(addresses, batch.sizes());
 }
 
-nb::list as_list(const std::vector<WalkedPath>& paths) {
-    nb::list found;
-    for (const WalkedPath& path : paths) found.append(nb::make_tuple(nb::tuple(nb::cast(path.nodes)), path.token));
-    return found;
-}
-
 nb::list walk_plain_trees(CpuEngine& engine, Address logits, int64_t vocab, const nb::sequence& given) {
     Program::refuse("walking trees");
     std::vector<PlainTree> trees;
@@ -149,24 +137,10 @@ nb::list walk_plain_trees(CpuEngine& engine, Address logits, int64_t vocab, cons
     std::vector<WalkedPath> paths;
     call(static_cast<int64_t>(trees.size()) * vocab * 64,
          [&] { paths = walk_trees(engine, at<float>(logits), vocab, trees); });
-    return as_list(paths);
-}
-
-nb::list run_steps_ahead(CpuEngine& engine, Program& program, const nb::sequence& given, int64_t block_size,
-                         Address logits, int64_t rows, int64_t vocab, int64_t most) {
-    std::vector<SequenceSteps> sequences;
-    for (const nb::handle each : given) {
-        SequenceSteps& sequence = sequences.emplace_back();
-        read_all(each, 0, sequence.rows, sequence.temperature, sequence.seed, sequence.stream, sequence.stops,
-                 sequence.num_left, sequence.num_drafts, sequence.shortest, sequence.longest, sequence.text);
-    }
-    std::vector<StepRun> steps;
-    {
-        const nb::gil_scoped_release released;
-        steps = run_steps(engine, program, sequences, block_size, {at<float>(logits), rows, vocab}, most);
-    }
     nb::list found;
-    for (const StepRun& step : steps) found.append(nb::make_tuple(step.tokens, as_list(step.paths), step.pass_s));
+    for (const WalkedPath& path : paths) {
+        found.append(nb::make_tuple(nb::tuple(nb::cast(path.nodes)), path.token));
+    }
     return found;
 }
 
@@ -323,7 +297,6 @@ NB_MODULE(_native, module) {
 
     engine.def("pack", &pack).def("pack_grouped", &pack_grouped).def("gumbel", &gumbel)
         .def("draft_chains", &draft_chains).def("walk_trees", &walk_plain_trees)
-        .def("run_steps", &run_steps_ahead)
         .def("stream_read", [](CpuEngine& self, Address data, int64_t size) {
             const nb::gil_scoped_release released;
             return self.stream_read(at<void>(data), size);

@@ -7,47 +7,43 @@ from typing import Any
 
 import pytest
 
-from forerun.bench.overhead import calls_of, summary
+from forerun.bench.overhead import steps_of, summary
 from forerun.core import CompletionOutput, DrafterCount, RequestOutput, SamplingParams
 
 
 class Stepping:
-    """An engine whose steps take known times; the third and the fourth draft nothing, and one call runs both."""
+    """An engine whose steps take known times; the third drafts nothing."""
 
     def __init__(self) -> None:
-        self.timings = {"draft_s": 0.0, "forward_s": 0.0, "commit_s": 0.0, "steps": 0.0, "calls": 0.0}
+        self.timings = {"draft_s": 0.0, "forward_s": 0.0, "commit_s": 0.0, "steps": 0.0}
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[RequestOutput]:
         drafted = 0
-        for step in range(5):
+        for step in range(4):
             self.timings["forward_s"] += 1.0
             self.timings["draft_s"] += 0.002
             self.timings["commit_s"] += 0.001 * (step + 1)
             self.timings["steps"] += 1
-            self.timings["calls"] += step != 3
-            drafted += 0 if step in (2, 3) else 4
+            drafted += 0 if step == 2 else 4
             answer = CompletionOutput(0, "", (), None, None, 0, ())
             answer.stats.drafters = {"ngram": DrafterCount(drafted, 0)}
-            yield RequestOutput("0", None, (), [answer], finished=step == 4)
+            yield RequestOutput("0", None, (), [answer], finished=step == 3)
 
 
-def test_the_first_step_and_the_forward_do_not_count_and_steps_of_a_call_count_together() -> None:
+def test_the_first_step_and_the_forward_do_not_count() -> None:
     llm: Any = Stepping()
-    calls = list(calls_of(llm, [1], SamplingParams()))
-    assert [(call.num_drafted, call.num_steps) for call in calls] == [(4, 1), (0, 2), (4, 1)]
-    assert [call.overhead_s for call in calls] == pytest.approx([0.004, 0.0055, 0.007])
+    steps = list(steps_of(llm, [1], SamplingParams()))
+    assert [step.num_drafted for step in steps] == [4, 0, 4]
+    assert [step.overhead_s for step in steps] == pytest.approx([0.004, 0.005, 0.006])
 
 
-def test_summary_takes_the_calls_that_drafted_as_asked() -> None:
+def test_summary_takes_the_steps_that_drafted_as_asked() -> None:
     llm: Any = Stepping()
-    calls = list(calls_of(llm, [1], SamplingParams()))
-    assert summary(calls, 4) == {
+    steps = list(steps_of(llm, [1], SamplingParams()))
+    assert summary(steps, 4) == {
         "num_steps": 2,
-        "steps_a_call": 1.0,
         "num_drafted": 4,
-        "overhead_ms": 5.5,
-        "phases_ms": {"draft": 2.0, "forward": 1000.0, "commit": 3.5},
+        "overhead_ms": 5.0,
+        "phases_ms": {"draft": 2.0, "forward": 1000.0, "commit": 3.0},
     }
-    plain = summary(calls, 0)
-    assert (plain["num_steps"], plain["steps_a_call"], plain["overhead_ms"]) == (2, 2.0, 5.5)
-    assert summary(calls, 9) == {"num_steps": 0, "num_drafted": 9}
+    assert summary(steps, 9) == {"num_steps": 0, "num_drafted": 9}

@@ -124,7 +124,7 @@ class Watched:
         self.proposed = 0
         for name in ("name", "max_nodes", "hidden_layers", "kv_specs", "weight_bytes"):
             setattr(self, name, getattr(inner, name))
-        self.wants_logits, self.take_calls, self.lookup = inner.wants_logits, inner.take_calls, inner.lookup
+        self.wants_logits, self.take_calls = inner.wants_logits, inner.take_calls
 
     @property
     def health(self) -> dict[str, DrafterHealth]:

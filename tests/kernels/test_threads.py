@@ -82,7 +82,7 @@ def test_a_step_that_computes_on_the_kernels_threads(name: str, tmp_path: Path) 
     inner, seen = llm.engine.verifier, []
 
     class Watched:
-        coupled, reads_pending = True, staticmethod(inner.reads_pending)
+        reads_pending = staticmethod(inner.reads_pending)
 
         def verify(self, *given: Any) -> Any:
             seen.append(torch.get_num_threads())

@@ -203,18 +203,6 @@ def test_load_leaves_less_room() -> None:
     assert policy().plan(many).max_nodes(many[0]) == 4
 
 
-def test_a_resting_policy_knows_how_long_it_will_rest() -> None:
-    made, one = policy(), request()
-    said = []
-    for _ in range(200):
-        plan = made.plan([one])
-        said.append((plan.num_alike, plan.max_nodes(one)))
-        step(made, [one], right=0, draft_s=0.3)
-    assert max(num for num, _ in said) > 10 and max(nodes for _, nodes in said) > 1
-    for now, (num_alike, _) in enumerate(said):
-        assert num_alike == 0 or {nodes for _, nodes in said[now : now + num_alike + 1]} == {1}
-
-
 def test_nobody_drafts_before_a_plain_step_was_seen() -> None:
     made = AdaptivePolicy(16, Costs(FLAT), may_prune=True)
     assert made.plan([request()]).max_nodes(request()) == 1

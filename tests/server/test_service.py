@@ -17,7 +17,6 @@ from fastapi.testclient import TestClient
 from forerun import LLM, SamplingParams
 from forerun.core import RequestStats
 from forerun.drafters.portfolio import Portfolio
-from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.server.errors import ApiError
 from forerun.server.service import EngineService
@@ -81,8 +80,8 @@ def test_a_deadline_ends_a_request_and_frees_its_blocks(small: LLM) -> None:
 def test_a_broken_step_fails_its_requests_and_no_others(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with client_of(small) as client:
         before = client.post("/v1/completions", json=body(3)).json()["choices"]
-        build = Engine._build
-        monkeypatch.setattr(Engine, "_build", lambda *_: 1 / 0)
+        run = small.engine.runner.run
+        monkeypatch.setattr(small.engine.runner, "run", lambda *_: 1 / 0, raising=False)
         broken = client.post("/v1/completions", json=body(3))
         assert broken.status_code == 500 and broken.json()["error"]["type"] == "server_error"
         assert client.get("/health").status_code == 200  # one failure is not the end
@@ -94,7 +93,7 @@ def test_a_broken_step_fails_its_requests_and_no_others(small: LLM, monkeypatch:
         assert client.post("/v1/completions", json=body(3)).status_code == 503
         assert num_used(small) == 0
         assert "forerun_engine_errors_total 3.0" in client.get("/metrics").text
-        monkeypatch.setattr(Engine, "_build", build)
+        monkeypatch.setattr(small.engine.runner, "run", run, raising=False)
     with client_of(small) as client:
         assert client.post("/v1/completions", json=body(3)).json()["choices"] == before
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from forerun.config import DrafterConfig
 from forerun.core import Request
 from forerun.kernels.ops import Kernels, LayerKV
-from forerun.kernels.suffix import SuffixText
 from forerun.models.base import LayerSpec, Model
 from forerun.speculation.draft import Draft
 from forerun.speculation.growth import TreeGrower
@@ -188,14 +187,6 @@ class DraftCall(NamedTuple):
     asked: Sequence[Asked]
 
 
-class Lookup(NamedTuple):
-    """How a drafter copies its chains: what last followed a request's longest repeated tail, see `SuffixText.copy`."""
-
-    text: SuffixText  # an empty one
-    shortest: int
-    longest: int
-
-
 class EngineDrafter(Drafter, Protocol):
     """What an engine asks for drafts: one drafter or several, whose calls are timed and whose errors are contained."""
 
@@ -205,9 +196,6 @@ class EngineDrafter(Drafter, Protocol):
 
     def take_calls(self) -> Sequence[DraftCall]:
         """The calls of its drafters since the last call."""
-
-    def lookup(self, request: Request) -> Lookup | None:
-        """How its drafts for this request are copied from the request's text, if they are that and nothing else."""
 
 
 class LogitsReader(Protocol):

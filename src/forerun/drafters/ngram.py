@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from forerun.core import Request
-from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Lookup, Stateless
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Stateless
 from forerun.kernels.suffix import SuffixKit, select_suffix
 from forerun.speculation.draft import Draft
 from forerun.speculation.tree import ROOT
@@ -90,11 +90,6 @@ class NgramDrafter(Stateless):
             log_survival -= math.log1p(DOUBT / length**1.5)
             node = draft.add(node, token, log_survival)
             length += 1
-
-    def lookup(self) -> Lookup | None:
-        """See `EngineDrafter`; None where the suffix automaton is not in C++."""
-        kit, (shortest, longest) = select_suffix(), self._sizes
-        return None if kit.name == "reference" else Lookup(kit.text(longest, None), shortest, longest)
 
     def _restart(self, request: Request) -> Index:
         self.begin(request)

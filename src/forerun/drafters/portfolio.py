@@ -37,7 +37,6 @@ from forerun.drafters.base import (
     DrafterContext,
     DrafterHealth,
     DrafterSpec,
-    Lookup,
     Observed,
     logits_reader,
 )
@@ -274,13 +273,6 @@ class Portfolio:
         """See `EngineDrafter`."""
         calls, self._calls = self._calls, []
         return calls
-
-    def lookup(self, request: Request) -> Lookup | None:
-        """See `EngineDrafter`: that of the only member, while it drafts for the request."""
-        member = self.members[0]
-        is_asked = len(self.members) == 1 and member.drafts_for(request) and request.drafter in (None, member.name)
-        made: Callable[[], Lookup | None] | None = getattr(member.drafter, "lookup", None)
-        return made() if is_asked and made is not None else None
 
     def _are_first_and_last(self, asked: Sequence[Draft], drafts: Sequence[Draft], behind: Sequence[Member]) -> bool:
         """Whether nobody will look at these drafts before they are verified; a step waits for one member's at most."""

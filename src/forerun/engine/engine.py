@@ -14,24 +14,22 @@ import torch
 from torch import Tensor
 
 from forerun.cache.boundaries import BoundaryStates
-from forerun.cache.kv_cache import KVCache
+from forerun.cache.kv_cache import KVCache, Move
 from forerun.core import Plan, PositionLogprobs, Request, Resumed, ScheduledRequest
 from forerun.drafters.base import EngineDrafter, Observed, logits_reader
-from forerun.engine.ahead import PassesAhead
 from forerun.engine.logprobs import token_logprobs
 from forerun.engine.masks import MaskWaits, ask_ahead, draft_forced, with_forced
 from forerun.engine.outputs import RequestGroup, SampleRecord, share_time, too_late
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.timings import Timings
-from forerun.engine.work import Work, join_rows, move_of, roots_of, rows_of
 from forerun.errors import LogitsError, QueueFullError
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import CommittedPath, Model, PassOutput
-from forerun.models.batch import ForwardBatch
+from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.policy.policy import Outcome, Policy, StepPlan, StepResult
 from forerun.runtime.runner import Runner
-from forerun.speculation.draft import Draft, pending_of
+from forerun.speculation.draft import NO_ROWS, Draft, pending_of
 from forerun.speculation.verifier import Candidate
 from forerun.speculation.verify import Choice
 
@@ -39,13 +37,28 @@ from forerun.speculation.verify import Choice
 class Verifier(Protocol):
     """Turns logits into choices under one acceptance rule."""
 
-    coupled: bool  # the rule
-
     def verify(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
         """One choice or error per candidate."""
 
     def reads_pending(self, requests: Sequence[Request]) -> bool:
         """Whether drafts of these requests may be pending until they are verified."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """One scheduled request on its way through a step."""
+
+    item: ScheduledRequest
+    record: SampleRecord
+    draft: Draft | None  # None: the span ends before the root
+    first_row: int = 0  # of the batch
+    first_logit: int = 0  # row of the logits that belongs to the span's first token, or to the root
+    span_logits: bool = False
+
+    @property
+    def root_logit(self) -> int:
+        """Row of the logits that belongs to the root."""
+        return self.first_logit + (self.item.num_span if self.span_logits else 0)
 
 
 @dataclass(slots=True)
@@ -67,11 +80,9 @@ class Engine:
     keep: Callable[[], None] | None = None  # called when requests have ended: saves what the policy learned
     meanwhile: Callable[[], None] | None = None  # once a step, while a GPU computes; may not touch requests
     boundaries: BoundaryStates = field(init=False)
-    ahead: PassesAhead = field(init=False)
 
     def __post_init__(self) -> None:
         self.boundaries = BoundaryStates(self.kv_cache.block_size)
-        self.ahead = PassesAhead(self.scheduler, self.timings)
 
     @property
     def has_work(self) -> bool:
@@ -118,7 +129,6 @@ class Engine:
     def _restart(self) -> None:
         """Tokens, rows and states may have been changed in part: keep the tokens, forget the others."""
         self._end([r for r in self.scheduler.running if r.finish_reason is not None])
-        self.ahead.drop()
         self._forget(self.scheduler.preempt_all())
 
     def _forget(self, requests: Sequence[Request]) -> None:
@@ -138,7 +148,7 @@ class Engine:
         clock.lap("draft_s")
         batch = self._build(work)
         clock.lap("build_s")
-        out, choices = self._decide(work, batch, wanted.num_alike)
+        out, choices = self._decide(work, batch)
         observed = self._commit(work, choices, out)
         self._show_logits(work, batch, out)
         self.drafter.observe(observed, out.hidden)
@@ -156,7 +166,7 @@ class Engine:
         self.masks.wait(self.scheduler.running)
         return self._finish(())
 
-    def _learn(self, work: Sequence[Work], observed: Sequence[Observed], num_rows: int) -> None:
+    def _learn(self, work: Sequence[_Work], observed: Sequence[Observed], num_rows: int) -> None:
         """Tell the policy and the requests' records what the step did and how long it took."""
         outcomes = [
             Outcome(entry.item.request, entry.draft, seen.tokens)
@@ -178,10 +188,7 @@ class Engine:
         """Ask the scheduler; forget the state of preempted requests, and resume others from the prefix cache."""
         self.masks.begin_step(self.scheduler.running)
         max_nodes = with_forced(wanted.max_nodes, self.drafter)
-        needs_boundary, may_admit = bool(self.drafter.hidden_layers), self.ahead.is_empty
-        plan = self.scheduler.schedule(max_nodes, needs_boundary, self.masks.may_choose, may_admit)
-        if plan.preempted:
-            self.ahead.drop()
+        plan = self.scheduler.schedule(max_nodes, bool(self.drafter.hidden_layers), self.masks.may_choose)
         self._forget(plan.preempted)
         for resumed in plan.resumed:
             self._resume(resumed)
@@ -195,7 +202,7 @@ class Engine:
         boundary = self.boundaries.before(request.block_ids, request.num_computed)
         self.drafter.resume(request, resumed.num_ready, boundary)
 
-    def _draft(self, plan: Plan, wanted: StepPlan) -> list[Work]:
+    def _draft(self, plan: Plan, wanted: StepPlan) -> list[_Work]:
         """A tree for every request that reaches its root, grown where there is room for drafts."""
         requests = [item.request for item in plan.scheduled if item.reaches_root]
         may_be_pending = self.verifier.reads_pending(requests) and bool(self._kvs) and not wanted.looks_at_drafts
@@ -211,24 +218,24 @@ class Engine:
             ask_ahead([draft for draft in growing if draft.pending is None])
         return work
 
-    def _work(self, item: ScheduledRequest, draft: Draft | None) -> Work:
+    def _work(self, item: ScheduledRequest, draft: Draft | None) -> _Work:
         record = self.records[item.request.request_id]
         record.scheduled()
-        return Work(item, record, draft)
+        return _Work(item, record, draft)
 
-    def _build(self, work: Sequence[Work]) -> ForwardBatch:
+    def _build(self, work: Sequence[_Work]) -> ForwardBatch:
         """Lay out all rows and record where each request's rows begin."""
         num_rows = num_logits = 0
         sequences = []
         for entry in work:
             entry.first_row, entry.first_logit = num_rows, num_logits
             entry.span_logits = entry.record.wants_prompt
-            sequences.append(rows_of(entry))
+            sequences.append(_sequence(entry))
             num_nodes = entry.draft.num_nodes if entry.draft is not None else 0
             num_rows += entry.item.num_span + num_nodes
             num_logits += num_nodes + (entry.item.num_span if entry.span_logits else 0)
         batch = ForwardBatch.build(sequences, self.kv_cache.block_size, adapters=[e.item.request.adapter for e in work])
-        waiting = [(draft, row) for draft, row in roots_of(work) if draft.pending is not None]
+        waiting = [(draft, row) for draft, row in _roots(work) if draft.pending is not None]
         pending = pending_of([draft for draft, _ in waiting])
         if pending is None:
             return batch
@@ -237,46 +244,34 @@ class Engine:
     # -- verify, commit -----------------------------------------------------------------------------------------
 
     def _decide(
-        self, work: Sequence[Work], batch: ForwardBatch, num_alike: int
+        self, work: Sequence[_Work], batch: ForwardBatch
     ) -> tuple[PassOutput, list[Choice | LogitsError | None]]:
-        """Run the pass, unless it has run ahead, and choose tokens from it.
+        """Run the pass and choose tokens from it.
 
         On a GPU the host waits only once, for the choices, so that choosing is timed as part of the pass.
         """
-        ahead = self.ahead.take(work, self.runner, self.drafter, num_alike if self.verifier.coupled else 0)
-        out = self.runner.run(batch) if ahead is None else PassOutput(ahead.logits)
+        out = self.runner.run(batch)
         if self.meanwhile is not None:
             self.meanwhile()
         if self.kv_cache.device.type == "cpu":
-            if ahead is None:
-                self.timings.lap_call()
-            choices = self._verify(work, out, None if ahead is None else ahead.choices)
+            self.timings.lap("forward_s")
+            choices = self._verify(work, out)
             self.timings.lap("verify_s")
             return out, choices
         choices = self._verify(work, out)
         if all(entry.draft is None for entry in work):  # nothing was read from the pass, which computed prompts only
             synchronize(self.kv_cache.device)
-        self.timings.lap_call()
+        self.timings.lap("forward_s")
         return out, choices
 
-    def _verify(
-        self, work: Sequence[Work], out: PassOutput, known: Sequence[tuple[tuple[int, ...], int]] | None = None
-    ) -> list[Choice | LogitsError | None]:
-        """One choice or error for every request that reached its root, None for the others.
-
-        `known`: the choices of a pass that ran ahead.
-        """
-        told: Sequence[tuple[tuple[int, ...], int] | None] = [None] * len(work) if known is None else known
-        candidates = [
-            Candidate(entry.draft, entry.root_logit, chosen)
-            for entry, chosen in zip(work, told, strict=True)
-            if entry.draft is not None
-        ]
+    def _verify(self, work: Sequence[_Work], out: PassOutput) -> list[Choice | LogitsError | None]:
+        """One choice or error for every request that reached its root, None for the others."""
+        candidates = [Candidate(entry.draft, entry.root_logit) for entry in work if entry.draft is not None]
         decided = iter(self.verifier.verify(out.logits, candidates))
         return [next(decided) if entry.draft is not None else None for entry in work]
 
     def _commit(
-        self, work: Sequence[Work], choices: Sequence[Choice | LogitsError | None], out: PassOutput
+        self, work: Sequence[_Work], choices: Sequence[Choice | LogitsError | None], out: PassOutput
     ) -> list[Observed]:
         """Apply the choices: tokens, KV rows, figures."""
         observed, moves, paths = [], [], []
@@ -286,13 +281,13 @@ class Engine:
             observed.append(seen)
             paths.append(CommittedPath(seen.request.request_id, seen.nodes))
             if seen.nodes and seen.nodes[-1] >= len(seen.nodes):
-                moves.append(move_of(seen, root))
+                moves.append(_move(seen, root))
         if moves:
             self.kv_cache.commit(moves)
         self.model.commit(paths)
         return observed
 
-    def _take(self, entry: Work, choice: Choice | LogitsError | None, logits: Tensor) -> Observed:
+    def _take(self, entry: _Work, choice: Choice | LogitsError | None, logits: Tensor) -> Observed:
         """Give one request its tokens -> what the drafter observes."""
         request = entry.item.request
         if entry.span_logits:
@@ -308,9 +303,9 @@ class Engine:
         draft, rows = entry.draft, range(entry.first_row, first_node)
         if draft is None or not nodes:
             return Observed(request, rows, nodes, tokens)
-        return Observed(request, join_rows(rows, [first_node + draft.row_of(node) for node in nodes]), nodes, tokens)
+        return Observed(request, _join(rows, [first_node + draft.row_of(node) for node in nodes]), nodes, tokens)
 
-    def _emit(self, entry: Work, choice: Choice, logits: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _emit(self, entry: _Work, choice: Choice, logits: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Append the accepted tokens and the one after them, up to the request's end -> (nodes, tokens)."""
         assert entry.draft is not None
         draft, tree, record = entry.draft, entry.draft.tree, entry.record
@@ -327,14 +322,14 @@ class Engine:
         record.traced(draft, nodes[1:], tokens[:num_taken])
         return nodes, tuple(tokens[:num_taken])
 
-    def _show_logits(self, work: Sequence[Work], batch: ForwardBatch, out: PassOutput) -> None:
+    def _show_logits(self, work: Sequence[_Work], batch: ForwardBatch, out: PassOutput) -> None:
         """Let a drafter that learns from the target's logits see them; nothing is computed where none does."""
         reader = logits_reader(self.drafter)
         if reader is None or not out.logits.shape[0]:
             return
         token_ids = batch.token_ids if batch.pending is None else batch.token_ids.clone()
         # The host's batch does not hold what was drawn on a device; it has been read since.
-        for draft, root_row in roots_of(work) if batch.pending is not None else ():
+        for draft, root_row in _roots(work) if batch.pending is not None else ():
             tokens = torch.tensor(draft.rows().tokens).clamp(max=self.model.vocab_size - 1)
             token_ids[root_row : root_row + len(tokens)] = tokens
         reader.observe_logits(token_ids[batch.logit_rows], out.logits, [(e.item.request, e.first_logit) for e in work])
@@ -353,7 +348,7 @@ class Engine:
         first = seen.request.num_computed - len(seen.rows)
         self.boundaries.keep(seen.request.block_ids, first, seen.rows, self.drafter.hidden_layers, out.hidden)
 
-    def _finish(self, work: Sequence[Work]) -> list[RequestGroup]:
+    def _finish(self, work: Sequence[_Work]) -> list[RequestGroup]:
         """Free requests that ended in this step or whose deadline has passed -> the groups that changed."""
         deciding = [entry.item.request for entry in work if entry.draft is not None]
         ended = [entry.item.request for entry in work if entry.item.request.finish_reason is not None]
@@ -369,7 +364,6 @@ class Engine:
         """Remove ended requests everywhere; a group is removed with its last sample."""
         if not requests:
             return
-        self.ahead.end(requests)
         self.scheduler.finish(requests)
         self._forget(requests)
         for request in requests:
@@ -379,3 +373,28 @@ class Engine:
                 del self.groups[request.parent_id]
         if self.keep is not None:
             self.keep()
+
+
+def _roots(work: Sequence[_Work]) -> list[tuple[Draft, int]]:
+    """Every draft, and the batch's row of its root."""
+    return [(draft, e.first_row + e.item.num_span) for e in work if (draft := e.draft) is not None]
+
+
+def _join(span: range, nodes: Sequence[int]) -> Sequence[int]:
+    """Rows of a span and of nodes after it, as a range if they are contiguous."""
+    if nodes[-1] - span.stop == len(nodes) - 1:
+        return range(span.start, span.stop + len(nodes))
+    return [*span, *nodes]
+
+
+def _sequence(entry: _Work) -> SequenceRows:
+    request = entry.item.request
+    start, end = request.num_computed, request.num_computed + entry.item.num_span
+    tree = NO_ROWS if entry.draft is None else entry.draft.rows()
+    span = request.token_ids[start:end]
+    return SequenceRows(request.request_id, request.block_ids, start, span, end, *tree, entry.span_logits)
+
+
+def _move(seen: Observed, root: int) -> Move:
+    """Move accepted nodes to the rows right after the root."""
+    return Move(seen.request.block_ids, [root + node for node in seen.nodes], range(root, root + len(seen.nodes)))

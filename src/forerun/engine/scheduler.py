@@ -10,22 +10,20 @@ admitted. The remaining rows are shared evenly among draft trees.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count, pairwise
-from operator import attrgetter, itemgetter
 from time import perf_counter
 
 from forerun.cache.block_pool import BlockPool
 from forerun.cache.prefix_cache import NO_HIT, Hit, PrefixCache
 from forerun.core import Plan, Request, Resumed, ScheduledRequest, Status
-from forerun.engine.deadlines import Deadlines
 from forerun.engine.sharing import SharedPrefixes
 
 NodeBudget = Callable[[Request], int]  # tree nodes (root included) the policy wants for a request
-Asks = Callable[[Request], bool]
 
 
 def _always(request: Request) -> bool:
@@ -43,7 +41,6 @@ class Limits:
     max_num_nodes: int | None = None  # tree nodes of a step, roots included; None: as many as rows
     max_num_waiting: int | None = None  # requests that may wait; None: any number
     priority_s: float = 10.0  # seconds of waiting that make up for one level of priority
-    max_num_steps: int = 16  # plain steps whose passes may run in one call; 1: every pass is its own
 
 
 @dataclass(slots=True)
@@ -52,7 +49,7 @@ class _Step:
 
     rows_left: int
     prefill_left: int
-    may_choose: Asks
+    may_choose: Callable[[Request], bool]
     items: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     resumed: list[Resumed] = field(default_factory=list)
@@ -100,7 +97,8 @@ class Scheduler:
         self._block_size = block_size
         self._arrivals = count()
         self._shared = SharedPrefixes(prefix_cache) if prefix_cache else None
-        self._deadlines = Deadlines()
+        self._timed: dict[str, Request] = {}  # requests with a deadline
+        self._next_deadline_s = math.inf  # at most the earliest of them
 
     @property
     def max_model_len(self) -> int:
@@ -127,43 +125,44 @@ class Scheduler:
             request.arrival_s = self.clock()
         request.turn = (request.arrival_s + request.priority * self.limits.priority_s, next(self._arrivals))
         insort(self.waiting, request, key=_turn)
-        self._deadlines.add(request)
+        if request.deadline_s is not None:
+            self._timed[request.request_id] = request
+            self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
 
     def overdue(self) -> list[Request]:
         """Unfinished requests whose deadline has passed."""
-        return self._deadlines.passed(self.clock())
+        now = self.clock()
+        if now < self._next_deadline_s:
+            return []
+        late, deadlines = [], [math.inf]
+        for request in self._timed.values():
+            assert request.deadline_s is not None
+            if request.deadline_s <= now:
+                late.append(request)
+            else:
+                deadlines.append(request.deadline_s)
+        self._next_deadline_s = min(deadlines)
+        return late
 
     # -- planning a step ----------------------------------------------------------------------------------------
 
     def schedule(
-        self, node_budget: NodeBudget, needs_boundary: bool = False, may_choose: Asks = _always, may_admit: bool = True
+        self, node_budget: NodeBudget, needs_boundary: bool = False, may_choose: Callable[[Request], bool] = _always
     ) -> Plan:
         """The next step. `needs_boundary`: the drafter needs hidden states of the token before the first computed one.
 
-        One that may not choose a token now gets rows up to the root, not the root. `may_admit`: waiting ones may begin.
+        A request that may not choose a token now gets rows up to the root, but not the root.
         """
         step = self._begin(may_choose)
         for request in list(self.running):
             if request.status is Status.RUNNING:  # not just preempted by one before it
                 self._continue(request, step)
-        if self.waiting and may_admit and not step.preempted:
+        if self.waiting and not step.preempted:
             self._admit(step, needs_boundary)
         self._grow_trees(step, node_budget)
         return step.plan()
 
-    @property
-    def is_settled(self) -> bool:
-        """Nobody begins before somebody ends."""
-        return not (self.waiting and self._has_seat)
-
-    def reserve_ahead(self, num_rows: int) -> None:
-        """Blocks for so many rows from each running request's root on, if each would find another one after that."""
-        missing = [self._blocks_for(each.num_computed + num_rows) - len(each.block_ids) for each in self.running]
-        if sum([num for num in missing if num > 0]) <= self.pool.num_available - len(self.running):
-            for request in self.running:
-                self._reserve(request, request.num_computed + num_rows)
-
-    def _begin(self, may_choose: Asks) -> _Step:
+    def _begin(self, may_choose: Callable[[Request], bool]) -> _Step:
         """An empty plan. While requests decode, prefill leaves a row for each of them and has a limit of its own."""
         rows = self.limits.max_num_rows
         num_decoding = sum([_is_decoding(request) for request in self.running])
@@ -356,7 +355,7 @@ class Scheduler:
                 del self.waiting[bisect_left(self.waiting, request.turn, key=_turn)]
             if self._shared is not None:
                 self._shared.end(request)
-            self._deadlines.end(request)
+            self._timed.pop(request.request_id, None)
             request.status = Status.FINISHED
 
     def _release(self, request: Request) -> None:
@@ -388,8 +387,12 @@ def _end(item: ScheduledRequest) -> int:
     return item.request.num_computed + item.num_span + item.max_nodes
 
 
-_turn = attrgetter("turn")
-_wanted = itemgetter(0)
+def _turn(request: Request) -> tuple[float, int]:
+    return request.turn
+
+
+def _wanted(wish: tuple[int, ScheduledRequest]) -> int:
+    return wish[0]
 
 
 def _is_decoding(request: Request) -> bool:

@@ -5,7 +5,6 @@ Knows: the names of the phases. Does not know: what happens in them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -24,7 +23,6 @@ class Timings:
     commit_s: float = 0.0
     learn_s: float = 0.0
     steps: int = 0
-    calls: int = 0  # that ran passes: fewer than steps where passes ran ahead
     _mark: float = 0.0
     _before: tuple[float, float, float] = (0.0, 0.0, 0.0)  # totals at the last `take`: drafting, verifying, everything
 
@@ -38,17 +36,6 @@ class Timings:
         now = perf_counter()
         setattr(self, phase, getattr(self, phase) + now - self._mark)
         self._mark = now
-
-    def lap_call(self, pass_s: Sequence[float] = ()) -> None:
-        """Add the time since the last mark, which a call took: the pass alone, or those of several steps and choosing.
-
-        `pass_s`: of several, the first this step's; whoever takes another one later adds its time then.
-        """
-        self.calls += 1
-        self.lap("verify_s" if pass_s else "forward_s")
-        if pass_s:
-            self.verify_s -= sum(pass_s)
-            self.forward_s += pass_s[0]
 
     def take(self) -> StepSeconds:
         """The time since the last call: one step, and the learning of the step before."""

@@ -71,10 +71,6 @@ class StepPlan(DraftPlan, Protocol):
     def looks_at_drafts(self) -> bool:
         """Whether `prune` looks at all drafts, which therefore must have been read."""
 
-    @property
-    def num_alike(self) -> int:
-        """Steps after this one for which the plan will be the same, as far as is known."""
-
     def max_nodes(self, request: Request) -> int:
         """Tree nodes a request may have, the root included."""
 
@@ -105,7 +101,6 @@ class FixedPolicy(Unlimited):
     num_nodes: int
 
     looks_at_drafts: ClassVar[bool] = False
-    num_alike: ClassVar[int] = 1 << 30
 
     def plan(self, requests: Sequence[Request]) -> StepPlan:
         """The same for every step."""
@@ -156,11 +151,11 @@ class AdaptivePolicy:
         """Nobody drafts while the policy rests, drafts have lost too much, or what a plain step takes is not known."""
         rests = self._rest_left > 0 and all(request.num_output > 0 for request in requests)
         is_open = not rests and self.exploration.may_draft and self.costs.knows_plain
-        return self._plan(max(len(requests), 1), is_open, self._rest_left - 1 if rests else 0)
+        return self._plan(max(len(requests), 1), is_open)
 
-    def _plan(self, num_requests: int, is_open: bool, num_alike: int = 0) -> AdaptivePlan:
+    def _plan(self, num_requests: int, is_open: bool) -> AdaptivePlan:
         speed = max(self.speedup.rate, 1.0) * num_requests / self.plain_step_s(num_requests)
-        return AdaptivePlan(self, num_requests, is_open, speed, self.looks_at_drafts, num_alike)
+        return AdaptivePlan(self, num_requests, is_open, speed)
 
     def plain_step_s(self, num_requests: int) -> float:
         """A step without drafts."""
@@ -307,8 +302,11 @@ class AdaptivePlan:
     num_requests: int
     is_open: bool  # somebody may be asked
     speed: float  # tokens a second that decoding gives at this load: what a second is worth
-    looks_at_drafts: bool  # this and the next: see `StepPlan`
-    num_alike: int
+
+    @property
+    def looks_at_drafts(self) -> bool:
+        """See `StepPlan`."""
+        return self.policy.looks_at_drafts
 
     def max_nodes(self, request: Request) -> int:
         """A fair share of the rows whose cost is known; none where nobody would be asked."""
@@ -336,7 +334,7 @@ class AdaptivePlan:
     @property
     def _may_choose(self) -> bool:
         """Chances of drafts are known before they are verified, and may decide."""
-        return self.policy.may_prune and self.looks_at_drafts
+        return self.policy.may_prune and self.policy.looks_at_drafts
 
     def _gains(self, member: str, draft: Draft) -> list[float]:
         """What each next node of the member is expected to add to the step's tokens."""

@@ -1,5 +1,4 @@
-"""Passes that were recorded once and are replayed by one native call, without Python; drawing chains is one call, and
-so are several steps of a target.
+"""Passes that were recorded once and are replayed by one native call, without Python; drawing chains is one call.
 
 Knows: that kernels can record, which batches a recording serves, what csrc/chain.cpp is told of chains. Does not know:
 what the passes compute, whose drafts they are. Batches with more rows than were recorded for (prefill chunks) are
@@ -22,7 +21,6 @@ from forerun.kernels.select import recording
 from forerun.models.base import Pass, Passes, PassOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.runtime.eager import EagerRunner
-from forerun.runtime.runner import SequenceSteps, StepPass
 from forerun.speculation.drawn import Drawn, DrawnTree
 from forerun.speculation.growth import TreeNoise
 
@@ -52,7 +50,7 @@ class ChainsGiven(NamedTuple):
 
 
 class RecordedRunner(EagerRunner):
-    """Replays recorded programs. Implements `runtime.runner.AheadRunner`; its results belong to the caller."""
+    """Replays recorded programs. Implements `runtime.runner.Runner`; its results belong to the caller."""
 
     replays = True
 
@@ -61,9 +59,6 @@ class RecordedRunner(EagerRunner):
         self._first = first
         self._below = below
         self._scratch = torch.empty(0, first.widths[0])
-        # what runs ahead reads tokens alone and gives logits alone
-        reads_tokens = passes.feature_size == passes.shift == 0 and passes.past_start is None
-        self.max_rows_ahead = first.max_rows if reads_tokens and len(first.widths) == 1 else 0
 
     def run(self, batch: ForwardBatch, features: Tensor | None = None) -> PassOutput:
         """See `Runner`."""
@@ -72,19 +67,6 @@ class RecordedRunner(EagerRunner):
     def run_below(self, batch: ForwardBatch, features: Tensor | None) -> PassOutput:
         """See `EagerRunner`."""
         return self._replay(self._below, batch, features) if self._serves(batch) else super().run_below(batch, features)
-
-    def run_ahead(self, sequences: Sequence[SequenceSteps], most: int) -> list[StepPass]:
-        """See `runtime.runner.AheadRunner`."""
-        first, vocab_size = self._first, self._first.widths[0]
-        num_rows = min(sum([1 + sequence.num_drafts for sequence in sequences]), first.max_rows)
-        logits = torch.empty(most, num_rows, vocab_size)
-        made = first.engine.run_steps(
-            first.native, sequences, self._block_size, logits.data_ptr(), num_rows, vocab_size, most
-        )
-        return [
-            StepPass(logits[step, : sum(map(len, tokens))], tokens, choices, seconds)
-            for step, (tokens, choices, seconds) in enumerate(made)
-        ]
 
     def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
         """See `Runner`: chains in one native call if their logits need no shaping but noise."""

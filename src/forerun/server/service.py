@@ -151,7 +151,7 @@ class EngineService:
     def load(self) -> EngineLoad:
         """How busy the engine is."""
         scheduler, cache, timings = self.llm.engine.scheduler, self.llm.engine.kv_cache, self.llm.timings
-        num_steps, _ = int(timings.pop("steps")), timings.pop("calls")
+        num_steps = int(timings.pop("steps"))
         return EngineLoad(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),

@@ -40,7 +40,6 @@ class Candidate(NamedTuple):
 
     draft: Draft
     first_row: int
-    chosen: tuple[tuple[int, ...], int] | None = None  # nodes and token by the coupled rule, if they are known
 
     @property
     def request(self) -> Request:
@@ -67,9 +66,6 @@ class CoupledVerifier:
 
         Pending drafts are read together with the choices: here the host waits for the device, and nowhere else.
         """
-        known = [candidate.chosen for candidate in candidates if candidate.chosen is not None]
-        if len(known) == len(candidates):
-            return _choices(known, candidates)
         pending = pending_of([candidate.draft for candidate in candidates])
         if pending is not None:
             return self._verify_pending(logits, candidates, pending)
@@ -83,8 +79,11 @@ class CoupledVerifier:
 
     def _walk_plain(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
         """Whose rows go to the draw as they are."""
-        trees = [_plain_tree(candidate) for candidate in candidates]
-        return _choices(self._kernels.walk_trees(logits, trees), candidates)
+        paths = self._kernels.walk_trees(logits, [_plain_tree(candidate) for candidate in candidates])
+        return [
+            Choice(nodes, token) if token >= 0 else bad_logits(candidate.request)
+            for (nodes, token), candidate in zip(paths, candidates, strict=True)
+        ]
 
     def _walk_shaped(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
         """Level by level."""
@@ -146,16 +145,6 @@ class CoupledVerifier:
         stacked = torch.stack([row.logits for row in rows])  # [n, V]
         chosen: list[int] = to_host(self._kernels.gumbel_argmax(stacked, heat, keys)).tolist()
         return chosen
-
-
-def _choices(
-    paths: Sequence[tuple[tuple[int, ...], int]], candidates: Sequence[Candidate]
-) -> list[Choice | LogitsError]:
-    """Nodes and the token after them, -1 for none, of every candidate."""
-    return [
-        Choice(nodes, token) if token >= 0 else bad_logits(candidate.request)
-        for (nodes, token), candidate in zip(paths, candidates, strict=True)
-    ]
 
 
 def _plain_tree(candidate: Candidate) -> PlainTree:

@@ -30,10 +30,6 @@ class CpuEngine:
         self, first: Program, below: Program, sequences: Sequence[tuple[Any, ...]], addresses: Sequence[int],
         chains: tuple[Any, ...], /,
     ) -> list[tuple[list[int], list[float]]]: ...  # fmt: skip
-    def run_steps(
-        self, program: Program, sequences: Sequence[tuple[Any, ...]], block_size: int, logits: int, rows: int,
-        vocab: int, most: int, /,
-    ) -> list[tuple[list[list[int]], list[tuple[tuple[int, ...], int]], float]]: ...  # fmt: skip
     def __getattr__(self, op: str) -> Callable[..., None]: ...
 
 class Program:
