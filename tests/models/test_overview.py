@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from forerun.errors import ConfigError, ModelError, ResourceError
+from forerun.errors import CheckpointError, ConfigError, ModelError, ResourceError
 from forerun.kernels.select import select_kernels
 from forerun.models import memory
 from forerun.models.base import state_specs_of
@@ -106,6 +107,49 @@ def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for method in ("tensor", "raw", "integers"):
         monkeypatch.setattr(Checkpoint, method, lambda *_: pytest.fail("read"))
     assert look_at(folder).state_specs[0].bytes_per_slot == 4 * (3 * 88 + 4 * 12 * 10)
+
+
+def change_header(path: Path, before: bytes, after: bytes) -> None:
+    assert len(before) == len(after)
+    path.write_bytes(path.read_bytes().replace(before, after, 1))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            b"blk.1.attn_q.weight",
+            b"blk.1.attn_q.weighs",
+            r"m\.gguf has no tensor blk\.1\.attn_q\.weight, which .*again",
+        ),
+        (b"blk.1.ffn_norm.weight", b"blk.1.ffn_norm.weighs", r"m\.gguf has no tensor blk\.1\.ffn_norm\.weight, which"),
+        (
+            b"feed_forward_length\x04\0\0\0\0\x04\0\0",
+            b"feed_forward_length\x04\0\0\0\0\x02\0\0",
+            r"tensor blk\.0\.ffn_\w+\.weight of .*m\.gguf has shape \[1024, 384\], its metadata asks for \[512, 384\]",
+        ),
+    ],
+)
+def test_headers_of_a_gguf_file_that_give_no_model_are_refused_alike(
+    before: bytes, after: bytes, message: str, tmp_path: Path
+) -> None:
+    export_gguf(resolve_model("mini"), path := tmp_path / "m.gguf", "F32")
+    change_header(path, before, after)
+    for refuse in (look_at, lambda path: load_model(path, factory.make_kernels())):
+        with pytest.raises(CheckpointError, match=message):
+            refuse(path)
+
+
+def test_headers_of_a_folder_that_give_no_model_are_refused_alike(tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("llama", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for matrix, message in ((None, rf"no tensor {name}"), (tensors[name][:-1].clone(), rf"{name} of .* has shape")):
+        changed = {**tensors, name: matrix} if matrix is not None else {k: v for k, v in tensors.items() if k != name}
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+        for refuse in (look_at, lambda path: load_model(path, factory.make_kernels())):
+            with pytest.raises(CheckpointError, match=message):
+                refuse(folder)
 
 
 @pytest.mark.parametrize("case", ["gemma4", "nemotron-h-moe"])

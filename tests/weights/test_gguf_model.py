@@ -288,8 +288,38 @@ def test_unknown_architectures_types_and_leftovers_are_refused(tmp_path: Path) -
     with pytest.raises(UnsupportedError, match="architecture 'gemma3n'; forerun runs GGUF files of llama, qwen2"):
         logits(tmp_path / "g.gguf")
     makers.write_model(tmp_path / "l.gguf", folder, model, "llama", "F32", **{"blk.0.ffn_sub_norm": [1.0]})
-    with pytest.raises(UnsupportedError, match=r"1 tensors that .* e.g. model.layers.0.ffn_sub_norm.weight"):
+    with pytest.raises(
+        UnsupportedError, match=r"l.gguf has 1 tensors that its metadata, .* e.g. blk.0.ffn_sub_norm.weight"
+    ):
         logits(tmp_path / "l.gguf")
+
+
+def change_number(path: Path, key: str, value: int) -> None:
+    """Another 32-bit number for a key of the metadata, in place."""
+    raw = path.read_bytes()
+    entry = raw.index(key.encode()) + len(key) + 4
+    path.write_bytes(raw[:entry] + value.to_bytes(4, "little") + raw[entry + 4 :])
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        ("block_count", -1, r"tensors of 1 layers more than llama.block_count, which is 1, e.g. blk.1"),
+        ("block_count", 1, r"no tensors of 1 of its 3 layers, e.g. blk.2, but llama.block_count is 3"),
+        ("embedding_length", 32, r"llama.embedding_length must be 32, the width of token_embd.weight, got 64"),
+    ],
+)
+def test_layers_and_widths_other_than_stated_are_refused(key: str, change: int, message: str, tmp_path: Path) -> None:
+    """When the file is opened: nobody computes with half a model, and inspecting one says so, too."""
+    _, path, _ = make(tmp_path, "llama")
+    config = read_config(path)
+    assert config is not None
+    known = {"block_count": config.num_layers, "embedding_length": config.hidden_size}[key]
+    change_number(path, f"llama.{key}", known + change)
+    with pytest.raises(CheckpointError, match=message):
+        logits(path)
+    result = CliRunner().invoke(cli, ["inspect", str(path), "--threads", "1"])
+    assert result.exit_code == 2 and key in " ".join(result.stderr.split())
 
 
 def test_scales_of_whole_tensors_are_refused(tmp_path: Path) -> None:

@@ -274,10 +274,8 @@ class Builder:
         """How a module is stored; raises CheckpointError if it is not there."""
         form = self.choose_format(self.source, part.prefix)
         if form is None:
-            raise CheckpointError(
-                f"the checkpoint has no tensor {part.prefix}.weight, which config.json asks for; it is incomplete "
-                "or of another family"
-            )
+            self.source.shape(f"{part.prefix}.weight")  # which says that the tensor is missing, and where from
+            raise CheckpointError(f"there is no tensor {part.prefix}.weight; the checkpoint is incomplete")
         return form
 
     def _bias(self, parts: list[RowPart]) -> Tensor:

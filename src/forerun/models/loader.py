@@ -327,11 +327,7 @@ def _refuse_unread(checkpoint: Checkpoint | GgufCheckpoint, config: ModelConfig,
     if config.tie_embeddings:  # lm_head.weight is then a copy of the embedding
         unused = [name for name in unused if name != f"{names.lm_head}.weight"]
     if unused:
-        raise UnsupportedError(
-            f"{checkpoint.folder} has {len(unused)} tensors that config.json of a {config.model_type} model does not "
-            f"ask for, e.g. {', '.join(unused[:3])}; weights and config.json do not belong together, or load the model "
-            "through transformers (implementation='transformers')"
-        )
+        raise UnsupportedError(checkpoint.left_over(unused, config.model_type))
 
 
 def _replaced(config: ModelConfig, family: Family) -> tuple[str, ...]:

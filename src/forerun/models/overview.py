@@ -19,6 +19,7 @@ from forerun.models.adapters import CONFIG_FILE
 from forerun.models.base import LayerSpec, StateSpec
 from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.family import Family
+from forerun.models.headers import check_headers
 from forerun.models.loader import check_device, dtype_named, find_family, gguf_family, open_checkpoint, read_config
 from forerun.models.recurrent_dims import ConvDims, DeltaDims, MambaDims, state_shapes
 from forerun.models.storage import check_float16, decoder_bytes, dense_bytes, tensors_of
@@ -77,6 +78,7 @@ def look_at(
         has_head = stored.has(f"{family.names.lm_head}.weight")
         config = replace(config, tie_embeddings=config.tie_embeddings and not has_head)
     check_vocabulary(tokenizer, config.vocab_size)
+    check_headers(config, family, stored)
     return Overview(
         folder,
         stored.config,

@@ -96,6 +96,14 @@ class Checkpoint:
         """The files the tensors are in, sorted."""
         return sorted({tensor.file for tensor in self._tensors.values()})
 
+    def left_over(self, names: Sequence[str], model_type: str) -> str:
+        """What to say of tensors that a model of this type does not read."""
+        return (
+            f"{self.folder} has {len(names)} tensors that config.json of a {model_type} model does not ask for, e.g. "
+            f"{', '.join(names[:3])}; weights and config.json do not belong together, or load the model through "
+            "transformers (implementation='transformers')"
+        )
+
     def stored(self) -> Iterator[tuple[str, str, int]]:
         """Every tensor's name, the type it is stored in, such as "BF16", and its bytes."""
         return ((name, entry.dtype, entry.nbytes) for name, entry in self._tensors.items())
@@ -147,13 +155,19 @@ class Checkpoint:
             )
         return self._read_shaped(name, None)
 
-    def _read_shaped(self, name: str, shape: Sequence[int] | None) -> Tensor:
+    def check_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Raise CheckpointError if the tensor is missing or not of `shape`, without reading it."""
         stored = self._entry(name)
-        if shape is not None and stored.shape != tuple(shape):
+        if stored.shape != tuple(shape):
             raise CheckpointError(
                 f"tensor {name} of {stored.file} has shape {list(stored.shape)}, config.json asks for "
                 f"{list(shape)}; weights and config.json do not belong together"
             )
+
+    def _read_shaped(self, name: str, shape: Sequence[int] | None) -> Tensor:
+        stored = self._entry(name)
+        if shape is not None:
+            self.check_shape(name, shape)
         self._unread.discard(name)
         try:
             return stored.read().view(stored.shape)

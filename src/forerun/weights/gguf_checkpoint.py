@@ -18,10 +18,12 @@ from torch import Tensor
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.gguf_config import read_config
 from forerun.weights.gguf_file import GgufFile, GgufModel, GgufTensor
+from forerun.weights.gguf_layers import check_blocks
 from forerun.weights.gguf_metadata import GGUFMetadata
 from forerun.weights.gguf_names import (
     ExpertPlace,
     gates_from_keys,
+    gguf_name,
     halves_from_pairs,
     hugging_face_name,
     places,
@@ -55,6 +57,7 @@ class GgufCheckpoint:
         self._unread = set(self._model.tensors) - set(_READ_WITH_CONFIG)
         self._num_heads = {"q": self.config["num_attention_heads"], "k": self.config["num_key_value_heads"]}
         self._arch = self._metadata.text("general.architecture")
+        check_blocks(self._metadata, self._arch, self._model.tensors, int(self.config["num_hidden_layers"]))
 
     @staticmethod
     def open(path: Path) -> GgufCheckpoint:
@@ -72,6 +75,14 @@ class GgufCheckpoint:
     def unread(self) -> list[str]:
         """Names of the tensors that have not been read so far, sorted."""
         return sorted(map(hugging_face_name, self._unread))
+
+    def left_over(self, names: Sequence[str], model_type: str) -> str:
+        """What to say of tensors that a model of this type does not read."""
+        return (
+            f"{self.folder} has {len(names)} tensors that its metadata, of a {model_type} model, does not ask for, "
+            f"e.g. {', '.join(map(gguf_name, names[:3]))}; forerun would compute without them: convert the model "
+            "again with a current llama.cpp, or load it from its safetensors"
+        )
 
     @property
     def file_type(self) -> str:
@@ -130,11 +141,8 @@ class GgufCheckpoint:
         """The stored bytes by rows, in Hugging Face's order of rows -> [rows, bytes of a row] uint8, read-only."""
         entry, place = self._entry(name), self._place(name)
         own = place.name
-        if shape is not None and not _same_rows(entry.shape, tuple(shape)):
-            raise CheckpointError(
-                f"tensor {own} of {self.folder} has shape {list(entry.shape)}, its metadata asks for {list(shape)}; "
-                "convert the model again"
-            )
+        if shape is not None:
+            self.check_shape(name, shape)
         self._unread.discard(own)
         rows = self._model.rows(own)
         if place.expert is not None:
@@ -142,6 +150,15 @@ class GgufCheckpoint:
             rows = rows.reshape(matrices, math.prod(entry.shape[:-1]), -1)[place.expert * place.parts + place.part]
         order = self._order(own, entry.shape[0])
         return rows if order is None else rows.view(entry.shape[0], -1)[order]  # a bias has rows of one entry
+
+    def check_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Raise CheckpointError if the tensor is missing or does not hold the rows of `shape`, without reading it."""
+        entry = self._entry(name)
+        if not _same_rows(entry.shape, tuple(shape)):
+            raise CheckpointError(
+                f"tensor {self._place(name).name} of {self.folder} has shape {list(entry.shape)}, its metadata asks "
+                f"for {list(shape)}; download the file again, or convert the model again"
+            )
 
     def describe(self, name: str) -> str:
         """How messages name the tensor: its file, and its name in that file."""
@@ -188,7 +205,7 @@ class GgufCheckpoint:
         if not self.has(name):
             raise CheckpointError(
                 f"{self.folder} has no tensor {place.name}, which its metadata asks for; the file is incomplete or of "
-                "another architecture"
+                "another architecture: download it again, or convert the model again"
             )
         stored = self._model.tensors[place.name]
         if place.expert is None:

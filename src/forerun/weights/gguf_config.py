@@ -82,13 +82,15 @@ def read_config(file: GgufModel) -> dict[str, Any]:
     arch = _architecture(metadata)
     _refuse_unknown(metadata, arch)
     vocab_size, hidden = _table_shape(file)
+    if metadata.integer(f"{arch}.embedding_length") != hidden:
+        raise metadata.wrong(f"{arch}.embedding_length", f"{hidden}, the width of token_embd.weight")
     heads = _size(metadata, arch, "attention.head_count")
     head_dim = _head_dim(metadata, arch, hidden, heads)
     expert_size = metadata.get(f"{arch}.expert_feed_forward_length")  # where no layer is dense, the other key may lack
     config: dict[str, Any] = {
         "model_type": arch,
         "vocab_size": vocab_size,
-        "hidden_size": metadata.integer(f"{arch}.embedding_length"),
+        "hidden_size": hidden,
         "intermediate_size": _size(metadata, arch, "feed_forward_length", expert_size),
         "num_hidden_layers": metadata.integer(f"{arch}.block_count"),
         "num_attention_heads": heads,

@@ -1,14 +1,19 @@
-"""GGUF metadata that may differ from layer to layer.
+"""GGUF metadata that may differ from layer to layer, and whether a file has the layers it states.
 
-Knows: a key holds one number for all layers, or a list of one for each. Does not know: keys, families.
+Knows: a key holds one number for all layers, or a list of one for each; how tensors of layers are named. Does not know:
+keys, families.
 """
 
 from __future__ import annotations
 
-from forerun.errors import UnsupportedError
+import re
+from collections.abc import Iterable
+
+from forerun.errors import CheckpointError, UnsupportedError
 from forerun.weights.gguf_metadata import GGUFMetadata
 
 _MAX_BLOCKS = 10_000  # an absurd value must not become an absurd allocation
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.)?")
 
 
 def num_blocks(metadata: GGUFMetadata, arch: str) -> int:
@@ -17,6 +22,28 @@ def num_blocks(metadata: GGUFMetadata, arch: str) -> int:
     if blocks > _MAX_BLOCKS:
         raise metadata.wrong(f"{arch}.block_count", f"at most {_MAX_BLOCKS}")
     return blocks
+
+
+def check_blocks(metadata: GGUFMetadata, arch: str, names: Iterable[str], num_layers: int) -> None:
+    """Raise CheckpointError unless the tensors `names` are of all layers and of no block past block_count.
+
+    Blocks behind the layers that hold a module for drafting may be there or not.
+    """
+    found = [match for match in map(_BLOCK.match, names) if match]
+    present, modules = {int(match[1]) for match in found}, {int(match[1]) for match in found if match[2]}
+    stated, key = num_blocks(metadata, arch), f"{arch}.block_count"
+    missing = sorted(set(range(num_layers)) - present)
+    if missing:
+        raise CheckpointError(
+            f"{metadata.path} has no tensors of {len(missing)} of its {num_layers} layers, e.g. blk.{missing[0]}, but "
+            f"{key} is {stated}; the file is incomplete: download it again, or convert the model again"
+        )
+    surplus = sorted(number for number in present - modules if number >= stated)
+    if surplus:
+        raise CheckpointError(
+            f"{metadata.path} has tensors of {len(surplus)} layers more than {key}, which is {stated}, e.g. "
+            f"blk.{surplus[0]}; computing without them gives another model's text: convert the model again"
+        )
 
 
 def layer_values(metadata: GGUFMetadata, arch: str, key: str, default: int | None = None) -> list[int]:
