@@ -20,7 +20,7 @@ HeadWeights = Literal["stored", "int8", "int4"]
 
 MAX_TREE_NODES = 64  # one 64-bit ancestor mask
 _OPTIONAL_SIZES = (
-    "max_model_len", "num_kv_blocks", "kv_cache_bytes", "threads",
+    "max_model_len", "num_kv_blocks", "kv_cache_bytes",
     "max_num_prefill_tokens", "max_num_batched_nodes", "max_num_waiting",
 )  # fmt: skip
 _OF_LOADING = (
@@ -103,8 +103,12 @@ class EngineConfig:
         _choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _choice("implementation", self.implementation, ("auto", "forerun", "transformers"))
         _choice("device", self.device, ("auto", "cpu", "cuda"))
-        if not self.kernels.startswith("cpu:"):  # an instruction set: what there is the kernels say
-            _choice("kernels", self.kernels, ("auto", "cpu", "triton", "reference"))
+        backends = ("auto", "cpu", "triton", "reference")
+        if self.kernels not in backends and not self.kernels.startswith("cpu:"):  # what there is of these kernels say
+            raise ConfigError(
+                f"kernels must be one of {', '.join(backends)}, or cpu:ISA for an instruction set, such as cpu:avx2; "
+                f"got {self.kernels!r}{suggestion(self.kernels, backends)}"
+            )
         _choice("activations", self.activations, ("auto", "float32"))
         _choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "int8"))
         _choice("block_size", self.block_size, (4, 8, 16, 32, 64))
@@ -118,6 +122,7 @@ class EngineConfig:
             raise ConfigError(
                 f"lora must be folders by adapters' names, like {{'sql': 'adapters/sql'}}; got {self.lora!r}"
             )
+        check_threads(self.threads)
         for name in _OPTIONAL_SIZES:
             if getattr(self, name) is not None:
                 _range(name, getattr(self, name), 1, 2**50)
@@ -130,6 +135,13 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name} is {own!r} for all engines on these weights and kernels, got {given!r}: make another LLM"
                 )
+
+
+def check_threads(threads: object) -> None:
+    """Raise ConfigError for what is neither None nor a number of threads this machine can run."""
+    cores = os.cpu_count() or 1
+    if threads is not None and (type(threads) is not int or not 1 <= threads <= cores):
+        raise ConfigError(f"threads must be from 1 to {cores}, the cores of this machine; got {threads!r}")
 
 
 def api_key_from_environment() -> str | None:

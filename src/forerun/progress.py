@@ -1,4 +1,4 @@
-"""A progress bar on the terminal, or nothing; and how much time is left, for lines of a log.
+"""A progress bar on the terminal, or lines of a log, or nothing; and how much time is left.
 
 Knows: how many things are done. Does not know: what they are.
 """
@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic
+
+SECONDS_A_LINE = 10.0
 
 
 @contextmanager
@@ -39,3 +41,18 @@ class TimeLeft:
         """ "64 of 128, 0:01:30 left", once `done` things are done."""
         pace = (monotonic() - self._started) / max(done - self._before, 1)
         return f"{done} of {self._total}, {timedelta(seconds=round(pace * (self._total - done)))} left"
+
+
+@contextmanager
+def progress_lines(what: str, total: int, say: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
+    """Say how many of `total` things are done, every ten seconds at most; call what is yielded as `progress_bar`'s."""
+    done, said, left = 0, monotonic(), TimeLeft(total)
+
+    def advance(num: int) -> None:
+        nonlocal done, said
+        done += num
+        if done < total and monotonic() - said >= SECONDS_A_LINE:
+            said = monotonic()
+            say(f"{what}: {left(done)}")
+
+    yield advance

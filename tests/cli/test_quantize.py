@@ -80,8 +80,24 @@ def test_gguf(run_json: Any, text: str, tmp_path: Path) -> None:
     options = ["--format", "gguf", "--type", "Q8_0", "--perplexity", text, "--length", "64"]
     report = run_json("quantize", "mini", out, *options)
     before, after = report["before"], report["after"]
+    assert set(report["types"]) == {"Q8_0", "F32"} and 8.5 <= report["bits_per_weight"] < 8.6
     assert report["type"] == "Q8_0" and after["file_bytes"] == Path(out).stat().st_size < before["file_bytes"]
     assert after["perplexity"] == pytest.approx(before["perplexity"], rel=0.02)
+
+
+def test_types_that_rows_do_not_fit_are_said(run: Any, tmp_path: Path) -> None:
+    """The rows of mini's hidden size, 384, are no whole blocks of 256; those of its inner size, 1024, are."""
+    shown = run("quantize", "mini", str(tmp_path / "mini.gguf"), "--type", "q6_k")
+    line = next(line for line in shown.stdout.splitlines() if line.endswith("bits a weight"))
+    assert "MB Q8_0" in line and "MB Q6_K" in line and 6.6 < float(line.split()[-4]) < 8.5
+    assert "matrices with other rows" in " ".join(shown.stderr.split())
+
+
+def test_help_lists_the_types_that_can_be_written(run: Any) -> None:
+    from forerun.quant.gguf_encode import FILE_TYPES
+
+    shown = run("quantize", "--help").stdout
+    assert all(name in shown for name in FILE_TYPES)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +108,8 @@ def test_gguf(run_json: Any, text: str, tmp_path: Path) -> None:
         (["--format", "onnx"], "--format must be one of hf, gguf"),
         (["--format", "gguf"], "must end in .gguf"),
         (["--format", "gguf", "--type", "Q9"], "--type must be one of F32, F16, Q4_0"),
+        (["--format", "gguf", "--type", "IQ4_XS"], "let llama.cpp's llama-quantize make them"),
+        (["--method", "rtn", "--threads", "0"], "threads must be from 1 to"),
         (["--format", "gguf", "--type", "Q4KM"], "got 'Q4KM'; did you mean Q4_K_M"),
     ],
 )
@@ -123,6 +141,20 @@ def test_errors(run: Any, model: str, text: str, tmp_path: Path, options: list[s
     given = options if "--calibration" in options else [*options, "--calibration", text]
     result = run("quantize", model, str(tmp_path / "out"), *given, status=2)
     assert result.stderr.startswith("error: ") and said in " ".join(result.stderr.split())
+
+
+def test_off_a_terminal_progress_is_lines(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of runs that take longer than ten seconds."""
+    assert "tensors:" not in run("quantize", "mini", str(tmp_path / "quick.gguf"), "--type", "Q8_0").stderr
+    monkeypatch.setattr("forerun.progress.SECONDS_A_LINE", 0.0)
+    said = run("quantize", "mini", str(tmp_path / "slow.gguf"), "--type", "Q8_0").stderr.splitlines()
+    lines = [line for line in said if line.startswith("tensors: ")]
+    assert len(lines) > 10 and lines[0].startswith("tensors: 1 of ") and lines[0].endswith(" left")
+
+
+def test_a_file_is_no_folder(run: Any, text: str) -> None:
+    said = run("quantize", "mini", text, "--method", "rtn", status=2).stderr
+    assert "text.txt is a file, but --format hf writes a folder" in " ".join(said.split())
 
 
 def test_a_gguf_file_is_not_quantized_again(run: Any, tmp_path: Path) -> None:

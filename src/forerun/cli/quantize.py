@@ -5,8 +5,11 @@ Knows: options, what is printed before and after. Does not know: how matrices ar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +18,9 @@ import typer
 from forerun.cli import options as opt
 from forerun.cli.console import err, out, print_json, print_note, table
 from forerun.cli.engine import fetch
+from forerun.config import check_threads
 from forerun.errors import ConfigError, suggestion
+from forerun.progress import progress_bar, progress_lines
 
 if TYPE_CHECKING:
     from forerun.kernels.ops import Kernels
@@ -38,6 +43,7 @@ FOREIGN_OPTIONS = {  # format -> parameters that belong to the other format: the
         "act_order": "--act-order", "clip": "--clip", "damp": "--damp",
     },
 }  # fmt: skip
+NARROW_BLOCKS = {"Q5_0", "Q8_0", "F16"}  # what rows get that are no whole blocks of Q4_K or Q6_K
 CALIBRATING = {"calibration": "--calibration", "sequences": "--sequences", "seed": "--seed"}  # gptq and awq only
 
 
@@ -67,7 +73,10 @@ def quantize(
     damp: Annotated[
         float, typer.Option(help="gptq: added to the Hessian's diagonal, a share of its mean.", rich_help_panel=HF)
     ] = 0.01,
-    mix: Annotated[str, typer.Option("--type", help="Q4_K_M, Q8_0, Q4_0, ...", rich_help_panel=GGUF)] = "Q4_K_M",
+    mix: Annotated[
+        str,
+        typer.Option("--type", help="F32, F16, BF16, Q8_0, Q6_K, Q4_K_M, Q4_K_S or Q4_0.", rich_help_panel=GGUF),
+    ] = "Q4_K_M",
     calibration: Annotated[
         Path | None,
         typer.Option(help="gptq, awq: .txt or .jsonl to calibrate with.", show_default="the model's own text"),
@@ -87,8 +96,9 @@ def quantize(
     json: opt.JsonOption = False,
 ) -> None:
     """Write a model in fewer bits, in a layout that other engines load. An interrupted gptq or awq run is resumed."""
-    form = form or ("gguf" if target.suffix == GGUF_SUFFIX else "hf")
+    form, mix = form or ("gguf" if target.suffix == GGUF_SUFFIX else "hf"), mix.upper()
     _refuse_others(context, form, method)
+    check_threads(threads)
     _check_target(target, form, mix)
     _check_source(model)
     text = _TextOptions(calibration, sequences, length, perplexity, seed, kernels, threads)
@@ -136,7 +146,6 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _quantize_hf(model: str, folder: Path, options: dict[str, Any], given: _TextOptions) -> dict[str, Any]:
-    from forerun.progress import progress_bar
     from forerun.quantize.run import open_source, round_model
     from forerun.quantize.settings import QuantizeSettings
 
@@ -146,7 +155,7 @@ def _quantize_hf(model: str, folder: Path, options: dict[str, Any], given: _Text
         return _calibrated(model, source, folder, settings, given)
 
     def write() -> None:
-        with progress_bar("matrices", len(source.modules), shown=err().is_terminal) as advance:
+        with _progress("matrices", len(source.modules)) as advance:
             round_model(source, folder, settings, advance)
 
     return _written(model, folder, given, write)
@@ -154,17 +163,27 @@ def _quantize_hf(model: str, folder: Path, options: dict[str, Any], given: _Text
 
 def _quantize_gguf(model: str, file: Path, mix: str, given: _TextOptions) -> dict[str, Any]:
     from forerun.models.gguf_export import export_gguf
-    from forerun.progress import progress_bar
     from forerun.weights.checkpoint import Checkpoint
 
     source = fetch(model)
 
     def write() -> None:
         num_tensors = sum(1 for _ in Checkpoint.open(source))
-        with progress_bar("tensors", num_tensors, shown=err().is_terminal) as advance:
+        with _progress("tensors", num_tensors) as advance:
             export_gguf(source, file, mix, Path(model).name, lambda done, total: advance(1))
 
-    return _written(model, file, given, write)
+    return {**_written(model, file, given, write), **_types(file)}
+
+
+def _types(file: Path) -> dict[str, Any]:
+    """How the tensors of a GGUF file are stored: bytes of each type, the largest first, and bits a weight in all."""
+    from forerun.weights.gguf_file import GgufFile
+
+    tensors, sizes = GgufFile.open(file).tensors.values(), Counter[str]()
+    for tensor in tensors:
+        sizes[tensor.layout.name] += tensor.nbytes
+    num_weights = sum(prod(tensor.shape) for tensor in tensors)
+    return {"types": dict(sizes.most_common()), "bits_per_weight": round(8 * sizes.total() / num_weights, 3)}
 
 
 def _written(model: str, target: Path, given: _TextOptions, write: Callable[[], None]) -> dict[str, Any]:
@@ -214,11 +233,16 @@ def _check_target(target: Path, form: str, mix: str) -> None:
             raise ConfigError(
                 f"{target} is the name of a GGUF file, but --format hf writes a folder: leave --format out"
             )
+        if target.exists() and not target.is_dir():
+            raise ConfigError(f"{target} is a file, but --format hf writes a folder: give the name of a new folder")
         return
     from forerun.quant.gguf_encode import FILE_TYPES
 
     if mix not in FILE_TYPES:
-        raise ConfigError(f"--type must be one of {', '.join(FILE_TYPES)}; got {mix!r}{suggestion(mix, FILE_TYPES)}")
+        raise ConfigError(
+            f"--type must be one of {', '.join(FILE_TYPES)}, the types forerun writes; got {mix!r}"
+            f"{suggestion(mix, FILE_TYPES)} (others llama.cpp's llama-quantize makes of an F16 file)"
+        )
     if target.suffix != GGUF_SUFFIX:
         raise ConfigError(f"{target} must end in .gguf, as --format gguf writes a file")
     if target.exists():
@@ -244,14 +268,19 @@ def sequence_length(loaded: LoadedModel, wanted: int | None) -> int:
 
 def measure(loaded: LoadedModel, sequences: list[list[int]]) -> Perplexity:
     """Perplexity over sequences, with a bar on a terminal."""
-    from forerun.progress import progress_bar
     from forerun.quantize.perplexity import measure_perplexity
 
     def num_bytes(token: int) -> int:
         return len(loaded.tokenizer.token_bytes(token))
 
-    with progress_bar("perplexity", len(sequences), shown=err().is_terminal) as advance:
+    with _progress("perplexity", len(sequences)) as advance:
         return measure_perplexity(loaded.model, sequences, num_bytes, advance)
+
+
+def _progress(what: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+    """A bar on a terminal, else a line now and then."""
+    shown = err().is_terminal
+    return progress_bar(what, total, shown) if shown else progress_lines(what, total, print_note)
 
 
 def _kernels(given: _TextOptions) -> Kernels:
@@ -284,10 +313,9 @@ def _text(loaded: LoadedModel, model: str, given: _TextOptions, length: int) -> 
 def _run(
     source: Quantizable, loaded: LoadedModel, folder: Path, settings: QuantizeSettings, text: CalibrationText
 ) -> None:
-    from forerun.progress import progress_bar
     from forerun.quantize.run import quantize_model
 
-    with progress_bar("layers", source.config.num_layers, shown=err().is_terminal) as advance:
+    with _progress("layers", source.config.num_layers) as advance:
         quantize_model(source, loaded, folder, settings, text.sequences, advance)
 
 
@@ -316,4 +344,11 @@ def _show(report: dict[str, Any]) -> None:
     for name in ("before", "after"):
         result.add_row(name, *(COLUMNS[figure][1](value) for figure, value in report[name].items()))
     out().print(result)
+    if "types" in report:
+        sizes = ", ".join(f"{nbytes / 1e6:.1f} MB {name}" for name, nbytes in report["types"].items())
+        out().print(f"{sizes}: {report['bits_per_weight']:g} bits a weight", soft_wrap=True)
+        if set(report["types"]) & NARROW_BLOCKS and report["type"].startswith(("Q4_K", "Q6_K")):
+            print_note(
+                "blocks of Q4_K and Q6_K take 256 weights: matrices with other rows are in the types beside them"
+            )
     out().print(f"written to {report['out']}", soft_wrap=True)
