@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from tests.kernels.cases import ISAS, cpu_kernels
 
 from forerun.errors import KernelError
 from forerun.kernels.ops import OPS
+from forerun.kernels.select import ISAS as KNOWN
 from forerun.kernels.select import select_kernels
 
 TASKS = Path("/proc/self/task")  # a file a thread, on Linux
@@ -119,7 +121,9 @@ def test_an_instruction_set_by_name_or_those_there_are(isa: str) -> None:
     [
         ({"name": "cuda"}, "'cuda' is not one of auto, cpu, triton, reference"),
         ({"threads": 0}, "threads must be from 1 to"),
-        ({"name": "cpu:sse9"}, "'sse9' is not available here"),
+        ({"name": "cpu:sse9"}, "there is no instruction set 'sse9'; forerun has kernels for avx512amx, .*portable$"),
+        ({"name": "cpu:avx512vni"}, "there is no instruction set 'avx512vni'; .*did you mean avx512vnni"),
+        ({"name": "avx2"}, "'avx2' is not one of auto, .*; did you mean cpu:avx2"),
         ({"name": "reference:avx2"}, "'reference:avx2' is not one of"),
         ({"name": "cpu:"}, "names no instruction set"),
         ({"activations": "int4"}, "activations 'int4' is not one of auto, float32"),
@@ -129,6 +133,23 @@ def test_an_instruction_set_by_name_or_those_there_are(isa: str) -> None:
 def test_what_there_is_not_is_named(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(KernelError, match=said):
         select_kernels(**arguments)
+
+
+def test_instruction_sets_in_capitals_are_the_same() -> None:
+    pytest.importorskip("forerun.kernels.cpu._native")
+    assert select_kernels("cpu:PORTABLE").describe()["linear"] == "portable"
+
+
+def test_the_instruction_sets_are_those_of_the_sources() -> None:
+    sources = "".join(path.read_text("utf-8") for path in (Path(__file__).parents[2] / "csrc").glob("kernels_*.cpp"))
+    assert set(KNOWN) == set(re.findall(r'(?:#define FORERUN_ISA_NAME|table\.name =) "(\w+)"', sources))
+
+
+def test_triton_without_a_gpu_says_that_it_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.kernels.select.has_cuda", lambda: False)
+    monkeypatch.setattr("forerun.kernels.select.find_spec", lambda _: None)
+    with pytest.raises(KernelError, match="triton is not installed.*need an NVIDIA GPU, too, and torch sees none here"):
+        select_kernels("triton", device="auto")
 
 
 def test_ops_without_cpp_come_from_the_reference_and_are_listed() -> None:
@@ -144,6 +165,7 @@ def test_without_the_extension_the_reference_says_why() -> None:
 import sys
 sys.modules["forerun.kernels.cpu._native"] = None
 from forerun.errors import KernelError
+from forerun.kernels.select import ISAS as KNOWN
 from forerun.kernels.select import select_kernels
 kernels = select_kernels()
 print(kernels.name, kernels.reason)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forerun.errors import KernelError
+from forerun.errors import KernelError, ResourceError, suggestion
 from forerun.kernels.device import CPU, DEVICES, cuda_device, has_cuda
 from forerun.kernels.ops import Kernels
 from forerun.kernels.reference import ReferenceKernels
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 BACKENDS = ("auto", "cpu", "triton", "reference")
 ACTIVATIONS = ("auto", "float32")
+# Every instruction set there are kernels for, on whatever CPU; csrc/kernel_table.h has the same.
+ISAS = ("avx512amx", "avx512vnni", "avx512", "avx2vnni", "avx2", "neoni8mm", "neondot", "neon", "portable")
 
 
 def select_kernels(
@@ -38,9 +40,17 @@ def select_kernels(
     """
     name, _, isa = (given := name).partition(":")
     if name not in BACKENDS or (given != name and name != "cpu"):
-        raise KernelError(f"kernels {given!r} is not one of {', '.join(BACKENDS)}, or cpu:ISA for an instruction set")
+        meant = f"; did you mean cpu:{given.lower()}?" if given.lower() in ISAS else suggestion(given, BACKENDS)
+        raise KernelError(
+            f"kernels {given!r} is not one of {', '.join(BACKENDS)}, or cpu:ISA for an instruction set{meant}"
+        )
     if given == "cpu:":
         raise KernelError("kernels 'cpu:' names no instruction set: write one after the colon, as in cpu:avx2")
+    if isa and isa.lower() not in ISAS:
+        raise KernelError(
+            f"kernels {given!r}: there is no instruction set {isa!r}; forerun has kernels for {', '.join(ISAS)}"
+            f"{suggestion(isa, ISAS)}"
+        )
     if activations not in ACTIVATIONS:
         raise KernelError(f"activations {activations!r} is not one of {', '.join(ACTIVATIONS)}")
     if device not in DEVICES:
@@ -54,7 +64,7 @@ def select_kernels(
                 "choose device 'cpu', leave activations at 'auto', or take a bfloat16 checkpoint of the model"
             )
         return _triton_kernels(device)
-    return _host_kernels(name, threads, isa, pin, activations == "float32")
+    return _host_kernels(name, threads, isa.lower(), pin, activations == "float32")
 
 
 def _can_use_gpu() -> bool:
@@ -64,10 +74,17 @@ def _can_use_gpu() -> bool:
 def _triton_kernels(device: str) -> Kernels:
     """The Triton kernels on a GPU; on the CPU only where Triton interprets them, as tests have it."""
     if find_spec("triton") is None:
-        raise KernelError("triton is not installed, which the kernels for CUDA need: pip install 'forerun[gpu]'")
+        no_gpu = (
+            "" if has_cuda() else "; they need an NVIDIA GPU, too, and torch sees none here: kernels 'cpu' need none"
+        )
+        raise KernelError(
+            f"triton is not installed, which the kernels for CUDA need: pip install 'forerun[gpu]'{no_gpu}"
+        )
     from forerun.kernels.triton.backend import TritonKernels, is_interpreted
 
     on_host = device == "cpu" or (device == "auto" and is_interpreted())
+    if device == "auto" and not on_host and not has_cuda():
+        raise ResourceError("kernels 'triton' need an NVIDIA GPU, and torch sees no CUDA device: choose kernels 'cpu'")
     backend = TritonKernels(CPU if on_host else cuda_device())
     reason = "interpreted, for tests" if backend.device == CPU else torch.cuda.get_device_name(backend.device)
     return _because(reason, backend)

@@ -63,7 +63,8 @@ class CpuKernels(CpuRecurrentOps):
         if num_threads < 1:
             raise KernelError(f"threads must be at least 1, not {threads}")
         if isa is not None and isa not in _native.available_isas():
-            raise KernelError(f"isa {isa!r} is not available here; choose from {', '.join(_native.available_isas())}")
+            own = ", ".join(_native.available_isas())
+            raise KernelError(f"isa {isa!r} is not available here; choose from {own}, which this CPU has")
         pinned = pins(num_threads, pin)
         self.engine, self.is_pinned = _native.CpuEngine(num_threads, isa or "", pinned), bool(pinned)
         self.name = f"cpu-{self.engine.isa}"
