@@ -78,12 +78,20 @@ def test_tables(run: Any, shape: str) -> None:
         (["--tokens", "1,x"], "--tokens must be whole numbers"),
         (["--tokens", "65"], "the nodes of a draft tree"),
         (["--context", "63", "--tokens", "2"], "--context must be from 0 to 62"),
-        (["--context", "-1"], "--context must be whole numbers"),
+        (["--context", "-1"], "--context must be from 0 to 62"),
+        (["--context", "--1"], "--context must be whole numbers"),
     ],
 )
 def test_bad_values_are_named(run: Any, shape: str, arguments: list[str], said: str) -> None:
     stderr = run("bench", "curve", "--shape", shape, "--tokens", "2", "--context", "8", *arguments, status=2).stderr
     assert stderr.startswith("error: ") and said in " ".join(stderr.split())
+
+
+def test_a_gguf_file_is_no_shape(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    said = run("bench", "curve", "--shape", str(tmp_path / "x.gguf"), status=2).stderr
+    assert "x.gguf is a GGUF file; a shape is qwen2.5-0.5b" in " ".join(said.split())
+    assert "config.json" in said
 
 
 def test_what_does_not_fit_is_refused_before_it_is_made(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from forerun.cli.generate import as_prompt
+from forerun.errors import ConfigError
 
 PROMPT = "Tell me a story about a little bird."
 SHORT = ("--max-tokens", "12", "--temperature", "0")
@@ -130,3 +134,9 @@ def test_a_predicted_text_makes_drafts_and_changes_nothing(run: Any, run_json: A
     assert predicted["stats"]["num_steps"] < 0.7 * plain["stats"]["num_steps"]
     missing = run("generate", PROMPT, *long, "--prediction", str(tmp_path / "no.txt"), status=2).stderr
     assert "cannot read the prediction" in " ".join(missing.split())
+
+
+def test_chat_without_a_template_says_what_to_leave_out() -> None:
+    llm: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=None))
+    with pytest.raises(ConfigError, match="no chat template: leave --chat out, or give --raw"):
+        as_prompt(llm, "Hi", chat=True)

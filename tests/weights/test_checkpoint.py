@@ -148,3 +148,9 @@ def test_optional_json(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_bytes(b"\xff{")
     with pytest.raises(CheckpointError, match=r"broken\.json is not valid JSON"):
         read_optional_json(tmp_path / "broken.json")
+
+
+def test_a_folder_of_a_gguf_file_alone_names_it(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"has no config.json, but GGUF files.*: give .*/model\.gguf$"):
+        Checkpoint.open(tmp_path)

@@ -110,7 +110,7 @@ HUGE = 2**62
 DATA = b"\0" * 256
 DAMAGED = {
     "no header": (b"GGUF", "only 4 bytes"),
-    "another file": (b"PK\3\4" + DATA, "is not a GGUF file"),
+    "another file": (b"PK\3\4" + DATA, r"is not a GGUF file: it begins with b'PK.*not with GGUF; download it again"),
     "version 1": (header(version=1) + DATA, "is GGUF version 1; supported are little-endian files of version 2 and 3"),
     "big-endian": (header(version=0x03000000) + DATA, "is a big-endian GGUF file"),
     "too many tensors": (header(tensors=HUGE) + DATA, "it is cut off"),

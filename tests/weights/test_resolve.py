@@ -38,3 +38,18 @@ def test_a_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelNotFoundError, match="it is a file: give the folder, or a .gguf file"):
         resolve_model(tmp_path / "model.safetensors")
+
+
+def test_a_gguf_file_of_another_name(tmp_path: Path) -> None:
+    (tmp_path / "model").write_bytes(b"GGUF\3\0\0\0")
+    with pytest.raises(ModelNotFoundError, match="it is a GGUF file without that ending: rename it to model.gguf"):
+        resolve_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["model", "model.gguf"])
+def test_a_link_that_leads_nowhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "download", lambda *_: pytest.fail("looked up"))
+    monkeypatch.chdir(tmp_path)
+    Path(name).symlink_to("moved/away")
+    with pytest.raises(ModelNotFoundError, match=f"{name} is a link to moved/away, where nothing is"):
+        resolve_model(name)

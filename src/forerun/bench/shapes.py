@@ -189,6 +189,8 @@ def _from_file(name: str) -> Mapping[str, Any]:
         path = path / "config.json"
     if not path.is_file():
         raise ConfigError(f"there is no shape and no file {name!r}; shapes are {', '.join(SHAPES)}, or a config.json")
+    if path.suffix.lower() == ".gguf":
+        raise ConfigError(f"{name} is a GGUF file; a shape is {', '.join(SHAPES)}, or the config.json of a model")
     raw = read_json(path)
     if not isinstance(raw.get("model_type"), str):
         raise CheckpointError(f"{path} names no model_type; it must be the config.json of a model")

@@ -26,7 +26,8 @@ ShapeName = Annotated[
     ),
 ]
 Weights = Annotated[
-    str, typer.Option("--weights", help="bf16, f32, f16, fp8, nf4, int8, int4 (int4:32: groups of 32), gguf:TYPE.")
+    str,
+    typer.Option("--weights", help="bf16, f32, f16, fp8, nf4, int2 to int8 (int4:32: groups of 32), gguf:Q4_K, ..."),
 ]
 Repeats = Annotated[int, typer.Option(help="How often every pass is measured; the median is reported.", min=1)]
 
@@ -42,7 +43,7 @@ def curve(
     json: opt.JsonOption = False,
 ) -> None:
     """Measure a pass over several tokens, as in verification, and compare it with the machine's read bandwidth."""
-    numbers, contexts = whole_numbers(tokens, "--tokens"), whole_numbers(context, "--context")
+    numbers, contexts = whole_numbers(tokens, "--tokens", True), whole_numbers(context, "--context", True)
     check_chart(chart)
     report = _curve(shape, weights, numbers, contexts, repeats, machine)
     if chart is not None:
@@ -62,16 +63,19 @@ def prefill(
 ) -> None:
     """Measure how many tokens of a prompt are computed a second."""
     check_chart(chart)
-    report = _prefill(shape, weights, whole_numbers(tokens, "--tokens"), chunk, repeats, machine)
+    report = _prefill(shape, weights, whole_numbers(tokens, "--tokens", True), chunk, repeats, machine)
     if chart is not None:
         chart.write_text(_drawn_prefill(report), "utf-8")
     print_json(report) if json else _show_prefill(report)
 
 
-def whole_numbers(text: str, what: str) -> list[int]:
-    """The distinct whole numbers of a comma-separated list. Raises ConfigError for anything else."""
+def whole_numbers(text: str, what: str, checked: bool = False) -> list[int]:
+    """The distinct whole numbers of a comma-separated list. Raises ConfigError for anything else.
+
+    checked: the caller looks at their range, and numbers below 0 are left to it.
+    """
     parts = opt.names(text)
-    if not all(part.isdecimal() for part in parts):
+    if not all((part.removeprefix("-") if checked else part).isdecimal() for part in parts):
         raise ConfigError(f"{what} must be whole numbers separated by commas, such as 1,2,4; got {text!r}")
     return list(dict.fromkeys(int(part) for part in parts))
 

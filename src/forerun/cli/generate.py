@@ -19,6 +19,7 @@ from forerun.cli.engine import adapter_of, note_sampling, open_to_answer, stats_
 from forerun.cli.explain import explain_dict, print_explanation
 from forerun.cli.prompt import model_and_prompt, read_file
 from forerun.core import CompletionOutput, RequestOutput, SamplingParams
+from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -97,6 +98,8 @@ def as_prompt(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
     """Token ids, through the chat template where there is one unless told otherwise."""
     if chat is False or (chat is None and llm.tokenizer.chat_template is None):
         return llm.tokenizer.encode(prompt)
+    if llm.tokenizer.chat_template is None:
+        raise ConfigError("this model has no chat template: leave --chat out, or give --raw for the prompt as it is")
     return llm.render_chat([{"role": "user", "content": prompt}])
 
 

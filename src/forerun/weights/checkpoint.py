@@ -251,6 +251,9 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """config.json, and how a ModelOpt checkpoint is quantized where that stands in a file beside it."""
+    blocks = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
+    if blocks:
+        raise CheckpointError(f"{folder} has no config.json, but GGUF files, models by themselves: give {blocks[0]}")
     config = read_json(folder / "config.json")
     beside = read_optional_json(folder / MODELOPT_FILE).get("quantization")
     if isinstance(beside, dict) and not config.get("quantization_config"):

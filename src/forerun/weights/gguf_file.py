@@ -159,8 +159,13 @@ def _read_header(cursor: _FileCursor, size: int) -> tuple[dict[str, Any], dict[s
 
 
 def _check_start(cursor: _FileCursor) -> None:
-    if cursor.take(4) != MAGIC:
-        raise CheckpointError(f"{cursor.path} is not a GGUF file (it does not begin with {MAGIC.decode()})")
+    start = cursor.take(16)
+    if not start.startswith(MAGIC):
+        raise CheckpointError(
+            f"{cursor.path} is not a GGUF file: it begins with {start!r}, not with {MAGIC.decode()}; download it "
+            "again, or give the name of another file"
+        )
+    cursor.at = len(MAGIC)
     version = cursor.number("I")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS

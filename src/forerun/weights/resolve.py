@@ -37,8 +37,12 @@ def resolve_model(name_or_path: str | Path, progress: Progress | None = None) ->
     if found is not None:
         return found
     folder = Path(os.path.expanduser(name))
+    if os.path.islink(folder) and not os.path.exists(folder):
+        raise ModelNotFoundError(
+            f"{folder} is a link to {os.readlink(folder)}, where nothing is: set the link again, or name another model"
+        )
     is_other = os.path.isfile(folder)
-    tried = [f"a folder {folder}{' (it is a file: give the folder, or a .gguf file)' if is_other else ''}"]
+    tried = [f"a folder {folder}{f' ({_what_file(folder)})' if is_other else ''}"]
     asked = None if is_other else HubName.parse(name)
     if asked is not None:
         try:
@@ -49,6 +53,14 @@ def resolve_model(name_or_path: str | Path, progress: Progress | None = None) ->
     raise ModelNotFoundError(
         f"there is no model {name!r}; tried {'; '.join(tried)}; the embedded models are {', '.join(EMBEDDED)}{like}"
     )
+
+
+def _what_file(path: Path) -> str:
+    """What to do about a file that was given as a model."""
+    with path.open("rb") as file:
+        if file.read(4) == b"GGUF":
+            return f"it is a GGUF file without that ending: rename it to {path.name}.gguf"
+    return "it is a file: give the folder, or a .gguf file"
 
 
 def find_local(name: str) -> Path | None:
