@@ -108,7 +108,7 @@ def test_help_lists_the_types_that_can_be_written(run: Any) -> None:
         (["--format", "onnx"], "--format must be one of hf, gguf"),
         (["--format", "gguf"], "must end in .gguf"),
         (["--format", "gguf", "--type", "Q9"], "--type must be one of F32, F16, Q4_0"),
-        (["--format", "gguf", "--type", "IQ4_XS"], "let llama.cpp's llama-quantize make them"),
+        (["--format", "gguf", "--type", "IQ4_XS"], "llama.cpp's llama-quantize makes of an F16 file"),
         (["--method", "rtn", "--threads", "0"], "threads must be from 1 to"),
         (["--format", "gguf", "--type", "Q4KM"], "got 'Q4KM'; did you mean Q4_K_M"),
     ],

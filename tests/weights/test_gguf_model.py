@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from forerun.llm import LLM
 from forerun.models.decoder import Decoder, DecoderParts
 from forerun.models.loader import load_model, read_config
 from forerun.weights.gguf_checkpoint import GgufCheckpoint
+from forerun.weights.gguf_layers import check_blocks
+from forerun.weights.gguf_metadata import GGUFMetadata
 from forerun.weights.resolve import resolve_model
 from tests.models import factory
 from tests.models.factory import LLAMA3, Runner
@@ -320,6 +323,14 @@ def test_layers_and_widths_other_than_stated_are_refused(key: str, change: int, 
         logits(path)
     result = CliRunner().invoke(cli, ["inspect", str(path), "--threads", "1"])
     assert result.exit_code == 2 and key in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(("modules", "said"), [("nextn.eh_proj attn_q", None), ("attn_q", "1 layers more than")])
+def test_blocks_past_the_last_may_hold_modules_for_drafting_alone(modules: str, said: str | None) -> None:
+    metadata = GGUFMetadata(Path("x.gguf"), {"glm4moe.block_count": 1})
+    names = ["output.weight", "blk.0.attn_q.weight", *(f"blk.1.{name}.weight" for name in modules.split())]
+    with pytest.raises(CheckpointError, match=said) if said else nullcontext():
+        check_blocks(metadata, "glm4moe", names, num_layers=1)
 
 
 def test_scales_of_whole_tensors_are_refused(tmp_path: Path) -> None:

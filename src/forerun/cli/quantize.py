@@ -43,6 +43,7 @@ FOREIGN_OPTIONS = {  # format -> parameters that belong to the other format: the
         "act_order": "--act-order", "clip": "--clip", "damp": "--damp",
     },
 }  # fmt: skip
+TYPES = "F32, F16, BF16, Q8_0, Q6_K, Q4_K_M, Q4_K_S or Q4_0."
 NARROW_BLOCKS = {"Q5_0", "Q8_0", "F16"}  # what rows get that are no whole blocks of Q4_K or Q6_K
 CALIBRATING = {"calibration": "--calibration", "sequences": "--sequences", "seed": "--seed"}  # gptq and awq only
 
@@ -73,10 +74,7 @@ def quantize(
     damp: Annotated[
         float, typer.Option(help="gptq: added to the Hessian's diagonal, a share of its mean.", rich_help_panel=HF)
     ] = 0.01,
-    mix: Annotated[
-        str,
-        typer.Option("--type", help="F32, F16, BF16, Q8_0, Q6_K, Q4_K_M, Q4_K_S or Q4_0.", rich_help_panel=GGUF),
-    ] = "Q4_K_M",
+    mix: Annotated[str, typer.Option("--type", help=TYPES, rich_help_panel=GGUF)] = "Q4_K_M",
     calibration: Annotated[
         Path | None,
         typer.Option(help="gptq, awq: .txt or .jsonl to calibrate with.", show_default="the model's own text"),
