@@ -421,7 +421,7 @@ def test_what_does_not_fit_is_refused(
 def test_without_a_module_the_user_is_told_where_to_put_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--draft-model"):
         engine(heads.target(LAYERS), None, None, 1)
-    with pytest.raises(UnsupportedError, match="no MTP module"):
+    with pytest.raises(UnsupportedError, match="no MTP module for this target: choose another drafter"):
         engine(heads.target(LAYERS), factory.save_checkpoint(heads.truth(LAYERS).model, tmp_path), None, 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -350,6 +351,24 @@ def test_adapters_of_other_models_are_refused_before_weights_are_read(base: Path
     loaded = load_model(base, kernels)
     with pytest.raises(CheckpointError, match="another model"):
         load_adapter("wide", tmp_path / "wide", loaded, kernels)
+
+
+def test_an_adapter_that_does_not_fit_names_the_model_that_it_is_for(base: Path, tmp_path: Path) -> None:
+    """At once if its config names another one; nothing is said of that where the names agree, or where it fits."""
+    kernels = select_kernels("reference")
+    loaded = load_model(base, kernels)
+    wider = factory.save_checkpoint(factory.random_hf_model("llama", {"hidden_size": 64}), tmp_path / "wider")
+    snapshot = f"/hub/models--org--{base.name}/snapshots/0123abcd"
+    for named, begins in (("org/Wider", f"{tmp_path / 'one'} is probably for another model"), ("", ""), (None, ""),
+                          (f"org/{base.name.upper()}", ""), (snapshot, "")):  # fmt: skip
+        path = write_adapter(tmp_path / "one", wider, ATTENTION, base_model_name_or_path=named)
+        for load in (partial(load_adapter, "one", path, loaded), partial(load_model, base, adapters=[path])):
+            with pytest.raises(CheckpointError, match="its matrices of") as caught:
+                load(kernels=kernels)
+            said = str(caught.value)
+            assert said.startswith(begins) and ("names is org/Wider, and this is" in said) == bool(begins)
+    fitting = write_adapter(tmp_path / "fits", base, ATTENTION, base_model_name_or_path="org/Wider")
+    assert load_adapter("one", fitting, loaded, kernels).updates
 
 
 def test_experts_are_not_adapted(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_fields_that_change_nothing_are_ignored() -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "surprise": 1}}, "surprise"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types"),
-        ({"model_type": "qwen2", "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention", "linear_attention"]}, "ion' for layer 1"),
         ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
     ],
 )

@@ -215,7 +215,8 @@ def test_an_adapter_says_what_it_is(folder: Path, kernels: Kernels) -> None:
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base", "peft_type": "LORA"}')
     for name in ("config.json", ""):
         said = refused(folder, kernels)
-        assert "PEFT adapter for the model org/base" in said and "--lora" in said
+        assert "PEFT adapter for the model org/base" in said
+        assert f"`forerun generate org/base --lora NAME={folder}`" in said
         if name:
             (folder / name).unlink()
 

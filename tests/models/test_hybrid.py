@@ -168,8 +168,11 @@ def test_layers_are_those_that_config_names(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "fields", "message"),
     [
-        ("qwen3-next", {"layer_types": ["full_attention", "mamba"]}, "layer_types must name one of"),
-        ("qwen3-next", {"layer_types": ["linear_attention"] * 4}, "no layer has full_attention"),
+        ("qwen3-next", {"layer_types": ["full_attention", "mamba"]}, "got 'mamba' for layer 1"),
+        ("qwen3-next", {"layer_types": ["full_attention"] * 5}, "layer_types must name one of .* got 5 entries"),
+        ("qwen3-next", {"layer_types": ["linear_attention"] * 4}, "no layer has full_attention.*LLM.MODEL, impl"),
+        ("granite-hybrid", {"layer_types": ["mamba"] * 4}, "no layer has attention.*LLM.MODEL, implementation="),
+        ("kimi-linear", {"num_key_value_heads": 1}, "is 1, num_attention_heads .*: correct the file if"),
         ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("granite-hybrid", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("lfm2", {"conv_bias": True}, "conv_bias is True"),

@@ -203,7 +203,7 @@ def test_unsupported_config(folder: Path) -> None:
 
 def test_family_without_implementation(folder: Path) -> None:
     change_config(folder, model_type="gpt2")
-    with pytest.raises(UnsupportedError, match="no implementation of gpt2"):
+    with pytest.raises(UnsupportedError, match="^leave .implementation. at 'auto'.* of its own for gpt2"):
         load(folder, implementation="forerun")
 
 

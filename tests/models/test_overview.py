@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -169,3 +170,17 @@ def test_a_model_that_runs_through_transformers(tmp_path: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError):
         look_at(folder)
+
+
+@pytest.mark.parametrize(("family", "fields"), [("falcon", {}), ("gpt2", {"pad_token_id": 0})])
+def test_transformers_says_nothing_of_the_way_a_model_is_judged(
+    family: str, fields: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, said = factory.save_checkpoint(factory.random_hf_model(family, fields), tmp_path), list[str]()
+    logger = logging.getLogger("transformers")
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    monkeypatch.setattr(logger, "handlers", [handler := logging.Handler()])
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+    look_at(folder)
+    assert said == []

@@ -108,16 +108,16 @@ def downloading(model: str, num_bytes: int) -> AbstractContextManager[Callable[[
 
 def why_slow(loaded: LoadedModel | Overview) -> str | None:
     """The note for a model that runs through transformers; None for one that forerun runs itself."""
-    from forerun.models.families import FAMILIES
-
     if loaded.implementation == "forerun":
         return None
-    name, own = loaded.raw_config.get("model_type"), ", ".join(FAMILIES)
     if loaded.kv_specs:
         how = "with forerun's attention and matrices: as exactly as others, but not as fast as"
     else:
         how = "a token at a time: as exactly as others, but drafts and batches gain nothing, unlike with"
-    return f"{name} models run through transformers, {how} what forerun runs by itself, which is {own}"
+    name = loaded.raw_config.get("model_type")
+    return (
+        f"{name} models run through transformers, {how} families that forerun runs itself (docs/models.md lists them)"
+    )
 
 
 def what_part(loaded: LoadedModel | Overview) -> str | None:

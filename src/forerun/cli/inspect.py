@@ -49,9 +49,12 @@ def _inspect(name: str, **options: Any) -> dict[str, Any]:
     with telling_heads(name):
         found = look_at(name, config.dtype, config.activations, kernels.device)
     note_slow_kernels(kernels, given.get("kernels"))
-    for said in (why_slow(found), what_part(found), why_refused(found, kernels.device)):
-        if said is not None:
-            print_note(said)
+    if (refused := why_refused(found, kernels.device)) is not None:
+        print_note(refused)
+    if found.ignored_fields:
+        print_note(
+            f"config.json has fields that forerun does not know and leaves out: {', '.join(found.ignored_fields)}"
+        )
     usable = _usable_context(found, config, kernels)
     return {
         "model": name,
@@ -82,14 +85,15 @@ def _usable_context(found: Overview, config: EngineConfig, kernels: Kernels) -> 
     return min(found.max_position, num_blocks * config.block_size)
 
 
-def _parsers(template: str | None) -> dict[str, str | None]:
+def _parsers(template: str | None) -> dict[str, str | bool | None]:
     """What a server takes for tool calls and for reasoning, going by the chat template."""
     from forerun.server.reasoning import reasoning_style
-    from forerun.server.tools import HARMONY, tool_style
+    from forerun.server.tools import HARMONY, takes_tools, tool_style
 
     tools, marks = template and tool_style("auto", template), reasoning_style("auto", template)
     channels = "analysis channel" if tools == HARMONY else None
-    return {"tools": tools, "reasoning": f"{marks.start} ... {marks.end}" if marks else channels}
+    reasoning = f"{marks.start} ... {marks.end}" if marks else channels
+    return {"tools": tools, "template_takes_tools": takes_tools(template or ""), "reasoning": reasoning}
 
 
 def _describe(found: Overview) -> dict[str, Any]:
@@ -246,9 +250,11 @@ def _template(report: dict[str, Any]) -> str:
     parsers = report["parsers"]
     if not report["chat_template"]:
         return "no"
-    return f"yes; tool calls as {parsers['tools']}" + (
-        f", reasoning in {marks}" if (marks := parsers["reasoning"]) else ""
-    )
+    if parsers["template_takes_tools"]:
+        said = f"yes; tool calls as {parsers['tools']}"
+    else:
+        said = f"yes, without tools (a server describes them in a system message, for calls as {parsers['tools']})"
+    return said + (f"; reasoning in {marks}" if (marks := parsers["reasoning"]) else "")
 
 
 def _stored(storage: dict[str, Any]) -> str:

@@ -137,6 +137,9 @@ def _describe(check: dict[str, Any], difference: dict[str, Any]) -> str:
 
 
 def _show_rejection(rejection: dict[str, Any]) -> None:
+    out().print(
+        "The rejection rule, tried on a toy model of three tokens, whose true chances are known (not on yours):"
+    )
     for case in rejection["cases"]:
         verdict = "[green]passed[/]" if case["passed"] else "[red]FAILED[/]"
         out().print(

@@ -15,6 +15,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,9 +42,10 @@ from forerun.weights.gguf_checkpoint import GgufCheckpoint
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
+BASE = "base_model_name_or_path"
 # Fields that change nothing here: how the adapter was trained, or which modules were chosen.
 INERT = frozenset((
-    "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type", "peft_version",
+    "auto_mapping", BASE, "revision", "inference_mode", "task_type", "peft_version",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "fan_in_fan_out",
     "megatron_config", "megatron_core", "runtime_config", "loftq_config", "eva_config", "corda_config",
     "lora_ga_config", "qalora_group_size",
@@ -102,6 +104,20 @@ class PeftAdapter:
         if not modules:
             raise CheckpointError(f"{folder} has no low-rank matrices of a text model; copy the folder again")
         return PeftAdapter(folder, checkpoint, _as_stored(modules, names), _as_stored(copies, names))
+
+    @contextmanager
+    def beside(self, base: Path) -> Iterator[None]:
+        """Errors of what does not fit this model begin with the one that the adapter names, if that is another."""
+        try:
+            yield
+        except (CheckpointError, UnsupportedError) as error:
+            named = self.checkpoint.config.get(BASE)
+            if not isinstance(named, str) or not named or _short_name(Path(named)) in _short_name(base):
+                raise
+            raise type(error)(
+                f"{self.folder} is probably for another model: the base model that its {CONFIG_FILE} names is "
+                f"{named[:100]}, and this is {base}; load it beside that one. What does not fit here: {error}"
+            ) from error
 
     def _check_targets(self, known: Iterable[str]) -> None:
         """Raise CheckpointError if no tensors are there for modules of the model that were adapted."""
@@ -323,6 +339,11 @@ def _is_unadaptable(module: str, names: TensorNames) -> bool:
     """Whether it is among the modules of a mixture, whose rows are regrouped, or has its matrix split in two."""
     experts = names.experts.expert.partition("{")[0]
     return f".{experts}" in module or module.endswith((f".{names.experts.router}", f".{names.latents.up}"))
+
+
+def _short_name(model: Path) -> str:
+    """The last part of a model's name, in small letters; in the hub's cache, folders have the names of commits."""
+    return (model.parent.parent.name.rpartition("--")[2] if model.parent.name == "snapshots" else model.name).lower()
 
 
 def _has_end(modules: Iterable[str], name: str) -> bool:

@@ -15,7 +15,7 @@ from forerun.kernels.ops import SQUARED_RELU, HeadLayout
 from forerun.layers.rotary import RopeSpec, score_factor
 from forerun.models.blocks import ExpertsShape, LatentDims, LayerShape, PerLayerSizes
 from forerun.models.family import Biases, Family, Parts, QkNorm, Scales
-from forerun.models.fields import Fields, words
+from forerun.models.fields import THROUGH_TRANSFORMERS, Fields, words
 from forerun.models.recurrent_dims import MambaDims, RecurrentDims
 from forerun.models.rope_config import LOCAL_BASE, ROPE_FIELDS, reachable_positions, read_rope, read_window_rope
 from forerun.quant.formats import check_quantization
@@ -250,18 +250,28 @@ def _mask_token(fields: Fields) -> int | None:
     return None if name is None else fields.integer(name, minimum=0, maximum=fields.integer("vocab_size") - 1)
 
 
+def ignored_fields(raw: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+    """Fields of a config.json that can be read which forerun does not know, and nothing in whose names is telling."""
+    return tuple(sorted(_unknown(family.respelled(raw), family) - {"quantization_config"}))
+
+
 def _refuse_unknown(raw: Mapping[str, Any], family: Family) -> None:
+    unknown = _unknown(raw, family)
+    for name in (name for name in raw if name in unknown):  # in the file's order
+        if name == "quantization_config":
+            check_quantization(raw[name])
+        elif any(word in name for word in TELLING_WORDS):
+            raise UnsupportedError(_refusal(name, raw[name], family))
+
+
+def _unknown(raw: Mapping[str, Any], family: Family) -> set[str]:
+    """Fields that say something which is not known of the family."""
     known = COMMON_FIELDS | INERT_FIELDS | ROPE_FIELDS | family.fields
     known |= {family.activation, family.norm_eps, family.kv_heads}
     if family.window_rope:
         known |= {LOCAL_BASE}
-    for name, value in raw.items():
-        if name in known or name.startswith("_") or "dropout" in name or _says_nothing(value):
-            continue
-        if name == "quantization_config":
-            check_quantization(value)
-        elif any(word in name for word in TELLING_WORDS):
-            raise UnsupportedError(_refusal(name, value, family))
+    told = {name for name, value in raw.items() if not _says_nothing(value)}
+    return {name for name in told - known if not name.startswith("_") and "dropout" not in name}
 
 
 def _says_nothing(value: Any) -> bool:
@@ -273,7 +283,7 @@ def _refusal(name: str, value: Any, family: Family) -> str:
     return (
         f"config.json sets {name} = {str(value)[:60]!r}, which forerun does not know for {family.model_type} models "
         f"and which may change what they compute; known special fields: {fields}; remove the field if it changes "
-        "nothing, or load the model through transformers (implementation='transformers')"
+        f"nothing, or {THROUGH_TRANSFORMERS}"
     )
 
 
@@ -337,8 +347,9 @@ def _latent_heads(fields: Fields, latents: LatentDims) -> HeadLayout:
     num_kv = fields.integer("num_key_value_heads", default=num_heads)
     if num_kv != num_heads:
         raise UnsupportedError(
-            f"config.json: num_key_value_heads is {num_kv}, num_attention_heads {num_heads}; heads over latents have a "
-            "key and a value each, so the two must be equal"
+            f"config.json: num_key_value_heads is {num_kv}, num_attention_heads {num_heads}; in latent attention each "
+            "head has its own keys and values, so the two must be the same number: correct the file if the weights "
+            f"have them for {num_heads} heads, or {THROUGH_TRANSFORMERS}"
         )
     return latents.heads(num_heads)
 
@@ -347,7 +358,6 @@ def _read_activation(fields: Fields, field: str) -> str:
     name = fields.text(field, default="silu")
     if name not in ACTIVATION_NAMES:
         raise UnsupportedError(
-            f"config.json: {field} is {name!r}; supported are {', '.join(ACTIVATION_NAMES)}; load the model "
-            "through transformers (implementation='transformers')"
+            f"config.json: {field} is {name!r}; supported are {', '.join(ACTIVATION_NAMES)}; {THROUGH_TRANSFORMERS}"
         )
     return ACTIVATION_NAMES[name]

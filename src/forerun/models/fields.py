@@ -5,12 +5,13 @@ Knows: JSON values and what is said when one is wrong. Does not know: which fiel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from forerun.errors import CheckpointError, UnsupportedError
 
 MAX_NUMBER = 1e12
+THROUGH_TRANSFORMERS = 'load the model through transformers, in Python: LLM(MODEL, implementation="transformers")'
 MAX_SIZE = 2**31 - 1  # sizes and positions are 32-bit in the kernels
 
 
@@ -35,6 +36,12 @@ def by_one_name(raw: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str,
                 "the right one"
             )
     return found
+
+
+def what_is_wrong(kinds: Sequence[str], allowed: Collection[str], num_layers: int) -> str | None:
+    """What a list of each layer's kind has that it must not have, by the layer; None if nothing."""
+    wrong = next((f"{kind!r:.80} for layer {layer}" for layer, kind in enumerate(kinds) if kind not in allowed), None)
+    return wrong or (f"{len(kinds)} entries" if len(kinds) != num_layers else None)
 
 
 class Fields:
@@ -108,7 +115,7 @@ class Fields:
         if unknown:
             raise UnsupportedError(
                 f"{self._where}: {name} has fields forerun does not know: {', '.join(unknown)}; known are "
-                f"{', '.join(sorted(known))}; load the model through transformers (implementation='transformers')"
+                f"{', '.join(sorted(known))}; {THROUGH_TRANSFORMERS}"
             )
         return Fields(value or {}, {}, where=f"{self._where}'s {name}")
 
@@ -126,7 +133,7 @@ class Fields:
         if self.given(name) and self.get(name) != value:
             raise UnsupportedError(
                 f"{self._where}: {name} is {_short(self.get(name))}; forerun computes models of this family with "
-                f"{value!r} only; load the model through transformers (implementation='transformers')"
+                f"{value!r} only; {THROUGH_TRANSFORMERS}"
             )
 
     def token_ids(self, name: str) -> tuple[int, ...]:

@@ -91,7 +91,8 @@ def kv_specs_of(config: Any, dtype: torch.dtype | None) -> tuple[LayerSpec, ...]
             module = theirs.from_config(config, attn_implementation="eager").eval()
         narrow = (dtype or module.dtype) == torch.bfloat16
         stand_in(module, None)
-        sites, _ = probe(module.to_empty(device="cpu"))
+        with _quiet():  # some modules warn in a pass
+            sites, _ = probe(module.to_empty(device="cpu"))
     except Exception as error:
         log.info("%s models run row by row: %s", config.model_type, _reason(error))
         return ()

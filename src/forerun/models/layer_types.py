@@ -6,7 +6,7 @@ Knows: the fields `layer_types` and `sliding_window`. Does not know: families.
 from __future__ import annotations
 
 from forerun.errors import UnsupportedError
-from forerun.models.fields import Fields
+from forerun.models.fields import Fields, what_is_wrong
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 TYPE_FIELDS = frozenset({"layer_types", "sliding_window", "sliding_window_pattern"})
@@ -15,11 +15,10 @@ TYPE_FIELDS = frozenset({"layer_types", "sliding_window", "sliding_window_patter
 def read_layer_types(fields: Fields, num_layers: int) -> tuple[str, ...] | None:
     """`layer_types`, None if absent; raises UnsupportedError for other types or another number of them."""
     types = fields.texts("layer_types")
-    unknown = sorted(set(types or ()) - set(LAYER_TYPES))
-    if types is not None and (unknown or len(types) != num_layers):
+    wrong = None if types is None else what_is_wrong(types, LAYER_TYPES, num_layers)
+    if wrong is not None:
         raise UnsupportedError(
-            f"config.json: layer_types must name {num_layers} layers, each one of {', '.join(LAYER_TYPES)}; "
-            f"got {len(types)} names" + (f", among them {', '.join(unknown)}" if unknown else "")
+            f"config.json: layer_types must name {num_layers} layers, each one of {', '.join(LAYER_TYPES)}; got {wrong}"
         )
     return types
 

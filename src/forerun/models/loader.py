@@ -18,14 +18,15 @@ from forerun.core import SamplingParams
 from forerun.errors import CheckpointError, ConfigError, ModelError, SamplingError, UnsupportedError
 from forerun.kernels.ops import Kernels
 from forerun.models.adapted import LoraAdapter
+from forerun.models.adapters import BASE, MERGE, PeftAdapter
 from forerun.models.adapters import CONFIG_FILE as ADAPTER_FILE
-from forerun.models.adapters import PeftAdapter
 from forerun.models.base import LayerSpec, Model
 from forerun.models.build import INERT_TENSORS, Builder, Progress
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
 from forerun.models.family import Family
+from forerun.models.fields import THROUGH_TRANSFORMERS
 from forerun.models.gguf_family import as_in_gguf
 from forerun.models.memory import check_memory
 from forerun.models.multimodal import PART_OF, text_config
@@ -130,10 +131,11 @@ def load_adapter(name: str, path: str | Path, loaded: LoadedModel, kernels: Kern
     family = _family_with_adapters(loaded.folder, loaded.implementation, loaded.raw_config)
     adapter = PeftAdapter.open(Path(path), family.names, is_text_part=PART_OF in loaded.raw_config)
     assert isinstance(loaded.model, Decoder)
-    if adapter.copies:
-        adapter.check_copies(open_checkpoint(loaded.folder), family.names)
-    check_memory(adapter.checkpoint.nbytes, f"loading {path}", kernels.device)
-    return adapter.bind(name, loaded.model, family.names, kernels)
+    with adapter.beside(loaded.folder):
+        if adapter.copies:
+            adapter.check_copies(open_checkpoint(loaded.folder), family.names)
+        check_memory(adapter.checkpoint.nbytes, f"loading {path}", kernels.device)
+        return adapter.bind(name, loaded.model, family.names, kernels)
 
 
 def _check_adapters(paths: Iterable[str | Path], folder: Path, implementation: Implementation) -> None:
@@ -143,15 +145,16 @@ def _check_adapters(paths: Iterable[str | Path], folder: Path, implementation: I
         raw = base.config
         family = _family_with_adapters(folder, "forerun" if is_gguf(folder) else _choose(raw, implementation), raw)
         adapter, config = PeftAdapter.open(Path(path), family.names, is_text_part=PART_OF in raw), read_config(folder)
-        adapter.check_base(base, family.names, 1.0 if config is None else config.scales.embedding)
+        with adapter.beside(folder):
+            adapter.check_base(base, family.names, 1.0 if config is None else config.scales.embedding)
 
 
 def _family_with_adapters(folder: Path, implementation: str, raw: Mapping[str, Any]) -> Family:
     family = find_family(raw)
     if implementation == "transformers" or family is None:
         raise UnsupportedError(
-            f"adapters are for models that forerun runs itself ({', '.join(FAMILIES)}), and this one runs through "
-            "transformers: merge the adapter into it (peft: merge_and_unload, then save_pretrained)"
+            f"{MERGE}: {_model_type(raw)} models run through transformers, and adapters are for families that forerun "
+            "runs itself (docs/models.md lists them)"
         )
     if is_gguf(folder) and family.model_type == "falcon_h1":
         raise UnsupportedError(
@@ -200,10 +203,11 @@ def _read_raw(folder: Path) -> dict[str, Any]:
     Raises UnsupportedError for a PEFT adapter, which is no model by itself.
     """
     if (folder / ADAPTER_FILE).exists():
-        base = str(read_json(folder / ADAPTER_FILE).get("base_model_name_or_path"))
+        base = str(read_json(folder / ADAPTER_FILE).get(BASE))[:100]
         raise UnsupportedError(
-            f"{folder} is a PEFT adapter for the model {base[:100]} ({ADAPTER_FILE}), not a model; load that "
-            f"model with the adapter beside it (LLM(..., lora={{name: folder}}), or forerun serve --lora NAME={folder})"
+            f"{folder} is a PEFT adapter for the model {base} ({ADAPTER_FILE}), not a model; load that model with the "
+            f"adapter beside it: `forerun generate {base} --lora NAME={folder}` (chat and serve alike), or "
+            "LLM(..., lora={name: folder})"
         )
     raw = read_model_config(folder)
     text = text_config(raw)
@@ -214,8 +218,8 @@ def _model_type(raw: Mapping[str, Any]) -> str:
     found = raw.get("model_type")
     if not isinstance(found, str):
         raise CheckpointError(
-            f"config.json has no model_type (got {found!r}); forerun implements {', '.join(FAMILIES)} and runs others "
-            "through transformers: name the family in config.json"
+            f"config.json has no model_type (got {found!r}): name the model's family there (docs/models.md lists those "
+            "that forerun runs itself; others run through transformers)"
         )
     return found
 
@@ -224,8 +228,8 @@ def _choose(raw: Mapping[str, Any], implementation: Implementation) -> str:
     family = find_family(raw)
     if implementation == "forerun" and family is None:
         raise UnsupportedError(
-            f"forerun has no implementation of {_model_type(raw)} models, only of {', '.join(FAMILIES)}; "
-            "load it through transformers (implementation='transformers')"
+            f"leave `implementation` at 'auto', and the model runs through transformers: forerun has no implementation "
+            f"of its own for {_model_type(raw)} models (docs/models.md lists those it has)"
         )
     if implementation == "auto":
         return "transformers" if family is None else "forerun"
@@ -269,7 +273,7 @@ def check_device(config: ModelConfig, device: torch.device) -> None:
     if config.on_cpus_only and device.type != "cpu":
         raise UnsupportedError(
             f"{config.on_cpus_only}, those of {config.model_type} models run on CPUs only so far; choose device 'cpu', "
-            "or load the model through transformers (implementation='transformers')"
+            f"or {THROUGH_TRANSFORMERS}"
         )
 
 

@@ -17,7 +17,7 @@ from forerun.errors import UnsupportedError
 from forerun.kernels.device import CPU
 from forerun.models.adapters import CONFIG_FILE
 from forerun.models.base import LayerSpec, StateSpec
-from forerun.models.config import ModelConfig, num_parameters
+from forerun.models.config import ModelConfig, ignored_fields, num_parameters
 from forerun.models.family import Family
 from forerun.models.headers import check_headers
 from forerun.models.loader import check_device, dtype_named, find_family, gguf_family, open_checkpoint, read_config
@@ -48,6 +48,7 @@ class Overview:
     kv_specs: tuple[LayerSpec, ...]  # () for a model that keeps its own state
     state_specs: tuple[StateSpec, ...]
     adapters: tuple[str, ...]  # names of folders beside the weights that hold PEFT adapters
+    ignored_fields: tuple[str, ...] = ()  # of config.json, which forerun does not know
 
     @property
     def implementation(self) -> str:
@@ -92,6 +93,7 @@ def look_at(
         kv_specs=_kv_specs(config, _kv_dtype(config, family, stored, kept)),
         state_specs=_state_specs(config),
         adapters=_adapters(folder),
+        ignored_fields=ignored_fields(stored.config, family) if isinstance(stored, Checkpoint) else (),
     )
 
 

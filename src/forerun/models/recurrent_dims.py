@@ -11,6 +11,7 @@ from typing import Literal
 
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.kernels.recurrent_ops import DeltaHeads
+from forerun.models.fields import THROUGH_TRANSFORMERS, what_is_wrong
 
 MAX_TAPS = 64  # of a convolution
 
@@ -94,11 +95,14 @@ def state_shapes(dims: RecurrentDims, hidden_size: int) -> tuple[tuple[int, int]
 
 def layers_of(kinds: tuple[str, ...], kind: str, attends: str, num_layers: int) -> frozenset[int]:
     """The layers of a kind that do not attend, where config.json names the kind of each; raises UnsupportedError."""
-    if len(kinds) != num_layers or not set(kinds) <= {kind, attends}:
+    if (wrong := what_is_wrong(kinds, (kind, attends), num_layers)) is not None:
         raise UnsupportedError(
             f"config.json: layer_types must name one of {kind}, {attends} for each of {num_layers} layers, got "
-            f"{len(kinds)} of {', '.join(sorted(set(kinds)))}; correct the file"
+            f"{wrong}; correct the file"
         )
     if attends not in kinds:
-        raise UnsupportedError(f"config.json: no layer has {attends}, which forerun needs; correct the file")
+        raise UnsupportedError(
+            f"config.json: no layer has {attends}; forerun itself runs models of recurrent layers only if one layer at "
+            f"least has it; {THROUGH_TRANSFORMERS}"
+        )
     return frozenset(layer for layer, found in enumerate(kinds) if found == kind)

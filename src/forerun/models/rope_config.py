@@ -12,7 +12,7 @@ from typing import Any
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.layers.rotary import RopeSpec
 from forerun.models.family import Family
-from forerun.models.fields import Fields, words
+from forerun.models.fields import THROUGH_TRANSFORMERS, Fields, words
 from forerun.models.layer_types import LAYER_TYPES
 
 ROPE_FIELDS = words("rope_theta rope_scaling rope_parameters original_max_position_embeddings partial_rotary_factor")
@@ -85,7 +85,7 @@ def _rope_table(raw: Mapping[str, Any], family: Family, layer_type: str) -> Mapp
     if nested:
         raise UnsupportedError(
             f"config.json: rope_parameters differ by layer type ({', '.join(nested)}); supported is one rope for all "
-            "layers; load the model through transformers (implementation='transformers')"
+            "layers; " + THROUGH_TRANSFORMERS
         )
     return table
 
@@ -106,8 +106,7 @@ def _kind(table: Mapping[str, Any], family: Family) -> str:
     if kind not in family.rope_kinds:
         raise UnsupportedError(
             f"config.json: rope scaling type {kind!r} is not supported for {family.model_type} models; supported "
-            f"are {', '.join(family.rope_kinds)}; load the model through transformers "
-            "(implementation='transformers')"
+            f"are {', '.join(family.rope_kinds)}; " + THROUGH_TRANSFORMERS
         )
     return str(kind)
 

@@ -317,7 +317,9 @@ def _add_adapters(router: APIRouter, service: EngineService, context: ServerCont
         """Forget a LoRA adapter; requests that run with it keep it to their end."""
         check_allowed()
         if body.lora_name not in context.llm.adapters:
-            raise ApiError(404, f"there is no adapter {body.lora_name[:100]!r} here", param="lora_name")
+            loaded = ", ".join(context.llm.adapters) or "none"
+            raise ApiError(404, f"there is no adapter {body.lora_name[:100]!r} here; loaded are {loaded}",
+                           param="lora_name")  # fmt: skip
         await service.between_steps(lambda: context.llm.unload_adapter(body.lora_name))
         return {"id": body.lora_name, "object": "model", "deleted": True}
 

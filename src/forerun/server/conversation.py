@@ -13,7 +13,7 @@ from forerun.errors import CheckpointError
 from forerun.server.bodies import check_parts
 from forerun.server.errors import ApiError, unsupported
 from forerun.server.schema import MAX_MESSAGES, TEMPLATE_FIELDS, CalledFunction, ChatBody, ContentPart, Message, Tool
-from forerun.server.tools import describe_tools
+from forerun.server.tools import describe_tools, takes_tools
 from forerun.weights.tokenizer import Tokenizer
 
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "self", "template", "chat_template")
@@ -31,7 +31,7 @@ def render(tokenizer: Tokenizer, body: ChatBody, tools: Sequence[Tool]) -> str:
     messages = [_message(message, index, template) for index, message in enumerate(body.messages)]
     variables = _variables(body, template)
     listed = [tool.model_dump(exclude_none=True) for tool in tools]
-    if listed and "tools" in template:
+    if listed and takes_tools(template):
         variables["tools"] = listed
     elif listed:
         messages = _with_system(messages, describe_tools(listed))

@@ -217,6 +217,11 @@ def tool_style(parser: str, template: str | None) -> str:
     return next((style for sign, style in _SIGNS if sign in (template or "")), "hermes")
 
 
+def takes_tools(template: str) -> bool:
+    """Whether a chat template writes the tools of a request."""
+    return "tools" in template
+
+
 def call_id(style: str, name: str, number: int) -> str:
     """The id of a new call, of which the conversation has `number` before.
 

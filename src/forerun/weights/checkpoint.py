@@ -101,7 +101,7 @@ class Checkpoint:
         return (
             f"{self.folder} has {len(names)} tensors that config.json of a {model_type} model does not ask for, e.g. "
             f"{', '.join(names[:3])}; weights and config.json do not belong together, or load the model through "
-            "transformers (implementation='transformers')"
+            'transformers, in Python: LLM(MODEL, implementation="transformers")'
         )
 
     def stored(self) -> Iterator[tuple[str, str, int]]:

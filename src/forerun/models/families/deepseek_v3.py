@@ -11,7 +11,7 @@ from forerun.kernels.ops import Routing
 from forerun.models.blocks import ExpertsShape, LatentDims
 from forerun.models.families.mixtral import MAX_EXPERTS
 from forerun.models.family import Biases, Family
-from forerun.models.fields import Fields, words
+from forerun.models.fields import Fields, what_is_wrong, words
 
 LATENT_FIELDS = words(
     "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave attention_bias"
@@ -69,8 +69,11 @@ def sigmoid_experts(fields: Fields) -> ExpertsShape:
 def _mlp_types(fields: Fields) -> tuple[str, ...] | None:
     """Which layers are mixtures, in families whose config.json may name each."""
     types, num_layers = fields.texts("mlp_layer_types"), fields.integer("num_hidden_layers")
-    if types is not None and (len(types) != num_layers or not set(types) <= {"dense", "sparse"}):
-        raise UnsupportedError(f"config.json: mlp_layer_types must name {num_layers} layers, each dense or sparse")
+    wrong = None if types is None else what_is_wrong(types, ("dense", "sparse"), num_layers)
+    if wrong is not None:
+        raise UnsupportedError(
+            f"config.json: mlp_layer_types must name {num_layers} layers, each dense or sparse; got {wrong}"
+        )
     return types
 
 

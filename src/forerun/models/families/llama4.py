@@ -14,7 +14,7 @@ from forerun.layers.rotary import RopeSpec
 from forerun.models.blocks import ExpertsShape
 from forerun.models.families.mixtral import MAX_EXPERTS, TRAINING_FIELDS
 from forerun.models.family import UNROTATED, Biases, ExpertNames, Family, TensorNames
-from forerun.models.fields import Fields, words
+from forerun.models.fields import Fields, what_is_wrong, words
 
 OWN_FIELDS = words(
     "intermediate_size_mlp num_experts_per_tok num_local_experts moe_layers interleave_moe_layer_step use_qk_norm "
@@ -45,9 +45,10 @@ def _chunks(fields: Fields, num_layers: int) -> tuple[int, ...]:
     size = fields.integer("attention_chunk_size") if fields.get("attention_chunk_size") is not None else 0
     natural = tuple("chunked_attention" if rotated else "full_attention" for rotated in _rotated(fields))
     types = fields.texts("layer_types") or natural
-    if len(types) != num_layers or not set(types) <= {"chunked_attention", "full_attention"}:
+    if (wrong := what_is_wrong(types, ("chunked_attention", "full_attention"), num_layers)) is not None:
         raise UnsupportedError(
-            f"config.json: layer_types must name {num_layers} layers, each chunked_attention or full_attention"
+            f"config.json: layer_types must name {num_layers} layers, each chunked_attention or full_attention; got "
+            f"{wrong}"
         )
     return tuple(size if kind == "chunked_attention" else 0 for kind in types)
 

@@ -15,7 +15,7 @@ from forerun.errors import CheckpointError, UnsupportedError
 from forerun.models.blocks import LayerShape
 from forerun.models.families.deepseek_v3 import EXPERT_FIELDS, OTHER_FIELDS, sigmoid_experts
 from forerun.models.family import Biases, Family, Scales, TensorNames
-from forerun.models.fields import Fields, words
+from forerun.models.fields import THROUGH_TRANSFORMERS, Fields, words
 from forerun.models.layer_types import LAYER_TYPES, read_windows
 
 OWN_FIELDS = words(
@@ -67,7 +67,7 @@ def _with_ropes(raw: dict[str, Any]) -> dict[str, Any]:
     if scaling not in ({}, {"type": "default"}, {"rope_type": "default"}):
         raise UnsupportedError(
             f"config.json: rope_scaling is {str(scaling)[:80]}; forerun computes ropes of this family without scaling "
-            "only; load the model through transformers (implementation='transformers')"
+            f"only; {THROUGH_TRANSFORMERS}"
         )
     if any(isinstance(table, Mapping) for table in rope.values()):
         return {**_without_copies(raw, rope), "rope_parameters": rope}

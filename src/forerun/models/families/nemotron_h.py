@@ -16,7 +16,7 @@ from forerun.models.blocks import ExpertsShape
 from forerun.models.families.deepseek_v3 import routing_of
 from forerun.models.families.granite_hybrid import expect_all_steps
 from forerun.models.family import ExpertNames, Family, MambaNames, Parts, TensorNames, unrotated
-from forerun.models.fields import Fields, by_one_name, words
+from forerun.models.fields import THROUGH_TRANSFORMERS, Fields, by_one_name, words
 from forerun.models.recurrent_dims import MAX_TAPS, MambaDims, mamba_heads
 
 KINDS = {
@@ -69,8 +69,7 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
         found = f"layers of {', '.join(unknown)}" if unknown else "no layer of full_attention"
         raise UnsupportedError(
             f"config.json: layers_block_type or hybrid_override_pattern asks for {found}; forerun computes layers of "
-            f"{', '.join(PARTS)}, with attention in one at least; load the model through transformers "
-            "(implementation='transformers')"
+            f"{', '.join(PARTS)}, with attention in one at least; {THROUGH_TRANSFORMERS}"
         )
     return kinds
 

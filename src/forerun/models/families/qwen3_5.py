@@ -11,7 +11,7 @@ from forerun.models.families.mixtral import TRAINING_FIELDS
 from forerun.models.families.qwen2_moe import EXPERT_FIELDS
 from forerun.models.families.qwen3_next import DELTA_DEFAULTS, DELTA_FIELDS, delta_biases, delta_dims, shared_experts
 from forerun.models.family import Biases, ExpertNames, Family, TensorNames
-from forerun.models.fields import Fields, words
+from forerun.models.fields import THROUGH_TRANSFORMERS, Fields, words
 
 # What is always so, and the layers for drafting, which the model itself does not read.
 OTHER_FIELDS = words("attn_output_gate mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings")
@@ -21,8 +21,8 @@ ONLY = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 def _biases(fields: Fields) -> Biases:
     if not fields.flag("attn_output_gate", default=True):
         raise UnsupportedError(
-            "config.json: attn_output_gate is false; forerun computes qwen3_5 models with the gate only; load the "
-            "model through transformers (implementation='transformers')"
+            "config.json: attn_output_gate is false; forerun computes qwen3_5 models with the gate only; "
+            + THROUGH_TRANSFORMERS
         )
     return delta_biases(fields)
 

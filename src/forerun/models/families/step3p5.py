@@ -16,7 +16,7 @@ from forerun.kernels.ops import ACTIVATIONS, Routing
 from forerun.models.blocks import ExpertsShape, LayerShape
 from forerun.models.families.mixtral import MAX_EXPERTS
 from forerun.models.family import ExpertNames, Family, TensorNames, num_hidden_layers
-from forerun.models.fields import Fields, words
+from forerun.models.fields import Fields, what_is_wrong, words
 from forerun.models.layer_types import LAYER_TYPES
 
 OWN_FIELDS = words(
@@ -75,10 +75,11 @@ def _num_with_modules(fields: Fields) -> int:
 def _windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """By types, of which there may be some for modules that draft."""
     types = fields.texts("layer_types") or ()
-    if not set(types) <= set(LAYER_TYPES) or not num_layers <= len(types) <= _num_with_modules(fields):
+    possible = min(max(len(types), num_layers), _num_with_modules(fields))
+    if (wrong := what_is_wrong(types, LAYER_TYPES, possible)) is not None:
         raise UnsupportedError(
             f"config.json: layer_types must name {num_layers} layers, and may go on for modules that draft, each one "
-            f"of {', '.join(LAYER_TYPES)}; got {len(types)} names"
+            f"of {', '.join(LAYER_TYPES)}; got {wrong}"
         )
     window = fields.integer("sliding_window", default=0, minimum=0)
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)

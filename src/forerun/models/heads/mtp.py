@@ -213,12 +213,10 @@ def read_mtp(
         return _FamilyModule(source, target, kernels, layout, choose_format, kept).read()
     if isinstance(source, Checkpoint) and source.has(f"{MIMO}.0.input_proj.weight"):
         return _read_mimo(source, target, kernels, choose_format, kept)
-    layouts = _layouts(num_layers(target))
-    wanted = dict.fromkeys([*(layout.projection for layout in layouts), f"{MIMO}.0.input_proj"])
     raise UnsupportedError(
-        f"{source.folder} has no MTP module for this target: none of {', '.join(f'{name}.weight' for name in wanted)} "
-        "(DeepSeek, GLM and Step, Qwen, Ernie, MiMo-V2, LongCat, Nemotron-H, MiMo) is there, nor is it an assistant of "
-        "Gemma 4; give a module's folder with --draft-model, or choose another drafter"
+        f"{source.folder} has no MTP module for this target: choose another drafter (ngram needs no model), or give "
+        "the folder of one with --draft-model. Known are modules as DeepSeek, GLM, Step, Qwen, Ernie, MiMo, MiMo-V2, "
+        "LongCat and Nemotron-H publish them, and Gemma 4's assistants"
     )
 
 
@@ -328,8 +326,8 @@ class _FamilyModule:
         family = gguf_family(source) if isinstance(source, GgufCheckpoint) else FAMILIES.get(str(raw.get("model_type")))
         if family is None:
             raise UnsupportedError(
-                f"{source.folder}: config.json names model_type {raw.get('model_type')!r}; an MTP module with a layer "
-                f"of the target's kind is supported for {', '.join(FAMILIES)}"
+                f"{source.folder}: config.json names model_type {raw.get('model_type')!r}; MTP modules with a layer of "
+                "the target's kind run for families that forerun runs itself (docs/models.md): choose another drafter"
             )
         names = replace(family.names, layer=layout.layer, **layout.names)
         config, family = ModelConfig.read(raw, family), replace(family, names=names, names_of=same_names)
