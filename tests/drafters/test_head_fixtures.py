@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import LayerKV
+from forerun.models.base import BlockPasses, LayerSpec
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.decoder import Decoder
 from forerun.models.heads.dflash import read_dflash
@@ -24,6 +25,7 @@ from forerun.speculation.draft import Draft
 from forerun.speculation.growth import TreeGrower
 from tests.models import factory
 from tests.support import harness, tiny
+from tests.support.enqueued import Enqueued
 
 FIXTURES, BLOCK_SIZE = Path(__file__).parent / "fixtures", 4
 NAMES = ["dflash", "dflash2", "peagle"]
@@ -50,22 +52,30 @@ def states_of(target: Decoder, known: list[int], layers: tuple[int, ...]) -> Ten
     return torch.cat([hidden[layer] for layer in layers], dim=1)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_slots_have_the_librarys_logits(name: str, target: Decoder) -> None:
+def head_of(name: str, target: Decoder) -> tuple[BlockPasses, tuple[int, ...], tuple[LayerSpec, ...]]:
+    """A fixture's passes, the target's states it reads, and its layers' KV."""
     source = open_head(FIXTURES / name)
-    first = 1 if name == "peagle" else 0  # EAGLE has no row of the first token
     if name == "peagle":
         eagle = read_eagle(source, target, tiny.kernels())
-        passes, layers, specs = eagle.blocks, eagle.hidden_layers, eagle.kv_specs
-    else:
-        head = read_dflash(source, target, tiny.kernels())
-        passes, layers, specs = head.passes, head.hidden_layers, head.kv_specs
-    assert passes is not None
+        assert eagle.blocks is not None
+        return eagle.blocks, eagle.hidden_layers, eagle.kv_specs
+    head = read_dflash(source, target, tiny.kernels())
+    return head.passes, head.hidden_layers, head.kv_specs
+
+
+def rows_of(name: str, known: list[int]) -> SequenceRows:
+    """All known tokens, the last of which is the root."""
+    first, root = int(name == "peagle"), len(known) - 1  # EAGLE has no row of the first token
+    return SequenceRows("", range(32 // BLOCK_SIZE), first, known[first:root], root, known[root:], [0], [1], [0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slots_have_the_librarys_logits(name: str, target: Decoder) -> None:
+    passes, layers, specs = head_of(name, target)
     for case in json.loads((FIXTURES / name / "expected.json").read_text()):
         known, runner = case["known"], bind_block(passes, tiny.kernels(), pool(specs), BLOCK_SIZE)
         assert isinstance(runner, BlockRunner)
-        root = len(known) - 1
-        rows = SequenceRows("", range(32 // BLOCK_SIZE), first, known[first:root], root, known[root:], [0], [1], [0])
+        rows = rows_of(name, known)
         states, wanted = states_of(target, known, layers), torch.tensor(case["logits"])
         (found,), _ = runner.guess([rows], states, [len(wanted)])
         known_tokens = (found[0] > -torch.inf).nonzero()[:, 0]
@@ -77,3 +87,18 @@ def test_slots_have_the_librarys_logits(name: str, target: Decoder) -> None:
             noise = TreeGrower(tiny.kernels(), coupled=True).noise([Draft(request, len(wanted) + 1)])
             (tree,) = runner.draw([rows], states, noise, 1)
             assert tree.tokens == case["chain"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_captured_blocks_of_any_size_have_the_same_logits(name: str, target: Decoder) -> None:
+    """As on a GPU, where batches are filled up to the sizes of graphs, unless rows read those above them."""
+    passes, layers, specs = head_of(name, target)
+    known, capture = json.loads((FIXTURES / name / "expected.json").read_text())[0]["known"], Enqueued()
+    states = states_of(target, known, layers)
+    plain = bind_block(passes, tiny.kernels(), pool(specs), BLOCK_SIZE)
+    captured = bind_block(passes, tiny.kernels(), pool(specs), BLOCK_SIZE, capture)
+    assert isinstance(plain, BlockRunner) and isinstance(captured, BlockRunner)
+    for num_drafts in range(1, passes.shape.num_depths + 1):
+        wanted, found = (runner.guess([rows_of(name, known)], states, [num_drafts])[0] for runner in (plain, captured))
+        assert torch.equal(found, wanted), num_drafts
+    assert (capture.num_captures > 0) == (name == "dflash")  # P-EAGLE reads known tokens in the same batch

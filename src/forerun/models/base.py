@@ -92,6 +92,7 @@ class Passes:
     hidden_layers: tuple[int, ...] = ()  # whose states `first` gives
     past_start: Passes | None = None  # the same passes without branches, for batches without rows at position 0
     advances_states: bool = False  # recurrent ones, in slots that the host looks up: such passes run op by op
+    mixes_rows: bool = False  # a row reads those above it, so that no batch may be filled up: these run op by op, too
 
 
 class CommittedPath(NamedTuple):

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -67,6 +67,8 @@ class DecoderLayer:
     What a part reads is the stream through a norm, or as it is where there is none; what it gives may be changed before
     it is added. Adding waits for the next norm, which does both.
     """
+
+    mixes_rows: ClassVar[bool] = False  # it reads other rows of the batch besides their KV, see `Passes`
 
     attention_norm: RMSNorm | None
     attention: Attention | LatentAttention | Recurrent | None

@@ -25,9 +25,9 @@ def bind(
     """The runner for these passes over the layers `kvs` of a pool; () for a network that keeps its state itself.
 
     On a GPU passes are captured as graphs (tests pass their own `capture`); on a CPU they are recorded, if kernels and
-    passes support it; otherwise they run eagerly, as those do everywhere that advance recurrent states.
+    passes support it; otherwise they run eagerly, as those do everywhere that advance recurrent states or mix rows.
     """
-    if passes.advances_states:
+    if passes.advances_states or passes.mixes_rows:
         return EagerRunner(passes, kvs, block_size)
     capture = capture or capture_for(kernels)
     if kvs and capture is not None:

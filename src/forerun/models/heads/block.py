@@ -71,4 +71,6 @@ class BlockHead:
     def passes(self) -> BlockPasses:
         """Reading known tokens, and the pass over blocks."""
         last = () if self._pairs is None else (len(self.decoder.parts.layers) + 1,)  # the state behind the final norm
-        return BlockPasses(passes_of(self.decoder, last), self.shape, self.read, pairs=self._pairs)
+        mixes_rows = any(layer.mixes_rows for layer in self.decoder.parts.layers)
+        block = replace(passes_of(self.decoder, last), mixes_rows=mixes_rows)
+        return BlockPasses(block, self.shape, self.read, pairs=self._pairs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ class Convolutions:
 @dataclass(frozen=True, slots=True)
 class ConvolvedLayer(DecoderLayer):
     """A layer of attention and a feed-forward part with convolutions around both."""
+
+    mixes_rows: ClassVar[bool] = True
 
     around: Convolutions | None = None  # which it always has
 
