@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.config import DrafterConfig
@@ -88,11 +89,33 @@ def test_a_block_is_as_long_as_the_head_was_trained_for(tmp_path: Path) -> None:
         assert block is not None and (block.num_depths, block.is_causal) == (num_drafts, True)
 
 
+@pytest.mark.parametrize("name", ["pard_token", "ptd_token_id"])
+@pytest.mark.parametrize("shape", [(3 * HIDDEN,), (1, 3 * HIDDEN)])
+def test_other_layouts_say_the_same(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """The mask token by another name, the states of empty slots in fewer dimensions."""
+    made = make(tmp_path, mask_token_id=None, parallel_drafting=True, **{name: MASK})[0]
+    tensors = load_file(made / "model.safetensors")
+    wanted = tensors["mask_hidden"].flatten()
+    save_file({**tensors, "mask_hidden": wanted.view(shape)}, made / "model.safetensors")
+    parts = read_eagle(open_head(made), heads.target(LAYERS), tiny.kernels()).parts
+    assert parts.block is not None and parts.block.mask_token_id == MASK
+    assert parts.blank is not None and torch.equal(parts.blank, wanted)
+
+
+def test_states_of_another_size_are_refused(tmp_path: Path) -> None:
+    made, _ = make(tmp_path)
+    tensors = load_file(made / "model.safetensors")
+    save_file({**tensors, "mask_hidden": tensors["mask_hidden"][..., 1:].clone()}, made / "model.safetensors")
+    with pytest.raises(CheckpointError, match="mask_hidden"):
+        read_eagle(open_head(made), heads.target(LAYERS), tiny.kernels())
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "says"),
     [
         ({"mask_token_id": None}, CheckpointError, "lacks 'mask_token_id'"),
         ({"mask_token_id": 96}, VocabularyError, "mask_token_id 96"),
+        ({"mask_token_id": None, "ptd_token_id": 96}, VocabularyError, "ptd_token_id 96"),
         (
             {"speculators_config": {"proposal_methods": [{"speculative_tokens": 0}]}},
             CheckpointError,

@@ -244,9 +244,14 @@ def _feed_forward_parameters(config: ModelConfig, layer: int) -> int:
     return dense
 
 
+def mask_token_field(fields: Fields, *others: str) -> str | None:
+    """The field that names the token read in place of tokens not known yet: `others` first; None if there is none."""
+    return next((name for name in (*others, *MASK_TOKENS) if fields.given(name)), None)
+
+
 def _mask_token(fields: Fields) -> int | None:
     """What PARD's draft models read in place of tokens not known yet; None for other models."""
-    name = next((name for name in MASK_TOKENS if fields.given(name)), None)
+    name = mask_token_field(fields)
     return None if name is None else fields.integer(name, minimum=0, maximum=fields.integer("vocab_size") - 1)
 
 

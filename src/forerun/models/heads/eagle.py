@@ -34,6 +34,7 @@ from forerun.kernels.ops import Kernels
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
 from forerun.models.base import BlockShape
+from forerun.models.config import MASK_TOKENS, mask_token_field
 from forerun.models.decoder import Decoder, DecoderLayer
 from forerun.models.fields import MAX_SIZE, Fields, words
 from forerun.models.heads.head import DraftHead, Exit, HeadParts
@@ -44,10 +45,10 @@ from forerun.quant.rounded import ChooseFormat, choose_for
 from forerun.weights.checkpoint import Checkpoint
 
 FLAGS = words("norm_before_residual norm_before_fc fc_norm norm_output")
-HEAD_FIELDS = FLAGS | words(
+HEAD_FIELDS = FLAGS.union(MASK_TOKENS) | words(
     "draft_vocab_size target_hidden_size eagle_aux_hidden_state_layer_ids eagle_config embed_requires_grad "
     "enable_sp_ulysses transformer_layer_config speculators_config speculators_model_type speculators_version "
-    "mask_token_id"
+    "mask_token_id parallel_drafting"
 )
 KINDS = ("eagle3", "peagle")  # of `speculators_model_type`
 PARALLEL_DRAFTS = 8  # of P-EAGLE, where config.json does not say
@@ -236,14 +237,20 @@ class _Eagle3:
         """What P-EAGLE guesses at once, and the states of its empty slots; of other heads None."""
         if not self.source.has("mask_hidden"):
             return None, None
-        mask = self.fields.integer("mask_token_id", minimum=0)
+        name = mask_token_field(self.fields, "mask_token_id") or "mask_token_id"  # AWS has the names of PARD
+        mask = self.fields.integer(name, minimum=0)
         if mask >= self.target.vocab_size:
             raise VocabularyError(
-                f"the head in {self.source.folder} has mask_token_id {mask} in its config.json, this target has "
+                f"the head in {self.source.folder} has {name} {mask} in its config.json, this target has "
                 f"{self.target.vocab_size} tokens; give a head that was trained for this target"
             )
         wanted = _num_parallel(self.source.config.get("speculators_config"))
-        stored = self.source.tensor("mask_hidden", (1, 1, NUM_STATES * self.target.hidden_size))
+        stored, size = self.source.tensor("mask_hidden"), NUM_STATES * self.target.hidden_size
+        if stored.numel() != size:  # [size], [1, size] or [1, 1, size]
+            raise CheckpointError(
+                f"{self.source.folder}: mask_hidden has shape {list(stored.shape)}, not {size} numbers for "
+                f"{NUM_STATES} states of the target; weights and config.json do not belong together, copy both again"
+            )
         shape = BlockShape(min(wanted, MAX_TREE_NODES - 1), mask, first_slot=0, is_causal=True)
         return shape, stored.flatten().float().to(self.target.device)
 
