@@ -222,6 +222,35 @@ def test_dflash_learns_from_some_blocks_of_a_window(target: NetTarget) -> None:
     assert float(losses[0]) != float(losses[1])
 
 
+@pytest.mark.parametrize(("answered", "wanted"), [([5, 6], {3, 4}), ([2, 3, 4], {0, 1, 2}), ([5], {3})])
+def test_dflash_learns_from_blocks_in_answers_first(answered: list[int], wanted: set[int], target: NetTarget) -> None:
+    """Whatever the tokens: a block of entry t first guesses token t + 2; others come where answers have too few."""
+    head = DFlashHead(target, DFlashConfig(block_size=4, num_layers=1, aux_layers=(3,), num_blocks=2))
+    states, ids = inputs(target, head)
+    answer = torch.zeros_like(ids, dtype=torch.bool)
+    answer[0, answered] = True
+    for shift in range(4):
+        given = (ids + shift) % SHAPE.vocab_size
+        learned = head.features(states, given, answer)[0].learned
+        assert learned is not None
+        found = set(learned.nonzero()[:, 0].tolist())
+        assert len(found) == 2 and (found <= wanted if len(wanted) > 1 else found > wanted)
+
+
+def test_dflashs_loss_says_where_answers_are(target: NetTarget) -> None:
+    """One token of an answer is learned from wherever it is, as if all blocks were."""
+    whole = shaken(DFlashHead(target, DFlashConfig(block_size=4, num_layers=1, aux_layers=(3,))))
+    few = DFlashHead(target, DFlashConfig(block_size=4, num_layers=1, aux_layers=(3,), num_blocks=2))
+    few.load_state_dict(whole.state_dict())
+    states, ids = inputs(target, whole)
+    final = target.states(ids, ())[SHAPE.num_layers + 1]
+    for token in range(2, NUM_TOKENS - 2):
+        answer = torch.zeros_like(ids, dtype=torch.bool)
+        answer[0, token] = True
+        found, wanted = (HeadLoss(head, target, "text", [1.0])(ids, answer, states, final) for head in (few, whole))
+        torch.testing.assert_close(found, wanted)
+
+
 def test_dflash_reads_the_published_states() -> None:
     assert fused_layers((), 36) == (2, 10, 18, 26, 34)
     assert fused_layers((), 8) == (2, 3, 4, 5, 6)

@@ -51,8 +51,11 @@ class Head(nn.Module, ABC):
     vocabulary: LearnedVocabulary
 
     @abstractmethod
-    def features(self, states: States, ids: Tensor) -> list[Features]:
-        """For every step j, the rows and table whose product gives the logits of its guesses along `ids` [batch, T]."""
+    def features(self, states: States, ids: Tensor, answer: Tensor | None = None) -> list[Features]:
+        """For every step j, the rows and table whose product gives the logits of its guesses along `ids` [batch, T].
+
+        answer: bool [batch, T], the tokens that count, for heads that learn from some entries only; None: all.
+        """
 
     def unroll(self, states: States, ids: Tensor) -> list[Tensor]:
         """Guesses along `ids` [batch, T] -> logits of every step j, [batch, T - 2 - j, draft vocab]."""

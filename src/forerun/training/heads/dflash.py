@@ -131,11 +131,11 @@ class DFlashHead(Head):
         self.embedding, self.output = Frozen(target.embedding), Frozen(target.head)
         self.tables = Tables(*rotary_tables(self.shape))
 
-    def features(self, states: States, ids: Tensor) -> list[Features]:
+    def features(self, states: States, ids: Tensor, answer: Tensor | None = None) -> list[Features]:
         """See `Head`."""
         context = self.net.hidden_norm(self.net.fc(torch.cat([states[layer] for layer in self.layers], dim=-1)))
         num_entries = ids.shape[1] - 2
-        entries = self.entries(ids) if torch.is_grad_enabled() else torch.arange(num_entries, device=ids.device)
+        entries = self.entries(ids, answer) if torch.is_grad_enabled() else torch.arange(num_entries, device=ids.device)
         starts = range(0, len(entries), BLOCKS_AT_ONCE)
         parts = (entries[first : first + BLOCKS_AT_ONCE] for first in starts)
         found = torch.cat([self.blocks(context, ids, part) for part in parts], dim=1)  # [batch, blocks, slots, hidden]
@@ -152,13 +152,19 @@ class DFlashHead(Head):
             for rows, size in zip(of_steps, sizes, strict=True)
         ]
 
-    def entries(self, ids: Tensor) -> Tensor:
-        """The blocks to learn from, all of whose slots lie in the window, ascending; all if they are few."""
+    def entries(self, ids: Tensor, answer: Tensor | None) -> Tensor:
+        """The blocks to learn from, all of whose slots lie in the window, ascending; all if they are few.
+
+        First come those whose first guess is part of some window's answer: only guesses of answers count.
+        """
         most = max(ids.shape[1] - 1 - self.num_steps, 0)  # the last of them has its last slot at the window's end
         if most <= self.settings.num_blocks:
             return torch.arange(ids.shape[1] - 2, device=ids.device)
-        chosen = torch.randperm(most, generator=torch.Generator().manual_seed(seed_of(ids)))[: self.settings.num_blocks]
-        return chosen.sort().values.to(ids.device)
+        chosen = torch.randperm(most, generator=torch.Generator().manual_seed(seed_of(ids)))
+        if answer is not None:
+            counts = answer[:, 2 : 2 + most].any(0).cpu()  # [most]
+            chosen = torch.cat([chosen[counts[chosen]], chosen[~counts[chosen]]])
+        return chosen[: self.settings.num_blocks].sort().values.to(ids.device)
 
     def blocks(self, context: Tensor, ids: Tensor, entries: Tensor) -> Tensor:
         """Rows before the output layer [batch, blocks, slots, hidden] of some entries [blocks]."""

@@ -30,7 +30,7 @@ class DraftModelTraining(Head):
         self.net = Net(config.shape_in(target.shape))
         self.eos_token_id = target.eos_token_id
 
-    def features(self, states: States, ids: Tensor) -> list[Features]:
+    def features(self, states: States, ids: Tensor, answer: Tensor | None = None) -> list[Features]:
         """See `Head`. Step j is step 0, j places on."""
         rows, table = self.net.hidden(ids), self.net.model.embed_tokens.weight  # [batch, T, hidden]
         return [Features(rows_of_step(rows, step, 1 + step), table) for step in range(self.num_steps)]

@@ -101,7 +101,7 @@ class Eagle3Head(Head):
             parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
         return torch.as_tensor(self.fc(torch.cat(parts, dim=-1)))
 
-    def features(self, states: States, ids: Tensor) -> list[Features]:
+    def features(self, states: States, ids: Tensor, answer: Tensor | None = None) -> list[Features]:
         """See `Head`."""
         state, past = self.fuse(states), UnrolledKV()
         embedded = F.embedding(ids, self.embedding.table)  # [batch, T, hidden]

@@ -55,7 +55,7 @@ class HeadLoss(nn.Module):
         with torch.no_grad():
             wanted = self.wanted(ids, answer, final)
         total = torch.zeros((), device=ids.device)
-        for step, features in enumerate(self.features(states, ids)):
+        for step, features in enumerate(self.features(states, ids, answer)):
             if step < len(self.weights) and self.weights[step] > 0:
                 total = total + self.weights[step] * self.step_loss(features, wanted, step)
         return total

@@ -60,7 +60,7 @@ class MedusaHead(Head):
         """The output matrix of head `step`, [draft vocab, hidden]."""
         return self.lm_head.table if self.settings.shared_head else torch.as_tensor(self.lm_heads[step].weight)
 
-    def features(self, states: States, ids: Tensor) -> list[Features]:
+    def features(self, states: States, ids: Tensor, answer: Tensor | None = None) -> list[Features]:
         """See `Head`. The tokens do not matter: the heads are independent of each other."""
         state = states[self.layers[0]]
         return [

@@ -61,7 +61,7 @@ class MtpHead(Head):
         x = x + self.self_attn(self.input_layernorm(x), self.tables.cos, self.tables.sin, past)
         return torch.as_tensor(x + self.mlp(self.post_attention_layernorm(x)))
 
-    def features(self, states: States, ids: Tensor) -> list[Features]:
+    def features(self, states: States, ids: Tensor, answer: Tensor | None = None) -> list[Features]:
         """See `Head`."""
         state, past, found = states[self.layers[0]], UnrolledKV(), []
         embedded = F.embedding(ids, self.embedding.table)  # [batch, T, hidden]
