@@ -150,6 +150,19 @@ def test_heads_give_the_formulas_logits_at_the_tokens_kept(make: Any, width: int
     assert tiny.num_accepted(stats) > 0
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_trimmed_model_counts_its_table(tied: bool, tmp_path: Path) -> None:
+    """Also where the table was the whole output layer."""
+    folder = factory.save_checkpoint(factory.random_hf_model("llama", {"tie_word_embeddings": tied}), tmp_path / "hf")
+    model = load_model(folder, tiny.kernels()).model
+    assert isinstance(model, Decoder)
+    trimmed = trimmed_decoder(model, str(folder), listed(tmp_path), tiny.kernels())
+    given_up, rows = 0 if tied else model.parts.lm_head.nbytes, trimmed.parts.lm_head
+    assert trimmed.weight_bytes == model.weight_bytes - given_up + rows.nbytes
+    given_up = 0 if tied else model.parts.lm_head.num_parameters
+    assert trimmed.num_parameters == model.num_parameters - given_up + rows.num_parameters
+
+
 def test_a_draft_model_proposes_the_best_of_the_tokens_kept(tmp_path: Path) -> None:
     folder = tiny.write_llama(tmp_path, tiny.random_layers(2))
     model = load_model(folder, tiny.kernels()).model

@@ -83,15 +83,17 @@ def trimmed_decoder(model: Model, name: str, path: str, kernels: Kernels) -> Dec
     vocabulary = read_token_list(Path(path)).vocabulary(model.vocab_size)
     head = rows_of(model, resolve_model(name), kernels, vocabulary.token_ids)
     widened = WidenedLogits(model.parts.after_head, vocabulary.on(model.device))
-    parts = replace(model.parts, lm_head=head, after_head=widened)
+    parts = replace(model.parts, lm_head=head, after_head=widened, tie_embeddings=False)
     trimmed = Decoder(parts, model.max_position, model.kv_specs[0].dtype)
+    if model.parts.embedding.nbytes == 0:  # it counts as the whole output layer, which it is
+        trimmed.weight_bytes += model.parts.lm_head.nbytes
     trimmed.mask_token_id = model.mask_token_id
     return trimmed
 
 
 @dataclass(frozen=True, slots=True)
 class WidenedLogits:
-    """What becomes of a trimmed output layer's logits: what became of the whole one's, then -inf at other tokens."""
+    """What becomes of logits of some tokens: `inner` of them, then -inf at all others."""
 
     inner: RowFunction | None
     vocabulary: DraftVocabulary

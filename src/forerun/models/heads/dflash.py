@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,9 @@ from forerun.models.heads.block import BlockHead, OrderedAttention
 from forerun.models.heads.convolved import BlockConvolution, Convolutions, ConvolvedLayer
 from forerun.models.heads.reading import HeadReader, check_width, num_bytes, num_layers
 from forerun.models.heads.selector import CandidateSelector
-from forerun.models.heads.vocabulary import DraftVocabulary, read_vocabulary
+from forerun.models.heads.vocabulary import read_vocabulary
 from forerun.models.layer_types import read_layer_types
+from forerun.models.trimmed import WidenedLogits
 from forerun.quant.rounded import ChooseFormat, choose_for
 from forerun.weights.checkpoint import Checkpoint
 
@@ -295,12 +295,7 @@ class _DFlash:
                 "them; copy the checkpoint again"
             )
         vocabulary = read_vocabulary(self.source, self._num_drafted, self.target.vocab_size)
-        return partial(_widened, vocabulary.on(self.target.device), scaled)
-
-
-def _widened(vocabulary: DraftVocabulary, scaled: RowFunction | None, logits: Tensor) -> Tensor:
-    """Logits [R, draft vocabulary] over the target's vocabulary [R, V]."""
-    return vocabulary.widen(logits if scaled is None else scaled(logits))
+        return WidenedLogits(scaled, vocabulary.on(self.target.device))
 
 
 def _matrices_around(layer: DecoderLayer) -> tuple[Linear, ...]:
