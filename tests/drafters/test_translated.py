@@ -15,7 +15,7 @@ from tokenizers import normalizers
 from forerun import LLM, SamplingParams
 from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
-from forerun.core import RequestOutput
+from forerun.core import Request, RequestOutput
 from forerun.drafters.translated import TranslatedDrafter
 from forerun.engine.engine import Engine
 from forerun.errors import CheckpointError, ConfigError, UnsupportedError, VocabularyError
@@ -168,6 +168,35 @@ def test_a_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         harness.run(made, [group])
     reread = [num for num in spans if num >= 16]
     assert len(reread) == 2 and min(reread) >= 50
+
+
+def test_blocks_that_further_text_may_change_are_not_shared(random_draft: str) -> None:
+    """A block holds what the tree says of it, also where a request's text goes on and merges with its last tokens."""
+    llm = mini.drafting("draft", draft_model=random_draft, **CHAINS)
+    drafter, text, more = inner(llm.engine), "the cat " * 8 + "x togeth", "er and"
+
+    def ids(words: str) -> list[int]:
+        return llm.tokenizer.encode(words, add_special_tokens=False)
+
+    def read(request: Request, words: str) -> None:
+        request.token_ids += ids(words)
+        drafter.propose([Draft(request, 6)])
+
+    first, second = (Request(name, tuple(ids(text)), SamplingParams(), 1, max_len=4000) for name in "ab")
+    for words in (" and so the cat " + "sat on the mat " * 6, " and then"):
+        read(first, words)
+    read(second, "")
+    stand_in, size = drafter.stand_ins["b"], llm.config.block_size
+    before = list(stand_in.rows)
+    read(second, more)
+    changed = next(at for at, (old, new) in enumerate(zip(before, stand_in.rows, strict=False)) if old != new)
+    assert changed < (len(before) - 1) // size * size, "the text no longer shows it: choose another"
+    shared = 0
+    for start, block in zip(range(0, changed // size * size + size, size), stand_in.request.block_ids, strict=False):
+        if (node := drafter._prefixes._nodes.get(block)) is not None:
+            shared += 1
+            assert list(node.tokens) == stand_in.rows[start : start + size]
+    assert shared == changed // size > 0
 
 
 def test_it_is_said_once(renumbered: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -225,7 +225,8 @@ class TranslatedDrafter(Stateless):
         """Follow the request from now on, from the blocks that its text has in common with others."""
         stand_in = StandIn(request, self._translation, self._coupled)
         stand_in.catch_up(request.token_ids)
-        hit = self._prefixes.lookup(stand_in.transcript.ids, salt=request.cache_salt).without_copy()
+        known = stand_in.transcript.ids[: stand_in.transcript.num_final + 1]  # lookups leave out the last token
+        hit = self._prefixes.lookup(known, salt=request.cache_salt).without_copy()
         self._pool.share(hit.blocks)
         self._prefixes.open(stand_in.request, hit)
         stand_in.request.block_ids = list(hit.blocks)

@@ -274,6 +274,11 @@ class Transcript:
         self._length = 0  # characters
         self._tail, self._tail_start = "", 0  # the text from the first settled token on
 
+    @property
+    def num_final(self) -> int:
+        """Leading tokens that no further text can change: `num_settled`, and all but the last WINDOW."""
+        return max(self.num_settled, len(self.ids) - WINDOW)
+
     def extend(self, token_ids: Sequence[int]) -> int:
         """The target's text goes on with these tokens -> how many of `ids` stayed as they were."""
         kept, raw = len(self.ids), bytearray()
@@ -306,7 +311,7 @@ class Transcript:
         """Tokenize the end of the old text again, with the new one -> how many tokens stayed."""
         if not text:
             return len(self.ids)
-        first = max(self._num_fixed, self.num_settled, len(self.ids) - WINDOW)
+        first = self.num_final
         while not self._is_clean(first):
             first += 1
         start = self._start(first)
