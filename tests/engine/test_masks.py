@@ -219,6 +219,39 @@ def test_forced_tokens_that_are_wrong_change_nothing(drafter: str) -> None:
     assert count.drafted > 0 and count.accepted == 0
 
 
+class Mistaken(Forms):
+    """Says `said`, or raises it, instead of what is forced."""
+
+    def __init__(self, said: object) -> None:
+        super().__init__()
+        self._said, self.num_asked = said, 0
+
+    def _forced(self, output_token_ids: Sequence[int]) -> Sequence[int]:
+        self.num_asked += 1
+        if isinstance(self._said, Exception):
+            raise self._said
+        return self._said  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft-adaptive"])
+@pytest.mark.parametrize(
+    ("said", "is_error"),
+    [([10**6], False), ([-5], False), ([2**40], False), ([VOCAB], False), ([1, 2**70, 1], False),
+     (RuntimeError("it has no idea"), True), (None, True), (["a"], True), (7, True)],
+)  # fmt: skip
+def test_forced_tokens_that_are_none_are_left_out(
+    drafter: str, said: object, is_error: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = harness.run(harness.engine("none", model=ToyModel()), [form(i, Forms(tells=False)) for i in range(2)])
+    mistaken = Mistaken(said)
+    groups, made = [form(0, mistaken), form(1, Forms())], harness.engine(drafter, model=ToyModel())
+    assert harness.run(made, groups) == expected
+    assert [group.output().outputs[0].finish_reason for group in groups] == ["length"] * 2
+    assert groups[1].output().outputs[0].stats.drafters["grammar"].accepted >= 10, "the other is drafted for"
+    assert len(caplog.records) == (mistaken.num_asked == 1) == is_error, "said once, and not asked again"
+    assert not made.masks._unforced
+
+
 def test_nothing_is_forced_without_a_drafter_or_against_a_request_s_wish() -> None:
     plain, off, small = (form(i, Forms()) for i in range(3))
     harness.run(harness.engine("none", model=ToyModel()), [plain])

@@ -18,7 +18,7 @@ from forerun.cache.kv_cache import KVCache, Move
 from forerun.core import Plan, PositionLogprobs, Request, Resumed, ScheduledRequest
 from forerun.drafters.base import EngineDrafter, Observed, logits_reader
 from forerun.engine.logprobs import token_logprobs
-from forerun.engine.masks import MaskWaits, ask_ahead, draft_forced, with_forced
+from forerun.engine.masks import MaskWaits, ask_ahead
 from forerun.engine.outputs import RequestGroup, SampleRecord, share_time, too_late
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.timings import Timings
@@ -187,7 +187,7 @@ class Engine:
     def _schedule(self, wanted: StepPlan) -> Plan:
         """Ask the scheduler; forget the state of preempted requests, and resume others from the prefix cache."""
         self.masks.begin_step(self.scheduler.running)
-        max_nodes = with_forced(wanted.max_nodes, self.drafter)
+        max_nodes = self.masks.with_forced(wanted.max_nodes, self.drafter, self.model.vocab_size)
         plan = self.scheduler.schedule(max_nodes, bool(self.drafter.hidden_layers), self.masks.may_choose)
         self._forget(plan.preempted)
         for resumed in plan.resumed:
@@ -212,7 +212,7 @@ class Engine:
         ]
         growing = [draft for entry in work if (draft := entry.draft) is not None and draft.max_nodes > 1]
         if growing:
-            draft_forced(growing, self.drafter)
+            self.masks.draft_forced(growing, self.drafter, self.model.vocab_size)
             self.drafter.propose(growing)
             wanted.prune(growing)
             ask_ahead([draft for draft in growing if draft.pending is None])

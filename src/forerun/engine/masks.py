@@ -10,8 +10,11 @@ target checks them like all drafts, because a text can be cut into tokens in sev
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from operator import index
 from time import perf_counter
 from typing import Final
 
@@ -27,6 +30,8 @@ MAX_FORCED: Final = 16  # forced tokens drafted in a step; the others follow in 
 # How likely a forced token is until some were seen. The last one may be cut otherwise, together with what follows.
 FORCED_CHANCE, LAST_CHANCE = 0.95, 0.6
 
+log = logging.getLogger("forerun.engine")
+
 
 class MaskWaits:
     """Tracks which requests wait for a mask. Only those of the last step delay a step: a first mask may take long."""
@@ -34,6 +39,7 @@ class MaskWaits:
     def __init__(self) -> None:
         self._late: set[str] = set()  # requests that were left out of a step
         self._failed: list[tuple[Request, GrammarError]] = []
+        self._unforced: set[str] = set()  # requests whose grammars could not say what is forced
 
     def begin_step(self, running: Sequence[Request]) -> None:
         """Wait a moment for masks that no step has waited for yet."""
@@ -80,6 +86,51 @@ class MaskWaits:
     def end(self, request: Request) -> None:
         """The request is over."""
         self._late.discard(request.request_id)
+        self._unforced.discard(request.request_id)
+
+    # -- forced tokens ------------------------------------------------------------------------------------------
+
+    def forced_tokens(self, request: Request, vocab_size: int) -> Sequence[int]:
+        """Tokens the request's grammar leaves no choice about, as many as may be drafted; () if it does not say.
+
+        A grammar that fails here is asked no more: that costs drafts, not the request.
+        """
+        grammar = request.params.grammar
+        if grammar is None or not request.speculate or request.request_id in self._unforced:
+            return ()
+        try:
+            tokens = _forced_by(grammar, request.output_token_ids, vocab_size)
+        except Exception:
+            self._unforced.add(request.request_id)
+            log.exception("request %s: its grammar failed to say which tokens are forced", request.request_id)
+            return ()
+        return tokens if request.max_nodes is None else tokens[: request.max_nodes - 1]
+
+    def with_forced(
+        self, max_nodes: Callable[[Request], int], drafter: EngineDrafter, vocab_size: int
+    ) -> Callable[[Request], int]:
+        """The same nodes for each request, or more if its forced tokens need them."""
+        if not may_force(drafter):
+            return max_nodes
+        return lambda request: max(max_nodes(request), 1 + len(self.forced_tokens(request, vocab_size)))
+
+    def draft_forced(self, drafts: Iterable[Draft], drafter: EngineDrafter, vocab_size: int) -> None:
+        """Draft what is forced, as a chain below the root, as far as there is room."""
+        for draft in drafts if may_force(drafter) else ():
+            tokens = self.forced_tokens(draft.request, vocab_size)[: draft.room]
+            if tokens:
+                draft.ask(GRAMMAR, len(tokens), 0.0, may_be_pending=False)
+                node, chance = ROOT, 0.0
+                for place, token in enumerate(tokens):
+                    chance += math.log(FORCED_CHANCE if place < len(tokens) - 1 else LAST_CHANCE)
+                    node = draft.add(node, token, chance)
+                proposal = draft.proposal_of(GRAMMAR)
+                draft.believe(proposal, draft.plan.log_chances(draft.request, proposal))
+
+
+def may_force(drafter: EngineDrafter) -> bool:
+    """Not with a drafter that has weights: under masks it draws forced tokens itself, and goes on behind them."""
+    return drafter.max_nodes > 1 and drafter.weight_bytes == 0
 
 
 def ask_ahead(drafts: Iterable[Draft]) -> None:
@@ -91,38 +142,8 @@ def ask_ahead(drafts: Iterable[Draft]) -> None:
                 mask_ready(draft.request, draft.tree.path_tokens(node))
 
 
-def forced_tokens(request: Request) -> Sequence[int]:
-    """Tokens the request's grammar leaves no choice about, as many as may be drafted; () if it does not say."""
-    forced = getattr(request.params.grammar, "forced", None)
-    if forced is None or not request.speculate:
-        return ()
-    tokens: Sequence[int] = forced(request.output_token_ids)[:MAX_FORCED]
-    return tokens if request.max_nodes is None else tokens[: request.max_nodes - 1]
-
-
-def may_force(drafter: EngineDrafter) -> bool:
-    """Not with a drafter that has weights: under masks it draws forced tokens itself, and goes on behind them."""
-    return drafter.max_nodes > 1 and drafter.weight_bytes == 0
-
-
-def with_forced(max_nodes: Callable[[Request], int], drafter: EngineDrafter) -> Callable[[Request], int]:
-    """The same nodes for each request, or more if its forced tokens need them."""
-    if not may_force(drafter):
-        return max_nodes
-    return lambda request: max(max_nodes(request), 1 + len(forced_tokens(request)))
-
-
-def draft_forced(drafts: Iterable[Draft], drafter: EngineDrafter) -> None:
-    """Draft what is forced, as a chain below the root, as far as there is room."""
-    if not may_force(drafter):
-        return
-    for draft in drafts:
-        tokens = forced_tokens(draft.request)[: draft.room]
-        if tokens:
-            draft.ask(GRAMMAR, len(tokens), 0.0, may_be_pending=False)
-            node, chance = ROOT, 0.0
-            for index, token in enumerate(tokens):
-                chance += math.log(FORCED_CHANCE if index < len(tokens) - 1 else LAST_CHANCE)
-                node = draft.add(node, token, chance)
-            proposal = draft.proposal_of(GRAMMAR)
-            draft.believe(proposal, draft.plan.log_chances(draft.request, proposal))
+def _forced_by(grammar: object, output_token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """What the grammar says is forced, up to the first that is no token. Raises whatever the grammar does."""
+    forced = getattr(grammar, "forced", None)
+    tokens = () if forced is None else forced(output_token_ids)[:MAX_FORCED]
+    return list(takewhile(lambda token: 0 <= token < vocab_size, map(index, tokens)))
