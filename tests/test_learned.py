@@ -13,7 +13,7 @@ import pytest
 
 from forerun import LLM, SamplingParams, assemble, learned
 from forerun.core import Request
-from forerun.drafters.base import Lessons
+from forerun.drafters.base import NUM_APART, Lessons
 from forerun.drafters.registry import file_stamp
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.kernels.suffix import select_suffix
@@ -186,6 +186,7 @@ def test_the_command_lists_and_deletes(tmp_path: Path, monkeypatch: pytest.Monke
     about = {**ABOUT, "model": "/models/Llama-3.2-1B (5 bytes, auto)", "drafter": "portfolio=suffix+draft (7 bytes)"}
     Kept(tmp_path / "learned", about).save(taught())
     (tmp_path / "learned" / "other.json").write_text("{")
+    (tmp_path / "learned" / "cut.new").touch()
     said = json.loads(CliRunner().invoke(app, ["learned", "--json"]).stdout)
     [damaged, known] = sorted(said, key=lambda each: len(each["about"]))
     assert known["about"] == about and known["size_bytes"] > 0 and damaged["about"] == {}
@@ -199,7 +200,7 @@ def test_the_command_lists_and_deletes(tmp_path: Path, monkeypatch: pytest.Monke
     by_rank = " ".join(f"{share:.0%}" for share in shares)
     assert lines[start + 1 : start + 3] == ["  a plain step takes 1500.00 ms", f"  m: acceptance by rank {by_rank}"]
     assert CliRunner().invoke(app, ["learned", "--delete"]).exit_code == 0
-    assert kept_files(tmp_path / "learned") == []
+    assert not list((tmp_path / "learned").iterdir())
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -245,6 +246,29 @@ def test_what_drafters_learned_helps_the_next_process(
     assert run().stats.num_steps == first.stats.num_steps, "a damaged file counts as none"
 
 
+def test_damaged_lessons_count_as_none(tmp_path: Path) -> None:
+    path, asked = tmp_path / "x.npz", Request("", (1,), SamplingParams(), 0)
+    taught = listed()
+    taught.of(asked).extend(range(20))
+    KeptLessons(path, {"a": taught}).save(at_once=True)
+    whole, refused = path.read_bytes(), 0
+    flips = [(place, 1 << place % 8) for place in range(len(whole))] + [(place, 0xFF) for place in range(len(whole))]
+    for place, flip in flips:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
+        other = listed()
+        KeptLessons(path, {"a": other})
+        refused += not other.of(asked)
+    assert refused > len(whole), "most damage is noticed"
+
+
+@pytest.mark.parametrize("error", [ValueError, UnicodeEncodeError("utf-8", "\udc80", 0, 1, ""), OSError])
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, error: Any) -> None:
+    def write(file: Any) -> None:
+        raise error
+
+    assert not learned._replace(tmp_path / "deep" / "x", write) and not list((tmp_path / "deep").iterdir())
+
+
 class SomeAdapter:
     """What is known of an adapter here."""
 
@@ -285,6 +309,29 @@ def test_lessons_go_to_the_next_process_by_adapter_and_never_with_a_salt(tmp_pat
     third = listed()
     KeptLessons(path, {"a": third})
     assert third.of(requests[0]) == [] and third.of(requests[1]) == [2], "what is refused is left out alone"
+
+
+def test_what_an_adapter_learned_outlives_many_salts_and_its_unloading() -> None:
+    def of(**kind: Any) -> list[int]:
+        return lessons.of(Request("", (1,), SamplingParams(), 0, **kind))
+
+    lessons, adapter = listed(), SomeAdapter("/adapters/one")
+    of(adapter=adapter).append(1)
+    of(cache_salt="0").append(5)
+    for salt in range(NUM_APART + 1):
+        of(cache_salt=str(salt))
+    assert lessons.state()["/adapters/one"].tolist() == [1] and of(adapter=adapter) == [1]
+    assert of(cache_salt="0") == [] and len(lessons.every) == NUM_APART + 1
+    of(adapter=adapter).append(2)
+    del adapter
+    gc.collect()
+    assert lessons.state()["/adapters/one"].tolist() == [1, 2]
+    again = SomeAdapter("/adapters/one")
+    assert of(adapter=again) == [1, 2] and len(lessons.state()) == 2
+    many = [SomeAdapter(f"/adapters/{number}") for number in range(3 * NUM_APART)]
+    for each in many:
+        of(adapter=each)
+    assert len(lessons.state()) == 1 + 2 * NUM_APART, "what waits is bounded, too"
 
 
 def test_lessons_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

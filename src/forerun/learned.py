@@ -25,7 +25,6 @@ from operator import mul
 from pathlib import Path
 from time import perf_counter, time
 from typing import IO, Any, Final, TypeVar
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -108,7 +107,7 @@ class KeptLessons:
     _written_s: float = field(init=False, default_factory=perf_counter)
 
     def __post_init__(self) -> None:
-        with suppress(*_DAMAGED, BadZipFile, EOFError):
+        with suppress(Exception):  # damaged archives raise whatever zlib, zipfile and NumPy do
             with self.path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 found = {name: file[name].astype(np.int32) for name in file.files}
             for member, lessons in self.lessons.items():
@@ -177,10 +176,10 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> bool:
             with open(handle, "wb") as file:
                 write(file)
             os.replace(name, path)
-        except OSError:
+        except BaseException:
             os.unlink(name)
-            return False
-    except OSError:
+            raise
+    except (OSError, ValueError):  # ValueError: a name that cannot be encoded
         return False
     return True
 

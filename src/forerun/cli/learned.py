@@ -35,7 +35,9 @@ def learned(
     if delete:
         for kept in files:
             kept.path.unlink(missing_ok=True)
-        for path in (*folder.glob("*.npz"), *profiles_folder().glob("*.json")):
+        profiles = profiles_folder()
+        left = (*folder.glob("*.new"), *profiles.glob("*.new"))  # by processes that were killed while they wrote
+        for path in (*folder.glob("*.npz"), *profiles.glob("*.json"), *left):
             path.unlink(missing_ok=True)
     if json:
         print_json([{**asdict(kept), "path": str(kept.path), "deleted": delete} for kept in files])

@@ -215,13 +215,14 @@ def logits_reader(drafter: Drafter) -> LogitsReader | None:
 
 
 Lesson = TypeVar("Lesson")
+_Key = tuple[ref[object] | None, str, str]  # adapter, its folder, salt
 
 
 class Lessons(Generic[Lesson]):
     """What a drafter learns from requests for others, apart for each adapter and each `cache_salt`.
 
     That of the model alone without a salt is kept, and of the others the NUM_APART that were used last. What was
-    learned without a salt can go to a later process (`state`, `recall`).
+    learned without a salt can go to a later process (`state`, `recall`), or wait until its adapter is used again.
     """
 
     def __init__(
@@ -232,8 +233,8 @@ class Lessons(Generic[Lesson]):
         `write`: a lesson as an array of int32; `read`: an empty lesson learns from such an array, or raises ValueError.
         """
         self._make, self._write, self._read, self._own = make, write, read, make(False)
-        self._apart: OrderedDict[tuple[ref[object] | None, str], Lesson] = OrderedDict()
-        self._recalled: dict[str, Any] = {}  # of adapters that nobody has used yet
+        self._apart: OrderedDict[_Key, Lesson] = OrderedDict()
+        self._recalled: dict[str, Any] = {}  # of adapters that nobody uses, by their folders
 
     @property
     def every(self) -> Sequence[Lesson]:
@@ -244,26 +245,38 @@ class Lessons(Generic[Lesson]):
         """What may be used for this request, and taught by it."""
         if request.adapter is None and not request.cache_salt:
             return self._own
-        key = None if request.adapter is None else ref(request.adapter), request.cache_salt
+        adapter = request.adapter
+        key = None if adapter is None else ref(adapter), _path_of(adapter), request.cache_salt
         if key not in self._apart:
+            for unloaded in [old for old in self._apart if old[0] is not None and old[0]() is None]:
+                self._put_away(unloaded)
             self._apart[key] = lesson = self._make(True)
             if not request.cache_salt:
-                self._recall(lesson, _path_of(request.adapter))
+                self._recall(lesson, _path_of(adapter))
             if len(self._apart) > NUM_APART:
-                self._apart.popitem(last=False)
+                self._put_away(next(iter(self._apart)))
         self._apart.move_to_end(key)
         return self._apart[key]
 
     def state(self) -> dict[str, Any]:
         """What was learned without a salt, by the adapter's folder; "": without an adapter."""
-        used = {_path_of(of()): lesson for (of, salt), lesson in self._apart.items() if of is not None and not salt}
-        found = {"": self._own, **{path: lesson for path, lesson in used.items() if path}}
+        used = {path: lesson for (_, path, salt), lesson in self._apart.items() if path and not salt}
+        found = {"": self._own, **used}
         return self._recalled | {path: self._write(lesson) for path, lesson in found.items()}
 
     def recall(self, state: Mapping[str, Any]) -> None:
         """Begin with what `state` gave in an earlier process; call it before any request."""
         self._recalled = dict(state)
         self._recall(self._own, "")
+
+    def _put_away(self, key: _Key) -> None:
+        """Let others have the room; of what adapters taught without a salt the NUM_APART last are kept as arrays."""
+        (_, path, salt), lesson = key, self._apart.pop(key)
+        if path and not salt:
+            self._recalled.pop(path, None)
+            self._recalled[path] = self._write(lesson)
+            for oldest in list(self._recalled)[:-NUM_APART]:
+                del self._recalled[oldest]
 
     def _recall(self, lesson: Lesson, path: str) -> None:
         if path in self._recalled:
