@@ -14,7 +14,10 @@ from typer.testing import CliRunner
 from forerun import SamplingParams
 from forerun.cli.app import app
 from forerun.errors import ConfigError, DataError, VocabularyError
+from forerun.quantize.text import read_texts
 from forerun.training.corpus import make_corpus, size_of, texts_of
+from forerun.training.data import strings_of
+from forerun.training.heads.prompts import records_of
 from forerun.weights.corpus import open_corpus
 
 LINES = [{"role": "user", "turns": ["The little fox ran over the hill.", "Then it slept."]}, "A line of its own here."]
@@ -39,6 +42,15 @@ def test_texts_of_files(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         assert list(texts_of(path, tokenizer)) == expected, name
+
+
+def test_strings_may_hold_the_line_ends_of_unicode(tmp_path: Path) -> None:
+    """JSON needs no escapes for them: only line feeds end a line, wherever JSON lines are read."""
+    path, said = tmp_path / "a.jsonl", "One line\u2028and one\u2029and another\u0085here"
+    path.write_text(json.dumps({"text": said}, ensure_ascii=False) + "\r\n\n" + '{"text": "x"}', "utf-8")
+    assert list(texts_of(path, mini.plain().tokenizer)) == [ids(said)]
+    assert read_texts(path) == list(strings_of(path)) == [said, "x"]
+    assert list(records_of(path.read_text("utf-8"), ".jsonl", path)) == [{"text": said}, {"text": "x"}]
 
 
 @pytest.mark.parametrize(

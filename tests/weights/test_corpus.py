@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from forerun.errors import ConfigError, DataError, VocabularyError
-from forerun.weights.corpus import ALIGN, BYTES_PER_TOKEN, END_MARK, open_corpus, write_corpus
+from forerun.weights.corpus import ALIGN, BYTES_PER_TOKEN, END_MARK, MAGIC, open_corpus, write_corpus
 from tests.weights import makers
 
 TEXTS = ([5, 6, 7, 8], [9], [5, 6, 9, 9, 9])
@@ -49,6 +49,26 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
         open_corpus(str(path), makers.wordpiece())
 
 
+def with_header(header: bytes) -> bytes:
+    return (MAGIC + len(header).to_bytes(4, "little") + header).ljust(ALIGN, b"\0")
+
+
+def test_writing_does_not_touch_others_files_and_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "c.part"
+    other.write_text("of another process")
+    write_corpus(tmp_path / "c", TEXTS, makers.byte_level(), "m", 1 << 20)
+    whole = (tmp_path / "c").read_bytes()
+
+    def full(tokens: object) -> None:
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr("forerun.weights.corpus.suffix_order", full)
+    with pytest.raises(DataError, match="no space left"):
+        write_corpus(tmp_path / "c", TEXTS, makers.byte_level(), "m", 1 << 20)
+    assert (tmp_path / "c").read_bytes() == whole and other.read_text() == "of another process"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["c", "c.part"]
+
+
 def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:
     path, tokenizer = tmp_path / "c", makers.byte_level()
     with pytest.raises(ConfigError, match="cannot read the corpus"):
@@ -58,6 +78,8 @@ def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:
     for damaged, said in (
         (b"", "is no corpus"), (b"text", "is no corpus"), (whole[:30], "is no corpus"),
         (whole.replace(b'"version": 1', b'"version": 9'), "version 9"),
+        (with_header(b'{"version": 1, "num_tokens": Infinity}'), "is no corpus"),
+        (with_header(b"[" * 4000), "is no corpus"),
         (whole[:-4], "bytes instead of"), (whole + b"x", "bytes instead of"),
     ):  # fmt: skip
         path.write_bytes(damaged)

@@ -69,7 +69,7 @@ def split(sequences: Sequence[Sequence[int]], limit: int) -> CalibrationText:
 
 
 def _records(content: str, path: Path) -> Iterator[str]:
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
             yield _text(line, f"{path}:{number}")
 

@@ -67,7 +67,7 @@ def size_of(text: str) -> int:
 
 def _records(text: str, kind: str, path: Path) -> Any:
     try:
-        return json.loads(text) if kind == ".json" else [json.loads(line) for line in text.splitlines() if line.strip()]
+        return json.loads(text) if kind == ".json" else [json.loads(line) for line in text.split("\n") if line.strip()]
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid {kind}: {error}; repair the file") from error
 

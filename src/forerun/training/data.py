@@ -84,7 +84,7 @@ def benchmark_grams(bench_dir: Path | None) -> frozenset[int]:
 def strings_of(path: Path) -> Iterator[str]:
     """Yields every string in a `.json` or `.jsonl` file."""
     text = path.read_text(encoding="utf-8")
-    parts = text.splitlines() if path.suffix == ".jsonl" else [text]
+    parts = text.split("\n") if path.suffix == ".jsonl" else [text]
     for part in parts:
         if part.strip():
             yield from strings_in(json.loads(part))

@@ -67,13 +67,16 @@ def write_corpus(
     about = {"version": VERSION, "num_tokens": len(tokens), "model": model, "vocabulary": fingerprint(tokenizer)}
     header = json.dumps(about).encode()
     start = MAGIC + len(header).to_bytes(4, "little") + header
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # others may write the same corpus
     try:
-        with part.open("wb") as file:
-            file.write(start.ljust(ALIGN, b"\0"))
-            file.write(tokens.tobytes())
-            file.write(suffix_order(tokens).astype(_DTYPE).tobytes())
-        os.replace(part, path)
+        try:
+            with part.open("wb") as file:
+                file.write(start.ljust(ALIGN, b"\0"))
+                file.write(tokens.tobytes())
+                file.write(suffix_order(tokens).astype(_DTYPE).tobytes())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror or error}") from error
     return CorpusSize(num_texts, len(tokens), num_left_out, ALIGN + BYTES_PER_TOKEN * len(tokens))
@@ -88,7 +91,7 @@ def open_corpus(name: str, tokenizer: Tokenizer) -> Corpus:
         num, size = int(about["num_tokens"]), path.stat().st_size
     except OSError as error:
         raise ConfigError(f"cannot read the corpus {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"{path} is no corpus of this version ({error}): write one with `forerun train corpus`"
         ) from error

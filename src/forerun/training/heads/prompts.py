@@ -81,7 +81,7 @@ def records_of(text: str, kind: str, path: Path) -> Iterator[Any]:
             table = json.loads(text)
             yield from table if isinstance(table, list) else [table]
         else:
-            yield from (json.loads(line) for line in text.splitlines() if line.strip())
+            yield from (json.loads(line) for line in text.split("\n") if line.strip())
     except ValueError as error:
         raise DataError(f"{path} is not valid {kind}: {error}; repair the file") from error
 
