@@ -321,7 +321,7 @@ def test_what_an_adapter_learned_outlives_many_salts_and_its_unloading() -> None
     for salt in range(NUM_APART + 1):
         of(cache_salt=str(salt))
     assert lessons.state()["/adapters/one"].tolist() == [1] and of(adapter=adapter) == [1]
-    assert of(cache_salt="0") == [] and len(lessons.every) == NUM_APART + 1
+    assert of(cache_salt="0") == [] and len(lessons._apart) == NUM_APART
     of(adapter=adapter).append(2)
     del adapter
     gc.collect()
@@ -332,6 +332,9 @@ def test_what_an_adapter_learned_outlives_many_salts_and_its_unloading() -> None
     for each in many:
         of(adapter=each)
     assert len(lessons.state()) == 1 + 2 * NUM_APART, "what waits is bounded, too"
+    of().append(3)
+    lessons.clear()
+    assert of() == of(adapter=again) == of(adapter=many[0]) == of(adapter=many[-1]) == []
 
 
 def test_lessons_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

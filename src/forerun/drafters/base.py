@@ -236,10 +236,11 @@ class Lessons(Generic[Lesson]):
         self._apart: OrderedDict[_Key, Lesson] = OrderedDict()
         self._recalled: dict[str, Any] = {}  # of adapters that nobody uses, by their folders
 
-    @property
-    def every(self) -> Sequence[Lesson]:
-        """All that is kept."""
-        return [self._own, *self._apart.values()]
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._own = self._make(False)
+        self._apart.clear()
+        self._recalled.clear()
 
     def of(self, request: Request) -> Lesson:
         """What may be used for this request, and taught by it."""

@@ -87,8 +87,7 @@ class RecyclingDrafter(Stateless):
     def begin(self, request: Request) -> None:
         """Empty the table if requests must not learn from earlier ones."""
         if not self._across_requests and not self._running:
-            for table in self._tables.every:
-                table.fill(UNKNOWN)
+            self._tables.clear()
         self._running.add(request.request_id)
 
     def end(self, request_id: str) -> None:
