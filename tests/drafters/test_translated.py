@@ -18,11 +18,12 @@ from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import Request, RequestOutput
 from forerun.drafters.translated import TranslatedDrafter
 from forerun.engine.engine import Engine
-from forerun.errors import CheckpointError, ConfigError, UnsupportedError, VocabularyError
+from forerun.errors import CheckpointError, ConfigError, PromptError, UnsupportedError, VocabularyError
 from forerun.kernels.ops import LayerKV
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.speculation.draft import Draft
 from forerun.weights.resolve import resolve_model
+from forerun.weights.translation import Transcript
 from tests.models import factory
 from tests.support import harness, mini, other_tokens, tiny
 from tests.weights import makers
@@ -258,6 +259,28 @@ def test_too_little_memory_means_no_drafts(monkeypatch: pytest.MonkeyPatch) -> N
     tokens, stats = tiny.run(made, wanted)
     assert tokens == tiny.plain(tiny.target(2), wanted)
     assert any(not stat.trees.drafted for stat in stats)
+
+
+def test_a_text_the_draft_s_tokenizer_fails_on_costs_no_other_its_drafts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, wanted, extend = other_tokens.engine(), tiny.groups(3, temperature=0.0), Transcript.extend
+    num_asked = 0
+
+    def failing(transcript: Transcript, token_ids: Sequence[int]) -> int:
+        nonlocal num_asked
+        known = [each.transcript for name, each in inner(made).stand_ins.items() if name.startswith("1")]
+        if transcript in known:
+            num_asked += 1
+            raise PromptError("no tokens for this text")
+        return extend(transcript, token_ids)
+
+    monkeypatch.setattr(Transcript, "extend", failing)
+    tokens, stats = tiny.run(made, wanted)
+    assert tokens == tiny.plain(tiny.target(2), wanted) and num_asked == 1
+    assert stats[0].trees.drafted and stats[2].trees.drafted and not any(stat.failed_drafters for stat in stats)
+    assert sum("is decoded without drafts" in record.getMessage() for record in caplog.records) == 1
+    assert not inner(made).stand_ins and not inner(made)._unreadable
 
 
 def test_in_a_portfolio_and_adaptive(renumbered: str) -> None:

@@ -17,6 +17,7 @@ the likeliest tokens as drafts without a distribution, which is exact, and of al
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ from forerun.core import Request
 from forerun.drafters.autoregressive import AutoregressiveDrafter, binder
 from forerun.drafters.base import DrafterContext, Stateless
 from forerun.drafters.following import Follower
-from forerun.errors import ConfigError, UnsupportedError
+from forerun.errors import ConfigError, PromptError, UnsupportedError
 from forerun.kernels.device import to_device
 from forerun.kernels.ops import Kernels, LayerKV
 from forerun.models.base import Model, passes_of
@@ -47,6 +48,8 @@ SHARE_OF_MEMORY: Final = 0.5  # of what is free when the target's pool has its m
 MAY_MERGE: Final = math.log(
     0.5
 )  # chance that a token at the end of drafted text is complete, where it is no drafted one
+
+log = logging.getLogger("forerun.drafters")
 
 
 class StandIn:
@@ -162,6 +165,7 @@ class TranslatedDrafter(Stateless):
         self._coupled = context.grower.coupled
         self._longest = min(context.model.max_position, model.max_position)
         self.stand_ins: dict[str, StandIn] = {}
+        self._unreadable: set[str] = set()  # requests with a text that the draft's tokenizer has no tokens for
         own = replace(
             context,
             options=replace(context.options, tree_width=1, max_draft_tokens=min(2 * self.max_nodes, MAX_NODES - 1)),
@@ -202,6 +206,7 @@ class TranslatedDrafter(Stateless):
 
     def end(self, request_id: str) -> None:
         """Forget the request; blocks that others may share stay as long as there is room."""
+        self._unreadable.discard(request_id)
         stand_in = self.stand_ins.pop(request_id, None)
         if stand_in is not None:
             self._prefixes.close(request_id)
@@ -210,11 +215,20 @@ class TranslatedDrafter(Stateless):
 
     def _own_draft(self, draft: Draft) -> Draft | None:
         """A draft in the draft's tokens, for which there is room; None if there is not, or nothing to go on from."""
-        stand_in = self.stand_ins.get(draft.request.request_id)
-        if stand_in is None:
-            stand_in = self._open(draft.request)
-        else:
-            stand_in.catch_up(draft.request.token_ids)
+        request_id = draft.request.request_id
+        if request_id in self._unreadable:
+            return None
+        stand_in = self.stand_ins.get(request_id)
+        try:
+            if stand_in is None:
+                stand_in = self._open(draft.request)
+            else:
+                stand_in.catch_up(draft.request.token_ids)
+        except PromptError as error:
+            self.end(request_id)
+            self._unreadable.add(request_id)
+            log.warning("request %s is decoded without drafts: %s", request_id, error)
+            return None
         ids, num_drafts = stand_in.transcript.ids, stand_in.num_tokens_for(draft.num_free)
         num_rows = len(ids) + num_drafts
         if not ids or num_rows > self._model.max_position or not self._has_blocks(stand_in.request, num_rows):
