@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from socket import socketpair
 from threading import Event
 from time import monotonic, perf_counter
 from typing import Any
@@ -23,6 +24,7 @@ from forerun.server.context import ServerContext
 from forerun.server.errors import ApiError
 from forerun.server.grammar_compiler import MAX_PENDING, GrammarCompiler
 from forerun.server.grammar_masks import AfterThinking, PrefixMask
+from forerun.server.grammar_messages import ALL, FORCED
 from forerun.server.json_schema import normal_schema
 from forerun.server.structured import GrammarSpec
 from tests.server.conftest import settings, wait_until
@@ -343,6 +345,22 @@ def test_forced_tokens_are_accepted_by_a_server(client: TestClient) -> None:
     answer = ask(client, guided_json=PERSON, temperature=0)
     assert is_person(answer["choices"][0]["text"])
     assert answer["forerun"]["drafters"]["grammar"]["accepted"] >= 8, answer["forerun"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [(b"ab\xc3", ["ab"]), (b"\xc3\xa9b", ["\u00e9b"]), (b"\xa9 is", []), (b"\xc3", []), (b"a\xa9b", [])],
+)
+def test_forced_text_is_whole_characters_from_its_start(raw: bytes, said: list[str]) -> None:
+    """Behind a token that ends inside a character its rest is forced: no text that could be cut into tokens."""
+    ours, theirs = socketpair()
+    spelled: list[str] = []
+    mask = PrefixMask(ours, 32, lambda known, text: spelled.append(text) or [7])
+    with theirs:
+        mask._asked.append(((), 0))
+        theirs.sendall(ALL + FORCED.pack(len(raw)) + raw)
+        assert mask.ready((), 1.0) and list(mask.forced(())) == [7] * len(said)
+    assert spelled == said
 
 
 def listed(mask: PrefixMask | AfterThinking, prefix: list[int]) -> set[int]:

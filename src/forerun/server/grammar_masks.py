@@ -7,6 +7,7 @@ steps. A mask depends on the prefix alone, not on when it arrives.
 from __future__ import annotations
 
 import array
+import codecs
 import socket
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -68,8 +69,8 @@ class PrefixMask:
         if known is None or not known.forced:
             return ()
         if prefix != self._spelled[0]:  # a step asks twice
-            text = known.forced.decode(errors="ignore")  # its last character may be cut
-            self._spelled = prefix, self._spell(output_token_ids, text)
+            text = _whole_characters(known.forced)
+            self._spelled = prefix, self._spell(output_token_ids, text) if text else ()
         return self._spelled[1]
 
     def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
@@ -140,6 +141,14 @@ class PrefixMask:
         if len(self._known) > MAX_MASKS:
             self._known.popitem(last=False)
         return True
+
+
+def _whole_characters(raw: bytes) -> str:
+    """The text, but for a last character that is cut; "" where it begins inside of one."""
+    try:
+        return codecs.getincrementaldecoder("utf-8")().decode(raw)
+    except UnicodeDecodeError:
+        return ""
 
 
 _TOO_SLOW = (
