@@ -183,7 +183,7 @@ def test_bounds_that_bind_are_those_of_transformers(tmp_path: Path) -> None:
         (STEP, {"use_rope_layers": [1] * 48}, "use_rope_layers"),
         (STEP, {"rope_theta": [1e4, 2e4] * 24}, "differ among layers of type sliding_attention"),
         (STEP, {"layer_types": STEP["layer_types"][:44]}, "layer_types must name 45 layers"),
-        (STEP, {"num_nextn_predict_layers": 2}, "got 48 names"),
+        (STEP, {"num_nextn_predict_layers": 2}, "got 48 entries"),
         (STEP, {"attention_other_setting": {"head_dim": 64}}, "head_dim is 64"),
         (STEP, {"attention_other_setting": {"true_head_dim": 64}}, "true_head_dim is 64"),
         (STEP, {"attention_other_setting": {"num_heads": 96}}, "fields forerun does not know: num_heads"),
