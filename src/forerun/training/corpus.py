@@ -13,6 +13,7 @@ from typing import Any
 
 from forerun.errors import ConfigError, DataError
 from forerun.models.overview import look_at
+from forerun.training.data import strings_in
 from forerun.weights.corpus import CorpusSize, write_corpus
 from forerun.weights.tokenizer import Tokenizer
 
@@ -51,7 +52,7 @@ def texts_of(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
     if kind == ANSWERS:
         yield from _answers(text, path, tokenizer.vocab_size)
         return
-    for each in _strings(_records(text, kind, path)) if kind in RECORDS else (text,):
+    for each in strings_in(_records(text, kind, path)) if kind in RECORDS else (text,):
         ids = tokenizer.encode(each, add_special_tokens=False)
         if len(ids) >= LEAST:
             yield ids
@@ -70,14 +71,6 @@ def _records(text: str, kind: str, path: Path) -> Any:
         return json.loads(text) if kind == ".json" else [json.loads(line) for line in text.split("\n") if line.strip()]
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid {kind}: {error}; repair the file") from error
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _strings(part)
 
 
 def _answers(text: str, path: Path, vocab_size: int) -> Iterator[list[int]]:

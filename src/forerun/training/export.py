@@ -25,23 +25,11 @@ def llama_config(config: NetConfig, eos_token_id: int | None) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "attention_bias": False,
+        **config.published(),
         "mlp_bias": False,
         "tie_word_embeddings": True,
         "bos_token_id": None,
         "eos_token_id": eos_token_id,
-        "torch_dtype": "bfloat16",
     }
 
 

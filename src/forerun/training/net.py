@@ -8,6 +8,7 @@ compared through the exported files only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,24 @@ class NetConfig:
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
                 "choose a num_kv_heads that divides it"
             )
+
+    def published(self) -> dict[str, Any]:
+        """The shape in the fields of a Llama `config.json`."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.ffn_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_theta,
+            "attention_bias": False,
+            "torch_dtype": "bfloat16",
+        }
 
 
 class RMSNormModule(nn.Module):

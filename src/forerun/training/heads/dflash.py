@@ -178,32 +178,19 @@ class DFlashHead(Head):
 
     def config(self) -> dict[str, Any]:
         """See `Head`. `target_layer_ids` counts the first layer as 0."""
-        shape = self.shape
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
+            **self.shape.published(),
             "block_size": self.settings.block_size,
             "dflash_config": {
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": [layer - 1 for layer in self.layers],
             },
             "num_target_layers": self.target_shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.ffn_size,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": shape.norm_eps,
-            "rope_theta": shape.rope_theta,
             "rope_scaling": None,
-            "max_position_embeddings": shape.max_positions,
-            "vocab_size": shape.vocab_size,
-            "layer_types": ["full_attention"] * shape.num_layers,
-            "attention_bias": False,
+            "layer_types": ["full_attention"] * self.shape.num_layers,
             "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
         }
 
 

@@ -121,30 +121,19 @@ class Eagle3Head(Head):
 
     def config(self) -> dict[str, Any]:
         """See `Head`. `eagle_aux_hidden_state_layer_ids` counts the embedding as 0."""
-        shape = self.shape
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "hidden_size": shape.hidden_size,
+            **self.shape.published(),
             "target_hidden_size": self.target_shape.hidden_size,
-            "intermediate_size": shape.ffn_size,
             "num_hidden_layers": 1,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": shape.norm_eps,
-            "rope_theta": shape.rope_theta,
             "rope_scaling": None,
-            "max_position_embeddings": shape.max_positions,
             "vocab_size": self.vocabulary.target_size,
             "draft_vocab_size": self.vocabulary.size,
             "eagle_aux_hidden_state_layer_ids": list(self.layers),
             "norm_before_residual": False,
             "fc_norm": self.settings.fc_norm,
             "norm_output": self.settings.norm_output,
-            "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
         }

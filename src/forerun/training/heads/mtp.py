@@ -77,24 +77,11 @@ class MtpHead(Head):
 
     def config(self) -> dict[str, Any]:
         """See `Head`."""
-        shape = self.shape
         return {
             "architectures": ["MiMoMTPModel"],
             "model_type": "mimo_mtp",
+            **self.shape.published(),
             "num_nextn_predict_layers": 1,
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.ffn_size,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": shape.norm_eps,
-            "rope_theta": shape.rope_theta,
             "rope_scaling": None,
-            "max_position_embeddings": shape.max_positions,
-            "vocab_size": shape.vocab_size,
-            "attention_bias": False,
             "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
         }
