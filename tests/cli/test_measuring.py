@@ -217,7 +217,7 @@ def test_inspect_names_family_module_and_parsers(case: str, run_json: Any, tmp_p
     (folder / "chat_template.jinja").write_text(template, "utf-8")
     report = run_json("inspect", str(folder))
     assert (report["family"], report["implementation"]) == (CASES[case][0], "forerun")
-    assert report["drafters"]["mtp"] == "with the first of the checkpoint's own 2 modules"
+    assert report["drafters"]["mtp"] == "with the checkpoint's own 3 modules, one behind the other"
     assert report["sizes"]["num_kv_heads"] == 2
     found = {"tools": "qwen3_coder", "template_takes_tools": True, "reasoning": "<think> ... </think>"}
     assert report["parsers"] == found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,28 @@ from transformers import AutoConfig
 
 from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
+from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import CheckpointError, ConfigError, ModelError, UnsupportedError
 from forerun.llm import engine_config
-from forerun.models.heads.mtp import read_mtp
+from forerun.models.heads.mtp import num_modules, read_mtp
 from forerun.models.heads.source import open_head
 from forerun.models.loader import load_model
 from tests.models import factory
-from tests.support import heads, tiny
+from tests.support import harness, heads, tiny
 from tests.support.drafting import assert_as_computed, overhear
-from tests.support.heads import CONFIG, HIDDEN, VOCAB, Draw, Reference, Truth, layer_of, rms
+from tests.support.heads import (
+    CONFIG,
+    HIDDEN,
+    VOCAB,
+    ChainedReference,
+    Draw,
+    Reference,
+    Truth,
+    layer_of,
+    rms,
+)
 from tests.weights.gguf_makers import write_mixture
 
 LAYERS = 2
@@ -232,91 +243,108 @@ def names_of(model_type: str) -> dict[str, str]:
 class WithModule:
     """A random target whose checkpoint holds a module with a layer of its kind, as transformers computes its parts."""
 
-    def __init__(self, folder: Path, case: str = "deepseek", has_tables: bool = False) -> None:
+    def __init__(
+        self, folder: Path, case: str = "deepseek", has_tables: bool = False, num_modules: int | None = None
+    ) -> None:
+        """`num_modules`: None for as many as are published."""
         model_type, fields = factory.CASES[case]
         self.num_layers = num = fields.get("num_hidden_layers", LAYERS)
         self.is_step = model_type == "step3p5"
         lists = {"step3p5": STEP_LISTS, "mimo_v2_flash": MIMO_V2_TYPES}.get(model_type, TYPES)
         self.window = fields["sliding_window"] if lists is not TYPES else 0  # of the module's layer
-        more: dict[str, Any] = {name: [*fields[name], last] for name, last in lists.items() if name in fields}
+        self.num_modules = num_modules or (3 if self.window else 1)
+        lasts = {name: [last] * self.num_modules for name, last in lists.items()}
+        more: dict[str, Any] = {name: [*fields[name], *last] for name, last in lasts.items() if name in fields}
         if "moe_k" in fields:  # an Ernie, whose module has no experts
             more["moe_layer_end_index"] = num - 1
-        fields = {**fields, **more, "num_hidden_layers": num + 1, "max_position_embeddings": 128}
+        fields = {**fields, **more, "num_hidden_layers": num + self.num_modules, "max_position_embeddings": 128}
         model = factory.random_hf_model(model_type, fields)
         self.eps, self.is_latent = model.config.rms_norm_eps, "kv_lora_rank" in fields
         self.less = 1.0 if model_type.startswith(("qwen", "step")) else 0.0  # what stored norms are less
         names = names_of(model_type)
-        self.names = {role: name.replace("N", str(num)) for role, name in names.items()}
+        self.names = [
+            {role: name.replace("N", str(num + depth)).replace("mtp.layers.0", f"mtp.layers.{depth}")
+             for role, name in names.items()} for depth in range(self.num_modules)
+        ]  # fmt: skip
         self.folder = factory.save_checkpoint(model, folder)
-        draw = Draw(5)
-        self.own = {role: draw.norm() for role in ("token", "state", "final") if role in names}
-        self.own["projection"] = draw.matrix(HIDDEN, 2 * HIDDEN)
-        tables = STEP_TABLES if self.is_step else OWN_TABLES
-        self.tables = {name: draw.matrix(VOCAB, HIDDEN) for name in tables} if has_tables else {}
+        draws = [Draw(5 + depth) for depth in range(self.num_modules)]
+        roles = [role for role in ("token", "state", "final") if role in names]
+        self.own = [
+            {**{role: draw.norm() for role in roles}, "projection": draw.matrix(HIDDEN, 2 * HIDDEN)} for draw in draws
+        ]
+        tables = (STEP_TABLES if self.is_step else OWN_TABLES) if has_tables else ()
+        self.tables = [{name: draw.matrix(VOCAB, HIDDEN) for name in tables} for draw in draws]
         tensors = load_file(folder / WEIGHTS)
         save_file({self._renamed(name): tensor for name, tensor in tensors.items()} | self._stored(), folder / WEIGHTS)
         path = folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         config |= {name: config[name][:num] for name in TYPES if config.get(name) and not self.is_step}
         count = "mtp_num_hidden_layers" if model_type.startswith("qwen3_5") else "num_nextn_predict_layers"
-        path.write_text(json.dumps({**config, "num_hidden_layers": num, count: 1}), encoding="utf-8")
-        self.layer = model.model.layers[num]
+        path.write_text(json.dumps({**config, "num_hidden_layers": num, count: self.num_modules}), encoding="utf-8")
+        self.layers = model.model.layers[num:]
         model.model.layers = model.model.layers[:num]
         self.truth = Truth(model)
 
     def _renamed(self, name: str) -> str:
-        renamed = name.replace(f"model.layers.{self.num_layers}.", f"{self.names['layer']}.")
-        return renamed.replace("mtp.layers.0.post_attention", "mtp.layers.0.pre_mlp") if self.window else renamed
+        for depth, names in enumerate(self.names):
+            name = name.replace(f"model.layers.{self.num_layers + depth}.", f"{names['layer']}.")
+        return re.sub(r"(mtp\.layers\.\d\.)post_attention", r"\1pre_mlp", name) if self.window else name
 
     def _stored(self) -> dict[str, Tensor]:
-        less = {role: self.less * (role != "projection") for role in self.own}
-        own = {f"{self.names[role]}.weight": tensor - less[role] for role, tensor in self.own.items()}
-        if self.window:  # as published, with further modules
-            second = self.names["projection"].replace(f".{self.num_layers}.", f".{self.num_layers + 1}.")
-            own[f"{second.replace('mtp.layers.0', 'mtp.layers.1')}.weight"] = torch.ones(HIDDEN)
-        return own | {f"{self.names['layer']}.{name}.weight": table for name, table in self.tables.items()}
+        stored = dict[str, Tensor]()
+        for names, own, tables in zip(self.names, self.own, self.tables, strict=True):
+            less = {role: self.less * (role != "projection") for role in own}
+            stored |= {f"{names[role]}.weight": tensor - less[role] for role, tensor in own.items()}
+            stored |= {f"{names['layer']}.{name}.weight": table for name, table in tables.items()}
+        return stored
 
-    def reference(self) -> Reference:
-        truth = self.truth
-        own_heads = (self.tables[name] for name in ("shared_head.head", *STEP_TABLES) if name in self.tables)
+    def reference(self) -> Reference | ChainedReference:
+        modules = [self._module(depth) for depth in range(self.num_modules)]
+        return modules[0] if len(modules) == 1 else ChainedReference(modules)
+
+    def _module(self, depth: int) -> Reference:
+        truth, tables = self.truth, self.tables[depth]
+        own_heads = (tables[name] for name in ("shared_head.head", *STEP_TABLES) if name in tables)
         lm_head = next(own_heads, truth.lm_head)
 
         def outcome(y: Tensor) -> tuple[Tensor, Tensor]:
-            normed = self._rms(y, "final")
+            normed = self._rms(y, "final", depth)
             return normed @ lm_head.T, y if self.is_step else normed
 
         return Reference(
-            embedding=self.tables.get("embed_tokens", truth.embedding),
+            embedding=tables.get("embed_tokens", truth.embedding),
             layers=[self.num_layers + (not self.is_step)],
             fuse=lambda states: states,
-            inner=self.inner,
+            inner=partial(self.inner, depth=depth),
             outcome=outcome,
-            mask_start=self.names["token"].endswith(".enorm") and not self.window,
+            mask_start=self.names[depth]["token"].endswith(".enorm") and not self.window,
             sees_first=self.window > 0,
         )
 
     @torch.no_grad()
-    def inner(self, embedded: Tensor, feature: Tensor) -> Tensor:
+    def inner(self, embedded: Tensor, feature: Tensor, depth: int = 0) -> Tensor:
         """The layer over the rows; latent attention sees one of zeros before: the first token's, without a state.
 
-        In a window that row is among those given.
+        In a window that row is among those given. Each module stands one position before the one that feeds it.
         """
-        z = torch.cat([self._rms(embedded, "token"), self._rms(feature, "state")], dim=1) @ self.own["projection"].T
+        pair = [self._rms(embedded, "token", depth), self._rms(feature, "state", depth)]
+        z = torch.cat(pair, dim=1) @ self.own[depth]["projection"].T
         num_before = int(self.is_latent)
         rows = torch.cat([torch.zeros(num_before, HIDDEN), z])[None]  # [1, rows, H]
         num_rows, num_first = rows.shape[1], max(num_before, int(self.window > 0))
-        positions = torch.tensor([[*range(num_first), *range(num_rows - num_first)]])
+        positions = torch.tensor([[max(row - num_first - depth, 0) for row in range(num_rows)]])
         mask = torch.full((num_rows, num_rows), -torch.inf).triu(1)[None, None]
         if self.window:
             mask += torch.full((num_rows, num_rows), -torch.inf).tril(-self.window)
         kind = ["sliding_attention"] if self.window else []
         angles = self.truth.model.model.rotary_emb(rows, positions, *kind)
-        out = self.layer(rows, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        layer = self.layers[depth]
+        out = layer(rows, attention_mask=mask, position_ids=positions, position_embeddings=angles)
         return (out[0] if isinstance(out, tuple) else out).reshape(-1, HIDDEN)[num_before:]
 
-    def _rms(self, x: Tensor, role: str) -> Tensor:
+    def _rms(self, x: Tensor, role: str, depth: int) -> Tensor:
         """An Ernie's last norm is the target's."""
-        weight = self.own.get(role, self.truth.model.model.norm.weight.detach())
+        weight = self.own[depth].get(role, self.truth.model.model.norm.weight.detach())
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight
 
 
@@ -361,6 +389,45 @@ def test_a_layer_of_the_targets_kind_changes_nothing_but_speed(case: str, width:
             tokens, stats = tiny.run(engine(model, given.folder, None, width, **limits), wanted)
             assert tokens == expected, (temperature, limits)
             assert sum(count.drafted for stat in stats for count in stat.drafters.values()) > 0
+
+
+@pytest.mark.parametrize(("case", "width"), [("step3.5", 1), ("mimo-v2", 3)])
+def test_modules_one_behind_the_other_go_on_where_others_ended(case: str, width: int, tmp_path: Path) -> None:
+    """After prefix hits at and inside blocks, preemptions and parts of a prompt, drafts are still the formulas'."""
+    given = WithModule(tmp_path, case)
+    model = load_model(given.folder, tiny.kernels()).model
+    made = engine(model, given.folder, None, width, max_num_batched_tokens=13, num_kv_blocks=16, max_model_len=48)
+    prompts = [[(step * i) % 90 + 3 for i in range(num)] for step, num in ((7, 17), (7, 22), (11, 21), (7, 23))]
+    params = SamplingParams(seed=1, temperature=1.0, max_tokens=14, ignore_eos=True)
+    wanted = [harness.request(i, prompt, params, tiny.MAX_LEN) for i, prompt in enumerate(prompts)]
+    expected = tiny.run(tiny.engine(model), wanted)[0]  # type: ignore[arg-type]
+    ear, told = overhear(made, stride=3), []
+    for _ in range(2):
+        tokens, stats = tiny.run(made, wanted)
+        assert tokens == expected
+        told += stats
+    assert {stat.num_cached_tokens % 4 > 0 for stat in told if stat.num_cached_tokens} == {False, True}
+    assert sum(stat.num_preemptions for stat in told) > 0
+    assert_as_computed(ear, given.reference(), given.truth.states)
+    assert {len(drafted) for _, drafted, _ in ear.heard} >= {0, 1, 2, 3}  # beyond the last module's depth, too
+
+
+def test_a_single_module_of_those_trained_for_several_depths_drafts_all_of_them(tmp_path: Path) -> None:
+    given = WithModule(tmp_path, "mimo-v2", num_modules=1)
+    assert num_modules(given.folder) == 1
+    ear = overhear(made := engine(load_model(given.folder, tiny.kernels()).model, given.folder, None, 3), stride=5)
+    tiny.run(made, requests(2))
+    assert_as_computed(ear, given.reference(), given.truth.states)
+
+
+@pytest.mark.parametrize("case", ["step3.5", "mimo-v2"])
+def test_a_module_that_lacks_a_tensor_is_an_error(case: str, tmp_path: Path) -> None:
+    given = WithModule(tmp_path, case)
+    assert num_modules(given.folder) == 3
+    tensors, lost = load_file(given.folder / WEIGHTS), f"{given.names[2]['projection']}.weight"
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, given.folder / WEIGHTS)
+    with pytest.raises(CheckpointError, match=re.escape(lost)):
+        engine(load_model(given.folder, tiny.kernels()).model, given.folder, None, 1)
 
 
 def test_a_module_in_a_gguf_file_computes_the_formulas(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from forerun.speculation.draft import Draft
 from forerun.speculation.growth import Children, Place, TreeGrower, TreeNoise
 from forerun.speculation.tree import ROOT
 from tests.support import tiny
-from tests.support.heads import Reference, States
+from tests.support.heads import ChainedReference, Reference, States
 
 PACKAGE = Path(forerun.__file__).parent
 
@@ -75,7 +75,7 @@ def overhear(made: Engine, stride: int = 7) -> Overheard:
     return ear
 
 
-def assert_as_computed(ear: Overheard, reference: Reference, states: States) -> None:
+def assert_as_computed(ear: Overheard, reference: Reference | ChainedReference, states: States) -> None:
     """Every row heard is what the reference computes, for drafts of several depths and texts of several lengths."""
     assert ear.heard
     for known, drafted, row in ear.heard[:: max(1, len(ear.heard) // 60)]:

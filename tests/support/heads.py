@@ -140,18 +140,40 @@ class Reference:
         if self.sees_first:
             tokens, features = list(known), torch.cat([torch.zeros_like(features[:1]), features])
         for step in range(len(drafted) + 1):
-            logits, fed = self._last(tokens, features)
+            logits, fed = self.rows(tokens, features)
             if step < len(drafted):
                 tokens.append(drafted[step])
-                features = torch.cat([features, fed[None]])
-        return logits
+                features = torch.cat([features, fed[-1:]])
+        return logits[-1]
 
-    def _last(self, tokens: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(self, tokens: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
+        """What every row gives: logits [n, V], and what is fed back [n, H]."""
         embedded = self.embedding[torch.tensor(tokens)].clone()
         if self.mask_start:
             embedded[0] = 0.0
-        logits, fed = self.outcome(self.inner(embedded, features))
-        return logits[-1], fed[-1]
+        return self.outcome(self.inner(embedded, features))
+
+
+@dataclass
+class ChainedReference:
+    """Modules one behind the other, each over the whole text: row i of one reads token i and what the one before gave
+    in row i - 1."""
+
+    modules: Sequence[Reference]
+
+    def after(self, known: Sequence[int], drafted: Sequence[int], states: States) -> Tensor:
+        """Logits [V] after known and then drafted tokens: of the module for that depth, beyond the last one of that."""
+        first, tokens, last = self.modules[0], [*known, *drafted], len(self.modules) - 1
+        by_layer = states(known)
+        fed = first.fuse(torch.cat([by_layer[layer] for layer in first.layers], dim=1)[: len(known) - 1])
+        for depth, module in enumerate(self.modules[: len(drafted) + 1]):
+            num_rows = len(known) + depth
+            features = torch.cat([torch.zeros_like(fed[:1]), fed[: num_rows - 1]])
+            logits, fed = module.rows(tokens[:num_rows], features)
+        for depth in range(last + 1, len(drafted) + 1):
+            features = torch.cat([features, fed[-1:]])
+            logits, fed = self.modules[last].rows(tokens[: len(known) + depth], features)
+        return logits[-1]
 
 
 def layer_of(x: Tensor, residual: Tensor, tensors: Mapping[str, Tensor], prefix: str, theta: float = THETA) -> Tensor:

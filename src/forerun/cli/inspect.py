@@ -187,7 +187,7 @@ def _with_what(name: str, spec: DrafterSpec) -> str:
         return f"with {own}" if own else "always"
     num_modules = 0 if spec.own_modules is None else spec.own_modules(name)
     if num_modules > 1:
-        return f"with the first of the checkpoint's own {num_modules} modules"
+        return f"with the checkpoint's own {num_modules} modules, one behind the other"
     return "with the checkpoint's own module" if num_modules else f"with {spec.model} (--draft-model)"
 
 

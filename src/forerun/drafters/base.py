@@ -35,8 +35,8 @@ _TREES_FROM_BYTES = 200_000_000  # weights that take some 10 ms to read, 20 time
 class DrafterSpec:
     """Everything the product knows of a drafter: options, command line, server, benchmarks and docs read it here.
 
-    `own_modules`: how many of this drafter's modules a target's own checkpoint, given by name or folder, contains, of
-    which the first drafts; `holds_heads`: whether a folder holds heads for this drafter.
+    `own_modules`: how many of this drafter's modules a target's own checkpoint, given by name or folder, contains that
+    it can draft with; `holds_heads`: whether a folder holds heads for this drafter.
     """
 
     name: str

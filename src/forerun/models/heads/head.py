@@ -76,13 +76,20 @@ class Exit:
 
     def __call__(self, x: Tensor, state: Tensor) -> PassOutput:
         """x [R, H] the last addend, state [R, H] the residual stream, which is added to in place."""
+        normed, fed = self.states(x, state)
+        return PassOutput(self.logits(normed), features=fed)
+
+    def states(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """x and state as above -> what `logits` reads, and the next feature, both [R, H]."""
         normed = add_norm(self.norm, x, state)
+        fed = normed if self.feeds_normed else state
+        return normed, fed if self.back is None else self.back(fed)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """normed [R, H] -> [R, V]."""
         logits = self.lm_head(normed)  # [R, draft vocabulary]
         logits = logits if self.after_head is None else self.after_head(logits)
-        if self.vocabulary is not None:
-            logits = self.vocabulary.widen(logits)
-        fed = normed if self.feeds_normed else state
-        return PassOutput(logits, features=fed if self.back is None else self.back(fed))
+        return logits if self.vocabulary is None else self.vocabulary.widen(logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +146,27 @@ class DraftHead:
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, features: Tensor, kvs: Sequence[LayerKV]) -> PassOutput:
         """Compute every row of `batch` with its feature of [M, H], writing KV; no features if nobody wants logits."""
-        parts, batch = self.parts, batch.on(features.device)
+        batch = batch.on(features.device)
+        x, residual = self.stream(batch, features, kvs, batch.logit_rows)
+        if residual.shape[0] == 0:  # known tokens: the head itself will read no more of them than their KV
+            return PassOutput(residual.new_empty(0, self.vocab_size))
+        return self.parts.exit(x, residual)
+
+    def stream(
+        self, batch: ForwardBatch, features: Tensor, kvs: Sequence[LayerKV], wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """All layers -> the last addend and the residual stream of the rows `wanted` [R], None: of all; KV is written.
+
+        The batch is on the device of the features [M, H].
+        """
+        parts = self.parts
         assert features.shape[0] == batch.num_rows, (features.shape[0], batch.num_rows)
         batch = batch if parts.kv_places is None else _at_roots(batch)
         embedded = parts.embedding(batch.token_ids)  # [M, H]
         if parts.masks_start:
             embedded = embedded.masked_fill(batch.positions[:, None] == 0, 0.0)
         x, residual = parts.entrance(embedded, features)
-        x, residual = run_layers(parts.layers, x, residual, batch, kvs, batch.logit_rows)
-        if residual.shape[0] == 0:  # known tokens: the head itself will read no more of them than their KV
-            return PassOutput(residual.new_empty(0, self.vocab_size))
-        return parts.exit(x, residual)
+        return run_layers(parts.layers, x, residual, batch, kvs, wanted)
 
     @property
     def blocks(self) -> BlockPasses | None:

@@ -8,15 +8,15 @@ DeepSeek    h' = eh_proj [enorm embed(x); hnorm h]; a layer of the target's kind
             norm and shared_head.norm(y) is fed back, as engines that measured it do (vLLM 45895, ROCm/ATOM 1764).
             GLM-4.5 to 4.7 have the same, in GGUF files, too.
 Step-3.5    As DeepSeek, with `transformer.shared_head`, a layer that is no mixture and nothing zero at position 0. h is
-            the state before the final norm and y is fed back. Of its three modules the first drafts all tokens.
+            the state before the final norm and y is fed back. Three modules, one behind the other (`heads.chained`).
 Qwen3-Next  h' = fc [pre_fc_norm_embedding embed(x); pre_fc_norm_hidden h]; a layer of the target's kind that attends;
             logits = the target's lm_head of norm(y), which is fed back. Stored as `mtp`. h is the state after the final
             norm. Qwen3.5 and 3.6 have the same.
 Ernie 4.5   As Qwen3-Next, but the layer has no experts and norm is the target's own, as its makers compute it; other
             engines leave it out. Stored as `model.mtp_emb_norm.0`, `mtp_hidden_norm`, `mtp_linear_proj`, `mtp_block`.
 Gemma 4     Has an assistant, a checkpoint of its own: see `heads.assistant`.
-MiMo-V2     As Qwen3-Next, with a layer in a window and without experts. Stored as `model.mtp.layers.0` and two more,
-            which are left alone.
+MiMo-V2     As Qwen3-Next, with a layer in a window and without experts. Three modules, one behind the other, stored as
+            `model.mtp.layers.0` and so on.
 LongCat     As Qwen3-Next, with one attention and one dense part. Stored as `model.mtp`.
 Nemotron-H  As Qwen3-Next with DeepSeek's names, final_layernorm for norm. Attention and feed-forward part are layers of
             their own, as in the target, stored as `mtp.layers.0` and `mtp.layers.1`.
@@ -31,13 +31,17 @@ mimo_mtp.py; FastDeploy models/ernie4_5_mtp.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from forerun.config import HeadWeights
 from forerun.errors import ModelError, UnsupportedError
 from forerun.kernels.ops import Kernels
+from forerun.layers.attention import Attention
+from forerun.layers.rotary import RopeSpec
 from forerun.models.build import Builder
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer
@@ -46,8 +50,10 @@ from forerun.models.families.nemotron_h import module_kinds
 from forerun.models.family import same_names
 from forerun.models.fields import Fields, words
 from forerun.models.heads.assistant import ASSISTANTS, read_assistant
+from forerun.models.heads.chained import ChainedHeads
 from forerun.models.heads.eagle import as_it_is
 from forerun.models.heads.head import DraftHead, HeadParts, PairEntrance
+from forerun.models.heads.mtp_layouts import ERNIE, QWEN, MtpLayout, Source, chain_of, layouts
 from forerun.models.heads.reading import (
     SKIP_SLOT_ZERO,
     HeadReader,
@@ -65,130 +71,8 @@ from forerun.weights.resolve import resolve_model
 
 MIMO = "model.mtp_layers"
 PAIR = ".eh_proj.weight"  # ends the name of a tensor that most modules have once
-QWEN = "mtp"
 OWN_TABLE = "mtp_use_dedicated_embeddings"  # a field
 MTP_FIELDS = words("num_nextn_predict_layers num_mtp_layers target_hidden_size")
-Source = Checkpoint | GgufCheckpoint
-
-
-@dataclass(frozen=True, slots=True)
-class MtpLayout:
-    """Where a module has its tensors whose layer is of the target's family."""
-
-    own: str  # before all its names
-    layer: str
-    token_norm: str
-    state_norm: str
-    projection: str
-    final_norm: str = ""  # "": the target's
-    lm_head: str = ""  # its own; "": it has none
-    embedding: str = ""
-    second: str = ""  # before the names of a second module, which is refused; "": further ones are left alone
-    before_norm: bool = False  # reads the target's state before its final norm, and is fed its own before it
-    masks_start: bool = False
-    is_dense: bool = False  # the layer has no experts, whatever the target's have
-    in_two: bool = False  # its two parts are layers of their own, as in Nemotron-H
-    names: Mapping[str, Any] = field(default_factory=dict)  # of its layer, where they differ from the target's layers
-    told_by_norm: bool = False  # by `final_norm`: another layout has a projection of the same name
-
-    def is_in(self, source: Source) -> bool:
-        """Whether the checkpoint has a module with this layout."""
-        return source.has(f"{self.final_norm if self.told_by_norm else self.projection}.weight")
-
-
-def _deepseek(num_layers: int) -> MtpLayout:
-    prefix = f"model.layers.{num_layers}"
-    return MtpLayout(
-        own=f"{prefix}.",
-        second=f"model.layers.{num_layers + 1}.",
-        layer=prefix,
-        token_norm=f"{prefix}.enorm",
-        state_norm=f"{prefix}.hnorm",
-        projection=f"{prefix}.eh_proj",
-        final_norm=f"{prefix}.shared_head.norm",
-        lm_head=f"{prefix}.shared_head.head",
-        embedding=f"{prefix}.embed_tokens",
-        masks_start=True,
-    )
-
-
-def _step(num_layers: int) -> MtpLayout:
-    prefix = f"model.layers.{num_layers}"
-    return MtpLayout(
-        own=f"{prefix}.",
-        layer=prefix,
-        token_norm=f"{prefix}.enorm",
-        state_norm=f"{prefix}.hnorm",
-        projection=f"{prefix}.eh_proj",
-        final_norm=f"{prefix}.transformer.shared_head.norm",
-        lm_head=f"{prefix}.transformer.shared_head.output",
-        before_norm=True,
-        told_by_norm=True,
-    )
-
-
-_QWEN = MtpLayout(
-    own=f"{QWEN}.",
-    second=f"{QWEN}.layers.1.",
-    layer=f"{QWEN}.layers.0",
-    token_norm=f"{QWEN}.pre_fc_norm_embedding",
-    state_norm=f"{QWEN}.pre_fc_norm_hidden",
-    projection=f"{QWEN}.fc",
-    final_norm=f"{QWEN}.norm",
-)
-
-
-_ERNIE = MtpLayout(
-    own="model.mtp_",
-    second="model.mtp_block.1.",
-    layer="model.mtp_block.0",
-    token_norm="model.mtp_emb_norm.0",
-    state_norm="model.mtp_hidden_norm.0",
-    projection="model.mtp_linear_proj.0",
-    is_dense=True,
-)
-
-
-_MIMO_V2 = MtpLayout(
-    own="model.mtp.layers.0.",
-    layer="model.mtp.layers.0",
-    token_norm="model.mtp.layers.0.enorm",
-    state_norm="model.mtp.layers.0.hnorm",
-    projection="model.mtp.layers.0.eh_proj",
-    final_norm="model.mtp.layers.0.final_layernorm",
-    is_dense=True,
-    names={"mlp_norm": "pre_mlp_layernorm"},
-    told_by_norm=True,
-)
-
-
-_LONGCAT = MtpLayout(
-    own="model.mtp.",
-    layer="model.mtp.layers.0",
-    token_norm="model.mtp.layers.0.enorm.m",
-    state_norm="model.mtp.layers.0.hnorm.m",
-    projection="model.mtp.layers.0.eh_proj",
-    final_norm="model.mtp.norm",
-    embedding="model.mtp.embed_tokens",
-    is_dense=True,
-    names={
-        "gate_up": ("transformer_layer.mlp.gate_proj", "transformer_layer.mlp.up_proj"),
-        "down": "transformer_layer.mlp.down_proj",
-    },
-    told_by_norm=True,
-)
-
-
-_NEMOTRON = MtpLayout(
-    own=f"{QWEN}.",
-    second=f"{QWEN}.layers.2.",
-    layer=f"{QWEN}.layers.{{index}}",
-    token_norm=f"{QWEN}.layers.0.enorm",
-    state_norm=f"{QWEN}.layers.0.hnorm",
-    projection=f"{QWEN}.layers.0.eh_proj",
-    final_norm=f"{QWEN}.layers.1.final_layernorm",
-    in_two=True,
-)
 
 
 _APART_IN_GGUF = ("step3p5", "mimo_v2_flash")  # whose GGUF files name modules as DeepSeek's, which these are not
@@ -202,7 +86,7 @@ def open_mtp(name_or_folder: str | Path) -> Source:
 def read_mtp(
     source: Source, target: Decoder, kernels: Kernels, weights: HeadWeights = "stored", kept: KeptTokens | None = None
 ) -> DraftHead:
-    """The MTP module of a folder, the target's own or another; raises ModelError if it does not fit.
+    """The MTP module of a folder, or its modules, the target's own or another; raises ModelError if it does not fit.
 
     kept: the tokens it is to propose; None: all.
     """
@@ -210,7 +94,12 @@ def read_mtp(
     if isinstance(source, Checkpoint) and source.config.get("model_type") in ASSISTANTS:
         return read_assistant(source, target, kernels, choose_format, kept)
     if layout is not None:
-        return _FamilyModule(source, target, kernels, layout, choose_format, kept).read()
+        tables = dict[RopeSpec, Tensor]()
+        read = [
+            _FamilyModule(source, target, kernels, each, choose_format, kept).read(depth, tables)
+            for depth, each in enumerate(chain_of(source, layout))
+        ]
+        return read[0] if len(read) == 1 else ChainedHeads(read)
     if isinstance(source, Checkpoint) and source.has(f"{MIMO}.0.input_proj.weight"):
         return _read_mimo(source, target, kernels, choose_format, kept)
     raise UnsupportedError(
@@ -220,26 +109,21 @@ def read_mtp(
     )
 
 
-def _layouts(num_layers: int) -> tuple[MtpLayout, ...]:
-    """Those of modules whose layer is of the target's family, which has `num_layers`."""
-    return _step(num_layers), _deepseek(num_layers), _QWEN, _ERNIE, _MIMO_V2, _LONGCAT, _NEMOTRON
-
-
 def _find_layout(source: Source, num_layers: int) -> MtpLayout | None:
     if isinstance(source, GgufCheckpoint) and source.config.get("model_type") in _APART_IN_GGUF:
         return None
-    return next((layout for layout in _layouts(num_layers) if layout.is_in(source)), None)
+    return next((layout for layout in layouts(num_layers) if layout.is_in(source)), None)
 
 
 def holds_mtp(folder: Path) -> bool:
     """Whether a folder holds an MTP module. Raises ModelError if it holds no weights."""
-    ends = (PAIR, *(f"{one.projection}.weight" for one in (_QWEN, _ERNIE)), f"{MIMO}.0.input_proj.weight")
+    ends = (PAIR, *(f"{one.projection}.weight" for one in (QWEN, ERNIE)), f"{MIMO}.0.input_proj.weight")
     checkpoint = Checkpoint.open(folder)
     return checkpoint.config.get("model_type") in ASSISTANTS or any(name.endswith(ends) for name in checkpoint)
 
 
 def num_modules(name_or_folder: str | Path) -> int:
-    """How many modules a model's own checkpoint holds, of which `read_mtp` reads the first; 0 if it reads none.
+    """How many modules `read_mtp` reads of a model's own checkpoint; 0 if it cannot.
 
     Tensors are not read, only their names.
     """
@@ -252,10 +136,10 @@ def num_modules(name_or_folder: str | Path) -> int:
     layout = _find_layout(source, source.config.get("num_hidden_layers") or 0)
     if source.config.get(OWN_TABLE) or (layout is None and not source.has(f"{MIMO}.0.input_proj.weight")):
         return 0
-    names, second = [name for name, *_ in source.stored()], f"{MIMO}.1." if layout is None else layout.second
-    if second:
-        return 0 if any(name.startswith(second) for name in names) else 1
-    return sum(name.endswith(PAIR) for name in names)
+    second = f"{MIMO}.1." if layout is None else layout.second
+    if second and any(name.startswith(second) for name, *_ in source.stored()):
+        return 0
+    return 1 if layout is None else len(chain_of(source, layout))
 
 
 # -- MiMo ----------------------------------------------------------------------------------------------------------
@@ -337,10 +221,10 @@ class _FamilyModule:
         self.builder = Builder(config, family, source, kernels, None, target.max_position, choose_format)
         self.reader = HeadReader(source, target, self.builder, config, kept)
 
-    def read(self) -> DraftHead:
-        """The module."""
+    def read(self, depth: int, tables: dict[RopeSpec, Tensor]) -> DraftHead:
+        """Module 0, 1, ... of several; `tables`: of rotations, those of modules read before."""
         layout, size, shared = self.layout, self.target.hidden_size, self.target.parts
-        layer = self._layer_in_two() if layout.in_two else self.builder.layer(num_layers(self.target))
+        layer = self._layer_in_two() if layout.in_two else self._layer(depth, tables)
         assert layer.attention_norm is not None  # the entrance's
         attention = layer.attending
         if not attention.is_latent and attention.shape.window == 0:
@@ -371,6 +255,14 @@ class _FamilyModule:
                 weight_bytes=num_bytes([layer], own, 0 if embedding is shared.embedding else embedding.nbytes),
             )
         )
+
+    def _layer(self, depth: int, tables: dict[RopeSpec, Tensor]) -> DecoderLayer:
+        index = num_layers(self.target) + depth
+        rope = self.builder.config.rope_of(index)
+        layer = self.builder.layer(index, tables.get(rope))
+        if isinstance(layer.attention, Attention):
+            tables[rope] = layer.attention.rope_table
+        return layer
 
     def _layer_in_two(self) -> DecoderLayer:
         attending, feeding = self.builder.layer(0), self.builder.layer(1)
