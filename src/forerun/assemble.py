@@ -31,7 +31,7 @@ from forerun.kernels.ops import Kernels
 from forerun.kernels.threads import torch_beside
 from forerun.learned import Kept, KeptLessons
 from forerun.models.base import LayerSpec, Model, passes_of, state_specs_of, with_own_state, with_states
-from forerun.models.memory import check_memory, memory_of
+from forerun.models.memory import SHARE_OF_HOST, check_memory, memory_of
 from forerun.policy.costs import CallCosts, Costs, PassCosts, rows_to_measure
 from forerun.policy.policy import AdaptivePolicy, FixedPolicy, Policy
 from forerun.runtime.bind import bind
@@ -41,7 +41,7 @@ from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
 from forerun.weights.translation import Translation
 
 _KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-_SHARE_OF_HOST, _SHARE_OF_GPU = 0.25, 0.85  # of the free memory; the rest is for work space and other programs
+_SHARE_OF_GPU = 0.85  # of the free memory; the rest is for work space and other programs
 _KEPT_STATES = 2  # a request that runs: at the ends of its prompt and of its answer
 _ASSUMED_BYTES = 4 << 30  # memory of a machine that does not say
 
@@ -100,7 +100,7 @@ def _states(config: EngineConfig, model: Model, device: torch.device) -> Recurre
         return None
     per_slot, memory = bytes_per_slot(specs), memory_of(device) or _ASSUMED_BYTES
     wanted = config.max_num_seqs * (1 + _KEPT_STATES * config.prefix_caching)
-    num_slots = min(wanted, int(memory * _SHARE_OF_HOST) // per_slot)
+    num_slots = min(wanted, int(memory * SHARE_OF_HOST) // per_slot)
     if num_slots < 1:
         raise ResourceError(
             f"one request of {config.model} keeps {per_slot / 1e6:.0f} MB of recurrent state, but a quarter of the "
@@ -208,7 +208,7 @@ def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int, 
 
 def kv_budget(config: EngineConfig, device: torch.device, weight_bytes: int = 0) -> int:
     """Bytes for KV; `weight_bytes`: of a model that is not in memory yet."""
-    share = _SHARE_OF_HOST if device.type == "cpu" else _SHARE_OF_GPU
+    share = SHARE_OF_HOST if device.type == "cpu" else _SHARE_OF_GPU
     free = (memory_of(device) or _ASSUMED_BYTES) - weight_bytes
     return config.kv_cache_bytes or int(max(free, 0) * share)
 

@@ -23,6 +23,7 @@ from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.families import FAMILIES
 from forerun.models.hybrid import HybridDecoder
 from forerun.models.loader import load_model, read_config
+from forerun.models.overview import look_at
 from tests.models import factory
 
 NUM_CASES = int(os.environ.get("FORERUN_RANDOM_CASES", "4"))
@@ -367,6 +368,17 @@ def test_what_transformers_does_not_read_is_refused(fields: dict[str, object]) -
     assert ModelConfig.read(raw, FAMILIES[model_type]).experts is not None
     with pytest.raises(UnsupportedError, match=next(iter(fields))):
         ModelConfig.read({**raw, **fields}, FAMILIES[model_type])
+
+
+def test_too_little_memory_for_a_slot_is_an_error_before_weights_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = look_at(str(folder))
+    state = sum(spec.bytes_per_slot for spec in found.state_specs)
+    monkeypatch.setattr("forerun.models.memory.memory_of", lambda device: found.weight_bytes + 3 * state)
+    monkeypatch.setattr("forerun.models.loader._build", None)
+    with pytest.raises(ResourceError, match="with room for the recurrent state of a request, needs about"):
+        load_model(folder, factory.make_kernels())
 
 
 def test_too_little_memory_for_a_slot_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

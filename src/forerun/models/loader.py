@@ -28,9 +28,9 @@ from forerun.models.families import FAMILIES
 from forerun.models.family import Family
 from forerun.models.fields import THROUGH_TRANSFORMERS
 from forerun.models.gguf_family import as_in_gguf
-from forerun.models.memory import check_memory
+from forerun.models.memory import SHARE_OF_HOST, check_memory
 from forerun.models.multimodal import PART_OF, text_config
-from forerun.models.storage import check_float16, decoder_bytes, dense_bytes
+from forerun.models.storage import check_float16, decoder_bytes, dense_bytes, state_specs
 from forerun.quant.formats import check_tensors
 from forerun.quant.settings import SECTION
 from forerun.weights.checkpoint import Checkpoint, read_json, read_model_config
@@ -359,10 +359,12 @@ def _check_memory(
     config: ModelConfig, family: Family, checkpoint: Checkpoint | GgufCheckpoint, kernels: Kernels,
     dtype: torch.dtype | None, positions: int,
 ) -> None:  # fmt: skip
-    """Raise ResourceError if weights and rope table do not fit into memory."""
+    """Raise ResourceError if weights and rope table, and beside them one request's recurrent state, do not fit."""
     weights = decoder_bytes(config, family, checkpoint, dtype, kernels.float_activations)
-    needed = weights + positions * config.rope.rotary_dim * 4
-    check_memory(needed, f"loading {checkpoint.folder}", kernels.device)
+    state = sum(spec.bytes_per_slot for spec in state_specs(config))
+    needed = weights + positions * config.rope.rotary_dim * 4 + int(state / SHARE_OF_HOST)
+    purpose = f"loading {checkpoint.folder}" + (", with room for the recurrent state of a request," if state else "")
+    check_memory(needed, purpose, kernels.device)
 
 
 def _positions(possible: int, wanted: int | None, raw: Mapping[str, Any]) -> int:

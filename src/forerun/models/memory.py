@@ -16,6 +16,7 @@ from forerun.kernels.device import CPU, free_bytes
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+SHARE_OF_HOST = 0.25  # of the free memory that KV or recurrent states may take
 
 
 def memory_of(device: torch.device) -> int | None:

@@ -21,8 +21,8 @@ from forerun.models.config import ModelConfig, ignored_fields, num_parameters
 from forerun.models.family import Family
 from forerun.models.headers import check_headers
 from forerun.models.loader import check_device, dtype_named, find_family, gguf_family, open_checkpoint, read_config
-from forerun.models.recurrent_dims import ConvDims, DeltaDims, MambaDims, state_shapes
-from forerun.models.storage import check_float16, decoder_bytes, dense_bytes, tensors_of
+from forerun.models.recurrent_dims import ConvDims, DeltaDims, MambaDims
+from forerun.models.storage import check_float16, decoder_bytes, dense_bytes, state_specs, tensors_of
 from forerun.quant.formats import check_tensors
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
 from forerun.weights.gguf_checkpoint import GgufCheckpoint
@@ -91,7 +91,7 @@ def look_at(
         stored_bytes=sum(nbytes for *_, nbytes in tensors_of(config, family, stored)),
         weight_bytes=decoder_bytes(config, family, stored, kept, activations == "float32"),
         kv_specs=_kv_specs(config, _kv_dtype(config, family, stored, kept)),
-        state_specs=_state_specs(config),
+        state_specs=state_specs(config),
         adapters=_adapters(folder),
         ignored_fields=ignored_fields(stored.config, family) if isinstance(stored, Checkpoint) else (),
     )
@@ -151,12 +151,6 @@ def _kv_specs(config: ModelConfig, dtype: torch.dtype) -> tuple[LayerSpec, ...]:
     attending = [i for i in range(config.num_layers) if config.has_mixer(i) and not config.is_recurrent(i)]
     stored = [config.shape(layer).heads for layer in attending if config.shape(layer).kv_layer is None]
     return tuple(LayerSpec(heads.num_kv, heads.head_dim, dtype, config.latents is not None) for heads in stored)
-
-
-def _state_specs(config: ModelConfig) -> tuple[StateSpec, ...]:
-    if config.recurrent is None:
-        return ()
-    return (StateSpec(*state_shapes(config.recurrent, config.hidden_size)),) * len(config.recurrent.layers)
 
 
 def _adapters(folder: Path) -> tuple[str, ...]:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from forerun.errors import ConfigError
+from forerun.models.base import StateSpec
 from forerun.models.config import ModelConfig
 from forerun.models.family import Family
+from forerun.models.recurrent_dims import state_shapes
 from forerun.quant import stacked
 from forerun.quant.gguf_decode import BLOCK_TYPES
 from forerun.quant.settings import SECTION, Settings
@@ -168,3 +170,10 @@ def _schemes(settings: Settings) -> Iterator[Settings]:
             own = exceptions.section(name)
             if own.get("bits") not in UNQUANTIZED_BITS:
                 yield own
+
+
+def state_specs(config: ModelConfig) -> tuple[StateSpec, ...]:
+    """What each recurrent layer keeps of a sequence; () without such layers."""
+    if config.recurrent is None:
+        return ()
+    return (StateSpec(*state_shapes(config.recurrent, config.hidden_size)),) * len(config.recurrent.layers)
