@@ -27,7 +27,7 @@ NORMS = {
     "gemma2": GEMMA, "gemma3": GEMMA, "olmo2": BEHIND, "exaone4": BEHIND,
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
 }  # fmt: skip
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "mistral3", "granite", "smollm3")
 
 
 def add_special(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
@@ -44,6 +44,10 @@ def add_special(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
         writer.add_attention_scale(config.attention_multiplier)
+    if arch == "mistral3" and config.model_type == "ministral3":
+        _add_yarn(writer, config.rope_parameters)
+        writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+        writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
     if arch == "cohere2":
         writer.add_logit_scale(config.logit_scale)
         writer.add_layer_norm_eps(config.layer_norm_eps)
@@ -190,7 +194,7 @@ def write_again(
 
 def add_mixture(writer: gguf.GGUFWriter, config: Any, is_split: bool) -> None:
     """The keys the converter writes for mixtures of experts; is_split: deepseek2 as newer converters write it."""
-    is_deepseek = config.model_type == "deepseek_v3"
+    is_deepseek = config.model_type in ("deepseek_v3", "glm4_moe_lite")
     counts = ("n_routed_experts", "num_local_experts", "num_experts")
     writer.add_expert_count(next(getattr(config, name) for name in counts if hasattr(config, name)))
     writer.add_expert_used_count(config.num_experts_per_tok)
@@ -202,7 +206,7 @@ def add_mixture(writer: gguf.GGUFWriter, config: Any, is_split: bool) -> None:
         _add_yarn(writer, config.rope_parameters)
     if config.model_type == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if config.model_type in ("deepseek_v3", "glm4_moe"):
+    if is_deepseek or config.model_type == "glm4_moe":
         _add_sigmoid(writer, config)
     if config.model_type == "glm4_moe":
         writer.add_nextn_predict_layers(0)
@@ -211,7 +215,7 @@ def add_mixture(writer: gguf.GGUFWriter, config: Any, is_split: bool) -> None:
 
 
 def _add_sigmoid(writer: gguf.GGUFWriter, config: Any) -> None:
-    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 1))
     writer.add_expert_shared_count(config.n_shared_experts)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_weights_norm(config.norm_topk_prob)

@@ -39,6 +39,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1,
          "routed_scaling_factor": 1.25},
     ),
+    "glm-4.7-flash": (
+        "deepseek2", "glm4_moe_lite", {**factory.LITE, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+    ),
 }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ ARCHITECTURES = {
     "llama": "llama", "llama-tied-biased": "llama", "mistral": "llama", "llama-linear": "llama", "qwen2": "qwen2",
     "qwen3": "qwen3", "phi3": "phi3", "gemma2-file": "gemma2", "gemma3-file": "gemma3", "olmo2": "olmo2",
     "olmo3-file": "olmo2", "exaone4-file": "exaone4", "granite": "granite", "smollm3-file": "smollm3", "glm4": "glm4",
-    "cohere2-file": "cohere2",
+    "cohere2-file": "cohere2", "mistral-small": "mistral3", "ministral3-file": "mistral3",
 }  # fmt: skip
 
 
@@ -45,6 +45,14 @@ AS_FILES_HAVE_IT: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4-file": ("exaone4", {**factory.WIDE, "num_hidden_layers": 4, "rms_norm_eps": 1e-6}),
     "smollm3-file": ("smollm3", {"num_hidden_layers": 4}),
     "cohere2-file": ("cohere2", {"num_hidden_layers": 4, "sliding_window": 5}),
+    "mistral-small": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "ministral3-file": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {**factory.YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    ),
 }
 
 
@@ -245,6 +253,15 @@ def test_resolving(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF")
     assert resolve_model(path) == path
+
+
+def test_ministral_files_end_with_their_original_context(tmp_path: Path) -> None:
+    _, path, _ = make(tmp_path, "ministral3-file")
+    assert load_model(path, factory.make_kernels()).model.max_position == 16
+    _, path, _ = make(tmp_path, "mistral-small")
+    makers.write_again(path, lambda writer: writer.add_attn_temperature_scale(0.1))
+    with pytest.raises(UnsupportedError, match="mistral3.attention.temperature_scale without a rope scaling"):
+        load_model(path, factory.make_kernels())
 
 
 @pytest.mark.parametrize(

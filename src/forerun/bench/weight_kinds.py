@@ -56,6 +56,8 @@ GGUF_TYPES: dict[str, Grouped] = {
     "iq3_s": Grouped(4, 32, 128, False, 8, tabled=True, grid_type="IQ3_S"),
     "tq1_0": Grouped(2, 256, 1, False, grid_type="TQ1_0"),
     "tq2_0": Grouped(2, 256, 1, False),
+    "q1_0": Grouped(2, 128, 1, False, grid_type="Q1_0"),
+    "q2_0": Grouped(2, 64, 1, False),
     "mxfp4": Grouped(4, 32, 128, False, tabled=True, scales=torch.float8_e8m0fnu),
     "nvfp4": Grouped(4, 16, 128, False, tabled=True, scales=torch.float8_e4m3fn),
 }

@@ -151,6 +151,10 @@ def _tq2_0(blocks: Array) -> Decoded:
     return Decoded(spread(blocks[:, :64], 32, 2), half(blocks, 64))
 
 
+def _q2_0(blocks: Array) -> Decoded:
+    return Decoded(spread(blocks[:, 2:], 1, 2), half(blocks, 0))
+
+
 def _mxfp4(blocks: Array) -> Decoded:
     exponents = blocks[:, :1].astype(np.int32)
     return Decoded(spread(blocks[:, 1:], 16, 4), np.ldexp(np.float32(1), exponents - 128))  # half, for doubled values
@@ -177,6 +181,7 @@ INTEGER_TYPES = {
     "IQ4_NL": BlockType(_iq4_nl, size=32, nbytes=18, group=32, bits=4, zero=BYTE_ZERO, table=IQ4_VALUES),
     "IQ4_XS": BlockType(_iq4_xs, size=256, nbytes=136, group=32, bits=4, zero=BYTE_ZERO, table=IQ4_VALUES),
     "TQ2_0": BlockType(_tq2_0, size=256, nbytes=66, group=256, bits=2, zero=1),
+    "Q2_0": BlockType(_q2_0, size=64, nbytes=18, group=64, bits=2, zero=1),
     "MXFP4": BlockType(_mxfp4, size=32, nbytes=17, group=32, bits=4, zero=BYTE_ZERO, table=E2M1_VALUES),
     "NVFP4": BlockType(_nvfp4, size=64, nbytes=36, group=16, bits=4, zero=BYTE_ZERO, table=E2M1_VALUES),
 }

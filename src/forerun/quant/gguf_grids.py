@@ -2,7 +2,8 @@
 
 Knows: their layout, byte by byte. Does not know: the grids, which the `gguf` package has.
 Every entry has one of at most 16 values, whichever point it belongs to, so that four bits hold it; IQ1_S is left with
-its three values and an offset for each group. TQ1_0 counts as one of them: eight digits in base 3 take 13 bits.
+its three values and an offset for each group. TQ1_0 and Q1_0 count as two of them: eight digits in base 3 take 13 bits,
+eight signs a byte.
 Source: ggml-quants.c (dequantize_row_*) and ggml-common.h (the structs).
 """
 
@@ -33,10 +34,12 @@ Decode = Callable[[Array], Decoded]
 def _points(name: str) -> Array:
     """The points of a type's grid -> [points, entries of a point] uint8, which of the grid's values an entry has.
 
-    TQ1_0 has every run of eight digits in base 3, the lowest first.
+    TQ1_0 has every run of eight digits in base 3, the lowest first; Q1_0 every run of eight signs, 0 or 2 around 1.
     """
     if name == "TQ1_0":
         return (np.arange(3**_TRITS)[:, None] // 3 ** np.arange(_TRITS) % 3).astype(np.uint8)
+    if name == "Q1_0":
+        return np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") * np.uint8(2)
     from gguf import quants  # here, since its import takes longer than that of all of this
 
     kind = getattr(quants, name)
@@ -142,6 +145,11 @@ def _trits(packed: Array, count: int) -> Array:
     return digits.reshape(len(packed), -1)
 
 
+def _q1_0(blocks: Array) -> Decoded:
+    points = blocks[:, 2:]
+    return Decoded(_codes("Q1_0", points), half(blocks, 0), points=points.astype(np.int16))
+
+
 def _tabled(name: str, decode: Decode, nbytes: int, group: int, values: Values, signs: int, part: float) -> BlockType:
     """A type with a table of values; `part`: of the stored float16, what scales count."""
     return BlockType(decode, 256, nbytes, group, 4, BYTE_ZERO, values, part, partial(_grid, name, signs))
@@ -156,4 +164,5 @@ GRID_TYPES = {
     "IQ3_XXS": _tabled("IQ3_XXS", _iq3_xxs, 98, 32, _IQ3_XXS_VALUES, 7, 1 / 2),
     "IQ3_S": _tabled("IQ3_S", _iq3_s, 110, 32, _IQ3_S_VALUES, 8, 1),
     "TQ1_0": BlockType(_tq1_0, 256, 54, 256, 2, 1, grid=partial(_grid, "TQ1_0", 0)),
+    "Q1_0": BlockType(_q1_0, 128, 18, 128, 2, 1, grid=partial(_grid, "Q1_0", 0)),
 }

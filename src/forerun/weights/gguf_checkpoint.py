@@ -37,7 +37,7 @@ from forerun.weights.tokenizer import Tokenizer
 SUFFIX = ".gguf"
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Architectures whose converter changes the order of rows of q and k, and of heads of values in gated delta nets.
-REORDERED = ("llama", "granite", "granitehybrid", "nemotron_h", "nemotron_h_moe", "smollm3")
+REORDERED = ("llama", "mistral3", "granite", "granitehybrid", "nemotron_h", "nemotron_h_moe", "smollm3")
 TILED = ("qwen35", "qwen35moe")
 _TILED_ROWS = re.compile(r"blk\.\d+\.(attn_qkv|attn_gate|ssm_conv1d|ssm_alpha|ssm_beta|ssm_a|ssm_dt)(\.weight|\.bias)?")
 MAX_FILES = 10_000

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import CheckpointError, UnsupportedError
-from forerun.weights.gguf_dense import DENSE
+from forerun.weights.gguf_dense import DENSE, MISTRAL3
 from forerun.weights.gguf_file import GgufModel
 from forerun.weights.gguf_gemma4 import GEMMA4_KEYS, gemma4_fields
 from forerun.weights.gguf_layers import layer_sizes, layer_values
@@ -274,6 +274,8 @@ def _scaling(metadata: GGUFMetadata, arch: str, kind: str, positions: int) -> di
     }
     if arch == "deepseek2":
         return {**scaling, **latent_yarn(metadata)}
+    if arch == MISTRAL3 and (mscale := metadata.number(f"{prefix}.yarn_log_multiplier", 0.0)):
+        return {**scaling, "mscale": 1.0, "mscale_all_dim": mscale}
     if arch == "gpt-oss":  # which was trained without truncation; no key says so
         scaling["truncate"] = False
     extra = metadata.number(f"{prefix}.attn_factor", 1.0)

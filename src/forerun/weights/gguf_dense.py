@@ -16,6 +16,7 @@ from forerun.weights.gguf_metadata import GGUFMetadata
 
 Reader = Callable[[GgufModel, GGUFMetadata], dict[str, Any]]
 _WIDE_GEMMAS = {46, 62}  # blocks of the 27B models, whose scores are scaled by hidden_size / heads
+MISTRAL3 = "mistral3"
 _PATTERN = "attention.sliding_window_pattern"  # which layers have a window; not in every file
 _TYPES = ("full_attention", "sliding_attention")
 _WINDOW_PATTERN = {"gemma2": 2, "gemma3": 6, "olmo2": 4, "exaone4": 4, "cohere2": 4}  # each such layer has no window
@@ -111,6 +112,17 @@ def _cohere2(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     }
 
 
+def _mistral3(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    """Mistral Small 3 and Ministral 3; the queries of the latter grow beyond the original context of its rope."""
+    grows = bool(metadata.number(f"{MISTRAL3}.attention.temperature_scale", 0.0))
+    if grows and metadata.text(f"{MISTRAL3}.rope.scaling.type", "none") != "yarn":
+        raise UnsupportedError(
+            f"{metadata.path} sets {MISTRAL3}.attention.temperature_scale without a rope scaling of type yarn, so that "
+            "it is not known from where queries grow; load the model from its safetensors"
+        )
+    return {"model_type": "ministral3" if grows else "mistral", "sliding_window": None}
+
+
 SSM_KEYS = "ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank ssm.group_count"
 _GRANITE_KEYS = (  # those of recurrent layers and of shared experts mean nothing without such
     f"embedding_scale residual_scale logit_scale attention.scale expert_shared_feed_forward_length {SSM_KEYS}"
@@ -124,6 +136,7 @@ DENSE: dict[str, tuple[str, Reader]] = {
     "exaone4": (_PATTERN, _exaone4),
     "granite": (_GRANITE_KEYS, _granite),
     "smollm3": ("", _smollm3),
+    MISTRAL3: ("attention.temperature_scale rope.scaling.yarn_log_multiplier", _mistral3),
     "glm4": ("", _glm4),
     "cohere2": ("logit_scale attention.layer_norm_epsilon", _cohere2),
 }

@@ -53,6 +53,8 @@ TENSOR_TYPES = {
     35: BlockLayout("TQ2_0", 256, 66),
     39: BlockLayout("MXFP4", 32, 17),
     40: BlockLayout("NVFP4", 64, 36),
+    41: BlockLayout("Q1_0", 128, 18),
+    42: BlockLayout("Q2_0", 64, 18),
 }
 """Those that weights can be read from; integers, F64 and types of intermediate results are none."""
 TYPE_CODES = {layout.name: code for code, layout in TENSOR_TYPES.items()}
@@ -62,5 +64,6 @@ FILE_TYPES = {
     13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
     21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
     29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE", 39: "NVFP4",
+    40: "Q1_0", 41: "Q2_0",
 }  # fmt: skip
 """`general.file_type` -> the mix of tensor types it stands for."""
