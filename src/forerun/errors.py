@@ -18,6 +18,7 @@ ForerunError
 ├── ResourceError          the machine has too little memory (or no such device)
 ├── DrafterError           a drafter proposed what cannot be verified; its requests go on without it
 ├── KernelError            a kernel backend was asked for that is not available here
+├── RankLost               another process of the model died or does not answer
 └── TrainingError          a training run cannot start or go on
     └── DataError          a data or prompt file is missing or malformed
 
@@ -101,6 +102,10 @@ class DrafterError(ForerunError):
 
 class KernelError(ForerunError):
     """A kernel backend was asked for that is not available on this machine."""
+
+
+class RankLost(ForerunError):
+    """Another of the processes that compute a model together died, ended, or does not answer in time."""
 
 
 class TrainingError(ForerunError):
