@@ -16,7 +16,7 @@ SOURCES := $(shell find src csrc CMakeLists.txt -type f -not -name '*.py[co]' 2>
 .PHONY: help venv install demo test check docs format bench clean
 
 help:
-	@echo "make demo     install, then the same text plainly and with speculation, side by side"
+	@echo "make demo     install, then three answers plainly and with speculation, side by side"
 	@echo "make test     install, then every test"
 	@echo "make check    ruff, mypy --strict, architecture test"
 	@echo "make docs     the documentation as a site in site/, which needs no network"

@@ -27,11 +27,6 @@ from forerun import LLM, SamplingParams
 from forerun.cli.app import app
 from forerun.engine.outputs import StepTrace
 
-DEMO = (
-    "demo", "--max-tokens", "20",
-    "Repeat: Once upon a time there was a little bird. It lived in a tall tree by the river. Every morning it sang to "
-    "the sun. One day the wind was strong, and the bird flew over the hill to see the sea.",
-)  # fmt: skip
 DEMO_WIDTH = 100  # columns
 QUESTION = "Tell me a story about a little bird."
 LETTER, ROW = 8.4, 36  # pixels: a letter of the font below, and from row to row
@@ -181,7 +176,7 @@ def demo_picture() -> str:
         record=True, file=StringIO(), width=DEMO_WIDTH, color_system="truecolor", force_terminal=False, highlight=False
     )
     with patch("forerun.cli.demo.out", lambda: console):
-        app(DEMO, standalone_mode=False)
+        app(["demo"], standalone_mode=False)
     local = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # no fonts of the web
     return console.export_svg(title="forerun demo", theme=MONOKAI, code_format=local, unique_id="demo") + "\n"
 

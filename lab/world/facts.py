@@ -99,10 +99,15 @@ def named(country: str) -> str:
 
 
 def country_fact(rng: random.Random) -> Fact:
-    """One of five kinds of fact about one country."""
+    """A fact about one country, or all of them."""
     row = rng.choice(countries())
     return rng.choice((capital_fact, capital_fact, of_capital, continent_fact, language_fact, currency_fact,
-                       neighbour_fact))(row, rng)  # fmt: skip
+                       neighbour_fact, all_of_country))(row, rng)  # fmt: skip
+
+
+def sentence(text: str) -> str:
+    """With one full stop at its end."""
+    return text if text.endswith(".") else f"{text}."
 
 
 def capital_fact(row: Country, rng: random.Random) -> Fact:
@@ -111,7 +116,7 @@ def capital_fact(row: Country, rng: random.Random) -> Fact:
     direct = rng.choice((f"what is the capital of {c}", f"what is the capital of {c}", f"what is the capital city of {c}",
                          f"which city is the capital of {c}", f"what's the capital of {c}"))  # fmt: skip
     indirect = rng.choice((f"what the capital of {c} is", f"which city is the capital of {c}"))
-    return Fact(direct, indirect, f"the capital of {c}", f"The capital of {c} is {row.capital}.")
+    return Fact(direct, indirect, f"the capital of {c}", sentence(f"The capital of {c} is {row.capital}"))
 
 
 def of_capital(row: Country, rng: random.Random) -> Fact:
@@ -159,6 +164,19 @@ def neighbour_fact(row: Country, rng: random.Random) -> Fact:
         else f"{capital(c)} has no land neighbours."
     )
     return Fact(direct, f"which countries border {c}", f"the neighbours of {c}", answer)
+
+
+def all_of_country(row: Country, rng: random.Random) -> Fact:
+    """All that is known of a country."""
+    c = named(row.country)
+    direct = rng.choice((f"what do you know about {c}", f"what can you tell me about {c}"))
+    answer = " ".join((
+        f"{capital(c)} is a country in {row.continent}.", sentence(f"Its capital is {row.capital}"),
+        f"People there speak {row.language} and pay with the {row.currency}.",
+        f"It borders {listed([named(other) for other in row.neighbours])}." if row.neighbours
+        else "It has no land neighbours.",
+    ))  # fmt: skip
+    return Fact(direct, f"about {c}", f"a few facts about {c}", answer)
 
 
 # -- the calendar -----------------------------------------------------------------------------------------------
@@ -354,7 +372,7 @@ def several(rng: random.Random, split: str) -> GrammarSample:
         first = capital_fact(rows[0], rng)
         follow = expand("[And|What about|And what about] {c}?", rng, {"c": named(rows[1].country)})
         turns = [(capital(first.direct) + "?", first.answer),
-                 (follow, f"The capital of {named(rows[1].country)} is {rows[1].capital}."), *turns[:2]]  # fmt: skip
+                 (follow, sentence(f"The capital of {named(rows[1].country)} is {rows[1].capital}")), *turns[:2]]  # fmt: skip
     return GrammarSample("facts_in_turns", tuple(turns))
 
 

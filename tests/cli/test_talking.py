@@ -132,8 +132,44 @@ def test_chat_says_when_the_context_is_full(run: Any) -> None:
     assert "/reset" in result.stderr and "the prompt has" in result.stderr and result.stderr.count("tokens/s") == 1
 
 
-def test_demo_ends_in_one_screen(run: Any) -> None:
+def test_demo_shows_three_tasks_and_what_to_type_next(run: Any) -> None:
     text = run("demo", "--max-tokens", "24", "--repeats", "1").stdout
-    assert re.search(r"identical: \d+ tokens", text) and "tokens/s" in text and "acceptance length" in text
-    assert "plain" in text and "with speculation" in text
-    assert len(text.splitlines()) <= 24
+    assert text.count("\n> ") == text.count("with speculation") == 3
+    assert re.search(r"the same \d+ tokens, \d+\.\d\dx as fast: \d+ and \d+ tokens/s; \d\.\d tokens a pass", text)
+    assert text.rstrip().splitlines()[-1].split()[:2] == ["forerun", "verify"]
+
+
+def test_demo_of_a_prompt_is_one_task_that_ends_with_its_answer(run: Any) -> None:
+    text = run("demo", "Hello!", "--repeats", "1", "--max-tokens", "12").stdout
+    assert "> Hello!" in text and text.count("with speculation") == 1
+
+
+def test_demo_says_so_when_the_texts_differ(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.cli.demo import Answers
+
+    monkeypatch.setattr(Answers, "same", False)
+    assert "DIFFERENT TOKENS" in run("demo", "Hello!", "--repeats", "1", "--max-tokens", "4").stdout
+
+
+def test_demo_steps_the_column_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from forerun.cli import demo
+
+    clock, order = [0.0], []
+
+    class Engine:
+        def __init__(self, name: str, step_s: float) -> None:
+            self.name, self.step_s, self.tokenizer = name, step_s, None
+
+        def stream(self, *_: Any) -> Any:
+            for _ in range(3):
+                clock[0] += self.step_s
+                order.append(self.name)
+                yield SimpleNamespace(outputs=[None])
+
+    monkeypatch.setattr(demo, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(demo, "DraftedText", lambda *_: SimpleNamespace(take=lambda _: []))
+    race = SimpleNamespace(engines=(Engine("slow", 5.0), Engine("fast", 2.0)), params=None)
+    assert len(list(demo.Demo._race(race, [1], ([], [])))) == 6  # type: ignore[arg-type]
+    assert order == ["slow", "fast", "fast", "fast", "slow", "slow"]

@@ -1,14 +1,17 @@
-"""`forerun demo`: the same text without and with speculation, side by side.
+"""`forerun demo`: the same texts without and with speculation, side by side.
 
-Knows: the screen. Does not know: how text is made. On a terminal both texts are written live; the figures come from
-further runs without display, plain and drafted in turns, so that drawing costs are left out.
+Knows: the screen. Does not know: how text is made. On a terminal both columns fill as they are written, each at its
+own speed; the figures come from further runs without display, plain and drafted in turns, so that drawing costs are
+left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -28,121 +31,163 @@ from forerun.core import CompletionOutput, SamplingParams, speedup
 if TYPE_CHECKING:
     from forerun.llm import LLM
 
-QUESTION = "Give me three tips for a good night's sleep."
+TASKS = (  # what is asked without a prompt: facts, fields of a message as JSON, an edit
+    "What can you tell me about Germany?",
+    "Give name, day, time and phone of this text as a JSON object.\n\nHello, this is Clara Miller. I would like a "
+    "table for 4 people on Friday at 7:30. My phone number is 555-2318.",
+    "Use the name total for count here:\n\ndef add(items):\n    count = 0\n    for item in items:\n"
+    "        count += item\n    return count",
+)
+NEXT = (
+    ("forerun chat", "talk with it"),
+    ("forerun run MODEL", "the same with a model of yours, or one of the hub by name"),
+    ("forerun verify mini", "see that the texts are equal, with every drafter"),
+)
 PLAIN = "none"
 MIN_PANEL_LINES = 8
 PANEL_BORDER = 4  # columns
-FRAMES_PER_S = 12
+FRAME_S = 1 / 12
 
 
 def demo(
     machine: opt.Machine,
-    prompt: Annotated[str, typer.Argument(help="What to ask.")] = QUESTION,
+    prompt: Annotated[str | None, typer.Argument(help="What to ask; three short tasks unless given.")] = None,
     model: opt.ModelOption = None,
     drafter: opt.DrafterName = None,
     draft_model: opt.DraftModel = None,
     max_tokens: opt.MaxTokens = 160,
-    temperature: opt.Temperature = 0.3,
+    temperature: opt.Temperature = 0.0,
     seed: opt.Seed = 0,
     repeats: Annotated[int, typer.Option(help="Timed runs of each.", min=1)] = 5,
 ) -> None:
-    """Write one text twice, without and with speculation; show that it is the same, and how much faster."""
+    """Write each answer twice, without and with speculation; show that it is the same, and how much faster."""
     name = opt.chosen_model(None, model)
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     chosen = drafter or opt.default_drafter(name, draft_model)
     plain = open_llm(name, PLAIN, max_num_seqs=1, **values(machine))
     drafted = other_engine(plain, chosen, draft_model)
-    token_ids = as_prompt(plain, prompt, chat=None)
-    Demo(name, prompt, token_ids, (plain, drafted), params).run(repeats)
+    Demo(name, TASKS if prompt is None else (prompt,), (plain, drafted), params).run(repeats)
+
+
+class Answers(NamedTuple):
+    """Both answers to every task, from one run."""
+
+    plain: list[CompletionOutput]
+    drafted: list[CompletionOutput]
+
+    @property
+    def same(self) -> bool:
+        """Whether they have the same tokens."""
+        return all(a.token_ids == b.token_ids for a, b in zip(self.plain, self.drafted, strict=True))
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """What the plain answers took, and the drafted ones."""
+        plain, drafted = (sum(one.stats.ttft_s + one.stats.decode_s for one in answers) for answers in self)
+        return plain, drafted
 
 
 class Demo:
-    """Two columns that fill, then a line of figures."""
+    """Two columns that fill for each task, then a line of figures."""
 
-    def __init__(
-        self, model: str, prompt: str, token_ids: list[int], engines: tuple[LLM, LLM], params: SamplingParams
-    ) -> None:
+    def __init__(self, model: str, prompts: Sequence[str], engines: tuple[LLM, LLM], params: SamplingParams) -> None:
         drafter = engines[1].config.drafter.name
         self.title = f"forerun demo: {model}, drafter {drafter}, temperature {params.temperature:g}"
-        self.prompt = prompt
-        self.token_ids = token_ids
+        self.tasks = [(prompt, as_prompt(engines[0], prompt, chat=None)) for prompt in prompts]
         self.engines = engines
         self.params = params
-        self.pieces: tuple[list[DraftedPiece], list[DraftedPiece]] = ([], [])
+        self.sources: list[str] = []  # who guessed each piece
         self.console = out()
         self.coloured = has_colour(self.console)
 
     def run(self, repeats: int) -> None:
-        """Warm up, write both texts (live on a terminal), measure, show the screen."""
-        for llm in self.engines:
-            self._generate(llm)
-        if self.console.is_terminal:
-            self._write_live()
-        runs = [[self._generate(llm) for llm in self.engines] for _ in range(repeats)]
-        plain, drafted = runs[0]
-        self._fill(plain, drafted)
-        self.console.print(self._screen(self._verdict(runs)))
+        """Warm up, write the texts (live on a terminal), measure, show the figures."""
+        warm = self._answers()
+        self.console.print(Text(self.title, style="bold"))
+        for index, (prompt, token_ids) in enumerate(self.tasks):
+            if self.console.is_terminal:
+                self._write_live(prompt, token_ids)
+            columns = [
+                DraftedText(llm.tokenizer, token_ids).take(outputs[index])
+                for llm, outputs in zip(self.engines, warm, strict=True)
+            ]
+            self.sources += [piece.source for piece in columns[1]]
+            self.console.print(self._screen(prompt, columns, whole=True))
+        waiting = self.console.status("timing both") if self.console.is_terminal else nullcontext()
+        with waiting:
+            runs = [self._answers() for _ in range(repeats)]
+        self.console.print(self._verdict(runs))
 
-    def _generate(self, llm: LLM) -> CompletionOutput:
-        output = llm.generate([self.token_ids], self.params)[0].outputs[0]
-        if output.error is not None:
-            raise output.error
-        return output
+    def _answers(self) -> Answers:
+        """Every task, plain and drafted in turns."""
+        answers = Answers([], [])
+        for _, token_ids in self.tasks:
+            for llm, outputs in zip(self.engines, answers, strict=True):
+                output = llm.generate([token_ids], self.params)[0].outputs[0]
+                if output.error is not None:
+                    raise output.error
+                outputs.append(output)
+        return answers
 
-    def _fill(self, *outputs: CompletionOutput) -> None:
-        for column, llm, output in zip(self.pieces, self.engines, outputs, strict=True):
-            column[:] = DraftedText(llm.tokenizer, self.token_ids).take(output)
+    def _write_live(self, prompt: str, token_ids: list[int]) -> None:
+        """Show both texts as they come; the display is cleared afterwards."""
+        columns: tuple[list[DraftedPiece], list[DraftedPiece]] = ([], [])
+        shown_s = 0.0
+        with Live(self._screen(prompt, columns), console=self.console, transient=True, auto_refresh=False) as live:
+            for _ in self._race(token_ids, columns):
+                if perf_counter() - shown_s >= FRAME_S:
+                    live.update(self._screen(prompt, columns), refresh=True)
+                    shown_s = perf_counter()
 
-    def _write_live(self) -> None:
-        """Show both texts as they come, one after the other; the display is cleared afterwards."""
-        empty = Text("")
-        with Live(self._screen(empty), console=self.console, transient=True, auto_refresh=False) as live:
-            for frame, _ in enumerate(self._steps()):
-                if frame % 2 == 0:
-                    live.update(self._screen(empty), refresh=True)
+    def _race(self, token_ids: list[int], columns: Sequence[list[DraftedPiece]]) -> Iterator[None]:
+        """Fill both columns: the engine that has computed for less time so far takes the next step."""
+        streams = [llm.stream(token_ids, self.params) for llm in self.engines]
+        texts = [DraftedText(llm.tokenizer, token_ids) for llm in self.engines]
+        spent = {0: 0.0, 1: 0.0}  # seconds, of those that have not ended
+        while spent:
+            behind = min(spent, key=lambda index: spent[index])
+            started = perf_counter()
+            output = next(streams[behind], None)
+            if output is None:
+                del spent[behind]
+                continue
+            spent[behind] += perf_counter() - started
+            columns[behind].extend(texts[behind].take(output.outputs[0]))
+            yield
 
-    def _steps(self) -> Iterator[None]:
-        for column, llm in zip(self.pieces, self.engines, strict=True):
-            text = DraftedText(llm.tokenizer, self.token_ids)
-            for output in llm.stream(self.token_ids, self.params):
-                column.extend(text.take(output.outputs[0]))
-                yield
+    def _screen(self, prompt: str, columns: Sequence[list[DraftedPiece]], *, whole: bool = False) -> RenderableType:
+        """A task and its two texts: `whole`, or what fits the screen."""
+        grid = Table.grid(padding=(0, 1))
+        titles = ("plain", "with speculation")
+        grid.add_row(*(self._panel(title, pieces, whole) for title, pieces in zip(titles, columns, strict=True)))
+        return Group(Text(""), Text("> ", style="dim").append(prompt, style="default"), grid)
 
-    def _screen(self, below: RenderableType) -> Group:
-        """Title, prompt, the two texts, and `below`."""
-        columns = Table.grid(padding=(0, 1))
-        columns.add_row(self._panel("plain", self.pieces[0]), self._panel("with speculation", self.pieces[1]))
-        question = Text("prompt: ", style="dim").append(self.prompt, style="default")
-        return Group(Text(self.title, style="bold"), question, columns, below)
-
-    def _panel(self, title: str, pieces: list[DraftedPiece]) -> Panel:
-        """As much of the end of a text as fits half a screen."""
+    def _panel(self, title: str, pieces: list[DraftedPiece], whole: bool) -> Panel:
+        """A text, or as much of its end as fits half a screen."""
         text = render(pieces, marked=False)
-        width, height = (self.console.width - 1) // 2, max(MIN_PANEL_LINES, self.console.height - 9)
+        width, height = (self.console.width - 1) // 2, max(MIN_PANEL_LINES, self.console.height - 12)
         lines = text.wrap(Console(width=width), width - PANEL_BORDER)
-        shown = Text("\n").join(lines[-height:]) if self.console.is_terminal else text
-        return Panel(shown, title=title, title_align="left", width=width)
+        return Panel(text if whole else Text("\n").join(lines[-height:]), title=title, title_align="left", width=width)
 
-    def _verdict(self, runs: list[list[CompletionOutput]]) -> Group:
-        """Identical or not, the two speeds, the speed-up, the acceptance length."""
-        same = all(plain.token_ids == drafted.token_ids for plain, drafted in runs)
-        speeds = [median(run[i].stats.tokens_per_s for run in runs) for i in (0, 1)]
-        gain = median(speedup(_seconds(plain), _seconds(drafted)) or 1.0 for plain, drafted in runs)
-        stats = runs[0][1].stats
+    def _verdict(self, runs: list[Answers]) -> RenderableType:
+        """Whether the texts are the same, how much faster, tokens a pass, and what to type next."""
+        outputs = runs[0].drafted
+        num_tokens = sum(len(output.token_ids) for output in outputs)
+        num_passes = sum(output.stats.num_steps for output in outputs)
+        gain = median(speedup(*run.seconds) or 1.0 for run in runs)
+        speeds = [median(num_tokens / run.seconds[index] for run in runs) for index in (0, 1)]
+        same = all(run.same for run in runs)
         first = Text.assemble(
-            ("identical", "bold green") if same else ("DIFFERENT", "bold red"),
-            f": {stats.num_tokens} tokens, acceptance length {stats.acceptance_length:.2f}",
+            (f"the same {num_tokens} tokens", "bold green") if same else ("DIFFERENT TOKENS", "bold red"),
+            ", ",
+            (f"{gain:.2f}x as fast", "bold"),
+            f": {speeds[0]:.0f} and {speeds[1]:.0f} tokens/s; {num_tokens / max(num_passes, 1):.1f} tokens a pass",
         )
+        measured = Text(f"median of {len(runs)} runs", style="dim")
         if self.coloured:
-            sources = [piece.source for piece in self.pieces[1]]
-            first = first.append("; ").append_text(legend(sources, marked=False))
-        second = Text.assemble(
-            f"plain {speeds[0]:.0f} tokens/s, with speculation {speeds[1]:.0f} tokens/s: ",
-            (f"{gain:.2f}x", "bold"),
-            f" (median of {len(runs)} runs)",
-        )
-        return Group(first, second)
-
-
-def _seconds(answer: CompletionOutput) -> float:
-    return answer.stats.ttft_s + answer.stats.decode_s
+            measured.append("; ").append_text(legend(self.sources, marked=False))
+        lines: list[RenderableType] = [Text(""), first, measured]
+        lines += [Text(""), Text("Next:", style="dim")]
+        width = max(len(command) for command, _ in NEXT)
+        lines += [Text.assemble("  ", (f"{command:{width}}", "bold"), f"  {what}") for command, what in NEXT]
+        return Group(*lines)
