@@ -82,7 +82,9 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "config",
         "mini",
     ),
+    "frontend": ("drafters.registry", "engine.outputs", "engine.stopping", "weights", "core", "config"),
     "llm": (
+        "frontend",
         "assemble",
         "progress",
         "engine",
@@ -117,7 +119,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "core",
         "config",
     ),
-    "server": ("", "llm", "drafters.registry", "engine", "weights", "core", "config"),
+    "server": ("", "llm", "frontend", "drafters.registry", "engine", "weights", "core", "config"),
     "cli": ("",),  # anything: see ANYTHING
 }
 ANYTHING = ("cli",)

@@ -1,29 +1,27 @@
 """LLM: the offline API. Load a model once, generate for many prompts.
 
-Knows: text, chat, loading, and how user requests become engine requests. Does not know: how a step works.
+Knows: text, chat, loading. Does not know: how requests are prepared, how a step works.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import count, islice
 from typing import Any
 
 import torch
 
 from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
-from forerun.core import Request, RequestOutput, SamplingParams
+from forerun.core import RequestOutput, SamplingParams
 from forerun.drafters.base import DrafterHealth
 from forerun.drafters.named import engine_config
-from forerun.drafters.registry import check_prediction, draft_models, named_heads, telling_heads
+from forerun.drafters.registry import draft_models, named_heads, telling_heads
 from forerun.engine.engine import Engine
-from forerun.engine.outputs import RequestGroup, SampleRecord
-from forerun.engine.stopping import OutputText
-from forerun.errors import ConfigError, PromptError, QueueFullError, SamplingError, UnknownAdapterError, suggestion
+from forerun.engine.outputs import RequestGroup
+from forerun.errors import ConfigError, QueueFullError, SamplingError
+from forerun.frontend import Frontend, Prompt
 from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
 from forerun.models.adapted import LoraAdapter
@@ -32,11 +30,8 @@ from forerun.models.loader import LoadedModel, load_adapter, load_model
 from forerun.models.trimmed import check_draft_vocabularies
 from forerun.progress import progress_bar
 from forerun.weights.corpus import open_corpus
-from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
-CHARACTERS = 16  # that a token rarely has more of: texts far beyond what fits are not tokenized whole
 Message = Mapping[str, Any]
 
 
@@ -50,7 +45,7 @@ class _Shared:
     adapters: dict[str, LoraAdapter] = field(default_factory=dict)
 
 
-class LLM:
+class LLM(Frontend):
     """A loaded model and an engine that runs it.
 
     `options` are the fields of EngineConfig and DrafterConfig; `drafter` is the drafter's name and `draft_model` its
@@ -61,7 +56,7 @@ class LLM:
         self._open(engine_config(model, options), None)
 
     def _open(self, config: EngineConfig, shared: _Shared | None) -> None:
-        self.config = config
+        Frontend.__init__(self, config)
         check_draft_vocabularies(config.drafter, config.model)
         self._shared = shared or _load(config)
         loaded, drafts = self._shared.loaded, self._shared.drafts
@@ -69,8 +64,6 @@ class LLM:
             config, loaded.model, self._shared.kernels, named_heads(drafts.load), loaded.folder,
             partial(open_corpus, tokenizer=loaded.tokenizer), drafts.translation,
         )  # fmt: skip
-        self._counter = count()
-        self._seeds = random.Random(config.seed)
 
     def with_drafter(self, drafter: str | DrafterConfig, **options: Any) -> LLM:
         """Another engine with another drafter (and other engine options) on the same weights and kernels.
@@ -102,13 +95,19 @@ class LLM:
         return self._shared.kernels
 
     @property
+    def vocab_size(self) -> int:
+        """Rows of the model's logits."""
+        return self._shared.loaded.model.vocab_size
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The model's own sampling parameters."""
+        return self._shared.loaded.sampling
+
+    @property
     def max_model_len(self) -> int:
         """Tokens a request may have, prompt and output together."""
         return self.engine.scheduler.max_model_len
-
-    def sampling_params(self, **given: Any) -> SamplingParams:
-        """SamplingParams with the model's own defaults where none is given."""
-        return SamplingParams(**{**self.loaded.sampling, **given})
 
     @property
     def timings(self) -> dict[str, float]:
@@ -138,18 +137,6 @@ class LLM:
         """Forget an adapter; requests that have it keep it to their end. Raises UnknownAdapterError."""
         gone = self._adapter(name)
         self._shared.adapters = {own: adapter for own, adapter in self.adapters.items() if adapter is not gone}
-
-    def _adapter(self, name: str | None) -> LoraAdapter | None:
-        if name is None:
-            return None
-        adapters = self.adapters  # read once: other threads may load and unload meanwhile
-        if name not in adapters:
-            known = ", ".join(adapters) or "none"
-            raise UnknownAdapterError(
-                f"there is no adapter {name!r:.100}; loaded are {known}: load it with the option lora or load_adapter"
-                f"{suggestion(str(name), adapters)}"
-            )
-        return adapters[name]
 
     # -- generating ---------------------------------------------------------------------------------------------
 
@@ -252,20 +239,6 @@ class LLM:
 
     # -- for servers: requests come and go while the engine runs; one thread starts, steps and aborts ------------
 
-    def prepare(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, lora: str | None = None, **options: Any
-    ) -> RequestGroup:
-        """A checked request that is not queued yet; may be called beside a running step.
-
-        `options` are fields of `Request`: speculate, drafter, max_nodes, priority, deadline_s, prediction (ids).
-        Raises PromptError and SamplingError.
-        """
-        group = self._group(prompt, sampling_params or self.sampling_params(), lora)
-        for sample in group.samples:
-            for name, value in options.items():
-                setattr(sample.request, name, value)
-        return group
-
     def start(self, group: RequestGroup) -> None:
         """Queue a prepared request."""
         self.engine.add(group)
@@ -282,84 +255,6 @@ class LLM:
     def abort(self, request_id: str) -> None:
         """End a request now; its blocks are free when this returns. Unknown ids are ignored."""
         self.engine.abort(request_id)
-
-    # -- user requests to engine requests -----------------------------------------------------------------------
-
-    def predicted(self, text: str) -> tuple[int, ...]:
-        """The ids of a prediction, as many as can be repeated. Raises ConfigError if no drafter would read it."""
-        check_prediction(self.config.drafter)
-        ids = self.tokenizer.encode(text[: CHARACTERS * self.max_model_len], add_special_tokens=False)
-        return tuple(islice(filter(self._has_row, ids), self.max_model_len))
-
-    def _group(
-        self, prompt: Prompt, params: SamplingParams, lora: str | None, prediction: str | None = None
-    ) -> RequestGroup:
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check_prompt(token_ids, params)
-        self._check_params(params)
-        group_id = str(next(self._counter))
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        words = self._bad_word_ids(params.bad_words)
-        expected = () if prediction is None else self.predicted(prediction)
-        given = tuple(token_ids), params, seed, words, self._adapter(lora), expected
-        requests = [self._request(group_id, i, *given) for i in range(params.n)]
-        samples = [SampleRecord(r, OutputText(r, self._detokenizer(r))) for r in requests]
-        return RequestGroup(group_id, prompt if isinstance(prompt, str) else None, samples)
-
-    def _request(
-        self, group_id: str, index: int, token_ids: tuple[int, ...], params: SamplingParams, seed: int,
-        bad_word_ids: tuple[tuple[int, ...], ...], adapter: LoraAdapter | None, prediction: tuple[int, ...],
-    ) -> Request:  # fmt: skip
-        room = self.max_model_len - len(token_ids)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
-        return Request(
-            request_id=f"{group_id}-{index}",
-            prompt_token_ids=token_ids,
-            params=params,
-            seed=seed,
-            sample_index=index,
-            parent_id=group_id,
-            bad_word_ids=bad_word_ids,
-            adapter=adapter,
-            prediction=prediction[: 2 * max_tokens],  # more cannot be repeated, even if half of it is left out
-            stop_token_ids=frozenset(filter(self._has_row, (*params.stop_token_ids, *eos))),
-            max_len=len(token_ids) + max_tokens,
-        )
-
-    def _detokenizer(self, request: Request) -> IncrementalDetokenizer:
-        texts = self.tokenizer if request.params.skip_special_tokens else self.tokenizer.with_special_tokens()
-        return IncrementalDetokenizer(texts, request.prompt_token_ids)
-
-    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is tokenized at the start of a text and after a space."""
-        spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
-        encoded = {tuple(self.tokenizer.encode(s, add_special_tokens=False)) for s in spellings}
-        return tuple(sorted(ids for ids in encoded if ids and all(map(self._has_row, ids))))
-
-    def _has_row(self, token_id: int) -> bool:
-        """Whether the model can choose the token: special tokens may lie beyond its rows."""
-        return token_id < self._shared.loaded.model.vocab_size
-
-    def _check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        vocab_size = self._shared.loaded.model.vocab_size
-        if not token_ids:
-            raise PromptError("the prompt is empty: give at least one token (the tokenizer adds none by itself)")
-        if len(token_ids) >= self.max_model_len:
-            raise PromptError(
-                f"the prompt has {len(token_ids)} tokens, but the context holds {self.max_model_len} with at least one "
-                "new token: shorten the prompt, or raise max_model_len as far as the model allows"
-            )
-        strange = next((t for t in token_ids if not isinstance(t, int) or not 0 <= t < vocab_size), None)
-        if strange is not None:
-            raise PromptError(f"the prompt holds token id {strange!r}; the model knows 0 to {vocab_size - 1}")
-
-    def _check_params(self, params: SamplingParams) -> None:
-        named = (*params.logit_bias, *(params.allowed_token_ids or ()), *params.stop_token_ids)
-        strange = next((t for t in named if t < 0 or not self._has_row(t)), None)
-        if strange is not None:
-            known = f"the model knows 0 to {self._shared.loaded.model.vocab_size - 1}"
-            raise SamplingError(f"a sampling parameter names token id {strange}; {known}")
 
 
 def _load(config: EngineConfig) -> _Shared:

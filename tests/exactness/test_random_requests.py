@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from random import Random, SystemRandom
 from time import perf_counter
 from typing import Any
@@ -117,11 +118,27 @@ class Player:
         for asked, group in self._groups:
             if asked.aborted is not None and asked.aborted <= self._num_steps:
                 llm.abort(group.request_id)
+        for place, (asked, group) in enumerate(self._groups):
+            if asked.moves is not None and asked.moves <= self._num_steps and not group.finished:
+                self._groups[place] = replace(asked, moves=None), self._moved(asked, group)
         if llm.engine.has_work:
             llm.step()
         llm.engine.scheduler.check_integrity()
         self._num_steps += 1
         self._clock.now += 1
+
+    def _moved(self, asked: Asked, group: RequestGroup) -> RequestGroup:
+        """The same request, as if its engine had been lost: begun anew behind the tokens it had."""
+        llm = self._llm
+        assert llm is not None
+        ended = [sample for sample in group.samples if sample.request.finish_reason is not None]
+        going = {s.request.sample_index: s.request.output_token_ids for s in group.samples if s not in ended}
+        deadline = group.samples[0].request.deadline_s
+        llm.abort(group.request_id)
+        again = llm.prepare(asked.prompt, asked.sampling(), written=going, **asked.options, deadline_s=deadline)
+        llm.start(again)
+        samples = sorted([*ended, *again.samples], key=lambda sample: sample.request.sample_index)
+        return RequestGroup(again.request_id, None, samples)
 
     def _new_engine(self) -> LLM:
         llm = self._dice.engine()
@@ -141,13 +158,16 @@ class Player:
         for asked, group in self._groups:
             [alone], output = plain.generate([asked.prompt], asked.sampling()), group.output()
             what = f"{self._llm.config} {asked}"
-            for found, expected in zip(output.outputs, alone.outputs, strict=True):
+            for sample, found, expected in zip(group.samples, output.outputs, alone.outputs, strict=True):
+                if sample.num_elsewhere:  # what came before has been told
+                    logprobs = expected.logprobs and expected.logprobs[sample.num_elsewhere :]
+                    expected = replace(expected, logprobs=logprobs, cumulative_logprob=found.cumulative_logprob)
                 assert not found.stats.failed_drafters, what
                 if found.finish_reason == "abort":
                     assert expected.token_ids[: len(found.token_ids)] == found.token_ids, what
                 else:
                     assert told(found) == told(expected), what
-                covered += Counter(kinds(asked, found))
+                covered += Counter({**kinds(asked, found), "moved": sample.num_elsewhere > 0})
             if output.outputs[0].finish_reason != "abort":
                 assert output.prompt_logprobs == alone.prompt_logprobs, what
 

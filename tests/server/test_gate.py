@@ -11,9 +11,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from forerun import LLM
-from forerun.cli.serve import _allowed_hosts
 from forerun.errors import ConfigError
 from forerun.server.logs import JsonFormatter, TextFormatter
+from forerun.server.settings import names_of
 from tests.server.conftest import client_of, settings
 
 PAGE = "https://page.example"
@@ -87,7 +87,7 @@ def test_names_the_server_does_not_go_by(llm: LLM) -> None:
     ],
 )
 def test_names_a_server_goes_by_unless_told(host: str, given: Any, has_keys: bool, allowed: tuple[str, ...]) -> None:
-    assert _allowed_hosts(host, given, has_keys) == allowed
+    assert names_of(host, given or (), has_keys) == allowed
 
 
 def test_pages_of_other_sites_are_let_in_by_name(llm: LLM) -> None:

@@ -7,7 +7,7 @@ from forerun.cli.explain import explain_dict, explain_lines
 from forerun.core import DrafterCount, RequestStats, speedup
 from forerun.server.answers import Account
 from forerun.server.metrics import EngineLoad, Metrics
-from forerun.server.service import Delta
+from forerun.server.streams import Delta
 
 
 def stats(num_drafted: int = 4) -> RequestStats:

@@ -53,6 +53,7 @@ class Asked:
     options: dict[str, Any]  # of `LLM.prepare`, deadline_s apart
     arrives: int  # step of its engine
     aborted: int | None  # likewise
+    moves: int | None  # likewise: when an engine begins anew with it, behind the tokens it has then
     patience_s: int | None
 
     def sampling(self) -> SamplingParams:
@@ -126,6 +127,7 @@ class Dice:
             options=self.speculation(),
             arrives=rng.choice((0, 0, rng.randint(1, 30))),
             aborted=rng.randint(0, 40) if self.maybe(0.12) else None,
+            moves=rng.randint(0, 30) if self.maybe(0.2) else None,
             patience_s=rng.randint(1, 40) if self.maybe(0.12) else None,
         )
 

@@ -5,7 +5,6 @@ Knows: options, and how they reach the engine, the server and uvicorn. Does not 
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
 from contextlib import suppress
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 SERVER, SAFETY = "Server", "Limits and safety"
 LARGEST_PORT = 65535
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def _server(help_text: str, *names: str, **limits: Any) -> Any:
@@ -156,7 +154,7 @@ def serve(
     listen = {"host": listening.host, "port": listening.port, **_tls(listening.ssl_certfile, listening.ssl_keyfile)}
     options = {**drafting.of(name), **values(engine)}
     settings.check_adapters(opt.adapters(engine.lora))
-    _check_address(listening.host, listening.port)
+    check_address(listening.host, listening.port)
     _note_open(listening.host, settings)
     _bound_memory()
     _run(open_llm(name, note=logging.getLogger("forerun.server").warning, **options), settings, listen)
@@ -176,7 +174,7 @@ def _log_to(style: str, level: str) -> None:
 def _settings(name: str, listening: Listening, serving: Serving) -> ServerSettings:
     try:
         from forerun.server.run import affordable
-        from forerun.server.settings import ServerSettings
+        from forerun.server.settings import ServerSettings, names_of
     except ImportError as error:
         raise ConfigError(f"`forerun serve` needs `pip install 'forerun[server]'` ({error})") from error
 
@@ -185,7 +183,7 @@ def _settings(name: str, listening: Listening, serving: Serving) -> ServerSettin
     return ServerSettings(
         served_names=tuple(listening.served_model_name or (model_id(name),)),
         api_keys=keys,
-        allowed_hosts=_allowed_hosts(listening.host, listening.allowed_hosts, bool(keys)),
+        allowed_hosts=names_of(listening.host, listening.allowed_hosts or (), bool(keys)),
         allowed_origins=tuple(listening.allowed_origins or ()),
         **given,
     )
@@ -213,19 +211,7 @@ def _read_keys(path: Path) -> list[str]:
     return keys
 
 
-def _allowed_hosts(host: str, given: list[str] | None, has_keys: bool) -> tuple[str, ...]:
-    """The given names; on a loopback address those of the loopback as well.
-
-    A page of another site may make its name resolve to this machine, and then a browser treats a server without keys as
-    part of that site: unless names are given, such a server answers only to its own names.
-    """
-    if not _is_loopback(host):
-        return tuple(given or ())
-    own = dict.fromkeys((*LOOPBACK_NAMES, host))
-    return (*own, *(given or ())) if given or not has_keys else ()
-
-
-def _check_address(host: str, port: int) -> None:
+def check_address(host: str, port: int) -> None:
     """Raises ConfigError for a port that is invalid or taken, and for an address this machine does not have."""
     if not 0 <= port <= LARGEST_PORT:
         raise ConfigError(f"--port must be from 0 (takes a free one) to {LARGEST_PORT}; got {port}")
@@ -257,15 +243,10 @@ def _bound_memory() -> None:
 
 
 def _note_open(host: str, settings: ServerSettings) -> None:
-    if not _is_loopback(host) and not settings.api_keys:
+    from forerun.server.settings import is_loopback
+
+    if not is_loopback(host) and not settings.api_keys:
         print_note(f"anyone who reaches {host} may use this server: consider --api-key-file")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _run(llm: LLM, settings: ServerSettings, listen: dict[str, Any]) -> None:

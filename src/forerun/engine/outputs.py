@@ -22,7 +22,7 @@ from forerun.core import (
 )
 from forerun.engine.logprobs import position_logprobs
 from forerun.engine.stopping import OutputText
-from forerun.errors import DeadlineError
+from forerun.errors import DeadlineError, PromptError
 from forerun.policy.policy import StepResult
 from forerun.speculation.draft import Draft
 
@@ -56,11 +56,28 @@ class SampleRecord:
     num_steps: int = 0
     num_last: int = 0  # tokens of the last step
     sources: list[str] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)  # of the tokens chosen here
+    num_elsewhere: int = 0  # leading tokens that another engine chose
     prompt_logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
     drafters: dict[str, DrafterCount] = field(default_factory=dict)
     figures: RequestStats = field(default_factory=RequestStats)  # the figures that grow step by step
     trace: list[StepTrace] | None = None  # steps that `take_trace` has not returned yet; None: no trace was asked for
+
+    def go_on_after(self, token_ids: Sequence[int]) -> None:
+        """Before the first step: the tokens that the request has had elsewhere, which go the way of all tokens.
+
+        Raises PromptError if the request would have ended before the last of them, or with it.
+        """
+        self.num_elsewhere = self.text.take(token_ids)
+        if self.request.finish_reason is not None:
+            raise PromptError(
+                f"token {self.num_elsewhere} of the {len(token_ids)} to go on after ends the answer: nothing follows it"
+            )
+        self.sources.extend([""] * len(token_ids))
+
+    def logprobs_after(self, num_tokens: int) -> tuple[PositionLogprobs, ...]:
+        """Log-probabilities of the tokens behind the first `num_tokens`, none of them chosen elsewhere."""
+        return tuple(self.logprobs[num_tokens - self.num_elsewhere :])
 
     def scheduled(self) -> None:
         """The request is part of a step."""

@@ -316,7 +316,7 @@ class Scheduler:
         self.prefix_cache.open(request, hit)
         self._shared.add(request)
         if request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed
+            request.num_cached_tokens = min(request.num_computed, len(request.prompt_token_ids))
             self.prefix_cache.stats.add(len(request.token_ids), request.num_computed)
         if request.num_computed > 0:
             step.resumed.append(Resumed(request, hit.num_ready, hit.copy_from, len(hit.blocks), hit.num_copied))

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from forerun.core import PositionLogprobs, RequestStats, TokenLogprob
 from forerun.drafters.registry import all_specs
-from forerun.server.service import Delta
+from forerun.server.streams import Delta
 from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer
 

@@ -24,6 +24,7 @@ from forerun import __version__
 from forerun.config import EngineConfig
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import ConfigError, ForerunError, ModelNotFoundError
+from forerun.frontend import Frontend
 from forerun.llm import LLM
 from forerun.server import metrics
 from forerun.server.batch_api import BatchFolder, add_batches
@@ -57,6 +58,7 @@ from forerun.server.schema import (
 from forerun.server.service import EngineService
 from forerun.server.settings import ServerSettings
 from forerun.server.stored_files import FileStore
+from forerun.server.streams import Service
 
 NUM_THREADS = MAX_WAITING + 32  # read requests; MAX_WAITING of them may wait for the grammar compiler
 LONGEST_ROW_S = 7 * 86400.0  # a row of a batch waits behind other requests
@@ -95,8 +97,13 @@ class Job(Protocol):
 
 def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     """The application that serves `llm`; its lifespan starts and stops the engine's thread."""
+    return application(EngineService(llm, settings), llm, settings)
+
+
+def application(service: Service, llm: Frontend, settings: ServerSettings) -> FastAPI:
+    """The application that answers with `service`, which its lifespan starts and stops; `llm` prepares the requests."""
     bound_arenas()
-    service, context = EngineService(llm, settings), ServerContext(llm, settings)
+    context = ServerContext(llm, settings)
     large, stopping = LargeBodies(), Event()
     app = FastAPI(title="forerun", version=__version__, separate_input_output_schemas=False)
     folder = _batch_folder(app, settings, llm.config, lambda: bool(service.healthy) and not stopping.is_set())
@@ -180,7 +187,7 @@ def _batch_folder(
     return BatchFolder(files, jobs)
 
 
-def _router(service: EngineService, context: ServerContext, folder: BatchFolder) -> APIRouter:
+def _router(service: Service, context: ServerContext, folder: BatchFolder) -> APIRouter:
     router = APIRouter(route_class=CheckedRoute, responses=_ERRORS)
     answer = _Answering(service)
     _add_generating(router, answer, context)
@@ -196,7 +203,7 @@ def _router(service: EngineService, context: ServerContext, folder: BatchFolder)
 class _Answering:
     """Answers generating requests, whatever their API."""
 
-    def __init__(self, service: EngineService) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
 
     async def __call__(
@@ -288,7 +295,7 @@ def _add_texts(router: APIRouter, context: ServerContext) -> None:
         return {**context.tokenizer.special_tokens, "chat_template": context.tokenizer.chat_template}
 
 
-def _add_adapters(router: APIRouter, service: EngineService, context: ServerContext) -> None:
+def _add_adapters(router: APIRouter, service: Service, context: ServerContext) -> None:
     """The routes that vLLM has for this; requests name an adapter as their model."""
 
     def check_allowed() -> None:
@@ -305,9 +312,7 @@ def _add_adapters(router: APIRouter, service: EngineService, context: ServerCont
             raise ApiError(400, f"{body.lora_name[:100]!r} is the name of a model or adapter here: unload it, load in "
                                 "its place (load_inplace), or give another one", param="lora_name")  # fmt: skip
         try:
-            await service.between_steps(
-                lambda: context.llm.load_adapter(body.lora_name, body.lora_path, body.load_inplace)
-            )
+            await service.load_adapter(body.lora_name, body.lora_path, body.load_inplace)
         except ModelNotFoundError as error:
             raise ApiError(404, str(error), param="lora_path") from error
         return {"id": body.lora_name, "object": "model", "parent": context.model_name}
@@ -320,7 +325,7 @@ def _add_adapters(router: APIRouter, service: EngineService, context: ServerCont
             loaded = ", ".join(context.llm.adapters) or "none"
             raise ApiError(404, f"there is no adapter {body.lora_name[:100]!r} here; loaded are {loaded}",
                            param="lora_name")  # fmt: skip
-        await service.between_steps(lambda: context.llm.unload_adapter(body.lora_name))
+        await service.unload_adapter(body.lora_name)
         return {"id": body.lora_name, "object": "model", "deleted": True}
 
 
@@ -338,7 +343,7 @@ def _tokenized(context: ServerContext, body: TokenizeBody) -> dict[str, Any]:
 
 
 def _text(context: ServerContext, token_ids: list[int]) -> str:
-    most, vocab_size = context.llm.max_model_len, context.llm.loaded.model.vocab_size
+    most, vocab_size = context.llm.max_model_len, context.llm.vocab_size
     if len(token_ids) > most:
         raise ApiError(400, f"{len(token_ids)} tokens; the most is {most}, the context", param="tokens")
     strange = next((t for t in token_ids if not 0 <= t < vocab_size), None)
@@ -347,7 +352,7 @@ def _text(context: ServerContext, token_ids: list[int]) -> str:
     return context.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-def _add_status(router: APIRouter, service: EngineService, context: ServerContext) -> None:
+def _add_status(router: APIRouter, service: Service, context: ServerContext) -> None:
     same: dict[str, Any] = {
         "object": "model",
         "created": int(time()),
@@ -392,4 +397,4 @@ def _add_status(router: APIRouter, service: EngineService, context: ServerContex
     @router.get("/metrics")
     async def prometheus() -> Response:
         """Figures for Prometheus."""
-        return Response(await asyncio.to_thread(service.metrics.text), media_type=metrics.CONTENT_TYPE)
+        return Response(await service.metrics_text(), media_type=metrics.CONTENT_TYPE)

@@ -23,7 +23,7 @@ from forerun.server.harmony import FINAL, MESSAGE, Harmony
 from forerun.server.params import check_fields, engine_options, sampling_params, token_limit
 from forerun.server.reasoning import ReasoningSplitter, may_think, starts_inside
 from forerun.server.schema import ChatBody, NamedToolChoice, Tool
-from forerun.server.service import Delta
+from forerun.server.streams import Delta
 from forerun.server.structured import GrammarSpec, grammar_spec, json_spec
 from forerun.server.tools import (
     HARMONY,
@@ -182,7 +182,7 @@ class ChatJob:
             others["logprobs"] = body.top_logprobs or 0
         if self._needs_special_tokens and body.skip_special_tokens is None:
             others["skip_special_tokens"] = False
-        return sampling_params(body, self._context.llm.loaded.sampling, **others)
+        return sampling_params(body, self._context.llm.sampling_defaults, **others)
 
     def _grammar(self, deadline_s: float | None) -> GrammarMask | None:
         asked, forced = grammar_spec(self._body), self._forced_spec()

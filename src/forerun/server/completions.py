@@ -70,7 +70,7 @@ class CompletionJob:
         context.check_samples((body.n or 1) * len(prompts_of(body)))
         self._prompts = [self._encode(prompt) for prompt in prompts_of(body)]
         masks = [self._mask(options.get("deadline_s")) for _ in self._prompts]
-        params = sampling_params(body, context.llm.loaded.sampling, **others, grammar=masks[0])
+        params = sampling_params(body, context.llm.sampling_defaults, **others, grammar=masks[0])
         self.constrained = context.is_constrained(params)
         self.groups = [
             context.llm.prepare(prompt, replace(params, grammar=mask), context.adapter_of(body), **options)

@@ -12,14 +12,14 @@ from itertools import islice
 from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
 from forerun.errors import ConfigError
-from forerun.llm import CHARACTERS, LLM
+from forerun.frontend import CHARACTERS, Frontend
 from forerun.server.errors import ApiError, unsupported
 from forerun.server.grammar_compiler import GrammarCompiler
 from forerun.server.harmony import MESSAGE
 from forerun.server.reasoning import reasoning_style
 from forerun.server.schema import Body, Prediction, unknown_fields
-from forerun.server.service import Delta
 from forerun.server.settings import ServerSettings
+from forerun.server.streams import Delta
 from forerun.server.tools import HARMONY, tool_style
 from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer
@@ -31,14 +31,14 @@ log = logging.getLogger("forerun.server")
 class ServerContext:
     """One served model. Raises ConfigError for an unknown parser."""
 
-    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+    def __init__(self, llm: Frontend, settings: ServerSettings) -> None:
         settings.check_adapters(llm.adapters)
         self.llm = llm
         self.settings = settings
         template = llm.tokenizer.chat_template
         self.tool_style = tool_style(settings.tool_parser, template)
         self.reasoning_marks = reasoning_style(settings.reasoning_parser, template)
-        self.grammars = GrammarCompiler(llm.tokenizer, llm.loaded.model.vocab_size, settings.grammar_timeout_s)
+        self.grammars = GrammarCompiler(llm.tokenizer, llm.vocab_size, settings.grammar_timeout_s)
 
     @property
     def thinks(self) -> bool:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from forerun.engine.outputs import RequestGroup
 from forerun.server.errors import ApiError, as_api_error
-from forerun.server.service import Delta, EngineService, TokenStream
+from forerun.server.streams import Delta, Service, Stream
 
 KEEP_ALIVE_S = 15.0  # silence after which a comment is sent, so that proxies do not hang up
 DONE = b"data: [DONE]\n\n"
@@ -36,11 +36,11 @@ class Event(NamedTuple):
 class Generation:
     """The engine's requests for one HTTP request; they run inside a `with` block only."""
 
-    def __init__(self, service: EngineService, groups: Sequence[RequestGroup], constrained: bool) -> None:
+    def __init__(self, service: Service, groups: Sequence[RequestGroup], constrained: bool) -> None:
         self._service = service
         self._groups = groups
         self._constrained = constrained
-        self._streams: list[TokenStream] = []
+        self._streams: list[Stream] = []
 
     def __enter__(self) -> None:
         """Hand all requests to the engine; raises ApiError 429 if the queue has no room for them."""
@@ -69,7 +69,7 @@ class Generation:
                     yield event
 
 
-async def _merged(streams: Sequence[TokenStream]) -> AsyncGenerator[Event, None]:
+async def _merged(streams: Sequence[Stream]) -> AsyncGenerator[Event, None]:
     """The deltas of several streams in the order in which they come."""
     arrived: asyncio.Queue[Event | ApiError | None] = asyncio.Queue()
     pumps = [asyncio.create_task(_pump(i, stream, arrived)) for i, stream in enumerate(streams)]
@@ -88,7 +88,7 @@ async def _merged(streams: Sequence[TokenStream]) -> AsyncGenerator[Event, None]
             pump.cancel()
 
 
-async def _pump(index: int, stream: TokenStream, arrived: asyncio.Queue[Event | ApiError | None]) -> None:
+async def _pump(index: int, stream: Stream, arrived: asyncio.Queue[Event | ApiError | None]) -> None:
     try:
         async for deltas in stream.deltas():
             for delta in deltas:

@@ -115,7 +115,7 @@ class GrammarCompiler:
                 channel = self._open(spec) or self._compile(spec, turn, deadline_s).open()
         if channel is None:
             raise ApiError(503, "the process that held this grammar has ended; try again", headers={"Retry-After": "1"})
-        mask = PrefixMask(channel, self._vocab_size, self._tokenizer.encode_behind)
+        mask = PrefixMask(channel, self._vocab_size, self._tokenizer.encode_behind, spec)
         mask.ready(())  # so that it is computed during prefill
         return mask
 

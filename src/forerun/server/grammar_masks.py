@@ -17,6 +17,7 @@ from typing import NamedTuple
 from forerun.core import TokenBits
 from forerun.errors import GrammarError
 from forerun.server.grammar_messages import ALL, ASK, FORCED, common_prefix
+from forerun.server.structured import GrammarSpec
 
 MAX_MASKS = 256  # prefixes whose masks are kept
 MAX_ASKED = 64  # prefixes asked for and not answered
@@ -36,8 +37,9 @@ class _Known(NamedTuple):
 class PrefixMask:
     """The AsyncGrammarMask of one request, and a ForcingMask. Used by one thread."""
 
-    def __init__(self, channel: socket.socket, vocab_size: int, spell: Spell) -> None:
-        """`channel`: a socket to the process that serves this request (see grammar_matcher)."""
+    def __init__(self, channel: socket.socket, vocab_size: int, spell: Spell, spec: GrammarSpec | None = None) -> None:
+        """`channel`: a socket to the process that serves this request (see grammar_matcher); `spec`: of its grammar."""
+        self.spec = spec
         self._channel = channel
         self._spell = spell
         self._num_bytes = (vocab_size + 31) // 32 * 4
@@ -165,43 +167,43 @@ class AfterThinking:
 
         `marks`: the tokens that end it; of several marks the last, once the others have come, whatever is between.
         """
-        self._inner = inner
-        self._start_id = start_id
-        self._marks = [list(mark) for mark in marks]
+        self.inner = inner
+        self.start_id = start_id
+        self.marks = [list(mark) for mark in marks]
 
     def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int] | TokenBits | None:
         """All tokens while the model thinks; then the inner mask of the tokens since."""
         said = self._said(output_token_ids)
         if said is None:
             return None
-        bits = self._inner.allowed(said)
+        bits = self.inner.allowed(said)
         return self._or_start(bits) if not output_token_ids and isinstance(bits, TokenBits) else bits
 
     def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
         """See PrefixMask."""
         said = self._said(output_token_ids)
-        return said is None or self._inner.ready(said, wait_s)
+        return said is None or self.inner.ready(said, wait_s)
 
     def forced(self, output_token_ids: Sequence[int]) -> Sequence[int]:
         """Nothing while the model thinks, or may begin to."""
         said = self._said(output_token_ids)
-        may_begin = self._start_id is not None and not output_token_ids
-        return () if said is None or may_begin else self._inner.forced(said)
+        may_begin = self.start_id is not None and not output_token_ids
+        return () if said is None or may_begin else self.inner.forced(said)
 
     def _said(self, tokens: Sequence[int]) -> Sequence[int] | None:
         """The tokens after the thinking; None while the model thinks."""
-        if self._start_id is not None and (not tokens or tokens[0] != self._start_id):
+        if self.start_id is not None and (not tokens or tokens[0] != self.start_id):
             return tokens
         rest: list[int] | None = list(tokens)
-        for mark in self._marks:
+        for mark in self.marks:
             rest = None if rest is None else _behind(mark, rest)
         return rest
 
     def _or_start(self, bits: TokenBits) -> TokenBits:
-        if self._start_id is None:
+        if self.start_id is None:
             return bits
         packed = bytearray(bits.packed)
-        packed[self._start_id // 8] |= 1 << self._start_id % 8
+        packed[self.start_id // 8] |= 1 << self.start_id % 8
         return TokenBits(bytes(packed))
 
 

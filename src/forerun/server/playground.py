@@ -22,7 +22,7 @@ from forerun.server.chat import ChatJob
 from forerun.server.context import ServerContext
 from forerun.server.generation import EventStream, Generation
 from forerun.server.schema import MAX_MESSAGES, Body, ChatBody, Fraction, Message, Speculation
-from forerun.server.service import Delta, EngineService
+from forerun.server.streams import Delta, Service
 from forerun.weights.tokenizer import Tokenizer
 
 STREAM_PATH: Final = "/playground/stream"
@@ -57,7 +57,7 @@ class PlaygroundBody(Body):
     speculation: Speculation | None = None
 
 
-def add_playground(router: APIRouter, service: EngineService, context: ServerContext) -> None:
+def add_playground(router: APIRouter, service: Service, context: ServerContext) -> None:
     """Routes of the page and of its stream; they are not part of the API's document."""
     for path, (name, media_type) in FILES.items():
         _add_file(router, path, name, media_type)
@@ -86,7 +86,7 @@ class TracedChat:
         """Raises what ChatJob raises. Takes a while: not for event loops."""
         given = {name: getattr(body, name) for name in body.model_fields_set}
         if body.temperature is None:
-            given["temperature"] = context.llm.loaded.sampling.get("temperature", USUAL_TEMPERATURE)
+            given["temperature"] = context.llm.sampling_defaults.get("temperature", USUAL_TEMPERATURE)
         chat = ChatBody(**given)
         self.chat, self._name = ChatJob(context, chat), context.name_of(chat)
         self._context = context

@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
         self._drain_s = settings.drain_s
         self._hurried = False
         config = uvicorn.Config(
-            app, http=connection, ws="none", log_config=None, access_log=False, server_header=False,
+            app, loop="asyncio", http=connection, ws="none", log_config=None, access_log=False, server_header=False,
             timeout_keep_alive=IDLE_S, **options,
         )  # fmt: skip
         super().__init__(config)

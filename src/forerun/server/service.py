@@ -18,12 +18,12 @@ from threading import Thread
 from time import perf_counter
 from typing import NamedTuple
 
-from forerun.core import FinishReason, PositionLogprobs, RequestStats
-from forerun.engine.outputs import RequestGroup, SampleRecord, StepTrace
+from forerun.engine.outputs import RequestGroup
 from forerun.llm import LLM
 from forerun.server.errors import ApiError, as_api_error
 from forerun.server.metrics import EngineLoad, Metrics
 from forerun.server.settings import ServerSettings
+from forerun.server.streams import Delta, Sent, Stream, delta_of
 
 MAX_FAILURES = 3  # steps failed in a row after which the server calls itself unhealthy
 _REASONS = {
@@ -37,31 +37,6 @@ log = logging.getLogger("forerun.server")
 Command = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What a sample gained since the last delta."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[PositionLogprobs, ...]
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    seed: int
-    stats: RequestStats | None  # with the finish reason
-    speedup: float | None  # estimated, so far
-    steps: tuple[StepTrace, ...]  # empty unless the request asked for a trace
-
-
-@dataclass(slots=True)
-class _Sent:
-    """How much of a sample has been sent."""
-
-    num_chars: int = 0
-    num_tokens: int = 0
-    done: bool = False
-
-
 @dataclass(slots=True, eq=False)
 class TokenStream:
     """One request on its way: iterate for deltas; leaving early must be followed by `EngineService.abort`."""
@@ -69,7 +44,7 @@ class TokenStream:
     group: RequestGroup
     loop: asyncio.AbstractEventLoop
     constrained: bool
-    sent: list[_Sent]
+    sent: list[Sent]
     num_open: int = field(init=False)  # samples whose end has not been sent; the engine's thread only
     started: float = field(default_factory=perf_counter)
     arrived: asyncio.Queue[list[Delta] | ApiError] = field(default_factory=asyncio.Queue)
@@ -122,6 +97,7 @@ class EngineService:
         self._num_open = 0  # samples accepted and not ended; the event loop only
         self._usual_s = 1.0  # time a sample takes
         self._failures = 0
+        self._step_began: float | None = None  # None: none is under way
         self._closing = False  # nothing more is taken
         self._stopping = False
         self._ended = False  # the thread takes no more commands
@@ -148,6 +124,12 @@ class EngineService:
         """Whether the engine's thread runs and its last steps did not all fail."""
         return self._thread.is_alive() and self._failures < MAX_FAILURES
 
+    @property
+    def step_s(self) -> float:
+        """How long the step under way has taken; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else perf_counter() - began
+
     def load(self) -> EngineLoad:
         """How busy the engine is."""
         scheduler, cache, timings = self.llm.engine.scheduler, self.llm.engine.kv_cache, self.llm.timings
@@ -161,6 +143,10 @@ class EngineService:
             num_steps=num_steps,
             drafters={n: (h.num_errors, h.rest_s) for n, h in self.llm.drafter_health().items() if n != "none"},
         )
+
+    async def metrics_text(self) -> bytes:
+        """All metrics, as Prometheus reads them."""
+        return await asyncio.to_thread(self.metrics.text)
 
     def check_room(self, num_samples: int) -> None:
         """Raise ApiError 429 if `num_samples` more would overfill the queue, 503 if the engine is down."""
@@ -181,7 +167,7 @@ class EngineService:
     def submit(self, group: RequestGroup, constrained: bool = False) -> TokenStream:
         """Hand a prepared request to the engine; raises ApiError 429 if there is no room."""
         self.check_room(len(group.samples))
-        sent = [_Sent() for _ in group.samples]
+        sent = [Sent(len(sample.text.visible()), sample.request.num_output) for sample in group.samples]
         stream = TokenStream(group, asyncio.get_running_loop(), constrained, sent)
         self._num_open += len(group.samples)
         self._commands.put(lambda: self._begin(stream))
@@ -210,8 +196,17 @@ class EngineService:
             raise _shutting_down()
         await asyncio.wrap_future(done)
 
-    def abort(self, stream: TokenStream) -> None:
+    async def load_adapter(self, name: str, path: str, in_place: bool) -> None:
+        """See `LLM.load_adapter`; between two steps."""
+        await self.between_steps(lambda: self.llm.load_adapter(name, path, in_place))
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `LLM.unload_adapter`; between two steps."""
+        await self.between_steps(lambda: self.llm.unload_adapter(name))
+
+    def abort(self, stream: Stream) -> None:
         """End a request whose client is gone, if it still runs; its blocks are freed before the next step."""
+        assert isinstance(stream, TokenStream)
         self._commands.put(lambda: self._drop(stream))
 
     # -- the engine's thread ------------------------------------------------------------------------------------
@@ -283,7 +278,11 @@ class EngineService:
         if self._undelivered is not None and not self.llm.engine.has_work:  # the rest was aborted meanwhile
             self._deliver_last()
             return
-        changed = self.llm.step()
+        self._step_began = perf_counter()
+        try:
+            changed = self.llm.step()
+        finally:
+            self._step_began = None
         self._undelivered = partial(self._deliver, changed)
         engine, failed = self.llm.engine, any(s.request.error is not None for group in changed for s in group.samples)
         if engine.meanwhile is None or not engine.has_work or failed:  # failed ones must be aborted now, between steps
@@ -332,7 +331,7 @@ class EngineService:
         deltas, num_done = [], 0
         for sample, sent in zip(stream.group.samples, stream.sent, strict=True):
             if not sent.done and sample.request.num_output > sent.num_tokens:
-                deltas.append(_delta(sample, sent))
+                deltas.append(delta_of(sample, sent))
                 num_done += sent.done
                 self._count(deltas[-1])
         if stream.group.finished:
@@ -367,23 +366,3 @@ class EngineService:
 
 def _shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")
-
-
-def _delta(sample: SampleRecord, sent: _Sent) -> Delta:
-    request, text = sample.request, sample.text.visible()
-    start = len(request.prompt_token_ids) + sent.num_tokens
-    sent.done = request.finish_reason is not None
-    delta = Delta(
-        index=request.sample_index,
-        text=text[sent.num_chars :],
-        token_ids=tuple(request.token_ids[start:]),
-        logprobs=tuple(sample.logprobs[sent.num_tokens :]),
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
-        seed=request.seed,
-        stats=sample.stats() if sent.done else None,
-        speedup=sample.figures.estimated_speedup,
-        steps=sample.take_trace(),
-    )
-    sent.num_chars, sent.num_tokens = len(text), request.num_output
-    return delta

@@ -5,13 +5,15 @@ Knows: names, defaults and ranges of what `forerun serve` adds to the engine's o
 
 from __future__ import annotations
 
+import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.errors import ConfigError
 
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _ORIGIN = re.compile(r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s,]+)$")
 # A name, *.NAME, or an address without brackets.
 _HOST = re.compile(r"^(\*|(\*\.)?[^/\s,*:\[\]]+|[0-9a-f]*(:[0-9a-f.]*){2,})$")
@@ -77,6 +79,26 @@ class ServerSettings:
         twice = next((name for name in names if name in self.served_names), None)
         if twice is not None:
             raise ConfigError(f"{twice!r} is the name of an adapter and of the model: give one of them another name")
+
+
+def names_of(host: str, given: Sequence[str], has_keys: bool) -> tuple[str, ...]:
+    """The names a server on `host` answers to: the given ones; on a loopback address those of the loopback as well.
+
+    A page of another site may make its name resolve to this machine, and then a browser treats a server without keys as
+    part of that site: unless names are given, such a server answers only to its own names.
+    """
+    if not is_loopback(host):
+        return tuple(given)
+    own = dict.fromkeys((*LOOPBACK_NAMES, host))
+    return (*own, *given) if given or not has_keys else ()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _positive(name: str, value: float) -> None:
