@@ -67,7 +67,7 @@ def test_rows_of_a_quantized_matrix_are_those_of_the_whole(name: str, tmp_path: 
     form, kernels = find_format(source, "m"), tiny.kernels()
     assert form is not None
     whole = form.read(source, [RowPart("m", 64)], 64, kernels, None)
-    some = read_rows(form, source, RowPart("m", 64), 64, kernels, None, KEPT_64)
+    some = read_rows(form, source, [RowPart("m", 64)], 64, kernels, None, KEPT_64)
     assert some.shape == (20, 64) and some.nbytes < whole.nbytes
     x = torch.randn(3, 64)
     assert torch.equal(some.matmul(x, None), whole.matmul(x, None)[:, KEPT_64])

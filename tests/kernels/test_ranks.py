@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,14 +14,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels.rank_process import PROMPT
+from tests.models import factory
+from tests.support import tiny
 from tests.support.ranks import on_ranks
 
 from forerun.errors import RankLost
 from forerun.kernels import shared_memory
 from forerun.kernels.ranks import ALONE, Ranks, SharedRanks
 from forerun.kernels.shared_memory import SharedMemory, reserve_memory
+from forerun.models.loader import load_model
 
-PROCESS = Path(__file__).parent / "rank_process.py"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def parts_of(size: int, rows: int, widths: list[int]) -> list[torch.Tensor]:
@@ -101,28 +106,13 @@ def test_who_does_not_come_is_waited_for_until_the_limit() -> None:
         ranks[0].gather(torch.ones(1, 1))
 
 
-def start(rank: int, port: int, transport: str, do: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(PROCESS), str(rank), str(port), transport, do]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def two_processes(transport: str, do: str, free_port: int) -> list[subprocess.Popen[str]]:
-    return [start(rank, free_port, transport, do) for rank in range(2)]
-
-
-@pytest.fixture
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_two_processes(transport: str, free_port: int) -> None:
-    """They exchange; then one is killed, or stopped over gloo: the other says so in time."""
-    first, second = two_processes(transport, "wait", free_port)
+def test_two_processes(transport: str, tmp_path: Path) -> None:
+    """They give the bits of one; then one is killed, or stopped over gloo, and the other says so in time."""
+    folder = tiny.write_llama(tmp_path, tiny.random_layers(2))
+    alone = load_model(folder, tiny.kernels()).model
+    expected = factory.Runner(alone, 16).span(PROMPT).logits
+    first, second = (start(rank, port, transport, folder) for port in [free_port()] for rank in range(2))
     try:
         assert second.stdout is not None
         assert second.stdout.readline() == "ready\n"
@@ -130,7 +120,7 @@ def test_two_processes(transport: str, free_port: int) -> None:
         out, errors = first.communicate(timeout=60)
         said = json.loads(out.splitlines()[-1])
         assert said["kind"] == {"shared": "SharedRanks", "gloo": "GroupRanks"}[transport], errors
-        assert said["gathered"] == [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
+        assert torch.equal(torch.tensor(said["logits"]), expected)
         assert "rank" in said["error"]
         assert said["waited_s"] < 10
     finally:
@@ -140,3 +130,14 @@ def test_two_processes(transport: str, free_port: int) -> None:
             for pipe in (one.stdout, one.stderr):
                 assert pipe is not None
                 pipe.close()
+
+
+def start(rank: int, port: int, transport: str, folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.kernels.rank_process", str(rank), str(port), transport, str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

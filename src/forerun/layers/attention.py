@@ -48,6 +48,7 @@ class NormedProjections:
     value: Linear
     query_norm: RMSNorm
     key_norm: RMSNorm
+    own: tuple[slice, slice] | None = None  # of all queries and keys those of this rank's heads; None: all
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -61,7 +62,10 @@ class NormedProjections:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, H] -> [M, row_size]."""
-        return torch.cat([self.query_norm(self.query(x)), self.key_norm(self.key(x)), self.value(x)], dim=1)
+        query, key = self.query_norm(self.query(x)), self.key_norm(self.key(x))
+        if self.own is not None:
+            query, key = query[:, self.own[0]], key[:, self.own[1]]
+        return torch.cat([query, key, self.value(x)], dim=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """A layer of Mamba-2: a short convolution and a state space in place of attention.
 
-Knows: its matrices, the order of its ops. Does not know: requests, who owns slots.
+Knows: its matrices, the order of its ops, that a norm may be over heads of several ranks. Does not know: requests, who
+owns slots.
 Source: Mamba-2 (2405.21060); transformers modeling_granitemoehybrid.py and modeling_falcon_h1.py.
 """
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import Kernels
+from forerun.kernels.ranks import ALONE, Ranks
 from forerun.kernels.recurrent_ops import DeltaHeads, LayerState, Walk
 from forerun.layers.linear import Linear
 from forerun.layers.recurrent import Recurrent
@@ -24,6 +26,8 @@ class MambaNorm:
     weight: Tensor  # [values_size] float32
     eps: float
     before_gate: bool  # else of what went through the gate
+    size: int  # entries of a group
+    ranks: Ranks = ALONE  # who have heads of one group; their values are gathered, and `weight` and `out` are of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class Mamba2(Recurrent):
         self.vectors = (*(tensor for tensor in own if tensor is not None), *norm)
         self.tail = (weights.conv.shape[0] - 1, weights.conv.shape[1])
         self.memory = (heads.num_values, heads.key_dim, heads.value_dim)
-        self._ones = torch.ones(heads.values_size // heads.num_keys, device=weights.conv.device)
+        self._ones = torch.ones(0 if weights.norm is None else weights.norm.size, device=weights.conv.device)
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
         made, heads = self._weights.project(x), self._heads
@@ -71,12 +75,14 @@ class Mamba2(Recurrent):
 
     def _leave(self, mixed: Tensor, gate: Tensor) -> Tensor:
         norm = self._weights.norm
-        mixed = self._normed(mixed, norm) if norm is not None and norm.before_gate else mixed
+        if norm is not None and norm.before_gate:
+            mixed, gate = self._normed(mixed, norm), norm.ranks.gather(gate)
         mixed = self._kernels.gated_act(torch.cat([gate, mixed], dim=1), "silu")  # [R, values_size]
         mixed = self._normed(mixed, norm) if norm is not None and not norm.before_gate else mixed
         made = self._weights.out(mixed)
         return made if self._out_factor == 1 else self._kernels.scaled(made, self._out_factor)
 
     def _normed(self, mixed: Tensor, norm: MambaNorm) -> Tensor:
-        groups = mixed.view(-1, self._ones.shape[0])  # [R * num_keys, entries of a group]
+        mixed = norm.ranks.gather(mixed)
+        groups = mixed.view(-1, norm.size)  # [R * num_keys, entries of a group]
         return self._kernels.rms_norm(groups, self._ones, norm.eps).view(mixed.shape).mul_(norm.weight)

@@ -38,8 +38,11 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, H] -> [M, H]."""
+        return self.down(self.inner(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """x [M, H] -> what `down` reads, [M, F]."""
         made = self.gate_up(x)  # [M, 2F], or [M, F]
         if self._gate_factor != 1:
             made[:, : made.shape[1] // 2] *= self._gate_factor
-        gated = self._kernels.gated_act(made, self.activation)  # [M, F]
-        return self.down(gated)
+        return self._kernels.gated_act(made, self.activation)

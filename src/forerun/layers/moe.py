@@ -1,7 +1,7 @@
 """A mixture of experts: each row is computed by a few of many feed-forward layers.
 
-Knows: the router, the experts and an expert for all rows. Does not know: how matrices are stored, which layers of a
-model are mixtures.
+Knows: the router, the experts and an expert for all rows, and that each rank may have some rows of every expert. Does
+not know: how matrices are stored, which layers of a model are mixtures.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import ExpertBiases, Kernels, PackedExperts, Routing
+from forerun.kernels.ranks import ALONE, Ranks
 from forerun.layers.linear import Linear
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.norm import RMSNorm
@@ -49,13 +50,14 @@ class MixtureOfExperts:
     def __init__(
         self, kernels: Kernels, routing: Routing, router: Linear, experts: Sequence[GatedMLP],
         correction: Tensor | None = None, shared: SharedExpert | None = None, scales_inputs: bool = False,
-        factors: Tensor | None = None, num_zero: int = 0, latent: LatentSpace | None = None,
+        factors: Tensor | None = None, num_zero: int = 0, latent: LatentSpace | None = None, ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
         """`router` [E, H]; `correction` [E] float32 is added to the scores that experts are chosen by.
 
         scales_inputs: see `Kernels.pack_experts`. factors [E]: what the experts' weights are multiplied by. num_zero:
         how many of the E, the last ones, give back what they read; no recorder can write them down. latent: what
-        experts read is brought there, their sum back; router and `shared` read x.
+        experts read is brought there, their sum back; router and `shared` read x. ranks: the experts' matrices are the
+        shares of this one of inner entries and of outputs; all others are whole.
         """
         assert len(experts) == routing.num_experts - num_zero, (len(experts), routing)
         self._kernels = kernels
@@ -70,7 +72,8 @@ class MixtureOfExperts:
         self._diagonal = None if factors is None else kernels.pack_linear(torch.diag(factors))
         ones = torch.ones(1, num_zero, device=kernels.device)
         self._total = kernels.pack_linear(ones) if num_zero else None
-        self._packed = _pack(kernels, self.experts, scales_inputs)
+        self._ranks = ranks
+        self._packed = _pack(kernels, self.experts, scales_inputs) if ranks.size == 1 else None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -102,6 +105,8 @@ class MixtureOfExperts:
 
     def _sum(self, x: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
         """base, or 0, plus what the experts make of x."""
+        if self._ranks.size > 1:
+            return self._on_ranks(x, weights, base)
         if self._packed is None:
             return self._one_by_one(x, weights, base)
         return self._kernels.experts(x, weights, self._packed, base)
@@ -114,6 +119,27 @@ class MixtureOfExperts:
             given, expert = weights[rows, index, None], self.experts[index]
             out[rows] += expert(given * x[rows]) if self._scales_inputs else given * expert(x[rows])
         return out
+
+    def _on_ranks(self, x: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
+        """The same sum by several ranks: inner entries of all experts are gathered at once, then the sums' columns.
+
+        A column is added up by one rank, over the experts in their order.
+        """
+        ranks, pairs = self._ranks, list[tuple[GatedMLP, Tensor, Tensor]]()
+        for index in weights.any(dim=0).nonzero()[:, 0].tolist():
+            rows = weights[:, index].nonzero()[:, 0]  # [those that chose it]
+            pairs.append((self.experts[index], rows, weights[rows, index, None]))
+        read = [given * x[rows] if self._scales_inputs else x[rows] for _, rows, given in pairs]
+        inner = [expert.inner(part) for (expert, *_), part in zip(pairs, read, strict=True)]
+        size, width = self.experts[0].down.weight.shape[1], x.shape[1]
+        own = ranks.share(width)
+        out = x.new_zeros(x.shape[0], own.stop - own.start) if base is None else base[:, own].contiguous()
+        if inner:
+            gathered = ranks.gather(torch.cat(inner), ranks.shares(size))
+            parts = gathered.split_with_sizes([len(part) for part in inner])
+            for (expert, rows, given), part in zip(pairs, parts, strict=True):
+                out[rows] += expert.down(part) if self._scales_inputs else given * expert.down(part)
+        return ranks.gather(out, ranks.shares(width))
 
 
 @dataclass(frozen=True, slots=True)

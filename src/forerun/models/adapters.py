@@ -188,15 +188,19 @@ class PeftAdapter:
                 raise self._other_base(module, pair.shape, place.shape)
             parts.setdefault(place.layer, []).append((place, pair))
         in_order = {layer: sorted(own, key=lambda part: part[0].first) for layer, own in parts.items()}
-        return LoraAdapter(name, str(self.folder), {at: self._read(own, kernels) for at, own in in_order.items()})
+        updates = {at: self._read(own, kernels) for at, own in in_order.items()}
+        return LoraAdapter(name, str(self.folder), {at: one for at, one in updates.items() if one is not None})
 
-    def _read(self, parts: Sequence[tuple[ModulePlace, LowRankPair]], kernels: Kernels) -> LowRankUpdate:
-        """The update of a layer, of whose columns the modules are parts in this order."""
+    def _read(self, parts: Sequence[tuple[ModulePlace, LowRankPair]], kernels: Kernels) -> LowRankUpdate | None:
+        """The update of a layer, of whose columns the modules are parts in this order; None: another rank's columns."""
         first, pairs = parts[0][0].first, [pair for _, pair in parts]
         downs = [self.checkpoint.tensor(pair.down) for pair in pairs]  # each [rank, K]
         ups = [(place.first, self.checkpoint.tensor(pair.up)) for place, pair in parts]
         scales = torch.cat([torch.full((len(down),), pair.scale) for down, pair in zip(downs, pairs, strict=True)])
-        scales, up, down = scales.to(kernels.device), DenseWeight(kernels, _joined(ups)), torch.cat(downs)
+        first, outputs = _of_rank(parts[0][0].layer, first, _joined(ups))
+        if not len(outputs):
+            return None
+        scales, up, down = scales.to(kernels.device), DenseWeight(kernels, outputs), torch.cat(downs)
         if not pairs[0].of_embedding:
             return LowRankUpdate(partial(DenseWeight(kernels, down).matmul, bias=None), scales, up, first)
         if parts[0][0].scale != 1:
@@ -232,7 +236,7 @@ class ModulePlace(NamedTuple):
 
     layer: object
     shape: tuple[int, int]
-    first: int = 0  # column of the layer's output
+    first: int = 0  # column of what the layer's modules give together
     scale: float = 1.0  # of an embedding's rows
 
 
@@ -244,8 +248,8 @@ def _places(model: Decoder, names: TensorNames) -> Iterator[tuple[str, ModulePla
             for linear in part.linears if part is not None else ():
                 if isinstance(linear, Linear):
                     yield from _modules_of(linear)
-    yield names.lm_head, ModulePlace(parts.lm_head, parts.lm_head.weight.shape)
     vocab_size, width = parts.embedding.shape
+    yield names.lm_head, ModulePlace(parts.lm_head, (vocab_size, parts.lm_head.weight.shape[1]))
     yield names.embedding, ModulePlace(parts.embedding, (width, vocab_size), scale=parts.embedding.scale)
 
 
@@ -264,6 +268,15 @@ def _joined(parts: Sequence[tuple[int, Tensor]]) -> Tensor:
         end = first + len(matrix)
     joined: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
     return joined
+
+
+def _of_rank(layer: object, first: int, up: Tensor) -> tuple[int, Tensor]:
+    """Of a matrix for the columns from `first` on of all of a layer's modules: where those of this rank are, and it."""
+    row_ids = layer.row_ids if isinstance(layer, Linear) else None
+    if row_ids is None:
+        return first, up
+    inside = (row_ids >= first) & (row_ids < first + len(up))
+    return int((row_ids < first).sum()), up[row_ids[inside] - first]
 
 
 def _modules_of(linear: Linear) -> Iterator[tuple[str, ModulePlace]]:

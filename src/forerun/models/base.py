@@ -93,6 +93,7 @@ class Passes:
     past_start: Passes | None = None  # the same passes without branches, for batches without rows at position 0
     advances_states: bool = False  # recurrent ones, in slots that the host looks up: such passes run op by op
     mixes_rows: bool = False  # a row reads those above it, so that no batch may be filled up: these run op by op, too
+    exchanges: bool = False  # with other ranks, which no recorder can write down: these run op by op, too
 
 
 class CommittedPath(NamedTuple):
@@ -110,6 +111,7 @@ class RowPasses:
     num_depths: int  # at most
     vocab_size: int
     feature_size: int
+    exchanges: bool = False  # see `Passes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,13 @@ class KeepsSlots(Protocol):
 
 
 @runtime_checkable
+class SharesPasses(Protocol):
+    """A model of which several ranks compute a part each: all of them run the same passes in the same order."""
+
+    exchanges: bool  # False: this one computes all by itself
+
+
+@runtime_checkable
 class GuessesSeveral(Protocol):
     """A model that may have been trained to guess several tokens in one pass (PARD, arXiv 2504.18583)."""
 
@@ -221,10 +230,14 @@ def passes_of(model: Model, hidden_layers: Sequence[int] = ()) -> Passes:
     def run(batch: ForwardBatch, _: Tensor | None, kvs: Sequence[LayerKV]) -> PassOutput:
         return model.forward(batch, kvs, hidden_layers)
 
-    advances_states = bool(state_specs_of(model))
     return Passes(
-        run, run, model.vocab_size, hidden_layers=tuple(hidden_layers), advances_states=advances_states
-    )  # fmt: skip
+        run,
+        run,
+        model.vocab_size,
+        hidden_layers=tuple(hidden_layers),
+        advances_states=bool(state_specs_of(model)),
+        exchanges=isinstance(model, SharesPasses) and model.exchanges,
+    )
 
 
 def with_own_state(model: Model) -> Model:

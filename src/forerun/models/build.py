@@ -7,7 +7,7 @@ Knows: which tensors a family has, that q, k, v (and gate, up) become one matrix
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from forerun.errors import CheckpointError
 from forerun.kernels.ops import SQUARED_RELU, HeadLayout, Kernels
+from forerun.kernels.ranks import ALONE, Ranks
 from forerun.layers.attention import Attention, AttentionShape, HeadNorms, NarrowValues, NormedProjections, NormedValues
 from forerun.layers.embedding import Embedding, TableEmbedding
-from forerun.layers.linear import Linear
+from forerun.layers.linear import GatheredLinear, Linear
 from forerun.layers.mla import LatentAttention
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.norm import RMSNorm
@@ -38,12 +39,13 @@ from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts, FeedForward
 from forerun.models.family import Family, same_names
 from forerun.models.hybrid import HybridDecoder
+from forerun.models.shares import HeadShare, Piece, even, of_things, rows_of, share_heads
 from forerun.quant.base import RowPart, TensorSource, Weight, WeightFormat
 from forerun.quant.dense import DenseWeight
 from forerun.quant.formats import find_format
 from forerun.quant.gguf import keeps_blocks, read_floats
 from forerun.quant.joined import JoinedWeight
-from forerun.quant.rows import read_rows
+from forerun.quant.rows import read_rows, split_rows
 
 # Suffixes of tensors that change nothing here; activations are not rounded to FP8 or FP4, nor are keys and values.
 INERT_TENSORS = (
@@ -64,6 +66,7 @@ class Builder:
     dtype: torch.dtype | None  # None: as stored
     max_position: int
     choose_format: Callable[[TensorSource, str], WeightFormat | None] = find_format
+    ranks: Ranks = ALONE  # who share the model; this one's rows are read
 
     def decoder(self, progress: Progress | None = None) -> Decoder:
         """Read everything; raises CheckpointError for missing or misshapen tensors."""
@@ -146,44 +149,47 @@ class Builder:
             return recurrent_layer(self, config.recurrent, prefix)
         if self.config.latents is not None:
             return latent_attention(self, self.config.latents, prefix, rope)
-        own, hidden = config.shape(index), config.hidden_size
-        heads = own.heads._replace(rotary_dim=rope.shape[1])
+        own, hidden, ranks = config.shape(index), config.hidden_size, self.ranks
+        share, num_q = share_heads(ranks, own.heads), own.heads.num_q
+        heads, width = share.heads._replace(rotary_dim=rope.shape[1]), own.value_dim or own.heads.head_dim
         limits = config.window(index), config.norm_eps, config.chunk(index), config.scales.attention_cap
         shape = AttentionShape(heads, config.attention_scale, *limits, config.gated_attention, own.value_dim)
         parts = module_parts(prefix, (names.out,), (hidden,))
-        out = self.linear(parts, heads.num_q * (own.value_dim or heads.head_dim), config.biases.out)
-        sinks = self.vector(f"{prefix}.{names.sinks}", heads.num_q) if own.has_sinks else None
+        out = self.gathered(parts, num_q * width, config.biases.out, [n * width for n in ranks.shares(num_q)])
+        sinks = self.vector(f"{prefix}.{names.sinks}", num_q)[share.queries].clone() if own.has_sinks else None
         norms = self._head_norms(prefix, rope, heads.head_dim, source is None)
-        gate = self._part(prefix, names.head_gate, heads.num_q, has_bias=False) if config.head_gates else None
-        qkv = self._qkv(prefix, own, shape, source is None)
+        rows = of_things(share.queries, num_q, 1)
+        gate = self._part(prefix, names.head_gate, rows, has_bias=False) if config.head_gates else None
+        qkv = self._qkv(prefix, own, share, shape, source is None)
         assert source is None or isinstance(source, Attention)
         return Attention(self.kernels, shape, qkv, out, rope, norms, sinks, source, gate)
 
     def _qkv(
-        self, prefix: str, own: LayerShape, shape: AttentionShape, has_keys: bool
+        self, prefix: str, own: LayerShape, share: HeadShare, shape: AttentionShape, has_keys: bool
     ) -> Linear | NormedProjections | NormedValues | NarrowValues:  # fmt: skip
         """What makes queries, and keys and values unless these are another layer's."""
-        config, names, heads = self.config, self.family.names, shape.heads
-        counts = (heads.num_q * (1 + shape.gated), heads.num_kv, heads.num_kv)
-        sizes = (heads.head_dim, heads.head_dim, own.value_dim or heads.head_dim)
-        rows = tuple(count * size for count, size in zip(counts, sizes, strict=True))
+        config, names, heads = self.config, self.family.names, own.heads
+        keys = of_things(share.keys, heads.num_kv, heads.head_dim)
+        values = of_things(share.keys, heads.num_kv, own.value_dim or heads.head_dim)
+        rows = (of_things(share.queries, heads.num_q, heads.head_dim * (1 + shape.gated)), keys, values)
         if not has_keys:
             return self._part(prefix, names.qkv[0], rows[0])
         if config.value_norms:
-            return self._normed_values(prefix, heads, rows, own.keys_are_values)
+            return self._normed_values(prefix, shape.heads, rows, own.keys_are_values)
         if config.qk_norm == "row":
             return self._normed_projections(prefix, rows)
         if own.value_dim:
             query, key, value = (self._part(prefix, *part) for part in zip(names.qkv, rows, strict=True))
             return NarrowValues(query, key, value, shape, self.kernels.device)
-        return self.linear(module_parts(prefix, names.qkv, rows), config.hidden_size, config.biases.qkv)
+        parts = module_parts(prefix, names.qkv, tuple(piece.rows for piece in rows))
+        return self.own(parts, rows, config.hidden_size, config.biases.qkv)
 
-    def _part(self, prefix: str, name: str, rows: int, has_bias: bool | None = None) -> Linear:
+    def _part(self, prefix: str, name: str, piece: Piece, has_bias: bool | None = None) -> Linear:
         biased = self.config.biases.qkv if has_bias is None else has_bias
-        return self.linear([RowPart(f"{prefix}.{name}", rows)], self.config.hidden_size, biased)
+        return self.own([RowPart(f"{prefix}.{name}", piece.rows)], [piece], self.config.hidden_size, biased)
 
     def _normed_values(
-        self, prefix: str, heads: HeadLayout, rows: tuple[int, ...], keys_are_values: bool
+        self, prefix: str, heads: HeadLayout, rows: tuple[Piece, ...], keys_are_values: bool
     ) -> NormedValues:  # fmt: skip
         query, key, value = zip(self.family.names.qkv, rows, strict=True)
         norm = RMSNorm(self.kernels, torch.ones(heads.head_dim, device=self.kernels.device), self.config.norm_eps)
@@ -194,11 +200,16 @@ class Builder:
         dims = self.config.recurrent if self.config.has_beside(index) else None
         return None if dims is None else recurrent_layer(self, dims, prefix)
 
-    def _normed_projections(self, prefix: str, rows: tuple[int, ...]) -> NormedProjections:
-        names = self.family.names
-        query, key, value = (self._part(prefix, *part) for part in zip(names.qkv, rows, strict=True))
-        norms = (names.query_norm, rows[0]), (names.key_norm, rows[1])
-        return NormedProjections(query, key, value, *(self.norm(f"{prefix}.{name}", size) for name, size in norms))
+    def _normed_projections(self, prefix: str, rows: tuple[Piece, ...]) -> NormedProjections:
+        """Norms are over the heads of all ranks, so what makes queries and keys gives those of all."""
+        names, config, (queries, keys, values) = self.family.names, self.config, rows
+        parts = [RowPart(f"{prefix}.{name}", piece.rows) for name, piece in zip(names.qkv, rows, strict=True)]
+        query, key = (self.gathered([part], config.hidden_size, config.biases.qkv) for part in parts[:2])
+        value = self._part(prefix, names.qkv[2], values)
+        query_norm = self.norm(f"{prefix}.{names.query_norm}", queries.rows)
+        key_norm = self.norm(f"{prefix}.{names.key_norm}", keys.rows)
+        own = (queries.own, keys.own) if self.ranks.size > 1 else None
+        return NormedProjections(query, key, value, query_norm, key_norm, own)
 
     def _head_norms(self, prefix: str, rope: Tensor, head_dim: int, has_keys: bool) -> HeadNorms | None:
         if self.config.qk_norm == "unit" and rope.shape[1]:
@@ -238,37 +249,71 @@ class Builder:
 
     def gated_mlp(
         self, prefix: str, gate_up: tuple[str, ...], down: str, ffn: int, has_bias: bool = False, bound: int = 0,
-        width: int = 0,
+        width: int = 0, gathers: bool = True,
     ) -> GatedMLP:  # fmt: skip
         """A feed-forward layer of `ffn` inner entries from the modules of these names below `prefix`.
 
-        bound: see `LayerShape`. width: of what it reads and gives, 0 for the hidden size.
+        bound: see `LayerShape`. width: of what it reads and gives, 0 for the hidden size. gathers: it gives what all
+        ranks give; else both matrices are this rank's rows, as `MixtureOfExperts` takes them.
         """
         width = width or self.config.hidden_size
         rows = (ffn,) if self.config.activation == SQUARED_RELU else (ffn, ffn)
-        joined = self.linear(module_parts(prefix, gate_up, rows), width, has_bias)
-        narrow = self.linear(module_parts(prefix, (down,), (width,)), ffn, has_bias)
+        joined = self.own(module_parts(prefix, gate_up, rows), [even(self.ranks, ffn)] * len(rows), width, has_bias)
+        last = module_parts(prefix, (down,), (width,))
+        if gathers:
+            narrow = self.gathered(last, ffn, has_bias, self.ranks.shares(ffn))
+        else:
+            narrow = self.own(last, [even(self.ranks, width)], ffn, has_bias)
         return GatedMLP(self.kernels, joined, narrow, self.activation(bound), self.config.scales.gate)
 
     def activation(self, bound: int) -> str:
         """The activation of a gate whose values are bounded so; 0: they are not."""
         return f"{self.config.activation}_within_{bound}" if bound else self.config.activation
 
-    def some_rows(self, part: RowPart, columns: int, has_bias: bool, row_ids: Tensor) -> Linear:
-        """Rows `row_ids` [R] int64 of one module; raises CheckpointError if it is not there."""
-        weight = read_rows(self.format_of(part), self.source, part, columns, self.kernels, self.dtype, row_ids)
-        return Linear(weight, self._bias([part])[row_ids.to(self.kernels.device)] if has_bias else None)
+    def own(
+        self, parts: list[RowPart], pieces: Sequence[Piece], columns: int, has_bias: bool = False
+    ) -> Linear:  # fmt: skip
+        """`linear` of those rows that this rank has of `pieces`, which are the rows of all `parts`."""
+        return self.linear(parts, columns, has_bias, None if self.ranks.size == 1 else rows_of(pieces))
 
-    def linear(self, parts: list[RowPart], columns: int, has_bias: bool = False) -> Linear:
-        """The modules `parts`, of `columns` inputs, as one matrix; raises CheckpointError if they are not there."""
+    def gathered(
+        self, parts: list[RowPart], columns: int, has_bias: bool = False, read: Sequence[int] = (),
+        order: Tensor | None = None,
+    ) -> Linear:  # fmt: skip
+        """`linear` of whose rows each rank has an even share, and that gives those of all; see `GatheredLinear`.
+
+        A process by itself does not take `order` into account.
+        """
+        if self.ranks.size == 1:
+            return self.linear(parts, columns, has_bias)
+        rows = even(self.ranks, sum(part.rows for part in parts))
+        own = self.own(parts, [rows], columns, has_bias)
+        return GatheredLinear(own, self.ranks, self.ranks.shares(rows.rows), read, order)
+
+    def linear(
+        self, parts: list[RowPart], columns: int, has_bias: bool = False, row_ids: Tensor | None = None
+    ) -> Linear:  # fmt: skip
+        """The modules `parts`, of `columns` inputs, as one matrix; raises CheckpointError if they are not there.
+
+        row_ids [R] int64: rows of it, ascending if there are several modules; None: all.
+        """
         forms = [self.format_of(part) for part in parts]
         weight: Weight
         if all(form is forms[0] for form in forms):
-            weight = forms[0].read(self.source, parts, columns, self.kernels, self.dtype)
+            weight = self._weight(forms[0], parts, columns, row_ids)
         else:  # some modules of a quantized checkpoint may not be
-            each = zip(forms, parts, strict=True)
-            weight = JoinedWeight([form.read(self.source, [p], columns, self.kernels, self.dtype) for form, p in each])
-        return Linear(weight, self._bias(parts) if has_bias else None, parts)
+            own = [None] * len(parts) if row_ids is None else split_rows(parts, row_ids)
+            each = zip(forms, parts, own, strict=True)
+            weight = JoinedWeight([self._weight(form, [part], columns, ids) for form, part, ids in each])
+        bias = self._bias(parts) if has_bias else None
+        if bias is not None and row_ids is not None:
+            bias = bias[row_ids.to(bias.device)]
+        return Linear(weight, bias, parts, row_ids)
+
+    def _weight(self, form: WeightFormat, parts: list[RowPart], columns: int, row_ids: Tensor | None) -> Weight:
+        if row_ids is None:
+            return form.read(self.source, parts, columns, self.kernels, self.dtype)
+        return read_rows(form, self.source, parts, columns, self.kernels, self.dtype, row_ids)
 
     def format_of(self, part: RowPart) -> WeightFormat:
         """How a module is stored; raises CheckpointError if it is not there."""
@@ -302,19 +347,23 @@ class Builder:
         in_blocks = self.dtype is None and keeps_blocks(self.source, f"{module}.weight")
         if self.config.tie_embeddings and (in_blocks or isinstance(head.weight, DenseWeight)):
             assert head.weight.packed is not None
-            return TableEmbedding(self.kernels, head.weight.packed, shared=True, scale=scale)
+            return TableEmbedding(self.kernels, head.weight.packed, True, scale, self.ranks, self.config.vocab_size)
         return self.table(module, (self.config.vocab_size, self.config.hidden_size), scale)
 
     def table(self, module: str, shape: tuple[int, int], scale: float) -> Embedding:
         """A table of floats, or of blocks as a file has them; raises CheckpointError."""
         name = f"{module}.weight"
         if self.dtype is None and keeps_blocks(self.source, name):
-            weight = self.linear([RowPart(module, shape[0])], shape[1]).weight
+            weight = self.own([RowPart(module, shape[0])], [even(self.ranks, shape[0])], shape[1]).weight
             assert weight.packed is not None
-            return TableEmbedding(self.kernels, weight.packed, scale=scale)
-        table = read_floats(self.source, name, shape)
+            return TableEmbedding(self.kernels, weight.packed, False, scale, self.ranks, shape[0])
+        table = read_floats(self.source, name, shape, rows=self._table_rows(shape[0]))
         dtype = self.dtype or (torch.float32 if table.dtype == torch.float16 else table.dtype)
-        return TableEmbedding(self.kernels, aligned(table.to(dtype)).to(self.kernels.device), scale=scale)
+        table = aligned(table.to(dtype)).to(self.kernels.device)
+        return TableEmbedding(self.kernels, table, False, scale, self.ranks, shape[0])
+
+    def _table_rows(self, num_rows: int) -> Tensor | None:
+        return None if self.ranks.size == 1 else rows_of([even(self.ranks, num_rows)])
 
     def _kv_dtype(self, parts: DecoderParts) -> torch.dtype:
         """float32 beside float32 and float16 matrices, bfloat16 beside bfloat16 and quantized ones."""
@@ -328,7 +377,7 @@ class Builder:
         return self._table_module(names.embedding if self.config.tie_embeddings else names.lm_head)
 
     def _table_module(self, module: str) -> Linear:
-        return self.linear([RowPart(module, self.config.vocab_size)], self.config.hidden_size, has_bias=False)
+        return self.gathered([RowPart(module, self.config.vocab_size)], self.config.hidden_size)
 
 
 def aligned(tensor: Tensor) -> Tensor:

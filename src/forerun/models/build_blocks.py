@@ -21,9 +21,11 @@ from forerun.layers.norm import RMSNorm
 from forerun.layers.per_layer import PerLayerBlock, PerLayerInputs
 from forerun.layers.rotary import RopeSpec, rope_table
 from forerun.models.blocks import ExpertsShape, LatentDims, LayerShape, PerLayerSizes
+from forerun.models.shares import even, rows_of
 from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseFormat
 from forerun.quant.gguf import GgufFormat, read_floats
+from forerun.quant.rows import only_rows
 from forerun.quant.stacked import is_stacked, read_stacked
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ def mixture_of_experts(builder: Builder, shape: ExpertsShape, prefix: str, layer
         _factors(builder, shape, prefix),
         shape.num_zero,
         _latent_space(builder, shape, prefix),
+        builder.ranks,
     )
 
 
@@ -94,34 +97,38 @@ def _single_experts(builder: Builder, shape: ExpertsShape, prefix: str, bound: i
     names = builder.family.names.experts
     modules = (f"{prefix}.{names.expert.format(index=index)}" for index in range(shape.num_real))
     sizes = shape.ffn_size, shape.biases, bound, shape.latent_size
-    return [builder.gated_mlp(module, names.gate_up, names.down, *sizes) for module in modules]
+    return [builder.gated_mlp(module, names.gate_up, names.down, *sizes, gathers=False) for module in modules]
 
 
 def _stacked_experts(builder: Builder, shape: ExpertsShape, prefix: str, bound: int) -> list[GatedMLP]:
-    """Experts whose matrices are parts of two or three tensors."""
+    """Experts whose matrices are parts of two or three tensors, which every rank reads whole."""
+    ranks = builder.ranks
     names, ffn, width = builder.family.names.experts, shape.ffn_size, shape.latent_size or builder.config.hidden_size
     gates = torch.arange(0, 2 * ffn, 2)
     order = torch.cat([gates, gates + 1]) if names.is_interleaved else None  # [2F]
 
-    def read(parts: tuple[str, ...], rows: int, columns: int, order: Tensor | None) -> list[Linear]:
-        modules = [f"{prefix}.{names.stacked}.{name}" for name in parts]
+    def read(parts: tuple[str, ...], counts: list[int], columns: int, order: Tensor | None) -> list[Linear]:
+        modules, rows = [f"{prefix}.{names.stacked}.{name}" for name in parts], sum(counts)
+        own = rows_of([even(ranks, count) for count in counts])
+        kernels = builder.kernels if ranks.size == 1 else only_rows(builder.kernels, own, rows)
         sizes = (shape.num_real, rows, columns)
-        given = builder.source, modules, sizes, builder.kernels, builder.dtype, order, names.is_transposed
-        weights = read_stacked(*given)
-        biases = _stacked_biases(builder, f"{modules[0]}_bias", sizes[:2], order) if shape.biases else [None] * sizes[0]
+        weights = read_stacked(builder.source, modules, sizes, kernels, builder.dtype, order, names.is_transposed)
+        if not shape.biases:
+            return [Linear(weight) for weight in weights]
+        chosen = own if order is None else order[own]
+        biases = _stacked_biases(builder, f"{modules[0]}_bias", sizes[:2], chosen)
         return [Linear(*pair) for pair in zip(weights, biases, strict=True)]
 
-    inner = read(names.stacked_gate_up, (1 + shape.has_gate) * ffn, width, order)
-    pairs = zip(inner, read((names.stacked_down,), width, ffn, None), strict=True)
+    inner = read(names.stacked_gate_up, [ffn] * (1 + shape.has_gate), width, order)
+    pairs = zip(inner, read((names.stacked_down,), [width], ffn, None), strict=True)
     return [GatedMLP(builder.kernels, *pair, builder.activation(bound)) for pair in pairs]
 
 
 def _stacked_biases(
-    builder: Builder, name: str, shape: tuple[int, int], order: Tensor | None
-) -> Sequence[Tensor | None]:  # fmt: skip
-    """The tensor `name` [E, N], each row by `order`."""
-    stored = builder.source.tensor(name, shape).float()
-    return (stored if order is None else stored[:, order]).to(builder.kernels.device).contiguous().unbind()
+    builder: Builder, name: str, shape: tuple[int, int], chosen: Tensor
+) -> Sequence[Tensor]:  # fmt: skip
+    """The entries `chosen` of each row of the tensor `name` [E, N]."""
+    return builder.source.tensor(name, shape).float()[:, chosen].to(builder.kernels.device).contiguous().unbind()
 
 
 def _shared_expert(builder: Builder, shape: ExpertsShape, prefix: str, bound: int) -> SharedExpert | None:
@@ -130,11 +137,12 @@ def _shared_expert(builder: Builder, shape: ExpertsShape, prefix: str, bound: in
         return None
     names = builder.family.names.experts
     inner = names.shared_gate_up or names.gate_up, names.shared_down or names.down
-    expert = builder.gated_mlp(f"{prefix}.{names.shared}", *inner, shape.shared_size, bound=bound)
-    if not shape.shared_gate:
+    gathers = not shape.shared_gate
+    expert = builder.gated_mlp(f"{prefix}.{names.shared}", *inner, shape.shared_size, bound=bound, gathers=gathers)
+    if gathers:
         return expert
     gate = builder.linear([RowPart(f"{prefix}.{names.shared_gate}", 1)], builder.config.hidden_size)
-    return MixtureOfExperts(builder.kernels, ONE_GATED, gate, [expert])
+    return MixtureOfExperts(builder.kernels, ONE_GATED, gate, [expert], ranks=builder.ranks)
 
 
 def per_layer_inputs(builder: Builder, sizes: PerLayerSizes) -> PerLayerInputs:
@@ -168,32 +176,35 @@ def latent_attention(builder: Builder, dims: LatentDims, prefix: str, rope: Tens
     """The attention of the layer `prefix` in absorbed form; rope [P, rope_dim], or [P, 0]. Raises CheckpointError."""
     config, names = builder.config, builder.family.names
     rope = rope if rope.shape[1] else rope_table(RopeSpec(rotary_dim=dims.rope_dim), 1).to(rope.device)
-    num_heads, hidden = config.heads.num_q, config.hidden_size
-    shape = LatentShape(dims.layout(num_heads), config.attention_scale, LATENT_NORM_EPS)
+    num_heads, hidden, ranks = config.heads.num_q, config.hidden_size, builder.ranks
+    own, counts = ranks.share(num_heads), ranks.shares(num_heads)
+    shape = LatentShape(dims.layout(counts[ranks.rank]), config.attention_scale, LATENT_NORM_EPS)
     down = RowPart(f"{prefix}.{names.latents.down}", dims.rank + dims.rope_dim)
     out = RowPart(f"{prefix}.{names.out}", hidden)
-    absorb, expand = _head_matrices(builder, dims, prefix)
+    absorb, expand = (heads[own] for heads in _head_matrices(builder, dims, prefix))
+    values = [count * dims.value_dim for count in counts]
     weights = LatentWeights(
         query=_query(builder, dims, prefix),
         down=builder.linear([down], hidden, config.biases.qkv),
         norm=builder.vector(f"{prefix}.{names.latents.norm}.weight", dims.rank) * dims.scale,
         absorb=HeadLinear(builder.kernels, absorb),
         expand=HeadLinear(builder.kernels, expand),
-        out=builder.linear([out], num_heads * dims.value_dim, config.biases.out),
+        out=builder.gathered([out], sum(values), config.biases.out, values),
     )
     return LatentAttention(builder.kernels, shape, weights, rope)
 
 
 def _query(builder: Builder, dims: LatentDims, prefix: str) -> Linear | LowRank:
     config, names = builder.config, builder.family.names.latents
-    rows, hidden, rank = config.heads.num_q * (dims.nope_dim + dims.rope_dim), config.hidden_size, dims.query_rank
+    num_heads, hidden, rank = config.heads.num_q, config.hidden_size, dims.query_rank
+    piece = even(builder.ranks, num_heads, dims.nope_dim + dims.rope_dim)
     if not rank:
-        return builder.linear([RowPart(f"{prefix}.{names.query}", rows)], hidden)
+        return builder.own([RowPart(f"{prefix}.{names.query}", piece.rows)], [piece], hidden)
     norm = builder.vector(f"{prefix}.{names.query_norm}.weight", rank) * dims.query_scale
     return LowRank(
         builder.linear([RowPart(f"{prefix}.{names.query_down}", rank)], hidden, config.biases.qkv),
         RMSNorm(builder.kernels, norm, LATENT_NORM_EPS),
-        builder.linear([RowPart(f"{prefix}.{names.query_up}", rows)], rank),
+        builder.own([RowPart(f"{prefix}.{names.query_up}", piece.rows)], [piece], rank),
     )
 
 

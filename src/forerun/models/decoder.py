@@ -22,7 +22,7 @@ from forerun.kernels.ops import LayerKV
 from forerun.kernels.recurrent_ops import StateRows
 from forerun.layers.attention import Attention
 from forerun.layers.embedding import Embedding
-from forerun.layers.linear import Linear, Matrix
+from forerun.layers.linear import GatheredLinear, Linear, Matrix
 from forerun.layers.mla import LatentAttention
 from forerun.layers.moe import ExpertsBesideDense
 from forerun.layers.norm import RMSNorm
@@ -241,6 +241,7 @@ class Decoder:
         self.vocab_size, self.hidden_size = parts.embedding.shape
         self.device = parts.final_norm.weight.device
         self.mask_token_id: int | None = None  # see `models.base.GuessesSeveral`
+        self.exchanges = any(isinstance(linear, GatheredLinear) for linear in _linears(parts))  # see `SharesPasses`
         owners = [_owner(layer) for layer in parts.layers]
         pooled = list(dict.fromkeys(owner for owner in owners if owner is not None))
         self.kv_specs = tuple(_kv_spec(attention, kv_dtype) for attention in pooled)

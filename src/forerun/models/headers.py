@@ -68,7 +68,9 @@ class _UnreadWeight:
 class _HeaderBuilder(Builder):
     """A Builder that compares shapes where another one reads matrices."""
 
-    def linear(self, parts: list[RowPart], columns: int, has_bias: bool = False) -> Linear:
+    def linear(
+        self, parts: list[RowPart], columns: int, has_bias: bool = False, row_ids: Tensor | None = None
+    ) -> Linear:  # fmt: skip
         """See `Builder`."""
         for part in parts:
             if isinstance(self.format_of(part), DenseFormat | GgufFormat):

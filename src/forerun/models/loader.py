@@ -17,11 +17,12 @@ from forerun.config import Implementation
 from forerun.core import SamplingParams
 from forerun.errors import CheckpointError, ConfigError, ModelError, SamplingError, UnsupportedError
 from forerun.kernels.ops import Kernels
+from forerun.kernels.ranks import ALONE, Ranks
 from forerun.models.adapted import LoraAdapter
 from forerun.models.adapters import BASE, MERGE, PeftAdapter
 from forerun.models.adapters import CONFIG_FILE as ADAPTER_FILE
 from forerun.models.base import LayerSpec, Model
-from forerun.models.build import INERT_TENSORS, Builder, Progress
+from forerun.models.build import Builder, Progress
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.families import FAMILIES
@@ -30,7 +31,9 @@ from forerun.models.fields import THROUGH_TRANSFORMERS
 from forerun.models.gguf_family import as_in_gguf
 from forerun.models.memory import SHARE_OF_HOST, check_memory
 from forerun.models.multimodal import PART_OF, text_config
+from forerun.models.shares import check_kernels, check_shares
 from forerun.models.storage import check_float16, decoder_bytes, dense_bytes, state_specs
+from forerun.models.unread import refuse_unread
 from forerun.quant.formats import check_tensors
 from forerun.quant.settings import SECTION
 from forerun.weights.checkpoint import Checkpoint, read_json, read_model_config
@@ -50,6 +53,10 @@ LIMITS = {  # why families stop before the positions their config.json states
     "llama4_text": "past floor_scale positions it multiplies queries by position, which forerun does not do",
 }
 LONG_ROPE = "past its original context this model computes attention differently, which forerun does not do"
+NOT_SHARED = (
+    "which several ranks cannot share: leave tensor parallel at 1, or take a model of a family that forerun runs "
+    "itself (docs/models.md lists them)"
+)
 CACHE_SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")  # of quantization_config
 CACHE_NOTICE = (
     "%s asks for an FP8 cache of keys and values, which forerun does not have: they stay in 16 bits, which rounds less "
@@ -84,6 +91,7 @@ def load_model(
     implementation: Implementation = "auto",
     generation_config: str = "auto",
     adapters: Iterable[str | Path] = (),
+    ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Load an embedded model, a folder, a GGUF file or a hub id.
 
@@ -92,10 +100,11 @@ def load_model(
     for, at most what the checkpoint can use. progress(done, total) is called as layers are read. implementation: "auto"
     runs the families that forerun implements itself and all others through transformers. generation_config: the source
     of sampling defaults and end tokens, "auto" for the model's own file, "none", or a file or folder. adapters: folders
-    that will be given to `load_adapter`, checked first.
+    that will be given to `load_adapter`, checked first. ranks: those who compute the model together, each its share.
     Raises ModelError and ResourceError, where possible before any weight is read.
     """
     dtype_named(dtype)
+    check_kernels(kernels, ranks.size)
     named, folder = GenerationConfig.named(generation_config), resolve_model(name_or_path)
     generation = named or GenerationConfig.beside(folder)
     _check_sampling(generation)
@@ -103,11 +112,13 @@ def load_model(
         check_float16(folder)
     _check_adapters(adapters, folder, implementation)
     if is_gguf(folder):
-        loaded = _load_gguf(folder, kernels, dtype, max_position, progress, implementation)
+        loaded = _load_gguf(folder, kernels, dtype, max_position, progress, implementation, ranks)
     elif _choose(raw := _read_raw(folder), implementation) == "transformers":
+        if ranks.size > 1:
+            raise UnsupportedError(f"{_model_type(raw)} models run through transformers, {NOT_SHARED}")
         loaded = _load_through_transformers(folder, raw, kernels, DTYPES[dtype], max_position)
     else:
-        loaded = _load_native(folder, raw, kernels, dtype, max_position, progress)
+        loaded = _load_native(folder, raw, kernels, dtype, max_position, progress, ranks)
     if named is not None and (named.end_ids is not None or not is_gguf(folder)):
         loaded.tokenizer.end_at(end_ids(folder, named))
     return replace(loaded, sampling=generation.sampling)
@@ -238,21 +249,22 @@ def _choose(raw: Mapping[str, Any], implementation: Implementation) -> str:
 
 def _load_native(
     folder: Path, raw: Mapping[str, Any], kernels: Kernels, dtype: str, max_position: int | None,
-    progress: Progress | None,
+    progress: Progress | None, ranks: Ranks,
 ) -> LoadedModel:  # fmt: skip
     family = find_family(raw)
     assert family is not None
     config = ModelConfig.read(raw, family)
     check_device(config, kernels.device)
+    check_shares(config, ranks.size)
     positions = _positions(config.max_position, max_position, raw)
     checkpoint = _open_text(folder, raw)
     config = _tied_as_stored(config, family, checkpoint)
     check_tensors(checkpoint)
     if any((raw.get(SECTION) or {}).get(name) for name in CACHE_SCHEMES):
         log.warning(CACHE_NOTICE, folder)
-    _check_memory(config, family, checkpoint, kernels, DTYPES[dtype], positions)
+    _check_memory(config, family, checkpoint, kernels, DTYPES[dtype], positions, ranks)
     tokenizer = Tokenizer.from_folder(folder)
-    model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress)
+    model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress, ranks)
     return LoadedModel(model, tokenizer, folder, raw, config, "forerun")
 
 
@@ -279,7 +291,7 @@ def check_device(config: ModelConfig, device: torch.device) -> None:
 
 def _load_gguf(
     path: Path, kernels: Kernels, dtype: str, max_position: int | None, progress: Progress | None,
-    implementation: Implementation,
+    implementation: Implementation, ranks: Ranks,
 ) -> LoadedModel:  # fmt: skip
     """A model from a GGUF file alone. dtype: of unquantized matrices; quantized ones stay as stored."""
     if implementation == "transformers":
@@ -287,10 +299,11 @@ def _load_gguf(
     checkpoint = GgufCheckpoint.open(path)
     family, config = gguf_family(checkpoint), _gguf_config(checkpoint)
     check_device(config, kernels.device)
+    check_shares(config, ranks.size)
     positions = _positions(config.max_position, max_position, checkpoint.config)
-    _check_memory(config, family, checkpoint, kernels, DTYPES[dtype], positions)
+    _check_memory(config, family, checkpoint, kernels, DTYPES[dtype], positions, ranks)
     tokenizer = checkpoint.tokenizer()
-    model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress)
+    model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress, ranks)
     return LoadedModel(model, tokenizer, path, checkpoint.config, config, "forerun")
 
 
@@ -310,59 +323,23 @@ def _gguf_config(checkpoint: GgufCheckpoint) -> ModelConfig:
 
 def _build(
     config: ModelConfig, family: Family, checkpoint: Checkpoint | GgufCheckpoint, tokenizer: Tokenizer,
-    kernels: Kernels, dtype: torch.dtype | None, positions: int, progress: Progress | None,
+    kernels: Kernels, dtype: torch.dtype | None, positions: int, progress: Progress | None, ranks: Ranks,
 ) -> Decoder:  # fmt: skip
     """The decoder. Raises ModelError if vocabulary, config and tensors do not belong together."""
     check_vocabulary(tokenizer, config.vocab_size)
-    model = Builder(config, family, checkpoint, kernels, dtype, positions).decoder(progress)
-    _refuse_unread(checkpoint, config, family)
+    model = Builder(config, family, checkpoint, kernels, dtype, positions, ranks=ranks).decoder(progress)
+    refuse_unread(checkpoint, config, family)
     return model
-
-
-def _refuse_unread(checkpoint: Checkpoint | GgufCheckpoint, config: ModelConfig, family: Family) -> None:
-    """Raise UnsupportedError if decoder tensors are left over: the model would not compute what it was trained to."""
-    names = family.names
-    layers = tuple(names.layer.format(index=index) + "." for index in range(config.num_layers))
-    own = (*layers, f"{names.embedding}.", f"{names.final_norm}.", f"{names.lm_head}.")
-    unused = [name for name in checkpoint.unread if name.startswith(own) and not name.endswith(INERT_TENSORS)]
-    unused = [name for name in unused if not _adds_nothing(checkpoint, name)]
-    unused = [name for name in unused if not names.unread or names.unread not in name]
-    unused = [name for name in unused if not name.startswith((*_replaced(config, family), *_unused(config, family)))]
-    if config.tie_embeddings:  # lm_head.weight is then a copy of the embedding
-        unused = [name for name in unused if name != f"{names.lm_head}.weight"]
-    if unused:
-        raise UnsupportedError(checkpoint.left_over(unused, config.model_type))
-
-
-def _replaced(config: ModelConfig, family: Family) -> tuple[str, ...]:
-    """Keys and values of layers that read another one's; published files hold them nevertheless."""
-    names, readers = family.names, [i for i, shape in enumerate(config.shapes) if shape.kv_layer is not None]
-    modules = (*names.qkv[1:], names.key_norm)
-    return tuple(f"{names.layer.format(index=index)}.{module}." for index in readers for module in modules)
-
-
-def _unused(config: ModelConfig, family: Family) -> tuple[str, ...]:
-    """Experts that give back what they read; transformers stores matrices for them nevertheless."""
-    if config.experts is None or not config.experts.num_zero:
-        return ()
-    numbers = range(config.experts.num_real, config.experts.routing.num_experts)
-    layers = {family.names_of(family.names, index).layer.format(index=index) for index in range(config.num_layers)}
-    return tuple(f"{layer}.{family.names.experts.expert.format(index=i)}." for layer in layers for i in numbers)
-
-
-def _adds_nothing(checkpoint: Checkpoint | GgufCheckpoint, name: str) -> bool:
-    """Whether the tensor is a bias of zeros; AutoGPTQ writes one for every matrix."""
-    return name.endswith(".bias") and not bool(checkpoint.tensor(name).any())
 
 
 def _check_memory(
     config: ModelConfig, family: Family, checkpoint: Checkpoint | GgufCheckpoint, kernels: Kernels,
-    dtype: torch.dtype | None, positions: int,
+    dtype: torch.dtype | None, positions: int, ranks: Ranks,
 ) -> None:  # fmt: skip
-    """Raise ResourceError if weights and rope table, and beside them one request's recurrent state, do not fit."""
+    """Raise ResourceError unless this rank's weights, the rope table and one request's recurrent state fit."""
     weights = decoder_bytes(config, family, checkpoint, dtype, kernels.float_activations)
     state = sum(spec.bytes_per_slot for spec in state_specs(config))
-    needed = weights + positions * config.rope.rotary_dim * 4 + int(state / SHARE_OF_HOST)
+    needed = (weights + int(state / SHARE_OF_HOST)) // ranks.size + positions * config.rope.rotary_dim * 4
     purpose = f"loading {checkpoint.folder}" + (", with room for the recurrent state of a request," if state else "")
     check_memory(needed, purpose, kernels.device)
 

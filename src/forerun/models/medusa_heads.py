@@ -21,7 +21,7 @@ from torch import Tensor
 from forerun.config import HeadWeights
 from forerun.errors import CheckpointError, UnsupportedError
 from forerun.kernels.ops import Kernels
-from forerun.layers.linear import Linear
+from forerun.layers.linear import GatheredLinear, Linear
 from forerun.models.base import RowPasses
 from forerun.models.build import aligned
 from forerun.models.decoder import Decoder
@@ -85,7 +85,8 @@ class MedusaHeads:
     @property
     def passes(self) -> RowPasses:
         """What `runtime.bind` executes."""
-        return RowPasses(self.compute, self.num_heads, self.vocab_size, self._blocks[0][0].weight.shape[1])
+        exchanges = any(isinstance(output, GatheredLinear) for output in self._outputs)
+        return RowPasses(self.compute, self.num_heads, self.vocab_size, self._blocks[0][0].weight.shape[1], exchanges)
 
     def compute(self, x: Tensor, num_heads: int) -> Tensor:
         """States x [R, H] -> logits of the first heads [R * num_heads, V], state by state; a straight line of ops."""

@@ -66,7 +66,7 @@ def rows_of(model: Decoder, folder: Path, kernels: Kernels, token_ids: Tensor) -
     form = find_format(source, part.prefix)
     assert form is not None  # it was read before
     dtype = head.weight.dtype if isinstance(head.weight, DenseWeight) else None
-    weight = read_rows(form, source, part, head.weight.shape[1], kernels, dtype, token_ids)
+    weight = read_rows(form, source, [part], head.weight.shape[1], kernels, dtype, token_ids)
     return Linear(weight, None if head.bias is None else head.bias[token_ids.to(head.bias.device)])
 
 

@@ -89,6 +89,25 @@ class WeightFormat(Protocol):
 
 
 @runtime_checkable
+class RowFormat(Protocol):
+    """A WeightFormat whose rows depend on nothing but their own bytes, so that some can be read without the others."""
+
+    def read_rows(
+        self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels,
+        dtype: torch.dtype | None, chosen: Sequence[Tensor],
+    ) -> Weight:  # fmt: skip
+        """`read` of the rows `chosen` [R] int64 of each part."""
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """A TensorSource that reads some rows of a matrix without the others."""
+
+    def rows(self, name: str, shape: tuple[int, int], row_ids: Tensor) -> Tensor:
+        """Rows `row_ids` [R] int64 of a floating matrix; raises as `TensorSource.tensor`."""
+
+
+@runtime_checkable
 class CheckedFormat(Protocol):
     """A WeightFormat that can tell from headers whether a module is whole."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import Kernels
-from forerun.quant.base import RowPart, TensorSource
+from forerun.quant.base import RowPart, RowSource, TensorSource
 from forerun.quant.packed import PackedWeight
 
 
@@ -38,6 +38,22 @@ class DenseFormat:
     ) -> DenseWeight:
         """Read, convert, join by rows and pack."""
         return DenseWeight(kernels, read_joined(source, parts, columns, dtype))
+
+    def read_rows(
+        self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels,
+        dtype: torch.dtype | None, chosen: Sequence[Tensor],
+    ) -> DenseWeight:  # fmt: skip
+        """See `RowFormat`."""
+        each = zip(parts, chosen, strict=True)
+        tensors = [rows_of(source, f"{part.prefix}.weight", (part.rows, columns), ids) for part, ids in each]
+        return DenseWeight(kernels, torch.cat([tensor if dtype is None else tensor.to(dtype) for tensor in tensors]))
+
+
+def rows_of(source: TensorSource, name: str, shape: tuple[int, int], row_ids: Tensor) -> Tensor:
+    """Rows of a floating matrix, read alone where the source can -> [R, K]."""
+    if isinstance(source, RowSource):
+        return source.rows(name, shape, row_ids)
+    return source.tensor(name, shape)[row_ids]
 
 
 def read_joined(source: TensorSource, parts: Sequence[RowPart], columns: int, dtype: torch.dtype | None) -> Tensor:

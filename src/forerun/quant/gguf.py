@@ -16,7 +16,7 @@ from forerun.errors import ModelError
 from forerun.kernels.grouped import GroupedMatrix
 from forerun.kernels.ops import Kernels
 from forerun.quant.base import RowPart, TensorSource, Weight
-from forerun.quant.dense import DenseFormat, DenseWeight
+from forerun.quant.dense import DenseWeight, rows_of
 from forerun.quant.gguf_decode import decode_rows, join_matrices
 from forerun.quant.grouped import GroupedWeight
 
@@ -57,14 +57,24 @@ class GgufFormat:
         self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels, dtype: torch.dtype | None
     ) -> Weight:
         """See `WeightFormat`; raises UnsupportedError for block types that are not known. dtype applies to floats."""
+        return self.read_rows(source, parts, columns, kernels, dtype, [None] * len(parts))
+
+    def read_rows(
+        self, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels,
+        dtype: torch.dtype | None, chosen: Sequence[Tensor | None],
+    ) -> Weight:  # fmt: skip
+        """See `RowFormat`; all rows of a part for which None is chosen."""
         assert isinstance(source, BlockSource)
-        kinds = {source.block_type(f"{part.prefix}.weight") for part in parts}
+        sizes = [(f"{part.prefix}.weight", (part.rows, columns)) for part in parts]
+        kinds = {source.block_type(name) for name, _ in sizes}
         if kinds == {None}:
-            return DenseFormat().read(source, parts, columns, kernels, dtype)
+            tables = [read_floats(source, *size, dtype, rows=ids) for size, ids in zip(sizes, chosen, strict=True)]
+            return DenseWeight(kernels, torch.cat(tables))
         if None in kinds:
-            tables = [read_floats(source, f"{part.prefix}.weight", (part.rows, columns)) for part in parts]
+            tables = [read_floats(source, *size, rows=ids) for size, ids in zip(sizes, chosen, strict=True)]
             return DenseWeight(kernels, torch.cat([table.float() for table in tables]))
-        return GroupedWeight(kernels, join_matrices([_read(source, part, columns) for part in parts]))
+        matrices = [_read(source, *size, ids) for size, ids in zip(sizes, chosen, strict=True)]
+        return GroupedWeight(kernels, join_matrices(matrices))
 
 
 def keeps_blocks(source: TensorSource, name: str) -> bool:
@@ -72,24 +82,32 @@ def keeps_blocks(source: TensorSource, name: str) -> bool:
     return isinstance(source, BlockSource) and source.block_type(name) is not None
 
 
-def read_floats(source: TensorSource, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
+def read_floats(
+    source: TensorSource, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """A matrix [N, K] as floats: float32 if stored in blocks (exact), else `dtype`, or as stored if that is None.
 
-    Raises what `tensor` and `decode_rows` raise.
+    rows [R] int64: those that are read; None: all. Raises what `tensor` and `decode_rows` raise.
     """
     if not isinstance(source, BlockSource) or source.block_type(name) is None:
-        stored = source.tensor(name, shape)
+        stored = source.tensor(name, shape) if rows is None else rows_of(source, name, shape, rows)
         return stored.to(dtype or stored.dtype)
-    rows, table = source.blocks(name, shape), torch.empty(shape)
-    for start in range(0, shape[0], _ROWS_AT_ONCE):
+    blocks = _blocks(source, name, shape, rows)
+    table = torch.empty(len(blocks), shape[1])
+    for start in range(0, len(blocks), _ROWS_AT_ONCE):
         part = slice(start, start + _ROWS_AT_ONCE)
-        table[part] = _decoded(source, name, rows[part]).dequantize()
+        table[part] = _decoded(source, name, blocks[part]).dequantize()
     return table
 
 
-def _read(source: BlockSource, part: RowPart, columns: int) -> GroupedMatrix:
-    name = f"{part.prefix}.weight"
-    return _decoded(source, name, source.blocks(name, (part.rows, columns)))
+def _blocks(source: BlockSource, name: str, shape: tuple[int, int], rows: Tensor | None) -> Tensor:
+    stored = source.blocks(name, shape)  # mapped: what is not touched is not read
+    return stored if rows is None else stored.view(shape[0], -1)[rows]
+
+
+def _read(source: BlockSource, name: str, shape: tuple[int, int], rows: Tensor | None) -> GroupedMatrix:
+    return _decoded(source, name, _blocks(source, name, shape, rows))
 
 
 def _decoded(source: BlockSource, name: str, rows: Tensor) -> GroupedMatrix:

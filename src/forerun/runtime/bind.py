@@ -25,9 +25,10 @@ def bind(
     """The runner for these passes over the layers `kvs` of a pool; () for a network that keeps its state itself.
 
     On a GPU passes are captured as graphs (tests pass their own `capture`); on a CPU they are recorded, if kernels and
-    passes support it; otherwise they run eagerly, as those do everywhere that advance recurrent states or mix rows.
+    passes support it; otherwise they run eagerly, as those do everywhere that advance recurrent states, mix rows, or
+    exchange parts with other ranks.
     """
-    if passes.advances_states or passes.mixes_rows:
+    if passes.advances_states or passes.mixes_rows or passes.exchanges:
         return EagerRunner(passes, kvs, block_size)
     capture = capture or capture_for(kernels)
     if kvs and capture is not None:
@@ -42,6 +43,8 @@ def bind_rows(passes: RowPasses, kernels: Kernels, capture: Capture | None = Non
     A second function because such passes have neither a batch nor KV: of the arguments of `bind` they need only the
     kernels, and what executes them can draw drafts but cannot run a batch.
     """
+    if passes.exchanges:
+        return RowRunner(passes, passes.run)
     capture = capture or capture_for(kernels)
     if capture is not None:
         return RowRunner(passes, CapturedRows(passes.run, capture), HeadTrees(passes, kernels, capture))

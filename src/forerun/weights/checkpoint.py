@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ class StoredTensor(NamedTuple):
     dtype: str  # safetensors' name, e.g. "BF16"
     shape: tuple[int, ...]
     nbytes: int
-    read: Callable[[], Tensor]  # into newly allocated memory, flattened
+    read: Callable[..., Tensor]  # into newly allocated memory, flattened; of the entries first .. end, if given
 
 
 class Checkpoint:
@@ -155,6 +156,19 @@ class Checkpoint:
             )
         return self._read_shaped(name, None)
 
+    def rows(self, name: str, shape: tuple[int, int], row_ids: Tensor) -> Tensor:
+        """Rows `row_ids` [R] int64 of a floating matrix, without reading others; raises as `tensor`."""
+        self.dtype(name)
+        self.check_shape(name, shape)
+        width, stored, parts = shape[1], self._entry(name), list[Tensor]()
+        self._unread.discard(name)
+        try:
+            for first, end in _runs(row_ids.tolist()):
+                parts.append(stored.read(first * width, end * width))
+        except OSError as error:
+            raise CheckpointError(f"cannot read tensor {name} of {stored.file}: {error}") from error
+        return torch.cat([part.view(-1, width) for part in parts])
+
     def check_shape(self, name: str, shape: Sequence[int]) -> None:
         """Raise CheckpointError if the tensor is missing or not of `shape`, without reading it."""
         stored = self._entry(name)
@@ -183,6 +197,15 @@ class Checkpoint:
         return self._tensors[name]
 
 
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where neighbours follow each other: the first of them, and the number after the last."""
+    begun = 0
+    for index in range(1, len(numbers) + 1):
+        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
+            yield numbers[begun], numbers[index - 1] + 1
+            begun = index
+
+
 def text_name(name: str) -> str | None:
     """What a multimodal model's tensor is called in a model of text alone; None for other parts than that of text."""
     return next((own + name.removeprefix(prefix) for prefix, own in _TEXT_PARTS if name.startswith(prefix)), None)
@@ -204,12 +227,15 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
     }  # fmt: skip
 
 
-def _read_entry(path: Path, entry: TensorEntry) -> Tensor:
-    return read_bytes(path, entry).view(TORCH_DTYPES[entry.dtype])
+def _read_entry(path: Path, entry: TensorEntry, first: int = 0, end: int | None = None) -> Tensor:
+    dtype = TORCH_DTYPES[entry.dtype]
+    begin = entry.begin + first * dtype.itemsize
+    part = replace(entry, begin=begin, end=entry.end if end is None else entry.begin + end * dtype.itemsize)
+    return read_bytes(path, part).view(dtype)
 
 
-def _copied(mapped: Tensor) -> Tensor:
-    return mapped.detach().clone(memory_format=torch.contiguous_format).view(-1)
+def _copied(mapped: Tensor, first: int = 0, end: int | None = None) -> Tensor:
+    return mapped.detach().reshape(-1)[first:end].clone(memory_format=torch.contiguous_format)
 
 
 def read_bytes(path: Path, entry: TensorEntry) -> Tensor:

@@ -129,6 +129,14 @@ class GgufCheckpoint:
             )
         return self.blocks(name, shape).clone().view(FLOAT_TYPES[entry.layout.name]).reshape(shape or entry.shape)
 
+    def rows(self, name: str, shape: tuple[int, int], row_ids: Tensor) -> Tensor:
+        """Rows `row_ids` [R] int64 of a matrix of floats; raises as `tensor`."""
+        entry = self._entry(name)
+        if self.block_type(name) is not None:
+            return self.tensor(name, shape)  # which says why not
+        stored = self.blocks(name, shape).view(shape[0], -1)[row_ids]  # mapped: others are not read
+        return stored.view(FLOAT_TYPES[entry.layout.name]).reshape(-1, shape[1])
+
     def integers(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """GGUF models have no tensors of plain integers; raises UnsupportedError."""
         raise UnsupportedError(f"{self.describe(name)} cannot be read as plain integers")

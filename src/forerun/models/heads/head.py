@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.ops import LayerKV
-from forerun.layers.embedding import Embedding
-from forerun.layers.linear import Linear
+from forerun.layers.embedding import Embedding, TableEmbedding
+from forerun.layers.linear import GatheredLinear, Linear
 from forerun.layers.norm import RMSNorm
 from forerun.models.base import BlockPasses, BlockShape, LayerSpec, Passes, PassOutput
 from forerun.models.batch import ForwardBatch
@@ -136,7 +136,9 @@ class DraftHead:
     def vocab_size(self) -> int:
         """V, the target's."""
         out = self.parts.exit
-        return out.lm_head.weight.shape[0] if out.vocabulary is None else out.vocabulary.vocab_size
+        if out.vocabulary is not None:
+            return out.vocabulary.vocab_size
+        return out.lm_head.num_outputs if isinstance(out.lm_head, Linear) else out.lm_head.weight.shape[0]
 
     @torch.no_grad()
     def read(self, batch: ForwardBatch, states: Tensor, kvs: Sequence[LayerKV]) -> PassOutput:
@@ -194,7 +196,14 @@ class DraftHead:
             fed_size=self.hidden_size,
             shift=POSITION_SHIFT if self.kv_places is None else 0,
             past_start=DraftHead(replace(self.parts, masks_start=False)).passes if self.parts.masks_start else None,
+            exchanges=_exchanges(self.parts),
         )
+
+
+def _exchanges(parts: HeadParts) -> bool:
+    """Whether the target's table or output layer, which it computes with, is shared by several ranks."""
+    shares_table = isinstance(parts.embedding, TableEmbedding) and parts.embedding.exchanges
+    return shares_table or isinstance(parts.exit.lm_head, GatheredLinear)
 
 
 def _at_roots(batch: ForwardBatch) -> ForwardBatch:

@@ -176,7 +176,7 @@ class HeadReader:
             rows = self.target.vocab_size if vocabulary is None else len(vocabulary.token_ids)
             return self.linear(module, rows, self.hidden_size)
         part, has_bias = RowPart(module, self.target.vocab_size), self.source.has(f"{module}.bias")
-        return self.builder.some_rows(part, self.hidden_size, has_bias, self.kept.token_ids)
+        return self.builder.linear([part], self.hidden_size, has_bias, self.kept.token_ids)
 
     def _target_output(self) -> Linear:
         return self.target.parts.lm_head if self.kept is None else self.kept.target_rows(self.builder.kernels)
