@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from typer.testing import CliRunner
 
 import forerun.llm
 from forerun.cli.app import app as cli
-from forerun.errors import ConfigError, DataError
+from forerun.errors import ConfigError, DataError, ResourceError
 from forerun.models.loader import load_model
 from forerun.server.batch_files import AnswerFile, BatchInput, errors_path, open_answers
 from forerun.server.batches import (
+    MAX_DEPTH,
     BadRow,
     BatchRow,
     BatchServer,
@@ -247,7 +249,7 @@ def test_a_signal_ends_it_and_leaves_what_can_be_resumed(app: FastAPI, client: o
             if len(written) == 5:
                 stops.signal()
 
-        await answer_all(BatchServer(app, lambda: True), given, 3, stops, 30.0, note)
+        await answer_all(partial(answer_row, BatchServer(app, lambda: True)), given, 3, stops, 30.0, note)
 
     assert client is not None  # the application runs
     asyncio.run(stopped())
@@ -327,8 +329,103 @@ def test_lines_of_any_length_are_told_apart(tmp_path: Path, ending: str) -> None
         assert len(found.places) + len(found.bad) == 2
 
 
-def test_a_line_that_is_nested_too_deeply_is_bad() -> None:
+def test_a_line_that_is_nested_too_deeply_is_bad(batch: Callable[..., Any], post: Post, tmp_path: Path) -> None:
+    """However deep, it is a row's error; up to the most, the server has its say."""
     assert isinstance(read_row(b'{"a":' * 100_000, 1), BadRow)
+
+    def nested(name: str, depth: int) -> str:
+        return json.dumps(chat_row(name, metadata={"deep": 0})).replace(
+            '"deep": 0', '"deep": ' + "[" * depth + "]" * depth
+        )
+
+    most = MAX_DEPTH - 3  # the row, its body and its metadata are three
+    given = [nested("r", depth).encode() for depth in (most, most + 1, 600, 900, 980)]
+    assert [isinstance(read_row(line, 1), BadRow) for line in given] == [False, True, True, True, True]
+    path = tmp_path / "out.jsonl"
+    batch(write(tmp_path / "in.jsonl", [chat_row("good"), *(nested(f"r{d}", d) for d in (most, 600, 980))]), path)
+    assert sorted(line["custom_id"] for line in lines(path)) == ["good", f"r{most}"]  # nobody reads metadata
+    told = [error["error"]["message"] for error in lines(errors_path(path))]
+    assert len(told) == 2 and all("in each other" in message for message in told)
+
+
+def test_rows_are_read_beside_the_event_loop() -> None:
+    """Reading a window takes up to a second, in which other requests go on."""
+    beats = 0
+
+    def slowly() -> Iterator[BatchRow]:
+        for name in ("a", "b"):
+            time.sleep(0.2)
+            yield a_row(name)
+
+    async def beating() -> None:
+        nonlocal beats
+        while True:
+            await asyncio.sleep(0.01)
+            beats += 1
+
+    async def answered() -> None:
+        app, _ = answering(200)
+        other, stops = asyncio.create_task(beating()), Stops(asyncio.Event(), asyncio.Event())
+        server = BatchServer(app, lambda: True)
+        await answer_all(partial(answer_row, server), slowly(), 4, stops, 1.0, lambda *_: None)
+        other.cancel()
+
+    asyncio.run(answered())
+    assert beats >= 8  # of 40 where nothing else runs
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of a process")
+def test_a_full_disk_leaves_whole_lines(batch: Callable[..., Any], tmp_path: Path) -> None:
+    """What fits is kept, the error says what to do, and with room the rest is done."""
+    given, path = write(tmp_path / "in.jsonl", rows()), tmp_path / "out.jsonl"
+    batch(given, tmp_path / "whole.jsonl")
+    whole = sorted_lines(tmp_path / "whole.jsonl")
+    with longest_file(4 * len(whole[0])):
+        said = " ".join(batch(given, path, status=2).output.split())
+    assert "cannot write" in said and "make room, then go on with --resume" in said
+    before = lines_of(path)
+    assert 0 < len(before) < 9 and all(line.endswith(b"\n") for line in before)
+    batch(given, path, "--resume")
+    assert sorted_lines(path) == whole and lines_of(path)[: len(before)] == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of a process")
+def test_a_line_that_did_not_fit_can_be_written_again(tmp_path: Path) -> None:
+    answers = AnswerFile(tmp_path / "out.jsonl")
+    line = {"id": "batch_req_1", "custom_id": "1", "response": None, "error": None}
+    answers.write(line)
+    size = answers.path.stat().st_size
+    with longest_file(size + 10), pytest.raises(ResourceError, match=r"cannot write .*out.jsonl: .*; make room"):
+        answers.write(line)
+    assert answers.path.stat().st_size == size and answers.num_new == 1
+    answers.write(line)
+    answers.close()
+    assert lines(answers.path) == [line, line]
+
+
+@contextmanager
+def longest_file(num_bytes: int) -> Iterator[None]:
+    """Files of this process may be so long: a write beyond is cut off, and the next one fails, as on a full disk."""
+    import resource
+
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, kept[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+
+
+def test_a_line_of_ten_megabytes_is_bad_unless_it_is_allowed(batch: Callable[..., Any], tmp_path: Path) -> None:
+    """By default the longest row has 8 MiB; a longer one is answered by what the server thinks of its text."""
+    given = write(tmp_path / "in.jsonl", [chat_row("long", "Hello " * ((10 << 20) // 6)), chat_row("good")])
+    batch(given, tmp_path / "out.jsonl")
+    [error] = lines(errors_path(tmp_path / "out.jsonl"))
+    assert error["error"]["message"] == f"line 1 has more than {8 << 20} bytes" and error["custom_id"] is None
+    batch(given, tmp_path / "allowed.jsonl", "--max-row-bytes", 64 << 20)
+    [error] = lines(errors_path(tmp_path / "allowed.jsonl"))
+    assert error["custom_id"] == "long" and error["response"]["status_code"] == 400
+    assert [line["custom_id"] for line in lines(tmp_path / "allowed.jsonl")] == ["good"]
 
 
 def answering(*statuses: int) -> tuple[Any, list[dict[str, Any]]]:
@@ -367,7 +464,7 @@ def test_a_failed_engine_ends_the_job_and_keeps_what_was_answered() -> None:
 
     async def failing() -> None:
         stops = Stops(asyncio.Event(), asyncio.Event())
-        server = BatchServer(app, lambda: False)
+        server = partial(answer_row, BatchServer(app, lambda: False))
         await answer_all(server, given, 4, stops, 1.0, lambda _, answer: written.append(answer["custom_id"]))
 
     with pytest.raises(UnavailableError, match="trouble"):
@@ -385,7 +482,9 @@ def test_a_second_signal_ends_what_runs() -> None:
         stops = Stops(asyncio.Event(), asyncio.Event())
         asyncio.get_running_loop().call_later(0.05, stops.signal)
         asyncio.get_running_loop().call_later(0.1, stops.signal)
-        await answer_all(BatchServer(hanging, lambda: True), given, 2, stops, 50.0, lambda *_: None)
+        await answer_all(
+            partial(answer_row, BatchServer(hanging, lambda: True)), given, 2, stops, 50.0, lambda *_: None
+        )
 
     started = time.monotonic()
     asyncio.run(stopped())
@@ -410,7 +509,9 @@ def test_samples_count_and_not_rows() -> None:
     async def answered() -> None:
         wanted = [a_row(f"r{i}", n=n) for i, n in enumerate((1, 2, 2, 3, 9, 1, 1, 1, 1, 1))]
         stops = Stops(asyncio.Event(), asyncio.Event())
-        await answer_all(BatchServer(app, lambda: True), wanted, 4, stops, 1.0, lambda *answer: None)
+        await answer_all(
+            partial(answer_row, BatchServer(app, lambda: True)), wanted, 4, stops, 1.0, lambda *answer: None
+        )
 
     asyncio.run(answered())
     assert most == 4 and (9, 9) in seen and len(seen) == 10

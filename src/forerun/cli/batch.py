@@ -7,8 +7,8 @@ Knows: options, progress, signals, what is printed. Does not know: rows and thei
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,14 +25,11 @@ from forerun.errors import ConfigError, ResourceError
 from forerun.progress import progress_bar
 
 if TYPE_CHECKING:
-    from forerun.llm import LLM
+    from forerun.server.batch_engine import Answering
     from forerun.server.batch_files import AnswerFile, BatchInput
     from forerun.server.batches import Shard
 
 BATCH = "Batch"
-SAMPLES = 64  # most answers of one row
-GRAMMAR_S = 120.0  # for compiling a schema: nobody waits
-AHEAD = 2  # rows given to the engine for each that it computes, so that none of its seats waits
 
 
 def _batch(help_text: str, *names: str, **limits: Any) -> Any:
@@ -69,14 +66,20 @@ def batch(files: Files, engine: ServedEngine, drafting: ServedDrafting) -> None:
     with _locked(files.answers):
         answers, errors = open_answers(files.answers, files.resume, files.retry_errors)
         rows = BatchInput.scan(files.rows, files.max_row_bytes, shard, answers.ids | errors.ids)
-        llm = open_llm(name, **{**drafting.of(name), **values(engine)}) if rows.places else None
-        if files.retry_errors:
-            errors.forget()
-        with closing(answers), closing(errors):
+        answering = _answering(name, files, engine, drafting) if rows.places else None
+
+        def begin() -> None:
+            """Once there is an engine: what earlier runs could not do is forgotten, or remains."""
+            if files.retry_errors:
+                errors.forget()
             for bad in rows.bad:
                 errors.write(bad.answer())
-            if llm is not None:
-                asyncio.run(_answer(llm, files, engine, rows, answers, errors))
+
+        with closing(answers), closing(errors):
+            if answering is None:
+                begin()
+            else:
+                asyncio.run(_answer(answering, begin, files.drain_s, rows, answers, errors))
     num_left = len(rows.places) + len(rows.bad) - answers.num_new - errors.num_new
     _report(files, rows.num_done, answers, errors, num_left)
     if num_left:
@@ -118,40 +121,44 @@ def _locked(answers: Path) -> Iterator[None]:
         raise ConfigError(f"another process is writing {answers}: wait for it, or choose another path") from error
 
 
+def _answering(
+    name: str, files: Files, engine: ServedEngine, drafting: ServedDrafting
+) -> AbstractAsyncContextManager[Answering]:
+    """What answers rows: an engine that is loaded here."""
+    from forerun.server.batch_engine import RowOptions, answering
+
+    options = RowOptions(
+        names=tuple(files.served_model_name or (model_id(name),)), any_model=files.any_model, seed=engine.seed,
+        max_num_seqs=engine.max_num_seqs, max_row_bytes=files.max_row_bytes,
+    )  # fmt: skip
+    return answering(open_llm(name, **{**drafting.of(name), **values(engine)}), options)
+
+
 async def _answer(
-    llm: LLM, files: Files, engine: ServedEngine, rows: BatchInput, answers: AnswerFile, errors: AnswerFile
-) -> None:
+    answering: AbstractAsyncContextManager[Answering], begin: Callable[[], None], drain_s: float, rows: BatchInput,
+    answers: AnswerFile, errors: AnswerFile,
+) -> None:  # fmt: skip
     """Answer the rows that are left, or until a signal comes."""
     import asyncio
 
-    from forerun.server.app import create_app
-    from forerun.server.batches import BatchServer, Stops, UnavailableError, answer_all
-    from forerun.server.settings import ServerSettings
+    from forerun.server.batches import Stops, UnavailableError, answer_all
 
-    names = tuple(files.served_model_name or (model_id(llm.config.model),))
-    num_at_once = AHEAD * engine.max_num_seqs
-    settings = ServerSettings(
-        served_names=names, max_queue=num_at_once * SAMPLES, max_connections=num_at_once + 1, max_samples=SAMPLES,
-        max_body_bytes=2 * files.max_row_bytes + (1 << 20), warm_grammars=False, grammar_timeout_s=GRAMMAR_S,
-    )  # fmt: skip
-    settings.check_adapters(llm.adapters)
-    app, stops, loop = create_app(llm, settings), Stops(asyncio.Event(), asyncio.Event()), asyncio.get_running_loop()
-    with suppress(NotImplementedError):  # Windows, where Ctrl-C ends it as any program
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stops.signal)
-    service = app.state.service
-    server = BatchServer(app, lambda: bool(service.healthy), engine.seed, names[0] if files.any_model else None)
+    stops, loop = Stops(asyncio.Event(), asyncio.Event()), asyncio.get_running_loop()
     with progress_bar("rows", len(rows.places), err().is_terminal) as advance:
 
         def write(succeeded: bool, answer: dict[str, Any]) -> None:
             (answers if succeeded else errors).write(answer)
             advance(1)
 
-        async with app.router.lifespan_context(app):
-            try:
-                await answer_all(server, rows.rows(), num_at_once, stops, files.drain_s, write)
-            except UnavailableError as error:
-                raise ResourceError(f"{error}; what was answered is kept: --resume goes on") from error
+        try:
+            async with answering as (answer, num_at_once):
+                begin()
+                with suppress(NotImplementedError):  # Windows, where Ctrl-C ends it as any program
+                    for number in (signal.SIGTERM, signal.SIGINT):
+                        loop.add_signal_handler(number, stops.signal)
+                await answer_all(answer, rows.rows(), num_at_once, stops, drain_s, write)
+        except UnavailableError as error:
+            raise ResourceError(f"{error}; what was answered is kept: --resume goes on") from error
 
 
 def _report(files: Files, num_done: int, answers: AnswerFile, errors: AnswerFile, num_left: int) -> None:

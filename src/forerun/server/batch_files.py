@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -127,7 +129,7 @@ class AnswerFile:
         self.path = path
         self.ids: set[str] = set()  # of the answers it has
         self.num_new = 0
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
 
     def resume(self) -> None:
         """Read what is there, and cut off a last line that was not written to its end.
@@ -154,22 +156,33 @@ class AnswerFile:
 
     def write(self, answer: dict[str, Any]) -> None:
         """Add an answer; a process that is killed afterwards does not lose it. Raises ResourceError if it cannot."""
+        line = memoryview(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
         try:
             if self._file is None:
-                self._file = self.path.open("ab")
-            self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
-            self._file.flush()
+                self._file = self.path.open("ab", buffering=0)
+            end = self._file.tell()
+            try:
+                while line:
+                    line = line[self._file.write(line) :]
+            except OSError:
+                with suppress(OSError):
+                    self._file.truncate(end)  # a full disk may have taken a part of the line
+                raise
         except OSError as error:
             told = f"cannot write {self.path}: {error.strerror or error}; make room, then go on with --resume"
             raise ResourceError(told) from error
         self.num_new += 1
 
     def close(self) -> None:
-        """Everything is on the disk when this returns."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+        """Everything is on the disk when this returns. Raises ResourceError if it is not."""
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                with file:
+                    os.fsync(file.fileno())
+            except OSError as error:
+                told = f"{self.path} may not be whole: {error.strerror or error}; make room, then go on with --resume"
+                raise ResourceError(told) from error
 
 
 def _id_in(line: bytes) -> str | None:
@@ -177,7 +190,7 @@ def _id_in(line: bytes) -> str | None:
     try:
         answer = json.loads(line)
         return str(answer["id"]) if {"custom_id", "response", "error"} <= set(answer) else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +21,7 @@ from filelock import FileLock, Timeout
 from forerun.errors import ConfigError, DataError, ResourceError
 from forerun.server.auth import TENANT
 from forerun.server.batch_files import AnswerFile, BatchInput
-from forerun.server.batches import BatchServer, Shard, Stops, UnavailableError, answer_all
+from forerun.server.batches import BatchServer, Shard, Stops, UnavailableError, answer_all, answer_row
 from forerun.server.errors import ApiError
 from forerun.server.stored_files import FileStore, new_id, read_json, write_json
 
@@ -122,8 +123,11 @@ class BatchJobs:
             raise ApiError(400, f"{input_file_id} was written by a batch; upload rows with purpose batch",
                            param="input_file_id")  # fmt: skip
         job = BatchJob(new_id("batch_"), endpoint, input_file_id, time.time(), tenant, metadata)
+        try:
+            self._save(job)
+        except OSError as error:
+            raise ApiError(500, f"the batch cannot be kept: {error.strerror or error}", code="no_room") from error
         self._jobs[job.id] = job
-        self._save(job)
         self._wake.set()
         return job
 
@@ -235,7 +239,8 @@ class BatchJobs:
             if job.status != "cancelling":
                 await asyncio.to_thread(_write_bad, rows, errors)
                 job.failed += len(rows.bad)
-                await answer_all(self._server, rows.rows(), self._num_at_once, stops, self._drain_s, write)
+                answer = partial(answer_row, self._server)
+                await answer_all(answer, rows.rows(), self._num_at_once, stops, self._drain_s, write)
         if job.status == "cancelling":
             return "cancelled"
         return None if self._closing else "completed"

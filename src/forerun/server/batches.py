@@ -13,7 +13,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -23,9 +23,11 @@ from starlette.types import ASGIApp, Message, Scope
 
 URLS: Final = ("/v1/chat/completions", "/v1/completions")
 FIELDS: Final = ("custom_id", "method", "url", "body")
-_Running = asyncio.Task[tuple[bool, dict[str, Any]]]
+Answered = tuple[bool, dict[str, Any]]  # whether a row succeeded, and its line in the file of answers or of errors
+_Running = asyncio.Task[Answered]
 INSIDE: Final = "forerun.inside"  # of a scope: the request comes from this process, not from a client
 MAX_ID: Final = 512  # characters of a custom_id
+MAX_DEPTH: Final = 200  # objects and lists in each other; the server refuses bodies that are nested more deeply, too
 # Answers that say nothing of the row: the queue or the grammar compiler is full, the engine or a helper process failed.
 BUSY, PASSING = 429, (408, 499, 500, 503)
 MAX_TRIES: Final = 4  # of a row that meets the latter
@@ -94,10 +96,14 @@ def read_row(line: bytes, number: int) -> BatchRow | BadRow:
     """The request in a line."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return BadRow(number, None, f"line {number} is not JSON: {error}")
+    except RecursionError:
+        return _too_deep(number)
     if not isinstance(row, dict):
         return BadRow(number, None, f"line {number} must be an object with {', '.join(FIELDS)}")
+    if line.count(b"{") + line.count(b"[") > MAX_DEPTH and _is_deep(row):
+        return _too_deep(number)
     name = row.get("custom_id")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_ID or not _is_unicode(name):
         return BadRow(number, None, f"line {number}: custom_id must be a text of 1 to {MAX_ID} characters")
@@ -108,6 +114,19 @@ def read_row(line: bytes, number: int) -> BatchRow | BadRow:
 def _is_unicode(text: str) -> bool:
     """Whether it has no half of a surrogate pair, which JSON can write and UTF-8 cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _too_deep(number: int) -> BadRow:
+    return BadRow(number, None, f"line {number} has more than {MAX_DEPTH} objects and lists in each other")
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a value is nested so deeply that writing it, or parsing it again, may run out of stack."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+        level = [part for part in level if isinstance(part, dict | list)]
+    return bool(level)
 
 
 def _wrong(row: dict[str, Any]) -> str | None:
@@ -123,6 +142,9 @@ def _wrong(row: dict[str, Any]) -> str | None:
     if row["body"].get("stream"):
         return "body.stream is true, but answers go to a file: leave it out"
     return None
+
+
+AnswerRow = Callable[[BatchRow], Coroutine[Any, Any, Answered]]
 
 
 def seed_of(seed: int, custom_id: str) -> int:
@@ -152,8 +174,8 @@ class BatchServer:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-async def answer_row(server: BatchServer, row: BatchRow) -> tuple[bool, dict[str, Any]]:
-    """Whether a row succeeded, and its line in the file of answers or of errors. Raises UnavailableError.
+async def answer_row(server: BatchServer, row: BatchRow) -> Answered:
+    """A row's answer. Raises UnavailableError.
 
     What has nothing to do with the row is tried again.
     """
@@ -248,24 +270,25 @@ class Stops:
 
 
 async def answer_all(
-    server: BatchServer, rows: Iterable[BatchRow], num_at_once: int, stops: Stops, drain_s: float,
+    answer: AnswerRow, rows: Iterable[BatchRow], num_at_once: int, stops: Stops, drain_s: float,
     write: Callable[[bool, dict[str, Any]], None],
 ) -> None:  # fmt: skip
     """Answer rows, so many samples at a time or one row that asks for more, and `write` each answer when it is there.
 
-    Once no row may begin, those that run have `drain_s` seconds. Raises UnavailableError when the engine has failed.
+    Rows are read in a thread, a window of a file at a time. Once no row may begin, those that run have `drain_s`
+    seconds. Raises what `answer` does: UnavailableError when the engine has failed.
     """
-    running, samples = set[_Running](), dict[_Running, int]()
+    running, samples, left_rows = set[_Running](), dict[_Running, int](), iter(rows)
     soon, now = asyncio.create_task(stops.soon.wait()), asyncio.create_task(stops.now.wait())
     try:
-        for row in rows:
+        while (row := await asyncio.to_thread(next, left_rows, None)) is not None:
             while (
                 running and not soon.done() and sum([samples[each] for each in running]) + row.num_samples > num_at_once
             ):
                 running = await _some(running, soon, write)
             if soon.done():
                 break
-            task = asyncio.create_task(answer_row(server, row))
+            task = asyncio.create_task(answer(row))
             samples = {each: samples[each] for each in running} | {task: row.num_samples}
             running.add(task)
         while running and not soon.done():
