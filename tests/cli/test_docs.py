@@ -36,6 +36,12 @@ SPOKEN = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"]
 
 NOT_RUN = {
     "forerun train lm recipes/mini-target.toml": "trains for hours on text that does not come with forerun",
+    "forerun batch in.jsonl part2.jsonl --model MODEL --shard 2/3    # on the second of three machines": (
+        "tests/server/test_batches.py runs parts of a batch"
+    ),
+    "forerun batch in.jsonl out.jsonl --model MODEL --ray HOST:6379  # on any machine of a Ray cluster": (
+        "there is no cluster; tests/server/test_batch_cluster.py has one"
+    ),
 }
 # What is added to a command so that it takes seconds; where an option comes twice the last one counts.
 LITTLE = ("--limit", "1", "--max-tokens", "3", "--repeats", "1")

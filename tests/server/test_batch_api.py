@@ -6,6 +6,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator
+from errno import ENOSPC
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -234,6 +235,20 @@ def test_what_is_no_rows_fault_fails_none(llm: LLM, tmp_path: Path, monkeypatch:
         over = until(client, start(client, rows()[:6])["id"], ended)
         assert over["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
         assert len({line["custom_id"] for line in lines_of(client, over["output_file_id"])}) == 6
+
+
+def test_a_batch_that_cannot_be_kept_is_refused(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"input_file_id": upload(client, rows()), "endpoint": CHAT, "completion_window": "24h"}
+    before = client.get("/v1/batches").json()["data"]
+
+    def full(*_: Any) -> None:
+        raise OSError(ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(batch_jobs, "write_json", full)
+    answer = client.post("/v1/batches", json=body)
+    assert answer.status_code == 500 and answer.json()["error"]["code"] == "no_room"
+    assert "cannot be kept: No space left" in answer.json()["error"]["message"]
+    assert client.get("/v1/batches").json()["data"] == before
 
 
 def test_a_server_that_ends_while_rows_are_read_answers_none(

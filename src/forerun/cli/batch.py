@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from forerun.cli import options as opt
 from forerun.cli.console import err, out, print_json
-from forerun.cli.engine import open_llm
+from forerun.cli.engine import engine_options, open_llm
 from forerun.cli.groups import values
 from forerun.cli.serve import ServedDrafting, ServedEngine, model_id
 from forerun.errors import ConfigError, ResourceError
@@ -29,11 +29,15 @@ if TYPE_CHECKING:
     from forerun.server.batch_files import AnswerFile, BatchInput
     from forerun.server.batches import Shard
 
-BATCH = "Batch"
+BATCH, CLUSTER = "Batch", "Cluster"
 
 
 def _batch(help_text: str, *names: str, **limits: Any) -> Any:
     return typer.Option(*names, help=help_text, rich_help_panel=BATCH, **limits)
+
+
+def _cluster(help_text: str, **limits: Any) -> Any:
+    return typer.Option(help=help_text, rich_help_panel=CLUSTER, **limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +59,28 @@ class Files:
     json: opt.JsonOption = False
 
 
-def batch(files: Files, engine: ServedEngine, drafting: ServedDrafting) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnCluster:
+    """Where rows are answered, if not here."""
+
+    ray: Annotated[str | None, _cluster("Answer on a Ray cluster: HOST:PORT, ray://HOST:PORT, or auto.")] = None
+    ray_workers: Annotated[int | None, _cluster("Engines; as many as there is room for unless given.", min=1)] = None
+    ray_cpus: Annotated[float | None, _cluster("CPUs of each; those of the smallest node unless given.", min=1)] = None
+    ray_gpus: Annotated[float, _cluster("GPUs of each.", min=0)] = 0.0
+
+
+def batch(files: Files, cluster: OnCluster, engine: ServedEngine, drafting: ServedDrafting) -> None:
     """Answer a file of requests, many at a time. The answers depend on the rows and --seed alone."""
     import asyncio
 
     from forerun.server.batch_files import BatchInput, open_answers
 
     name, shard = opt.chosen_model(None, files.model), _shard(files.shard)
-    _check(files, drafting)
+    _check(files, cluster, drafting)
     with _locked(files.answers):
         answers, errors = open_answers(files.answers, files.resume, files.retry_errors)
         rows = BatchInput.scan(files.rows, files.max_row_bytes, shard, answers.ids | errors.ids)
-        answering = _answering(name, files, engine, drafting) if rows.places else None
+        answering = _answering(name, files, cluster, engine, drafting) if rows.places else None
 
         def begin() -> None:
             """Once there is an engine: what earlier runs could not do is forgotten, or remains."""
@@ -86,7 +100,7 @@ def batch(files: Files, engine: ServedEngine, drafting: ServedDrafting) -> None:
         raise typer.Exit(128 + signal.SIGTERM)
 
 
-def _check(files: Files, drafting: ServedDrafting) -> None:
+def _check(files: Files, cluster: OnCluster, drafting: ServedDrafting) -> None:
     """Raise ConfigError for what would lose rows or make answers depend on the run."""
     if drafting.verification != "coupled":
         raise ConfigError(
@@ -95,6 +109,10 @@ def _check(files: Files, drafting: ServedDrafting) -> None:
         )
     if files.rows.exists() and files.answers.exists() and files.rows.samefile(files.answers):
         raise ConfigError(f"{files.answers} has the rows: choose another path for the answers")
+    if cluster.ray is None and cluster != OnCluster():
+        raise ConfigError(
+            "--ray-workers, --ray-cpus and --ray-gpus say how --ray is used: give its address, or none of them"
+        )
 
 
 def _shard(text: str) -> Shard:
@@ -122,16 +140,27 @@ def _locked(answers: Path) -> Iterator[None]:
 
 
 def _answering(
-    name: str, files: Files, engine: ServedEngine, drafting: ServedDrafting
+    name: str, files: Files, cluster: OnCluster, engine: ServedEngine, drafting: ServedDrafting
 ) -> AbstractAsyncContextManager[Answering]:
-    """What answers rows: an engine that is loaded here."""
+    """What answers rows: an engine that is loaded here, or a cluster whose workers begin when it is entered."""
     from forerun.server.batch_engine import RowOptions, answering
 
+    given = {**drafting.of(name), **values(engine)}
     options = RowOptions(
         names=tuple(files.served_model_name or (model_id(name),)), any_model=files.any_model, seed=engine.seed,
         max_num_seqs=engine.max_num_seqs, max_row_bytes=files.max_row_bytes,
     )  # fmt: skip
-    return answering(open_llm(name, **{**drafting.of(name), **values(engine)}), options)
+    if cluster.ray is None:
+        return answering(open_llm(name, **given), options)
+    from forerun.drafters.named import engine_config
+    from forerun.server.batch_cluster import WorkerShape, cluster_answering
+
+    if given["threads"] is None and cluster.ray_cpus is not None:
+        given["threads"] = int(cluster.ray_cpus)
+    shape = WorkerShape(num_workers=cluster.ray_workers, cpus=cluster.ray_cpus, gpus=cluster.ray_gpus)
+    sent = engine_options(**given)
+    engine_config(name, sent)  # what is wrong with the options is said before the cluster is asked for anything
+    return cluster_answering(cluster.ray, shape, name, sent, options)
 
 
 async def _answer(

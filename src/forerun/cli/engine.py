@@ -36,18 +36,23 @@ def open_llm(
 
     The option `lora` is a list as on the command line.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    given["lora"] = opt.adapters(options.get("lora"))
-    prepare(model, drafter, draft_model, **given)
+    given = engine_options(drafter=drafter, draft_model=draft_model, **options)
+    prepare(model, **given)
     with err().status(f"loading {model}"):
         from forerun.llm import LLM
 
-        llm = LLM(model, drafter=drafter, draft_model=draft_model, **given)
+        llm = LLM(model, **given)
     note_slow_kernels(llm.kernels, options.get("kernels"), note)
     for said in (why_slow(llm.loaded), what_part(llm.loaded)):
         if said is not None:
             note(said)
     return llm
+
+
+def engine_options(**options: Any) -> dict[str, Any]:
+    """What LLM is given besides the model. None is a default; `lora` is a list as on the command line."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return {**given, "lora": opt.adapters(options.get("lora"))}
 
 
 def open_to_answer(

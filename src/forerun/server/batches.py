@@ -1,7 +1,7 @@
 """Offline batches: rows of OpenAI's batch format, answered by the server's application in this process.
 
 Knows: what rows and their answers look like, which seed and shard a row has, how many rows run at a time. Does not
-know: files (`batch_files`), how requests are answered.
+know: files (`batch_files`), other machines (`batch_cluster`), how requests are answered.
 
 Source of the format: OpenAI's Batch API. An answer depends on its row and the job's seed alone. So what would differ
 from run to run is left out or derived from `custom_id`: ids, the time, figures of caching and drafting.
