@@ -430,10 +430,14 @@ def test_a_module_that_lacks_a_tensor_is_an_error(case: str, tmp_path: Path) -> 
         engine(load_model(given.folder, tiny.kernels()).model, given.folder, None, 1)
 
 
-def test_a_module_in_a_gguf_file_computes_the_formulas(tmp_path: Path) -> None:
-    given = WithModule(tmp_path, "glm4-moe-biased", has_tables=True)
+@pytest.mark.parametrize(("case", "arch"), [("glm4-moe-biased", "glm4moe"), ("unscaled", "deepseek32")])
+def test_a_module_in_a_gguf_file_computes_the_formulas(
+    case: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(factory.CASES, "unscaled", ("deepseek_v3", {**factory.DEEPSEEK, "n_shared_experts": 2}))
+    given = WithModule(tmp_path, case, has_tables=True)
     config = AutoConfig.from_pretrained(given.folder, num_hidden_layers=LAYERS + 1)
-    path = write_mixture(tmp_path / "glm.gguf", given.folder, config, "glm4moe", nextn_predict_layers=1)
+    path = write_mixture(tmp_path / "model.gguf", given.folder, config, arch, nextn_predict_layers=1)
     assert chosen(path) == ["suffix", "recycling", "mtp"]
     ear = overhear(made := engine(load_model(path, tiny.kernels()).model, path, None, 3), stride=3)
     _, stats = tiny.run(made, requests(2))

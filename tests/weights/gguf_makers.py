@@ -194,12 +194,12 @@ def write_again(
 
 def add_mixture(writer: gguf.GGUFWriter, config: Any, is_split: bool) -> None:
     """The keys the converter writes for mixtures of experts; is_split: deepseek2 as newer converters write it."""
-    is_deepseek = config.model_type in ("deepseek_v3", "glm4_moe_lite")
+    is_deepseek = config.model_type in ("deepseek_v3", "deepseek_v32", "glm4_moe_lite")
     counts = ("n_routed_experts", "num_local_experts", "num_experts")
     writer.add_expert_count(next(getattr(config, name) for name in counts if hasattr(config, name)))
     writer.add_expert_used_count(config.num_experts_per_tok)
     if config.model_type != "mixtral":
-        is_only = config.model_type in ("gpt_oss", "minimax_m2")  # without dense layers
+        is_only = config.model_type in ("gpt_oss", "minimax_m2", "llama4_text")  # without dense layers, or other fields
         writer.add_expert_feed_forward_length(config.intermediate_size if is_only else config.moe_intermediate_size)
     if config.model_type == "gpt_oss":
         writer.add_sliding_window(config.sliding_window)
@@ -208,6 +208,9 @@ def add_mixture(writer: gguf.GGUFWriter, config: Any, is_split: bool) -> None:
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if is_deepseek or config.model_type == "glm4_moe":
         _add_sigmoid(writer, config)
+    if config.model_type == "llama4_text":
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+        writer.add_feed_forward_length(config.intermediate_size_mlp)
     if config.model_type == "glm4_moe":
         writer.add_nextn_predict_layers(0)
     if is_deepseek:
@@ -236,6 +239,10 @@ def _add_deepseek(writer: gguf.GGUFWriter, config: Any, is_split: bool) -> None:
     writer.add_kv_lora_rank(config.kv_lora_rank)
     writer.add_expert_group_count(config.n_group)
     writer.add_expert_group_used_count(config.topk_group)
+    if writer.arch == "deepseek32":
+        writer.add_nextn_predict_layers(0)
+        for key, value in (("head_count", 2), ("key_length", 16), ("top_k", getattr(config, "index_topk", 128))):
+            writer.add_uint32(f"deepseek32.attention.indexer.{key}", value)
     if config.rope_parameters["rope_type"] == "yarn":
         _add_yarn(writer, config.rope_parameters)
         writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
@@ -255,8 +262,8 @@ def converted(tensors: dict[str, Tensor], config: Any, is_split: bool) -> dict[s
         expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)
         if expert:
             stacks.setdefault(f"{expert[1]}.{expert[3]}", []).append((int(expert[2]), tensor))
-        elif config.model_type == "gpt_oss" and ".experts." in name:
-            found |= _gpt_oss_experts(name, tensor)
+        elif config.model_type in ("gpt_oss", "llama4_text") and ".experts." in name:
+            found |= _transposed_experts(name, tensor, config.model_type == "gpt_oss")
         elif name.endswith("kv_b_proj.weight") and is_split:
             heads = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
             keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
@@ -268,14 +275,15 @@ def converted(tensors: dict[str, Tensor], config: Any, is_split: bool) -> dict[s
     return {**found, **stacked}
 
 
-def _gpt_oss_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Matrices and biases of all experts, by outputs, gate and up apart."""
+def _transposed_experts(name: str, tensor: Tensor, alternate: bool) -> dict[str, Tensor]:
+    """Matrices and biases of all experts, by outputs, gate and up apart; alternate: their rows do."""
     is_bias, kind = name.endswith("_bias"), "bias" if name.endswith("_bias") else "weight"
     tensor, module = tensor if is_bias else tensor.transpose(1, 2), name.removesuffix("_bias")
     if not module.endswith("gate_up_proj"):
         return {f"{module}.{kind}": tensor.contiguous()}
     names = (module.replace("gate_up", part) for part in ("gate", "up"))
-    return {f"{part}.{kind}": tensor[:, at::2].contiguous() for at, part in enumerate(names)}
+    parts = (tensor[:, 0::2], tensor[:, 1::2]) if alternate else tensor.chunk(2, dim=1)
+    return {f"{own}.{kind}": part.contiguous() for own, part in zip(names, parts, strict=True)}
 
 
 def write_mixture(
@@ -287,7 +295,8 @@ def write_mixture(
     kind: of all matrices, or by the end of their names with "" for the others. keys: instead of those of the
     converter, by the end of their names; None leaves one out.
     """
-    model = next(known for known, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    kin = "glm-dsa" if arch == "deepseek32" else arch  # which is newer than the package, and has the same names
+    model = next(known for known, name in gguf.MODEL_ARCH_NAMES.items() if name == kin)
     names = gguf.get_tensor_name_map(model, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, arch)
     add_config(writer, config)

@@ -39,6 +39,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1,
          "routed_scaling_factor": 1.25},
     ),
+    "llama4": ("llama4", "llama4_text", {
+        "num_hidden_layers": 4, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2}),
+    "deepseek32": (
+        "deepseek32", "deepseek_v32",
+        {**DEEPSEEK, "rope_parameters": YARN, "n_shared_experts": 2, **factory.INDEXER},
+    ),
     "glm-4.7-flash": (
         "deepseek2", "glm4_moe_lite", {**factory.LITE, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
     ),

@@ -167,8 +167,10 @@ def test_quantized_models_keep_their_bits_in_chunks_and_trees(tmp_path: Path) ->
     assert torch.equal(tree[[0, 2]], whole[5:7])
 
 
-def test_llama3_rope_is_recognised_by_its_factors(tmp_path: Path) -> None:
-    rope = {**LLAMA3, "original_max_position_embeddings": 8192, "rope_theta": 500000.0, "factor": 32.0}
+@pytest.mark.parametrize(("factor", "high"), [(32.0, 4.0), (16.0, 1.0)])
+def test_llama3_rope_is_recognised_by_its_factors(factor: float, high: float, tmp_path: Path) -> None:
+    rope = {**LLAMA3, "original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+    rope |= {"factor": factor, "high_freq_factor": high}
     model = factory.random_hf_model("llama", {"rope_parameters": rope, "head_dim": 16})
     folder = factory.save_checkpoint(model, tmp_path / "folder")
     exact = read_config(folder)

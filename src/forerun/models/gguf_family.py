@@ -27,6 +27,7 @@ _NORMS = {
     "after_mlp": "post_ffw_norm",
 }
 _EXPERTS = ("mlp.experts.{index}", "block_sparse_moe.experts.{index}")  # which `weights.gguf_names` translates
+_DENSE = {"gate_up": TensorNames().gate_up, "down": TensorNames().down}  # which it translates, too
 _LATENTS = ExpertNames(latent_down="ffn_latent_down", latent_up="ffn_latent_up")
 _SSM = {"decay": "ssm_a", "bias": "ssm_dt.bias", "norm": "ssm_norm.weight", "out": "ssm_out"}
 
@@ -36,9 +37,10 @@ def as_in_gguf(family: Family) -> Family:
     names = family.names if family.recurrent is no_recurrence else _recurrent_names(family)
     norms: dict[str, Any] = {field: own if getattr(family.names, field) else "" for field, own in _NORMS.items()}
     experts = names.experts if names.experts.expert in _EXPERTS else ExpertNames()
+    dense: dict[str, Any] = {} if names.down != "feed_forward.down_proj" else _DENSE
     return replace(
         family,
-        names=replace(names, experts=experts, sinks=TensorNames().sinks, **norms),
+        names=replace(names, experts=experts, sinks=TensorNames().sinks, **norms, **dense),
         norm_offset=0.0,
         log_decay=False,
         rope_kinds=(*family.rope_kinds, "longrope"),

@@ -20,14 +20,19 @@ from forerun.weights.gguf_gemma4 import GEMMA4_KEYS, gemma4_fields
 from forerun.weights.gguf_layers import layer_sizes, layer_values
 from forerun.weights.gguf_metadata import GGUFMetadata, share
 from forerun.weights.gguf_mixtures import (
+    DEEPSEEK32,
+    DEEPSEEK32_KEYS,
     EXPERT_KEYS,
     GLM_KEYS,
     LATENT_KEYS,
+    LLAMA4_KEYS,
     QWEN_KEYS,
+    deepseek32_fields,
     deepseek_fields,
     glm_fields,
     gpt_oss_fields,
     latent_yarn,
+    llama4_fields,
     minimax_fields,
     mixtral_fields,
     qwen_fields,
@@ -41,14 +46,17 @@ ARCHITECTURES = {
     "llama": EXPERT_KEYS, "qwen2": "", "qwen3": "", "phi3": "", "qwen2moe": QWEN_KEYS, "qwen3moe": QWEN_KEYS,
     "deepseek2": LATENT_KEYS, "gpt-oss": f"{EXPERT_KEYS} expert_feed_forward_length", "glm4moe": GLM_KEYS,
     "minimax-m2": f"{EXPERT_KEYS} expert_feed_forward_length expert_gating_func", "gemma4": GEMMA4_KEYS,
+    "llama4": LLAMA4_KEYS, DEEPSEEK32: DEEPSEEK32_KEYS,
     STEP: STEP_KEYS, MIMO: MIMO_KEYS,
     **{arch: keys for arch, (keys, _) in {**DENSE, **RECURRENT}.items()},
 }  # fmt: skip
 MIXTURES = {
     "deepseek2": deepseek_fields,
+    DEEPSEEK32: deepseek32_fields,
     "gpt-oss": gpt_oss_fields,
     "glm4moe": glm_fields,
     "minimax-m2": minimax_fields,
+    "llama4": llama4_fields,
     "gemma4": gemma4_fields,
     STEP: step_fields,
     MIMO: mimo_fields,
@@ -63,8 +71,8 @@ MISTRAL_REASON = (
     "a GGUF file with 32768 positions on a rope of base 10000 is Mistral 7B v0.1 or made from it, whose sliding window "
     "of 4096 the file does not record: load the model from its safetensors, or write the file with forerun quantize"
 )
-LLAMA3_SCALINGS = (  # factor, low, high, original: Llama 3.1 and 3.2, Step-3.5
-    (8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192), (2.0, 1.0, 32.0, 131072),
+LLAMA3_SCALINGS = (  # factor, low, high, original: Llama 3.1 and 3.2, Step-3.5, Llama 4 Scout
+    (8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192), (2.0, 1.0, 32.0, 131072), (16.0, 1.0, 1.0, 8192),
 )  # fmt: skip
 _READ = (
     "context_length embedding_length block_count feed_forward_length attention.head_count attention.head_count_kv "
@@ -148,7 +156,7 @@ def _table_shape(file: GgufModel) -> tuple[int, int]:
 def _head_dim(metadata: GGUFMetadata, arch: str, hidden: int, heads: int) -> int:
     if heads < 1:
         raise metadata.wrong(f"{arch}.attention.head_count", "at least 1")
-    if arch in ("deepseek2", "kimi-linear"):  # the rotated part of a head
+    if arch in ("deepseek2", DEEPSEEK32, "kimi-linear"):  # the rotated part of a head
         return metadata.integer(f"{arch}.rope.dimension_count")
     head_dim = metadata.integer(f"{arch}.attention.key_length", hidden // heads)
     if head_dim < 1 or (arch != MIMO and metadata.integer(f"{arch}.attention.value_length", head_dim) != head_dim):
@@ -272,8 +280,8 @@ def _scaling(metadata: GGUFMetadata, arch: str, kind: str, positions: int) -> di
         "beta_fast": metadata.number(f"{prefix}.yarn_beta_fast", 32.0),
         "beta_slow": metadata.number(f"{prefix}.yarn_beta_slow", 1.0),
     }
-    if arch == "deepseek2":
-        return {**scaling, **latent_yarn(metadata)}
+    if arch in ("deepseek2", DEEPSEEK32):
+        return {**scaling, **latent_yarn(metadata, arch)}
     if arch == MISTRAL3 and (mscale := metadata.number(f"{prefix}.yarn_log_multiplier", 0.0)):
         return {**scaling, "mscale": 1.0, "mscale_all_dim": mscale}
     if arch == "gpt-oss":  # which was trained without truncation; no key says so
@@ -346,7 +354,8 @@ def llama3_factors(
 ) -> np.ndarray[Any, Any]:
     """Divisors of the frequencies: wavelengths beyond original / low are stretched by factor, a ramp below."""
     wavelengths = 2 * math.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
-    ramp = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+    turns = original / wavelengths
+    ramp = np.clip((turns - low) / (high - low), 0, 1) if high > low else turns >= low
     return np.asarray(1 / ((1 - ramp) / factor + ramp))
 
 

@@ -1,7 +1,7 @@
 """GGUF metadata of mixtures of experts and of DeepSeek's attention over latents, in config.json's terms.
 
-Knows: the keys of Mixtral (llama with experts), qwen2moe, qwen3moe, gpt-oss, glm4moe, minimax-m2 and deepseek2,
-and what llama.cpp assumes about each. Does not know: the fields all decoders share (`gguf_config`).
+Knows: the keys of Mixtral (llama with experts), qwen2moe, qwen3moe, gpt-oss, glm4moe, minimax-m2, llama4, deepseek2 and
+deepseek32, and what llama.cpp assumes about each. Does not know: the fields all decoders share (`gguf_config`).
 Source: llama.cpp convert_hf_to_gguf.py and llama-model.cpp.
 """
 
@@ -24,6 +24,13 @@ GLM_KEYS = f"{SIGMOID_KEYS} nextn_predict_layers"
 LATENT_KEYS = (
     f"{SIGMOID_KEYS} attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla "
     "rope.scaling.yarn_log_multiplier"
+)
+LLAMA4_KEYS = f"{EXPERT_KEYS} expert_feed_forward_length interleave_moe_layer_step"
+_MAVERICK = 128  # experts of the Llama 4 that does not normalise queries and keys
+DEEPSEEK32 = "deepseek32"
+DEEPSEEK32_KEYS = (
+    f"{LATENT_KEYS} attention.indexer.head_count attention.indexer.key_length attention.indexer.top_k "
+    "nextn_predict_layers"
 )
 _SIGMOID = 2  # a value of expert_gating_func
 # (blocks, experts) -> (groups, groups used), for models published before files stored it: DeepSeek-V3, Moonlight, Kimi
@@ -67,18 +74,29 @@ def gpt_oss_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     }
 
 
-def deepseek_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+def deepseek_fields(file: GgufModel, metadata: GGUFMetadata, arch: str = "deepseek2") -> dict[str, Any]:
     """Fields of deepseek2 files like DeepSeek-V3, which store keys and values by head or as one latent for all."""
-    _refuse_softmax(metadata)
-    experts = sigmoid_fields(file, metadata, "deepseek2")
-    groups, used_groups = _groups(metadata, experts["n_routed_experts"])
+    _refuse_softmax(metadata, arch)
+    experts = sigmoid_fields(file, metadata, arch)
+    groups, used_groups = _groups(metadata, experts["n_routed_experts"], arch)
     return {
         "model_type": "deepseek_v3",
-        **latent_fields(metadata, "deepseek2"),
+        **latent_fields(metadata, arch),
         **experts,
         "n_group": groups,
         "topk_group": used_groups,
-        "norm_topk_prob": metadata.flag("deepseek2.expert_weights_norm", False),
+        "norm_topk_prob": metadata.flag(f"{arch}.expert_weights_norm", False),
+    }
+
+
+def deepseek32_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    """Fields of DeepSeek-V3.2: an indexer, and blocks for drafting behind the layers."""
+    number = partial(_integer, metadata, arch=DEEPSEEK32)
+    return {
+        **deepseek_fields(file, metadata, DEEPSEEK32),
+        "model_type": "deepseek_v32",
+        "num_hidden_layers": number("block_count") - number("nextn_predict_layers", 0),
+        "index_topk": number("attention.indexer.top_k"),
     }
 
 
@@ -140,9 +158,9 @@ def glm_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     }
 
 
-def latent_yarn(metadata: GGUFMetadata) -> dict[str, Any]:
+def latent_yarn(metadata: GGUFMetadata, arch: str) -> dict[str, Any]:
     """yarn's mscale and mscale_all_dim in deepseek2; llama.cpp supports only models in which both are equal."""
-    key = "deepseek2.rope.scaling.yarn_log_multiplier"
+    key = f"{arch}.rope.scaling.yarn_log_multiplier"
     if key not in metadata:
         raise UnsupportedError(
             f"{metadata.path} has a rope scaling of type 'yarn' without {key}, so that the scale of its attention is "
@@ -154,6 +172,25 @@ def latent_yarn(metadata: GGUFMetadata) -> dict[str, Any]:
 
 def _integer(metadata: GGUFMetadata, key: str, default: int | None = None, *, arch: str) -> int:
     return metadata.integer(f"{arch}.{key}", default)
+
+
+def llama4_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
+    """Fields of llama4, of whose layers every fourth does not rotate and sees everything, as llama.cpp has it."""
+    experts, used = expert_counts(file, metadata, "llama4")
+    if metadata.get("llama4.attention.sliding_window") is not None:
+        raise UnsupportedError(
+            f"{metadata.path} sets llama4.attention.sliding_window, as files of MobileLLM do; supported are files of "
+            "Llama 4, which do not: load the model from its safetensors"
+        )
+    return {
+        "model_type": "llama4_text",
+        "intermediate_size": metadata.integer("llama4.expert_feed_forward_length"),
+        "intermediate_size_mlp": metadata.integer("llama4.feed_forward_length"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": used,
+        "interleave_moe_layer_step": metadata.integer("llama4.interleave_moe_layer_step"),
+        "use_qk_norm": experts != _MAVERICK,
+    }
 
 
 def expect_sigmoid(metadata: GGUFMetadata, arch: str) -> None:
@@ -182,24 +219,23 @@ def _inner_size(file: GgufModel, metadata: GGUFMetadata, key: str, down: str) ->
     return metadata.integer(key, found)
 
 
-def _refuse_softmax(metadata: GGUFMetadata) -> None:
-    if metadata.integer("deepseek2.expert_gating_func", 0) != _SIGMOID:
+def _refuse_softmax(metadata: GGUFMetadata, arch: str) -> None:
+    if metadata.integer(f"{arch}.expert_gating_func", 0) != _SIGMOID:
         raise UnsupportedError(
-            f"{metadata.path} is a model like DeepSeek-V2, whose experts are chosen by softmax; forerun runs deepseek2 "
-            "files of DeepSeek-V3's kind (expert_gating_func 2, sigmoid); load this one from its safetensors"
+            f"{metadata.path} is a model like DeepSeek-V2, whose experts are chosen by softmax; forerun runs "
+            f"{arch} files of DeepSeek-V3's kind (expert_gating_func 2, sigmoid); load this one from its safetensors"
         )
 
 
-def _groups(metadata: GGUFMetadata, experts: int) -> tuple[int, int]:
+def _groups(metadata: GGUFMetadata, experts: int, arch: str) -> tuple[int, int]:
     """The number of groups of experts, and how many of them a row may use."""
-    if "deepseek2.expert_group_count" in metadata:
-        keys = ("deepseek2.expert_group_count", "deepseek2.expert_group_used_count")
-        groups, used = (metadata.integer(key) for key in keys)
+    if f"{arch}.expert_group_count" in metadata:
+        groups, used = (metadata.integer(f"{arch}.expert_group_{key}") for key in ("count", "used_count"))
         return groups, used
-    known = _GROUPS.get((metadata.integer("deepseek2.block_count"), experts))
+    known = _GROUPS.get((metadata.integer(f"{arch}.block_count"), experts))
     if known is None:
         raise UnsupportedError(
             f"{metadata.path} does not say in how many groups its {experts} experts are "
-            "(deepseek2.expert_group_count); convert the model again with a current llama.cpp"
+            f"({arch}.expert_group_count); convert the model again with a current llama.cpp"
         )
     return known

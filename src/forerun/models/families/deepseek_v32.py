@@ -22,7 +22,7 @@ DEEPSEEK_V32 = replace(
     model_type="deepseek_v32",
     defaults={**DEEPSEEK_V3.defaults, "index_topk": 2048},
     fields=DEEPSEEK_V3.fields | words("index_topk index_head_dim index_n_heads layer_types mlp_layer_types"),
-    names=replace(DEEPSEEK_V3.names, unread=".self_attn.indexer."),
+    names=replace(DEEPSEEK_V3.names, unread=".indexer."),
     position_limit=lambda fields: fields.integer("index_topk"),
     experts=_experts,
 )
