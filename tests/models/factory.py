@@ -108,6 +108,7 @@ LLAMA4_PLAIN = {
     "moe_layers": [0],
     "attention_bias": True,
     "no_rope_layers": [1, 0],
+    "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0},  # as Llama 4 Scout has it
 }
 GPT_OSS = {
     "num_local_experts": 5,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun import LLM, SamplingParams
 from forerun.cli.engine import what_part
-from forerun.errors import ConfigError, UnsupportedError
+from forerun.errors import CheckpointError, ConfigError, UnsupportedError
 from forerun.models.base import passes_of
 from forerun.models.config import ModelConfig, num_parameters
 from forerun.models.decoder import Decoder
@@ -134,6 +134,18 @@ COHERE2 = {
 }  # fmt: skip
 
 
+EXAONE4_32B = {
+    "head_dim": 128, "sliding_window": 4096, "sliding_window_pattern": "LLLG", "reorder_qk_norm": True,
+    "rope_theta": 1000000.0, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+    "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+                     "original_max_position_embeddings": 8192},
+}  # fmt: skip
+MINISTRAL3 = {
+    "head_dim": 128, "sliding_window": None, "max_position_embeddings": 262144,
+    "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
+                        "rope_type": "yarn", "type": "yarn"},
+}  # fmt: skip
 GEMMA4_31B = {
     "head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True, "num_global_key_value_heads": 4,
     "hidden_size_per_layer_input": 0,
@@ -157,6 +169,8 @@ GEMMA4_26B = {
         ("glm4", published(40, 4096, 13696, 32, 2, 151552), 9.400),
         ("cohere2", published(32, 4096, 14336, 32, 8, 256000, **COHERE2), 8.028),
         ("exaone4", published(30, 2048, 4096, 32, 8, 102400, sliding_window=None, tie_word_embeddings=True), 1.279),
+        ("exaone4", published(64, 5120, 27392, 40, 8, 102400, **EXAONE4_32B), 32.00),
+        ("ministral3", published(34, 4096, 14336, 32, 8, 131072, **MINISTRAL3), 8.490),
         ("phi3", published(32, 3072, 8192, 24, 8, 200064, **PHI4_MINI), 3.836),
     ],
 )
@@ -164,6 +178,15 @@ def test_published_configs_have_the_published_sizes(
     model_type: str, changes: dict[str, Any], billions: float
 ) -> None:  # fmt: skip
     assert num_parameters(read(model_type, **changes)) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_letters_say_which_layers_of_an_exaone_have_windows() -> None:
+    config = read("exaone4", **published(6, 32, 48, 4, 2, 96, sliding_window=7, sliding_window_pattern="LLLG"))
+    assert config.windows == (7, 7, 7, 0, 7, 0)
+    with pytest.raises(UnsupportedError, match="reorder_qk_norm"):
+        read("exaone4", reorder_qk_norm=False)
+    with pytest.raises(CheckpointError, match="sliding_window_pattern"):
+        read("exaone4", sliding_window_pattern="LX")
 
 
 def test_windows_and_ropes_of_layers() -> None:

@@ -298,6 +298,27 @@ def test_positions_that_the_indexer_selects_from_are_refused(tmp_path: Path) -> 
         load(folder, max_position=13)
 
 
+def test_the_published_llama_4_config() -> None:
+    raw = {  # Llama-4-Scout-17B-16E, its text
+        "model_type": "llama4_text", "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+        "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 202048, "max_position_embeddings": 10485760, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "attention_bias": False, "attention_chunk_size": 8192, "interleave_moe_layer_step": 1, "no_rope_layers": [],
+        "num_experts_per_tok": 1, "num_local_experts": 16, "use_qk_norm": True, "rope_theta": 500000.0,
+        "output_router_logits": False, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
+        "attention_dropout": 0.0, "for_llm_compressor": False, "bos_token_id": 200000, "pad_token_id": 200018,
+        "eos_token_id": [200001, 200007, 200008], "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+                         "original_max_position_embeddings": 8192},
+    }  # fmt: skip
+    config = ModelConfig.read(raw, FAMILIES["llama4_text"])
+    assert num_parameters(config) / 1e9 == pytest.approx(107.77, rel=1e-4)
+    assert [(config.rope_of(layer).kind, config.rope_of(layer).rotary_dim) for layer in (2, 3)] == [
+        ("llama3", 128), ("default", 0),
+    ]  # fmt: skip
+    assert [config.chunk(layer) for layer in (2, 3)] == [8192, 0] and config.max_position == 8191
+
+
 def test_published_sizes_of_the_other_families() -> None:
     common = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
     mixtral = {

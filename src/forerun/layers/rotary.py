@@ -107,11 +107,16 @@ def _dynamic(spec: RopeSpec, positions: Tensor) -> Tensor:
 
 
 def _llama3(spec: RopeSpec) -> Tensor:
-    """Long wavelengths divided by factor, short ones kept, a ramp between. Source: Llama 3.1."""
+    """Long wavelengths divided by factor, short ones kept, a ramp between, if there is a between (not in Llama 4).
+
+    Source: Llama 3.1.
+    """
     plain, original = _plain(spec), spec.original_max_position
     wavelengths = 2 * math.pi / plain
     longest, shortest = original / spec.low_freq_factor, original / spec.high_freq_factor
     scaled = torch.where(wavelengths > longest, plain / spec.factor, plain)
+    if spec.low_freq_factor == spec.high_freq_factor:
+        return scaled
     ramp = (original / wavelengths - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
     smoothed = (1 - ramp) * scaled / spec.factor + ramp * scaled
     between = ~(wavelengths < shortest) & ~(wavelengths > longest)

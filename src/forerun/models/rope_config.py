@@ -198,9 +198,9 @@ def _yarn(scaling: Fields, fields: Fields, rotary_dim: int, theta: float) -> Rop
 
 def _llama3(scaling: Fields, fields: Fields, rotary_dim: int, theta: float) -> RopeSpec:
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-    if not 0 < low < high:
+    if not 0 < low <= high:
         raise CheckpointError(
-            f"config.json: llama3 rope needs 0 < low_freq_factor < high_freq_factor, got {low:g} and {high:g}; "
+            f"config.json: llama3 rope needs 0 < low_freq_factor <= high_freq_factor, got {low:g} and {high:g}; "
             "correct the file"
         )
     return RopeSpec(
