@@ -120,6 +120,17 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "config",
     ),
     "server": ("", "llm", "frontend", "drafters.registry", "engine", "weights", "core", "config"),
+    "replicas": (
+        "",
+        "llm",
+        "frontend",
+        "server",
+        "drafters.named",
+        "engine.outputs",
+        "weights.tokenizer",
+        "core",
+        "config",
+    ),
     "cli": ("",),  # anything: see ANYTHING
 }
 ANYTHING = ("cli",)

@@ -21,6 +21,7 @@ COMMANDS = (
     "learned",
     "generate",
     "chat",
+    "deploy",
     "batch",
     "bench",
     "verify",

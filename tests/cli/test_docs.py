@@ -42,6 +42,7 @@ NOT_RUN = {
     "forerun batch in.jsonl out.jsonl --model MODEL --ray HOST:6379  # on any machine of a Ray cluster": (
         "there is no cluster; tests/server/test_batch_cluster.py has one"
     ),
+    "forerun deploy deploy.yaml": "starts a Ray cluster, as tests/replicas/test_on_ray.py does",
 }
 # What is added to a command so that it takes seconds; where an option comes twice the last one counts.
 LITTLE = ("--limit", "1", "--max-tokens", "3", "--repeats", "1")

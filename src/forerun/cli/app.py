@@ -22,6 +22,7 @@ from forerun.cli import (
     chat,
     curve,
     demo,
+    deploy,
     generate,
     hub,
     inspect,
@@ -96,6 +97,7 @@ app.command("learned")(ungrouped(learned.learned))
 app.command("generate")(ungrouped(generate.generate))
 app.command("chat")(ungrouped(chat.chat))
 app.command("serve")(ungrouped(serve.serve))
+app.command("deploy")(ungrouped(deploy.deploy))
 app.command("batch")(ungrouped(batch.batch))
 app.add_typer(bench_app, name="bench")
 app.command("verify")(ungrouped(verify.verify))

@@ -1,0 +1,154 @@
+"""`forerun deploy`: replicas of one model on a Ray cluster, behind one OpenAI-compatible address.
+
+Knows: clusters, addresses, when to stop. Does not know: replicas, requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.cli.console import print_note
+from forerun.cli.engine import fetch
+from forerun.cli.serve import check_address
+from forerun.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forerun.replicas.deployment import Deployment
+
+CONNECT_S = 5.0  # for a cluster's address to answer
+APPLICATION = "forerun"
+
+File = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="What to deploy; see docs/several-machines.md.")]
+Cluster = Annotated[
+    str | None,
+    typer.Option(help="HOST:PORT of a Ray cluster, or auto for the one on this machine; without it, one is started."),
+]
+Detach = Annotated[bool, typer.Option("--detach", help="Leave the deployment to the cluster, and return.")]
+Application = Annotated[
+    str, typer.Option("--name", help="The deployment's name in the cluster; deploying it again updates it.")
+]
+
+
+def deploy(file: File, address: Cluster = None, name: Application = APPLICATION, detach: Detach = False) -> None:
+    """Serve a model by several replicas on a Ray cluster; a request goes on elsewhere if its replica is lost."""
+    if detach and address is None:
+        raise ConfigError("--detach leaves the deployment to a cluster, but one started here ends with this command: "
+                          "give an --address")  # fmt: skip
+    deployment = _read(file)
+    if address not in (None, "auto"):
+        _check_reachable(address or "")
+    _import_ray()
+    _fetch(deployment)
+    with _cluster(address, deployment), _until_told() as told:
+        _run(deployment, name)
+        print_note(f"listening on http://{deployment.http.host}:{deployment.http.port}/v1")
+        if not detach:
+            told.wait()
+            print_note(f"stopping: requests have {deployment.drain_s:g} s to end")
+            _end(name)
+
+
+def _read(file: Path) -> Deployment:
+    try:
+        from forerun.replicas.deployment import read_deployment
+    except ImportError as error:
+        raise _extra_missing(error) from error
+    return read_deployment(file)
+
+
+def _import_ray() -> None:
+    try:
+        import ray.serve  # noqa: F401
+    except ImportError as error:
+        raise _extra_missing(error) from error
+
+
+def _extra_missing(error: ImportError) -> ConfigError:
+    return ConfigError(f"`forerun deploy` needs `pip install 'forerun[ray]'` ({error})")
+
+
+def _fetch(deployment: Deployment) -> None:
+    """Download what is missing, and refuse what is not there, before replicas try."""
+    config = deployment.engine_config()
+    for name in (config.model, config.drafter.model, *(member.model for member in config.drafter.members)):
+        if name is not None:
+            fetch(name)
+
+
+@contextmanager
+def _cluster(address: str | None, deployment: Deployment) -> Iterator[None]:
+    """Connected to a cluster where Serve listens; one that was started here ends with the block."""
+    import ray
+    from ray import serve
+
+    if address is None:
+        check_address(deployment.http.host, deployment.http.port)
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
+    try:
+        ray.init(address=address or "local", **(quiet if address is None else {"log_to_driver": False}))
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"there is no Ray cluster to connect to at {address}: {_line(error)}; start one with "
+                          "`ray start --head`, or leave --address out")  from error  # fmt: skip
+    try:
+        if not serve.status().proxies:
+            check_address(deployment.http.host, deployment.http.port)
+            serve.start(http_options={"host": deployment.http.host, "port": deployment.http.port})
+        yield
+    finally:
+        if address is None:
+            serve.shutdown()
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"--address must be HOST:PORT or auto; got {address!r}")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"there is no Ray cluster at {address}: {error}; start one with `ray start --head`"
+        ) from error
+
+
+def _run(deployment: Deployment, name: str) -> None:
+    from ray import serve
+
+    from forerun.replicas.on_ray import build
+
+    try:
+        serve.run(build(deployment), name=name)
+    except RuntimeError as error:
+        raise ConfigError(f"the deployment did not start: {_line(error)}; `serve status` says more") from error
+
+
+def _end(name: str) -> None:
+    from ray import serve
+
+    serve.delete(name)
+
+
+@contextmanager
+def _until_told() -> Iterator[Event]:
+    """An event that SIGTERM and SIGINT set."""
+    told = Event()
+    before = {number: signal.signal(number, lambda *_: told.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _line(error: Any) -> str:
+    return " ".join(str(error).split())[:300]

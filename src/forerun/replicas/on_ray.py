@@ -1,0 +1,153 @@
+"""Replicas as actors of Ray Serve: who starts them, which of them gets an order, and when one counts as lost.
+
+Knows: Ray. Does not know: how answers are made, how one goes on elsewhere, HTTP. `serve run forerun.replicas.on_ray:app
+config=FILE.yaml` deploys it, as `forerun deploy FILE.yaml` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from typing import Any, Final
+
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+
+from forerun.replicas.deployment import Deployment, read_deployment
+from forerun.replicas.fleet import Fleet, RemoteFrontend, ReplicaLost
+from forerun.replicas.orders import ReplicaOrder
+from forerun.replicas.replica import Description, Replica, Said
+from forerun.replicas.routing import ROUTERS
+from forerun.server.app import application
+from forerun.server.memory import bound_arenas
+from forerun.server.metrics import EngineLoad
+
+STATS_S: Final = 2.0  # how often replicas tell how busy they are
+METRICS_S: Final = 5.0  # for them to hand over their metrics
+ENGINE: Final = "Engine"  # the deployment of the replicas, in an application
+_IDLE: Final = EngineLoad(0, 0, 0.0, True, {}, 0, {})  # what a replica has to do that has not told yet
+
+
+class RayReplicas:
+    """See `fleet.Replicas`."""
+
+    def __init__(self, handle: Any, application: str) -> None:
+        self._handle = handle
+        self._streaming = handle.options(stream=True)
+        self._application = application
+
+    async def run(self, order: ReplicaOrder) -> AsyncIterator[Said]:
+        """What a replica, chosen by the router, says; raises ReplicaLost."""
+        response = self._streaming.run.remote(order)
+        try:
+            async for said in response:
+                yield said
+        except (RayError, RayServeException) as error:
+            raise ReplicaLost(" ".join(f"{type(error).__name__} {error}".split())[:300]) from error
+        except BaseException:  # nobody reads on
+            response.cancel()
+            raise
+
+    def loads(self) -> Mapping[str, EngineLoad]:
+        """How busy the replicas are that the router knows, as they told last."""
+        router = ROUTERS.get(self._application)
+        replicas = list(router.curr_replicas.values()) if router is not None else []
+        return {replica.replica_id.unique_id: replica.routing_stats.get("load", _IDLE) for replica in replicas}
+
+    async def metrics_texts(self) -> Mapping[str, bytes]:
+        """The metrics of each replica that answers."""
+        try:
+            asked = self._handle.broadcast("metrics_text")
+            told = await asked.results_async(timeout_s=METRICS_S, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError):  # none is there, or one is stuck
+            return {}
+        return dict(each for each in told if isinstance(each, tuple))
+
+
+class EngineDeployment:
+    """A replica as Serve starts it."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        bound_arenas()
+        self._stuck_s = deployment.health.stuck_s
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._replica = Replica(self._name, deployment.open(), deployment.settings())
+
+    async def describe(self) -> Description:
+        """What it runs."""
+        return self._replica.describe()
+
+    async def run(self, order: ReplicaOrder) -> AsyncIterator[Said]:
+        """See `Replica.run`."""
+        async with aclosing(self._replica.run(order)) as said:  # type: ignore[type-var]
+            async for each in said:
+                yield each
+
+    async def metrics_text(self) -> tuple[str, bytes]:
+        """Name and metrics."""
+        return self._name, self._replica.metrics_text()
+
+    def record_routing_stats(self) -> dict[str, EngineLoad]:
+        """Called by Serve, for the routers."""
+        return {"load": self._replica.load()}
+
+    def check_health(self) -> None:
+        """Called by Serve, which starts another replica in place of one that raises."""
+        self._replica.check(self._stuck_s)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_replica"):
+            self._replica.stop()
+
+
+class Ingress:
+    """The OpenAI-compatible application, in a process without weights."""
+
+    async def __init__(self, deployment: Deployment, engines: Any) -> None:  # type: ignore[misc] # Serve awaits it
+        described = await engines.describe.remote()
+        replicas = RayReplicas(engines, serve.get_replica_context().app_name)
+        settings = deployment.settings()
+        fleet = Fleet(replicas, described, settings, deployment.failover)
+        self._app = application(fleet, RemoteFrontend(described), settings)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve."""
+        return self._app
+
+
+def build(deployment: Deployment) -> Any:
+    """The Serve application of a deployment."""
+    engine, scaling = deployment.engine_config(), deployment.autoscaling
+    many: dict[str, Any] = {"num_replicas": deployment.replicas}
+    if scaling is not None:
+        many = {"autoscaling_config": scaling.model_dump(exclude_none=True)}
+    engines = serve.deployment(EngineDeployment, name=ENGINE).options(
+        **many,
+        max_ongoing_requests=engine.max_num_seqs + deployment.settings().max_queue,
+        ray_actor_options={"num_cpus": deployment.resources.num_cpus, "num_gpus": deployment.resources.num_gpus},
+        health_check_period_s=deployment.health.period_s,
+        health_check_timeout_s=deployment.health.timeout_s,
+        graceful_shutdown_timeout_s=deployment.drain_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        request_router_config=RequestRouterConfig(
+            request_router_class="forerun.replicas.router.PrefixRouter",
+            request_router_kwargs={"by_prefix": deployment.routing == "prefix"},
+            request_routing_stats_period_s=STATS_S,
+        ),
+    )
+    ingress = serve.deployment(serve.ingress()(Ingress), name="Ingress").options(
+        num_replicas=deployment.http.ingresses,
+        max_ongoing_requests=deployment.settings().max_connections,
+        ray_actor_options={"num_cpus": deployment.http.num_cpus},
+        graceful_shutdown_timeout_s=deployment.drain_s,
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    return ingress.bind(deployment, engines.bind(deployment))
+
+
+def app(options: Mapping[str, str]) -> Any:
+    """The builder for `serve run`: `config=FILE.yaml`."""
+    return build(read_deployment(options["config"]))

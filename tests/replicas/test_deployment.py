@@ -1,0 +1,82 @@
+"""The file that `forerun deploy` reads: what is in it is checked before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
+
+from forerun.errors import ConfigError
+from forerun.replicas.deployment import Deployment, read_deployment
+
+FULL = """
+model: mini
+name: story
+replicas: 3
+resources: {num_cpus: 2, threads: 1}
+drafter: draft
+draft_model: mini-draft
+engine: {max_num_seqs: 8, max_draft_tokens: 3, seed: 4}
+server: {max_queue: 5, tool_parser: none}
+api_keys: [secret]
+http: {port: 9000, allowed_hosts: [example.com]}
+health: {stuck_s: 20}
+"""
+
+
+def read(tmp_path: Path, text: str) -> Deployment:
+    path = tmp_path / "deploy.yaml"
+    path.write_text(text)
+    return read_deployment(path)
+
+
+def test_options_reach_the_engine_and_the_server(tmp_path: Path) -> None:
+    deployment = read(tmp_path, FULL)
+    config, settings = deployment.engine_config(), deployment.settings()
+    assert (config.max_num_seqs, config.seed, config.threads) == (8, 4, 1)
+    assert (config.drafter.name, config.drafter.model, config.drafter.max_draft_tokens) == ("draft", "mini-draft", 3)
+    assert (settings.served_names, settings.api_keys, settings.max_queue) == (("story",), ("secret",), 5)
+    assert (
+        "example.com" in settings.allowed_hosts and "localhost" in settings.allowed_hosts and deployment.replicas == 3
+    )
+    assert read(tmp_path, "model: mini\nresources: {num_cpus: 1.5}").engine_config().threads == 1
+
+
+def test_a_models_folder_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "small").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert read(tmp_path, "model: small").engine_config().model == str(tmp_path / "small")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"replica": 3}, "there is no field replica; there are model, name, .*did you mean replicas"),
+        ({"http": {"prot": 1}}, "no field http.prot; there are host, port.*did you mean port"),
+        ({"autoscaling": {"max_replicas": 2, "min": 1}}, "no field autoscaling.min"),
+        ({"engine": {"max_num_seq": 1}}, "unknown option max_num_seq"),
+        ({"engine": {"max_num_seqs": 0}}, "max_num_seqs must be a whole number from 1"),
+        ({"server": {"max_que": 1}}, "no field server.max_que; .*did you mean max_queue"),
+        ({"server": {"api_keys": ["a"]}}, "no field server.api_keys"),
+        ({"drafter": "nobody"}, "nobody"),
+        ({"replicas": 0}, "replicas: .*greater than or equal to 1; got 0"),
+        ({"replicas": 2, "autoscaling": {"max_replicas": 2}}, "replicas and autoscaling both"),
+        ({"engine": {"verification": "rejection"}}, "verification must be coupled"),
+        ({"http": {"port": 70000}}, "http.port"),
+        ({"model": None}, "model"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, changed: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=f"deploy.yaml: .*{told}"):
+        read(tmp_path, yaml.safe_dump({"model": "mini", **changed}))
+
+
+@pytest.mark.parametrize("text", ["", "- model", "model: [", "replicas: 2"])
+def test_files_that_are_no_deployment(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"deploy\.yaml"):
+        read(tmp_path, text)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_deployment(tmp_path / "nothing.yaml")

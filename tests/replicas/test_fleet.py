@@ -1,0 +1,232 @@
+"""Replicas that are lost in the middle of answers: clients get what one server that was never disturbed sends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError
+from forerun.replicas import fleet as fleets
+from forerun.replicas.fleet import Fleet
+from forerun.replicas.replica import Replica
+from tests.replicas.conftest import InProcess, fleet_client
+from tests.server.conftest import client_of, events_of, settings, wait_until
+from tests.support import mini
+
+CHAT = "/v1/chat/completions"
+LONG = {"seed": 7, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {
+    "place": {"type": "string", "maxLength": 3}}, "required": ["place"]}}}]  # fmt: skip
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {**LONG, "temperature": 0},
+    "drawn": {**LONG, "temperature": 0.8},
+    "samples": {**LONG, "temperature": 0.9, "n": 2},
+    "log-probabilities": {**LONG, "temperature": 0.7, "logprobs": True, "top_logprobs": 2},
+    "stop strings": {**LONG, "temperature": 0.7, "stop": ["and", "zz"], "max_tokens": 30},
+    "penalties": {**LONG, "temperature": 0.7, "frequency_penalty": 1.0, "repetition_penalty": 1.3},
+    "a schema": {"seed": 3, "max_tokens": 24, "temperature": 0.9, "return_token_ids": True, "response_format": {
+        "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "items": {"type": "boolean"},
+                                                                         "minItems": 3, "maxItems": 3}}}},
+    "a call": {"seed": 3, "max_tokens": 40, "temperature": 0.9, "tools": TOOLS, "tool_choice": "required",
+               "return_token_ids": True},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[TestClient]:
+    """One server, undisturbed."""
+    with client_of(mini.plain()) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(replicas: InProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(fleets, "RETRY_S", 0.001)
+    replicas.orders.clear()
+    yield
+    replicas.lost = lambda order, said: False
+
+
+def body(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Once upon a time there was"}], **fields}
+
+
+def whole(client: TestClient, fields: dict[str, Any]) -> tuple[Any, Any]:
+    answer = client.post(CHAT, json=body(fields))
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    usage = {name: told["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    return [{**choice, "message": _without_ids(choice["message"])} for choice in told["choices"]], usage
+
+
+def _without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(message), object_hook=lambda found: {k: v for k, v in found.items() if k != "id"})
+
+
+def streamed(client: TestClient, fields: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """What a client puts together from the pieces, by sample."""
+    answer = client.post(CHAT, json=body({**fields, "stream": True}))
+    found: dict[int, dict[str, Any]] = {}
+    for event in events_of(answer.text):
+        if event == "[DONE]":
+            continue
+        told = json.loads(event)
+        assert "error" not in told, told
+        for choice in told["choices"]:
+            own = found.setdefault(choice["index"], {"content": "", "ids": [], "logprobs": [], "calls": "", "end": []})
+            own["content"] += choice["delta"].get("content") or ""
+            own["ids"] += choice.get("token_ids") or []
+            own["logprobs"] += (choice["logprobs"] or {}).get("content") or []
+            for call in choice["delta"].get("tool_calls") or ():
+                own["calls"] += (call["function"].get("name") or "") + (call["function"].get("arguments") or "")
+            own["end"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+    return found
+
+
+@pytest.mark.parametrize("kind", sorted(ASKED))
+def test_an_answer_goes_on_from_wherever_its_replica_is_lost(
+    kind: str, alone: TestClient, fleet: TestClient, replicas: InProcess
+) -> None:
+    if kind in ("a schema", "a call"):
+        pytest.importorskip("xgrammar")
+    fields = ASKED[kind]
+    expected, pieces = whole(alone, fields), streamed(alone, fields)
+    assert whole(fleet, fields) == expected and streamed(fleet, fields) == pieces
+    for place in (0, 1, 2, 4, 7):
+        replicas.orders.clear()
+        replicas.lost = lambda order, said, place=place: order == 0 and said == place  # type: ignore[misc]
+        assert whole(fleet, fields) == expected, place
+        assert len(replicas.orders) == 2 or place > 1
+        replicas.orders.clear()
+        assert streamed(fleet, fields) == pieces, place
+
+
+def test_several_replicas_are_lost_on_one_answer(alone: TestClient, fleet: TestClient, replicas: InProcess) -> None:
+    fields = ASKED["samples"]
+    replicas.lost = lambda order, said: order < 4 and said == 3
+    assert streamed(fleet, fields) == streamed(alone, fields)
+    assert len(replicas.orders) == 5
+    told = [sum(map(len, order.written.values())) for order in replicas.orders]
+    assert told == sorted(told) and told[-1] > told[1] > 0
+    assert replicas.orders[-1].avoid and replicas.orders[-1].params.seed == fields["seed"]
+
+
+def test_a_seed_that_nobody_gave_is_drawn_once(fleet: TestClient, replicas: InProcess) -> None:
+    replicas.lost = lambda order, said: order == 0 and said == 3
+    fields = {**ASKED["drawn"], "seed": None}
+    first = fleet.post(CHAT, json=body(fields)).json()
+    replicas.lost = lambda order, said: False
+    again = fleet.post(CHAT, json=body({**fields, "seed": first["forerun"]["seeds"][0]})).json()
+    assert again["choices"] == first["choices"]
+    assert first["forerun"]["num_steps"] >= 11  # steps of the replica that was lost count
+
+
+def test_log_probabilities_of_prompts_arrive(alone: TestClient, fleet: TestClient, replicas: InProcess) -> None:
+    asked = {
+        "prompt": "Once upon a time",
+        "max_tokens": 5,
+        "seed": 2,
+        "prompt_logprobs": 1,
+        "logprobs": 1,
+        "echo": True,
+    }
+    expected = alone.post("/v1/completions", json=asked).json()["choices"]
+    assert fleet.post("/v1/completions", json=asked).json()["choices"] == expected
+    replicas.lost = lambda order, said: said == 3 and order % 2 == 0
+    replicas.orders.clear()
+    assert fleet.post("/v1/completions", json=asked).json()["choices"] == expected
+
+
+def test_without_failover_the_client_is_told(replicas: InProcess) -> None:
+    replicas.lost = lambda order, said: said == 3
+    with fleet_client(replicas, failover=False) as client:
+        answer = client.post(CHAT, json=body(ASKED["drawn"]))
+        assert answer.status_code == 503 and answer.headers["Retry-After"]
+        assert answer.json()["error"]["code"] == "replica_lost"
+
+
+def test_replicas_that_bring_nothing_are_not_tried_for_ever(fleet: TestClient, replicas: InProcess) -> None:
+    replicas.lost = lambda order, said: said == 1
+    assert fleet.post(CHAT, json=body(ASKED["drawn"])).status_code == 503
+    assert len(replicas.orders) == fleets.MAX_TRIES
+
+
+def test_errors_of_requests_are_theirs_and_are_not_tried_again(fleet: TestClient, replicas: InProcess) -> None:
+    wrong = {**ASKED["drawn"], "allowed_token_ids": [5], "logit_bias": {"5": -100}, "bad_words": ["the"]}
+    answer = fleet.post(CHAT, json=body({**wrong, "timeout": 0.0001}))
+    assert answer.status_code == 504 and len(replicas.orders) <= 1
+    assert fleet.post(CHAT, json=body({"top_p": 3})).status_code == 400
+
+
+def test_an_answer_does_not_go_on_under_another_model(fleet: TestClient, replicas: InProcess) -> None:
+    """As when a deployment is changed while its old replicas drain."""
+    ours = list(replicas.replicas.values())
+    before = ours[0]._kind
+    try:
+        for replica in ours:
+            replica._kind = "another"
+        answer = fleet.post(CHAT, json=body(ASKED["drawn"]))
+    finally:
+        for replica in ours:
+            replica._kind = before
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "replica_changed"
+
+
+def test_too_many_requests_are_refused_before_they_begin(replicas: InProcess) -> None:
+    with fleet_client(replicas, max_queue=0) as client:
+        seats = mini.plain().config.max_num_seqs * len(replicas.replicas)
+        answer = client.post(CHAT, json=body({**LONG, "n": seats + 1}))
+        assert answer.status_code == 429 and answer.headers["Retry-After"]
+    empty = InProcess(*replicas.replicas.values())
+    with fleet_client(empty) as client:
+        empty.replicas.clear()
+        answer = client.post(CHAT, json=body(LONG))
+        assert answer.status_code == 503 and answer.headers["Retry-After"]
+        assert client.get("/health").status_code == 503
+
+
+def test_a_step_that_does_not_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, goes_on = mini.drafting("none"), Event()
+    step = llm.step
+    monkeypatch.setattr(llm, "step", lambda: goes_on.wait(60) and step())
+    replica = Replica("r", llm, settings())
+    try:
+        with fleet_client(InProcess(replica)) as client, ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(client.post, CHAT, json=body(ASKED["greedy"]))
+            replica.check(60.0)
+            assert wait_until(lambda: replica._service.step_s > 0.02)
+            with pytest.raises(RuntimeError, match="has not ended"):
+                replica.check(0.01)
+            goes_on.set()
+            assert answer.result().status_code == 200
+            replica.check(0.01)
+    finally:
+        goes_on.set()
+        replica.stop()
+    with pytest.raises(RuntimeError, match="stopped working"):
+        replica.check(60.0)
+
+
+def test_metrics_name_the_replica(fleet: TestClient, replicas: InProcess) -> None:
+    assert fleet.post(CHAT, json=body(LONG)).status_code == 200
+    text = fleet.get("/metrics").text
+    assert "forerun_moved_requests_total" in text
+    for name in replicas.replicas:
+        assert f'forerun_replica_requests_running{{replica="{name}"}} 0.0' in text
+    assert 'forerun_replica_samples_finished_total{reason="length",replica="r' in text
+
+
+def test_a_verification_that_depends_on_drafts_is_refused(replicas: InProcess) -> None:
+    from dataclasses import replace
+
+    described = next(iter(replicas.replicas.values())).describe()
+    other = replace(described, config=EngineConfig(model="mini", verification="rejection"))
+    with pytest.raises(ConfigError, match="coupled"):
+        Fleet(replicas, other, None)  # type: ignore[arg-type]

@@ -1,0 +1,145 @@
+"""`forerun deploy` on a Ray cluster of this machine: a replica is killed under streams, the command is told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
+
+import httpx
+import yaml
+
+from forerun.replicas.on_ray import ENGINE
+from tests.server.conftest import client_of, events_of, wait_until
+from tests.support import mini
+
+LONG = {"temperature": 0.8, "max_tokens": 300, "ignore_eos": True, "return_token_ids": True, "stream": True}
+CHAT = "/v1/chat/completions"
+NUM_CLIENTS = 4
+
+
+class Deployed(NamedTuple):
+    """The command, and where its clients reach it."""
+
+    process: subprocess.Popen[str]
+    address: str
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    folder = tmp_path_factory.mktemp("deployed")
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    options = {
+        "model": "mini", "replicas": 2, "resources": {"num_cpus": 0.1, "threads": 1}, "drain_s": 30,
+        "engine": {"max_num_seqs": 8, "max_model_len": 512}, "http": {"port": port, "num_cpus": 0},
+    }  # fmt: skip
+    (folder / "deploy.yaml").write_text(yaml.safe_dump(options))
+    log = folder / "log"
+    with log.open("w") as written:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "forerun.cli", "deploy", str(folder / "deploy.yaml")],
+            stdout=written, stderr=written, text=True,
+        )  # fmt: skip
+    try:
+        assert wait_until(lambda: process.poll() is not None or "listening on" in log.read_text(), 150)
+        assert process.poll() is None, log.read_text()
+        yield Deployed(process, f"http://127.0.0.1:{port}", log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """What a server alone answers."""
+    with client_of(mini.plain()) as alone:
+        return [ids_in(events_of(alone.post(CHAT, json=asked(number)).text)) for number in range(NUM_CLIENTS)]
+
+
+def asked(number: int) -> dict[str, Any]:
+    return {**LONG, "seed": number, "messages": [{"role": "user", "content": f"Story number {number}"}]}
+
+
+def ids_in(events: list[str]) -> list[int]:
+    pieces = [json.loads(event) for event in events if event != "[DONE]"]
+    assert not any("error" in piece for piece in pieces), pieces[-1]
+    return [token for piece in pieces for choice in piece["choices"] for token in choice.get("token_ids") or ()]
+
+
+def streamed(address: str, number: int, begun: set[int]) -> list[int]:
+    events = []
+    with httpx.stream("POST", address + CHAT, json=asked(number), timeout=120) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                events.append(line.removeprefix("data: "))
+            if len(events) > 4:
+                begun.add(number)
+    return ids_in(events)
+
+
+def engines() -> list[int]:
+    """Processes of replicas, which Ray names after what they run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            name = path.read_bytes()
+            if name.startswith(b"ray::ServeReplica") and f":{ENGINE}".encode() in name:
+                found.append(int(path.parent.name))
+    return found
+
+
+def metric(address: str, name: str) -> float:
+    lines = httpx.get(f"{address}/metrics", timeout=60).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def test_streams_go_on_when_a_replica_is_killed(deployed: Deployed, expected: list[list[int]]) -> None:
+    begun = set[int]()
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        answers = [pool.submit(streamed, deployed.address, number, begun) for number in range(NUM_CLIENTS)]
+        assert wait_until(lambda: len(begun) == NUM_CLIENTS, 60)
+        pids = engines()
+        assert len(pids) == 2
+        os.kill(pids[0], signal.SIGKILL)
+        assert [answer.result() for answer in answers] == expected
+    assert metric(deployed.address, "forerun_moved_requests_total") >= 1
+
+
+def test_errors_and_status_reach_clients(deployed: Deployed) -> None:
+    wrong = httpx.post(deployed.address + CHAT, json={"messages": [], "top_p": 7}, timeout=60)
+    assert wrong.status_code == 400
+    assert httpx.get(f"{deployed.address}/v1/models").json()["data"][0]["id"] == "mini"
+    assert httpx.get(f"{deployed.address}/health").json()["status"] == "ok"
+    assert metric(deployed.address, "forerun_replica_samples_finished_total") >= 1
+
+
+def test_the_command_lets_streams_end(deployed: Deployed, expected: list[list[int]]) -> None:
+    begun = set[int]()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(streamed, deployed.address, 0, begun)
+        assert wait_until(lambda: bool(begun), 60)
+        deployed.process.terminate()
+        assert answer.result() == expected[0]
+    assert deployed.process.wait(60) == 0, deployed.log.read_text()
+    assert wait_until(lambda: not engines())
