@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from forerun.weights import checkpoint
 from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.safetensors_header import TensorEntry
 from tests.models import factory
+from tests.quant import test_tools
 from tests.quant.test_quantized_models import quantized_copy
 from tests.support.adapters import write_adapter
 from tests.support.ranks import on_ranks
 from tests.weights.gguf_makers import write_model
+from tests.weights.test_gguf_recurrent import FIXTURES as GGUF
 
 KNOWN = [5, 9, 40, 7, 71, 8, 33, 90, 12, 12, 6, 50, 61]
 TREE, PARENTS, ACCEPTED = [11, 42, 17, 80, 3, 28], [-1, 0, 1, 0, 3, 1], (0, 1, 2)
@@ -48,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mimo-v2": {},  # narrow values
     "step3.5": {},  # a number that weighs each head's output
 }
+GGUF_FILES = ["qwen35", "qwen35moe", "qwen3next", "granitehybrid-moe", "nemotron_h_moe", "lfm2moe", "gemma4-experts"]
 METHODS = ["gptq", "awq", "compressed-tensors", "fp8"]
 
 
@@ -107,6 +111,19 @@ def test_blocks_of_a_gguf_file(tied: bool, tmp_path: Path) -> None:
     types = {"attn_v.weight": "Q6_K", "ffn_down.weight": "Q6_K", "token_embd.weight": "Q6_K", "": "Q4_K"}
     write_model(tmp_path / "model.gguf", folder, hf, "llama", types)
     check(tmp_path / "model.gguf", [2, 4])
+
+
+@pytest.mark.parametrize("name", test_tools.NAMES)
+def test_formats_of_other_tools(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(test_tools.FIXTURES / name, tmp_path / "model")
+    factory.write_tokenizer(folder)
+    check(folder, [2])
+
+
+@pytest.mark.parametrize("name", GGUF_FILES)
+def test_layers_of_gguf_files(name: str) -> None:
+    """Recurrent layers whose heads lie in another order than in safetensors, and experts stacked in blocks."""
+    check(GGUF / f"{name}.gguf", [2])
 
 
 @pytest.mark.parametrize("case", ["llama-tied-biased", "phi3"])
