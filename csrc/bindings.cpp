@@ -10,6 +10,7 @@
 
 #include "batch_rows.h"
 #include "chain.h"
+#include "chain_step.h"
 #include "memory.h"
 #include "op_binding.h"
 #include "suffix_text.h"
@@ -142,6 +143,31 @@ nb::list walk_plain_trees(CpuEngine& engine, Address logits, int64_t vocab, cons
         found.append(nb::make_tuple(nb::tuple(nb::cast(path.nodes)), path.token));
     }
     return found;
+}
+
+// -> seconds of the pass, and of every chain how many drafts were accepted and the token behind them. None where there
+// are more rows than `max_rows`, or a row of the logits allows no token.
+nb::object chain_step(CpuEngine& engine, Program& program, const nb::sequence& given, int64_t block_size, Address logits,
+                      int64_t max_rows, int64_t vocab) {
+    Program::refuse("walking trees");
+    std::vector<PlainChain> chains;
+    for (const nb::handle each : given) {
+        PlainChain& chain = chains.emplace_back();
+        read_all(each, 0, chain.block_table, chain.position, chain.tokens, chain.temperature, chain.seed, chain.stream);
+        max_rows -= static_cast<int64_t>(chain.tokens.size());
+    }
+    if (max_rows < 0) return nb::none();
+    ChainStep step;
+    {
+        const nb::gil_scoped_release released;
+        step = run_chain_step(engine, program, chains, block_size, at<float>(logits), vocab);
+    }
+    nb::list found;
+    for (const ChainChoice& choice : step.choices) {
+        if (choice.token < 0) return nb::none();
+        found.append(nb::make_tuple(choice.num_accepted, choice.token));
+    }
+    return nb::make_tuple(step.pass_s, found);
 }
 
 void run_program(Program& program, const std::vector<Address>& addresses, int64_t rows, int64_t logit_rows,
@@ -297,6 +323,7 @@ NB_MODULE(_native, module) {
 
     engine.def("pack", &pack).def("pack_grouped", &pack_grouped).def("gumbel", &gumbel)
         .def("draft_chains", &draft_chains).def("walk_trees", &walk_plain_trees)
+        .def("chain_step", &chain_step)
         .def("stream_read", [](CpuEngine& self, Address data, int64_t size) {
             const nb::gil_scoped_release released;
             return self.stream_read(at<void>(data), size);

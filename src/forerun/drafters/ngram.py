@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Final, Protocol
 
 from forerun.core import Request
 from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Stateless
 from forerun.kernels.suffix import SuffixKit, select_suffix
 from forerun.speculation.draft import Draft
-from forerun.speculation.tree import ROOT
 
 Gram = tuple[int, ...]
 Copy = tuple[int, Sequence[int]]  # length of the tail that was found, what followed it
@@ -85,11 +85,8 @@ class NgramDrafter(Stateless):
 
     def _add(self, draft: Draft, length: int, tokens: Sequence[int]) -> None:
         """Hang a copy below the root; each right token makes the match, and with it the trust in it, longer."""
-        node, log_survival = ROOT, 0.0
-        for token in tokens:
-            log_survival -= math.log1p(DOUBT / length**1.5)
-            node = draft.add(node, token, log_survival)
-            length += 1
+        doubts = [math.log1p(DOUBT / (length + place) ** 1.5) for place in range(len(tokens))]
+        draft.add_chain(tokens, [-doubt for doubt in accumulate(doubts)])
 
     def _restart(self, request: Request) -> Index:
         self.begin(request)

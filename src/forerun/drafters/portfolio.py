@@ -38,6 +38,7 @@ from forerun.drafters.base import (
     DrafterHealth,
     DrafterSpec,
     Observed,
+    Stateless,
     logits_reader,
 )
 from forerun.drafters.registry import check_names, spec_of
@@ -87,6 +88,7 @@ class Member:
         _check_protocol(drafter)
         self.drafter = drafter
         self.name = drafter.name
+        self.observes = getattr(drafter.observe, "__func__", None) is not Stateless.observe
         self.num_errors = 0  # in all
         self._num_counted = 0  # of them, that count towards the next rest
         self._rests_until = self._erred_at = -math.inf
@@ -102,7 +104,7 @@ class Member:
     @property
     def is_off(self) -> bool:
         """Whether it is paused after too many failures."""
-        return time.monotonic() < self._rests_until
+        return self.num_errors > 0 and time.monotonic() < self._rests_until
 
     def drafts_for(self, request: Request) -> bool:
         """Whether it is not paused and has not failed for this request."""
@@ -209,6 +211,8 @@ class Portfolio:
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
         """Tell every member of the requests it still drafts for."""
         for member in self.members:
+            if not (member.observes or member.num_errors):
+                continue
             member.leave_if_off([each.request for each in observed])
             seen = [each for each in observed if member.drafts_for(each.request)]
             if seen:

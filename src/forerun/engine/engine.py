@@ -14,22 +14,24 @@ import torch
 from torch import Tensor
 
 from forerun.cache.boundaries import BoundaryStates
-from forerun.cache.kv_cache import KVCache, Move
+from forerun.cache.kv_cache import KVCache
 from forerun.core import Plan, PositionLogprobs, Request, Resumed, ScheduledRequest
 from forerun.drafters.base import EngineDrafter, Observed, logits_reader
 from forerun.engine.logprobs import token_logprobs
 from forerun.engine.masks import MaskWaits, ask_ahead
 from forerun.engine.outputs import RequestGroup, SampleRecord, share_time, too_late
 from forerun.engine.scheduler import Scheduler
+from forerun.engine.steady import SteadySteps
 from forerun.engine.timings import Timings
+from forerun.engine.work import Work, join_rows, move_of, roots_of, rows_of
 from forerun.errors import LogitsError, QueueFullError
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import CommittedPath, Model, PassOutput
-from forerun.models.batch import ForwardBatch, SequenceRows
+from forerun.models.batch import ForwardBatch
 from forerun.policy.policy import Outcome, Policy, StepPlan, StepResult
 from forerun.runtime.runner import Runner
-from forerun.speculation.draft import NO_ROWS, Draft, pending_of
+from forerun.speculation.draft import Draft, pending_of
 from forerun.speculation.verifier import Candidate
 from forerun.speculation.verify import Choice
 
@@ -42,23 +44,6 @@ class Verifier(Protocol):
 
     def reads_pending(self, requests: Sequence[Request]) -> bool:
         """Whether drafts of these requests may be pending until they are verified."""
-
-
-@dataclass(slots=True)
-class _Work:
-    """One scheduled request on its way through a step."""
-
-    item: ScheduledRequest
-    record: SampleRecord
-    draft: Draft | None  # None: the span ends before the root
-    first_row: int = 0  # of the batch
-    first_logit: int = 0  # row of the logits that belongs to the span's first token, or to the root
-    span_logits: bool = False
-
-    @property
-    def root_logit(self) -> int:
-        """Row of the logits that belongs to the root."""
-        return self.first_logit + (self.item.num_span if self.span_logits else 0)
 
 
 @dataclass(slots=True)
@@ -80,6 +65,7 @@ class Engine:
     keep: Callable[[], None] | None = None  # called when requests have ended: saves what the policy learned
     meanwhile: Callable[[], None] | None = None  # once a step, while a GPU computes; may not touch requests
     boundaries: BoundaryStates = field(init=False)
+    steady: SteadySteps | None = field(default_factory=SteadySteps)  # None: every step is made phase by phase
 
     def __post_init__(self) -> None:
         self.boundaries = BoundaryStates(self.kv_cache.block_size)
@@ -137,14 +123,31 @@ class Engine:
             self.model.release(request.request_id)
 
     def _step(self) -> list[RequestGroup]:
-        clock = self.timings
-        clock.start()
+        self.timings.start()
         wanted = self.policy.plan(self.scheduler.running or self.scheduler.waiting)
+        drafts = None if self.steady is None else self.steady.plan(self, wanted)
+        if self.steady is not None and drafts is not None:
+            return self._steady_step(self.steady, drafts, wanted)
         plan = self._schedule(wanted)
-        clock.lap("schedule_s")
+        self.timings.lap("schedule_s")
         if not plan.scheduled:
             return self._pause()
-        work = self._draft(plan, wanted)
+        return self._go_on(self._draft(plan, wanted))
+
+    def _steady_step(self, steady: SteadySteps, drafts: Sequence[Draft], wanted: StepPlan) -> list[RequestGroup]:
+        """All requests decode: at once if that can be, else phase by phase."""
+        if drafts is not steady.alone:
+            self._grow([draft for draft in drafts if draft.max_nodes > 1], wanted)
+            self.timings.lap("draft_s")
+        changed = steady.step(self, drafts)
+        if changed is not None:
+            return changed
+        rooted = [draft if draft.max_nodes > 1 else Draft(draft.request, 1, False, wanted) for draft in drafts]
+        return self._go_on([self._work(ScheduledRequest(d.request, 0, d.max_nodes), d) for d in rooted])
+
+    def _go_on(self, work: Sequence[Work]) -> list[RequestGroup]:
+        """The step from its drafts on."""
+        clock = self.timings
         clock.lap("draft_s")
         batch = self._build(work)
         clock.lap("build_s")
@@ -154,8 +157,14 @@ class Engine:
         self.drafter.observe(observed, out.hidden)
         self._publish(observed, out)
         clock.lap("commit_s")
-        self._learn(work, observed, batch.num_rows)
-        changed = self._finish(work)
+        outcomes = [
+            Outcome(entry.item.request, entry.draft, seen.tokens)
+            for entry, seen in zip(work, observed, strict=True)
+            if entry.draft is not None
+        ]
+        num_span = sum([entry.item.num_span for entry in work])
+        self.learn(outcomes, batch.num_rows - num_span, num_span)
+        changed = self.finish([outcome.request for outcome in outcomes], [entry.item.request for entry in work])
         clock.lap("learn_s")
         return changed
 
@@ -164,17 +173,11 @@ class Engine:
         if self.meanwhile is not None:
             self.meanwhile()
         self.masks.wait(self.scheduler.running)
-        return self._finish(())
+        return self.finish((), ())
 
-    def _learn(self, work: Sequence[_Work], observed: Sequence[Observed], num_rows: int) -> None:
+    def learn(self, outcomes: Sequence[Outcome], num_rows: int, num_span: int) -> None:
         """Tell the policy and the requests' records what the step did and how long it took."""
-        outcomes = [
-            Outcome(entry.item.request, entry.draft, seen.tokens)
-            for entry, seen in zip(work, observed, strict=True)
-            if entry.draft is not None
-        ]
-        num_span = sum([entry.item.num_span for entry in work])
-        result = StepResult(outcomes, self.drafter.take_calls(), num_rows - num_span, num_span, self.timings.take())
+        result = StepResult(outcomes, self.drafter.take_calls(), num_rows, num_span, self.timings.take())
         self.policy.learn(result)
         share_time(result, self.records, self.policy.plain_step_s(len(outcomes)))
 
@@ -202,7 +205,7 @@ class Engine:
         boundary = self.boundaries.before(request.block_ids, request.num_computed)
         self.drafter.resume(request, resumed.num_ready, boundary)
 
-    def _draft(self, plan: Plan, wanted: StepPlan) -> list[_Work]:
+    def _draft(self, plan: Plan, wanted: StepPlan) -> list[Work]:
         """A tree for every request that reaches its root, grown where there is room for drafts."""
         requests = [item.request for item in plan.scheduled if item.reaches_root]
         may_be_pending = self.verifier.reads_pending(requests) and bool(self._kvs) and not wanted.looks_at_drafts
@@ -212,30 +215,34 @@ class Engine:
         ]
         growing = [draft for entry in work if (draft := entry.draft) is not None and draft.max_nodes > 1]
         if growing:
-            self.masks.draft_forced(growing, self.drafter, self.model.vocab_size)
-            self.drafter.propose(growing)
-            wanted.prune(growing)
-            ask_ahead([draft for draft in growing if draft.pending is None])
+            self._grow(growing, wanted)
         return work
 
-    def _work(self, item: ScheduledRequest, draft: Draft | None) -> _Work:
+    def _grow(self, drafts: Sequence[Draft], wanted: StepPlan) -> None:
+        """Let the drafter add to the drafts what is wanted."""
+        self.masks.draft_forced(drafts, self.drafter, self.model.vocab_size)
+        self.drafter.propose(drafts)
+        wanted.prune(drafts)
+        ask_ahead([draft for draft in drafts if draft.pending is None])
+
+    def _work(self, item: ScheduledRequest, draft: Draft | None) -> Work:
         record = self.records[item.request.request_id]
         record.scheduled()
-        return _Work(item, record, draft)
+        return Work(item, record, draft)
 
-    def _build(self, work: Sequence[_Work]) -> ForwardBatch:
+    def _build(self, work: Sequence[Work]) -> ForwardBatch:
         """Lay out all rows and record where each request's rows begin."""
         num_rows = num_logits = 0
         sequences = []
         for entry in work:
             entry.first_row, entry.first_logit = num_rows, num_logits
             entry.span_logits = entry.record.wants_prompt
-            sequences.append(_sequence(entry))
+            sequences.append(rows_of(entry))
             num_nodes = entry.draft.num_nodes if entry.draft is not None else 0
             num_rows += entry.item.num_span + num_nodes
             num_logits += num_nodes + (entry.item.num_span if entry.span_logits else 0)
         batch = ForwardBatch.build(sequences, self.kv_cache.block_size, adapters=[e.item.request.adapter for e in work])
-        waiting = [(draft, row) for draft, row in _roots(work) if draft.pending is not None]
+        waiting = [(draft, row) for draft, row in roots_of(work) if draft.pending is not None]
         pending = pending_of([draft for draft, _ in waiting])
         if pending is None:
             return batch
@@ -244,7 +251,7 @@ class Engine:
     # -- verify, commit -----------------------------------------------------------------------------------------
 
     def _decide(
-        self, work: Sequence[_Work], batch: ForwardBatch
+        self, work: Sequence[Work], batch: ForwardBatch
     ) -> tuple[PassOutput, list[Choice | LogitsError | None]]:
         """Run the pass and choose tokens from it.
 
@@ -264,14 +271,14 @@ class Engine:
         self.timings.lap("forward_s")
         return out, choices
 
-    def _verify(self, work: Sequence[_Work], out: PassOutput) -> list[Choice | LogitsError | None]:
+    def _verify(self, work: Sequence[Work], out: PassOutput) -> list[Choice | LogitsError | None]:
         """One choice or error for every request that reached its root, None for the others."""
         candidates = [Candidate(entry.draft, entry.root_logit) for entry in work if entry.draft is not None]
         decided = iter(self.verifier.verify(out.logits, candidates))
         return [next(decided) if entry.draft is not None else None for entry in work]
 
     def _commit(
-        self, work: Sequence[_Work], choices: Sequence[Choice | LogitsError | None], out: PassOutput
+        self, work: Sequence[Work], choices: Sequence[Choice | LogitsError | None], out: PassOutput
     ) -> list[Observed]:
         """Apply the choices: tokens, KV rows, figures."""
         observed, moves, paths = [], [], []
@@ -281,13 +288,13 @@ class Engine:
             observed.append(seen)
             paths.append(CommittedPath(seen.request.request_id, seen.nodes))
             if seen.nodes and seen.nodes[-1] >= len(seen.nodes):
-                moves.append(_move(seen, root))
+                moves.append(move_of(seen, root))
         if moves:
             self.kv_cache.commit(moves)
         self.model.commit(paths)
         return observed
 
-    def _take(self, entry: _Work, choice: Choice | LogitsError | None, logits: Tensor) -> Observed:
+    def _take(self, entry: Work, choice: Choice | LogitsError | None, logits: Tensor) -> Observed:
         """Give one request its tokens -> what the drafter observes."""
         request = entry.item.request
         if entry.span_logits:
@@ -303,9 +310,9 @@ class Engine:
         draft, rows = entry.draft, range(entry.first_row, first_node)
         if draft is None or not nodes:
             return Observed(request, rows, nodes, tokens)
-        return Observed(request, _join(rows, [first_node + draft.row_of(node) for node in nodes]), nodes, tokens)
+        return Observed(request, join_rows(rows, [first_node + draft.row_of(node) for node in nodes]), nodes, tokens)
 
-    def _emit(self, entry: _Work, choice: Choice, logits: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _emit(self, entry: Work, choice: Choice, logits: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Append the accepted tokens and the one after them, up to the request's end -> (nodes, tokens)."""
         assert entry.draft is not None
         draft, tree, record = entry.draft, entry.draft.tree, entry.record
@@ -322,14 +329,14 @@ class Engine:
         record.traced(draft, nodes[1:], tokens[:num_taken])
         return nodes, tuple(tokens[:num_taken])
 
-    def _show_logits(self, work: Sequence[_Work], batch: ForwardBatch, out: PassOutput) -> None:
+    def _show_logits(self, work: Sequence[Work], batch: ForwardBatch, out: PassOutput) -> None:
         """Let a drafter that learns from the target's logits see them; nothing is computed where none does."""
         reader = logits_reader(self.drafter)
         if reader is None or not out.logits.shape[0]:
             return
         token_ids = batch.token_ids if batch.pending is None else batch.token_ids.clone()
         # The host's batch does not hold what was drawn on a device; it has been read since.
-        for draft, root_row in _roots(work) if batch.pending is not None else ():
+        for draft, root_row in roots_of(work) if batch.pending is not None else ():
             tokens = torch.tensor(draft.rows().tokens).clamp(max=self.model.vocab_size - 1)
             token_ids[root_row : root_row + len(tokens)] = tokens
         reader.observe_logits(token_ids[batch.logit_rows], out.logits, [(e.item.request, e.first_logit) for e in work])
@@ -348,10 +355,9 @@ class Engine:
         first = seen.request.num_computed - len(seen.rows)
         self.boundaries.keep(seen.request.block_ids, first, seen.rows, self.drafter.hidden_layers, out.hidden)
 
-    def _finish(self, work: Sequence[_Work]) -> list[RequestGroup]:
+    def finish(self, deciding: Sequence[Request], scheduled: Sequence[Request]) -> list[RequestGroup]:
         """Free requests that ended in this step or whose deadline has passed -> the groups that changed."""
-        deciding = [entry.item.request for entry in work if entry.draft is not None]
-        ended = [entry.item.request for entry in work if entry.item.request.finish_reason is not None]
+        ended = [request for request in scheduled if request.finish_reason is not None]
         overdue = [request for request in self.scheduler.overdue() if request.finish_reason is None]
         for request in overdue:
             request.finish_reason, request.error = "abort", too_late(request)
@@ -364,6 +370,8 @@ class Engine:
         """Remove ended requests everywhere; a group is removed with its last sample."""
         if not requests:
             return
+        if self.steady is not None:
+            self.steady.forget()
         self.scheduler.finish(requests)
         self._forget(requests)
         for request in requests:
@@ -373,28 +381,3 @@ class Engine:
                 del self.groups[request.parent_id]
         if self.keep is not None:
             self.keep()
-
-
-def _roots(work: Sequence[_Work]) -> list[tuple[Draft, int]]:
-    """Every draft, and the batch's row of its root."""
-    return [(draft, e.first_row + e.item.num_span) for e in work if (draft := e.draft) is not None]
-
-
-def _join(span: range, nodes: Sequence[int]) -> Sequence[int]:
-    """Rows of a span and of nodes after it, as a range if they are contiguous."""
-    if nodes[-1] - span.stop == len(nodes) - 1:
-        return range(span.start, span.stop + len(nodes))
-    return [*span, *nodes]
-
-
-def _sequence(entry: _Work) -> SequenceRows:
-    request = entry.item.request
-    start, end = request.num_computed, request.num_computed + entry.item.num_span
-    tree = NO_ROWS if entry.draft is None else entry.draft.rows()
-    span = request.token_ids[start:end]
-    return SequenceRows(request.request_id, request.block_ids, start, span, end, *tree, entry.span_logits)
-
-
-def _move(seen: Observed, root: int) -> Move:
-    """Move accepted nodes to the rows right after the root."""
-    return Move(seen.request.block_ids, [root + node for node in seen.nodes], range(root, root + len(seen.nodes)))

@@ -10,20 +10,22 @@ admitted. The remaining rows are shared evenly among draft trees.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count, pairwise
+from operator import attrgetter, itemgetter
 from time import perf_counter
 
 from forerun.cache.block_pool import BlockPool
 from forerun.cache.prefix_cache import NO_HIT, Hit, PrefixCache
 from forerun.core import Plan, Request, Resumed, ScheduledRequest, Status
+from forerun.engine.deadlines import Deadlines
 from forerun.engine.sharing import SharedPrefixes
 
 NodeBudget = Callable[[Request], int]  # tree nodes (root included) the policy wants for a request
+_turn = attrgetter("turn")
 
 
 def _always(request: Request) -> bool:
@@ -97,8 +99,7 @@ class Scheduler:
         self._block_size = block_size
         self._arrivals = count()
         self._shared = SharedPrefixes(prefix_cache) if prefix_cache else None
-        self._timed: dict[str, Request] = {}  # requests with a deadline
-        self._next_deadline_s = math.inf  # at most the earliest of them
+        self.deadlines = Deadlines()
 
     @property
     def max_model_len(self) -> int:
@@ -125,24 +126,11 @@ class Scheduler:
             request.arrival_s = self.clock()
         request.turn = (request.arrival_s + request.priority * self.limits.priority_s, next(self._arrivals))
         insort(self.waiting, request, key=_turn)
-        if request.deadline_s is not None:
-            self._timed[request.request_id] = request
-            self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
+        self.deadlines.add(request)
 
     def overdue(self) -> list[Request]:
         """Unfinished requests whose deadline has passed."""
-        now = self.clock()
-        if now < self._next_deadline_s:
-            return []
-        late, deadlines = [], [math.inf]
-        for request in self._timed.values():
-            assert request.deadline_s is not None
-            if request.deadline_s <= now:
-                late.append(request)
-            else:
-                deadlines.append(request.deadline_s)
-        self._next_deadline_s = min(deadlines)
-        return late
+        return self.deadlines.passed(self.clock()) if self.deadlines.any else []
 
     # -- planning a step ----------------------------------------------------------------------------------------
 
@@ -161,6 +149,26 @@ class Scheduler:
             self._admit(step, needs_boundary)
         self._grow_trees(step, node_budget)
         return step.plan()
+
+    def decode_all(self, node_budget: NodeBudget) -> list[int] | None:
+        """Tree nodes of each running request, as `schedule` would give them, if all of them decode and none begins.
+
+        None if not; blocks that may have been reserved then are those that `schedule` reserves.
+        """
+        running, num_left = self.running, self.limits.max_num_rows - len(self.running)
+        if (self.waiting and self._has_seat) or num_left < 0:
+            return None
+        for request in running:
+            num_known = len(request.token_ids)
+            if request.num_computed != num_known - 1:
+                return None
+            if num_known > len(request.block_ids) * self._block_size and not self._reserve(request, num_known):
+                return None
+        if max([node_budget(request) for request in running], default=1) <= 1:
+            return [1] * len(running)
+        step = _Step(num_left, num_left, _always, [ScheduledRequest(request, 0, 1) for request in running])
+        self._grow_trees(step, node_budget)
+        return [item.max_nodes for item in step.items]
 
     def _begin(self, may_choose: Callable[[Request], bool]) -> _Step:
         """An empty plan. While requests decode, prefill leaves a row for each of them and has a limit of its own."""
@@ -207,7 +215,7 @@ class Scheduler:
             return
         most = self.limits.max_num_nodes
         left = step.rows_left if most is None else min(step.rows_left, most - len(items))
-        wishes.sort(key=_wanted)
+        wishes.sort(key=itemgetter(0))
         for num_served, (wanted, item) in enumerate(wishes):
             num_nodes = min(wanted, left // (len(wishes) - num_served), self._rows_within_reach(item))
             if num_nodes > 0:
@@ -355,7 +363,7 @@ class Scheduler:
                 del self.waiting[bisect_left(self.waiting, request.turn, key=_turn)]
             if self._shared is not None:
                 self._shared.end(request)
-            self._timed.pop(request.request_id, None)
+            self.deadlines.end(request)
             request.status = Status.FINISHED
 
     def _release(self, request: Request) -> None:
@@ -385,14 +393,6 @@ class Scheduler:
 def _end(item: ScheduledRequest) -> int:
     """The logical row after the last one that the request may write."""
     return item.request.num_computed + item.num_span + item.max_nodes
-
-
-def _turn(request: Request) -> tuple[float, int]:
-    return request.turn
-
-
-def _wanted(wish: tuple[int, ScheduledRequest]) -> int:
-    return wish[0]
 
 
 def _is_decoding(request: Request) -> bool:

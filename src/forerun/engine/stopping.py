@@ -39,6 +39,12 @@ class OutputText:
 
     def take(self, tokens: Sequence[int]) -> int:
         """Append accepted tokens to the request up to the one that ends it -> how many were taken."""
+        request = self.request
+        is_short = len(request.token_ids) + len(tokens) < request.max_len
+        if is_short and not self._matched and request.stop_token_ids.isdisjoint(tokens):
+            request.token_ids.extend(tokens)
+            self._unspelled.extend(tokens)
+            return len(tokens)
         for count, token in enumerate(tokens, 1):
             self.request.token_ids.append(token)
             if self._ends(token):

@@ -37,6 +37,13 @@ class Timings:
         setattr(self, phase, getattr(self, phase) + now - self._mark)
         self._mark = now
 
+    def lap_pass(self, pass_s: float) -> None:
+        """Add the time since the last mark to the pass, which took `pass_s`, and to choosing from it."""
+        now = perf_counter()
+        self.forward_s += pass_s
+        self.verify_s += now - self._mark - pass_s
+        self._mark = now
+
     def take(self) -> StepSeconds:
         """The time since the last call: one step, and the learning of the step before."""
         verify_s = self.forward_s + self.verify_s

@@ -26,6 +26,17 @@ class PlainTree(NamedTuple):
     stream: int
 
 
+class PlainChain(NamedTuple):
+    """A root and a chain of drafts below it, to verify like a PlainTree; csrc/chain_step.h has this order, too."""
+
+    block_table: Sequence[int]
+    position: int  # of the root, all before which is computed
+    tokens: Sequence[int]  # the root first
+    temperature: float
+    seed: int
+    stream: int
+
+
 class ChainNoise(NamedTuple):
     """The noise of R chains that are drawn token by token, longest chain first."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import KernelError
-from forerun.kernels.draws import ChainNoise
+from forerun.kernels.draws import ChainNoise, PlainChain
 from forerun.kernels.ops import NUM_RIVALS, RIVALS_SCALE, Kernels, LayerKV
 from forerun.kernels.select import recording
 from forerun.models.base import Pass, Passes, PassOutput
@@ -49,6 +49,14 @@ class ChainsGiven(NamedTuple):
     says_chances: bool
 
 
+class LogitsRoom:
+    """Memory for logits that nobody reads after a call; the system gives it when it is first written."""
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self._logits = torch.empty(max_rows, vocab_size)
+        self.given = self._logits.data_ptr(), max_rows, vocab_size  # asking torch takes longer than all else in a call
+
+
 class RecordedRunner(EagerRunner):
     """Replays recorded programs. Implements `runtime.runner.Runner`; its results belong to the caller."""
 
@@ -59,10 +67,20 @@ class RecordedRunner(EagerRunner):
         self._first = first
         self._below = below
         self._scratch = torch.empty(0, first.widths[0])
+        plain = below is first and passes.past_start is None and not passes.shift  # as a target's passes are
+        is_known = hasattr(first.engine, "chain_step")  # not to an extension that was built before there was this call
+        self.chooses = is_known and plain and len(first.widths) == 1  # it gives logits and nothing else
+        self._room: LogitsRoom | None = None  # of `choose`
 
     def run(self, batch: ForwardBatch, features: Tensor | None = None) -> PassOutput:
         """See `Runner`."""
         return self._replay(self._first, batch, features) if self._serves(batch) else super().run(batch, features)
+
+    def choose(self, chains: Sequence[PlainChain]) -> tuple[float, list[tuple[int, int]]] | None:
+        """See `ChainStepper`."""
+        if self._room is None:
+            self._room = LogitsRoom(self._first.max_rows, self._first.widths[0])
+        return self._first.engine.chain_step(self._first.native, chains, self._block_size, *self._room.given)
 
     def run_below(self, batch: ForwardBatch, features: Tensor | None) -> PassOutput:
         """See `EagerRunner`."""

@@ -6,10 +6,11 @@ Knows: the methods. Does not know: networks, which implementation runs them (`ru
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
+from forerun.kernels.draws import PlainChain
 from forerun.models.base import PassOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.speculation.drawn import Drawn
@@ -37,3 +38,19 @@ class Runner(Drawer, Protocol):
 
         The next pass of the same size may overwrite the logits.
         """
+
+
+class ChainStepper(Protocol):
+    """The extra method of runners with `chooses = True`, which choose from a pass in the same call."""
+
+    def choose(self, chains: Sequence[PlainChain]) -> tuple[float, list[tuple[int, int]]] | None:
+        """The pass over chains of drafts, and the tokens that the coupled rule chooses.
+
+        -> seconds of the pass; of each chain how many drafts are accepted, and the token behind them. None for chains
+        that only `Runner.run` computes, and where logits allow no token.
+        """
+
+
+def chain_stepper(runner: Runner) -> ChainStepper | None:
+    """The runner, if it chooses."""
+    return cast(ChainStepper, runner) if getattr(runner, "chooses", False) else None

@@ -86,6 +86,7 @@ class TreeRows(NamedTuple):
 
 NO_ROWS = TreeRows((), (), (), ())  # of a request whose root is not reached
 _ROUNDING = 1e-3  # by which a log chance may be above 0
+_CHAIN_PARENTS = list(range(-1, MAX_NODES - 1))
 _CHAIN_MASKS = tuple((2 << node) - 1 for node in range(MAX_NODES))
 
 
@@ -153,11 +154,18 @@ class Draft:
             raise DrafterError(f"more than the {self.num_wanted} nodes asked for: add while draft.num_free is above 0")
         return self.add_drawn(parent, [token], [log_survival], None)[0]
 
-    def add_chain(self, tokens: Sequence[int]) -> None:
-        """Guess `tokens` one after the other below the root, as many as fit, chosen without randomness."""
-        node = ROOT
-        for token in tokens[: self.num_free]:
-            node = self.add(node, token, 0.0)
+    def add_chain(self, tokens: Sequence[int], log_survival: Sequence[float] = ()) -> None:
+        """Guess `tokens` one after the other below the root, as many as fit, chosen without randomness.
+
+        `log_survival`: the log chances of their paths, as for `add`; 0 by default.
+        """
+        kept = tokens[: self.num_free]
+        own = self._own.setdefault(self.member, {ROOT: 0.0}) if kept else {}
+        node, tree, said = ROOT, self.tree, log_survival or [0.0] * len(kept)
+        for token, chance in zip(kept, said, strict=False):
+            node = tree.add(node, token, self.member)
+            self._note(node, chance, own)
+        _check_chances(said)
 
     def add_drawn(
         self, parent: int, tokens: Sequence[int], log_survival: Sequence[float], q: Tensor | None
@@ -169,8 +177,7 @@ class Draft:
         if parent not in self._own.get(self.member, _ROOT_ALONE):
             raise DrafterError(f"node {parent} is not this drafter's: a parent is the root, or what draft.add returned")
         nodes = self._hang(parent, tokens, log_survival, q)
-        if strange := [chance for chance in log_survival if not chance <= _ROUNDING]:
-            raise DrafterError(f"{strange[0]} is no log chance: give the logarithm of a path's chance, at most 0")
+        _check_chances(log_survival)
         return nodes
 
     def add_tree(self, tree: DrawnTree) -> set[int]:
@@ -252,6 +259,13 @@ class Draft:
     def verified(self) -> Sequence[int]:
         """The nodes to verify, ascending."""
         return range(len(self.tree)) if self._kept is None else self._kept
+
+    @property
+    def chain(self) -> Sequence[int] | None:
+        """The tokens to verify, the root's first, if their nodes are the first of the tree, one below the other."""
+        tree, num = self.tree, self.num_nodes
+        is_first = self._kept is None or self._kept[-1] == num - 1
+        return tree.tokens[:num] if is_first and tree.parents[:num] == _CHAIN_PARENTS[:num] else None
 
     def row_of(self, node: int) -> int:
         """The index of a verified node among the draft's rows."""
@@ -336,6 +350,11 @@ def pending_of(drafts: Sequence[Draft]) -> PendingDrafts | None:
         if draft.pending is not None:
             return draft.pending
     return None
+
+
+def _check_chances(log_survival: Sequence[float]) -> None:
+    if strange := [chance for chance in log_survival if not chance <= _ROUNDING]:
+        raise DrafterError(f"{strange[0]} is no log chance: give the logarithm of a path's chance, at most 0")
 
 
 def hand_over(drafts: Sequence[Draft], drawn: Sequence[DrawnTree] | PendingTrees) -> list[set[int]]:

@@ -26,6 +26,10 @@ class CpuEngine:
     def walk_trees(
         self, logits: int, vocab: int, trees: Sequence[tuple[Any, ...]], /
     ) -> list[tuple[tuple[int, ...], int]]: ...
+    def chain_step(
+        self, program: Program, chains: Sequence[tuple[Any, ...]], block_size: int, logits: int, max_rows: int,
+        vocab: int, /,
+    ) -> tuple[float, list[tuple[int, int]]] | None: ...  # fmt: skip
     def draft_chains(
         self, first: Program, below: Program, sequences: Sequence[tuple[Any, ...]], addresses: Sequence[int],
         chains: tuple[Any, ...], /,
