@@ -179,6 +179,7 @@ def test_replicas_follow_ongoing_requests() -> None:
     "values",
     [
         {"colour": 1}, {"image": {"name": "x"}}, {"resources": {"cpu": 0.5}}, {"resources": {"cpus": 4}},
+        {"kind": "job"},
         {"options": {"threads": 3}}, {"options": {"--max-num-seqs": 3}}, {"options": {"prefix-caching": False}},
         {"autoscaling": {"kind": "hpa", "minReplicas": 0}}, {"apiKeys": {"keys": ["with a blank"]}}, {"model": ""},
         {"storage": {"size": "20 GB"}}, {"service": {"port": 0}}, {"drainSeconds": -1}, {"replicas": "two"},

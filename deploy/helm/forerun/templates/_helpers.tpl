@@ -85,7 +85,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- if .Values.files }}
 - {name: config, mountPath: /config, readOnly: true}
 {{- end }}
-{{- if include "forerun.keysSecret" . }}
+{{- if and (eq .Values.kind "server") (include "forerun.keysSecret" .) }}
 - {name: keys, mountPath: /keys, readOnly: true}
 {{- end }}
 {{- end -}}
@@ -102,7 +102,7 @@ seccompProfile: {type: RuntimeDefault}
 - name: config
   configMap: {name: {{ include "forerun.name" . }}}
 {{- end }}
-{{- if include "forerun.keysSecret" . }}
+{{- if and (eq .Values.kind "server") (include "forerun.keysSecret" .) }}
 - name: keys
   secret: {secretName: {{ include "forerun.keysSecret" . }}, items: [{key: keys, path: keys}]}
 {{- end }}
