@@ -17,7 +17,7 @@ import torch
 
 from forerun.cache.block_pool import BlockPool
 from forerun.cache.kv_cache import KVCache, bytes_per_block
-from forerun.cache.prefix_cache import PrefixCache
+from forerun.cache.prefix_cache import KeptStates, PrefixCache
 from forerun.cache.states import RecurrentStates, bytes_per_slot
 from forerun.config import EngineConfig, learned_folder
 from forerun.drafters.base import Drafter, DrafterContext, Lessons
@@ -35,6 +35,7 @@ from forerun.models.memory import SHARE_OF_HOST, check_memory, memory_of
 from forerun.policy.costs import CallCosts, Costs, PassCosts, rows_to_measure
 from forerun.policy.policy import AdaptivePolicy, FixedPolicy, Policy
 from forerun.runtime.bind import bind
+from forerun.runtime.parallel.leader import RankedModel
 from forerun.runtime.runner import Runner
 from forerun.speculation.growth import TreeGrower
 from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
@@ -70,6 +71,10 @@ def assemble(
     own_kvs = kv_cache.layers[: len(model.kv_specs)]
     drafter.attach(own_kvs, kv_cache.layers[len(own_kvs) :])
     model = with_own_state(model)
+    kept_states: KeptStates | None = states
+    if isinstance(model, RankedModel):
+        model = model.opened(kv_cache, states)
+        kept_states = None if states is None else model.mirrored(states)
     runner = bind(passes_of(model, drafter.hidden_layers), kernels, own_kvs, config.block_size)
     # A model without either runs through transformers row by row, on all threads of torch.
     computes_itself = bool(own_kvs) or states is not None
@@ -85,7 +90,7 @@ def assemble(
         drafter=drafter,
         verifier=_verifier(config, kernels),
         policy=policy,
-        scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs), states),
+        scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs), kept_states),
         kv_cache=kv_cache,
         torch_threads=torch_threads,
         keep=_recall(kept, policy, drafter),
@@ -98,7 +103,7 @@ def _states(config: EngineConfig, model: Model, device: torch.device) -> Recurre
     specs = state_specs_of(model)
     if not specs:
         return None
-    per_slot, memory = bytes_per_slot(specs), memory_of(device) or _ASSUMED_BYTES
+    per_slot, memory = bytes_per_slot(specs), (memory_of(device) or _ASSUMED_BYTES) // _num_here(model)
     wanted = config.max_num_seqs * (1 + _KEPT_STATES * config.prefix_caching)
     num_slots = min(wanted, int(memory * SHARE_OF_HOST) // per_slot)
     if num_slots < 1:
@@ -117,7 +122,7 @@ def _verifier(config: EngineConfig, kernels: Kernels) -> Verifier:
 
 
 def _scheduler(
-    config: EngineConfig, kv_cache: KVCache, max_model_len: int, is_pooled: bool, states: RecurrentStates | None
+    config: EngineConfig, kv_cache: KVCache, max_model_len: int, is_pooled: bool, states: KeptStates | None
 ) -> Scheduler:
     """`is_pooled`: the model's state is in the pool, so that its blocks can be shared."""
     pool = BlockPool(kv_cache.num_blocks)
@@ -139,6 +144,10 @@ def _drafter(
     load_corpus: LoadCorpus,
     translation: Translate,
 ) -> Portfolio:  # fmt: skip
+    if isinstance(model, RankedModel) and any(
+        spec_of(each.name).needs_layers for each in (config.drafter, *config.drafter.members)
+    ):
+        model = model.seen_by_heads()
     context = DrafterContext(
         spec=spec_of(config.drafter.name),
         options=config.drafter,
@@ -168,7 +177,8 @@ def _kv_cache(config: EngineConfig, model: Model, drafter: Drafter, kernels: Ker
     """The pool. A context nobody asked for is cut to what the memory holds; one asked for must fit."""
     specs = _stored_specs(config, model, drafter)
     longest = _longest(config, model)
-    num_blocks = config.num_kv_blocks or _num_blocks(config, specs, longest, kernels.device)
+    budget = kv_budget(config, kernels.device) // _num_here(model)
+    num_blocks = config.num_kv_blocks or _num_blocks(config, specs, longest, budget)
     needed = -(-longest // config.block_size) if config.max_model_len is not None else 1
     if num_blocks < needed:
         raise ResourceError(
@@ -199,11 +209,16 @@ def _stored_specs(config: EngineConfig, model: Model, drafter: Drafter) -> tuple
     return tuple(spec._replace(dtype=dtype) for spec in specs)
 
 
-def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int, device: torch.device) -> int:
-    """Blocks for every sequence at full length, as far as the memory for KV goes: most of what a GPU has free."""
+def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int, budget: int) -> int:
+    """Blocks for every sequence at full length, as far as the memory for KV goes, `budget` bytes."""
     wanted = config.max_num_seqs * -(-longest // config.block_size)
     per_block = bytes_per_block(specs, config.block_size)
-    return min(wanted, kv_budget(config, device) // per_block) if per_block else wanted
+    return min(wanted, budget // per_block) if per_block else wanted
+
+
+def _num_here(model: Model) -> int:
+    """Ranks of the model that share this machine's memory."""
+    return model.crew.num_here if isinstance(model, RankedModel) else 1
 
 
 def kv_budget(config: EngineConfig, device: torch.device, weight_bytes: int = 0) -> int:
@@ -236,7 +251,7 @@ def _kept(config: EngineConfig, drafter: Drafter, model: Model, kernels: Kernels
         "model": f"{config.model} ({model.weight_bytes} bytes, {config.dtype})",
         "drafter": f"{drafter.name} ({drafter.weight_bytes} bytes)",
         "options": f"{config.drafter}{''.join(stamps)} {config.verification} {config.kv_cache_dtype}",
-        "machine": machine_of(kernels),
+        "machine": machine_of(kernels) + (f", {config.num_ranks} ranks" if config.num_ranks > 1 else ""),
     }
     return Kept(learned_folder(), about)
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from forerun.errors import ConfigError, suggestion
 
@@ -19,13 +19,14 @@ Implementation = Literal["auto", "forerun", "transformers"]
 HeadWeights = Literal["stored", "int8", "int4"]
 
 MAX_TREE_NODES = 64  # one 64-bit ancestor mask
+MAX_RANKS = 64
 _OPTIONAL_SIZES = (
     "max_model_len", "num_kv_blocks", "kv_cache_bytes",
     "max_num_prefill_tokens", "max_num_batched_nodes", "max_num_waiting",
 )  # fmt: skip
 _OF_LOADING = (
     "model", "dtype", "implementation", "device", "kernels", "activations", "threads", "pin_threads",
-    "generation_config", "lora",
+    "generation_config", "lora", "tensor_parallel", "pipeline_parallel", "rank_timeout_s",
 )  # fmt: skip
 
 
@@ -93,6 +94,9 @@ class EngineConfig:
     activations: str = "auto"  # in products with integers: "auto" rounds them to 8 bits, "float32" does not (CPUs only)
     threads: int | None = None  # None: the physical cores this process may use
     pin_threads: bool | None = None  # each thread on a core of its own; None: see `kernels.cores.pins`
+    tensor_parallel: int = 1  # processes that share each layer
+    pipeline_parallel: int = 1  # groups of layers, each in processes of its own
+    rank_timeout_s: int = 15  # silence of one of these processes after which all end
     seed: int = 0  # for requests that bring none
     generation_config: str = "auto"  # sampling defaults and end tokens: the model's own, "none", or a file or folder
     lora: Mapping[str, str] = field(default_factory=dict)  # folders of PEFT's LoRA adapters, by the name requests use
@@ -116,6 +120,9 @@ class EngineConfig:
         _range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 65536)
         _range("priority_s", self.priority_s, 0, 86400)
         _choice("prefix_caching", self.prefix_caching, (True, False))
+        _range("tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
+        _range("pipeline_parallel", self.pipeline_parallel, 1, MAX_RANKS)
+        _range("rank_timeout_s", self.rank_timeout_s, 3, 3600)
         _choice("keep_learned", self.keep_learned, (True, False))
         _choice("pin_threads", self.pin_threads, (None, True, False))
         if not isinstance(self.lora, Mapping) or not all(name and isinstance(name, str) for name in self.lora):
@@ -126,6 +133,11 @@ class EngineConfig:
         for name in _OPTIONAL_SIZES:
             if getattr(self, name) is not None:
                 _range(name, getattr(self, name), 1, 2**50)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute the model together."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     def check_loaded_as(self, loaded: EngineConfig) -> None:
         """Raise ConfigError if weights or kernels would be others than those loaded for that configuration."""
@@ -150,6 +162,41 @@ def api_key_from_environment() -> str | None:
     if key is not None and not key.strip():
         raise ConfigError("FORERUN_API_KEY is set but empty: give it a key, or unset it")
     return key
+
+
+class LaunchedRank(NamedTuple):
+    """Which of several processes this is, as torchrun and the like say."""
+
+    rank: int
+    num_ranks: int
+    address: str
+    port: str
+
+
+def launched_rank() -> LaunchedRank | None:
+    """What RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say; None where these are not set.
+
+    Raises ConfigError if only some are, or a number is none.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    found = [os.environ.get(name) for name in names]
+    if found[0] is None or found[1] is None:
+        return None
+    missing = [name for name, value in zip(names, found, strict=True) if not value]
+    numbers = [value for value in (*found[:2], found[3]) if value and value.isdigit()]
+    if missing or len(numbers) < 3 or int(found[0]) >= int(found[1]):
+        got = ", ".join(f"{name}={value}" for name, value in zip(names, found, strict=True))
+        raise ConfigError(
+            "RANK and WORLD_SIZE are set, so this is one of several processes, which needs RANK below WORLD_SIZE, "
+            f"MASTER_ADDR and MASTER_PORT as well; got {got}"
+        )
+    return LaunchedRank(int(found[0]), int(found[1]), str(found[2]), str(found[3]))
+
+
+def follows(num_ranks: int) -> bool:
+    """Whether this process was launched as one of so many that does what another one says."""
+    place = launched_rank() if num_ranks > 1 else None
+    return place is not None and place.rank > 0
 
 
 def cache_folder() -> Path:

@@ -5,8 +5,8 @@ Knows: text, chat, loading. Does not know: how requests are prepared, how a step
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -17,32 +17,21 @@ from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import RequestOutput, SamplingParams
 from forerun.drafters.base import DrafterHealth
 from forerun.drafters.named import engine_config
-from forerun.drafters.registry import draft_models, named_heads, telling_heads
+from forerun.drafters.registry import named_heads
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
-from forerun.errors import ConfigError, QueueFullError, SamplingError
+from forerun.errors import ConfigError, QueueFullError, RankLost, SamplingError
 from forerun.frontend import Frontend, Prompt
 from forerun.kernels.ops import Kernels
-from forerun.kernels.select import select_kernels
 from forerun.models.adapted import LoraAdapter
-from forerun.models.draft_models import DraftModels, check_draft
-from forerun.models.loader import LoadedModel, load_adapter, load_model
+from forerun.models.loader import LoadedModel, load_adapter
 from forerun.models.trimmed import check_draft_vocabularies
+from forerun.opening import SharedModel, check_ranks, open_shared
 from forerun.progress import progress_bar
 from forerun.weights.corpus import open_corpus
 from forerun.weights.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class _Shared:
-    """What engines on the same model have in common."""
-
-    loaded: LoadedModel
-    kernels: Kernels
-    drafts: DraftModels
-    adapters: dict[str, LoraAdapter] = field(default_factory=dict)
 
 
 class LLM(Frontend):
@@ -55,10 +44,11 @@ class LLM(Frontend):
     def __init__(self, model: str, **options: Any) -> None:
         self._open(engine_config(model, options), None)
 
-    def _open(self, config: EngineConfig, shared: _Shared | None) -> None:
+    def _open(self, config: EngineConfig, shared: SharedModel | None) -> None:
         Frontend.__init__(self, config)
+        check_ranks(config)
         check_draft_vocabularies(config.drafter, config.model)
-        self._shared = shared or _load(config)
+        self._shared = shared or open_shared(config)
         loaded, drafts = self._shared.loaded, self._shared.drafts
         self.engine: Engine = assemble(
             config, loaded.model, self._shared.kernels, named_heads(drafts.load), loaded.folder,
@@ -78,6 +68,16 @@ class LLM(Frontend):
         other = object.__new__(LLM)
         other._open(config, self._shared)
         return other
+
+    def close(self) -> None:
+        """End the processes of other ranks, where there are any, for all engines on these weights."""
+        if self._shared.crew is not None:
+            self._shared.crew.close()
+
+    def on_rank_lost(self, tell: Callable[[RankLost], None]) -> None:
+        """Have `tell` called, on another thread, when another rank is lost; this engine cannot go on then."""
+        if self._shared.crew is not None:
+            self._shared.crew.on_failure.append(tell)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -255,23 +255,6 @@ class LLM(Frontend):
     def abort(self, request_id: str) -> None:
         """End a request now; its blocks are free when this returns. Unknown ids are ignored."""
         self.engine.abort(request_id)
-
-
-def _load(config: EngineConfig) -> _Shared:
-    kernels = select_kernels(
-        config.kernels, config.threads, device=config.device, pin=config.pin_threads, activations=config.activations
-    )
-    for name in draft_models(config.drafter):  # here, because reading the target's weights may take minutes
-        with telling_heads(name):
-            check_draft(config.model, name)
-    with telling_heads(config.model):
-        loaded = load_model(
-            config.model, kernels, dtype=config.dtype, generation_config=config.generation_config,
-            max_position=config.max_model_len, implementation=config.implementation,
-            adapters=tuple(config.lora.values()),
-        )  # fmt: skip
-    adapters = {name: load_adapter(name, path, loaded, kernels) for name, path in config.lora.items()}
-    return _Shared(loaded, kernels, DraftModels(loaded, kernels, config.dtype), adapters)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

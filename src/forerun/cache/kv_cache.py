@@ -5,7 +5,7 @@ Knows: layer shapes, blocks, where accepted rows must go. Does not know: request
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ class KVCache:
         self.block_size = block_size
         self.device = kernels.device
         self.layers = [_allocate(spec, num_blocks, block_size, self.device) for spec in specs]
+        self.on_move: Callable[[Sequence[int], Sequence[int]], None] | None = None  # told from which slots to which
         self._kernels = kernels
 
     @property
@@ -50,15 +51,17 @@ class KVCache:
                 if source != target:
                     sources.append(self._slot(move.block_table, source))
                     targets.append(self._slot(move.block_table, target))
-        self._move(sources, targets)
+        self.move(sources, targets)
 
     def copy_rows(self, source: int, target: int, num_rows: int) -> None:
         """Copy the first rows of one block into another, in every layer."""
         first, to_first = source * self.block_size, target * self.block_size
-        self._move(range(first, first + num_rows), range(to_first, to_first + num_rows))
+        self.move(range(first, first + num_rows), range(to_first, to_first + num_rows))
 
-    def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move rows from slot to slot, in every layer."""
+        if len(sources) and self.on_move is not None:
+            self.on_move(sources, targets)
         if len(sources) and self.layers:
             slots = torch.tensor([list(sources), list(targets)], dtype=torch.int32)
             slots = to_device(slots, self.device)  # [2, rows]

@@ -6,6 +6,7 @@ Knows: how a prompt is asked and how an answer is shown. Does not know: where a 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,14 +85,15 @@ class FullSampling(opt.Sampling):
         return {**{name: v for name, v in given.items() if v != ()}, "logit_bias": opt.biases(self.logit_bias)}
 
 
-def generate(asked: AskedText, sampling: FullSampling, drafting: opt.Drafting, loading: opt.AdaptedLoading) -> None:
+def generate(asked: AskedText, sampling: FullSampling, drafting: opt.Drafting, loading: opt.RankedLoading) -> None:
     """Complete a prompt, given as an argument, with --file or on standard input."""
     name, prompt = model_and_prompt(asked.arguments or [], asked.model, asked.file)
     sampling.params({})  # checks the options before anything is loaded
     prediction = None if asked.prediction is None else read_file(asked.prediction, "the prediction")
     llm = open_to_answer(name, sampling, drafting, loading, max_num_seqs=sampling.n)
     note_sampling(llm)
-    _answer(llm, as_prompt(llm, prompt, asked.chat), sampling.params(llm.loaded.sampling), asked, prediction)
+    with closing(llm):
+        _answer(llm, as_prompt(llm, prompt, asked.chat), sampling.params(llm.loaded.sampling), asked, prediction)
 
 
 def as_prompt(llm: LLM, prompt: str, chat: bool | None) -> list[int]:

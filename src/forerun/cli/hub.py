@@ -40,7 +40,9 @@ def run(
     if system is not None:
         raise ConfigError("--system begins a conversation, but a prompt was given: leave one of them out")
     asked = generating.AskedText(arguments=None if prompt is None else [model, prompt], model=model)
-    generating.generate(asked, generating.FullSampling(**values(sampling)), drafting, loading)
+    generating.generate(
+        asked, generating.FullSampling(**values(sampling)), drafting, opt.RankedLoading(**values(loading))
+    )
 
 
 def pull(names: HubNames, json: opt.JsonOption = False) -> None:

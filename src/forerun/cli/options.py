@@ -117,6 +117,21 @@ class AdaptedLoading(Loading):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankedLoading(AdaptedLoading):
+    """A model that several processes may compute together."""
+
+    tensor_parallel: Annotated[
+        int, _option("Processes that share every layer; see docs/several-machines.md.", ENGINE, "--tensor-parallel")
+    ] = 1
+    pipeline_parallel: Annotated[
+        int, _option("Groups of layers, each in processes of its own.", ENGINE, "--pipeline-parallel")
+    ] = 1
+    rank_timeout_s: Annotated[
+        int, _option("Seconds of silence of one of these processes after which all end.", ENGINE, "--rank-timeout")
+    ] = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSizes:
     """What drafts and how much, for any drafter; fields of DrafterConfig, except `draft_model`."""
 
@@ -213,6 +228,14 @@ def names(text: str) -> list[str]:
 def numbers(text: str, what: str) -> list[float]:
     """The numbers of a comma-separated list. Raises ConfigError naming what is not a number."""
     return [_number(part, what) for part in names(text)]
+
+
+def degrees(text: str, what: str) -> list[int]:
+    """The whole numbers of a comma-separated list. Raises ConfigError naming what is none."""
+    wrong = next((part for part in names(text) if not part.isdigit() or not int(part)), None)
+    if wrong is not None:
+        raise ConfigError(f"{what} must be whole numbers from 1 separated by commas, got {wrong!r}")
+    return [int(part) for part in names(text)]
 
 
 def _number(text: str, what: str) -> float:

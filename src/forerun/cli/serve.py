@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +18,7 @@ from forerun.cli import options as opt
 from forerun.cli.console import print_note
 from forerun.cli.engine import open_llm
 from forerun.cli.groups import values
-from forerun.config import api_key_from_environment
+from forerun.config import api_key_from_environment, follows
 from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedEngine(opt.AdaptedLoading):
+class ServedEngine(opt.RankedLoading):
     """Fields of EngineConfig."""
 
     max_num_seqs: Annotated[int, _engine("Requests computed at the same time.")] = 32
@@ -154,7 +154,8 @@ def serve(
     listen = {"host": listening.host, "port": listening.port, **_tls(listening.ssl_certfile, listening.ssl_keyfile)}
     options = {**drafting.of(name), **values(engine)}
     settings.check_adapters(opt.adapters(engine.lora))
-    check_address(listening.host, listening.port)
+    if not follows(engine.tensor_parallel * engine.pipeline_parallel):
+        check_address(listening.host, listening.port)
     _note_open(listening.host, settings)
     _bound_memory()
     _run(open_llm(name, note=logging.getLogger("forerun.server").warning, **options), settings, listen)
@@ -253,5 +254,8 @@ def _run(llm: LLM, settings: ServerSettings, listen: dict[str, Any]) -> None:
     from forerun.server.app import create_app
     from forerun.server.run import Server
 
-    with suppress(KeyboardInterrupt):  # Ctrl-C, which the server has handled
-        Server(create_app(llm, settings), **listen).run()
+    server = Server(create_app(llm, settings), **listen)
+    with closing(llm), suppress(KeyboardInterrupt):  # Ctrl-C, which the server has handled
+        server.run()
+    if server.lost is not None:
+        raise server.lost

@@ -7,7 +7,9 @@ the rejection rule is tested (`forerun.speculation.selfcheck`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict
+from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +18,7 @@ from forerun.bench.prompts import PromptCase, read_prompts
 from forerun.cli import options as opt
 from forerun.cli.bench import PLAIN, check_drafters, engines_by_name
 from forerun.cli.console import err, out, print_json, table
-from forerun.cli.engine import open_llm
+from forerun.cli.engine import open_llm, prepare
 from forerun.cli.groups import values
 from forerun.core import SamplingParams
 
@@ -37,6 +39,12 @@ def verify(
     temperature: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0,0.7,1",
     seed: opt.Seed = 0,
     batch_size: Annotated[int, typer.Option(help="Conversations the drafters run at once.", min=1)] = 8,
+    tensor_parallel: Annotated[
+        str, typer.Option(help="Processes that share every layer, separated by commas.", rich_help_panel=opt.ENGINE)
+    ] = "1",
+    pipeline_parallel: Annotated[
+        str, typer.Option(help="Groups of layers, likewise; all pairs are compared.", rich_help_panel=opt.ENGINE)
+    ] = "1",
     json: opt.JsonOption = False,
     adaptive: Annotated[
         bool,
@@ -48,8 +56,9 @@ def verify(
 ) -> None:
     """Compare every drafter's tokens with plain decoding, and test the rejection rule. Exit status 1: a difference.
 
-    Plain decoding takes one conversation at a time; drafter `none` is plain decoding in batches. Of adapters, the
-    conversations have none, the first, the second and so on in turn.
+    Plain decoding runs in one process, whatever --tensor-parallel and --pipeline-parallel say, and takes one
+    conversation at a time; drafter `none` is plain decoding in batches. Of adapters, the conversations have none, the
+    first, the second and so on in turn.
     """
     wanted = opt.names(drafters)
     check_drafters(wanted)
@@ -58,21 +67,40 @@ def verify(
         for t in opt.numbers(temperature, "temperatures")
     ]
     cases = read_prompts(prompts, limit)
-    name = target.name
-    plain = open_llm(
-        name, PLAIN, tree_width=sizes.tree_width, head_weights=sizes.head_weights,
-        draft_vocabulary=sizes.draft_vocabulary, adaptive=adaptive,
-        max_num_seqs=batch_size, **values(loading),
-    )  # fmt: skip
+    pairs = _pairs(name := target.name, tensor_parallel, pipeline_parallel)
+    options: dict[str, Any] = {
+        "tree_width": sizes.tree_width, "head_weights": sizes.head_weights, "draft_vocabulary": sizes.draft_vocabulary,
+        "adaptive": adaptive, "max_num_seqs": batch_size, **values(loading),
+    }  # fmt: skip
+    plain = open_llm(name, PLAIN, **options)
     report: dict[str, Any] = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "seed": seed}
-    engines = engines_by_name(plain, wanted, sizes)
-    report |= _compare(plain, {drafter: engines[drafter] for drafter in wanted}, cases, params, batch_size)
+    report["checks"] = []
+    for shards, stages in pairs:
+        given: dict[str, Any] = {"tensor_parallel": shards, "pipeline_parallel": stages}
+        llm = plain if (shards, stages) == (1, 1) else open_llm(name, PLAIN, **options, **given)
+        with nullcontext() if llm is plain else closing(llm):
+            engines = engines_by_name(llm, wanted, sizes)
+            found = _compare(plain, {drafter: engines[drafter] for drafter in wanted}, cases, params, batch_size)
+        report |= {**found, "checks": [*report["checks"], *({**check, **given} for check in found["checks"])]}
     report["rejection"] = _check_rejection(plain)
     report["identical"] = not any(check["differences"] for check in report["checks"])
     report["passed"] = report["identical"] and report["rejection"]["passed"]
     print_json(report) if json else _show(report)
     if not report["passed"]:
         raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _pairs(name: str, tensor_parallel: str, pipeline_parallel: str) -> list[tuple[int, int]]:
+    """All pairs of the degrees; raises ConfigError or ModelError for those that the model cannot have."""
+    stages = opt.degrees(pipeline_parallel, "--pipeline-parallel")
+    pairs = list(product(opt.degrees(tensor_parallel, "--tensor-parallel"), stages))
+    prepare(name, PLAIN)
+    from forerun.drafters.named import engine_config
+    from forerun.opening import check_ranks
+
+    for shards, groups in pairs:
+        check_ranks(engine_config(name, {"tensor_parallel": shards, "pipeline_parallel": groups}))
+    return pairs
 
 
 def _compare(
@@ -117,7 +145,7 @@ def _show(report: dict[str, Any]) -> None:
     for check in report["checks"]:
         length, different = f"{check['acceptance_length']:.2f}", str(len(check["differences"]))
         figures = (f"{check['temperature']:g}", str(check["num_prompts"]), str(check["num_tokens"]))
-        result.add_row(check["drafter"], *figures, length, different)
+        result.add_row(_named(check), *figures, length, different)
     console.print(result)
     for check in report["checks"]:
         for difference in check["differences"]:
@@ -128,10 +156,15 @@ def _show(report: dict[str, Any]) -> None:
     console.print("[bold green]identical[/]" if report["passed"] else "[bold red]DIFFERENT[/]")
 
 
+def _named(check: dict[str, Any]) -> str:
+    shards, stages = check["tensor_parallel"], check["pipeline_parallel"]
+    return str(check["drafter"]) + (f", tensor {shards}, pipeline {stages}" if (shards, stages) != (1, 1) else "")
+
+
 def _describe(check: dict[str, Any], difference: dict[str, Any]) -> str:
     turn = f" turn {difference['turn'] + 1}" if difference["turn"] else ""
     return (
-        f"{check['drafter']} at temperature {check['temperature']:g}: {difference['prompt']}{turn} differs first at "
+        f"{_named(check)} at temperature {check['temperature']:g}: {difference['prompt']}{turn} differs first at "
         f"token {difference['position']}: plain {difference['expected']}, drafted {difference['got']}"
     )
 

@@ -50,6 +50,7 @@ class DrafterSpec:
     own_modules: Callable[[str | Path], int] | None = None
     holds_heads: Callable[[Path], bool] | None = None
     needs_layers: bool = False  # needs the target's single layers, which transformers models do not give
+    runs_layers: bool = False  # runs them, so that they must all be in this process
     reads_prediction: bool = False  # drafts from `Request.prediction`
     auto: int | None = None  # rank in `auto`: all without a model, and the first whose model is available
     vllm_names: tuple[str, ...] = ()  # methods of vLLM's --speculative-config

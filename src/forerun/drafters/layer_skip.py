@@ -71,6 +71,7 @@ SPEC = DrafterSpec(
     options=("layers", "tree_width"),
     tree_width=1,
     needs_layers=True,
+    runs_layers=True,
 )
 
 

@@ -40,7 +40,7 @@ def build(context: DrafterContext) -> Drafter:
             "does not give; choose another drafter, or a target of a family that forerun implements"
         )
     heads = load_medusa(options.model, model, context.kernels, options.head_weights)
-    state_layer = len(model.parts.layers) + 1
+    state_layer = model.num_layers + 1
     owned = sum(linear.nbytes for linear in heads.linears if linear is not model.parts.lm_head)
     return MedusaDrafter(
         heads, context.kernels, context.grower, state_layer, options.max_draft_tokens, context.width, owned

@@ -38,8 +38,8 @@ from forerun.models.build_recurrent import recurrent_layer
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts, FeedForward
 from forerun.models.family import Family, same_names
-from forerun.models.hybrid import HybridDecoder
 from forerun.models.shares import HeadShare, Piece, even, of_things, rows_of, share_heads
+from forerun.models.stages import MatrixElsewhere, PipelineStage, decoder_of
 from forerun.quant.base import RowPart, TensorSource, Weight, WeightFormat
 from forerun.quant.dense import DenseWeight
 from forerun.quant.formats import find_format
@@ -67,23 +67,29 @@ class Builder:
     max_position: int
     choose_format: Callable[[TensorSource, str], WeightFormat | None] = find_format
     ranks: Ranks = ALONE  # who share the model; this one's rows are read
+    stage: PipelineStage | None = None  # which layers; None: all
 
     def decoder(self, progress: Progress | None = None) -> Decoder:
         """Read everything; raises CheckpointError for missing or misshapen tensors."""
+        per_layer = None if self.config.per_layer is None else per_layer_inputs(self, self.config.per_layer)
+        parts = replace(self._ends(), layers=self._layers(progress), per_layer=per_layer)
+        return decoder_of(parts, self.config, self.stage, self.max_position, self._kv_dtype(parts))
+
+    def ends(self) -> Decoder:
+        """The model without its layers: embedding, final norm and output layer, which draft heads read."""
+        parts = self._ends()
+        return decoder_of(parts, self.config, None, self.max_position, self._kv_dtype(parts))
+
+    def _ends(self) -> DecoderParts:
         head = self._lm_head()
-        parts = DecoderParts(
+        return DecoderParts(
             embedding=self._embedding(head),
-            layers=self._layers(progress),
+            layers=(),
             final_norm=self.norm(self.family.names.final_norm, self.config.hidden_size),
             lm_head=head,
             tie_embeddings=self.config.tie_embeddings,
             after_head=self._scale(self.config.scales.logits, self.config.scales.logits_cap),
-            per_layer=None if self.config.per_layer is None else per_layer_inputs(self, self.config.per_layer),
         )
-        kind = Decoder if self.config.recurrent is None else HybridDecoder
-        decoder = kind(parts, self.max_position, self._kv_dtype(parts))
-        decoder.mask_token_id = self.config.mask_token_id
-        return decoder
 
     def layer(self, index: int, rope: Tensor | None = None, source: Attention | None = None) -> DecoderLayer:
         """Read one layer. It may be one after the last: that is where checkpoints keep their MTP modules.
@@ -102,18 +108,17 @@ class Builder:
 
     def _layers(self, progress: Progress | None) -> tuple[DecoderLayer, ...]:
         tables = {rope: self._table(rope) for rope in set(self.config.layer_ropes)}  # shared by layers
-        total, layers = self.config.num_layers, list[DecoderLayer]()
-        for index in range(total):
+        first, end = (0, self.config.num_layers) if self.stage is None else (self.stage.first, self.stage.end)
+        layers = list[DecoderLayer]()
+        for index in range(first, end):
             kv_layer = self.config.shape(index).kv_layer
-            source = None if kv_layer is None else layers[kv_layer].attending
+            source = None if kv_layer is None else layers[kv_layer - first].attending
             layers.append(self._layer_with(index, tables[self.config.rope_of(index)], source))
             if progress is not None:
-                progress(index + 1, total)
+                progress(len(layers), end - first)
         return tuple(layers)
 
-    def _layer_with(
-        self, index: int, rope: Tensor, source: Attention | LatentAttention | None = None
-    ) -> DecoderLayer:  # fmt: skip
+    def _layer_with(self, index: int, rope: Tensor, source: Attention | LatentAttention | None = None) -> DecoderLayer:
         names, per_layer = self.family.names_of(self.family.names, index), self.config.per_layer
         if names is not self.family.names:
             own = replace(self.family, names=names, names_of=same_names)
@@ -270,9 +275,7 @@ class Builder:
         """The activation of a gate whose values are bounded so; 0: they are not."""
         return f"{self.config.activation}_within_{bound}" if bound else self.config.activation
 
-    def own(
-        self, parts: list[RowPart], pieces: Sequence[Piece], columns: int, has_bias: bool = False
-    ) -> Linear:  # fmt: skip
+    def own(self, parts: list[RowPart], pieces: Sequence[Piece], columns: int, has_bias: bool = False) -> Linear:
         """`linear` of those rows that this rank has of `pieces`, which are the rows of all `parts`."""
         return self.linear(parts, columns, has_bias, None if self.ranks.size == 1 else rows_of(pieces))
 
@@ -344,10 +347,12 @@ class Builder:
     def _embedding(self, head: Linear) -> Embedding:
         """The table; if it is tied to the output layer and rows can be read from that one's matrix, that matrix."""
         module, scale = self.family.names.embedding, self.config.scales.embedding
+        if self.stage is not None and not self.stage.is_first:
+            return MatrixElsewhere((self.config.vocab_size, self.config.hidden_size))
         in_blocks = self.dtype is None and keeps_blocks(self.source, f"{module}.weight")
-        if self.config.tie_embeddings and (in_blocks or isinstance(head.weight, DenseWeight)):
-            assert head.weight.packed is not None
-            return TableEmbedding(self.kernels, head.weight.packed, True, scale, self.ranks, self.config.vocab_size)
+        packed = head.weight.packed  # None: another stage has the matrix
+        if packed is not None and self.config.tie_embeddings and (in_blocks or isinstance(head.weight, DenseWeight)):
+            return TableEmbedding(self.kernels, packed, True, scale, self.ranks, self.config.vocab_size)
         return self.table(module, (self.config.vocab_size, self.config.hidden_size), scale)
 
     def table(self, module: str, shape: tuple[int, int], scale: float) -> Embedding:
@@ -374,6 +379,8 @@ class Builder:
 
     def _lm_head(self) -> Linear:
         names = self.family.names
+        if self.stage is not None and not self.stage.is_last:
+            return Linear(MatrixElsewhere((self.config.vocab_size, self.config.hidden_size)))
         return self._table_module(names.embedding if self.config.tie_embeddings else names.lm_head)
 
     def _table_module(self, module: str) -> Linear:

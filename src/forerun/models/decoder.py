@@ -237,6 +237,7 @@ class Decoder:
         `kv_places` will say which of kv_specs each layer reads; None: it does not attend.
         """
         self.parts = parts
+        self.num_layers = len(parts.layers)  # of the whole model; heads number hidden states by it
         self.max_position = max_position
         self.vocab_size, self.hidden_size = parts.embedding.shape
         self.device = parts.final_norm.weight.device
@@ -268,7 +269,7 @@ class Decoder:
     def _forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], hidden_layers: Sequence[int]) -> PassOutput:
         parts, hidden = self.parts, dict[int, Tensor]()
         num_layers = len(parts.layers)
-        keep = partial(_keep, hidden, hidden_layers)
+        keep = partial(keep_state, hidden, hidden_layers)
         shown = any(index >= num_layers for index in hidden_layers)
         wanted = None if shown or batch.all_logits else batch.logit_rows
         residual = parts.embedding(batch.token_ids)  # [M, H]
@@ -277,12 +278,19 @@ class Decoder:
         layers = parts.layers[: self._num_storing] if is_silent else parts.layers
         x = layers[0].enter(residual)
         x, residual = run_layers(layers, x, residual, batch, caches[: len(layers)], wanted, keep, given)
+        return self._finish(x, residual, batch, hidden, hidden_layers, num_layers)
+
+    def _finish(
+        self, x: Tensor, residual: Tensor, batch: ForwardBatch, hidden: dict[int, Tensor],
+        hidden_layers: Sequence[int], num_layers: int,
+    ) -> PassOutput:  # fmt: skip
+        """What follows the last of all `num_layers` layers, which gave x and residual [M or R, H]."""
         if residual.shape[0] == 0:
             return PassOutput(residual.new_empty(0, self.vocab_size), hidden)
-        x = parts.final_norm.add(x, residual)
-        keep(num_layers, residual)
-        keep(num_layers + 1, x)
-        if shown and not batch.all_logits:
+        x = self.parts.final_norm.add(x, residual)
+        keep_state(hidden, hidden_layers, num_layers, residual)
+        keep_state(hidden, hidden_layers, num_layers + 1, x)
+        if not batch.all_logits and any(index >= num_layers for index in hidden_layers):
             x = x.index_select(0, batch.logit_rows)  # [R, H]
         return PassOutput(self._logits(x) if x.shape[0] else x.new_empty(0, self.vocab_size), hidden)
 
@@ -297,7 +305,7 @@ class Decoder:
         """All state is in the pool: nothing to do."""
 
 
-def _keep(hidden: dict[int, Tensor], wanted: Sequence[int], index: int, state: Tensor) -> None:
+def keep_state(hidden: dict[int, Tensor], wanted: Sequence[int], index: int, state: Tensor) -> None:
     """Copy a state if it is asked for, as the next layer adds to the residual stream in place."""
     if index in wanted:
         hidden[index] = state.clone()  # [M, H]

@@ -32,6 +32,7 @@ from forerun.models.gguf_family import as_in_gguf
 from forerun.models.memory import SHARE_OF_HOST, check_memory
 from forerun.models.multimodal import PART_OF, text_config
 from forerun.models.shares import check_kernels, check_shares
+from forerun.models.stages import PipelineStage, divide
 from forerun.models.storage import check_float16, decoder_bytes, dense_bytes, state_specs
 from forerun.models.unread import refuse_unread
 from forerun.quant.formats import check_tensors
@@ -92,6 +93,7 @@ def load_model(
     generation_config: str = "auto",
     adapters: Iterable[str | Path] = (),
     ranks: Ranks = ALONE,
+    stage: tuple[int, int] = (0, 1),
 ) -> LoadedModel:
     """Load an embedded model, a folder, a GGUF file or a hub id.
 
@@ -101,6 +103,7 @@ def load_model(
     runs the families that forerun implements itself and all others through transformers. generation_config: the source
     of sampling defaults and end tokens, "auto" for the model's own file, "none", or a file or folder. adapters: folders
     that will be given to `load_adapter`, checked first. ranks: those who compute the model together, each its share.
+    stage: which of how many pipeline stages to load.
     Raises ModelError and ResourceError, where possible before any weight is read.
     """
     dtype_named(dtype)
@@ -112,13 +115,13 @@ def load_model(
         check_float16(folder)
     _check_adapters(adapters, folder, implementation)
     if is_gguf(folder):
-        loaded = _load_gguf(folder, kernels, dtype, max_position, progress, implementation, ranks)
+        loaded = _load_gguf(folder, kernels, dtype, max_position, progress, implementation, ranks, stage)
     elif _choose(raw := _read_raw(folder), implementation) == "transformers":
         if ranks.size > 1:
             raise UnsupportedError(f"{_model_type(raw)} models run through transformers, {NOT_SHARED}")
         loaded = _load_through_transformers(folder, raw, kernels, DTYPES[dtype], max_position)
     else:
-        loaded = _load_native(folder, raw, kernels, dtype, max_position, progress, ranks)
+        loaded = _load_native(folder, raw, kernels, dtype, max_position, progress, ranks, stage)
     if named is not None and (named.end_ids is not None or not is_gguf(folder)):
         loaded.tokenizer.end_at(end_ids(folder, named))
     return replace(loaded, sampling=generation.sampling)
@@ -249,7 +252,7 @@ def _choose(raw: Mapping[str, Any], implementation: Implementation) -> str:
 
 def _load_native(
     folder: Path, raw: Mapping[str, Any], kernels: Kernels, dtype: str, max_position: int | None,
-    progress: Progress | None, ranks: Ranks,
+    progress: Progress | None, ranks: Ranks, place: tuple[int, int],
 ) -> LoadedModel:  # fmt: skip
     family = find_family(raw)
     assert family is not None
@@ -258,17 +261,19 @@ def _load_native(
     check_shares(config, ranks.size)
     positions = _positions(config.max_position, max_position, raw)
     checkpoint = _open_text(folder, raw)
-    config = _tied_as_stored(config, family, checkpoint)
+    config = tied_as_stored(config, family, checkpoint)
     check_tensors(checkpoint)
     if any((raw.get(SECTION) or {}).get(name) for name in CACHE_SCHEMES):
         log.warning(CACHE_NOTICE, folder)
-    _check_memory(config, family, checkpoint, kernels, DTYPES[dtype], positions, ranks)
+    stage = divide(config, family, checkpoint, place[1])[place[0]]
+    _check_memory(config, family, checkpoint, kernels, DTYPES[dtype], positions, stage.share / ranks.size)
     tokenizer = Tokenizer.from_folder(folder)
-    model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress, ranks)
+    parts = ranks, stage
+    model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress, *parts)
     return LoadedModel(model, tokenizer, folder, raw, config, "forerun")
 
 
-def _tied_as_stored(config: ModelConfig, family: Family, checkpoint: Checkpoint) -> ModelConfig:
+def tied_as_stored(config: ModelConfig, family: Family, checkpoint: Checkpoint) -> ModelConfig:
     """The config, untied if the checkpoint has an output layer that is not a copy of the embedding.
 
     Configs of multimodal models say of the whole that it is tied when the text part is not; transformers compares, too.
@@ -291,7 +296,7 @@ def check_device(config: ModelConfig, device: torch.device) -> None:
 
 def _load_gguf(
     path: Path, kernels: Kernels, dtype: str, max_position: int | None, progress: Progress | None,
-    implementation: Implementation, ranks: Ranks,
+    implementation: Implementation, ranks: Ranks, place: tuple[int, int],
 ) -> LoadedModel:  # fmt: skip
     """A model from a GGUF file alone. dtype: of unquantized matrices; quantized ones stay as stored."""
     if implementation == "transformers":
@@ -301,9 +306,11 @@ def _load_gguf(
     check_device(config, kernels.device)
     check_shares(config, ranks.size)
     positions = _positions(config.max_position, max_position, checkpoint.config)
-    _check_memory(config, family, checkpoint, kernels, DTYPES[dtype], positions, ranks)
+    stage = divide(config, family, checkpoint, place[1])[place[0]]
+    _check_memory(config, family, checkpoint, kernels, DTYPES[dtype], positions, stage.share / ranks.size)
     tokenizer = checkpoint.tokenizer()
-    model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress, ranks)
+    parts = ranks, stage
+    model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress, *parts)
     return LoadedModel(model, tokenizer, path, checkpoint.config, config, "forerun")
 
 
@@ -324,22 +331,23 @@ def _gguf_config(checkpoint: GgufCheckpoint) -> ModelConfig:
 def _build(
     config: ModelConfig, family: Family, checkpoint: Checkpoint | GgufCheckpoint, tokenizer: Tokenizer,
     kernels: Kernels, dtype: torch.dtype | None, positions: int, progress: Progress | None, ranks: Ranks,
+    stage: PipelineStage,
 ) -> Decoder:  # fmt: skip
     """The decoder. Raises ModelError if vocabulary, config and tensors do not belong together."""
     check_vocabulary(tokenizer, config.vocab_size)
-    model = Builder(config, family, checkpoint, kernels, dtype, positions, ranks=ranks).decoder(progress)
-    refuse_unread(checkpoint, config, family)
+    model = Builder(config, family, checkpoint, kernels, dtype, positions, ranks=ranks, stage=stage).decoder(progress)
+    refuse_unread(checkpoint, config, family, stage)
     return model
 
 
 def _check_memory(
     config: ModelConfig, family: Family, checkpoint: Checkpoint | GgufCheckpoint, kernels: Kernels,
-    dtype: torch.dtype | None, positions: int, ranks: Ranks,
+    dtype: torch.dtype | None, positions: int, share: float,
 ) -> None:  # fmt: skip
-    """Raise ResourceError unless this rank's weights, the rope table and one request's recurrent state fit."""
+    """Raise ResourceError unless a share of the weights and of a request's recurrent state, and the rope table, fit."""
     weights = decoder_bytes(config, family, checkpoint, dtype, kernels.float_activations)
     state = sum(spec.bytes_per_slot for spec in state_specs(config))
-    needed = (weights + int(state / SHARE_OF_HOST)) // ranks.size + positions * config.rope.rotary_dim * 4
+    needed = int((weights + state / SHARE_OF_HOST) * share) + positions * config.rope.rotary_dim * 4
     purpose = f"loading {checkpoint.folder}" + (", with room for the recurrent state of a request," if state else "")
     check_memory(needed, purpose, kernels.device)
 

@@ -9,15 +9,19 @@ from forerun.errors import UnsupportedError
 from forerun.models.build import INERT_TENSORS
 from forerun.models.config import ModelConfig
 from forerun.models.family import Family
+from forerun.models.stages import PipelineStage
 from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.gguf_checkpoint import GgufCheckpoint
 
 
-def refuse_unread(checkpoint: Checkpoint | GgufCheckpoint, config: ModelConfig, family: Family) -> None:
-    """Raise UnsupportedError if decoder tensors are left over: the model would not compute what it was trained to."""
+def refuse_unread(
+    checkpoint: Checkpoint | GgufCheckpoint, config: ModelConfig, family: Family, stage: PipelineStage
+) -> None:
+    """Raise UnsupportedError if tensors of a stage are left over: it would not compute what it was trained to."""
     names = family.names
-    layers = tuple(names.layer.format(index=index) + "." for index in range(config.num_layers))
-    own = (*layers, f"{names.embedding}.", f"{names.final_norm}.", f"{names.lm_head}.")
+    layers = tuple(names.layer.format(index=index) + "." for index in range(stage.first, stage.end))
+    tables = (f"{names.embedding}.", f"{names.final_norm}.", f"{names.lm_head}.") if stage.count == 1 else ()
+    own = (*layers, *tables)
     unused = [name for name in checkpoint.unread if name.startswith(own) and not name.endswith(INERT_TENSORS)]
     unused = [name for name in unused if not _adds_nothing(checkpoint, name)]
     unused = [name for name in unused if not names.unread or names.unread not in name]

@@ -16,11 +16,13 @@ from typing import Any, Final
 import uvicorn
 from fastapi import FastAPI
 
+from forerun.errors import RankLost
 from forerun.llm import LLM
 from forerun.server.connections import IDLE_S, SPARE, Connection
 from forerun.server.settings import ServerSettings
 
 FLUSH_S: Final = 5.0  # for clients to read the last bytes of a server that stops
+LOST_DRAIN_S: Final = 2.0  # for clients to get their error where nothing can be computed any more
 OTHER_FILES: Final = 128  # open files besides connections
 
 log = logging.getLogger("forerun.server")
@@ -36,6 +38,9 @@ class Server(uvicorn.Server):
         self._app = app
         self._drain_s = settings.drain_s
         self._hurried = False
+        self.lost: RankLost | None = None  # why the server stopped by itself
+        if isinstance(llm := app.state.context.llm, LLM):
+            llm.on_rank_lost(self._stop_for)
         config = uvicorn.Config(
             app, loop="asyncio", http=connection, ws="none", log_config=None, access_log=False, server_header=False,
             timeout_keep_alive=IDLE_S, **options,
@@ -60,6 +65,13 @@ class Server(uvicorn.Server):
             self._hurried = True
         else:
             super().handle_exit(sig, frame)
+
+    def _stop_for(self, error: RankLost) -> None:
+        """Another rank of the model is lost: clients are told, then this process ends."""
+        log.error("a rank of the model is lost", extra={"error": str(error)})
+        self.lost = error
+        self._drain_s = min(self._drain_s, LOST_DRAIN_S)
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more requests, let the running ones finish, and abort them when the time is over."""

@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from forerun.engine.outputs import RequestGroup
+from forerun.errors import RankLost
 from forerun.llm import LLM
 from forerun.server.errors import ApiError, as_api_error
 from forerun.server.metrics import EngineLoad, Metrics
@@ -99,6 +100,7 @@ class EngineService:
         self._failures = 0
         self._step_began: float | None = None  # None: none is under way
         self._closing = False  # nothing more is taken
+        llm.on_rank_lost(self._lose)
         self._stopping = False
         self._ended = False  # the thread takes no more commands
         self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
@@ -118,6 +120,12 @@ class EngineService:
         self._closing = True
         self._commands.put(self._stop)
         self._thread.join()
+
+    def _lose(self, error: RankLost) -> None:
+        """Another rank of the model is lost: requests end with an error, and the server is unhealthy for good."""
+        self._failures = MAX_FAILURES
+        answer = ApiError(503, str(error), code="rank_lost")
+        self._commands.put(lambda: self._fail(list(self._streams.values()), answer))
 
     @property
     def healthy(self) -> bool:
@@ -302,6 +310,8 @@ class EngineService:
         self.metrics.errors.inc()
         log.error("a step of the engine failed", exc_info=error)
         answer = ApiError(500, "the engine failed on a step this request was part of", code="engine_error")
+        if isinstance(error, RankLost):
+            answer = ApiError(503, str(error), code="rank_lost")
         clean = [self._survives(self._deliver_last)]
         clean += [self._survives(partial(self._fail, [stream], answer)) for stream in list(self._streams.values())]
         if not all([*clean, self._survives(self.llm.engine.scheduler.check_integrity)]):

@@ -60,7 +60,7 @@ def native_target(model: Model) -> Decoder:
 
 def num_layers(target: Decoder) -> int:
     """Layers of the target."""
-    return len(target.parts.layers)
+    return target.num_layers
 
 
 @dataclass(frozen=True, slots=True)

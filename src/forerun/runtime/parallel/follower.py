@@ -1,0 +1,190 @@
+"""A rank above 0: it computes its part of every pass that the leader announces, in the same order.
+
+Knows: what each message asks for. Does not know: requests, drafts, why. Everything a follower keeps (its part of the
+pool, its slots of recurrent state) changes by the leader's messages alone, so it is what the leader's part is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import NoReturn
+from zlib import crc32
+
+from forerun.cache.kv_cache import KVCache, bytes_per_block
+from forerun.cache.states import RecurrentStates, bytes_per_slot
+from forerun.errors import ForerunError, RankLost
+from forerun.kernels.ops import Kernels
+from forerun.models.base import Model, state_specs_of, with_states
+from forerun.models.batch import ForwardBatch
+from forerun.models.decoder import Decoder
+from forerun.models.memory import check_memory
+from forerun.models.stages import StagedDecoder
+from forerun.runtime.parallel.exchange import Exchange
+from forerun.runtime.parallel.leader import EXIT_LOST, KV_DTYPES
+from forerun.runtime.parallel.links import BEAT_S, Link, LinkClosed, Watch
+from forerun.runtime.parallel.messages import Kind, PassOrder, RankMessage, StateCall, read_commit
+
+LEADER = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """What one of the leader's engines has here."""
+
+    model: Model
+    kv_cache: KVCache
+    states: RecurrentStates | None
+
+
+class Inbox:
+    """What the leader says, read by a thread that ends this process if the leader is lost."""
+
+    def __init__(self, link: Link, rank: int, limit_s: float) -> None:
+        """limit_s: of the leader's silence."""
+        self.link = link
+        self._rank = rank
+        self._messages: SimpleQueue[RankMessage] = SimpleQueue()
+        self._watch = Watch({LEADER: link}, limit_s, self._arrived, self._lost)
+        self._watch.start()
+
+    def next(self) -> RankMessage:
+        """Waits."""
+        return self._messages.get()
+
+    def tell(self, message: RankMessage) -> None:
+        """Answer the leader; a leader that is gone is the watch's to notice."""
+        try:
+            self.link.send(message.kind, message.encode())
+        except LinkClosed as error:
+            self._lost(LEADER, str(error))
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Tell the leader why this rank cannot go on, and end."""
+        text = str(error) if isinstance(error, ForerunError) else f"{type(error).__name__}: {error}"
+        self._watch.stop()
+        try:
+            self.link.send(Kind.LOST, RankMessage(Kind.LOST, (), [text.replace("\0", " ")]).encode())
+        except LinkClosed:
+            _print(self._rank, text)
+        self.leave()
+
+    def leave(self) -> NoReturn:
+        """End with a status that says so, whatever other threads wait for."""
+        sys.stderr.flush()
+        os._exit(EXIT_LOST)
+
+    def stop(self) -> None:
+        """The leader has said that all end."""
+        self._watch.stop()
+
+    def _arrived(self, rank: int, message: RankMessage) -> None:
+        if message.kind == Kind.LOST:
+            _print(self._rank, message.texts[0])
+            self.leave()
+        if message.kind == Kind.END:
+            self._watch.stop()
+        self._messages.put(message)
+
+    def _lost(self, rank: int, why: str) -> None:
+        _print(self._rank, f"the leader (rank 0) is lost: {why}")
+        self.leave()
+
+
+def _print(rank: int, text: str) -> None:
+    print(f"rank {rank} ends: {text}", file=sys.stderr, flush=True)
+
+
+class RankFollower:
+    """This rank's part of the model and of the engines on it."""
+
+    def __init__(self, model: Decoder, kernels: Kernels, exchange: Exchange, inbox: Inbox) -> None:
+        """model: this rank's shard of its stage."""
+        self._model = model
+        self._kernels = kernels
+        self._exchange = exchange
+        self._inbox = inbox
+        self._engines: dict[int, _Engine] = {}
+        self._chain = 0  # check sum of all messages, as `leader.Crew` has it
+
+    def run(self) -> None:
+        """Do what the leader says until it ends all ranks."""
+        while (message := self._inbox.next()).kind != Kind.END:
+            self._chain = crc32(message.encode(), self._chain)
+            self._do(message)
+
+    def _do(self, message: RankMessage) -> None:
+        numbers = message.numbers
+        if message.kind == Kind.PASS:
+            self._pass(PassOrder.read(message))
+        elif message.kind == Kind.OPEN:
+            self._open(*numbers)
+            self._inbox.tell(RankMessage(Kind.READY))
+        elif message.kind == Kind.CLOSE:
+            del self._engines[numbers[0]]
+        elif message.kind == Kind.MOVE:
+            half = (len(numbers) + 1) // 2
+            self._engines[numbers[0]].kv_cache.move(numbers[1:half], numbers[half:])
+        elif message.kind == Kind.COMMIT:
+            self._engines[numbers[0]].model.commit(read_commit(message))
+        elif message.kind == Kind.RELEASE:
+            self._engines[numbers[0]].model.release(message.texts[0])
+        elif message.kind == Kind.STATES:
+            self._keep(numbers, message.texts[0] if message.texts else "")
+
+    def _open(self, engine: int, num_blocks: int, block_size: int, num_slots: int, *dtypes: int) -> None:
+        """Raises ResourceError if this machine has no room."""
+        specs = [spec._replace(dtype=KV_DTYPES[dtypes[0]]) for spec in self._model.kv_specs]
+        state_specs = state_specs_of(self._model)
+        needed = num_blocks * bytes_per_block(specs, block_size) + num_slots * bytes_per_slot(state_specs)
+        check_memory(needed, f"a KV cache of {num_blocks} blocks", self._kernels.device)
+        states = RecurrentStates(state_specs, num_slots, self._kernels.device) if num_slots else None
+        model: Model = self._model if states is None else with_states(self._model, states)
+        self._engines[engine] = _Engine(model, KVCache(self._kernels, specs, num_blocks, block_size), states)
+
+    def _pass(self, order: PassOrder) -> None:
+        engine, exchange = self._engines[order.engine], self._exchange
+        batch = ForwardBatch.build(order.sequences, engine.kv_cache.block_size)
+        exchange.digest = self._chain if order.is_checked else None
+        out = engine.model.forward(batch, engine.kv_cache.layers, order.hidden_layers)
+        stage = self._model.stage if isinstance(self._model, StagedDecoder) else None
+        if stage is None or stage.is_last:
+            exchange.note(out.logits)
+        if order.is_checked and exchange.digest is not None:
+            self._inbox.tell(RankMessage(Kind.DIGEST, [order.number, exchange.digest]))
+        if stage is None or exchange.layout.ranks_of(stage.index)[0] != exchange.rank:
+            return
+        for layer in stage.states_of(order.hidden_layers)[stage.index]:
+            exchange.send_to(LEADER, out.hidden[layer])
+        if stage.is_last and batch.num_logit_rows:
+            exchange.send_to(LEADER, out.logits)
+
+    def _keep(self, numbers: Sequence[int], request_id: str) -> None:
+        engine, call, block, in_answer = numbers
+        states = self._engines[engine].states
+        assert states is not None, "the leader has recurrent layers, this rank has none"
+        if call == StateCall.KEEP:
+            states.keep(request_id, block, bool(in_answer))
+        elif call == StateCall.RESTORE:
+            states.restore(request_id, block)
+        else:
+            states.forget(block)
+
+
+def guarded(work: Callable[[], None], inbox: Inbox, limit_s: float) -> None:
+    """Do it; errors are told to the leader and end this process.
+
+    Where an exchange broke off it is another rank that is lost. The leader finds out which one within the time limit,
+    and the inbox ends this process.
+    """
+    try:
+        work()
+    except RankLost as error:
+        time.sleep(limit_s + 2 * BEAT_S)
+        inbox.fail(error)
+    except Exception as error:
+        inbox.fail(error)

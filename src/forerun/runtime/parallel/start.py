@@ -1,0 +1,317 @@
+"""How the ranks of a model find each other: processes this one starts, or those that torchrun has started.
+
+Knows: stores of torch.distributed, greetings, what must be alike on all ranks. Does not know: passes.
+
+Rank 0 writes its address and a random key into the store; the others connect, say who they are and get the options.
+Before anything large is read all have compared versions, options and weights.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+import forerun
+from forerun.config import EngineConfig, LaunchedRank, launched_rank
+from forerun.errors import ConfigError, RankLost
+from forerun.kernels.cores import usable_cores
+from forerun.kernels.device import CPU
+from forerun.kernels.ops import Kernels
+from forerun.kernels.ranks import Ranks, connect_ranks
+from forerun.kernels.select import select_kernels
+from forerun.models.decoder import Decoder
+from forerun.models.loader import LoadedModel, load_model, open_checkpoint
+from forerun.models.parts import load_ends
+from forerun.models.stages import StagedDecoder
+from forerun.runtime.parallel.exchange import Exchange, RankLayout, first_line
+from forerun.runtime.parallel.follower import Inbox, RankFollower, guarded
+from forerun.runtime.parallel.leader import Crew, RankedModel
+from forerun.runtime.parallel.links import Link, LinkClosed
+from forerun.runtime.parallel.messages import Kind, RankMessage
+from forerun.weights.checkpoint import Checkpoint
+from forerun.weights.resolve import resolve_model
+
+START_LIMIT_S = 120.0  # for all ranks to come; modules of torch take seconds to import
+HELLO_LIMIT_S = 10.0  # for somebody who has connected to say who it is
+_LEADER, _LOOPBACK = "forerun/leader", "127.0.0.1"
+_TAIL_BYTES = 1 << 20  # of each file, that a stamp looks at
+_OF_RANKS = ("threads", "pin_threads")  # options that each rank may have of its own
+
+
+class Joined:
+    """A process that has found the others: it loads its part of the model with this."""
+
+    def __init__(self, config: EngineConfig, rank: int, num_here: int, store: Store) -> None:
+        """num_here: ranks on this machine."""
+        self.config = config
+        self.layout = RankLayout(config.tensor_parallel, config.pipeline_parallel)
+        threads = config.threads or max(1, usable_cores() // num_here)
+        self.kernels: Kernels = select_kernels(
+            config.kernels, threads, device="cpu", pin=config.pin_threads, activations=config.activations
+        )
+        self.exchange = Exchange(self.layout, rank, CPU)
+        self._rank, self._store = rank, store
+
+    def connect(self) -> Ranks:
+        """The shards of this rank's stage; called by all ranks at the same time. Raises RankLost."""
+        store = PrefixStore("forerun/activations", self._store)
+        try:
+            dist.init_process_group(
+                "gloo", store=store, rank=self._rank, world_size=self.layout.num_ranks,
+                timeout=timedelta(seconds=START_LIMIT_S),
+            )  # fmt: skip
+            stages = range(self.layout.num_stages)
+            groups = [dist.new_group(self.layout.ranks_of(stage)) for stage in stages]
+        except RuntimeError as error:
+            raise RankLost(f"rank {self._rank} could not connect to the others ({first_line(error)})") from error
+        return connect_ranks(groups[self.layout.stage_of(self._rank)], CPU)
+
+    def load(self, ranks: Ranks) -> LoadedModel:
+        """This rank's part; `ranks`: as connected. Raises ModelError and ResourceError."""
+        config = self.config
+        loaded = load_model(
+            config.model, self.kernels, dtype=config.dtype, generation_config=config.generation_config,
+            max_position=config.max_model_len, implementation=config.implementation,
+            ranks=ranks, stage=(self.layout.stage_of(self._rank), self.layout.num_stages),
+        )  # fmt: skip
+        if isinstance(loaded.model, StagedDecoder):
+            loaded.model.neighbours = self.exchange
+        return loaded
+
+
+def lead(config: EngineConfig) -> tuple[LoadedModel, Kernels, Crew]:
+    """Start or find the followers, load rank 0's part -> the model that tells them what to compute.
+
+    In a process that is launched as a rank above 0 this never returns: it follows, and exits.
+    Raises ConfigError, RankLost, ModelError and ResourceError.
+    """
+    place = _place(config)
+    if dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is initialized in this process already: close the other LLM of several ranks "
+            "(LLM.close), or make this one in a process of its own"
+        )
+    if place is not None and place.rank > 0:
+        follow(place.rank, _find_store(place), config)
+    listener = socket.create_server((_LOOPBACK if place is None else "", 0))
+    store = _own_store(config.num_ranks) if place is None else _find_store(place)
+    key, workers = secrets.token_hex(16), list[subprocess.Popen[bytes]]()
+    address = _LOOPBACK if place is None else place.address
+    store.set(_LEADER, json.dumps([address, listener.getsockname()[1], key]))
+    try:
+        if isinstance(store, TCPStore) and place is None:
+            workers = [_start_worker(rank, config.num_ranks, store) for rank in range(1, config.num_ranks)]
+        with listener:
+            links, hosts = _greet(listener, key, config, workers)
+        num_here = {rank: list(hosts.values()).count(host) for rank, host in hosts.items()}
+        joined = Joined(config, 0, num_here[0], store)
+        crew = Crew(joined.exchange, links, hosts, workers, config.rank_timeout_s)
+        for rank, link in links.items():
+            link.send(Kind.CONFIG, RankMessage(Kind.CONFIG, [num_here[rank]], [_as_json(config)]).encode())
+    except LinkClosed as error:
+        _end(workers)
+        raise RankLost(f"a rank ended while it started ({error}): look at its own messages") from error
+    except BaseException:
+        _end(workers)
+        raise
+    atexit.register(crew.close)
+    try:
+        return _load(joined, crew)
+    except BaseException:
+        crew.close()
+        raise
+
+
+def _load(joined: Joined, crew: Crew) -> tuple[LoadedModel, Kernels, Crew]:
+    stamp = weights_stamp(joined.config)
+    with crew.starting():
+        crew.compare_weights(stamp)
+        crew.shards = joined.connect()
+        loaded = joined.load(crew.shards)
+        crew.await_ready()
+    assert isinstance(loaded.model, Decoder)
+    config, part = joined.config, loaded.model
+    ends = partial(load_ends, config.model, joined.kernels, config.dtype, part.max_position)
+    return replace(loaded, model=RankedModel(part, crew, ends)), joined.kernels, crew
+
+
+def follow(rank: int, store: Store, own: EngineConfig | None) -> NoReturn:
+    """Be a follower until the leader ends, then exit. own: options this process was started with, if any."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader hears of it, too
+    torch.set_num_threads(1)  # the kernels have threads of their own
+    try:
+        store.set_timeout(timedelta(seconds=START_LIMIT_S))
+        address, port, key = json.loads(store.get(_LEADER))
+        link = Link(socket.create_connection((address, port), START_LIMIT_S))
+        about = [key, str(rank), socket.gethostname(), _version(), "" if own is None else _as_json(own)]
+        link.send(Kind.HELLO, RankMessage(Kind.HELLO, (), about).encode())
+        told = link.wait_for(Kind.CONFIG, START_LIMIT_S)
+    except (RuntimeError, OSError, LinkClosed) as error:
+        raise RankLost(f"rank {rank} found no leader: {first_line(error)}") from error
+    given = json.loads(told.texts[0])
+    inbox = Inbox(link, rank, given["rank_timeout_s"])
+
+    def work() -> None:
+        config = EngineConfig(**given)
+        joined = Joined(config, rank, told.numbers[0], store)
+        inbox.tell(RankMessage(Kind.READY, (), [weights_stamp(config)]))
+        loaded = joined.load(joined.connect())
+        assert isinstance(loaded.model, Decoder)
+        inbox.tell(RankMessage(Kind.READY))
+        with torch.inference_mode():
+            RankFollower(loaded.model, joined.kernels, joined.exchange, inbox).run()
+
+    guarded(work, inbox, given["rank_timeout_s"])
+    dist.destroy_process_group()
+    sys.exit(0)
+
+
+def run_worker() -> NoReturn:
+    """A follower that the leader has started: it is told on standard input where the others are."""
+    rank, num_ranks, port = json.loads(sys.stdin.readline())
+    try:
+        store = TCPStore(_LOOPBACK, port, num_ranks, is_master=False, timeout=timedelta(seconds=START_LIMIT_S))
+        follow(rank, store, None)
+    except (RuntimeError, RankLost) as error:  # the leader has ended meanwhile
+        sys.exit(f"rank {rank} ends: {first_line(error)}")
+
+
+def _place(config: EngineConfig) -> LaunchedRank | None:
+    """Which rank this process was launched as; None if it starts the others itself. Raises ConfigError."""
+    place = launched_rank()
+    if place is not None and place.num_ranks != config.num_ranks:
+        raise ConfigError(
+            f"WORLD_SIZE is {place.num_ranks}, but tensor_parallel {config.tensor_parallel} times pipeline_parallel "
+            f"{config.pipeline_parallel} is {config.num_ranks}: start as many processes, or unset RANK and WORLD_SIZE"
+        )
+    return place
+
+
+def _own_store(num_ranks: int) -> TCPStore:
+    return TCPStore(_LOOPBACK, 0, num_ranks, is_master=True, wait_for_workers=False)
+
+
+def _find_store(place: LaunchedRank) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT. Raises ConfigError if that port is taken or nobody answers."""
+    try:
+        limit = timedelta(seconds=START_LIMIT_S)
+        store, _, _ = next(rendezvous("env://", timeout=limit))
+    except (RuntimeError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"rank {place.rank} cannot meet the others at MASTER_ADDR {place.address}, MASTER_PORT {place.port} "
+            f"({first_line(error)}): is rank 0 running there, and the port free for it?"
+        ) from error
+    found: Store = store
+    return found
+
+
+def _start_worker(rank: int, num_ranks: int, store: TCPStore) -> subprocess.Popen[bytes]:
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "forerun.runtime.parallel"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,  # what is written there is the leader's
+        process_group=0,  # an interrupt at the keyboard is the leader's to handle
+    )
+    assert worker.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended, which is noticed soon
+        worker.stdin.write(json.dumps([rank, num_ranks, store.port]).encode() + b"\n")
+        worker.stdin.close()
+    return worker
+
+
+def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    for worker in workers:
+        worker.kill()
+        worker.wait()
+
+
+def _greet(
+    listener: socket.socket, key: str, config: EngineConfig, workers: Sequence[subprocess.Popen[bytes]]
+) -> tuple[dict[int, Link], dict[int, str]]:
+    """Wait for all followers -> connections and hosts, by rank. Raises RankLost and ConfigError."""
+    links, hosts, until = dict[int, Link](), {0: socket.gethostname()}, time.monotonic() + START_LIMIT_S
+    listener.settimeout(0.2)
+    while len(links) < config.num_ranks - 1:
+        ended = [rank for rank, worker in enumerate(workers, 1) if worker.poll() is not None]
+        if ended:
+            raise RankLost(f"rank {ended[0]} ended while it started: look at its own messages")
+        if time.monotonic() > until:
+            missing = [rank for rank in range(1, config.num_ranks) if rank not in links]
+            raise RankLost(
+                f"rank {missing[0]} did not come within {START_LIMIT_S:g} s: start the same command with RANK "
+                f"{missing[0]}, and let it reach this machine"
+            )
+        with suppress(TimeoutError):
+            link = Link(listener.accept()[0])
+            with suppress(LinkClosed):  # somebody else's
+                given, *about = link.wait_for(Kind.HELLO, HELLO_LIMIT_S).texts
+                if secrets.compare_digest(given, key):
+                    rank, hosts[int(about[0])] = int(about[0]), about[1]
+                    links[rank] = link
+                    _compare(rank, about[1], about[2], about[3:], config)
+    return links, hosts
+
+
+def _compare(rank: int, host: str, version: str, options: Sequence[str], config: EngineConfig) -> None:
+    """Raise ConfigError for a rank of another release, or one that was started with other options."""
+    if version != _version():
+        raise ConfigError(f"rank {rank} on {host} has {version}, rank 0 has {_version()}: install the same on all")
+    if not options or not options[0]:
+        return
+    theirs, own = json.loads(options[0]), json.loads(_as_json(config))
+    different = [name for name in own if name not in _OF_RANKS and theirs.get(name) != own[name]]
+    if different:
+        name = different[0]
+        raise ConfigError(
+            f"rank {rank} on {host} was started with {name} {theirs.get(name)!r}, rank 0 with {own[name]!r}: give all "
+            "ranks the same options"
+        )
+
+
+def _version() -> str:
+    return f"forerun {forerun.__version__} and torch {torch.__version__}"
+
+
+def _as_json(config: EngineConfig) -> str:
+    """What followers load; they know nothing of drafters."""
+    kept = [field.name for field in fields(EngineConfig) if field.name not in ("drafter", "lora")]
+    values = asdict(config)
+    return json.dumps({name: values[name] for name in kept})
+
+
+def weights_stamp(config: EngineConfig) -> str:
+    """What tells a model's weights from others: configuration, headers, and the end of every file."""
+    folder = resolve_model(config.model)
+    checkpoint = open_checkpoint(folder)
+    stamp = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True, default=str).encode())
+    for entry in sorted(checkpoint.stored()):
+        stamp.update(repr(entry).encode())
+    for path in checkpoint.files if isinstance(checkpoint, Checkpoint) else [folder]:
+        stamp.update(_tail(Path(path)))
+    return stamp.hexdigest()
+
+
+def _tail(path: Path) -> bytes:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _TAIL_BYTES))
+        return file.read()

@@ -1,0 +1,50 @@
+"""A process that is lost, or computes something else, ends all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from forerun.errors import RankLost
+from tests.parallel.test_ranks import WORKER, folder, open_llm, tokens
+from tests.support.processes import own_processes
+
+__all__ = ["folder"]
+
+
+def test_ranks_that_compute_something_else_are_noticed(folder: Path) -> None:
+    with closing(open_llm(folder, pipeline_parallel=2)) as llm:
+        crew = llm._shared.crew
+        assert crew is not None
+        crew._chain += 1  # as if a follower had heard something else
+        with pytest.raises(RankLost, match="different numbers for pass 1"):
+            for _ in range(100):
+                tokens(llm)
+
+
+@pytest.mark.parametrize(
+    ("kind", "divided"), [(signal.SIGKILL, "tensor_parallel"), (signal.SIGSTOP, "pipeline_parallel")]
+)
+def test_a_lost_rank_ends_all(folder: Path, kind: signal.Signals, divided: str) -> None:
+    with closing(open_llm(folder, **{divided: 2})) as llm:
+        tokens(llm)
+        lost = list[RankLost]()
+        llm.on_rank_lost(lost.append)
+        [worker] = own_processes(WORKER)
+        os.kill(worker, kind)
+        begun = time.monotonic()
+        with pytest.raises(RankLost, match="rank 1 on "):
+            tokens(llm)
+        assert time.monotonic() - begun < 10
+        assert len(lost) == 1
+        with pytest.raises(RankLost, match="rank 1 on "):
+            tokens(llm)
+    with pytest.raises(RankLost):
+        tokens(llm)
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)

@@ -1,0 +1,94 @@
+"""A model in two processes says what it says in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.config import launched_rank
+from forerun.errors import ConfigError, UnsupportedError
+from tests.drafters.test_eagle import make as make_head
+from tests.models import factory
+from tests.support import tiny
+from tests.support.processes import own_processes
+
+WORKER = "forerun.runtime.parallel"
+PROMPTS = ([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 10, 11, 9, 10, 11, 9], list(range(20, 43)), [5, 6, 7, 8, 5])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tiny.write_llama(tmp_path_factory.mktemp("ranks"), tiny.random_layers(4))
+    factory.write_tokenizer(path)
+    (path / "eagle").mkdir()
+    make_head("eagle1", path / "eagle")  # it reads the target's output layer, which the other process has
+    return path
+
+
+def open_llm(folder: Path, **options: object) -> LLM:
+    given: dict[str, object] = {"threads": 1, "block_size": 4, "rank_timeout_s": 4, "adaptive": False, **options}
+    return LLM(str(folder), keep_learned=False, max_num_seqs=3, **given)
+
+
+@pytest.fixture(scope="module", params=["pipeline_parallel", "tensor_parallel"])
+def ranked(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with closing(open_llm(folder, **{request.param: 2})) as llm:
+        yield llm
+    assert not own_processes(WORKER)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> LLM:
+    return open_llm(folder)
+
+
+def tokens(llm: LLM) -> list[tuple[int, ...]]:
+    """At both temperatures, and with the prompts' log-probabilities, which are logits of spans."""
+    params = [SamplingParams(temperature=i % 2, max_tokens=24, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+    return [output.outputs[0].token_ids for output in llm.generate(list(PROMPTS), params)]
+
+
+@pytest.mark.parametrize("drafter", ["none", "suffix", "draft", "eagle"])
+@pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 24, "max_model_len": 64, "max_num_batched_tokens": 9}])
+def test_two_ranks_say_what_one_process_says(
+    alone: LLM, ranked: LLM, folder: Path, drafter: str, options: dict[str, int]
+) -> None:
+    """Also where requests are preempted and prompts are read in chunks; prefixes are found again in a second run."""
+    models = {"draft": folder, "eagle": folder / "eagle"}
+    named = f"{drafter}={models[drafter]}" if drafter in models else drafter
+    expected, llm = tokens(alone), ranked.with_drafter(named, adaptive=False, **options)
+    assert tokens(llm) == expected
+    assert tokens(llm) == expected
+
+
+def test_what_several_ranks_do_not_do_is_refused_before_they_start(folder: Path) -> None:
+    with pytest.raises(UnsupportedError, match="the drafter layer_skip runs the target's own layers"):
+        open_llm(folder, pipeline_parallel=2, drafter="layer_skip")
+    with pytest.raises(UnsupportedError, match="adapters"):
+        open_llm(folder, pipeline_parallel=2, lora={"a": "b"})
+    with pytest.raises(UnsupportedError, match="device 'cuda'"):
+        open_llm(folder, pipeline_parallel=2, device="cuda")
+    with pytest.raises(ConfigError, match="at most 4"):
+        open_llm(folder, pipeline_parallel=5)
+    with pytest.raises(ConfigError, match="tensor parallel 3 does not divide"):
+        open_llm(folder, tensor_parallel=3)
+    with pytest.raises(ConfigError, match="tensor_parallel must be"):
+        open_llm(folder, tensor_parallel=0)
+
+
+def test_launched_ranks_must_be_as_many_as_the_options_say(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT as well"):
+        launched_rank()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 3, but tensor_parallel 1 times pipeline_parallel 2 is 2"):
+        open_llm(folder, pipeline_parallel=2)
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(ConfigError, match="RANK below WORLD_SIZE"):
+        launched_rank()
