@@ -22,9 +22,12 @@ from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import CheckpointError, ConfigError, ModelError, UnsupportedError
 from forerun.llm import engine_config
-from forerun.models.heads.mtp import num_modules, read_mtp
+from forerun.models.decoder import Decoder
+from forerun.models.heads.chained import ChainedHeads
+from forerun.models.heads.mtp import num_modules, open_mtp, read_mtp
 from forerun.models.heads.source import open_head
 from forerun.models.loader import load_model
+from forerun.models.trimmed import kept_tokens
 from tests.models import factory
 from tests.support import harness, heads, tiny
 from tests.support.drafting import assert_as_computed, overhear
@@ -418,6 +421,34 @@ def test_a_single_module_of_those_trained_for_several_depths_drafts_all_of_them(
     ear = overhear(made := engine(load_model(given.folder, tiny.kernels()).model, given.folder, None, 3), stride=5)
     tiny.run(made, requests(2))
     assert_as_computed(ear, given.reference(), given.truth.states)
+
+
+def test_modules_share_the_rows_of_a_draft_vocabulary(tmp_path: Path) -> None:
+    given, listed = WithModule(tmp_path, "mimo-v2"), tmp_path / "kept.json"
+    listed.write_text(json.dumps([*range(3, 40)]))
+    model = load_model(given.folder, tiny.kernels()).model
+    assert isinstance(model, Decoder)
+    kept = kept_tokens(str(listed), model, given.folder)
+    read = read_mtp(open_mtp(given.folder), model, tiny.kernels(), kept=kept)
+    assert isinstance(read, ChainedHeads)
+    assert len({id(module.parts.exit.lm_head) for module in read.modules}) == 1
+    config = DrafterConfig(name="mtp", draft_vocabulary=str(listed), max_draft_tokens=4, tree_width=1, adaptive=False)
+    options = EngineConfig(model="tiny", drafter=config, block_size=4, max_model_len=tiny.MAX_LEN)
+    made = assemble(options, model, tiny.kernels(), lambda name: model, given.folder)
+    ear, wanted = overhear(made, stride=5), requests(2)
+    assert tiny.run(made, wanted)[0] == tiny.run(tiny.engine(model), wanted)[0]
+    for known, drafted, row in ear.heard:
+        expected = given.reference().after(known, drafted, given.truth.states)[3:40]
+        assert torch.allclose(row[3:40], expected, rtol=1e-3, atol=1e-3) and row[40:].max() == -torch.inf
+
+
+def test_modules_one_behind_the_other_have_layers_in_windows(tmp_path: Path) -> None:
+    given = WithModule(tmp_path, "qwen3.5")
+    model = load_model(given.folder, tiny.kernels()).model
+    assert isinstance(model, Decoder)
+    module = read_mtp(open_mtp(given.folder), model, tiny.kernels())
+    with pytest.raises(UnsupportedError, match="layers that see everything; supported are several modules"):
+        ChainedHeads([module, module])
 
 
 @pytest.mark.parametrize("case", ["step3.5", "mimo-v2"])

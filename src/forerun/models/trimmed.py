@@ -6,7 +6,7 @@ tokens are kept, or how a head's own layer is read (`heads.reading`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -35,6 +35,7 @@ class KeptTokens:
     vocabulary: DraftVocabulary
     target: Decoder
     folder: Path | None
+    _read: list[Linear] = field(default_factory=list, compare=False)  # the target's rows, once they are read
 
     @property
     def token_ids(self) -> Tensor:
@@ -48,7 +49,9 @@ class KeptTokens:
                 "a draft vocabulary leaves this head some rows of the target's output layer, which are read from the "
                 "target's files, and this target was read from none: leave draft_vocabulary out"
             )
-        return rows_of(self.target, self.folder, kernels, self.token_ids)
+        if not self._read:  # several modules share them
+            self._read.append(rows_of(self.target, self.folder, kernels, self.token_ids))
+        return self._read[0]
 
 
 def kept_tokens(path: str | None, target: Decoder, folder: Path | None) -> KeptTokens | None:

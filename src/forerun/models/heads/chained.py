@@ -25,6 +25,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from forerun.errors import UnsupportedError
 from forerun.kernels.device import indices_on
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import LayerSpec, Passes, PassOutput
@@ -36,7 +37,12 @@ class ChainedHeads(DraftHead):
     """Several modules over the target's pool; to drafters it is one head."""
 
     def __init__(self, modules: Sequence[DraftHead]) -> None:
-        """`modules`: two or more, of one hidden size, that see the slot of the first token."""
+        """`modules`: two or more, of one hidden size. Raises UnsupportedError if their layers have no windows."""
+        if not all(each.sees_slot_zero for each in modules):
+            raise UnsupportedError(
+                "these MTP modules, of which each one drafts one depth, have layers that see everything; supported are "
+                "several modules with layers in a window (Step-3.5, MiMo-V2): choose another drafter"
+            )
         first = modules[0]
         super().__init__(
             replace(
@@ -45,7 +51,7 @@ class ChainedHeads(DraftHead):
                 weight_bytes=sum(each.weight_bytes for each in modules),
             )
         )
-        self._modules = tuple(modules)
+        self.modules = tuple(modules)
 
     @property
     def passes(self) -> Passes:
@@ -55,7 +61,7 @@ class ChainedHeads(DraftHead):
             self._read_drafts,
             vocab_size=self.vocab_size,
             feature_size=self.state_size,
-            fed_size=(len(self._modules) - 1) * self.hidden_size,
+            fed_size=(len(self.modules) - 1) * self.hidden_size,
             shift=POSITION_SHIFT,
             mixes_rows=True,
         )
@@ -83,7 +89,7 @@ class ChainedHeads(DraftHead):
         """A level's pass: each row by the last modules, as many as there are columns [M, H] of features for."""
         assert features is not None
         given = features.chunk(features.shape[1] // self.hidden_size, dim=1)
-        first = len(self._modules) - len(given)
+        first = len(self.modules) - len(given)
         batch = batch.on(features.device)
         return self._level(batch, first, lambda index, _: given[index - first].contiguous(), kvs, batch.logit_rows)
 
@@ -95,10 +101,10 @@ class ChainedHeads(DraftHead):
 
         fed(index, made): what module `index` reads in these rows, where the one before it gave `made`.
         """
-        last, made, given = len(self._modules) - 1, None, list[Tensor]()
+        last, made, given = len(self.modules) - 1, None, list[Tensor]()
         logits = torch.empty(0, self.vocab_size, device=wanted.device)
         for index in range(first, last + 1):
-            module, at = self._modules[index], _moved_back(batch, index)
+            module, at = self.modules[index], _moved_back(batch, index)
             is_silent = index == last and index > first  # no row here reads what it gives
             rows = wanted[:0] if is_silent else None
             x, residual = module.stream(at, fed(index, made), self._own(kvs, index), rows)
@@ -112,8 +118,8 @@ class ChainedHeads(DraftHead):
 
     def _own(self, kvs: Sequence[LayerKV], index: int) -> Sequence[LayerKV]:
         """A module's layers of the pool."""
-        first = sum(len(module.kv_specs) for module in self._modules[:index])
-        return kvs[first : first + len(self._modules[index].kv_specs)]
+        first = sum(len(module.kv_specs) for module in self.modules[:index])
+        return kvs[first : first + len(self.modules[index].kv_specs)]
 
 
 def _kept_spec(modules: Sequence[DraftHead]) -> LayerSpec:
