@@ -44,8 +44,23 @@ def test_siblings_differ(steps: list[tuple[int, int]]) -> None:
 def test_chain() -> None:
     tree = DraftTree(1)
     assert tree.is_chain and len(tree) == 1
-    last = tree.add_chain(0, [2, 3, 4], "t")
+    *_, last = tree.add_chain(0, [2, 3, 4], "t")
     assert tree.is_chain and tree.path_tokens(last) == [2, 3, 4]
     tree.add(0, 7, "t")
     assert not tree.is_chain
     assert tree.child_with(0, 8) is None
+
+
+@given(growth, st.integers(0, 30), st.lists(st.integers(0, 4), max_size=12))
+def test_a_chain_is_its_nodes_one_by_one(steps: list[tuple[int, int]], place: int, tokens: list[int]) -> None:
+    """Nodes that are there already are found again."""
+    at_once, one_by_one = build(steps), build(steps)
+    tokens = tokens[: MAX_NODES - len(at_once)]
+    parent = place % len(at_once)
+    nodes = at_once.add_chain(parent, tokens, "t")
+    expected = list[int]()
+    for token in tokens:
+        expected.append(one_by_one.add(expected[-1] if expected else parent, token, "t"))
+    assert nodes == expected
+    for name in DraftTree.__slots__:
+        assert getattr(at_once, name) == getattr(one_by_one, name), name

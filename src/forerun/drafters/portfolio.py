@@ -226,9 +226,10 @@ class Portfolio:
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Ask the members one after the other, as far as the drafts' plan allows."""
-        might_be_pending = all(draft.may_be_pending for draft in drafts)
+        might_be_pending = drafts[0].may_be_pending and all(draft.may_be_pending for draft in drafts)
         for index, member in enumerate(self.members):
-            member.leave_if_off([draft.request for draft in drafts])
+            if member.is_off:
+                member.leave_if_off([draft.request for draft in drafts])
             self._ask(member, drafts, self.members[index + 1 :], might_be_pending)
 
     def _ask(self, member: Member, drafts: Sequence[Draft], behind: Sequence[Member], might_be_pending: bool) -> None:

@@ -159,13 +159,18 @@ class Draft:
 
         `log_survival`: the log chances of their paths, as for `add`; 0 by default.
         """
+        _check_chances(log_survival)
         kept = tokens[: self.num_free]
-        own = self._own.setdefault(self.member, {ROOT: 0.0}) if kept else {}
-        node, tree, said = ROOT, self.tree, log_survival or [0.0] * len(kept)
-        for token, chance in zip(kept, said, strict=False):
-            node = tree.add(node, token, self.member)
-            self._note(node, chance, own)
-        _check_chances(said)
+        if kept:
+            self._hang_chain(kept, log_survival or [0.0] * len(kept))
+
+    def _hang_chain(self, tokens: Sequence[int], log_survival: Sequence[float]) -> list[int]:
+        """Add a chain below the root that fits -> its nodes."""
+        own = self._own.setdefault(self.member, {ROOT: 0.0})
+        nodes = self.tree.add_chain(ROOT, tokens, self.member)
+        for node, said in zip(nodes, log_survival, strict=False):
+            self._note(node, said, own)
+        return nodes
 
     def add_drawn(
         self, parent: int, tokens: Sequence[int], log_survival: Sequence[float], q: Tensor | None
@@ -183,6 +188,9 @@ class Draft:
     def add_tree(self, tree: DrawnTree) -> set[int]:
         """Add a tree below the root, as far as it fits -> the new nodes whose KV is in their own row."""
         nodes, room = [ROOT], self.num_free
+        if room > 0 and tree.tokens and tree.parents == range(len(tree.tokens)) and not tree.drawn_from:
+            nodes += self._hang_chain(tree.tokens[:room], tree.log_chances)
+            return {node for node, place in zip(nodes[1:], tree.places, strict=True) if node == place}
         own = self._own.setdefault(self.member, {ROOT: 0.0}) if tree.tokens else {}
         for token, above, said in zip(tree.tokens[:room], tree.parents, tree.log_chances, strict=False):
             parent = nodes[above]

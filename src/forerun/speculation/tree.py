@@ -9,7 +9,7 @@ Nodes are added parents first, so every ancestor has a lower index and masks gro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from torch import Tensor
@@ -52,11 +52,25 @@ class DraftTree:
         self._children.append([])
         return node
 
-    def add_chain(self, parent: int, tokens: Iterable[int], source: str) -> int:
-        """Append tokens one below the other and return the last node."""
-        for token in tokens:
-            parent = self.add(parent, token, source)
-        return parent
+    def add_chain(self, parent: int, tokens: Sequence[int], source: str) -> list[int]:
+        """Append tokens one below the other and return their nodes, some of which may be there already."""
+        nodes = list[int]()
+        while len(nodes) < len(tokens) and self._children[parent]:
+            parent = self.add(parent, tokens[len(nodes)], source)
+            nodes.append(parent)
+        first, depth, mask = len(self._tokens), self._depths[parent], self._masks[parent]
+        new = tokens[len(nodes) :]
+        end = first + len(new)
+        assert end <= MAX_NODES, "tree is full"
+        if new:
+            self._children[parent].append(first)
+            self._tokens += new
+            self._parents += [parent, *range(first, end - 1)]
+            self._depths += range(depth + 1, depth + 1 + len(new))
+            self._masks += [mask | (2 << node) - (1 << first) for node in range(first, end)]
+            self._sources += [source] * len(new)
+            self._children += [*([node] for node in range(first + 1, end)), []]
+        return [*nodes, *range(first, end)]
 
     def draw_children(self, parent: int, tokens: Sequence[int], proposal: Tensor | None, source: str) -> list[int]:
         """Add children drawn from `proposal` [vocab_size] in draw order (None: chosen without randomness)."""
