@@ -39,6 +39,7 @@ from forerun.runtime.parallel.leader import RankedModel
 from forerun.runtime.runner import Runner
 from forerun.speculation.growth import TreeGrower
 from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
+from forerun.tiering import attach_tiers
 from forerun.weights.translation import Translation
 
 _KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -84,7 +85,7 @@ def assemble(
     with torch_threads():  # passes are measured as steps run them
         policy = _policy(config, runner, drafter, kv_cache, kept)
     model.release("")  # what was measured
-    return Engine(
+    engine = Engine(
         model=model,
         runner=runner,
         drafter=drafter,
@@ -95,6 +96,8 @@ def assemble(
         torch_threads=torch_threads,
         keep=_recall(kept, policy, drafter),
     )
+    attach_tiers(engine, config, model, kernels, folder, states)
+    return engine
 
 
 def _states(config: EngineConfig, model: Model, device: torch.device) -> RecurrentStates | None:

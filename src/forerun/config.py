@@ -89,6 +89,12 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"  # "auto": the model's own; "int8" halves bfloat16, at the price of other roundings
     num_kv_blocks: int | None = None  # None: enough for max_num_seqs, bounded by kv_cache_bytes
     kv_cache_bytes: int | None = None  # None: a quarter of the memory available at start
+    kv_disk: str | None = None  # folder in which prefixes outlive the process; None: they do not
+    kv_disk_gib: float = 10.0  # that the folder may take, all models together
+    kv_host_gib: float | None = None  # host memory for prefixes that a GPU's pool loses; None: none
+    kv_events: str | None = None  # ZeroMQ address at which routers hear what the prefix cache has, like tcp://*:5557
+    kv_events_replay: str | None = None  # where they ask for what they missed
+    kv_events_topic: str = ""  # for llm-d: kv@POD@MODEL
     device: str = "auto"  # "cpu", "cuda", or "auto": a GPU where there is one
     kernels: str = "auto"  # "cpu:avx2" and the like: an instruction set below the machine's
     activations: str = "auto"  # in products with integers: "auto" rounds them to 8 bits, "float32" does not (CPUs only)
@@ -123,6 +129,7 @@ class EngineConfig:
         _range("tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
         _range("pipeline_parallel", self.pipeline_parallel, 1, MAX_RANKS)
         _range("rank_timeout_s", self.rank_timeout_s, 3, 3600)
+        self._check_tiers()
         _choice("keep_learned", self.keep_learned, (True, False))
         _choice("pin_threads", self.pin_threads, (None, True, False))
         if not isinstance(self.lora, Mapping) or not all(name and isinstance(name, str) for name in self.lora):
@@ -138,6 +145,28 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Processes that compute the model together."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    def _check_tiers(self) -> None:
+        for name in ("kv_disk", "kv_host_gib", "kv_events"):
+            if getattr(self, name) is not None and not self.prefix_caching:
+                raise ConfigError(f"{name} keeps or tells prefixes, but prefix_caching is off: turn it on")
+        for name in ("kv_disk", "kv_host_gib"):
+            if getattr(self, name) is not None and self.num_ranks > 1:
+                raise ConfigError(
+                    f"{name} was given, but {self.num_ranks} ranks compute the model and each has a part of every "
+                    f"block, which tiers do not know: leave {name} out, or use one rank"
+                )
+        for name in ("kv_disk", "kv_events", "kv_events_replay"):
+            given = getattr(self, name)
+            if given is not None and (not isinstance(given, str) or not given.strip()):
+                raise ConfigError(f"{name} must be a text that is not empty; got {given!r}")
+        for name in ("kv_disk_gib", "kv_host_gib"):
+            given = getattr(self, name)
+            valid = isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given <= 2**20
+            if given is not None and not valid:
+                raise ConfigError(f"{name} must be a number of GiB above 0; got {given!r}")
+        if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
+            raise ConfigError("kv_events_replay and kv_events_topic go with kv_events: give that, too")
 
     def check_loaded_as(self, loaded: EngineConfig) -> None:
         """Raise ConfigError if weights or kernels would be others than those loaded for that configuration."""

@@ -28,6 +28,7 @@ from forerun.models.loader import LoadedModel, load_adapter
 from forerun.models.trimmed import check_draft_vocabularies
 from forerun.opening import SharedModel, check_ranks, open_shared
 from forerun.progress import progress_bar
+from forerun.tiering import check_tiers
 from forerun.weights.corpus import open_corpus
 from forerun.weights.tokenizer import Tokenizer
 
@@ -48,6 +49,7 @@ class LLM(Frontend):
         Frontend.__init__(self, config)
         check_ranks(config)
         check_draft_vocabularies(config.drafter, config.model)
+        check_tiers(config)
         self._shared = shared or open_shared(config)
         loaded, drafts = self._shared.loaded, self._shared.drafts
         self.engine: Engine = assemble(

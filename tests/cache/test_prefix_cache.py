@@ -51,7 +51,7 @@ class Cached:
         return made
 
     def end(self, made: Request) -> None:
-        self.cache.close(made.request_id)
+        self.cache.close(made)
         self.pool.release(made.block_ids)
 
     def check(self) -> None:

@@ -38,3 +38,14 @@ class BoundaryStates:
         if position == 0 or position % self._block_size:
             return None
         return self._states.get(block_table[position // self._block_size - 1])
+
+    def of(self, block: int) -> Tensor | None:
+        """Hidden states of the block's last token -> [sum of the widths], if they are known."""
+        return self._states.get(block)
+
+    def put(self, block: int, state: Tensor | None) -> None:
+        """The block was filled from elsewhere, with these states of its last token; None: they are not known."""
+        if state is None:
+            self._states.pop(block, None)
+        else:
+            self._states[block] = state

@@ -15,12 +15,15 @@ Sources: blocks shared by prefix as in Kwon et al., arXiv 2309.06180; the tree a
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from time import perf_counter
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from forerun.cache.block_pool import BlockPool
+from forerun.cache.lower import Listener, LowerTiers, chained
 from forerun.core import Request
 
 Tokens = tuple[int, ...]
@@ -37,6 +40,11 @@ class Node:
     children: dict[Tokens, Node] = field(default_factory=dict)
     order: list[Tokens] = field(default_factory=list)  # keys of `children`, sorted: neighbours share the most tokens
     ready: list[int] = field(default_factory=list)  # rows with valid drafter KV, one number per kind of drafter KV
+    key: bytes = b""  # names the whole prefix outside this process; b"" where nobody needs that
+    depth: int = -1  # blocks in front of it
+    saved: int = -1  # valid drafter rows with which the tiers have the block; -1: they lack it
+    has_saved_state: bool = False  # so with the recurrent state after it
+    touched_s: float = 0.0  # when the tiers last heard that it was used
 
 
 Place = tuple[Node, Tokens]  # a block to be added: the node it would follow, and its tokens
@@ -69,6 +77,9 @@ class _Tail:
     num_blocks: int
     marked: list[int] = field(default_factory=list)  # leading blocks known to be ready, by kind
     closed: bool = False  # no further blocks are added to the tree
+    num_saved: int = 0  # leading blocks that were given to the tiers
+    num_computed: int = 0  # rows that the request did not have to compute
+    opened_s: float | None = field(default_factory=perf_counter)  # None: its prompt has been computed
 
 
 @dataclass(slots=True)
@@ -109,6 +120,9 @@ class PrefixCache:
         self.states = states
         self.stats = PrefixCacheStats()
         self.block_size = block_size
+        self.lower: LowerTiers | None = None
+        self.listener: Listener | None = None
+        self.names: Callable[[object | None, str], bytes] | None = None  # adapter, salt -> key that all others begin at
         self._pool = pool
         self._bare = Node(_TOP, (), None)  # stands for the model without an adapter
         self._tops: WeakKeyDictionary[object, WeakValueDictionary[str, Node]] = WeakKeyDictionary()  # by adapter, salt
@@ -120,16 +134,16 @@ class PrefixCache:
 
     def nothing(self, adapter: object | None = None, salt: str = "") -> Hit:
         """The hit of a request that must compute everything."""
-        return Hit(self._top_of(adapter, salt))
+        return Hit(self.top_of(adapter, salt))
 
     def lookup(self, token_ids: Sequence[int], adapter: object | None = None, salt: str = "") -> Hit:
         """The longest prefix of `token_ids` that is known with this adapter and salt.
 
         The block of the last token is never shared, only copied from.
         """
-        top = node = self._top_of(adapter, salt)
+        top = node = self.top_of(adapter, salt)
         path: list[Node] = []
-        for tokens in self._full_blocks(token_ids, (len(token_ids) - 1) // self.block_size):
+        for tokens in self.full_blocks(token_ids, (len(token_ids) - 1) // self.block_size):
             child = node.children.get(tokens)
             if child is None:
                 break
@@ -142,10 +156,15 @@ class PrefixCache:
         ready = self._ready_of([*path, partial] if partial else path, start + num_copied)
         return Hit(node, tuple(n.block for n in path), partial.block if partial else None, num_copied, ready)
 
-    def _top_of(self, adapter: object | None, salt: str) -> Node:
+    def top_of(self, adapter: object | None, salt: str) -> Node:
         """The top of a tree; it lives as long as somebody's blocks follow it."""
         owner = self._bare if adapter is None else adapter
-        return self._tops.setdefault(owner, WeakValueDictionary()).setdefault(salt, Node(_TOP, (), None))
+        tops = self._tops.setdefault(owner, WeakValueDictionary())
+        top = tops.get(salt)
+        if top is None:
+            key = b"" if self.names is None else self.names(adapter, salt)
+            tops[salt] = top = Node(_TOP, (), None, key=key)
+        return top
 
     def _hit_with_state(self, path: list[Node], top: Node) -> Hit:
         """As much of the path as ends with a kept state."""
@@ -171,7 +190,8 @@ class PrefixCache:
             return None
         return node, tuple(token_ids[start : start + self.block_size])
 
-    def _full_blocks(self, token_ids: Sequence[int], num: int) -> Iterator[Tokens]:
+    def full_blocks(self, token_ids: Sequence[int], num: int) -> Iterator[Tokens]:
+        """The first `num` blocks of these tokens."""
         size = self.block_size
         return (tuple(token_ids[start : start + size]) for start in range(0, num * size, size))
 
@@ -194,7 +214,7 @@ class PrefixCache:
     def open(self, request: Request, hit: Hit) -> None:
         """The request runs from here on; it already owns the hit's blocks, and they begin its block table."""
         marked = [min(rows // self.block_size, len(hit.blocks)) for rows in hit.num_ready]
-        self._tails[request.request_id] = _Tail(hit.node, len(hit.blocks), marked)
+        self._tails[request.request_id] = _Tail(hit.node, len(hit.blocks), marked, num_computed=request.num_computed)
         if self.states is not None and hit.blocks:
             self.states.restore(request.request_id, hit.blocks[-1])
 
@@ -210,36 +230,63 @@ class PrefixCache:
         for kind, num_rows in enumerate(num_ready):
             self._mark(request, tail, kind, num_rows)
         if self.states is not None and request.num_computed == tail.num_blocks * self.block_size:
-            self._keep_state(request, self.states)
+            self._keep_state(request, self.states, tail)
+        if self.lower is not None:
+            self._save(request, tail, self.lower, len(num_ready))
 
-    def _keep_state(self, request: Request, states: KeptStates) -> None:
+    def _keep_state(self, request: Request, states: KeptStates, tail: _Tail) -> None:
         """Keep the state at the last block end of a prompt, and at the latest one in an answer."""
         beyond = request.num_computed - self.last_end(request)
         if beyond >= 0 and request.num_computed > 0:
             block = request.block_ids[request.num_computed // self.block_size - 1]
             states.keep(request.request_id, block, in_answer=beyond > 0)
+            if self.lower is not None and beyond == 0:
+                self.lower.save_state(tail.node)
 
-    def close(self, request_id: str) -> None:
+    def _save(self, request: Request, tail: _Tail, lower: LowerTiers, num_kinds: int | None) -> None:
+        """Give blocks to the tiers when drafters have all their rows of them; None: the request ends, give all."""
+        if tail.opened_s is not None and request.num_computed >= len(request.prompt_token_ids) - 1:
+            lower.computed(request.num_computed - tail.num_computed, perf_counter() - tail.opened_s)
+            tail.opened_s = None
+        nodes = [self._nodes[block] for block in request.block_ids[tail.num_saved : tail.num_blocks]]
+        if num_kinds is not None:
+            nodes = list(takewhile(lambda node: sum(node.ready) == num_kinds * self.block_size, nodes))
+        if nodes:
+            tail.num_saved += lower.save(nodes)
+
+    def close(self, request: Request) -> None:
         """The request has ended; its blocks are returned to the pool by the caller."""
-        del self._tails[request_id]
+        tail = self._tails.pop(request.request_id)
+        if self.lower is None:
+            return
+        self._save(request, tail, self.lower, None)
+        node: Node | None = tail.node
+        while node is not None and self.states is not None and not self.states.has(node.block):
+            node = node.parent
+        if node is not None and self.states is not None:
+            self.lower.save_state(node)
 
     def _add(self, request: Request, tail: _Tail, num_ready: Sequence[int]) -> None:
         place = self.place_after(tail.node, tail.num_blocks, request.token_ids)
         assert place is not None, "a computed block is not full of known tokens"
         known = tail.node.children.get(place[1])
         if known is None:
-            known = self._insert(tail.node, place[1], request.block_ids[tail.num_blocks])
+            known = self.insert(tail.node, place[1], request.block_ids[tail.num_blocks], request)
         elif not self._exchange(request, tail.num_blocks, known, num_ready):
             tail.closed = True
             return
         tail.node = known
         tail.num_blocks += 1
 
-    def _insert(self, parent: Node, tokens: Tokens, block: int) -> Node:
-        node = Node(block, tokens, parent)
+    def insert(self, parent: Node, tokens: Tokens, block: int, request: Request) -> Node:
+        """Add an owned block, whose rows are those of the request's adapter and salt."""
+        key = chained(parent.key, tokens) if self.names is not None else b""
+        node = Node(block, tokens, parent, key=key, depth=parent.depth + 1)
         self._pool.keep(block)
         self._nodes[block] = parent.children[tokens] = node
         insort(parent.order, tokens)
+        if self.listener is not None:
+            self.listener.stored(node, request)
         return node
 
     def _exchange(self, request: Request, index: int, known: Node, num_ready: Sequence[int]) -> bool:
@@ -278,6 +325,8 @@ class PrefixCache:
         del node.parent.children[node.tokens]
         del node.parent.order[bisect_left(node.parent.order, node.tokens)]
         self.stats.evicted_blocks += 1
+        if self.listener is not None:
+            self.listener.removed(node)
         if self.states is not None:
             self.states.forget(block)
 

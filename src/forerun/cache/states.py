@@ -114,6 +114,36 @@ class RecurrentStates:
         if slot is not None:
             self._pool.drop(slot)
 
+    # -- states that slower memory keeps ---------------------------------------------------------------------------
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that a slot has a share of, [num_slots, ...] each."""
+        both = [tensor for layer in self.layers for tensor in (layer.tails, layer.memory)]
+        return [tensor for tensor in both if tensor.numel()]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return sum(tensor[0].nbytes for tensor in self.tensors)
+
+    def kept(self, block: int) -> list[torch.Tensor] | None:
+        """The state after the block, in the order of `tensors`, until anything else is called; None: it is not kept."""
+        slot = self._kept.get(block)
+        return None if slot is None else [tensor[slot] for tensor in self.tensors]
+
+    def put(self, block: int, num_tokens: int, state: Sequence[torch.Tensor]) -> None:
+        """Keep a state that was computed elsewhere, after the block and `num_tokens` tokens, if there is a slot."""
+        slots = None if block in self._kept else self._pool.allocate(1)
+        if slots is None:
+            return
+        for tensor, own in zip(self.tensors, state, strict=True):
+            tensor[slots[0]].copy_(own.view(tensor.shape[1:]))
+        self._num_tokens[slots[0]] = num_tokens
+        self._pool.keep(slots[0])
+        self._kept[block] = slots[0]
+        self._pool.release(slots)
+
     def _forget(self, slot: int) -> None:
         """The pool takes the slot for something else."""
         self._kept = {block: kept for block, kept in self._kept.items() if kept != slot}

@@ -98,6 +98,10 @@ class Serving:
         int, _safety("Answers of /v1/responses kept for later requests; 0 keeps none.", min=0)
     ] = 1000
     max_stored_bytes: Annotated[int, _safety("Bytes of those answers and their conversations.", min=0)] = 64 << 20
+    prefill_only: Annotated[
+        bool,
+        _server("Read prompts for servers that share --kv-disk: end each answer after a token.", "--prefill-only"),
+    ] = False
     batch_dir: Annotated[
         Path | None, _server("Folder of /v1/files and /v1/batches, which are not served without it.")
     ] = None
@@ -120,6 +124,16 @@ class ServedEngine(opt.RankedLoading):
     prefix_caching: Annotated[bool, _engine("Reuse computed prompts for later requests with the same beginning.")] = (
         True
     )
+    kv_disk: Annotated[str | None, _engine("Folder in which computed prompts outlive the process.")] = None
+    kv_disk_gib: Annotated[float, _engine("GiB that folder may take, all models together.")] = 10.0
+    kv_host_gib: Annotated[
+        float | None, _engine("GiB of host memory for computed prompts that a GPU has no room for.")
+    ] = None
+    kv_events: Annotated[
+        str | None, _engine("ZeroMQ address that tells routers which prompts are cached, such as tcp://*:5557.")
+    ] = None
+    kv_events_replay: Annotated[str | None, _engine("Address where they ask for what they missed.")] = None
+    kv_events_topic: Annotated[str, _engine("Topic of these messages; for llm-d kv@POD@MODEL.")] = ""
     seed: Annotated[int, _engine("Seeds of requests without one are derived from this.")] = 0
     generation_config: opt.GenerationConfig = "auto"
 
@@ -153,6 +167,8 @@ def serve(
     settings = _settings(name, listening, serving)
     listen = {"host": listening.host, "port": listening.port, **_tls(listening.ssl_certfile, listening.ssl_keyfile)}
     options = {**drafting.of(name), **values(engine)}
+    if serving.prefill_only and engine.kv_disk is None:
+        raise ConfigError("--prefill-only reads prompts for servers that share --kv-disk: give the folder, too")
     settings.check_adapters(opt.adapters(engine.lora))
     if not follows(engine.tensor_parallel * engine.pipeline_parallel):
         check_address(listening.host, listening.port)

@@ -209,7 +209,7 @@ class TranslatedDrafter(Stateless):
         self._unreadable.discard(request_id)
         stand_in = self.stand_ins.pop(request_id, None)
         if stand_in is not None:
-            self._prefixes.close(request_id)
+            self._prefixes.close(stand_in.request)
             self._pool.release(stand_in.request.block_ids)
             self._model.release(request_id)
 

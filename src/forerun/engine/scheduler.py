@@ -368,7 +368,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         if self.prefix_cache is not None:
-            self.prefix_cache.close(request.request_id)
+            self.prefix_cache.close(request)
         self.pool.release(request.block_ids)
         request.block_ids.clear()
 

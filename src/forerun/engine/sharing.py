@@ -19,24 +19,28 @@ class SharedPrefixes:
         self._cache = cache
         self._writers: dict[Place, Request] = {}
         self._awaited: dict[str, tuple[Request, int]] = {}  # waiting request -> writer, rows they have in common
+        self._is_idle = True  # nobody runs who would have to wait, too
 
     def begin_step(self, running: Iterable[Request]) -> None:
         """Update the positions of the running requests."""
         self._writers.clear()
+        self._is_idle = True
         for request in running:
             self.add(request)
 
     def add(self, request: Request) -> None:
         """A request has begun to run."""
+        self._is_idle = False
         place = self._cache.next_place(request)
         if place is not None:
             self._writers.setdefault(place, request)
 
     def is_waiting(self, request: Request) -> bool:
-        """Whether the request was told to wait and the prefix is still being computed."""
+        """Whether the request's prefix is being read, or it was told to wait and that is still being computed."""
         awaited = self._awaited.get(request.request_id)
         if awaited is None:
-            return False
+            lower = self._cache.lower
+            return lower is not None and lower.is_reading(request, may_wait=self._is_idle)
         writer, num_rows = awaited
         if writer.status is Status.RUNNING and writer.num_computed < num_rows:
             return True

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from forerun.layers.lora import ADAPTED, AdapterRows, LowRankUpdate
 from forerun.models.batch import ForwardBatch
+from forerun.weights.identity import Stamp
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +21,7 @@ class LoraAdapter:
     name: str
     path: str
     updates: Mapping[object, LowRankUpdate]  # by layer
+    stamps: tuple[Stamp, ...] = ()  # of the files it was read from
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from forerun.quant.dense import DenseWeight
 from forerun.quant.formats import find_format
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint, read_file, read_json, text_name
 from forerun.weights.gguf_checkpoint import GgufCheckpoint
+from forerun.weights.identity import stamps_of
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -176,6 +177,7 @@ class PeftAdapter:
 
     def bind(self, name: str, model: Decoder, names: TensorNames, kernels: Kernels) -> LoraAdapter:
         """Read the matrices for the layers of `model`. Raises CheckpointError and UnsupportedError, naming modules."""
+        stamps = stamps_of(self.folder)
         places, parts = dict(_places(model, names)), dict[object, list[tuple[ModulePlace, LowRankPair]]]()
         missing = sorted(module for module in self.modules if module not in places)
         if missing:
@@ -189,7 +191,7 @@ class PeftAdapter:
             parts.setdefault(place.layer, []).append((place, pair))
         in_order = {layer: sorted(own, key=lambda part: part[0].first) for layer, own in parts.items()}
         updates = {at: self._read(own, kernels) for at, own in in_order.items()}
-        return LoraAdapter(name, str(self.folder), {at: one for at, one in updates.items() if one is not None})
+        return LoraAdapter(name, str(self.folder), {at: one for at, one in updates.items() if one is not None}, stamps)
 
     def _read(self, parts: Sequence[tuple[ModulePlace, LowRankPair]], kernels: Kernels) -> LowRankUpdate | None:
         """The update of a layer, of whose columns the modules are parts in this order; None: another rank's columns."""

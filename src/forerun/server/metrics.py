@@ -7,7 +7,7 @@ beyond the figures it publishes. Each server has a registry of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,6 +19,16 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 LENGTHS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0)
+TIER_COUNTS = {
+    "stored_blocks": "Blocks of KV written to a tier.",
+    "stored_bytes": "Bytes of these.",
+    "loaded_blocks": "Blocks of KV read from a tier.",
+    "loaded_bytes": "Bytes of these.",
+    "evicted_blocks": "Blocks a tier dropped to make room.",
+    "corrupted_blocks": "Blocks that were damaged, and computed again.",
+    "failed_writes": "Errors of writing, after each of which a tier rests.",
+    "used_bytes": "Bytes a tier takes, as last counted by this process.",
+}
 SPEEDUPS = (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
 
 
@@ -33,6 +43,8 @@ class EngineLoad:
     phase_s: Mapping[str, float]  # seconds since the start by phase of the step
     num_steps: int
     drafters: Mapping[str, tuple[int, float]]  # errors so far, and seconds for which it is not used
+    tiers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # by tier of KV: what it counts
+    num_tier_hits: int = 0  # requests whose prefix came back from a tier
 
 
 class Metrics:
@@ -128,3 +140,21 @@ class _LoadCollector(Collector):
             resting.add_metric([name], float(rest_s > 0))
         yield from (errors, resting)
         yield CounterMetricFamily("forerun_steps", "Steps of the engine.", value=load.num_steps)
+        yield from _tier_metrics(load)
+
+
+def _tier_metrics(load: EngineLoad) -> Iterator[Metric]:
+    """Nothing for an engine without tiers of KV."""
+    if not load.tiers:
+        return
+    names = {name: text for name, text in TIER_COUNTS.items() if name != "used_bytes"}
+    for name, text in names.items():
+        counts = CounterMetricFamily(f"forerun_kv_tier_{name}", text, labels=["tier"])
+        for tier, counted in load.tiers.items():
+            counts.add_metric([tier], counted[name])
+        yield counts
+    used = GaugeMetricFamily("forerun_kv_tier_used_bytes", TIER_COUNTS["used_bytes"], labels=["tier"])
+    for tier, counted in load.tiers.items():
+        used.add_metric([tier], counted["used_bytes"])
+    yield used
+    yield CounterMetricFamily("forerun_kv_tier_hits", "Requests whose prefix a tier had.", value=load.num_tier_hits)

@@ -18,6 +18,7 @@ from threading import Thread
 from time import perf_counter
 from typing import NamedTuple
 
+from forerun.cache.lower import LowerTiers
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import RankLost
 from forerun.llm import LLM
@@ -138,10 +139,14 @@ class EngineService:
         began = self._step_began
         return 0.0 if began is None else perf_counter() - began
 
+    @property
+    def _lower(self) -> LowerTiers | None:
+        return None if (cache := self.llm.engine.scheduler.prefix_cache) is None else cache.lower
+
     def load(self) -> EngineLoad:
         """How busy the engine is."""
         scheduler, cache, timings = self.llm.engine.scheduler, self.llm.engine.kv_cache, self.llm.timings
-        num_steps = int(timings.pop("steps"))
+        num_steps, lower = int(timings.pop("steps")), self._lower
         return EngineLoad(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -150,6 +155,8 @@ class EngineService:
             phase_s={name.removesuffix("_s"): seconds for name, seconds in timings.items()},
             num_steps=num_steps,
             drafters={n: (h.num_errors, h.rest_s) for n, h in self.llm.drafter_health().items() if n != "none"},
+            tiers={} if lower is None else lower.counts(),
+            num_tier_hits=0 if lower is None else lower.num_hits,
         )
 
     async def metrics_text(self) -> bytes:
@@ -175,6 +182,8 @@ class EngineService:
     def submit(self, group: RequestGroup, constrained: bool = False) -> TokenStream:
         """Hand a prepared request to the engine; raises ApiError 429 if there is no room."""
         self.check_room(len(group.samples))
+        for sample in group.samples if self.settings.prefill_only else ():
+            sample.request.max_len = min(sample.request.max_len, len(sample.request.token_ids) + 1)
         sent = [Sent(len(sample.text.visible()), sample.request.num_output) for sample in group.samples]
         stream = TokenStream(group, asyncio.get_running_loop(), constrained, sent)
         self._num_open += len(group.samples)
@@ -291,6 +300,8 @@ class EngineService:
             changed = self.llm.step()
         finally:
             self._step_began = None
+        if self.settings.prefill_only and self._lower is not None:
+            self._lower.flush()
         self._undelivered = partial(self._deliver, changed)
         engine, failed = self.llm.engine, any(s.request.error is not None for group in changed for s in group.samples)
         if engine.meanwhile is None or not engine.has_work or failed:  # failed ones must be aborted now, between steps

@@ -42,6 +42,7 @@ class ServerSettings:
     allow_lora_loading: bool = False  # /v1/load_lora_adapter reads folders of this machine that requests name
     max_stored_responses: int = 1000  # of /v1/responses, for previous_response_id; 0: none
     max_stored_bytes: int = 64 << 20  # of those, conversations included
+    prefill_only: bool = False  # requests end after a token, and are answered when their blocks are in the tiers
     batch_dir: Path | None = None  # where /v1/files and /v1/batches keep what they have; None: they are not served
     max_batch_bytes: int = 4 << 30  # of uploaded files
     tool_parser: str = "auto"

@@ -1,0 +1,201 @@
+"""Which blocks of a waiting request come back from slower tiers, and where they hang in the tree of prefixes.
+
+Knows: the tree, keys, what is being read. Does not know: tensors, files. Implements `lower.LowerTiers`.
+
+A request that waits asks before it starts. What the tree lacks of its prefix and a tier has is read by a thread, while
+other requests run; then it is put into blocks of the pool, which are part of the tree like any other, and the request
+finds them there. Nothing depends on whether that works out: what does not come is computed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, TimeoutError
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Final, NamedTuple
+
+from forerun.cache.block_pool import BlockPool
+from forerun.cache.lower import chained
+from forerun.cache.prefix_cache import Node, PrefixCache
+from forerun.cache.spill import Loaded, RecordName, Spill, state_key
+from forerun.core import Request
+
+MAX_READINGS: Final = 8  # at a time
+LONGEST_WAIT_S: Final = 10.0  # for a reading, of a request that could be computed instead
+_REMEMBERED = 4096  # requests that have asked
+
+
+class _Missing(NamedTuple):
+    """What the tree lacks and tiers have."""
+
+    blocks: Sequence[RecordName]  # that follow each other
+    state: RecordName | None  # after the last block
+
+    @property
+    def key(self) -> bytes:
+        """Of the first record."""
+        return self.blocks[0].key if self.blocks else self.state.key if self.state is not None else b""
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """Records on their way."""
+
+    request: Request  # whose tokens, adapter and salt they have
+    missing: _Missing
+    loaded: Future[Loaded]
+    began_s: float = field(default_factory=perf_counter)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether nobody should wait for it any longer."""
+        return perf_counter() - self.began_s > LONGEST_WAIT_S
+
+
+class TieredPrefixes:
+    """The tiers below one prefix cache."""
+
+    def __init__(self, cache: PrefixCache, pool: BlockPool, spill: Spill) -> None:
+        self.spill = spill
+        self.num_hits = 0  # requests whose prefix came back
+        self._cache, self._pool = cache, pool
+        self._readings: dict[bytes, _Fetch] = {}  # by the key of their first record
+        self._asked: OrderedDict[str, bytes] = OrderedDict()  # by request: the first record it asked for last
+        self.save, self.save_state, self.flush = spill.save, spill.save_state, spill.flush
+        self.computed = spill.computed
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """See `LowerTiers`."""
+        return {tier.name: asdict(tier.stats) for tier in self.spill.tiers}
+
+    def is_reading(self, request: Request, may_wait: bool) -> bool:
+        """See `LowerTiers`."""
+        self._take_done()
+        reading = self._readings.get(self._asked.get(request.request_id, b""))
+        if reading is None:
+            reading = self._reading_for(request)
+        if reading is None or reading.is_late:
+            return False
+        if may_wait:
+            try:
+                reading.loaded.result(LONGEST_WAIT_S)
+            except TimeoutError:
+                return False
+            except Exception:  # said by `_take_done`
+                pass
+            self._take_done()
+            return False
+        return True
+
+    def _reading_for(self, request: Request) -> _Fetch | None:
+        """What is read for the request from now on, or for another one that lacks the same."""
+        missing = None if request.prompt_logprobs is not None else self._missing(request)
+        if missing is None or self._asked.get(request.request_id) == missing.key:  # nobody asks for the same twice
+            return None
+        reading = self._readings.get(missing.key)
+        if reading is None:
+            if len(self._readings) >= MAX_READINGS:
+                return None
+            reading = _Fetch(request, missing, self.spill.read(*missing))
+            self._readings[missing.key] = reading
+        self._asked[request.request_id] = missing.key
+        if len(self._asked) > _REMEMBERED:
+            self._asked.popitem(last=False)
+        return reading
+
+    def _missing(self, request: Request) -> _Missing | None:
+        """What to read for the request; None if that is nothing, not worth its time, or has no room."""
+        size = self._cache.block_size
+        path = self._path(request)
+        first = len(path) - 1
+        blocks, key = list[RecordName](), path[-1].key
+        for index, tokens in enumerate(self._cache.full_blocks(request.token_ids, self._num_shared(request))):
+            if index < first:
+                continue
+            key = chained(key, tokens)
+            if not self.spill.has(key):
+                break
+            blocks.append(RecordName(key, index, tokens))
+        num_gained, state = len(blocks), None
+        wanted: Sequence[RecordName] = blocks
+        if self._cache.states is not None:
+            wanted, state = self._up_to_state(path, blocks)
+            num_gained = 0 if state is None else state.depth + 1 - self._num_known(path)
+        if num_gained <= 0 or not self.spill.is_worth(len(wanted), state is not None, num_gained * size):
+            return None
+        num_needed = -(-len(request.token_ids) // size) - first
+        num_available = self._pool.num_available - sum(self._pool.is_cached(node.block) for node in path[1:])
+        return _Missing(wanted, state) if num_needed <= num_available else None
+
+    def _up_to_state(
+        self, path: Sequence[Node], blocks: list[RecordName]
+    ) -> tuple[list[RecordName], RecordName | None]:
+        """As many blocks as end with a state that a tier has, and that; without any, a state that the tree has lost."""
+        for index in range(len(blocks) - 1, -1, -1):
+            found = RecordName(state_key(blocks[index].key), blocks[index].depth, ())
+            if self.spill.has(found.key):
+                return blocks[: index + 1], found
+        for node in reversed(path[self._num_known(path) + 1 :]):
+            found = RecordName(state_key(node.key), node.depth, ())
+            if self.spill.has(found.key):
+                return [], found
+        return [], None
+
+    def _num_known(self, path: Sequence[Node]) -> int:
+        """Leading blocks after which the tree has a state."""
+        assert self._cache.states is not None
+        return next((node.depth + 1 for node in reversed(path[1:]) if self._cache.states.has(node.block)), 0)
+
+    def _num_shared(self, request: Request) -> int:
+        return (len(request.token_ids) - 1) // self._cache.block_size
+
+    def _path(self, request: Request) -> list[Node]:
+        """The tree's nodes for the request's tokens, the top first."""
+        path = [self._cache.top_of(request.adapter, request.cache_salt)]
+        for tokens in self._cache.full_blocks(request.token_ids, self._num_shared(request)):
+            child = path[-1].children.get(tokens)
+            if child is None:
+                break
+            path.append(child)
+        return path
+
+    # -- into the pool ------------------------------------------------------------------------------------------
+
+    def _take_done(self) -> None:
+        """Put into the tree what has been read."""
+        for key in [key for key, reading in self._readings.items() if reading.loaded.done()]:
+            reading = self._readings.pop(key)
+            if reading.loaded.exception() is None:
+                self._place(reading, reading.loaded.result())
+
+    def _place(self, reading: _Fetch, loaded: Loaded) -> None:
+        path = self._path(reading.request)
+        first = reading.missing.blocks[0].depth if reading.missing.blocks else len(path) - 1
+        num_done = len(path) - 1 - first  # others may have computed some meanwhile; below 0: what they follow is gone
+        if num_done < 0:
+            return
+        new = loaded.blocks[num_done:]
+        above = [node.block for node in path[1:]]
+        self._pool.share(above)
+        blocks = self._pool.allocate(len(new)) or []
+        if len(blocks) == len(new):
+            if new:
+                self.spill.fill(blocks, loaded, num_done)
+            for block, record in zip(blocks, new, strict=True):
+                node = self._cache.insert(path[-1], record.tokens, block, reading.request)
+                node.ready, node.saved, node.touched_s = list(record.ready), record.num_ready, perf_counter()
+                path.append(node)
+            self._place_state(reading.missing.state, loaded, path)
+            self.spill.was_read(loaded, perf_counter() - reading.began_s)
+            self.num_hits += bool(loaded.blocks or loaded.state)
+        self._pool.release([*above, *blocks])
+
+    def _place_state(self, wanted: RecordName | None, loaded: Loaded, path: Sequence[Node]) -> None:
+        """The state goes with its block, which is in the tree now."""
+        if wanted is None or loaded.state is None or wanted.depth + 1 >= len(path):
+            return
+        node = path[wanted.depth + 1]
+        self.spill.fill_state(node.block, (wanted.depth + 1) * self._cache.block_size, loaded.state)
+        node.has_saved_state = True
