@@ -17,11 +17,11 @@ Run = Callable[..., Result]
 @pytest.fixture(scope="session", autouse=True)
 def weights_are_read_once() -> Iterator[None]:
     """Commands of one test session share loaded weights and the parser; engines are built anew for each."""
-    import forerun.llm
+    import forerun.opening
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forerun.llm, "load_model", cache(forerun.llm.load_model))
-        patch.setattr(forerun.llm, "select_kernels", cache(forerun.llm.select_kernels))
+        patch.setattr(forerun.opening, "load_model", cache(forerun.opening.load_model))
+        patch.setattr(forerun.opening, "select_kernels", cache(forerun.opening.select_kernels))
         patch.setattr("typer.testing._get_command", cache(get_command))  # a tenth of a second each time
         yield
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import forerun.llm
+import forerun.opening
 from forerun.assemble import assemble
 from forerun.models.gguf_export import export_gguf
 from forerun.quantize.run import open_source, round_model
@@ -87,7 +88,7 @@ def test_a_draft_model_reaches_the_portfolio_that_asks_for_one(run_json: Any, pr
 def test_what_is_wrong_with_a_drafter_is_said_before_the_model_is_loaded(
     run: Any, prompts: str, drafters: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forerun.llm, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(forerun.opening, "load_model", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr("forerun.weights.resolve.download", lambda name, _: pytest.fail(f"asked the hub for {name}"))
     if "drft" in drafters:
         monkeypatch.setattr("forerun.weights.resolve.HubName.parse", lambda _: None)

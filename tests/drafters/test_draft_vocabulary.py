@@ -230,7 +230,7 @@ def test_bad_lists_are_refused_before_weights_are_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content, kind, said = BAD[name]
-    monkeypatch.setattr("forerun.llm.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("forerun.opening.load_model", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(kind, match=said):
         LLM("mini", drafter="draft", draft_vocabulary=listed(tmp_path, content))
 

@@ -20,7 +20,7 @@ import pytest
 from fastapi import FastAPI
 from typer.testing import CliRunner
 
-import forerun.llm
+import forerun.opening
 from forerun.cli.app import app as cli
 from forerun.errors import ConfigError, DataError, ResourceError
 from forerun.models.loader import load_model
@@ -81,7 +81,7 @@ _load_once = cache(load_model)
 @pytest.fixture
 def batch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The command in this process; the weights are loaded once."""
-    monkeypatch.setattr(forerun.llm, "load_model", _load_once)
+    monkeypatch.setattr(forerun.opening, "load_model", _load_once)
 
     def invoke(*arguments: object, status: int = 0) -> Any:
         options = ("--drafter", "none", "--max-model-len", "256")
