@@ -37,7 +37,7 @@ EVERYTHING: dict[str, Any] = {
     "nodeSelector": {"kind": "gpu"},
     "tolerations": [{"key": "spot", "operator": "Exists"}],
     "affinity": {"nodeAffinity": {}},
-    "storage": {"storageClass": "fast", "modelsClaim": "models"},
+    "storage": {"storageClass": "fast", "modelsClaim": "models", "kvDiskGib": 7.5},
     "huggingFaceSecret": "hub",
     "drainSeconds": 90,
     "service": {"type": "LoadBalancer", "port": 8080, "annotations": {"a": "b"}, "sessionAffinity": "ClientIP"},
@@ -96,6 +96,7 @@ def test_the_servers_command_line_takes_the_arguments(values: dict[str, Any]) ->
         assert given["prefix_caching"] is False and list(given["lora"]) == ["a=/a", "b=/b"]
         assert given["api_key_file"] == Path("/keys/keys") and given["drafter"] == "suffix"
         assert "/models/shared/big-model" in given.values()
+        assert (given["kv_disk"], given["kv_disk_gib"]) == ("/models/kv", 7.5)
 
 
 def test_a_replica_computes_with_its_cpus_and_has_time_to_end() -> None:

@@ -149,6 +149,9 @@ topologySpreadConstraints:
 {{- if include "forerun.keysSecret" . -}}
 {{- $own = concat $own (list "--api-key-file" "/keys/keys") -}}
 {{- end -}}
+{{- with .Values.storage.kvDiskGib -}}
+{{- $own = concat $own (list "--kv-disk" "/models/kv" "--kv-disk-gib" (toJson .)) -}}
+{{- end -}}
 {{- range $name, $value := .Values.options -}}
 {{- range (kindIs "slice" $value | ternary $value (list $value)) -}}
 {{- $own = append $own (printf "--%s" $name) -}}
