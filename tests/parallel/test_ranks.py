@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.config import launched_rank
+from forerun.config import EngineConfig, launched_rank
 from forerun.errors import ConfigError, UnsupportedError
+from forerun.runtime.parallel.start import compare, options_as_json, release, weights_stamp
 from tests.drafters.test_eagle import make as make_head
 from tests.models import factory
 from tests.support import tiny
@@ -92,3 +96,32 @@ def test_launched_ranks_must_be_as_many_as_the_options_say(folder: Path, monkeyp
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(ConfigError, match="RANK below WORLD_SIZE"):
         launched_rank()
+
+
+def test_a_port_that_is_taken_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(ConfigError, match=f"MASTER_PORT {port} .* the port free for it"):
+            open_llm(folder, pipeline_parallel=2)
+
+
+def test_files_with_other_weights_have_another_stamp(folder: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "copy"))
+    stamp = weights_stamp(EngineConfig(model=str(folder)))
+    assert weights_stamp(EngineConfig(model=str(copied))) == stamp
+    weights = bytearray((copied / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copied / "model.safetensors").write_bytes(weights)
+    assert weights_stamp(EngineConfig(model=str(copied))) != stamp
+
+
+def test_ranks_of_another_release_or_with_other_options_are_refused() -> None:
+    own = EngineConfig(model="mini", pipeline_parallel=2)
+    compare(1, "box", release(), [""], own)
+    compare(1, "box", release(), [options_as_json(replace(own, threads=1))], own)  # each may have its own number
+    with pytest.raises(ConfigError, match="rank 1 on box has forerun 0, rank 0 has forerun "):
+        compare(1, "box", "forerun 0", [""], own)
+    with pytest.raises(ConfigError, match="rank 1 on box was started with dtype 'float32', rank 0 with 'auto'"):
+        compare(1, "box", release(), [options_as_json(replace(own, dtype="float32"))], own)

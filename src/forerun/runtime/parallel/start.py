@@ -126,7 +126,7 @@ def lead(config: EngineConfig) -> tuple[LoadedModel, Kernels, Crew]:
         joined = Joined(config, 0, num_here[0], store)
         crew = Crew(joined.exchange, links, hosts, workers, config.rank_timeout_s)
         for rank, link in links.items():
-            link.send(Kind.CONFIG, RankMessage(Kind.CONFIG, [num_here[rank]], [_as_json(config)]).encode())
+            link.send(Kind.CONFIG, RankMessage(Kind.CONFIG, [num_here[rank]], [options_as_json(config)]).encode())
     except LinkClosed as error:
         _end(workers)
         raise RankLost(f"a rank ended while it started ({error}): look at its own messages") from error
@@ -162,7 +162,7 @@ def follow(rank: int, store: Store, own: EngineConfig | None) -> NoReturn:
         store.set_timeout(timedelta(seconds=START_LIMIT_S))
         address, port, key = json.loads(store.get(_LEADER))
         link = Link(socket.create_connection((address, port), START_LIMIT_S))
-        about = [key, str(rank), socket.gethostname(), _version(), "" if own is None else _as_json(own)]
+        about = [key, str(rank), socket.gethostname(), release(), "" if own is None else options_as_json(own)]
         link.send(Kind.HELLO, RankMessage(Kind.HELLO, (), about).encode())
         told = link.wait_for(Kind.CONFIG, START_LIMIT_S)
     except (RuntimeError, OSError, LinkClosed) as error:
@@ -267,17 +267,17 @@ def _greet(
                 if secrets.compare_digest(given, key):
                     rank, hosts[int(about[0])] = int(about[0]), about[1]
                     links[rank] = link
-                    _compare(rank, about[1], about[2], about[3:], config)
+                    compare(rank, about[1], about[2], about[3:], config)
     return links, hosts
 
 
-def _compare(rank: int, host: str, version: str, options: Sequence[str], config: EngineConfig) -> None:
+def compare(rank: int, host: str, version: str, options: Sequence[str], config: EngineConfig) -> None:
     """Raise ConfigError for a rank of another release, or one that was started with other options."""
-    if version != _version():
-        raise ConfigError(f"rank {rank} on {host} has {version}, rank 0 has {_version()}: install the same on all")
+    if version != release():
+        raise ConfigError(f"rank {rank} on {host} has {version}, rank 0 has {release()}: install the same on all")
     if not options or not options[0]:
         return
-    theirs, own = json.loads(options[0]), json.loads(_as_json(config))
+    theirs, own = json.loads(options[0]), json.loads(options_as_json(config))
     different = [name for name in own if name not in _OF_RANKS and theirs.get(name) != own[name]]
     if different:
         name = different[0]
@@ -287,11 +287,12 @@ def _compare(rank: int, host: str, version: str, options: Sequence[str], config:
         )
 
 
-def _version() -> str:
+def release() -> str:
+    """What all ranks must have alike."""
     return f"forerun {forerun.__version__} and torch {torch.__version__}"
 
 
-def _as_json(config: EngineConfig) -> str:
+def options_as_json(config: EngineConfig) -> str:
     """What followers load; they know nothing of drafters."""
     kept = [field.name for field in fields(EngineConfig) if field.name not in ("drafter", "lora")]
     values = asdict(config)
