@@ -112,8 +112,8 @@ def lead(config: EngineConfig) -> tuple[LoadedModel, Kernels, Crew]:
         )
     if place is not None and place.rank > 0:
         follow(place.rank, _find_store(place), config)
-    listener = socket.create_server((_LOOPBACK if place is None else "", 0))
     store = _own_store(config.num_ranks) if place is None else _find_store(place)
+    listener = socket.create_server((_LOOPBACK if place is None else "", 0))
     key, workers = secrets.token_hex(16), list[subprocess.Popen[bytes]]()
     address = _LOOPBACK if place is None else place.address
     store.set(_LEADER, json.dumps([address, listener.getsockname()[1], key]))
