@@ -242,6 +242,7 @@ def kills(given: argparse.Namespace, failover: bool = True) -> dict[str, Any]:
         for name in ("undisturbed", "killed") if failover else ("killed",):
             answers, num_killed = asyncio.run(under_kills(url, asked, given, name == "killed"))
             found[name] = {"replicas_killed": num_killed, **judged(answers, expected)}
+            print(name, json.dumps(found[name]), file=sys.stderr, flush=True)
         found["moved_requests"] = asyncio.run(metric(url, "forerun_moved_requests_total"))
     return found
 

@@ -42,7 +42,8 @@ def test_options_reach_the_engine_and_the_server(tmp_path: Path) -> None:
     assert (
         "example.com" in settings.allowed_hosts and "localhost" in settings.allowed_hosts and deployment.replicas == 3
     )
-    assert read(tmp_path, "model: mini\nresources: {num_cpus: 1.5}").engine_config().threads == 1
+    usual = read(tmp_path, "model: mini\nresources: {num_cpus: 1.5}").engine_config()
+    assert usual.threads == 1 and usual.drafter.name == "draft"  # as `forerun serve` has it
 
 
 def test_a_models_folder_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

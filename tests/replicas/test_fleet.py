@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Event
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from forerun.config import EngineConfig
+from forerun.core import SamplingParams
 from forerun.errors import ConfigError
 from forerun.replicas import fleet as fleets
-from forerun.replicas.fleet import Fleet
+from forerun.replicas.fleet import Fleet, RemoteFrontend
 from forerun.replicas.replica import Replica
 from tests.replicas.conftest import InProcess, fleet_client
 from tests.server.conftest import client_of, events_of, settings, wait_until
@@ -212,6 +215,23 @@ def test_a_step_that_does_not_end_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
         replica.stop()
     with pytest.raises(RuntimeError, match="stopped working"):
         replica.check(60.0)
+
+
+def test_a_client_that_leaves_ends_its_request(replicas: InProcess) -> None:
+    described = next(iter(replicas.replicas.values())).describe()
+    fleet, frontend = Fleet(replicas, described, settings()), RemoteFrontend(described)
+
+    async def leave() -> None:
+        stream = fleet.submit(frontend.prepare("Once", SamplingParams(max_tokens=400, ignore_eos=True)))
+        await anext(stream.deltas())
+        assert fleet.load().num_running == 1
+        fleet.abort(stream)
+        with suppress(asyncio.CancelledError):
+            await stream.task
+
+    asyncio.run(leave())
+    assert wait_until(lambda: fleet.load().num_running == 0, 10)
+    fleet.check_room(2 * described.config.max_num_seqs + 2 * settings().max_queue)  # nothing counts as open
 
 
 def test_metrics_name_the_replica(fleet: TestClient, replicas: InProcess) -> None:

@@ -61,9 +61,11 @@ def demo(
     repeats: Annotated[int, typer.Option(help="Timed runs of each.", min=1)] = 5,
 ) -> None:
     """Write each answer twice, without and with speculation; show that it is the same, and how much faster."""
+    from forerun.drafters.named import default_drafter
+
     name = opt.chosen_model(None, model)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    chosen = drafter or opt.default_drafter(name, draft_model)
+    chosen = drafter or default_drafter(name, draft_model)
     plain = open_llm(name, PLAIN, max_num_seqs=1, **values(machine))
     drafted = other_engine(plain, chosen, draft_model)
     Demo(name, TASKS if prompt is None else (prompt,), (plain, drafted), params).run(repeats)

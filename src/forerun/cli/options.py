@@ -169,6 +169,8 @@ class Drafting(DraftSizes):
 
     def of(self, model: str) -> dict[str, Any]:
         """The options given, with the default drafter for `model` if none was named."""
+        from forerun.drafters.named import default_drafter
+
         return {**values(self), "drafter": self.drafter or default_drafter(model, self.draft_model)}
 
 
@@ -265,11 +267,3 @@ def adapters(pairs: list[str] | None) -> dict[str, str]:
             raise ConfigError(f"--lora must be NAME=PATH, such as sql=adapters/sql, each name once; got {pair!r}")
         result[name] = path
     return result
-
-
-def default_drafter(model: str, draft_model: str | None) -> str:
-    """The drafter used if none is named: a draft model if there is one, else n-grams."""
-    from forerun.drafters.named import own_model
-    from forerun.drafters.registry import spec_of
-
-    return "draft" if draft_model or own_model(model, spec_of("draft")) else "ngram"

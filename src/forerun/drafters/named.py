@@ -84,6 +84,11 @@ def own_model(target: str, spec: DrafterSpec) -> str | None:
     return str(folder) if (folder / "config.json").is_file() else None
 
 
+def default_drafter(target: str, draft_model: str | None) -> str:
+    """The drafter used if none is named: a draft model if there is one, else n-grams."""
+    return "draft" if draft_model or own_model(target, spec_of("draft")) else "ngram"
+
+
 def has_own(target: str, spec: DrafterSpec) -> bool:
     """Whether a drafter finds what it drafts with beside the target or in the target's own checkpoint."""
     return own_model(target, spec) is not None or (spec.own_modules is not None and spec.own_modules(target) > 0)

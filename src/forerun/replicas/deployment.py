@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from forerun.config import EngineConfig
-from forerun.drafters.named import engine_config
+from forerun.drafters.named import default_drafter, engine_config
 from forerun.errors import ConfigError, suggestion
 from forerun.llm import LLM
 from forerun.server.settings import ServerSettings, names_of
@@ -33,7 +33,7 @@ class _Strict(BaseModel):
 class Autoscaling(_Strict):
     """How many replicas, by the requests they work on; Ray Serve's names."""
 
-    min_replicas: Annotated[int, Field(ge=0)] = 1
+    min_replicas: Count = 1
     max_replicas: Count
     initial_replicas: Count | None = None
     target_ongoing_requests: Seconds = 16.0
@@ -75,7 +75,7 @@ class Deployment(_Strict):
     replicas: Count = 1
     autoscaling: Autoscaling | None = None
     resources: Resources = Resources()
-    drafter: str = "none"
+    drafter: str | None = None  # None: as `forerun serve` has it
     draft_model: str | None = None
     engine: dict[str, Any] = {}  # fields of EngineConfig and DrafterConfig
     server: dict[str, Any] = {}  # fields of ServerSettings
@@ -95,13 +95,9 @@ class Deployment(_Strict):
     def engine_config(self) -> EngineConfig:
         """The engine's options, checked. Raises ConfigError."""
         threads = self.resources.threads or max(1, int(self.resources.num_cpus))
-        given = {
-            "threads": threads,
-            **self.engine,
-            "drafter": self.drafter,
-            "draft_model": self.draft_model and _path(self.draft_model),
-        }
-        return engine_config(_path(self.model), given)
+        model, draft_model = _path(self.model), self.draft_model and _path(self.draft_model)
+        drafter = self.drafter or default_drafter(model, draft_model)
+        return engine_config(model, {"threads": threads, **self.engine, "drafter": drafter, "draft_model": draft_model})
 
     def settings(self) -> ServerSettings:
         """How clients are treated, checked. Raises ConfigError."""
