@@ -158,7 +158,7 @@ def _show(report: dict[str, Any]) -> None:
 
 def _named(check: dict[str, Any]) -> str:
     shards, stages = check["tensor_parallel"], check["pipeline_parallel"]
-    return str(check["drafter"]) + (f", tensor {shards}, pipeline {stages}" if (shards, stages) != (1, 1) else "")
+    return str(check["drafter"]) + (f", {shards}x{stages} ranks" if (shards, stages) != (1, 1) else "")
 
 
 def _describe(check: dict[str, Any], difference: dict[str, Any]) -> str:
