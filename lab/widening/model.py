@@ -25,9 +25,10 @@ import torch
 
 from forerun.bench.speed import WIDENED_FROM
 from forerun.errors import CheckpointError, ConfigError, ResourceError, UnsupportedError
+from forerun.models.build import INERT_TENSORS
 from forerun.models.config import ModelConfig
 from forerun.models.family import Family
-from forerun.models.loader import INERT_TENSORS, find_family
+from forerun.models.loader import find_family
 from forerun.weights.checkpoint import INDEX_FILE, INDEX_FILES, Checkpoint, read_json
 from forerun.weights.safetensors_write import write_tensors
 from widening.sizes import Sizes, is_exact
