@@ -1,20 +1,30 @@
-"""A process that is lost, or computes something else, ends all."""
+"""A process that is lost, or computes something else, ends all; no other model of several ranks is open here."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from forerun.errors import RankLost
+from forerun.errors import ConfigError, RankLost
 from tests.parallel.test_ranks import WORKER, folder, open_llm, tokens
 from tests.support.processes import own_processes
 
 __all__ = ["folder"]
+
+
+def test_a_port_that_is_taken_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(ConfigError, match=f"MASTER_PORT {port} .* the port free for it"):
+            open_llm(folder, pipeline_parallel=2)
 
 
 def test_ranks_that_compute_something_else_are_noticed(folder: Path) -> None:
