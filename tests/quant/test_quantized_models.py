@@ -19,6 +19,7 @@ from forerun.layers.linear import Linear
 from forerun.models.base import Model
 from forerun.models.decoder import Decoder
 from forerun.models.loader import load_model
+from forerun.models.overview import look_at
 from tests.models import factory
 from tests.models.factory import Runner
 from tests.quant import stored
@@ -174,7 +175,7 @@ def test_scales_are_checked_before_weights_are_read(scale: Tensor | None, said: 
     assert not layers_read
 
 
-def test_a_quantized_cache_is_ignored_and_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fp8_caches_become_int8_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     quantized_copy(factory.make_checkpoint("llama", tmp_path / "dense"), tmp_path / "quantized", "compressed-tensors")
     path, config = tmp_path / "quantized" / "model.safetensors", tmp_path / "quantized" / "config.json"
     scales = {f"model.layers.0.self_attn.{name}_scale": torch.ones(1) for name in ("k", "v")}
@@ -182,8 +183,16 @@ def test_a_quantized_cache_is_ignored_and_said_so(tmp_path: Path, caplog: pytest
     raw = json.loads(config.read_text())
     raw["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
     config.write_text(json.dumps(raw))
-    assert load_model(tmp_path / "quantized", factory.make_kernels()).model.vocab_size == 96
-    assert "stay in 16 bits" in caplog.text
+    loaded = load_model(tmp_path / "quantized", factory.make_kernels())
+    assert {spec.dtype for spec in loaded.kv_specs} == {torch.int8}
+    assert loaded.kv_specs == look_at(tmp_path / "quantized").kv_specs
+    assert "int8 takes its place" in caplog.text
+    config.write_text(
+        json.dumps({**raw, "quantization_config": {**raw["quantization_config"], "kv_cache_scheme": None}})
+    )
+    assert {spec.dtype for spec in load_model(tmp_path / "quantized", factory.make_kernels()).kv_specs} == {
+        torch.bfloat16
+    }
 
 
 def test_quantized_tensors_without_settings(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from forerun.models.stages import PipelineStage, divide
 from forerun.models.storage import check_float16, decoder_bytes, dense_bytes, state_specs
 from forerun.models.unread import refuse_unread
 from forerun.quant.formats import check_tensors
-from forerun.quant.settings import SECTION
+from forerun.quant.settings import asks_small_cache
 from forerun.weights.checkpoint import Checkpoint, read_json, read_model_config
 from forerun.weights.generation import GenerationConfig, end_ids
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
@@ -58,10 +58,8 @@ NOT_SHARED = (
     "which several ranks cannot share: leave tensor parallel at 1, or take a model of a family that forerun runs "
     "itself (docs/models.md lists them)"
 )
-CACHE_SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")  # of quantization_config
 CACHE_NOTICE = (
-    "%s asks for an FP8 cache of keys and values, which forerun does not have: they stay in 16 bits, which rounds less "
-    "and takes twice the memory (kv_cache_dtype 'int8' halves it)"
+    "%s asks for an FP8 cache of keys and values, which forerun does not have: %s (kv_cache_dtype chooses another)"
 )
 
 
@@ -263,13 +261,14 @@ def _load_native(
     checkpoint = _open_text(folder, raw)
     config = tied_as_stored(config, family, checkpoint)
     check_tensors(checkpoint)
-    if any((raw.get(SECTION) or {}).get(name) for name in CACHE_SCHEMES):
-        log.warning(CACHE_NOTICE, folder)
     stage = divide(config, family, checkpoint, place[1])[place[0]]
     _check_memory(config, family, checkpoint, kernels, DTYPES[dtype], positions, stage.share / ranks.size)
     tokenizer = Tokenizer.from_folder(folder)
     parts = ranks, stage
     model = _build(config, family, checkpoint, tokenizer, kernels, DTYPES[dtype], positions, progress, *parts)
+    if asks_small_cache(raw):
+        in_8_bits = any(spec.dtype is torch.int8 for spec in model.kv_specs)
+        log.warning(CACHE_NOTICE, folder, "int8 takes its place" if in_8_bits else "latents stay in 16 bits")
     return LoadedModel(model, tokenizer, folder, raw, config, "forerun")
 
 

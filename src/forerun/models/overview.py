@@ -24,6 +24,7 @@ from forerun.models.loader import check_device, dtype_named, find_family, gguf_f
 from forerun.models.recurrent_dims import ConvDims, DeltaDims, MambaDims
 from forerun.models.storage import check_float16, decoder_bytes, dense_bytes, state_specs, tensors_of
 from forerun.quant.formats import check_tensors
+from forerun.quant.settings import asks_small_cache
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
 from forerun.weights.gguf_checkpoint import GgufCheckpoint
 from forerun.weights.resolve import resolve_model
@@ -137,7 +138,9 @@ def _through_transformers(
 def _kv_dtype(
     config: ModelConfig, family: Family, stored: Checkpoint | GgufCheckpoint, dtype: torch.dtype | None
 ) -> torch.dtype:
-    """As `Builder.decoder` has it: float32 beside float32 and float16 matrices, else bfloat16."""
+    """As `Builder.decoder` has it: float32 beside float32 and float16 matrices, else bfloat16; int8 instead of FP8."""
+    if asks_small_cache(stored.config) and config.latents is None:
+        return torch.int8
     names = family.names_of(family.names, 0)
     outs = {ConvDims: names.conv.out, MambaDims: names.mamba.out, DeltaDims: names.delta.out}
     last = outs[type(config.recurrent)] if config.is_recurrent(0) else names.out

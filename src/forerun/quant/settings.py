@@ -12,7 +12,14 @@ from forerun.errors import CheckpointError, UnsupportedError
 from forerun.quant.auto_round import restated
 
 SECTION = "quantization_config"
+CACHE_SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")  # of compressed-tensors and ModelOpt
 REMEDY = "take another checkpoint of the model"
+
+
+def asks_small_cache(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that keys and values are to be kept in 8 bits."""
+    section = config.get(SECTION)
+    return isinstance(section, Mapping) and any(section.get(name) for name in CACHE_SCHEMES)
 
 
 class Settings:
