@@ -40,13 +40,13 @@ from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts, FeedForw
 from forerun.models.family import Family, same_names
 from forerun.models.shares import HeadShare, Piece, even, of_things, rows_of, share_heads
 from forerun.models.stages import MatrixElsewhere, PipelineStage, decoder_of
+from forerun.models.storage import cache_dtype
 from forerun.quant.base import RowPart, TensorSource, Weight, WeightFormat
 from forerun.quant.dense import DenseWeight
 from forerun.quant.formats import find_format
 from forerun.quant.gguf import keeps_blocks, read_floats
 from forerun.quant.joined import JoinedWeight
 from forerun.quant.rows import read_rows, split_rows
-from forerun.quant.settings import asks_small_cache
 
 # Suffixes of tensors that change nothing here; activations are not rounded to FP8 or FP4, nor are keys and values.
 INERT_TENSORS = (
@@ -372,13 +372,11 @@ class Builder:
         return None if self.ranks.size == 1 else rows_of([even(self.ranks, num_rows)])
 
     def _kv_dtype(self, parts: DecoderParts) -> torch.dtype:
-        """float32 beside float32 and float16 matrices, bfloat16 beside others; int8 if FP8 is asked for."""
-        if asks_small_cache(self.source.config) and self.config.latents is None:
-            return torch.int8
+        """float32 beside float32 and float16 matrices, bfloat16 beside others; see `cache_dtype`."""
         outs = [mixer.out for layer in parts.layers[:1] for mixer in layer.mixers]
         weight = outs[0].weight if outs else parts.lm_head.weight
         dtype = self.dtype or (weight.dtype if isinstance(weight, DenseWeight) else torch.bfloat16)
-        return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        return cache_dtype(self.source.config, self.config, dtype)
 
     def _lm_head(self) -> Linear:
         names = self.family.names

@@ -22,9 +22,8 @@ from forerun.models.family import Family
 from forerun.models.headers import check_headers
 from forerun.models.loader import check_device, dtype_named, find_family, gguf_family, open_checkpoint, read_config
 from forerun.models.recurrent_dims import ConvDims, DeltaDims, MambaDims
-from forerun.models.storage import check_float16, decoder_bytes, dense_bytes, state_specs, tensors_of
+from forerun.models.storage import cache_dtype, check_float16, decoder_bytes, dense_bytes, state_specs, tensors_of
 from forerun.quant.formats import check_tensors
-from forerun.quant.settings import asks_small_cache
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
 from forerun.weights.gguf_checkpoint import GgufCheckpoint
 from forerun.weights.resolve import resolve_model
@@ -138,16 +137,14 @@ def _through_transformers(
 def _kv_dtype(
     config: ModelConfig, family: Family, stored: Checkpoint | GgufCheckpoint, dtype: torch.dtype | None
 ) -> torch.dtype:
-    """As `Builder.decoder` has it: float32 beside float32 and float16 matrices, else bfloat16; int8 instead of FP8."""
-    if asks_small_cache(stored.config) and config.latents is None:
-        return torch.int8
+    """As `Builder.decoder` has it: float32 beside float32 and float16 matrices, else bfloat16; see `cache_dtype`."""
     names = family.names_of(family.names, 0)
     outs = {ConvDims: names.conv.out, MambaDims: names.mamba.out, DeltaDims: names.delta.out}
     last = outs[type(config.recurrent)] if config.is_recurrent(0) else names.out
     out = f"{names.layer.format(index=0)}.{last}.weight" if config.has_mixer(0) else f"{names.lm_head}.weight"
     kind = stored.stored_as(out) if stored.has(out) else ""
     kept = dtype or FLOAT_DTYPES.get(kind, torch.bfloat16)
-    return torch.bfloat16 if kept == torch.bfloat16 else torch.float32
+    return cache_dtype(stored.config, config, kept)
 
 
 def _kv_specs(config: ModelConfig, dtype: torch.dtype) -> tuple[LayerSpec, ...]:

@@ -20,7 +20,7 @@ from forerun.models.family import Family
 from forerun.models.recurrent_dims import state_shapes
 from forerun.quant import stacked
 from forerun.quant.gguf_decode import BLOCK_TYPES
-from forerun.quant.settings import SECTION, Settings
+from forerun.quant.settings import SECTION, Settings, asks_small_cache
 from forerun.quant.sizes import ZERO_POINTS, quantized_growth
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
@@ -39,6 +39,13 @@ PACKED = ("qweight", "qzeros", "weight_packed")  # integers that hold several sm
 BITS, GROUP_SIZES = ("bits", "w_bit", "num_bits"), ("group_size", "q_group_size")  # what formats call them
 EXCEPTIONS = ("extra_config", "dynamic")  # what AutoRound and GPTQModel call settings of some modules
 UNQUANTIZED_BITS = (16, 32)
+
+
+def cache_dtype(raw: Mapping[str, Any], config: ModelConfig, kept: torch.dtype) -> torch.dtype:
+    """What keys and values are kept in beside matrices of that type: int8, but of latents, if `raw` asks for FP8."""
+    if asks_small_cache(raw) and config.latents is None:
+        return torch.int8
+    return torch.bfloat16 if kept == torch.bfloat16 else torch.float32
 
 
 def describe_storage(path: Path) -> dict[str, Any]:
