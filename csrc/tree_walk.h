@@ -9,7 +9,7 @@
 
 namespace forerun {
 
-// In the order of PlainTree in src/forerun/kernels/ops.py, which explains the fields.
+// In the order of PlainTree in src/forerun/kernels/draws.py, which explains the fields.
 struct PlainTree {
     int64_t first_row;
     std::vector<int64_t> tokens, parents, verified;
