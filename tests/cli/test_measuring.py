@@ -26,6 +26,7 @@ ROW = {
 }  # fmt: skip
 CHECK = {
     "drafter", "temperature", "num_prompts", "num_tokens", "num_steps", "acceptance_length", "differences",
+    "tensor_parallel", "pipeline_parallel",
 }  # fmt: skip
 INSPECT = {
     "model", "folder", "family", "implementation", "num_parameters", "sizes", "dtype", "context",

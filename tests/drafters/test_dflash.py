@@ -515,8 +515,7 @@ def test_published_configurations_are_understood() -> None:
     for path, kind in kinds.items():
         raw = json.loads(path.read_text(encoding="utf-8"))
         size, num = raw["hidden_size"], raw["num_target_layers"]
-        layers = SimpleNamespace(layers=range(num))
-        sizes = SimpleNamespace(hidden_size=size, vocab_size=raw["vocab_size"], max_position=64, parts=layers)
+        sizes = SimpleNamespace(hidden_size=size, vocab_size=raw["vocab_size"], max_position=64, num_layers=num)
         source: Any = Nothing(raw, size * len(raw["dflash_config"]["target_layer_ids"]))
         target: Any = sizes
         if kind != "flash":

@@ -184,7 +184,10 @@ class EngineService:
         self.check_room(len(group.samples))
         for sample in group.samples if self.settings.prefill_only else ():
             sample.request.max_len = min(sample.request.max_len, len(sample.request.token_ids) + 1)
-        sent = [Sent(len(sample.text.visible()), sample.request.num_output) for sample in group.samples]
+        sent = [
+            Sent(len(sample.text.visible()), sample.num_elsewhere) if sample.num_elsewhere else Sent()
+            for sample in group.samples
+        ]
         stream = TokenStream(group, asyncio.get_running_loop(), constrained, sent)
         self._num_open += len(group.samples)
         self._commands.put(lambda: self._begin(stream))
