@@ -92,6 +92,14 @@ def test_the_rows_of_kept_nodes_are_theirs(wanted: list[tuple[int, int]], dice) 
         )  # fmt: skip
 
 
+def test_tokens_of_a_chain_without_a_chance_are_left_out() -> None:
+    draft = new_draft()
+    draft.ask("first", 4, 0.0, may_be_pending=False)
+    draft.add_chain([5, 6, 7], [-0.5, -1.0])
+    assert draft.tree.tokens[1:] == [5, 6] and draft.survival == [0.0, -0.5, -1.0]
+    assert draft.proposal_of("first").nodes == (0, 1, 2)
+
+
 def test_what_is_believed_of_a_shared_node_is_the_best_that_was_said() -> None:
     draft = new_draft()
     draft.ask("first", 4, 0.0, may_be_pending=False)

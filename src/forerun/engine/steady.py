@@ -80,9 +80,10 @@ class SteadySteps:
         self._commits = None if type(engine.model) is Decoder else engine.model.commit
 
     def step(self, engine: Engine, drafts: Sequence[Draft]) -> list[RequestGroup] | None:
-        """What follows drafting -> the groups that changed; None, and nothing has happened, if drafts are no chains.
+        """What follows drafting -> the groups that changed; None if drafts are no chains or have too many rows.
 
-        Nor has it if there are too many, or logits that are not usable.
+        None, too, where logits are not usable: then a pass has run, and the phases run it again over the same rows.
+        Nothing is committed in any of these cases.
         """
         chains = list[PlainChain]()
         for entry, draft in zip(self._entries, drafts, strict=True):
@@ -96,7 +97,7 @@ class SteadySteps:
         return None if choices is None else self._commit(engine, drafts, chains, choices)
 
     def _decide(self, engine: Engine, chains: Sequence[PlainChain]) -> Choices | None:
-        """Run the pass and choose tokens from it."""
+        """Run the pass and choose tokens from it; None as for `step`."""
         decided = None if self._stepper is None else self._stepper.choose(chains)
         if decided is None:
             return None

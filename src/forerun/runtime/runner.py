@@ -47,7 +47,8 @@ class ChainStepper(Protocol):
         """The pass over chains of drafts, and the tokens that the coupled rule chooses.
 
         -> seconds of the pass; of each chain how many drafts are accepted, and the token behind them. None for chains
-        that only `Runner.run` computes, and where logits allow no token.
+        that only `Runner.run` computes, before any pass; and where logits allow no token: that pass has run, and its
+        keys and values are in the rows in which `Runner.run` writes the same.
         """
 
 

@@ -157,10 +157,10 @@ class Draft:
     def add_chain(self, tokens: Sequence[int], log_survival: Sequence[float] = ()) -> None:
         """Guess `tokens` one after the other below the root, as many as fit, chosen without randomness.
 
-        `log_survival`: the log chances of their paths, as for `add`; 0 by default.
+        `log_survival`: the log chances of their paths, as for `add`; 0 by default. Tokens without one are left out.
         """
         _check_chances(log_survival)
-        kept = tokens[: self.num_free]
+        kept = tokens[: min(self.num_free, len(log_survival or tokens))]
         if kept:
             self._hang_chain(kept, log_survival or [0.0] * len(kept))
 
