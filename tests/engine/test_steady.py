@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,7 +19,9 @@ from forerun.engine.outputs import RequestGroup
 from forerun.engine.steady import SteadySteps
 from forerun.errors import LogitsError
 from forerun.policy.policy import StepResult
+from forerun.weights.resolve import resolve_model
 from tests.support import mini
+from tests.support.adapters import write_adapter
 
 pytest.importorskip("forerun.kernels.cpu._native")
 PROMPT = "The cat sat on the mat"
@@ -32,14 +35,14 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 def engine(drafter: str = "none", at_once: bool = True, **options: Any) -> LLM:
-    llm = mini.drafting(drafter, **{**DRAFTERS[drafter], **options})
+    llm = mini.drafting(drafter, **{**DRAFTERS.get(drafter, {}), **options})
     if not at_once:
         llm.engine.steady = None
     return llm
 
 
 def start(llm: LLM, prompt: Any, **params: Any) -> RequestGroup:
-    options = {name: params.pop(name) for name in ("deadline_s", "speculate", "max_nodes") if name in params}
+    options = {name: params.pop(name) for name in ("deadline_s", "speculate", "max_nodes", "lora") if name in params}
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, **params})
     group = llm.prepare(prompt, sampling, **options)
     llm.start(group)
@@ -107,6 +110,7 @@ class Watched:
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.learned, self.changed = llm, list[Any](), list[Any]()
+        self.cached = list[Any]()  # after each step
         self.now = 0.0
         llm.engine.scheduler.clock = lambda: self.now
         policy = llm.engine.policy
@@ -133,6 +137,7 @@ class Watched:
             if self.llm.engine.has_work:
                 self.changed.append([group.request_id for group in self.llm.step()])
             self.llm.engine.scheduler.check_integrity()
+            self.cached.append(_cached(self.llm))
             self.now += 1
         return [groups[index] for index in range(len(wanted))]
 
@@ -146,6 +151,16 @@ def _told(result: StepResult) -> Any:
         (call.member, call.is_pending, [(a.request.request_id, *a[1:]) for a in call.asked]) for call in result.calls
     ]
     return outcomes, calls, result.num_rows, result.num_span
+
+
+def _cached(llm: LLM) -> Any:
+    """The blocks that others may use, what is known of them, and behind which ones they come."""
+    cache = llm.engine.scheduler.prefix_cache
+    nodes = [] if cache is None else cache._nodes.values()
+    parents = [-1 if node.parent is None else node.parent.block for node in nodes]
+    return sorted(
+        (node.block, tuple(node.tokens), tuple(node.ready), parent) for node, parent in zip(nodes, parents, strict=True)
+    )
 
 
 def _shown(group: RequestGroup) -> list[Any]:
@@ -163,7 +178,7 @@ def _shown(group: RequestGroup) -> list[Any]:
 @pytest.mark.parametrize("drafter", list(DRAFTERS))
 @pytest.mark.parametrize("seed", range(3))
 def test_every_step_is_the_same_phase_by_phase(drafter: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens, text, figures, what the policy learns, who is scheduled and the prefix cache, step by step."""
+    """What the policy learns, which groups change, the prefix cache after each step; text and figures at the end."""
     random = Random(f"{seed} {drafter}")
     usual = mini.alone(mini.plain(), [PROMPT], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))[0]
     wanted = [asked(random, random.sample(usual, 3)) for _ in range(5)]
@@ -186,8 +201,7 @@ def test_every_step_is_the_same_phase_by_phase(drafter: str, seed: int, monkeypa
     assert at_once.learned == by_phase.learned and at_once.changed == by_phase.changed
     assert steps["at once"] > 0 or drafter == "suffix", "trees go phase by phase"
     assert at_once.llm.engine.scheduler.pool.num_used == 0
-    cached = [watched.llm.engine.scheduler.pool.num_cached for watched in (at_once, by_phase)]
-    assert cached[0] == cached[1]
+    assert at_once.cached == by_phase.cached and any(at_once.cached) == (seed != 1)
 
 
 # -- which steps ------------------------------------------------------------------------------------------------
@@ -210,9 +224,12 @@ def test_all_steps_of_a_usual_request_but_that_of_its_prompt(drafter: str, monke
         ({}, {"temperature": 1.0, "top_p": 0.9}),
         ({}, {"logprobs": 0}),
         ({}, {"prompt_logprobs": 0}),
+        ({}, {"logit_bias": {5: 1.0}}),
+        ({}, {"min_tokens": 3}),
         ({"verification": "rejection"}, {"temperature": 1.0}),
+        ({"drafter": "recycling"}, {"speculate": False}),
     ],
-    ids=["penalty", "filter", "logprobs", "prompt-logprobs", "rejection"],
+    ids=["penalty", "filter", "logprobs", "prompt-logprobs", "bias", "min-tokens", "rejection", "reads-logits"],
 )
 def test_unusual_steps_go_phase_by_phase(
     options: dict[str, Any], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -222,6 +239,20 @@ def test_unusual_steps_go_phase_by_phase(
         start(llm, PROMPT, max_tokens=6, **params)
         while llm.engine.has_work:
             llm.step()
+    assert steps == {"by phase": 6}
+
+
+def test_requests_of_an_adapter_go_phase_by_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native call computes the base alone."""
+    llm = engine()
+    llm.load_adapter("one", str(write_adapter(tmp_path / "one", resolve_model("mini"), ("q_proj",))))
+    try:
+        with counted(monkeypatch) as steps:
+            start(llm, PROMPT, max_tokens=6, lora="one")
+            while llm.engine.has_work:
+                llm.step()
+    finally:
+        llm.unload_adapter("one")  # other tests have the same weights
     assert steps == {"by phase": 6}
 
 

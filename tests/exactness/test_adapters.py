@@ -128,6 +128,27 @@ def test_no_trained_drafter_changes_a_token(drafter: str, tmp_path: Path) -> Non
     assert sum(count.drafted for answer in found for count in answer.stats.drafters.values()) > 0
 
 
+def test_plain_parameters_do_not_lose_the_adapter(tmp_path: Path) -> None:
+    """Steps of such requests are made at once where nothing is adapted."""
+    path = write_adapter(tmp_path / "one", resolve_model("mini"), ("q_proj", "v_proj", "down_proj"))
+    llm = LLM("mini", lora={"one": str(path)}, threads=1, max_num_seqs=4, prefix_caching=False)
+    params, names = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True), ["one", None, "one"]
+    # each alone, its log-probabilities wanted: such steps go phase by phase
+    watched = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
+    expected = [
+        llm.generate([prompt], watched, lora=name)[0].outputs[0].token_ids
+        for prompt, name in zip(PROMPTS[:3], names, strict=True)
+    ]
+    together = [output.outputs[0].token_ids for output in llm.generate(PROMPTS[:3], params, lora=names)]
+    alone = [
+        llm.generate([prompt], params, lora=name)[0].outputs[0].token_ids
+        for prompt, name in zip(PROMPTS[:3], names, strict=True)
+    ]
+    assert together == alone == expected
+    base = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in PROMPTS[:3]]
+    assert [a != b for a, b in zip(alone, base, strict=True)] == [True, False, True], "the adapter changes nothing"
+
+
 def test_prefixes_are_shared_within_an_adapter_alone(llm: LLM) -> None:
     prompt = list(range(20, 43))
     made = llm.with_drafter("none", prefix_caching=True, block_size=4)
