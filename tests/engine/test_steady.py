@@ -204,6 +204,17 @@ def test_every_step_is_the_same_phase_by_phase(drafter: str, seed: int, monkeypa
     assert at_once.cached == by_phase.cached and any(at_once.cached) == (seed != 1)
 
 
+@pytest.mark.parametrize("prompt", [mini.PROMPTS[5], "A"])
+def test_rows_of_a_drafter_that_come_after_their_block_is_full_are_shared_at_once(prompt: str) -> None:
+    """A draft model lacks the row of the last draft that was accepted until it drafts again."""
+    wanted = [Asked(mini.plain().tokenizer.encode(prompt), {"temperature": 0.0, "max_tokens": 40}, 0, None)]
+    ways = [Watched(engine("draft", way, max_draft_tokens=1, block_size=4)) for way in (True, False)]
+    for watched in ways:
+        watched.play(wanted)
+    assert ways[0].cached == ways[1].cached
+    assert any(ready < (4,) for cached in ways[1].cached for _, _, ready, _ in cached), "no block waits for its rows"
+
+
 # -- which steps ------------------------------------------------------------------------------------------------
 
 
