@@ -74,6 +74,9 @@ def test_a_ray_service_deploys_the_configuration(values: dict[str, Any], tmp_pat
         ({"autoscaling": {"kind": "ray"}}, "needs kind: ray"),
         ({**RAY, "apiKeys": {"existingSecret": "x"}}, "give apiKeys.keys"),
         ({**RAY, "options": {"max-num-seqs": 3}}, "stand in ray.config"),
+        ({**RAY, "networkPolicy": {"enabled": True}}, "networkPolicy is for kind: server"),
+        ({**RAY, "serviceMonitor": {"enabled": True}}, "serviceMonitor is for kind: server"),
+        ({**RAY, "podDisruptionBudget": {"maxUnavailable": 2}}, "podDisruptionBudget is for kind: server"),
         ({**RAY, "ray": {"version": "2.60.0", "config": {"model": "other"}}}, "ray.config.model is made of"),
     ],
 )
