@@ -24,6 +24,7 @@ from forerun.server.batch_engine import Answering, RowOptions, answering
 from forerun.server.batches import MAX_TRIES, Answered, AnswerRow, BatchRow, UnavailableError
 
 CONNECT_S: Final = 5.0  # for the cluster's port to answer
+MAX_COMPANY: Final = 2  # workers that a row may lose together with others; then it is asked alone, as it may be why
 START_S: Final = 900.0  # without any worker: nodes may have to be started, models to be downloaded
 
 
@@ -68,6 +69,10 @@ class _Live:
 
     actor: Any
     num_samples: int = 0  # that it works on
+    num_answered: int = 0
+    alone: bool = False  # it takes no row beside one that may be why workers die
+    died_alone: bool = False
+    why: str = ""  # it died
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -87,7 +92,11 @@ class BatchCluster:
         await asyncio.gather(*[self._keep_one() for _ in range(self._num_kept)])
 
     async def _keep_one(self) -> None:
-        """One worker after the other. It is given up when one cannot begin for a reason that the next would have."""
+        """One worker after the other, until one cannot begin for a reason that the next would have, or too many die.
+
+        Those count that do not begin, or end before an answer. Those that died alone with a row do not: the row may be
+        why, and has an end of its own.
+        """
         from ray.exceptions import RayError, RayTaskError
 
         num_failed = 0
@@ -102,10 +111,15 @@ class BatchCluster:
                 self._why, num_failed = _cause(error), num_failed + 1
                 await asyncio.sleep(num_failed)
                 continue
-            worker, num_failed = _Live(actor), 0
+            worker = _Live(actor)
             self._live.append(worker)
             await self._tell()
             await worker.gone.wait()
+            if worker.num_answered:
+                num_failed = 0
+            elif not worker.died_alone:
+                self._why = f"workers die before they answer a row; the last one: {worker.why}"
+                num_failed += 1
         self._num_kept -= 1
         await self._tell()
 
@@ -113,8 +127,30 @@ class BatchCluster:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _one(self) -> _Live:
-        """The worker with the least to do. Raises UnavailableError if there is none for long, or will be none."""
+    async def _one(self, alone: bool = False) -> _Live:
+        """The worker with the least to do; `alone`: for one row, when nothing else runs there any more.
+
+        Raises UnavailableError if there is none for long, or will be none.
+        """
+        while True:
+            await self._some()
+            free = [worker for worker in self._live if not worker.alone]
+            if not free:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: not self._live or not all(each.alone for each in self._live))
+                continue
+            worker = min(free, key=lambda each: each.num_samples)
+            if not alone:
+                return worker
+            worker.alone = True
+            async with self._changed:
+                while worker.num_samples and not worker.gone.is_set():
+                    await self._changed.wait()
+            if not worker.gone.is_set():
+                return worker
+
+    async def _some(self) -> None:
+        """Wait for a worker, busy or not."""
         while not self._live:
             if self._num_kept == 0:
                 raise UnavailableError(self._why)
@@ -123,29 +159,33 @@ class BatchCluster:
                     await self._changed.wait_for(lambda: self._live or self._num_kept == 0)
             except TimeoutError as error:
                 raise UnavailableError(f"{self._why} within {START_S:.0f} s: does a node have room for it?") from error
-        return min(self._live, key=lambda worker: worker.num_samples)
 
     async def begun(self) -> None:
         """Wait for the first worker. Raises UnavailableError."""
-        await self._one()
+        await self._some()
 
     async def answer(self, row: BatchRow) -> Answered:
         """A row's answer, from whichever worker lives. Raises UnavailableError."""
         from ray.exceptions import RayError, RayTaskError
 
-        why = ""
+        why, num_lost = "", 0
         for _ in range(MAX_TRIES):
-            worker = await self._one()
+            alone = num_lost >= MAX_COMPANY
+            worker = await self._one(alone)
             worker.num_samples += row.num_samples
             try:
                 answered: Answered = await worker.actor.answer.remote(row)
+                worker.num_answered += 1
                 return answered
             except RayError as error:
                 why = _cause(error)
                 if not isinstance(error, RayTaskError) or isinstance(error.cause, UnavailableError):
+                    num_lost, worker.why, worker.died_alone = num_lost + 1, why, alone
                     self._drop(worker)
             finally:
                 worker.num_samples -= row.num_samples
+                worker.alone = worker.alone and not alone
+                await self._tell()
         told = {"code": "worker_lost", "message": f"{MAX_TRIES} workers did not answer it; the last one: {why}"}
         return False, {"id": row.answer_id, "custom_id": row.custom_id, "response": None, "error": told}
 
