@@ -133,6 +133,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "server",
         "drafters.named",
         "engine.outputs",
+        "runtime.parallel.start",  # what tells weights from others
         "weights.tokenizer",
         "core",
         "config",

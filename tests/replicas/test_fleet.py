@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fastapi.testclient import TestClient
 
 from forerun.config import EngineConfig
@@ -18,7 +22,9 @@ from forerun.core import SamplingParams
 from forerun.errors import ConfigError
 from forerun.replicas import fleet as fleets
 from forerun.replicas.fleet import Fleet, RemoteFrontend
-from forerun.replicas.replica import Replica
+from forerun.replicas.orders import Accepted, Refusal
+from forerun.replicas.replica import Description, Replica, kind_of
+from forerun.weights.resolve import resolve_model
 from tests.replicas.conftest import InProcess, fleet_client
 from tests.server.conftest import client_of, events_of, settings, wait_until
 from tests.support import mini
@@ -156,9 +162,124 @@ def test_without_failover_the_client_is_told(replicas: InProcess) -> None:
 
 
 def test_replicas_that_bring_nothing_are_not_tried_for_ever(fleet: TestClient, replicas: InProcess) -> None:
-    replicas.lost = lambda order, said: said == 1
+    replicas.lost = lambda order, said: said == 0  # before any takes it
     assert fleet.post(CHAT, json=body(ASKED["drawn"])).status_code == 503
     assert len(replicas.orders) == fleets.MAX_TRIES
+
+
+def test_a_request_that_brings_replicas_down_does_not_bring_down_all(fleet: TestClient, replicas: InProcess) -> None:
+    replicas.lost = lambda order, said: said == 1
+    answer = fleet.post(CHAT, json=body(ASKED["drawn"]))
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "replica_lost"
+    assert len(replicas.orders) == fleets.MAX_DEATHS
+    replicas.orders.clear()
+    replicas.lost = lambda order, said: said == 2  # after a token
+    assert fleet.post(CHAT, json=body(ASKED["drawn"])).status_code == 503
+    assert len(replicas.orders) == fleets.MAX_ALL_DEATHS
+
+
+def test_engines_that_fail_count_as_deaths_and_full_ones_do_not(
+    fleet: TestClient, replicas: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "engine_error"
+
+    async def refuse(order: Any) -> AsyncIterator[Any]:
+        yield Accepted("r")
+        yield Refusal(500 if code == "engine_error" else 429, "no", None, code, {})
+
+    for replica in replicas.replicas.values():
+        monkeypatch.setattr(replica, "run", refuse)
+    assert fleet.post(CHAT, json=body(LONG)).json()["error"]["code"] == "engine_error"
+    assert len(replicas.orders) == fleets.MAX_DEATHS
+    code = "queue_full"
+    assert fleet.post(CHAT, json=body(LONG)).status_code == 429
+    assert len(replicas.orders) == fleets.MAX_DEATHS + fleets.MAX_TRIES
+
+
+def test_a_replica_that_refuses_is_known_by_its_name(
+    fleet: TestClient, replicas: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for replica in replicas.replicas.values():
+        monkeypatch.setattr(replica, "_kind", "another")
+    assert fleet.post(CHAT, json=body(LONG)).json()["error"]["code"] == "replica_changed"
+    assert [set(order.avoid) for order in replicas.orders[:3]] == [set(), {"r0"}, {"r0", "r1"}] or [
+        set(order.avoid) for order in replicas.orders[:3]
+    ] == [set(), {"r1"}, {"r0", "r1"}]
+    assert len(replicas.orders[-1].avoid) == 2
+
+
+def test_no_replica_is_sought_behind_the_deadline(
+    fleet: TestClient, replicas: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "RETRY_S", 30.0)
+    replicas.lost = lambda order, said: said == 0
+    answer = fleet.post(CHAT, json=body({**LONG, "timeout": 0.2}))
+    assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_exceeded"
+
+    async def silent(order: Any) -> AsyncIterator[Any]:
+        await asyncio.sleep(30)
+        yield Accepted("r")
+
+    replicas.lost = lambda order, said: False
+    for replica in replicas.replicas.values():
+        monkeypatch.setattr(replica, "run", silent)
+    assert fleet.post(CHAT, json=body({**LONG, "timeout": 0.2})).status_code == 504
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_what_is_given_up_on_the_way_reaches_the_client(
+    place: int, alone: TestClient, fleet: TestClient, replicas: InProcess
+) -> None:
+    """As when the transport cancels a call that nobody here has cancelled."""
+
+    def gone(order: int, said: int) -> bool:
+        if order == 0 and said == place:
+            raise asyncio.CancelledError
+        return False
+
+    expected = whole(alone, ASKED["drawn"])
+    replicas.lost = gone
+    assert whole(fleet, ASKED["drawn"]) == expected and len(replicas.orders) == 2
+
+
+def test_an_ingress_waits_for_its_own_deployment(replicas: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "DESCRIBE_S", 0.001)
+    own = next(iter(replicas.replicas.values())).describe()
+    told = iter([None, None, own])
+
+    async def ask() -> Description | None:
+        return next(told)
+
+    assert asyncio.run(fleets.described_by(ask)) is own
+
+
+def test_kinds_differ_by_weights_and_by_what_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(resolve_model("mini"), tmp_path / "model")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"old")
+
+    def kind(lora: bool = False, device: str = "cpu") -> str:
+        config = EngineConfig(model=str(tmp_path / "model"), lora={"a": str(adapter)} if lora else {})
+        engine = SimpleNamespace(kv_cache=SimpleNamespace(device=torch.device(device)))
+        return kind_of(SimpleNamespace(config=config, engine=engine, max_model_len=512))  # type: ignore[arg-type]
+
+    before, adapted = kind(), kind(lora=True)
+    assert kind() == before and adapted not in (before, "")
+    (adapter / "adapter_model.safetensors").write_bytes(b"new")
+    assert kind(lora=True) != adapted
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "one")
+    one = kind(device="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "other")
+    assert len({before, one, kind(device="cuda")}) == 3
+    with monkeypatch.context() as changed:
+        changed.setattr(torch, "__version__", "9.9")
+        assert kind() != before
+    weights = max((tmp_path / "model").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert kind() != before
 
 
 def test_errors_of_requests_are_theirs_and_are_not_tried_again(fleet: TestClient, replicas: InProcess) -> None:

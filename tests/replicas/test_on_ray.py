@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,8 +23,11 @@ pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
 
 import httpx
 import yaml
+from ray.exceptions import ActorUnavailableError
 
-from forerun.replicas.on_ray import ENGINE
+from forerun.replicas.deployment import Deployment
+from forerun.replicas.fleet import ReplicaLost
+from forerun.replicas.on_ray import ENGINE, EngineDeployment, RayReplicas
 from tests.server.conftest import client_of, events_of, wait_until
 from tests.support import mini
 
@@ -143,3 +148,39 @@ def test_the_command_lets_streams_end(deployed: Deployed, expected: list[list[in
         assert answer.result() == expected[0]
     assert deployed.process.wait(60) == 0, deployed.log.read_text()
     assert wait_until(lambda: not engines())
+
+
+class Cancelled:
+    """A call that fails, and notes that it is cancelled."""
+
+    cancelled = False
+
+    def __aiter__(self) -> Cancelled:
+        return self
+
+    async def __anext__(self) -> Any:
+        raise ActorUnavailableError("somewhere", b"0" * 16)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def test_a_call_that_failed_is_cancelled_where_it_may_run_on() -> None:
+    call = Cancelled()
+    handle = SimpleNamespace(options=lambda **_: SimpleNamespace(run=SimpleNamespace(remote=lambda order: call)))
+
+    async def read() -> None:
+        async for _ in RayReplicas(handle, "forerun").run(None):  # type: ignore[arg-type]
+            raise AssertionError
+
+    with pytest.raises(ReplicaLost, match="ActorUnavailable"):
+        asyncio.run(read())
+    assert call.cancelled
+
+
+def test_an_engine_describes_itself_to_its_own_deployment_alone() -> None:
+    own, other = Deployment(model="mini"), Deployment(model="mini", drain_s=3)
+    engine = object.__new__(EngineDeployment)
+    engine._deployment, engine._replica = own, SimpleNamespace(describe=lambda: "it", stop=lambda: None)  # type: ignore[assignment]
+    assert asyncio.run(engine.describe(Deployment(model="mini"))) == "it"  # type: ignore[comparison-overlap]
+    assert asyncio.run(engine.describe(other)) is None

@@ -64,6 +64,18 @@ def test_replicas_that_failed_come_last_and_those_that_ended_are_forgotten() -> 
     assert ranks.matched(keys, "b") == 0.0
 
 
+def test_replicas_that_are_no_longer_there_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, keys = PrefixRouting(), keys_of(1, 2, 3)
+    for name in NAMES:
+        ranks.sent(keys, name)
+    ranks.keep(("a", "c", "new"))
+    assert [ranks.matched(keys, name) for name in NAMES] == [1.0, 0.0, 1.0]
+    ranks.gone("a")
+    monkeypatch.setattr(ranks, "_known", None)  # nothing is looked through for a name a second time
+    ranks.gone("a")
+    ranks.keep(NAMES)
+
+
 def test_what_is_not_used_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "MAX_KNOWN", 4)
     ranks = PrefixRouting()

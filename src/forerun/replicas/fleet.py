@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from time import perf_counter
 from typing import Any, Final, NamedTuple, Protocol
 
 from prometheus_client import Counter
 
 from forerun.engine.outputs import RequestGroup
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, DeadlineError
 from forerun.frontend import Frontend, NamedAdapter
 from forerun.replicas.merged import labelled
 from forerun.replicas.orders import Accepted, Ordered, PromptFigures, Refusal, ReplicaOrder
@@ -32,8 +33,13 @@ from forerun.server.settings import ServerSettings
 from forerun.server.streams import Delta, Stream
 from forerun.weights.tokenizer import Tokenizer
 
-MAX_TRIES: Final = 8  # replicas that may be lost on a request without bringing a token
+MAX_TRIES: Final = 8  # replicas that may be lost on a request, or refuse it, without bringing a token
+# Replicas that may end under a request. One that brings an engine down does so again at the same place, so that the
+# second is proof enough; where tokens came in between, it may be chance, such as nodes that are taken away.
+MAX_DEATHS: Final = 2  # without a token in between
+MAX_ALL_DEATHS: Final = 5
 RECOVERY_S: Final = 120.0  # for a replica to accept a request: one that died is started anew meanwhile
+DESCRIBE_S: Final = 0.5  # until replicas are asked again what they are
 RETRY_S: Final = 0.05  # before another replica is asked, doubled each time
 
 log = logging.getLogger("forerun.server")
@@ -45,6 +51,12 @@ class ReplicaLost(Exception):
     def __init__(self, why: str, refusal: Refusal | None = None) -> None:
         super().__init__(why)
         self.refusal = refusal
+        self.replica = ""  # the one that had taken the order
+
+    @property
+    def died(self) -> bool:
+        """Whether it ended, or its engine, while it worked on the order: the order may be why."""
+        return bool(self.replica) and (self.refusal is None or self.refusal.code == "engine_error")
 
 
 class Replicas(Protocol):
@@ -58,6 +70,15 @@ class Replicas(Protocol):
 
     async def metrics_texts(self) -> Mapping[str, bytes]:
         """The metrics of each."""
+
+
+async def described_by(ask: Callable[[], Awaitable[Description | None]]) -> Description:
+    """What a replica of one's own deployment is; `ask` gets None of one that is still the deployment's before."""
+    while True:
+        found = await ask()
+        if found is not None:
+            return found
+        await asyncio.sleep(DESCRIBE_S)
 
 
 class NamedFolder(NamedTuple):
@@ -113,6 +134,9 @@ class RemoteStream:
         self._fleet = fleet
         self._ordered = ordered
         self._avoid: list[str] = []
+        self._num_tries = 0  # that failed since the last token
+        self._num_deaths = 0  # among them
+        self._num_all_deaths = 0
         self._num_steps: dict[int, int] = {}  # by sample
         self._lost_steps: dict[int, int] = {}  # of those, on replicas that were lost
         self._arrived: asyncio.Queue[list[Delta] | ApiError] = asyncio.Queue()
@@ -131,17 +155,15 @@ class RemoteStream:
 
     async def _read(self) -> None:
         """From one replica after the other, until all samples have ended or there is an error."""
-        tries = 0
         try:
             while self._ordered.written:
                 try:
                     async for deltas in self._one_replica():
-                        tries = 0
+                        self._num_tries = self._num_deaths = 0
                         self._arrived.put_nowait(deltas)
                 except ReplicaLost as error:
                     if self._ordered.written:  # else it was lost behind the end
-                        tries += 1
-                        await self._lost(error, tries)
+                        await self._lost(error)
         except Exception as error:
             if not isinstance(error, ApiError):
                 log.exception("a request to replicas failed")
@@ -164,21 +186,37 @@ class RemoteStream:
                             yield [self._take(delta) for delta in each]
             if self._ordered.written:
                 raise ReplicaLost("it ended in the middle of an answer")
-        except ReplicaLost:
-            self._avoid.append(name)
+        except ReplicaLost as error:
+            error.replica = name
             raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # the client has left, or this process ends
+                raise
+            lost = ReplicaLost("its answer was given up on the way")
+            lost.replica = name
+            raise lost from None
 
     async def _accepted(self, said: AsyncIterator[Said]) -> str:
         """The name of the replica that took the order."""
         try:
-            first = await asyncio.wait_for(anext(said, None), RECOVERY_S)
+            first = await asyncio.wait_for(anext(said, None), min(RECOVERY_S, self._left_s()))
         except TimeoutError:
+            self._check_deadline()
             raise _lost_for_good() from None
-        if isinstance(first, Refusal):
-            self._refuse(first)
         if not isinstance(first, Accepted):
             raise ReplicaLost("it did not take the order")
         return first.replica
+
+    def _left_s(self) -> float:
+        """Until the request's deadline."""
+        deadline_s = self._ordered.group.samples[0].request.deadline_s
+        return inf if deadline_s is None else deadline_s - perf_counter()
+
+    def _check_deadline(self) -> None:
+        """Raise ApiError 504 behind it."""
+        if self._left_s() <= 0:
+            raise as_api_error(DeadlineError("no replica could go on with the request before its deadline"))
 
     def _refuse(self, refusal: Refusal) -> None:
         """Raise what the replica said; ReplicaLost if another may do better."""
@@ -198,15 +236,22 @@ class RemoteStream:
         steps = tuple(step._replace(time_s=perf_counter()) for step in delta.steps)  # on this process's clock
         return replace(delta, stats=stats, steps=steps) if lost or steps else delta
 
-    async def _lost(self, error: ReplicaLost, tries: int) -> None:
+    async def _lost(self, error: ReplicaLost) -> None:
         """Wait a little before another replica is asked; raises ApiError if none is to be."""
         request_id = self._ordered.group.request_id
-        log.warning("a replica was lost", extra={"request": request_id, "replica": self._avoid[-1], "why": str(error)})
-        if not self._fleet.failover or tries >= MAX_TRIES:
+        log.warning("a replica was lost", extra={"request": request_id, "replica": error.replica, "why": str(error)})
+        if error.replica and error.replica not in self._avoid:
+            self._avoid.append(error.replica)
+        self._num_tries += 1
+        self._num_deaths += error.died
+        self._num_all_deaths += error.died
+        enough = self._num_deaths >= MAX_DEATHS or self._num_all_deaths >= MAX_ALL_DEATHS
+        if not self._fleet.failover or enough or self._num_tries >= MAX_TRIES:
             raise _lost_for_good() if error.refusal is None else error.refusal.error()
         self._lost_steps = dict(self._num_steps)
         self._fleet.moved.inc()
-        await asyncio.sleep(RETRY_S * 2 ** (tries - 1))
+        await asyncio.sleep(min(RETRY_S * 2 ** (self._num_tries - 1), max(0.0, self._left_s())))
+        self._check_deadline()
 
 
 def _lost_for_good() -> ApiError:

@@ -17,7 +17,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
 from forerun.replicas.deployment import Deployment, read_deployment
-from forerun.replicas.fleet import Fleet, RemoteFrontend, ReplicaLost
+from forerun.replicas.fleet import Fleet, RemoteFrontend, ReplicaLost, described_by
 from forerun.replicas.orders import ReplicaOrder
 from forerun.replicas.replica import Description, Replica, Said
 from forerun.replicas.routing import ROUTERS
@@ -45,10 +45,10 @@ class RayReplicas:
         try:
             async for said in response:
                 yield said
-        except (RayError, RayServeException) as error:
-            raise ReplicaLost(" ".join(f"{type(error).__name__} {error}".split())[:300]) from error
-        except BaseException:  # nobody reads on
+        except BaseException as error:  # nobody reads on: a replica that lives shall not, either
             response.cancel()
+            if isinstance(error, RayError | RayServeException):
+                raise ReplicaLost(" ".join(f"{type(error).__name__} {error}".split())[:300]) from error
             raise
 
     def loads(self) -> Mapping[str, EngineLoad]:
@@ -72,13 +72,14 @@ class EngineDeployment:
 
     def __init__(self, deployment: Deployment) -> None:
         bound_arenas()
+        self._deployment = deployment
         self._stuck_s = deployment.health.stuck_s
         self._name = serve.get_replica_context().replica_id.unique_id
         self._replica = Replica(self._name, deployment.open(), deployment.settings())
 
-    async def describe(self) -> Description:
-        """What it runs."""
-        return self._replica.describe()
+    async def describe(self, deployment: Deployment) -> Description | None:
+        """What it runs; None if that is not this deployment but the one that it takes the place of."""
+        return self._replica.describe() if deployment == self._deployment else None
 
     async def run(self, order: ReplicaOrder) -> AsyncIterator[Said]:
         """See `Replica.run`."""
@@ -107,7 +108,7 @@ class Ingress:
     """The OpenAI-compatible application, in a process without weights."""
 
     async def __init__(self, deployment: Deployment, engines: Any) -> None:  # type: ignore[misc] # Serve awaits it
-        described = await engines.describe.remote()
+        described = await described_by(lambda: engines.describe.remote(deployment))
         replicas = RayReplicas(engines, serve.get_replica_context().app_name)
         settings = deployment.settings()
         fleet = Fleet(replicas, described, settings, deployment.failover)

@@ -10,13 +10,16 @@ import pickle
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
-from forerun import __version__
+import torch
+
 from forerun.config import EngineConfig
 from forerun.errors import ForerunError
 from forerun.llm import LLM
 from forerun.replicas.orders import Accepted, PromptFigures, Refusal, ReplicaOrder, group_of
+from forerun.runtime.parallel.start import release, weights_stamp
 from forerun.server.errors import ApiError, as_api_error
 from forerun.server.grammar_compiler import GrammarCompiler
 from forerun.server.metrics import EngineLoad
@@ -62,6 +65,7 @@ class Replica:
 
     async def run(self, order: ReplicaOrder) -> AsyncIterator[Said]:
         """The name of this replica, then pieces of the answer until all samples have ended, or a refusal."""
+        yield Accepted(self._name)  # before a refusal, too, so that whoever is refused asks another one next
         try:
             if order.kind not in ("", self._kind):
                 raise ApiError(
@@ -70,7 +74,6 @@ class Replica:
                     headers={"Retry-After": "1"},
                 )  # fmt: skip
             self._service.check_room(len(order.written))
-            yield Accepted(self._name)
             group = await asyncio.to_thread(group_of, order, self._llm, self._grammars)
             stream = self._service.submit(group, order.constrained)
             try:
@@ -108,10 +111,20 @@ class Replica:
 
 
 def kind_of(llm: LLM) -> str:
-    """Equal for engines that write the same tokens: by release, model, device and what changes roundings."""
-    config = llm.config
+    """Equal for engines that write the same tokens: by release, weights, device and what changes roundings."""
+    config, device = llm.config, llm.engine.kv_cache.device
     parts = (
-        __version__, config.model, config.dtype, config.implementation, config.activations, config.kv_cache_dtype,
-        config.generation_config, sorted(config.lora.items()), llm.engine.kv_cache.device.type, llm.max_model_len,
+        release(), weights_stamp(config), config.model, config.dtype, config.implementation, config.activations,
+        config.kv_cache_dtype, config.generation_config, _adapters(config.lora), device.type,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "", llm.max_model_len,
     )  # fmt: skip
     return sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _adapters(folders: Mapping[str, str]) -> list[tuple[str, str, list[str]]]:
+    """Names, folders and what the files there hold."""
+    found = []
+    for name, folder in sorted(folders.items()):
+        files = sorted(path for path in Path(folder).iterdir() if path.is_file())
+        found.append((name, folder, [sha256(path.read_bytes()).hexdigest() for path in files]))
+    return found

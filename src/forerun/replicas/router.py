@@ -56,6 +56,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         """An order has ended, however. Called by Serve."""
         self._open.pop(internal_request_id, None)
 
+    def update_replicas(self, replicas: Sequence[Any]) -> None:
+        """Called by Serve when replicas come or go."""
+        super().update_replicas(replicas)
+        self._routing.keep({replica.replica_id.unique_id for replica in replicas})
+
     def on_replica_actor_died(self, replica_id: Any) -> None:
         """Called by Serve."""
         super().on_replica_actor_died(replica_id)

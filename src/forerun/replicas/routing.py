@@ -9,7 +9,7 @@ so that a hot prefix spreads as soon as its replica has more than its share, and
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -36,6 +36,7 @@ class PrefixRouting:
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, dict[str, None]] = OrderedDict()  # key -> replicas that were sent it
+        self._names: set[str] = set()  # of those
 
     def rank(self, keys: Sequence[int], loads: Mapping[str, float], avoid: Sequence[str] = ()) -> list[str]:
         """The replicas in `loads` (open requests, by name), the best first, those to avoid last."""
@@ -51,6 +52,7 @@ class PrefixRouting:
 
     def sent(self, keys: Sequence[int], name: str) -> None:
         """A request with these keys went to that replica."""
+        self._names.add(name)
         for key in keys:
             self._known.setdefault(key, {})[name] = None
             self._known.move_to_end(key)
@@ -63,8 +65,18 @@ class PrefixRouting:
 
     def gone(self, name: str) -> None:
         """The replica has ended, and its cache with it."""
-        for names in self._known.values():
-            names.pop(name, None)
+        self._forget({name} & self._names)
+
+    def keep(self, names: Collection[str]) -> None:
+        """There are no other replicas now."""
+        self._forget(self._names.difference(names))
+
+    def _forget(self, ended: set[str]) -> None:
+        if ended:  # reported more than once
+            self._names -= ended
+            for names in self._known.values():
+                for name in ended & names.keys():
+                    del names[name]
 
     def _matched(self, keys: Sequence[int]) -> dict[str, int]:
         """Leading keys that each replica was sent."""
