@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
+
+from forerun.cli import deploy as deploy_command
+from forerun.errors import ConfigError
+from forerun.replicas.deployment import Http as HttpConfig
 
 
 @pytest.fixture
@@ -44,6 +51,50 @@ def test_a_cluster_that_is_not_there(run: Any, file: Path) -> None:
 
 def test_detached_from_a_cluster_that_ends(run: Any, file: Path) -> None:
     assert "--address" in refused(run, str(file), "--detach")
+
+
+@pytest.fixture
+def made(file: Path) -> Any:
+    file.write_text("model: mini\nreplicas: 3\nresources: {num_cpus: 2}\n")
+    return deploy_command._read(file)
+
+
+def test_a_machine_that_is_too_small(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    deploy_command.check_room(made, {"CPU": 6.1}, own=True)
+    with pytest.raises(ConfigError, match=r"asks for 6\.1 CPUs, it has 2: lower replicas"):
+        deploy_command.check_room(made, {"CPU": 2.0}, own=True)
+    assert not capsys.readouterr().err
+    deploy_command.check_room(made, {"CPU": 2.0}, own=False)
+    assert "asks for 6.1 CPUs, it has 2" in capsys.readouterr().err
+
+
+def test_serve_listens_elsewhere(made: Any) -> None:
+    deploy_command.check_listening(made, HttpConfig(host="127.0.0.1", port=8000))
+    for other in (HttpConfig(host="127.0.0.1", port=8001), HttpConfig(host="0.0.0.0")):
+        with pytest.raises(ConfigError, match=f"listens on {other.host} port {other.port}"):
+            deploy_command.check_listening(made, other)
+
+
+@pytest.mark.parametrize(("number", "ending"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_start_can_be_interrupted(
+    number: signal.Signals, ending: type[BaseException], detach: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    def start(deployment: Any, name: str) -> None:
+        signal.raise_signal(number)
+        time.sleep(5)
+
+    for name in ("_import_ray", "_fetch", "_check_reachable"):
+        monkeypatch.setattr(deploy_command, name, lambda *given: None)
+    monkeypatch.setattr(deploy_command, "_cluster", lambda *given: nullcontext())
+    monkeypatch.setattr(deploy_command, "_run", start)
+    monkeypatch.setattr(deploy_command, "_end", ended.append)
+    before = signal.getsignal(number)
+    with pytest.raises(ending):
+        deploy_command.deploy(file, "cluster:1", "mine", detach)
+    assert ended == ([] if detach else ["mine"]) and signal.getsignal(number) is before
 
 
 def test_a_port_that_is_taken(run: Any, file: Path) -> None:

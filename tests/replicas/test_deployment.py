@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,11 @@ def test_a_models_folder_is_found_from_anywhere(tmp_path: Path, monkeypatch: pyt
         ({"engine": {"max_num_seq": 1}}, "unknown option max_num_seq"),
         ({"engine": {"max_num_seqs": 0}}, "max_num_seqs must be a whole number from 1"),
         ({"server": {"max_que": 1}}, "no field server.max_que; .*did you mean max_queue"),
+        ({"engine": {"drafter": "ngram"}}, "engine.drafter: drafter stands beside engine"),
+        ({"engine": {"draft_model": "mini-draft"}}, "engine.draft_model: draft_model stands beside engine"),
+        ({"server": {"max_queue": "many"}}, "server.max_queue: .*integer; got 'many'"),
+        ({"server": {"warm_grammars": "no"}}, "server.warm_grammars: .*boolean; got 'no'"),
+        ({"server": {"timeout_s": [1]}}, "server.timeout_s: .*number"),
         ({"server": {"api_keys": ["a"]}}, "no field server.api_keys"),
         ({"drafter": "nobody"}, "nobody"),
         ({"replicas": 0}, "replicas: .*greater than or equal to 1; got 0"),
@@ -73,6 +79,37 @@ def test_a_models_folder_is_found_from_anywhere(tmp_path: Path, monkeypatch: pyt
 def test_what_is_wrong_is_named(tmp_path: Path, changed: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError, match=f"deploy.yaml: .*{told}"):
         read(tmp_path, yaml.safe_dump({"model": "mini", **changed}))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    ["hidden", "[[hidden]]", "{hidden: 1}", "[hidden", "*hidden", "!hidden x", '["hidden", 5]', '["hidden", ""]'],
+)
+def test_keys_are_never_printed(tmp_path: Path, keys: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path, f"model: mini\napi_keys: {keys}\n")
+    assert "deploy.yaml" in str(raised.value)
+    assert "hidden" not in "".join(traceback.format_exception(raised.value))
+    assert "hidden" not in repr(read(tmp_path, "model: mini\napi_keys: [hidden]"))
+
+
+def test_files_of_this_machine_are_found_by_replicas_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "draft", "adapter"):
+        (tmp_path / name).mkdir()
+    text = "model: model\ndrafter: draft\ndraft_model: draft\nengine: {lora: {a: adapter, b: of/hub}, kv_disk: kv}"
+    deployment = read(tmp_path, text)
+    monkeypatch.chdir("/")
+    config = deployment.engine_config()
+    assert (config.model, config.drafter.model) == (str(tmp_path / "model"), str(tmp_path / "draft"))
+    assert config.lora == {"a": str(tmp_path / "adapter"), "b": "of/hub"} and config.kv_disk == str(tmp_path / "kv")
+    assert deployment.settings().served_names == ("model",)
+
+
+def test_what_a_cluster_must_have(tmp_path: Path) -> None:
+    text = "model: mini\nresources: {num_cpus: 2, num_gpus: 1}\nhttp: {ingresses: 2, num_cpus: 0.5}\n"
+    assert read(tmp_path, text + "replicas: 3").needed() == {"CPU": 7.0, "GPU": 3.0}
+    assert read(tmp_path, text + "autoscaling: {min_replicas: 2, max_replicas: 9}").needed() == {"CPU": 5.0, "GPU": 2.0}
 
 
 @pytest.mark.parametrize("text", ["", "- model", "model: [", "replicas: 2"])

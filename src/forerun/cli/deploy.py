@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -48,13 +49,20 @@ def deploy(file: File, address: Cluster = None, name: Application = APPLICATION,
         _check_reachable(address or "")
     _import_ray()
     _fetch(deployment)
-    with _cluster(address, deployment), _until_told() as told:
-        _run(deployment, name)
-        print_note(f"listening on http://{deployment.http.host}:{deployment.http.port}/v1")
-        if not detach:
-            told.wait()
-            print_note(f"stopping: requests have {deployment.drain_s:g} s to end")
-            _end(name)
+    with _cluster(address, deployment):
+        try:
+            with _interruptible():
+                _run(deployment, name)
+        except (KeyboardInterrupt, SystemExit):
+            if not detach:
+                _end(name)
+            raise
+        with _until_told() as told:
+            print_note(f"listening on http://{deployment.http.host}:{deployment.http.port}/v1")
+            if not detach:
+                told.wait()
+                print_note(f"stopping: requests have {deployment.drain_s:g} s to end")
+                _end(name)
 
 
 def _read(file: Path) -> Deployment:
@@ -99,7 +107,10 @@ def _cluster(address: str | None, deployment: Deployment) -> Iterator[None]:
         raise ConfigError(f"there is no Ray cluster to connect to at {address}: {_line(error)}; start one with "
                           "`ray start --head`, or leave --address out")  from error  # fmt: skip
     try:
-        if not serve.status().proxies:
+        check_room(deployment, ray.cluster_resources(), own=address is None)
+        if serve.status().proxies:
+            check_listening(deployment, serve.context._get_global_client().http_config)
+        else:
             check_address(deployment.http.host, deployment.http.port)
             serve.start(http_options={"host": deployment.http.host, "port": deployment.http.port})
         yield
@@ -121,6 +132,32 @@ def _check_reachable(address: str) -> None:
         ) from error
 
 
+def check_room(deployment: Deployment, have: Mapping[str, float], own: bool) -> None:
+    """Raise ConfigError if the cluster is too small; one that is not `own` may grow, so that a note must do."""
+    short = [
+        f"{number:g} {name}s, it has {have.get(name, 0.0):g}"
+        for name, number in deployment.needed().items()
+        if number > have.get(name, 0.0) + 1e-6
+    ]
+    if short and own:
+        raise ConfigError(
+            f"this machine has too little for the deployment, which asks for {'; '.join(short)}: lower replicas, "
+            "resources or http.ingresses, or give the --address of a larger cluster"
+        )
+    if short:
+        print_note(f"the cluster must grow before all replicas start: the deployment asks for {'; '.join(short)}")
+
+
+def check_listening(deployment: Deployment, real: Any) -> None:
+    """Raise ConfigError if Serve listens elsewhere already, since it has one address for all it serves."""
+    asked = deployment.http
+    if (asked.host, asked.port) != (real.host, real.port):
+        raise ConfigError(
+            f"Ray Serve listens on {real.host} port {real.port} on this cluster already, http asks for {asked.host} "
+            f"port {asked.port}: write the former into the file, or end what runs there with `serve shutdown`"
+        )
+
+
 def _run(deployment: Deployment, name: str) -> None:
     from ray import serve
 
@@ -139,12 +176,26 @@ def _end(name: str) -> None:
 
 
 @contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM and SIGINT end the block, by SystemExit and KeyboardInterrupt."""
+    handlers = {signal.SIGTERM: lambda *_: sys.exit(128 + signal.SIGTERM), signal.SIGINT: signal.default_int_handler}
+    with _handled(handlers):
+        yield
+
+
+@contextmanager
 def _until_told() -> Iterator[Event]:
     """An event that SIGTERM and SIGINT set."""
     told = Event()
-    before = {number: signal.signal(number, lambda *_: told.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with _handled(dict.fromkeys((signal.SIGTERM, signal.SIGINT), lambda *_: told.set())):
         yield told
+
+
+@contextmanager
+def _handled(handlers: Mapping[signal.Signals, Callable[..., Any]]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from forerun.config import EngineConfig
 from forerun.drafters.named import default_drafter, engine_config
@@ -22,6 +22,7 @@ from forerun.server.settings import ServerSettings, names_of
 # Of ServerSettings: what has a field of its own here, and what needs one process that answers everything.
 NOT_SERVER = frozenset({"served_names", "api_keys", "allowed_hosts", "drain_s", "batch_dir", "max_batch_bytes",
                         "allow_lora_loading"})  # fmt: skip
+FILES = ("generation_config", "draft_vocabulary", "corpus")  # engine options that name one
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -79,7 +80,7 @@ class Deployment(_Strict):
     draft_model: str | None = None
     engine: dict[str, Any] = {}  # fields of EngineConfig and DrafterConfig
     server: dict[str, Any] = {}  # fields of ServerSettings
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = Field((), repr=False)
     http: Http = Http()
     health: Health = Health()
     drain_s: Annotated[float, Field(ge=0)] = 30.0  # for requests to end when a replica is stopped
@@ -94,10 +95,13 @@ class Deployment(_Strict):
 
     def engine_config(self) -> EngineConfig:
         """The engine's options, checked. Raises ConfigError."""
+        own = next((name for name in ("model", "drafter", "draft_model") if name in self.engine), None)
+        if own is not None:
+            raise ConfigError(f"engine.{own}: {own} stands beside engine, as a field of its own, not among its options")
         threads = self.resources.threads or max(1, int(self.resources.num_cpus))
-        model, draft_model = _path(self.model), self.draft_model and _path(self.draft_model)
-        drafter = self.drafter or default_drafter(model, draft_model)
-        return engine_config(model, {"threads": threads, **self.engine, "drafter": drafter, "draft_model": draft_model})
+        drafter = self.drafter or default_drafter(self.model, self.draft_model)
+        given = {"threads": threads, **self.engine, "drafter": drafter, "draft_model": self.draft_model}
+        return engine_config(self.model, given)
 
     def settings(self) -> ServerSettings:
         """How clients are treated, checked. Raises ConfigError."""
@@ -106,12 +110,42 @@ class Deployment(_Strict):
         given: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in self.server.items()
         }
-        name = self.name or (Path(self.model).name if self.model.endswith(".gguf") else self.model)
+        types = get_type_hints(ServerSettings)
+        for name, value in given.items():
+            try:
+                TypeAdapter(types[name]).validate_python(value, strict=True)
+            except ValidationError as error:
+                raise ConfigError(f"server.{name}: {error.errors()[0]['msg']}; got {value!r:.80}") from None
         hosts = names_of(self.http.host, self.http.allowed_hosts, bool(self.api_keys))
         return ServerSettings(
-            served_names=(name,), api_keys=self.api_keys, allowed_hosts=hosts, drain_s=self.drain_s,
+            served_names=(self.served_name,), api_keys=self.api_keys, allowed_hosts=hosts, drain_s=self.drain_s,
             **given,
         )  # fmt: skip
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.name or (Path(self.model).name if self.model.endswith(".gguf") else self.model)
+
+    def needed(self) -> dict[str, float]:
+        """CPUs and GPUs that a cluster must have for all processes to start, as Ray names them."""
+        scaling, each = self.autoscaling, self.resources
+        many = self.replicas if scaling is None else scaling.initial_replicas or scaling.min_replicas
+        return {"CPU": many * each.num_cpus + self.http.ingresses * self.http.num_cpus, "GPU": many * each.num_gpus}
+
+    def anywhere(self) -> Deployment:
+        """The same with folders and files of this machine by their whole paths: replicas start elsewhere."""
+        engine = dict(self.engine)
+        for name in FILES:
+            if name in engine and engine[name] not in ("auto", "none"):
+                engine[name] = _path(engine[name])
+        if isinstance(engine.get("kv_disk"), str):
+            engine["kv_disk"] = str(Path(engine["kv_disk"]).resolve())  # it is made when it is not there
+        if isinstance(engine.get("lora"), dict):
+            engine["lora"] = {name: _path(folder) for name, folder in engine["lora"].items()}
+        changed = {"name": self.served_name, "model": _path(self.model), "engine": engine,
+                   "draft_model": self.draft_model and _path(self.draft_model)}  # fmt: skip
+        return self.model_copy(update=changed)
 
     def open(self) -> LLM:
         """The engine of a replica."""
@@ -124,16 +158,20 @@ def read_deployment(path: str | Path) -> Deployment:
     """Read a file; everything in it is checked. Raises ConfigError that names the file and the field."""
     try:
         given = yaml.safe_load(Path(path).read_text("utf-8"))
+    except yaml.MarkedYAMLError as error:  # its text quotes the file, which may hold keys
+        mark = error.problem_mark
+        where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+        raise ConfigError(f"cannot read {path}: it is not YAML{where}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(given, dict):
         raise ConfigError(f"{path} holds no options: write them as NAME: VALUE, at least model")
     try:
-        deployment = Deployment(**{str(name): value for name, value in given.items()})
+        deployment = Deployment(**{str(name): value for name, value in given.items()}).anywhere()
         config = deployment.engine_config()
         deployment.settings()
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_told(error)}") from error
+        raise ConfigError(f"{path}: {_told(error)}") from None  # its own text has the values
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if config.verification != "coupled":
@@ -151,7 +189,8 @@ def _told(error: ValidationError) -> str:
             part = part if isinstance(part, type) else Autoscaling
         return _unknown(".".join([*above, name]), name, part.model_fields)
     where = ".".join([*above, name])
-    value = "" if first["type"] in ("missing", "value_error") else f"; got {first.get('input')!r:.80}"
+    secret = "api_keys" in first["loc"]
+    value = "" if secret or first["type"] in ("missing", "value_error") else f"; got {first.get('input')!r:.80}"
     return f"{where}: {first['msg']}{value}" if where else first["msg"].removeprefix("Value error, ")
 
 
@@ -165,6 +204,6 @@ def _unknown(where: str, name: str, known: Any) -> str:
     return f"there is no field {where}; there are {', '.join(known)}{suggestion(name, known)}"
 
 
-def _path(model: str) -> str:
-    """A folder or file by its whole path: replicas start elsewhere."""
-    return str(Path(model).resolve()) if Path(model).exists() else model
+def _path(name: Any) -> Any:
+    """A folder or file of this machine by its whole path; anything else as it is."""
+    return str(Path(name).resolve()) if isinstance(name, str) and Path(name).exists() else name
