@@ -140,7 +140,7 @@ class Deployment(_Strict):
             if name in engine and engine[name] not in ("auto", "none"):
                 engine[name] = _path(engine[name])
         if isinstance(engine.get("kv_disk"), str):
-            engine["kv_disk"] = str(Path(engine["kv_disk"]).resolve())  # it is made when it is not there
+            engine["kv_disk"] = str(Path(engine["kv_disk"]).expanduser().resolve())  # it is made when it is not there
         if isinstance(engine.get("lora"), dict):
             engine["lora"] = {name: _path(folder) for name, folder in engine["lora"].items()}
         changed = {"name": self.served_name, "model": _path(self.model), "engine": engine,

@@ -125,6 +125,6 @@ def _adapters(folders: Mapping[str, str]) -> list[tuple[str, str, list[str]]]:
     """Names, folders and what the files there hold."""
     found = []
     for name, folder in sorted(folders.items()):
-        files = sorted(path for path in Path(folder).iterdir() if path.is_file())
+        files = sorted(Path(folder).expanduser().glob("adapter_*"))  # configuration and matrices, as PEFT names them
         found.append((name, folder, [sha256(path.read_bytes()).hexdigest() for path in files]))
     return found
