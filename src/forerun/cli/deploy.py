@@ -178,8 +178,11 @@ def _end(name: str) -> None:
 @contextmanager
 def _interruptible() -> Iterator[None]:
     """SIGTERM and SIGINT end the block, by SystemExit and KeyboardInterrupt."""
-    handlers = {signal.SIGTERM: lambda *_: sys.exit(128 + signal.SIGTERM), signal.SIGINT: signal.default_int_handler}
-    with _handled(handlers):
+
+    def leave(*_: Any) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    with _handled({signal.SIGTERM: leave, signal.SIGINT: signal.default_int_handler}):
         yield
 
 
