@@ -17,7 +17,7 @@ from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import RequestOutput, SamplingParams
 from forerun.drafters.base import DrafterHealth
 from forerun.drafters.named import engine_config
-from forerun.drafters.registry import named_heads
+from forerun.drafters.registry import draft_models, named_heads
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import ConfigError, QueueFullError, RankLost, SamplingError
@@ -28,7 +28,7 @@ from forerun.models.loader import LoadedModel, load_adapter
 from forerun.models.trimmed import check_draft_vocabularies
 from forerun.opening import SharedModel, check_ranks, open_shared
 from forerun.progress import progress_bar
-from forerun.tiering import check_tiers
+from forerun.tiering import check_tiers, check_unchanged
 from forerun.weights.corpus import open_corpus
 from forerun.weights.tokenizer import Tokenizer
 
@@ -56,6 +56,7 @@ class LLM(Frontend):
             config, loaded.model, self._shared.kernels, named_heads(drafts.load), loaded.folder,
             partial(open_corpus, tokenizer=loaded.tokenizer), drafts.translation,
         )  # fmt: skip
+        check_unchanged(config, [loaded, *drafts.among(draft_models(config.drafter))])
 
     def with_drafter(self, drafter: str | DrafterConfig, **options: Any) -> LLM:
         """Another engine with another drafter (and other engine options) on the same weights and kernels.

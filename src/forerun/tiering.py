@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -37,6 +38,7 @@ from forerun.errors import ConfigError
 from forerun.kernels.ops import Kernels
 from forerun.models.base import Model, SharesPasses
 from forerun.models.decoder import Decoder
+from forerun.models.loader import LoadedModel
 from forerun.weights.identity import code_digest, digest_of, stamps_of
 from forerun.weights.resolve import resolve_model
 
@@ -50,6 +52,18 @@ def check_tiers(config: EngineConfig) -> None:
         check_folder(config.kv_disk)
     if config.kv_events is not None:
         check_installed()
+
+
+def check_unchanged(config: EngineConfig, loaded: Iterable[LoadedModel]) -> None:
+    """After files were hashed: raise ConfigError if they are not those that the weights were read from."""
+    if config.kv_disk is None and config.kv_host_gib is None:
+        return
+    for each in loaded:
+        if each.stamps != stamps_of(each.folder):
+            raise ConfigError(
+                f"the files of {each.folder} have changed since its weights were read, and tiers of KV (kv_disk, "
+                "kv_host_gib) name blocks by these files: load the model again, when nobody writes there"
+            )
 
 
 def attach_tiers(
@@ -124,7 +138,7 @@ def _about(config: EngineConfig, engine: Engine, model: Model, kernels: Kernels,
         "format": str(FORMAT),
         "weights": digest_of(folder),
         "code": _own_code(),
-        "libraries": f"torch {torch.__version__}, transformers {_version('transformers')}",
+        "libraries": f"torch {torch.__version__}, transformers {_version('transformers')}, triton {_version('triton')}",
         "kernels": _rounding_of(kernels, model),
         "loaded": f"{config.dtype}, {config.implementation}, {model.max_position} positions",
         "blocks": f"{engine.kv_cache.block_size} tokens of {', '.join(tensors)}",
@@ -147,11 +161,27 @@ def _version(package: str) -> str:
 def _rounding_of(kernels: Kernels, model: Model) -> str:
     """Equal for kernels that give the same bits."""
     if not kernels.name.startswith("cpu-"):
-        own = f"{kernels.name}, {kernels.reason}"
+        own = f"{kernels.name}, {kernels.reason}{_torch_here() if kernels.device.type == 'cpu' else ''}"
     else:
         own = "cpu with AMX" if "amx" in kernels.name else "cpu"
-    by_torch = "" if isinstance(model, Decoder) else f", torch on {torch.backends.cpu.get_cpu_capability()}"
+    by_torch = "" if isinstance(model, Decoder) else _torch_here()
     return f"{own}{', activations in float32' * kernels.float_activations}{by_torch}"
+
+
+def _torch_here() -> str:
+    """Of what torch computes on a CPU: its libraries choose by the processor, and divide sums among threads."""
+    return f", torch on {torch.backends.cpu.get_cpu_capability()}, {_processor()}, {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    """The fields that tell one model of a processor from another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").partition("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
+    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return hashlib.sha256(json.dumps([found.get(name) for name in names]).encode()).hexdigest()[:16]
 
 
 def _drafters(options: DrafterConfig, engine: Engine) -> str:

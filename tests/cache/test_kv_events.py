@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forerun.cache import events
 from forerun.cache.block_pool import BlockPool
 from forerun.cache.events import KVEvents, joined
 from forerun.cache.prefix_cache import PrefixCache
@@ -104,7 +106,7 @@ def test_a_subscriber_knows_what_is_cached(tmp_path: Path) -> None:
     cache = made.scheduler.prefix_cache
     assert cache is not None
     cache.names = lambda adapter, salt: salt.encode()
-    cache.listener = events = KVEvents(subscriber.address, subscriber.replay, "kv@pod@toy")
+    cache.listener = publisher = KVEvents(subscriber.address, subscriber.replay, "kv@pod@toy")
     rng = random.Random(1)
     prefix = [rng.randrange(24) for _ in range(12)]
     for number in range(6):
@@ -132,7 +134,26 @@ def test_a_subscriber_knows_what_is_cached(tmp_path: Path) -> None:
         assert topic == b"kv@pod@toy" and DECODER.decode(payload).data_parallel_rank == 0
         subscriber.hear(int.from_bytes(number, "big"), payload)
     subscriber.socket.close(linger=0)
-    events.close()
+    publisher.close()
+
+
+def test_no_repeated_message_is_lost_to_who_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sender(events._Sender):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._sent.extend((number.to_bytes(8, "big"), bytes(2000)) for number in range(6000))
+            self._next = 6000
+
+    monkeypatch.setattr(events, "_Sender", Sender)
+    made = KVEvents(f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay")
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(f"ipc://{tmp_path}/replay")
+    socket.send_multipart([b"", bytes(8)])
+    time.sleep(0.5)  # it looks away while all is sent
+    for number in range(6000):
+        assert socket.poll(5000) and socket.recv_multipart()[1] == number.to_bytes(8, "big")
+    socket.close(linger=0)
+    made.close()
 
 
 def test_blocks_of_one_request_are_one_event() -> None:

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import random
+import shutil
 import stat
 from collections.abc import Callable
 from hashlib import sha256
@@ -14,6 +15,7 @@ from threading import Thread
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from forerun.cache import disk
 from forerun.cache.disk import PAGE, DiskTier, check_folder
@@ -112,6 +114,82 @@ def test_the_least_recently_used_go_first_and_prefixes_outlive_what_follows(tmp_
     kept = [number for number in range(8) if tier.has(key_of(number))]
     assert kept == [*range(len(kept) - 1), 7] and 2 < len(kept) < 8
     assert all(tier.has(key_of(number)) for number in range(20, 23))
+
+
+def test_the_end_of_a_new_long_prompt_outlives_what_is_old(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 10 * PAGE, ABOUT)
+    for number in range(8):
+        tier.put(key_of(number), record(number), 0)
+        [path] = [path for path in files(tmp_path) if path.stem == key_of(number).hex()]
+        old = path.stat().st_mtime_ns - 60 * 10**9
+        os.utime(path, ns=(old, old))
+    for number in range(100, 104):
+        tier.put(key_of(number), record(number), 1000 + number)
+    assert all(tier.has(key_of(number)) for number in range(100, 104)) and not tier.has(key_of(0))
+
+
+@pytest.mark.parametrize("kind", ["disk", "host"])
+def test_a_worse_record_replaces_no_better_one(kind: str, tmp_path: Path) -> None:
+    tier = MAKERS[kind](tmp_path, ROOMY)
+    bare, with_states = record(1, 3000, ready=4), record(1, 3000, ready=2)
+    bare = Record(bare.tokens, bare.ready, (3000,), bare.payload)
+    assert tier.put(key_of(1), with_states, 0)
+    for worse in (record(1, ready=1), record(1, ready=0), Record((1, 7, 8, 9), (2,), (3000,), bare.payload)):
+        assert tier.put(key_of(1), worse, 0) and same(tier.get(key_of(1), 0), with_states)
+    assert tier.stats.stored_blocks == 1
+    assert tier.put(key_of(1), bare, 0) and same(tier.get(key_of(1), 0), bare), "it has more rows"
+    assert tier.put(key_of(1), with_states, 0) and same(tier.get(key_of(1), 0), with_states), "it has more parts"
+
+
+def test_a_short_file_is_replaced(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, ROOMY, ABOUT)
+    tier.put(key_of(1), record(1), 0)
+    [path] = files(tmp_path)
+    for num_bytes in (0, 20, 44, 90, 2000):
+        path.write_bytes(path.read_bytes()[:num_bytes])
+        assert tier.put(key_of(1), record(1), 0) and same(tier.get(key_of(1), 0), record(1))
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.EIO])
+def test_a_file_that_cannot_be_read_now_is_kept(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = DiskTier(tmp_path, ROOMY, ABOUT)
+    tier.put(key_of(1), record(1), 0)
+
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "fromfile", fail)
+        assert tier.get(key_of(1), 0) is None and tier.get(key_of(1), 0) is None
+    assert tier.stats.corrupted_blocks == 0 and len(caplog.records) == 1 and os.strerror(number) in caplog.text
+    assert same(tier.get(key_of(1), 0), record(1))
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, ROOMY, ABOUT)
+    tier.put(key_of(1), record(1), 0)
+    shutil.rmtree(tmp_path / "forerun-kv")
+    assert tier.get(key_of(1), 0) is None and tier.put(key_of(1), record(1), 0) and tier.is_open
+    assert same(tier.get(key_of(1), 0), record(1)) and tier.stats.used_bytes == PAGE
+    [path] = files(tmp_path)
+    assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in path.parents[:3])
+    assert (path.parents[1] / "about.json").exists()
+
+
+def test_a_lock_that_others_hold_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk, "LOCK_S", 0.05)
+    now = [1000.0]
+    DiskTier(tmp_path, ROOMY, ABOUT).put(key_of(1), record(1), 0)
+    with FileLock(tmp_path / "forerun-kv" / "lock"):
+        tier = DiskTier(tmp_path, ROOMY, ABOUT, clock=lambda: now[0])
+        assert same(tier.get(key_of(1), 0), record(1))
+        assert not tier.put(key_of(2), record(2), 0) and tier.stats.failed_writes == 0 and not caplog.records
+    now[0] += 0.06
+    assert tier.is_open and tier.put(key_of(2), record(2), 0) and tier.stats.used_bytes == 2 * PAGE
 
 
 def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

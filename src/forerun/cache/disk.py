@@ -5,8 +5,8 @@ Knows: files, checksums, the bound on all of them, what to do when the disk is f
 A file is written under another name, then renamed: whatever kills a process, a file is whole or not there. One that is
 not all the same (a power cut, a bad disk) fails its checksum, is removed and counts as missing. Nothing is kept in
 memory about which files there are, so that a process finds what others wrote. A file's time says when it was last used,
-less a second for each block in front of it: a prefix outlives what follows it. All changes are made under one lock
-file, which also guards `usage`, the bytes that all files take. Only the user may read any of it.
+less 10 ms for each block in front of it: of blocks written or read at one go the last are removed first. All changes
+are made under one lock file, which also guards `usage`, the bytes that all files take. Only the user may read it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from forerun.errors import ConfigError
 
 MAGIC: Final = b"frkv0001"
 PAGE: Final = 4096  # files take whole pages
-LOCK_S: Final = 10.0  # how long a writer waits for another process
+LOCK_S: Final = 10.0  # how long a writer waits for another process, and then does without
 REST_S: Final = 60.0  # how long nothing is written after an error, the first time
 LONGEST_REST_S: Final = 3600.0
 ROOM: Final = 0.1  # share of the bound that is freed at a time, since that takes a look at every file
-_DEPTH_NS: Final = 1_000_000_000
+_DEPTH_NS: Final = 10_000_000  # more than writing a block takes, and little beside the age of what goes
 _SUFFIX, _NEW = ".kv", ".new"
 _SUM = 32
 
@@ -70,14 +70,26 @@ class DiskTier:
         name = hashlib.sha256(json.dumps(dict(about), sort_keys=True).encode()).hexdigest()[:16]
         self._own = self._top / name
         self._lock = FileLock(self._top / "lock", timeout=LOCK_S, mode=0o600)
+        self._about = json.dumps(dict(about), indent=1).encode()
         self._rests_until, self._rest_s = 0.0, REST_S
+        self._has_told = False  # that files cannot be read
         try:
-            self._own.mkdir(mode=0o700, exist_ok=True)
-            with self._lock:
-                _write(self._own / "about.json", json.dumps(dict(about), indent=1).encode())
+            self._make_folders()
+            with suppress(Timeout), self._lock:  # while others write, files are counted when there is one to write
+                self._describe()
                 self._free(self.max_bytes)
-        except (OSError, Timeout) as error:
+        except OSError as error:
             raise ConfigError(f"kv_disk: cannot use the folder {folder}: {error}; choose another") from error
+
+    def _make_folders(self) -> None:
+        """As in the beginning, if somebody has removed them since."""
+        for folder in (self._top, self._own):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _describe(self) -> None:
+        """Under the lock."""
+        if not (self._own / "about.json").exists():
+            _write(self._own / "about.json", self._about)
 
     @property
     def is_open(self) -> bool:
@@ -92,12 +104,20 @@ class DiskTier:
         """See `Tier`."""
         if not self.is_open:
             return False
+        path = self._path(key)
+        if _is_as_good(path, key, record) and self.touch(key, depth):
+            return True
         header = record.header(key)
         body = b"".join((len(header).to_bytes(4, "little"), header, record.payload.data))
         try:
+            self._make_folders()
             with self._lock:
-                kept = self._put(self._path(key), hashlib.sha256(body).digest(), body, depth)
-        except (OSError, Timeout) as error:
+                self._describe()
+                kept = self._put(path, hashlib.sha256(body).digest(), body, depth)
+        except Timeout:  # no error of the disk; but to wait for each of many records would take hours
+            self._rests_until = self._clock() + LOCK_S
+            return False
+        except OSError as error:
             self._rest(error)
             return False
         self._rest_s = REST_S
@@ -129,7 +149,10 @@ class DiskTier:
             record = _read(content, key)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:  # the file may be whole: there may be too many open ones
+            self._tell(path, error)
+            return None
+        except (ValueError, KeyError, TypeError) as error:
             self._drop(path, error)
             return None
         with suppress(OSError):
@@ -151,6 +174,11 @@ class DiskTier:
         return self._own / name[:2] / (name + _SUFFIX)
 
     # -- what goes wrong ----------------------------------------------------------------------------------------
+
+    def _tell(self, path: Path, error: OSError) -> None:
+        if not self._has_told:
+            log.warning("a block of KV in %s cannot be read (%s): what cannot be read is computed again", path, error)
+        self._has_told = True
 
     def _drop(self, path: Path, error: Exception) -> None:
         """A damaged file: it is removed, and what it held is computed again."""
@@ -224,6 +252,19 @@ def _read(content: Bytes, key: bytes) -> Record:
     size = int.from_bytes(content[start : start + 4].tobytes(), "little")
     header, payload = content[start + 4 : start + 4 + size], content[start + 4 + size :]
     return Record.read(header.tobytes(), payload, key)
+
+
+def _is_as_good(path: Path, key: bytes, record: Record) -> bool:
+    """Whether the file has a record of this key, by its header, that is not worse."""
+    start = len(MAGIC) + _SUM
+    try:
+        with path.open("rb") as file:
+            head = file.read(start + 4)
+            header = file.read(int.from_bytes(head[start:], "little"))
+            size = os.fstat(file.fileno()).st_size - len(head) - len(header)
+        return head.startswith(MAGIC) and not record.is_better_than(Record.read(header, np.empty(size, np.uint8), key))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _write(path: Path, *parts: bytes) -> None:

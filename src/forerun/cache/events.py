@@ -63,6 +63,7 @@ class KVEvents:
             (publisher.bind if binds else publisher.connect)(endpoint)
             if replay_endpoint is not None:
                 replay = context.socket(zmq.ROUTER)
+                replay.set_hwm(0)  # no repeated message is dropped, however slowly they are taken
                 replay.bind(replay_endpoint)
         except zmq.ZMQError as error:
             publisher.close(linger=0)

@@ -33,8 +33,11 @@ class LowerTiers(Protocol):
     def flush(self) -> None:
         """Return when all that was given to `save` is stored, or has failed to be."""
 
-    def is_reading(self, request: Request, may_wait: bool) -> bool:
-        """Whether blocks of this waiting request are being read; `may_wait`: nobody else needs the step."""
+    def is_reading(self, request: Request) -> bool:
+        """Whether blocks of this waiting request are being read."""
+
+    def pause(self) -> None:
+        """Nobody runs: wait a moment for what is being read, if anything is."""
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A prompt's tokens took so long."""

@@ -192,10 +192,12 @@ class Spill:
         if self._s_per_byte is None or self._s_per_token is None:
             return True
         num_bytes = num_blocks * self.block_bytes + has_state * self.state_bytes
-        if num_bytes * self._s_per_byte < num_tokens * self._s_per_token:
-            return True
-        self._s_per_byte *= _FORGETS
-        return False
+        return num_bytes * self._s_per_byte < num_tokens * self._s_per_token
+
+    def was_not_worth(self) -> None:
+        """A request is computed for that reason; some day reading is tried again, since only so its time is known."""
+        if self._s_per_byte is not None:
+            self._s_per_byte *= _FORGETS
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A prompt's tokens took so long."""
@@ -261,20 +263,13 @@ def _write(tiers: Sequence[Tier], parcel: _Outgoing, waiting: _Waiting) -> None:
         parcel.copied()
         for index, node in enumerate(parcel.nodes):
             record = _record(parcel, index)
-            kept = [_keep(tier, parcel.keys[index], record, node.depth) for tier in tiers if tier.is_open]
+            kept = [tier.put(parcel.keys[index], record, node.depth) for tier in tiers if tier.is_open]
             if not any(kept):
                 _unsave(node, parcel.keys[index])
     except Exception:  # nobody asks for the result, and requests do not depend on it
         log.exception("blocks of KV could not be stored; requests go on")
     finally:
         waiting.add(-parcel.num_bytes)
-
-
-def _keep(tier: Tier, key: bytes, record: Record, depth: int) -> bool:
-    """Whether the tier has the record now; one without drafters' rows is never better than what is there."""
-    if record.num_ready == 0 and tier.has(key) and tier.touch(key, depth):
-        return True
-    return tier.put(key, record, depth)
 
 
 def _unsave(node: Node, key: bytes) -> None:
@@ -300,6 +295,9 @@ def _touch(tiers: Sequence[Tier], nodes: Sequence[Node]) -> None:
         found = [tier.touch(node.key, node.depth) for tier in tiers]  # every one of them
         if not any(found):
             node.saved = -1  # evicted there while it was in use here: it is stored again
+        if node.has_saved_state:
+            found = [tier.touch(state_key(node.key), node.depth) for tier in tiers]
+            node.has_saved_state = any(found)
 
 
 def _read(

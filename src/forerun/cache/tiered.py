@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Final, NamedTuple
@@ -24,6 +24,8 @@ from forerun.core import Request
 
 MAX_READINGS: Final = 8  # at a time
 LONGEST_WAIT_S: Final = 10.0  # for a reading, of a request that could be computed instead
+PAUSE_S: Final = 0.01  # of the engine, when all it could do is being read; then it hears who else came
+ASK_AGAIN_S: Final = 0.5  # between two looks for a request that waits for something else: each asks for many files
 _REMEMBERED = 4096  # requests that have asked
 
 
@@ -37,6 +39,14 @@ class _Missing(NamedTuple):
     def key(self) -> bytes:
         """Of the first record."""
         return self.blocks[0].key if self.blocks else self.state.key if self.state is not None else b""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What a request was answered."""
+
+    key: bytes = b""  # of the first record it asked for last
+    again_s: float = 0.0  # before then the answer is no
 
 
 @dataclass(slots=True)
@@ -62,7 +72,7 @@ class TieredPrefixes:
         self.num_hits = 0  # requests whose prefix came back
         self._cache, self._pool = cache, pool
         self._readings: dict[bytes, _Fetch] = {}  # by the key of their first record
-        self._asked: OrderedDict[str, bytes] = OrderedDict()  # by request: the first record it asked for last
+        self._asked: OrderedDict[tuple[float, int], _Asked] = OrderedDict()  # by request, of which none have one turn
         self.save, self.save_state, self.flush = spill.save, spill.save_state, spill.flush
         self.computed = spill.computed
 
@@ -70,45 +80,49 @@ class TieredPrefixes:
         """See `LowerTiers`."""
         return {tier.name: asdict(tier.stats) for tier in self.spill.tiers}
 
-    def is_reading(self, request: Request, may_wait: bool) -> bool:
+    def is_reading(self, request: Request) -> bool:
         """See `LowerTiers`."""
         self._take_done()
-        reading = self._readings.get(self._asked.get(request.request_id, b""))
-        if reading is None:
-            reading = self._reading_for(request)
-        if reading is None or reading.is_late:
-            return False
-        if may_wait:
-            try:
-                reading.loaded.result(LONGEST_WAIT_S)
-            except TimeoutError:
-                return False
-            except Exception:  # said by `_take_done`
-                pass
-            self._take_done()
-            return False
-        return True
+        asked = self._asked.get(request.turn)
+        reading = None if asked is None else self._readings.get(asked.key)
+        if reading is None and (asked is None or perf_counter() >= asked.again_s):
+            reading = self._reading_for(request, asked)
+        return reading is not None and not reading.is_late
 
-    def _reading_for(self, request: Request) -> _Fetch | None:
+    def pause(self) -> None:
+        """See `LowerTiers`."""
+        if self._readings:
+            wait([reading.loaded for reading in self._readings.values()], PAUSE_S, FIRST_COMPLETED)
+
+    def _reading_for(self, request: Request, asked: _Asked | None) -> _Fetch | None:
         """What is read for the request from now on, or for another one that lacks the same."""
-        missing = None if request.prompt_logprobs is not None else self._missing(request)
-        if missing is None or self._asked.get(request.request_id) == missing.key:  # nobody asks for the same twice
+        path = self._path(request)
+        if request.prompt_logprobs is not None or not self._has_room(request, path):
             return None
-        reading = self._readings.get(missing.key)
-        if reading is None:
-            if len(self._readings) >= MAX_READINGS:
-                return None
-            reading = _Fetch(request, missing, self.spill.read(*missing))
-            self._readings[missing.key] = reading
-        self._asked[request.request_id] = missing.key
-        if len(self._asked) > _REMEMBERED:
-            self._asked.popitem(last=False)
+        missing = self._missing(request, path, is_first=asked is None)
+        if asked is None:
+            asked = self._asked[request.turn] = _Asked()
+            if len(self._asked) > _REMEMBERED:
+                self._asked.popitem(last=False)
+        reading = None
+        if missing is not None and missing.key != asked.key:  # nobody asks for the same twice
+            reading = self._readings.get(missing.key)
+            if reading is None and len(self._readings) < MAX_READINGS:
+                reading = self._readings[missing.key] = _Fetch(request, missing, self.spill.read(*missing))
+        if reading is None or missing is None:
+            asked.again_s = perf_counter() + ASK_AGAIN_S
+        else:
+            asked.key = missing.key
         return reading
 
-    def _missing(self, request: Request) -> _Missing | None:
-        """What to read for the request; None if that is nothing, not worth its time, or has no room."""
+    def _has_room(self, request: Request, path: Sequence[Node]) -> bool:
+        """Whether the pool has the blocks that the request needs besides those of its path."""
+        num_needed = -(-len(request.token_ids) // self._cache.block_size) - (len(path) - 1)
+        return num_needed <= self._pool.num_available - sum(self._pool.is_cached(node.block) for node in path[1:])
+
+    def _missing(self, request: Request, path: Sequence[Node], is_first: bool) -> _Missing | None:
+        """What to read for the request; None if that is nothing or not worth its time. `is_first`: it is new."""
         size = self._cache.block_size
-        path = self._path(request)
         first = len(path) - 1
         blocks, key = list[RecordName](), path[-1].key
         for index, tokens in enumerate(self._cache.full_blocks(request.token_ids, self._num_shared(request))):
@@ -123,11 +137,13 @@ class TieredPrefixes:
         if self._cache.states is not None:
             wanted, state = self._up_to_state(path, blocks)
             num_gained = 0 if state is None else state.depth + 1 - self._num_known(path)
-        if num_gained <= 0 or not self.spill.is_worth(len(wanted), state is not None, num_gained * size):
+        if num_gained <= 0:
             return None
-        num_needed = -(-len(request.token_ids) // size) - first
-        num_available = self._pool.num_available - sum(self._pool.is_cached(node.block) for node in path[1:])
-        return _Missing(wanted, state) if num_needed <= num_available else None
+        if not self.spill.is_worth(len(wanted), state is not None, num_gained * size):
+            if is_first:
+                self.spill.was_not_worth()
+            return None
+        return _Missing(wanted, state)
 
     def _up_to_state(
         self, path: Sequence[Node], blocks: list[RecordName]

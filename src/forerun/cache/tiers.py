@@ -30,8 +30,12 @@ class Record:
 
     @property
     def num_ready(self) -> int:
-        """Valid rows over all kinds of drafter KV: of two records of one key the one with more is the better."""
+        """Valid rows over all kinds of drafter KV."""
         return sum(self.ready)
+
+    def is_better_than(self, other: Record) -> bool:
+        """Of two of one key: whether this has more valid rows, or hidden states that the other lacks."""
+        return self.num_ready > other.num_ready or len(self.parts) > len(other.parts)
 
     def header(self, key: bytes) -> bytes:
         """Everything but the payload."""
@@ -76,7 +80,9 @@ class Tier(Protocol):
         """Whether there is a record, which may be gone when it is read."""
 
     def put(self, key: bytes, record: Record, depth: int) -> bool:
-        """Keep a record, at the price of the least recently used ones -> whether it is kept.
+        """Keep a record, or the one that is there if it is as good, at the price of the least recently used ones.
+
+        Returns whether there is one now.
 
         `depth`: blocks in front of it. Of equally old records the deepest goes first, since nobody reads it without the
         others.
@@ -111,6 +117,11 @@ class HostTier:
         size = len(record.payload)
         if size > self.max_bytes:
             return False
+        with self._lock:
+            old = self._records.get(key)
+            if old is not None and not record.is_better_than(old):
+                self._records.move_to_end(key)
+                return True
         own = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned).numpy()
         own[:] = record.payload
         with self._lock:

@@ -6,7 +6,7 @@ blocks, tensors. A waiting request loses at most the steps it would have spent o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from forerun.cache.prefix_cache import Hit, Place, PrefixCache
 from forerun.core import Request, Status
@@ -19,18 +19,17 @@ class SharedPrefixes:
         self._cache = cache
         self._writers: dict[Place, Request] = {}
         self._awaited: dict[str, tuple[Request, int]] = {}  # waiting request -> writer, rows they have in common
-        self._is_idle = True  # nobody runs who would have to wait, too
 
-    def begin_step(self, running: Iterable[Request]) -> None:
+    def begin_step(self, running: Sequence[Request]) -> None:
         """Update the positions of the running requests."""
         self._writers.clear()
-        self._is_idle = True
+        if not running and self._cache.lower is not None:
+            self._cache.lower.pause()
         for request in running:
             self.add(request)
 
     def add(self, request: Request) -> None:
         """A request has begun to run."""
-        self._is_idle = False
         place = self._cache.next_place(request)
         if place is not None:
             self._writers.setdefault(place, request)
@@ -40,7 +39,7 @@ class SharedPrefixes:
         awaited = self._awaited.get(request.request_id)
         if awaited is None:
             lower = self._cache.lower
-            return lower is not None and lower.is_reading(request, may_wait=self._is_idle)
+            return lower is not None and lower.is_reading(request)
         writer, num_rows = awaited
         if writer.status is Status.RUNNING and writer.num_computed < num_rows:
             return True

@@ -6,6 +6,7 @@ Knows: the target's tokenizer and size, when tokenizers differ. Does not know: h
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from forerun.kernels.ops import Kernels
 from forerun.models.base import Model
@@ -32,6 +33,10 @@ class DraftModels:
             check_tokenizers(self._target.tokenizer, str(self._target.folder), load_tokenizer(name), name)
             self._loaded[name] = load_model(name, self._kernels, dtype=self._dtype)
         return self._loaded[name].model
+
+    def among(self, names: Collection[str]) -> list[LoadedModel]:
+        """Those of these models that were loaded."""
+        return [loaded for name, loaded in self._loaded.items() if name in names]
 
     def translation(self, name: str) -> Translation | None:
         """How texts get to that draft model and back; None if its tokens are the target's."""

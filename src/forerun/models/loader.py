@@ -41,6 +41,7 @@ from forerun.weights.checkpoint import Checkpoint, read_json, read_model_config
 from forerun.weights.generation import GenerationConfig, end_ids
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
 from forerun.weights.gguf_config import LIMITED_BY
+from forerun.weights.identity import Stamp, stamps_of
 from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer, check_vocabulary
 
@@ -74,6 +75,7 @@ class LoadedModel:
     config: ModelConfig | None  # None for a model that runs through transformers
     implementation: str  # "forerun" or "transformers"
     sampling: Mapping[str, Any] = field(default_factory=dict)  # sampling defaults of generation_config.json
+    stamps: tuple[Stamp, ...] = ()  # of the files, taken before they were read
 
     @property
     def kv_specs(self) -> tuple[LayerSpec, ...]:
@@ -107,7 +109,7 @@ def load_model(
     dtype_named(dtype)
     check_kernels(kernels, ranks.size)
     named, folder = GenerationConfig.named(generation_config), resolve_model(name_or_path)
-    generation = named or GenerationConfig.beside(folder)
+    stamps, generation = stamps_of(folder), named or GenerationConfig.beside(folder)
     _check_sampling(generation)
     if dtype == "float16":
         check_float16(folder)
@@ -122,7 +124,7 @@ def load_model(
         loaded = _load_native(folder, raw, kernels, dtype, max_position, progress, ranks, stage)
     if named is not None and (named.end_ids is not None or not is_gguf(folder)):
         loaded.tokenizer.end_at(end_ids(folder, named))
-    return replace(loaded, sampling=generation.sampling)
+    return replace(loaded, sampling=generation.sampling, stamps=stamps)
 
 
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
