@@ -1,0 +1,146 @@
+"""Requests that wait for a tier hold up nobody, and keys of tiers stand for what was really read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from threading import Event
+from time import perf_counter
+from typing import Any
+
+import pytest
+
+from forerun import LLM, SamplingParams, tiering
+from forerun.assemble import assemble
+from forerun.cache.spill import state_key
+from forerun.engine.engine import Engine
+from forerun.errors import ConfigError
+from tests.exactness.test_tiers import PREFIX, asked, cached, engine, nodes, tiers
+from tests.models import factory
+from tests.support import harness, tiny
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_llama(tmp_path_factory.mktemp("tiny"), tiny.random_layers(2))
+
+
+def test_others_begin_while_nobody_runs(checkpoint: Path, tmp_path: Path) -> None:
+    """A request that is alone and reads holds up nobody who comes later."""
+    first, [wanted, other] = engine(checkpoint, tmp_path), asked(2, tail=0, lengths=(30,))
+    truth = harness.run(first, [harness.fresh(wanted)])
+    tiers(first).spill.flush()
+    second, late = engine(checkpoint, tmp_path), harness.fresh(wanted)
+    other.samples[0].request.cache_salt = "other"
+    release = Event()
+    tiers(second).spill._reader.submit(release.wait, 60)
+    second.add(late)
+    began = perf_counter()
+    for _ in range(3):
+        second.step()
+    second.add(other)
+    for _ in range(3):
+        second.step()
+    assert perf_counter() - began < 8, "it waited for the reading"
+    assert late.samples[0].request.num_computed == 0 and other.samples[0].request.num_output == 3
+    release.set()
+    assert harness.run(second, []) == [] and [[s.request.output_token_ids for s in late.samples]] == truth
+    assert cached([late])[0] >= 25
+
+
+def test_a_waiting_request_looks_for_files_now_and_then(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, looks = engine(checkpoint, tmp_path), list[bytes]()
+    [group] = asked(1, lengths=(30,))
+    request, lower = group.samples[0].request, tiers(made)
+
+    def has(key: bytes) -> bool:
+        looks.append(key)
+        return False
+
+    monkeypatch.setattr(lower.spill, "has", has)
+    monkeypatch.setattr("forerun.cache.tiered.ASK_AGAIN_S", 1e9)
+    request.turn = (0.0, 7)
+    assert not any(lower.is_reading(request) for _ in range(50)) and len(looks) == 1
+    lower._asked[request.turn].again_s = 0.0
+    assert not lower.is_reading(request) and len(looks) == 2
+    pool = made.scheduler.pool
+    assert pool.allocate(pool.num_available) is not None
+    other = harness.fresh(group).samples[0].request
+    other.turn = (0.0, 8)
+    assert not lower.is_reading(other) and len(looks) == 2, "there is no room for what it would find"
+
+
+def test_reading_is_doubted_once_a_request(checkpoint: Path, tmp_path: Path) -> None:
+    [wanted] = asked(1, lengths=(30,))
+    harness.run(first := engine(checkpoint, tmp_path), [harness.fresh(wanted)])
+    tiers(first).spill.flush()
+    lower, request = tiers(engine(checkpoint, tmp_path)), harness.fresh(wanted).samples[0].request
+    lower.spill._s_per_byte, lower.spill._s_per_token = 1.0, 1e-6
+    for _ in range(5):
+        assert not lower.is_reading(request)
+        lower._asked[request.turn].again_s = 0.0
+    assert 0.97 < lower.spill._s_per_byte < 1.0
+
+
+@pytest.mark.parametrize("kind", ["target", "draft model"])
+def test_weights_that_change_while_they_are_read_are_refused(
+    kind: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    changing = Path(shutil.copytree(checkpoint, tmp_path / "draft")) if kind == "draft model" else folder
+    drafting = {"drafter": "draft", "draft_model": str(changing)} if kind == "draft model" else {}
+    options: dict[str, Any] = {"max_model_len": 96, "threads": 1, "adaptive": False, **drafting}
+    LLM(str(folder), kv_disk=str(tmp_path / "kv"), **options)
+
+    def change(*args: Any) -> Engine:
+        made = assemble(*args)
+        os.utime(changing / "model.safetensors", ns=(1, 1))  # somebody writes there
+        return made
+
+    monkeypatch.setattr("forerun.llm.assemble", change)
+    with pytest.raises(ConfigError, match="have changed since its weights were read"):
+        LLM(str(folder), kv_disk=str(tmp_path / "kv"), **options)
+    shutil.copystat(checkpoint / "model.safetensors", changing / "model.safetensors")
+    LLM(str(folder), **options)
+
+
+def test_what_torch_computes_on_a_cpu_is_named_by_all_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, model = factory.make_kernels("reference"), tiny.target(2)
+    names = {tiering._rounding_of(reference, model)}
+    places: dict[str, object] = {
+        "torch.get_num_threads": lambda: 99,
+        "torch.backends.cpu.get_cpu_capability": lambda: "OTHER",
+        "forerun.tiering._processor": lambda: "other",
+    }
+    for place, other in places.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(place, other)
+            names.add(tiering._rounding_of(reference, model))
+    assert len(names) == 4 and tiering._processor()
+
+
+def test_a_state_that_the_disk_lost_is_written_again(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    path = factory.make_checkpoint("lfm2", folder)
+    llm = LLM(str(path), max_num_seqs=3, block_size=4, threads=1, kv_disk=str(tmp_path / "kv"))
+
+    def ask() -> None:
+        for node in nodes(llm.engine):
+            node.touched_s = -1e9
+        llm.generate([PREFIX[:21]], SamplingParams(max_tokens=1, ignore_eos=True))
+        tiers(llm.engine).spill.flush()
+
+    ask()
+    [key] = [state_key(node.key) for node in nodes(llm.engine) if node.has_saved_state]
+    [file] = (tmp_path / "kv").rglob(f"{key.hex()}.kv")
+    os.utime(file, ns=(1, 1))
+    ask()
+    assert file.stat().st_mtime_ns > 10**9, "it was used"
+    file.unlink()
+    ask()  # it notices
+    ask()
+    assert file.exists()
