@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import logging
 import secrets
 import signal
 import socket
@@ -50,6 +51,7 @@ from forerun.runtime.parallel.messages import Kind, RankMessage
 from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.resolve import resolve_model
 
+log = logging.getLogger("forerun.parallel")
 START_LIMIT_S = 120.0  # for all ranks to come; modules of torch take seconds to import
 HELLO_LIMIT_S = 10.0  # for somebody who has connected to say who it is
 _LEADER, _LOOPBACK = "forerun/leader", "127.0.0.1"
@@ -212,6 +214,10 @@ def _own_store(num_ranks: int) -> TCPStore:
 
 def _find_store(place: LaunchedRank) -> Store:
     """The store at MASTER_ADDR and MASTER_PORT. Raises ConfigError if that port is taken or nobody answers."""
+    log.warning(
+        "rank %d of %d waits up to %.0f s for the others, at %s:%s",
+        place.rank, place.num_ranks, START_LIMIT_S, place.address, place.port,
+    )  # fmt: skip
     try:
         limit = timedelta(seconds=START_LIMIT_S)
         store, _, _ = next(rendezvous("env://", timeout=limit))
