@@ -20,7 +20,7 @@ from forerun.drafters.named import engine_config
 from forerun.drafters.registry import draft_models, named_heads
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
-from forerun.errors import ConfigError, QueueFullError, RankLost, SamplingError
+from forerun.errors import ConfigError, QueueFullError, RankLost, SamplingError, UnsupportedError
 from forerun.frontend import Frontend, Prompt
 from forerun.kernels.ops import Kernels
 from forerun.models.adapted import LoraAdapter
@@ -52,11 +52,16 @@ class LLM(Frontend):
         check_tiers(config)
         self._shared = shared or open_shared(config)
         loaded, drafts = self._shared.loaded, self._shared.drafts
-        self.engine: Engine = assemble(
-            config, loaded.model, self._shared.kernels, named_heads(drafts.load), loaded.folder,
-            partial(open_corpus, tokenizer=loaded.tokenizer), drafts.translation,
-        )  # fmt: skip
-        check_unchanged(config, [loaded, *drafts.among(draft_models(config.drafter))])
+        try:
+            self.engine: Engine = assemble(
+                config, loaded.model, self._shared.kernels, named_heads(drafts.load), loaded.folder,
+                partial(open_corpus, tokenizer=loaded.tokenizer), drafts.translation,
+            )  # fmt: skip
+            check_unchanged(config, [loaded, *drafts.among(draft_models(config.drafter))])
+        except BaseException:
+            if shared is None:
+                self.close()  # nobody else has the other ranks
+            raise
 
     def with_drafter(self, drafter: str | DrafterConfig, **options: Any) -> LLM:
         """Another engine with another drafter (and other engine options) on the same weights and kernels.
@@ -131,6 +136,8 @@ class LLM(Frontend):
         in_place: it may replace an adapter of this name; requests that have that one keep it to their end. Not beside a
         running step. Raises ConfigError for a name that is taken, and ModelError.
         """
+        if self._shared.crew is not None:
+            raise UnsupportedError("several ranks have no adapters: leave tensor_parallel and pipeline_parallel at 1")
         if name in self.adapters and not in_place:
             raise ConfigError(f"there is an adapter {name!r} already, from {self.adapters[name].path}: unload it first")
         adapter = load_adapter(name, path, self._shared.loaded, self._shared.kernels)
