@@ -60,8 +60,8 @@ def widen(
     measured on such a model that it was widened.
 
     With --for MODEL, write a draft head for that widened model which drafts what it drafted for the original. Read are
-    Medusa heads in vLLM's layout, EAGLE-3 heads in SafeAILab's and MTP modules in MiMo's, as `forerun train` writes
-    them. Their own layer grows as the model's layers did.
+    Medusa heads in vLLM's layout, EAGLE-3 heads in SafeAILab's, MTP modules in MiMo's and DFlash heads in z-lab's, as
+    `forerun train` writes them. Their own layers grow as the model's layers did.
     """
     sizes = {"hidden_size": hidden_size, "num_layers": layers, "ffn_size": ffn_size, "num_q": heads, "num_kv": kv_heads}
     if widened is None:

@@ -1,12 +1,13 @@
 """Draft heads for a widened model that draft what they drafted for the model it was made from.
 
-Knows: the tensors of Medusa heads (vLLM's layout), EAGLE-3 heads (SafeAILab's) and MTP modules (MiMo's). Does not know:
-files, and how a model is widened.
+Knows: the tensors of Medusa heads (vLLM's layout), EAGLE-3 heads (SafeAILab's), MTP modules (MiMo's) and DFlash heads
+(z-lab's). Does not know: files, and how a model is widened.
 
 Why the function stays the same: all states of a widened model are those of the small one with zeros behind them, also
 after its final norm, and added layers pass them on. A head gets matrices that write zeros into the new coordinates,
 norms with weights over sqrt(new / old) and eps times old / new, and heads and feed-forward units that are multiplied
-by zero columns, like the model itself (`widening.tensors`). Its own layer grows as the target's layers did.
+by zero columns, like the model itself (`widening.tensors`). Its own layers grow as the target's layers did, and stay as
+many as they are.
 """
 
 from __future__ import annotations
@@ -75,12 +76,12 @@ def widen_head(target: WidenedTarget, folder: Path, out: Path) -> dict[str, Any]
     checkpoint = Checkpoint.open(folder)
     if not (folder / SINGLE_FILE).exists():
         raise UnsupportedError(f"{folder} holds its tensors in several files; save the head as one {SINGLE_FILE}")
-    for layout in (_Medusa, _WideEagle3, _Mtp):
+    for layout in (_Medusa, _WideEagle3, _Mtp, _WideDFlash):
         if checkpoint.has(layout.sign):
             return _write(layout(checkpoint, target), out)
     raise UnsupportedError(
         f"{folder} holds no head that can be widened: there is none of {_Medusa.sign} (Medusa, vLLM's layout), "
-        f"{_WideEagle3.sign} (EAGLE-3) and {_Mtp.sign} (MTP, MiMo's layout)"
+        f"{_WideEagle3.sign} (EAGLE-3), {_Mtp.sign} (MTP, MiMo's layout) and {_WideDFlash.sign} (DFlash)"
     )
 
 
@@ -178,7 +179,7 @@ class _Medusa(_HeadWidening):
 
 
 class _WithLayer(_HeadWidening):
-    """A head with one decoder layer, which grows as the target's layers did."""
+    """A head with decoder layers, which grow as the target's layers did."""
 
     def __init__(self, checkpoint: Checkpoint, target: WidenedTarget) -> None:
         super().__init__(checkpoint, target)
@@ -279,4 +280,47 @@ class _Mtp(_WithLayer):
         made = super().config()
         if made.get("num_hidden_layers") == self.target.before.num_layers:
             made["num_hidden_layers"] = self.target.now.num_layers
+        return made
+
+
+class _WideDFlash(_WithLayer):
+    """fc over several states, whose rows stand for known tokens; embedding and output layer are mostly the target's."""
+
+    kind, sign = "dflash", "hidden_norm.weight"
+
+    def pieces(self) -> Iterator[TensorPiece]:
+        """See `_HeadWidening`."""
+        hidden, columns = self._hidden, self.checkpoint.shape("fc.weight")[1]
+        num_states, rest = divmod(columns, self.target.before.hidden_size)
+        if rest:
+            raise ConfigError(
+                f"{self.checkpoint.folder}: fc.weight has {columns} columns, which are not whole states of "
+                f"{self.target.before.hidden_size} entries; give a head of the model that was widened"
+            )
+        yield from self._matrix("fc", joined((hidden,) * num_states), free=False, rows=hidden)
+        yield self._norm("hidden_norm.weight", hidden)
+        for index in range(Fields(self.checkpoint.config, {}).integer("num_hidden_layers")):
+            prefix = f"layers.{index}"
+            yield from self._layer(prefix, hidden)
+            yield from self._norms(prefix, "input_layernorm post_attention_layernorm")
+            yield from self._head_norms(f"{prefix}.self_attn")
+        yield self._norm("norm.weight", hidden)
+        for module, free in (("lm_head", True), ("embed_tokens", False)):
+            if self.checkpoint.has(f"{module}.weight"):
+                yield from self._matrix(module, hidden, free)
+        yield from self._kept()
+
+    def _head_norms(self, prefix: str) -> Iterator[TensorPiece]:
+        """Norms over single heads, whose size does not change."""
+        for name in (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"):
+            if self.checkpoint.has(name):
+                shape = (self._head_dim,)
+                make = partial(self.checkpoint.tensor, name, shape)
+                yield TensorPiece(name, shape, self.checkpoint.dtype(name), make)
+
+    def config(self) -> dict[str, Any]:
+        """See `_HeadWidening`."""
+        made = super().config()
+        if "num_target_layers" in made:
+            made["num_target_layers"] = self.target.now.num_layers
         return made

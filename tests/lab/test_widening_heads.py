@@ -120,6 +120,23 @@ def mtp(folder: Path, kind: str) -> Path:
     return write(folder, tensors, config)
 
 
+def dflash(folder: Path, kind: str) -> Path:
+    """Two layers, with blocks of 6, that read three states."""
+    source = Source()
+    tensors = {"fc.weight": source.matrix(HIDDEN, 3 * HIDDEN), "hidden_norm.weight": source.norm()}
+    for index in range(2):
+        prefix = f"layers.{index}"
+        tensors |= source.layer(prefix, HIDDEN, ("input_layernorm", "post_attention_layernorm"))
+        tensors |= {f"{prefix}.self_attn.{name}.weight": source.norm(8) for name in ("q_norm", "k_norm")}
+    tensors["norm.weight"] = source.norm()
+    config = {**SHAPE, "model_type": "qwen3", "num_hidden_layers": 2, "num_target_layers": NUM_LAYERS, "block_size": 6}
+    return write(
+        folder,
+        tensors,
+        {**config, "dflash_config": {"mask_token_id": VOCAB - 1, "target_layer_ids": [1, 3, 6]}},
+    )
+
+
 def write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
     folder.mkdir()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -166,6 +183,7 @@ def drafts(model_folder: Path, head: Path, name: str, width: int) -> list[Any]:
         ("eagle", eagle, "plain"),
         ("eagle", eagle, "flags"),
         ("mtp", mtp, ""),
+        ("dflash", dflash, ""),
     ],
 )
 def test_the_same_drafts(name: str, make: Any, kind: str, sizes: dict[str, Any], width: int, tmp_path: Path) -> None:
@@ -213,6 +231,12 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no widened model"):
         WidenedTarget.open(model)
     target = widened(model, tmp_path / "large", EXACT)
+    odd = dflash(tmp_path / "odd", "")
+    tensors = load_file(odd / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"][:, 1:].contiguous()
+    save_file(tensors, odd / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"{3 * HIDDEN - 1} columns, which are not whole states of {HIDDEN}"):
+        widen_head(target, odd, tmp_path / "out")
     other = write(tmp_path / "other", {"x.weight": torch.zeros(2)}, {"hidden_size": HIDDEN})
     with pytest.raises(UnsupportedError, match="no head that can be widened"):
         widen_head(target, other, tmp_path / "out")
