@@ -1,23 +1,28 @@
-"""Whether forerun reads each GGUF block type as llama.cpp does: the perplexity of one file by both, and in float32.
+"""Whether forerun reads each GGUF block type as llama.cpp does: the perplexity of one file by both, and in float32; and
+whose log-probabilities are nearer those of the file's exact weights.
 
     python lab/perplexities.py MODEL TEXT [--types Q4_0,Q4_K] [--length 256] [--limit 8]
 
-Needs `pip install llama-cpp-python`. MODEL is an unquantized folder; blocks of 256 need rows of whole blocks, which
-`mini` has after `python lab/widen.py mini ./mini768 --hidden-size 768 --heads 12 --kv-heads 4`. For every type a file
-is written whose matrices all have it, by forerun's own encoder or, where it has none, by llama.cpp's. Both engines
-predict the same tokens of the same sequences from it. The third figure is the oracle: the values that the `gguf`
-package reads from that file, kept in float32, run by forerun. Quantized products round their activations to 8 bits,
-each engine in its own groups, so both may differ from the oracle, by about as much.
+MODEL is an unquantized folder; blocks of 256 need rows of whole blocks, which `mini` has after `python lab/widen.py
+mini ./mini768 --hidden-size 768 --heads 12 --kv-heads 4`. For every type a file is written whose matrices all have
+it, by forerun's own encoder or, where it has none, by llama.cpp's. Both engines predict the same tokens of the same
+sequences from it. The third figure is the oracle: the values that the `gguf` package reads from that file, kept in
+float32, run by forerun (`likelihoods.py` shows how far that is from transformers in float32). Quantized products
+round their activations to 8 bits, each engine in its own groups, so both may differ from the oracle, by about as
+much.
+
+llama.cpp's side needs `pip install llama-cpp-python`, and so do the types that forerun cannot write; without it they
+are left out, and said to be.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import math
+import importlib.util
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +32,14 @@ import torch
 
 from forerun.bench.machine import describe_machine
 from forerun.errors import ConfigError
-from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
 from forerun.models.gguf_export import export_gguf
 from forerun.models.loader import load_model
 from forerun.quant.gguf_decode import BLOCK_TYPES
 from forerun.quant.gguf_encode import encode_rows
-from forerun.quantize.perplexity import measure_perplexity
 from forerun.quantize.text import cut, read_texts
 from forerun.weights.resolve import resolve_model
+from likelihoods import Apart, Engine, apart, by_forerun
 from peer_engines import LlamaCpp
 
 Encoder = Callable[[str, np.ndarray[Any, Any]], np.ndarray[Any, Any]]  # block type, floats [N, K] -> bytes [N, row]
@@ -48,7 +52,11 @@ COLUMNS = (
     "forerun to llama.cpp",
     "forerun to float32",
     "llama.cpp to float32",
+    "error of a token, nats: forerun",
+    "llama.cpp",
+    "times",
 )
+LLAMA = importlib.util.find_spec("llama_cpp") is not None
 
 
 def main() -> None:
@@ -62,15 +70,22 @@ def main() -> None:
         print(f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}", sep="\n")
         for kind in given.types.split(","):
             file, exact = folder / f"{kind}.gguf", folder / "exact.gguf"
-            rewrite(plain, file, kind, encode)
+            try:
+                rewrite(plain, file, kind, encode)
+            except ModuleNotFoundError:
+                print(f"| {kind} | left out: only llama-cpp-python, which is not installed, can write it |", flush=True)
+                continue
             rewrite(file, exact, "F32", lambda _, values: values)
-            own, oracle = (forerun_perplexity(path, sequences, kernels) for path in (file, exact))
-            other = llama_perplexity(file, sequences, given.threads)
-            print(row(kind, own, other, oracle), flush=True)
+            engines = {"forerun": by_forerun(file, kernels), "float32": (oracle := by_forerun(exact, kernels))}
+            if LLAMA:
+                engines["llama.cpp"] = by_llama(file, given.threads)
+            print(row(kind, apart(engines, oracle, sequences)), flush=True)
             file.unlink()
     tokens = sum(len(ids) - 1 for ids in sequences)
     machine = describe_machine(kernels)
     print(f"\n{tokens} tokens of {given.text.name}; {machine['cpu']}, {kernels.name}, commit {machine['commit']}")
+    if not LLAMA:
+        print("llama.cpp was not measured: llama-cpp-python is not installed")
 
 
 def options() -> argparse.Namespace:
@@ -85,10 +100,19 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def row(kind: str, own: float, other: float, oracle: float) -> str:
-    """A line of the table."""
-    ratios = (f"{part / whole - 1:+.3%}" for part, whole in ((own, other), (own, oracle), (other, oracle)))
-    return f"| {kind} | {own:.4f} | {other:.4f} | {oracle:.4f} | {' | '.join(ratios)} |"
+def row(kind: str, found: Mapping[str, Apart]) -> str:
+    """A line of the table; without llama.cpp its cells are empty."""
+    own, other, oracle = (found.get(name) for name in ("forerun", "llama.cpp", "float32"))
+    pairs = ((own, other), (own, oracle), (other, oracle))
+    cells = [kind, *(_cell(one and one.perplexity, ".4f") for one in (own, other, oracle))]
+    cells += [_cell(one and two and one.perplexity / two.perplexity - 1, "+.3%") for one, two in pairs]
+    cells += [_cell(one and one.mean, ".2e") for one in (own, other)]
+    times = other.mean / own.mean if own and other and own.mean else None
+    return f"| {' | '.join([*cells, _cell(times, '.1f')])} |"
+
+
+def _cell(figure: float | None, form: str) -> str:
+    return "-" if figure is None else f"{figure:{form}}"
 
 
 # -- files --------------------------------------------------------------------------------------------------------
@@ -159,22 +183,10 @@ def address(array: Any) -> ctypes.c_void_p:
 # -- engines ------------------------------------------------------------------------------------------------------
 
 
-def forerun_perplexity(file: Path, sequences: Sequence[Sequence[int]], kernels: Kernels) -> float:
-    """By forerun's own loader and kernels."""
-    return measure_perplexity(load_model(file, kernels).model, sequences, lambda token: 0).perplexity
-
-
-def llama_perplexity(file: Path, sequences: Sequence[Sequence[int]], threads: int) -> float:
-    """By llama.cpp, from the same tokens."""
+def by_llama(file: Path, threads: int) -> Engine:
+    """llama.cpp's logits; see `likelihoods.Engine`."""
     engine = LlamaCpp({"file": str(file), "type": "", "threads": threads, "vocab_size": 0})
-    lost = [nats(engine.all_logits(ids[:-1]), ids[1:]) for ids in sequences]
-    return math.exp(sum(lost) / sum(len(ids) - 1 for ids in sequences))
-
-
-def nats(logits: Any, wanted: Sequence[int]) -> float:
-    """The loss of the tokens `wanted` under logits [n, V]."""
-    rows = torch.from_numpy(logits).double()
-    return float(torch.nn.functional.cross_entropy(rows, torch.tensor(wanted), reduction="sum"))
+    return lambda ids: torch.from_numpy(engine.all_logits(ids[:-1]))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ Knows: logits of whole sequences and the bytes behind tokens. Does not know: whe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from forerun.errors import DataError
@@ -61,16 +62,23 @@ def measure_perplexity(
     return Perplexity(nats, len(predicted), sum(map(num_bytes, predicted)))
 
 
-@torch.no_grad()
 def _lost(model: Model, ids: Sequence[int]) -> float:
     """The loss, in nats, of all tokens of one sequence but the first."""
-    table, lost = block_table(len(ids)), 0.0
+    lost, start = 0.0, 1
+    for logits in logits_of(model, ids):
+        wanted = torch.tensor(ids[start : start + len(logits)])
+        lost += float(F.cross_entropy(logits.double(), wanted, reduction="sum"))
+        start += len(logits)
+    return lost
+
+
+@torch.no_grad()
+def logits_of(model: Model, ids: Sequence[int]) -> Iterator[Tensor]:
+    """The logits after each of a sequence's tokens but the last, CHUNK rows at a time -> [rows, V] on the host."""
+    table = block_table(len(ids))
     kvs = [empty_kv(spec, len(table), model.device) for spec in model.kv_specs]
     for start in range(0, len(ids) - 1, CHUNK):
         span = ids[start : min(start + CHUNK, len(ids) - 1)]
         rows = SequenceRows(REQUEST, table, start, span, start + len(span), span_logits=True)
-        logits = model.forward(ForwardBatch.build([rows], BLOCK_SIZE), kvs).logits.cpu()  # [span, V]
-        wanted = torch.tensor(ids[start + 1 : start + 1 + len(span)])
-        lost += float(F.cross_entropy(logits.double(), wanted, reduction="sum"))
+        yield model.forward(ForwardBatch.build([rows], BLOCK_SIZE), kvs).logits.cpu()
     model.release(REQUEST)
-    return lost
