@@ -44,7 +44,7 @@ SPOKEN = re.compile(r"(^|\n|[.!?] )(user|assistant|system|User|Assistant|Human):
 
 
 @dataclass(frozen=True)
-class Tally:
+class ExamTally:
     """What became of the questions of one kind."""
 
     kind: str
@@ -93,7 +93,7 @@ def main() -> None:
 # -- answers with one right text ---------------------------------------------------------------------------------
 
 
-def examined(llm: LLM, count: int, seed: int, max_tokens: int = MOST_TOKENS) -> list[Tally]:
+def examined(llm: LLM, count: int, seed: int, max_tokens: int = MOST_TOKENS) -> list[ExamTally]:
     """So many questions of each kind at temperature 0, in the order of `make.EXAM`."""
     asked = list(make.exam(random.Random(seed), count))
     conversations = [[{"role": "user", "content": line["question"]}] for line in asked]
@@ -110,7 +110,7 @@ def examined(llm: LLM, count: int, seed: int, max_tokens: int = MOST_TOKENS) -> 
         right[kind] += good
         if not good:
             wrong[kind].append((line["question"], line["answer"], answer.text))
-    return [Tally(kind, right[kind], wrong[kind], others[kind]) for kind in make.EXAM]
+    return [ExamTally(kind, right[kind], wrong[kind], others[kind]) for kind in make.EXAM]
 
 
 def goes_on_as_another(llm: LLM, answer: CompletionOutput) -> bool:
@@ -124,7 +124,7 @@ def is_other_speaker(text: str) -> bool:
     return bool(OTHER_SPEAKER.search(text) or SPOKEN.search(text))
 
 
-def table(tallies: Sequence[Tally], show: int = 0) -> str:
+def table(tallies: Sequence[ExamTally], show: int = 0) -> str:
     """Markdown, a row a kind, and behind it the first wrong answers of each."""
     lines = ["| kind | right | wanted | | goes on as another speaker |", "|---|---|---|---|---|"]
     for tally in tallies:

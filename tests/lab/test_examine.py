@@ -33,9 +33,9 @@ def test_a_token_of_the_template_is_another_speaker() -> None:
 
 
 def test_the_table_says_what_was_missed() -> None:
-    good = examine.Tally("edits", 180, [("a", "b", "c")] * 20, 0)
-    bad = examine.Tally("copying", 195, [("asked it", "wanted it", "gave it")] * 5, 0)
-    speaks = examine.Tally("talk", 1, [], 1)
+    good = examine.ExamTally("edits", 180, [("a", "b", "c")] * 20, 0)
+    bad = examine.ExamTally("copying", 195, [("asked it", "wanted it", "gave it")] * 5, 0)
+    speaks = examine.ExamTally("talk", 1, [], 1)
     lines = examine.table([good, bad, speaks], show=1).splitlines()
     assert lines[2:5] == [
         "| edits | 90.0% | 90% | met | 0 |",
